@@ -14,7 +14,7 @@ from test_fork import check_same, gone_on, numbers
 
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError, WorkerError
-from rollpipe.results.ablation import _beside, ablate, equal_up_to
+from rollpipe.results.ablation import Branch, _beside, _fork, ablate, equal_up_to
 from rollpipe.results.pairs import course
 from rollpipe.runs import fork, start, train
 from rollpipe.runs.folder import load_run
@@ -186,12 +186,25 @@ def test_a_run_that_is_the_working_folder_has_its_branches_beside_it(tmp_path, m
     assert _beside(Path("runs/x")) == "runs/x-ablation"
 
 
+def test_a_branch_is_known_from_another_working_folder_and_after_it_was_moved(tmp_path, monkeypatch):
+    trained(tmp_path/"old"/"run", steps=160)
+    monkeypatch.chdir(tmp_path/"old")
+    _fork(Branch(Path("out"), Path("run"), 3, 0, {}), 320, {})
+    monkeypatch.chdir(tmp_path)
+    os.rename("old", "new")
+    for home in (Path("new"), tmp_path/"new"):
+        branch = Branch(home/"out", home/"run", 3, 0, {})
+        _fork(branch, 320, {})
+        with pytest.raises(DataError, match="is no such branch.* got a fork of run after update 3 .*, equal up to 3"):
+            _fork(branch._replace(at=4), 320, {})
+
+
 def test_a_folder_of_other_branches_and_a_run_that_has_changed_are_refused(tmp_path):
     run, other = trained(tmp_path/"run"), trained(tmp_path/"other", seed=5)
     ablate(run, [4], dict(clip=[.1]), updates=2, out=tmp_path/"out", metric="entropy")
     with pytest.raises(DataError, match="is no such branch"): ablate(other, [4], dict(clip=[.1]), updates=2, out=tmp_path/"out")
     os.rename(run, tmp_path/"gone"), os.rename(other, run)
-    with pytest.raises(DataError, match="does not equal .*another --out, because the run has changed, got update 1: "):
+    with pytest.raises(DataError, match="is no such branch.* or another --out, got a fork of .*, update 1: "):
         ablate(run, [4], dict(clip=[.1]), updates=2, out=tmp_path/"out", metric="entropy")
 
 

@@ -290,6 +290,15 @@ def test_any_update_is_made_again(name, run, tmp_path, planted):
             replayed_run(made.folder, update).__enter__()
 
 
+def test_a_run_that_has_lost_its_fingerprint_is_repeated_from_a_checkpoint(tmp_path):
+    run = start(tmp_path/"run", config_of("ppo", steps=320, keep=2))
+    train(run, progress=False, tensorboard=False)
+    (run.folder/"fingerprint.json").unlink()
+    with replayed_run(run.folder, 8) as moment:
+        assert "from the checkpoint of update 5\nno fingerprint to compare\n" in moment.known
+        assert "metrics of update 8 are equal" in moment.outcome(moment.agent.update(moment.batch))
+
+
 def test_a_run_that_is_trained_meanwhile_is_not_disturbed(tmp_path):
     twin = start(tmp_path/"twin", config_of("dqn", steps=400))
     train(twin, progress=False, tensorboard=False)

@@ -360,6 +360,20 @@ def test_a_training_waits_is_edited_goes_on_and_stops(tmp_path, capsys):
     assert rollpipe("edit", folder, "--save") == 2 and "no training in" in capsys.readouterr().err
 
 
+def test_a_training_in_a_thread_has_its_folder_alone_and_returns_when_it_is_asked_to_stop(tmp_path):
+    "Also if the cell of a notebook is run twice. An exception would be printed with its traceback."
+    run, found = start(tmp_path/"run", config_of("ppo", steps=10**7)), []
+    training = threading.Thread(target=lambda: found.append(train(run, progress=False, tensorboard=False)))
+    training.start()
+    wait_for(lambda: run.counters["updates"] > 2)
+    for again in (lambda: start(run.folder, run.config, overwrite=True), lambda: resume(run.folder), lambda: train(run)):
+        with pytest.raises(DataError, match="this process is training in .*/run. Expected another folder, or the end"): again()
+    open_run(run.folder).ask("stop")
+    training.join()
+    assert found == read_records(run.folder)[-1:] and found[0]["updates"] == load_run(run.folder).counters["updates"]
+    assert resume(run.folder).counters["updates"] == found[0]["updates"]
+
+
 def test_signals_end_a_pause_and_a_dead_training_does_not_answer(tmp_path):
     for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
         folder = tmp_path/str(int(number))

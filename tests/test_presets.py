@@ -222,6 +222,7 @@ def test_autotune_begins_with_the_preset_and_may_change_it(presets):
     ("lrr = 1e-3", "own.toml: there is no option 'lrr'. Expected lr"),
     ("[CartPole-v1]\nstep = 3", "own.toml, table CartPole-v1: there is no option 'step'. Expected steps"),
     ("[Taxi-v4]\nstep = 3", "own.toml, table Taxi-v4: there is no option 'step'"),      # also in a table that is not needed now
+    ("steps = 900\n[option]\nlr = 1", "own.toml: there is no table 'option'. Expected options"),
     ("lr = '1e-3'", "leaf lr: .*own.toml: wrong type of value. Expected float or schedule, got '1e-3'"),
     ("steps = 1e5", "leaf steps: .*own.toml: wrong type of value. Expected int, got 100000.0"),
     ("double = 1", "leaf double: .*wrong type of value. Expected bool, got 1"),

@@ -5,7 +5,7 @@
 # %% ../../nbs/results/10_ablation.ipynb #b194363f
 from __future__ import annotations
 
-import json, os, re, shlex
+import json, math, re, shlex
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -82,10 +82,13 @@ def _fork(branch: Branch, steps: int, quiet: dict) -> None:
         return
     config = load_run(branch.folder).config
     origin, values = config.get("forked") or {}, {**config, **config["options"]}
-    got = [os.path.realpath(origin.get("run", "")), origin.get("at"), origin.get("noise", 0), {name: values.get(name) for name in edit}]
-    if got != (wanted := [os.path.realpath(branch.parent), branch.at, branch.noise, edit]):
-        raise DataError(f"{branch.folder} is no such branch", expected="a fork of {} after update {} with noise {} and {}, or another "
-                        "--out".format(*wanted), got="{}, {}, {}, {}".format(*got))
+    # The path of the parent does not tell: it is as it was typed, perhaps in another working folder, and both may have been moved since.
+    equal = equal_up_to(branch.parent, branch.folder, branch.at)
+    got = [origin.get("at"), origin.get("noise", 0), {name: values.get(name) for name in edit}]
+    if got != (wanted := [branch.at, branch.noise, edit]) or equal != branch.at:
+        text = "a fork of {} after update {} with noise {} and {}"
+        raise DataError(f"{branch.folder} is no such branch", expected=f"{text.format(branch.parent, *wanted)}, or another --out",
+                        got=f"{text.format(origin.get('run'), *got)}, {equal if isinstance(equal, str) else f'equal up to {equal}'}")
 
 
 def _steps_of(run: Path, found: Checkpoint, at: list, updates: int) -> dict:
@@ -173,19 +176,20 @@ def ablate(run: str | Path, at: Sequence, options: dict, updates: int = 30, repe
     return made
 
 
-def equal_up_to(a: Path, b: Path) -> int | str:
+def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
     """The last update up to which two runs have the same metrics, without those of the clock, the processes and the evaluations.
 
     Args:
         a: folder of a run
         b: folder of another one
+        last: updates after this one are not compared
 
     Returns:
         int | str: its number; a text if they differ in an update that both have
     """
     kept = [{int(r["updates"]): {name: x for name, x in r.items() if not name.startswith(_OTHER)} for r in records_of(x) if "episodes" in r}
             for x in (a, b)]
-    both = sorted(kept[0].keys() & kept[1].keys())
+    both = sorted(n for n in kept[0].keys() & kept[1].keys() if n <= last)
     for n in both:
         if path := first_difference(kept[0][n], kept[1][n]): return f"update {n}: {path}"
     return both[-1] if both else 0

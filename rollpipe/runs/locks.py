@@ -16,10 +16,21 @@ from ..pipes.data.files import no_wait
 from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
-__all__ = ['FORKED', 'COSTS', 'RUN_FILES', 'lock', 'unlock', 'locked', 'owner_of', 'files_of_run', 'check_free', 'remove_run']
+__all__ = ['FORKED', 'COSTS', 'RUN_FILES', 'lock', 'begin_training', 'unlock', 'locked', 'owner_of', 'files_of_run', 'check_free',
+           'remove_run']
 
 # %% ../../nbs/runs/05_locks.ipynb #cc5f633b
 _locks = {}  # (process, folder) -> the open lock file
+_trained = set()  # `(process, folder)` of the trainings that run
+
+
+def _key(folder): return os.getpid(), Path(folder).resolve()
+
+
+def _untrained(folder):
+    "The key of a folder. Raises `DataError` if this process trains there, in a thread that an earlier cell of a notebook has begun, say."
+    if (key := _key(folder)) not in _trained: return key
+    raise DataError(f"this process is training in {folder}", expected="another folder, or the end of that training")
 
 
 def _lock_file(folder): return Path(folder)/"lock" if Path(folder).is_dir() else Path(f"{folder}.lock")
@@ -39,7 +50,7 @@ def _plain(path: str, flags: int) -> int:
 def lock(folder: Path) -> None:
     """Keep other processes from training in the folder. Raises `DataError` if another process trains there, if the folder's name is
     not UTF-8, because checkpoints in it could not be read, and if a link would lead the training to the files of another folder.
-    The same process may lock it again.
+    The same process may lock it again, unless it trains there now.
 
     Args:
         folder: folder of a run; or the file of a loop, which need not exist: then the lock is beside it
@@ -49,9 +60,9 @@ def lock(folder: Path) -> None:
         raise DataError("the name of a folder is not UTF-8", expected="another name", got=ascii(str(folder))) from None
     for path in (Path(folder, name) for name in ("checkpoints", "replay", "recording")):
         if path.is_symlink(): raise DataError(f"{path} is a link", expected="a folder, because a training removes files in it")
+    key = _untrained(folder)
     try: import fcntl
     except ImportError: return  # this system has no such locks
-    key = os.getpid(), Path(folder).resolve()
     if key in _locks: return
     path = _lock_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,9 +86,15 @@ def lock(folder: Path) -> None:
     _locks[key] = file
 
 # %% ../../nbs/runs/05_locks.ipynb #a581544e
+def begin_training(folder: Path) -> None:
+    "Keep this process, too, from another training in the folder, until `unlock`. Raises `DataError` if it trains there already."
+    _trained.add(_untrained(folder))
+
+
 def unlock(folder: Path) -> None:
     "Let others train in the folder; does nothing if this process has not locked it."
-    file = _locks.pop((os.getpid(), Path(folder).resolve()), None)
+    _trained.discard(_key(folder))
+    file = _locks.pop(_key(folder), None)
     if file is None: return
     _lock_file(folder).unlink(missing_ok=True)
     file.close()
@@ -90,7 +107,7 @@ def locked(folder: Path) -> Iterator[None]:
     Args:
         folder: see `lock`
     """
-    is_outer = (os.getpid(), Path(folder).resolve()) not in _locks
+    is_outer = _key(folder) not in _locks
     lock(folder)
     try: yield
     finally:
@@ -102,7 +119,7 @@ _FLOCK, _TYPE = ("qqihh4x", 3) if sys.platform == "darwin" or "bsd" in sys.platf
 
 def owner_of(folder: Path) -> str:
     "The number of the process that trains in the folder; empty if none does. The lock that a killed one has left does not count."
-    if (os.getpid(), Path(folder).resolve()) in _locks: return str(os.getpid())     # to close the file would end this lock
+    if _key(folder) in _locks: return str(os.getpid())     # to close the file would end this lock
     try:
         import fcntl
         with open(_lock_file(folder), opener=_plain) as file:

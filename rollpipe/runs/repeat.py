@@ -75,7 +75,8 @@ def repetition(folder: Path, found: Checkpoint, *edits: Callable, home: Path | N
         if found.stream is None: run = start(there, config)
         else:
             there.mkdir(exist_ok=True)
-            for name in (JOURNAL, FINGERPRINTS): shutil.copy(folder/name, there)
+            for name in (JOURNAL, FINGERPRINTS):
+                if (folder/name).exists(): shutil.copy(folder/name, there)     # `diff` tells that there is no fingerprint
             cut(there/JOURNAL, found.counters["updates"])     # `verify` and others compare, and say what differs
             if home is None and (folder/"replay").is_dir():
                 (there/"replay").mkdir()

@@ -5,7 +5,7 @@
 # %% ../../nbs/runs/14_training.ipynb #0117ae94
 from __future__ import annotations
 
-import shlex
+import shlex, threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from time import perf_counter
@@ -24,10 +24,10 @@ from ..settings.config import reading_for
 from ..settings.options import import_words, typed
 from .evaluations import evaluations_of
 from .films import films_of
-from .locks import COSTS, unlock
+from .locks import COSTS, begin_training, unlock
 from .changes import adopt
 from .mailbox import Mailbox, attended, edit_is_due, made_again
-from .logs import MetricWriter
+from .logs import MetricWriter, records_of
 from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError, WorkerError
 from ..pipes.graph.edits import find, nodes
@@ -36,7 +36,7 @@ from ..pipes.profiling.ongoing import Ongoing
 from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.taps import Meter
 from .progress import Progress
-from .signals import signals_wait_for_saving, uninterrupted
+from .signals import Stopped, signals_wait_for_saving, uninterrupted
 from .folder import Run, needed_modules
 
 # %% auto #0
@@ -256,11 +256,12 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
         callback: callback(run, record) after each update; returns a dict of metrics of your own, a `Wish` to save or to stop, or None
 
     Returns:
-        dict: the last record
+        dict: the last record; in a thread also if it is asked to stop, by which `Stopped` is raised in the main thread, as by Ctrl-C
     """
     if run.stream and run.stream.has_ended:
         raise DataError(f"{run.folder}: this training has ended", expected="train(resume(folder)), which goes on from the checkpoint")
     first, record = run, {}
+    begin_training(run.folder)
     try:
         with Mailbox(None if ranks.rank() else run.folder) as mailbox:
             while True:
@@ -269,6 +270,9 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
                 record = last or record      # an edited run may stop at once
                 if after is None: return record
                 run = after
+    except Stopped:
+        if threading.current_thread() is threading.main_thread(): raise
+        return records_of(run.folder)[-1]     # nobody could catch it in a thread
     finally:
         if run.stream: run.stream.end()
         unlock(run.folder)

@@ -86,6 +86,9 @@ def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | N
                                                                    "stopped", "edits", "due")
            and (name, x) != ("preset", None)}  # the configuration of a run without a preset has "preset": null
     tables = tables_in(own, known)
+    for name in tables:
+        if near := difflib.get_close_matches(name, about, 1, .8):     # it would be a table for an environment that is not this one
+            raise DataError(f"{path}: there is no table {name!r}", expected=near[0])
     of_table = {name: check_table(name, table, known, str(path)) for name, table in tables.items()}
     found = checked({**{name: x for name, x in own.items() if name not in tables}, **about["options"]}, known, str(path))
     if about["options"] and about["versions"]: found["preset"] = "none"  # the configuration of a run is complete without a preset
