@@ -272,7 +272,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
                 run = after
     except Stopped:
         if threading.current_thread() is threading.main_thread(): raise
-        return records_of(run.folder)[-1]     # nobody could catch it in a thread
+        return (records_of(run.folder) or [record])[-1]     # nobody could catch it in a thread
     finally:
         if run.stream: run.stream.end()
         unlock(run.folder)
