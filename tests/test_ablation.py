@@ -123,6 +123,15 @@ def test_a_metric_and_more_of_the_same(tmp_path):
     with pytest.raises(DataError, match="leaf klo: .*never has this metric"): course(home/"at4-0", "klo", 4, 4)
 
 
+def test_metrics_that_one_run_alone_has_are_not_compared(tmp_path):
+    "The branches of a run with a callback do not have its metrics. An ablation trained all of them, and refused them then."
+    run, twin, other = trained(tmp_path/"run", steps=160), *(start(tmp_path/x, config_of("ppo", steps=160)) for x in ("twin", "other"))
+    train(twin, progress=False, tensorboard=False, callback=lambda run, record: {"my/steps": record["steps"]})
+    train(other, progress=False, tensorboard=False, callback=lambda run, record: {"my/steps": 0})
+    assert equal_up_to(twin.folder, run) == equal_up_to(run, twin.folder) == twin.counters["updates"]
+    assert str(equal_up_to(twin.folder, other.folder)).startswith("update 1: ['my/steps']")
+
+
 def test_each_evaluation_counts_once(tmp_path):
     "That of a policy is in the record of the next update, and that of the last one in a record of its own."
     run = trained(tmp_path/"run", steps=320, eval_every="32 steps", eval_episodes=2, final_episodes=1)
