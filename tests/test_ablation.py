@@ -71,6 +71,9 @@ def test_noise_that_cannot_be(tmp_path, capsys):
     parent = trained(tmp_path/"run", steps=320)
     for noise in (-1, True, 1.5):
         with pytest.raises(DataError, match="an integer noise >= 0"): fork(parent, tmp_path/"fork", 4, noise=noise)
+    with pytest.raises(DataError, match="has no such update. Expected 1 to 10, got 4.0"): fork(parent, tmp_path/"fork", 4.)
+    made = load_run(fork(parent, tmp_path/"numpy", np.int64(4), noise=np.int64(3))).config["forked"]
+    assert (made["at"], made["noise"]) == (4, 3)
     assert rollpipe("fork", parent, "--at", 4, "--noise", 3, "--out", tmp_path/"fork", "--steps", 640) == 0
     assert "stood after update 4, with other noise (3), and has steps=640" in capsys.readouterr().out
 
