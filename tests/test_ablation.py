@@ -71,6 +71,9 @@ def test_noise_that_cannot_be(tmp_path, capsys):
     parent = trained(tmp_path/"run", steps=320)
     for noise in (-1, True, 1.5):
         with pytest.raises(DataError, match="an integer noise >= 0"): fork(parent, tmp_path/"fork", 4, noise=noise)
+    with pytest.raises(DataError, match="has no such update. Expected 1 to 10, got 4.0"): fork(parent, tmp_path/"fork", 4.)
+    made = load_run(fork(parent, tmp_path/"numpy", np.int64(4), noise=np.int64(3))).config["forked"]
+    assert (made["at"], made["noise"]) == (4, 3)
     assert rollpipe("fork", parent, "--at", 4, "--noise", 3, "--out", tmp_path/"fork", "--steps", 640) == 0
     assert "stood after update 4, with other noise (3), and has steps=640" in capsys.readouterr().out
 
@@ -121,6 +124,15 @@ def test_a_metric_and_more_of_the_same(tmp_path):
     longer = ablate(run, [4], dict(lr=[.1]), updates=6, last=6)
     assert (longer.pairs[0].base[..., :4] == second.pairs[0].base[:1]).all() and longer.pairs[0].base.shape[-1] == 6
     with pytest.raises(DataError, match="leaf klo: .*never has this metric"): course(home/"at4-0", "klo", 4, 4)
+
+
+def test_metrics_that_one_run_alone_has_are_not_compared(tmp_path):
+    "The branches of a run with a callback do not have its metrics. An ablation trained all of them, and refused them then."
+    run, twin, other = trained(tmp_path/"run", steps=160), *(start(tmp_path/x, config_of("ppo", steps=160)) for x in ("twin", "other"))
+    train(twin, progress=False, tensorboard=False, callback=lambda run, record: {"my/steps": record["steps"]})
+    train(other, progress=False, tensorboard=False, callback=lambda run, record: {"my/steps": 0})
+    assert equal_up_to(twin.folder, run) == equal_up_to(run, twin.folder) == twin.counters["updates"]
+    assert str(equal_up_to(twin.folder, other.folder)).startswith("update 1: ['my/steps']")
 
 
 def test_each_evaluation_counts_once(tmp_path):

@@ -229,6 +229,16 @@ def test_what_a_resume_changes_is_not_lost_by_a_kill_before_the_next_checkpoint(
     assert gone_on(run.folder).counters["steps"] == 480
 
 
+@pytest.mark.parametrize("name, value", [("steps", 640.), ("steps", np.int64(640)), ("steps", 0), ("workers", -1)])
+def test_a_resume_with_an_option_that_cannot_be_leaves_the_run_as_it_is(name, value, tmp_path):
+    "Its checkpoint, with the new options, could not be read any more."
+    run = trained(tmp_path/"run", steps=320)
+    before = content(run.folder)
+    with pytest.raises(DataError, match=f"leaf {name}: .*wrong type|an integer {name} >= "):
+        resume(run.folder, **{"steps": 640, name: value})
+    assert content(run.folder) == before and gone_on(run.folder, steps=352).counters["steps"] == 352
+
+
 def test_updates_without_a_step_are_recorded_once(tmp_path):
     "They have the number of steps of the checkpoint before them. Vectors reset in a step that is no transition."
     options = dict(n_envs=1, n_steps=1, vector="vector_entry_point", warmup=8, capacity=64, batch_size=8, hidden=(8,))

@@ -2,20 +2,26 @@
 import inspect
 from dataclasses import make_dataclass
 
+import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box
+from gymnasium.spaces import Box, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from rollpipe.agents.dqn import DQN
 from rollpipe.agents.gradient_learner import ActorCriticLearner
+from rollpipe.agents.intrinsic.distillation import Distillation
+from rollpipe.agents.intrinsic.novelty import Novelty
 from rollpipe.agents.learner import Learner
 from rollpipe.agents.schedules import DecayingEpsilon
 from rollpipe.agents.shared_options import ByAdam, Discounted, EntropyBonus, ScaledAdvantages, check_options, meanings
 from rollpipe.agents.tabular import QLearning
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
+from rollpipe.layers.q_networks import QPolicy
 from rollpipe.layers.unit_box import UnitBox
+from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
 
 NATURAL = dict(damping=.1, cg_iters=10, cg_gain=0., fvp_subsample=1., precondition='auto', normalize_adv=True, critic_lr=1e-3,
@@ -161,6 +167,16 @@ def test_another_default_keeps_the_range_of_the_base_class(defaults, data):
     assert {name: getattr(made, name) for name in defaults} == defaults | chosen
     for name in defaults:
         with pytest.raises(DataError, match=f'Mine.*{name}|{name}.*Mine'): check_options(cls(**{name: -1.}))
+
+
+def test_numbers_of_numpy_are_taken_as_those_of_python():
+    "torch refuses integers of numpy as seeds, and numpy warns where a float32 is compared with a number beyond its range."
+    spaces = Box(-1, 1, (2,)), Discrete(2)
+    policies = [QPolicy.for_env(spaces, seed=kind(3)) for kind in (int, np.int64)]
+    made = [DQN(policy, seed=kind(3), burn_in=kind(2), lr=np.float32(.25)) for policy, kind in zip(policies, (int, np.int64))]
+    assert (made[1].burn_in, made[1].seed, made[1].lr) == (2, 3, .25) and type(made[1].burn_in) is int
+    assert first_difference(*(agent.state_dict() for agent in made)) is None
+    assert Novelty(Distillation.for_env(spaces, seed=np.int64(1)), seed=np.int64(3)).generator.initial_seed() == 3
 
 
 @pytest.mark.parametrize("name", ["trpo", "npg"])

@@ -70,13 +70,14 @@ def number(default: float | None, low: float = 0, high: float = float_info.max, 
 
 
 def integer(default: int, least: int = 1) -> Any:
-    """A field of a dataclass whose value is an integer, or None if the annotation allows it.
+    """A field of a dataclass whose value is an integer, or None if the annotation allows it. One of numpy becomes one of Python.
 
     Args:
         default: value if none is given
         least: smallest value allowed
     """
-    return field(default=default, metadata=dict(check=lambda owner, name, x: check_integer(name, x, least, pipe=owner)))
+    def check(owner, name, x): setattr(owner, name, check_integer(name, x, least, pipe=owner))
+    return field(default=default, metadata=dict(check=check))
 
 
 def flag(default: bool) -> Any:

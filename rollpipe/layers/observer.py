@@ -9,6 +9,7 @@ import copy, inspect, re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from operator import index
 from typing import Any, TypeVar
 
 import gymnasium as gym
@@ -34,7 +35,7 @@ def seeded(seed: int | None) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(index(seed))
         yield
 
 # %% ../../nbs/layers/11_observer.ipynb #f762cf7e

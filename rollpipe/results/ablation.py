@@ -177,7 +177,8 @@ def ablate(run: str | Path, at: Sequence, options: dict, updates: int = 30, repe
 
 
 def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
-    """The last update up to which two runs have the same metrics, without those of the clock, the processes and the evaluations.
+    """The last update up to which two runs have the same metrics, without those of the clock, the processes and the evaluations,
+    and those that only one of them has, such as by a callback.
 
     Args:
         a: folder of a run
@@ -191,7 +192,8 @@ def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
             for x in (a, b)]
     both = sorted(n for n in kept[0].keys() & kept[1].keys() if n <= last)
     for n in both:
-        if path := first_difference(kept[0][n], kept[1][n]): return f"update {n}: {path}"
+        x, y = ({name: kept[k][n][name] for name in kept[0][n] if name in kept[1][n]} for k in (0, 1))
+        if path := first_difference(x, y): return f"update {n}: {path}"
     return both[-1] if both else 0
 
 

@@ -259,7 +259,8 @@ def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict) -> Ru
 def resume(folder: str | Path, steps: int | None = None, device: str | None = None, workers: int | None = None) -> Run:
     """Continue a run from its checkpoint: exactly as it would have gone on, or with new episodes if its configuration says why.
 
-    Raises `DataError` if it is complete. A run that was stopped goes on if `steps` are given, without the rules that could stop it.
+    Raises `DataError` if it is complete, and for a value that an option cannot have. A run that was stopped goes on if `steps` are given,
+    without the rules that could stop it.
 
     From an earlier checkpoint, the training after it is repeated, and its records and checkpoints are replaced. The best checkpoint stays.
 
@@ -273,8 +274,9 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
     if path.exists(): lock(folder)
     try:
         found = load_run(path)
-        given = {name: x for name, x in dict(device=device, workers=workers).items() if x is not None}
-        config: dict[str, Any] = dict(found.config, steps=steps or found.config["steps"], **given)
+        given = {name: x for name, x in dict(steps=steps, device=device, workers=workers).items() if x is not None}
+        run_options(given)      # a checkpoint with other values could not be read
+        config: dict[str, Any] = {**found.config, **given}
         counters = dict(found.counters, resumes=found.counters["resumes"] + (found.stream is None and found.counters["updates"] > 0))
         if config.get("stopped") and steps: config |= ENDLESS
         # An earlier checkpoint lacks last evaluations if the run was extended since. To make these would end the training after it.

@@ -82,7 +82,7 @@ def _taken(folder: Path, at: int | None, home: Path) -> tuple[Checkpoint, int]:
         n = int(load_run(folder).counters["updates"]) if at is None else at
         found = checkpoint_at(folder, n)
         if found.stream is None: shutil.rmtree(home/"replay", ignore_errors=True)
-        if found.stream is None or found.counters == known: return found, n
+        if found.stream is None or found.counters == known: return found, int(n)
         known = found.counters
         with suppress(FileNotFoundError): shutil.copytree(folder/"replay", home/"replay", dirs_exist_ok=True, copy_function=_linked)
 
@@ -165,7 +165,7 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     named, folder, out = load_run(run), folder_of(run), Path(out)
     is_at = int(named.counters["updates"])
     if at is None and Path(run).is_file(): at = is_at
-    check_integer("noise", noise, 0)
+    noise = check_integer("noise", noise, 0)
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         is_there = new_episodes and at in (None, is_at)
         found, at = (named, is_at) if is_there else _taken(folder, at, home)

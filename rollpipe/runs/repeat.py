@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,8 @@ def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint
     lines = read_journal(folder/JOURNAL)
     made = int(max([counters["updates"], *(e.updates for e in lines[-1:]), *(r["updates"] for r in records_of(folder)[-1:])]))
     n, last = updates + after, made + (after and not is_over(config, counters))
-    if not 1 <= n <= last: raise DataError(f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n))
+    if not (isinstance(n, Integral) and 1 <= n <= last):
+        raise DataError(f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n))
     resumes, first = next((e.resumes for e in lines if e.updates >= n), counters["resumes"]), beginning(folder, newest)
     for found in chain([newest], kept_of(folder), [first]):
         if found.stream and found.counters["updates"] <= updates and found.counters["resumes"] == resumes: return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from math import ceil
+from operator import index
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Novelty:
         self.epochs, self.minibatch = check_integer('epochs', epochs, pipe=self), check_integer('minibatch', minibatch, pipe=self)
         self.optimizer = torch.optim.Adam(network.predictor.parameters(), lr)
         self.norm = RunningNorm(())     # its moments are those of the discounted sums
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(index(seed))
         self.sums: dict = {}            # lane -> discounted sum of the errors so far, float64 [B]
 
     def __call__(self, fragment: Fragment) -> Tensor:

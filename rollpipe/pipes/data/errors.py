@@ -159,7 +159,7 @@ def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
 
 def is_between(value: Any, low: float, high: float) -> bool:
     "Is `value` a number from `low` to `high`? False for nan, True and False, and for values that cannot be compared with numbers."
-    try: return not isinstance(value, bool) and bool(low <= value <= high)
+    try: return not isinstance(value, bool) and bool(low <= (value.item() if hasattr(value, 'item') else value) <= high)
     except (TypeError, ValueError, RuntimeError): return False
 
 
