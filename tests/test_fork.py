@@ -239,6 +239,18 @@ def test_a_resume_with_an_option_that_cannot_be_leaves_the_run_as_it_is(name, va
     assert content(run.folder) == before and gone_on(run.folder, steps=352).counters["steps"] == 352
 
 
+@pytest.mark.parametrize("name, value", [("steps", 64.), ("seed", "3"), ("imports", "json"), ("checkpoint_every", 0)])
+def test_a_configuration_with_an_option_that_cannot_be_begins_no_run(name, value, tmp_path):
+    "It would be trained, and its checkpoint could not be read."
+    with pytest.raises(DataError, match=name): start(tmp_path/"run", {**config_of("ppo", steps=64), name: value})
+    assert not os.listdir(tmp_path)
+
+
+def test_one_module_may_be_imported(tmp_path):
+    run = start(tmp_path/"run", config_of("ppo", steps=64, imports="json"))
+    assert load_run(run.folder).config["imports"] == ["json"]
+
+
 def test_updates_without_a_step_are_recorded_once(tmp_path):
     "They have the number of steps of the checkpoint before them. Vectors reset in a step that is no transition."
     options = dict(n_envs=1, n_steps=1, vector="vector_entry_point", warmup=8, capacity=64, batch_size=8, hidden=(8,))

@@ -104,6 +104,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     check_free(folder, overwrite)
     with torch_threads(config["threads"]): agent, pipe = build({**config, "folder": folder})    # so weights repeat
     config = with_exactness(_with_engine(config, agent, pipe), pipe)
+    _check_stored(Checkpoint(config, _COUNTERS, agent.state_dict()))   # a run with other values could not be loaded
     files.make_folder(folder)
     lock(folder)
     try: check_free(folder, overwrite)      # another run may have begun there meanwhile
@@ -144,7 +145,8 @@ def _check_stored(found: Checkpoint) -> None:
     if not isinstance(config["env"], str): raise DataError("environment", expected="an id", got=repr(config["env"]))
     if not isinstance(config["env_kwargs"], dict): raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
     imports = config.get("imports", [])
-    if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports): raise DataError("imports", got=repr(imports))
+    if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports):
+        raise DataError("imports", expected="a list of names", got=repr(imports))
     for name in ("edits", "due"): check_edits(config.get(name, []))
     options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
     shapes = [x.shape for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor)]

@@ -200,7 +200,7 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
         env: gymnasium id
         options: options of the algorithm, see `options_for`; all others keep their defaults
         env_kwargs: keyword arguments for `gymnasium.make`
-        imports: modules that must be imported before the environment can be made
+        imports: modules, or a single one, that must be imported before the environment can be made
         **settings: options of the run, see `RunOptions`, or more of the algorithm
     """
     known = options_for(algorithm)
@@ -217,7 +217,7 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     masks = dict(with_action_mask=mask) if (mask := chosen.get("action_mask")) else {}     # an info has to become an observation
     config = {"algorithm": algorithm, "env": env, "env_kwargs": {**masks, **kwargs_of_preset, **(env_kwargs or {})},
               **vars(of_run), "preset": preset, "options": with_steps(algorithm, chosen, of_run.steps), "versions": versions()}
-    if imports: config["imports"] = imports
+    if imports: config["imports"] = [imports] if isinstance(imports, str) else [*imports]
     if preset: config["of_preset"] = [name for name in of_preset if name not in {**(options or {}), **settings}]
     check_config(config)
     try: return json.loads(json.dumps(config))
