@@ -32,7 +32,7 @@ from ..settings.options import import_words, parse_value, typed
 from ..settings.overview import Parser
 
 # %% auto #0
-__all__ = ['Branch', 'branches_of', 'ablate', 'equal_up_to', 'add_ablate', 'ablate_command']
+__all__ = ['Branch', 'branches_of', 'equal_up_to', 'ablate', 'add_ablate', 'ablate_command']
 
 # %% ../../nbs/results/10_ablation.ipynb #6d45e353
 class Branch(NamedTuple):
@@ -74,6 +74,30 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
     return found
 
 # %% ../../nbs/results/10_ablation.ipynb #dc5d76c6
+_OTHER = "seconds", "steps_per_s", "workers", "restarts", "eval_"
+
+
+def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
+    """The last update up to which two runs have the same metrics, without those of the clock, the processes and the evaluations,
+    and those that only one of them has, such as by a callback.
+
+    Args:
+        a: folder of a run
+        b: folder of another one
+        last: updates after this one are not compared
+
+    Returns:
+        int | str: its number; a text if they differ in an update that both have
+    """
+    kept = [{int(r["updates"]): {name: x for name, x in r.items() if not name.startswith(_OTHER)} for r in records_of(x) if "episodes" in r}
+            for x in (a, b)]
+    both = sorted(n for n in kept[0].keys() & kept[1].keys() if n <= last)
+    for n in both:
+        x, y = ({name: kept[k][n][name] for name in kept[0][n] if name in kept[1][n]} for k in (0, 1))
+        if path := first_difference(x, y): return f"update {n}: {path}"
+    return both[-1] if both else 0
+
+
 def _fork(branch: Branch, steps: int, quiet: dict) -> None:
     "Make a branch, unless it is there. Raises `DataError` if another run is there."
     edit, options = json.loads(json.dumps(branch.edit)), dict[str, Any](branch.edit or dict(quiet, steps=steps))
@@ -174,30 +198,6 @@ def ablate(run: str | Path, at: Sequence, options: dict, updates: int = 30, repe
                                   "report.html": pairs_page(made)})
     finally: unlock(out)
     return made
-
-
-def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
-    """The last update up to which two runs have the same metrics, without those of the clock, the processes and the evaluations,
-    and those that only one of them has, such as by a callback.
-
-    Args:
-        a: folder of a run
-        b: folder of another one
-        last: updates after this one are not compared
-
-    Returns:
-        int | str: its number; a text if they differ in an update that both have
-    """
-    kept = [{int(r["updates"]): {name: x for name, x in r.items() if not name.startswith(_OTHER)} for r in records_of(x) if "episodes" in r}
-            for x in (a, b)]
-    both = sorted(n for n in kept[0].keys() & kept[1].keys() if n <= last)
-    for n in both:
-        x, y = ({name: kept[k][n][name] for name in kept[0][n] if name in kept[1][n]} for k in (0, 1))
-        if path := first_difference(x, y): return f"update {n}: {path}"
-    return both[-1] if both else 0
-
-
-_OTHER = "seconds", "steps_per_s", "workers", "restarts", "eval_"
 
 
 def _compared(run: Path, branches: list, config: dict, metric: str, updates: int, last: int) -> Ablation:

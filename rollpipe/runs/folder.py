@@ -91,6 +91,30 @@ def folder_of(path: str | Path) -> Path:
     return path.parents[1] if path.parent.name == "checkpoints" and path.name not in RUN_FILES else path.parent
 
 # %% ../../nbs/runs/07_folder.ipynb #c4515767
+def _check_stored(found: Checkpoint) -> None:
+    "Raise `DataError` for values of the wrong type, and for sizes that do not agree with the rest of the file."
+    config, counters = found.config, found.counters
+    if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()): raise DataError("counters", got=str(counters))
+    if not isinstance(config["env"], str): raise DataError("environment", expected="an id", got=repr(config["env"]))
+    if not isinstance(config["env_kwargs"], dict): raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
+    imports = config.get("imports", [])
+    if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports):
+        raise DataError("imports", expected="a list of names", got=repr(imports))
+    for name in ("edits", "due"): check_edits(config.get(name, []))
+    options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
+    shapes = [x.shape for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor)]
+    sizes, has = {n for shape in shapes for n in shape}, config["options"].get
+    absent = {"critic" if has("shared") else "", "" if has("recurrent") else "recurrence"}
+    for option, value in options.items():
+        option.check(value)
+        if option.param not in _SIZES or option.kinds not in (("int,...",), ("int",)) or option.part in absent: continue
+        layers = value if option.param == "hidden" else [n for n in sizes if 0 < value <= n and n % value == 0][:1] or [value]
+        if not (set(layers) <= sizes and len(layers) <= len(shapes)):
+            raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
+    run_options({option.name: config[option.name] for option in RUN_OPTIONS if option.name != "preset"})
+    check_room({option.name: value for option, value in options.items()})
+
+
 def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     """A new run. Raises `DataError` if there is a run in the folder, or what may be somebody else's under the names of its files, and the
     errors of `build`, before anything is written.
@@ -138,30 +162,6 @@ def discard(run: Run) -> None:
     if not any(run.folder.iterdir()): run.folder.rmdir()
 
 # %% ../../nbs/runs/07_folder.ipynb #c8b29057
-def _check_stored(found: Checkpoint) -> None:
-    "Raise `DataError` for values of the wrong type, and for sizes that do not agree with the rest of the file."
-    config, counters = found.config, found.counters
-    if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()): raise DataError("counters", got=str(counters))
-    if not isinstance(config["env"], str): raise DataError("environment", expected="an id", got=repr(config["env"]))
-    if not isinstance(config["env_kwargs"], dict): raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
-    imports = config.get("imports", [])
-    if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports):
-        raise DataError("imports", expected="a list of names", got=repr(imports))
-    for name in ("edits", "due"): check_edits(config.get(name, []))
-    options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
-    shapes = [x.shape for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor)]
-    sizes, has = {n for shape in shapes for n in shape}, config["options"].get
-    absent = {"critic" if has("shared") else "", "" if has("recurrent") else "recurrence"}
-    for option, value in options.items():
-        option.check(value)
-        if option.param not in _SIZES or option.kinds not in (("int,...",), ("int",)) or option.part in absent: continue
-        layers = value if option.param == "hidden" else [n for n in sizes if 0 < value <= n and n % value == 0][:1] or [value]
-        if not (set(layers) <= sizes and len(layers) <= len(shapes)):
-            raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
-    run_options({option.name: config[option.name] for option in RUN_OPTIONS if option.name != "preset"})
-    check_room({option.name: value for option, value in options.items()})
-
-
 def _of_today(config: dict) -> dict:
     "The configuration as it is written today. A run of earlier days lacks later options."
     return {**vars(RunOptions()), "preset": None, **config}
