@@ -73,7 +73,7 @@ class Stacks(torch.Tensor):
 aten = torch.ops.aten
 
 
-def _from_front(dim, n): return dim + n if dim < 0 else dim     # `rows` have fewer dimensions, so that from their end it is another one
+def _from_front(dim, n): return dim + n if dim < 0 else dim     # counted from the end of `rows`, it is another one
 
 
 def _index_rows(func, x, *args, **kwargs):

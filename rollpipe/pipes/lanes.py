@@ -229,8 +229,9 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
         try:
             while now.pending:
                 lane, item = now.pending.popleft()
-                if item is None and lane in turn: turn.remove(lane)
-                if item is None: continue
+                if item is None:
+                    if lane in turn: turn.remove(lane)
+                    continue
                 now.n += 1
                 yield restore(item)
             while turn:

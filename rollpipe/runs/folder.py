@@ -116,8 +116,8 @@ def _check_stored(found: Checkpoint) -> None:
 
 
 def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
-    """A new run. Raises `DataError` if there is a run in the folder, or what may be somebody else's under the names of its files, and the
-    errors of `build`, before anything is written.
+    """A new run. Raises `DataError` if there is a run in the folder, or what may be somebody else's under the names of its files, and for a
+    value that an option cannot have, and the errors of `build`, before anything is written.
 
     Args:
         folder: created if needed
@@ -128,7 +128,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     check_free(folder, overwrite)
     with torch_threads(config["threads"]): agent, pipe = build({**config, "folder": folder})    # so weights repeat
     config = with_exactness(_with_engine(config, agent, pipe), pipe)
-    _check_stored(Checkpoint(config, _COUNTERS, agent.state_dict()))   # a run with other values could not be loaded
+    _check_stored(Checkpoint(config, _COUNTERS, agent.state_dict()))   # a wrong value would make a run that cannot be loaded
     files.make_folder(folder)
     lock(folder)
     try: check_free(folder, overwrite)      # another run may have begun there meanwhile

@@ -28,7 +28,7 @@ def _key(folder): return os.getpid(), Path(folder).resolve()
 
 
 def _untrained(folder):
-    "The key of a folder. Raises `DataError` if this process trains there, in a thread that an earlier cell of a notebook has begun, say."
+    "The key of a folder. Raises `DataError` if this process trains there: a cell of a notebook may have begun a thread."
     if (key := _key(folder)) not in _trained: return key
     raise DataError(f"this process is training in {folder}", expected="another folder, or the end of that training")
 

@@ -256,7 +256,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
         callback: callback(run, record) after each update; returns a dict of metrics of your own, a `Wish` to save or to stop, or None
 
     Returns:
-        dict: the last record; in a thread also if it is asked to stop, by which `Stopped` is raised in the main thread, as by Ctrl-C
+        dict: the last record. In the main thread a request to stop raises `Stopped`, as Ctrl-C does; any other thread returns
     """
     if run.stream and run.stream.has_ended:
         raise DataError(f"{run.folder}: this training has ended", expected="train(resume(folder)), which goes on from the checkpoint")
@@ -272,7 +272,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
                 run = after
     except Stopped:
         if threading.current_thread() is threading.main_thread(): raise
-        return (records_of(run.folder) or [record])[-1]     # nobody could catch it in a thread
+        return (records_of(run.folder) or [record])[-1]     # nobody could catch an exception there
     finally:
         if run.stream: run.stream.end()
         unlock(run.folder)
