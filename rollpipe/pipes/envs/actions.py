@@ -58,9 +58,10 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)): return _container_batch(space, clip, copy)
     shape, kinds = space.shape, 'f' if space.dtype.kind == 'f' else 'iub'
     low, high = (None, None) if isinstance(space, gym.spaces.Box) else limits(space)
-    bounds = (space.low, space.high) if clip and kinds == 'f' and isinstance(space, gym.spaces.Box) else None
+    bounds = bounds_of_one = (space.low, space.high) if clip and kinds == 'f' and isinstance(space, gym.spaces.Box) else None
     if bounds and not any(np.isfinite(x).any() for x in bounds): bounds = None
     def batch(act, leaf='act'):
+        nonlocal bounds
         if not isinstance(act, np.ndarray) or act.shape[1:] != shape or act.dtype.kind not in kinds:
             raise ActorError("wrong action", leaf=leaf, got=describe(act),
                              expected=f"shape [B{''.join(f', {n}' for n in shape)}] of {space}")
@@ -69,7 +70,10 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
             if not math.isfinite(np.vdot(act, act)) and not np.isfinite(act).all():
                 b = int(np.argwhere(~np.isfinite(act))[0][0])
                 raise ActorError("non-finite action", env=b, leaf=leaf, expected="finite numbers", got=str(act[b]))
-            if bounds: act = np.minimum(np.maximum(act, bounds[0]), bounds[1])
+            if bounds:
+                # numpy is faster with bounds that have the shape of the batch than with those of one action.
+                if bounds[0].shape != act.shape: bounds = [np.broadcast_to(x, act.shape).copy() for x in bounds_of_one]
+                act = np.minimum(np.maximum(act, bounds[0]), bounds[1])
         elif low is not None and np.count_nonzero(wrong := (act < low) | (act > high)):
             b = int(np.argwhere(wrong)[0][0])
             raise ActorError("out of range", env=b, leaf=leaf, expected=f"an action of {space}", got=str(act[b]))
