@@ -63,6 +63,15 @@ def test_a_row_that_is_no_step_says_nothing_about_the_step_before():
     assert torch.equal(padded.adv[:3], alone.adv) and torch.equal(padded.ret[:3], alone.ret) and not padded.adv[3:].any()
 
 
+@pytest.mark.parametrize('end', ['terminated', 'truncated'])
+def test_what_a_row_that_is_no_step_observes_does_not_matter(end):
+    obs, pays, at = torch.arange(6.).reshape(6, 1, 1), torch.ones(5, 1), torch.arange(5)[:, None]
+    steps = {'act': pays, 'rew': pays, 'valid': at != 2, end: at == 1, 'last_obs': None if end == 'terminated' else obs[2]}
+    fragments = [Fragment.from_steps(obs.index_fill(0, torch.tensor(2), x), **steps) for x in (7., float('nan'))]
+    known, unknown = AdvantageBuffer(IterableWrapper(fragments), lambda obs: obs[..., 0], .9, .95)
+    assert torch.equal(known.adv, unknown.adv) and torch.equal(known.ret, unknown.ret)
+
+
 def test_by_hand():
     "Rewards 1, 1, 1, 1; value 10 everywhere, 20 for the last observation of the episode that is cut off after 2 steps."
     class Pays(Counting):

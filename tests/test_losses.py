@@ -172,6 +172,14 @@ def test_rows_that_are_no_steps_change_nothing_before_them(kind):
     torch.testing.assert_close(agent.returns(whole)[:4], agent.returns(alone))
 
 
+@pytest.mark.parametrize('kind', ['plain', 'memory'])
+def test_the_scale_of_a_critic_does_not_see_rows_that_are_no_steps(kind):
+    actor, critic, fragment = setting(4, 9, 3, kind, garbage=True, p_end=.8)
+    assert not fragment.valid.all()
+    VTrace(actor, critic).update(fragment._replace(adv=None, ret=None))
+    assert critic.ret_mean.isfinite() and critic.ret_std.isfinite()
+
+
 # ---- identities
 
 def gradient(loss, module): return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])

@@ -45,7 +45,8 @@ def _judged(critic, obs, actor, leaf):
 def values(fragment: Fragment, critic: Any = None) -> tuple[Tensor, Tensor]:
     """`(v_t, v_tp1)`, both `[T, B]` float32: the values of each step's state and of the next state.
 
-    Where an episode was truncated, `v_tp1` is the value of the true last observation. Where it terminated, `v_tp1` has no meaning.
+    Where an episode was truncated, `v_tp1` is the value of the true last observation. Where it terminated, `v_tp1` is 0, and so are
+    the values of rows that are not `valid`, whatever the critic says about observations that do not count.
     Raises `DataError` if there is neither a critic nor a reported value, if the critic fails, or if the values have the wrong shape.
 
     Args:
@@ -68,7 +69,8 @@ def values(fragment: Fragment, critic: Any = None) -> tuple[Tensor, Tensor]:
     if len(fragment.final.t):
         v_tp1 = v_tp1.clone()
         v_tp1[fragment.final.t, fragment.final.b] = v_final
-    return v[:-1], v_tp1
+    still = ~fragment.valid
+    return v[:-1].masked_fill(still, 0.), v_tp1.masked_fill(fragment.term[1:] | still, 0.)
 
 # %% ../../nbs/pipes/15_advantage.ipynb #41eaef39
 class AdvantageBuffer(Pipe):
