@@ -430,6 +430,18 @@ def test_impossible_values_are_refused(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["lanes", "run"]
 
 
+def test_an_impossible_option_is_refused_before_the_run_is_repeated(tmp_path, monkeypatch):
+    parent = trained(tmp_path/"run", "ppo", 320, keep=1)
+    def never(*_, **__): raise AssertionError("the run is repeated")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["rollpipe.runs.fork"], "repeated", never)
+        for name, x in dict(clips=.1, clip="a", lr=-1., n_envs=3, hidden=(7,), steps=64, workers=3, eval_every="x").items():
+            with pytest.raises(DataError, match=name): fork(parent.folder, tmp_path/"fork", 3, **{name: x})
+        for options in (dict(steps=128), dict(new_episodes=True, n_envs=3), dict(noise=1, lr=.01)):
+            with pytest.raises(AssertionError, match="is repeated"): fork(parent.folder, tmp_path/"fork", 3, **options)
+    assert gone_on(fork(parent.folder, tmp_path/"fork", 3, steps=128, n_envs=3, new_episodes=True)).counters["updates"] == 4
+
+
 def test_edits_of_the_graph(tmp_path):
     "Those that the parent had are needed to repeat it; another one works from the update on."
     edit = RewardScaler.inserter(after=FragmentCollector)

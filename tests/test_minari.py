@@ -357,6 +357,30 @@ def test_infos_of_another_shape_in_another_episode_are_refused(tmp_path):
         to_minari(fragments, "some/bad-v0", folder=tmp_path, **SPACES)
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_unsigned_integers_have_the_dtype_of_their_space(dtype, tmp_path):
+    "torch has them as int32 and int64."
+    space, like = spaces.Dict(depth=spaces.Box(0, 60_000, (2,), dtype)), torch.int32 if dtype is np.uint16 else torch.int64
+    def fragments(x): return [Fragment.from_steps(dict(depth=torch.full((4, 1, 2), x, dtype=like)), torch.zeros(3, 1, 1), torch.ones(3, 1))]
+    about = dict(observation_space=space, action_space=spaces.Box(-1, 1, (1,)), folder=tmp_path)
+    path = to_minari(fragments(50_000), "some/depths-v0", **about)
+    found = read(path)[0]["observations/depth"]
+    assert found.dtype == dtype and (found == 50_000).all()
+    played, = from_minari("some/depths-v0", 3, folder=tmp_path)
+    assert played.state.obs["depth"].dtype == like and (played.state.obs["depth"] == 50_000).all()
+    with pytest.raises(DataError, match=f"leaf observations: a number does not fit the space. Got -1 is no {np.dtype(dtype)}"):
+        to_minari(fragments(-1), "some/other-v0", **about)
+
+
+def test_a_user_without_a_home_names_the_folder(tmp_path, monkeypatch):
+    import pwd
+    def unknown(number): raise KeyError(number)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "MINARI_DATASETS_PATH"): monkeypatch.delenv(name, raising=False)
+    with pytest.raises(DataError, match="leaf folder: .*not known. Expected a folder, or MINARI_DATASETS_PATH, got no HOME"):
+        from_minari("some/set-v0", 4)
+
+
 def test_an_unknown_last_observation_may_be_repeated_and_the_file_says_so(tmp_path):
     fragment = steps(3, terminated=torch.tensor([[0], [1], [0]]).bool())
     path = to_minari([fragment], "some/repeated-v0", folder=tmp_path, repeat_last=True, **SPACES)

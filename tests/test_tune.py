@@ -109,6 +109,12 @@ def test_a_killed_search_goes_on(here):
     assert (here/"tuning/ppo-CartPole-v1/preset.toml").exists()
 
 
+def test_fewer_trials_than_the_study_has(curves, capsys):
+    curves(lambda options: [0.])
+    for n in (2, 1): assert main([*WORDS, "--trials", str(n)]) == 0
+    assert "ppo on CartPole-v1: 2 trials are over, and --trials asks for 1, in tuning" in capsys.readouterr().out
+
+
 def test_processes_share_the_trials(here):
     assert main([*WORDS, "--trials", "3", "--jobs", "2"]) == 0
     params = [x.params for x in finished(study())]
@@ -187,6 +193,10 @@ def test_what_cannot_be_right_is_refused(here, curves, capsys):
             "--lanes", "2", "--workers", "2")
     refused("reading: rollpipe tune trains in its own process. Expected reading=processes", "--reading", "ray")
     refused("address: rollpipe tune trains in its own process. Expected address=None", "--address", "auto")
+    for words in ("--stop-after 1min", "--patience 2", "--eval-every 9", "--keep 3", "--video-every 2", "--exact", "--record", "--name x"):
+        name = words.split()[0].strip("-").replace("-", "_")
+        refused(f"{name}: a trial leaves no run, and ends only after its steps or by its --evaluations. Expected {name}=", *words.split())
+    refused("lag: rollpipe tune trains in its own process. Expected lag=0", "--lag", "1")
     assert not list(here.iterdir())
     (here/"mine.toml").write_text("lr = 1")
     refused("mine.toml is there already. Expected another --out, or --overwrite", "--out", "mine.toml")

@@ -97,7 +97,7 @@ def changed_run(who: str, found: Checkpoint, options: dict, moves: bool = False)
 
     Args:
         who: the run, for messages
-        found: its checkpoint
+        found: its checkpoint; with an `agent_state` {}, which is not known yet, what was learned is not looked at
         options: name -> value, of the algorithm or of the run
         moves: whether its `data` may be elsewhere; the stream compares what they hold when it goes on
     """
@@ -107,7 +107,8 @@ def changed_run(who: str, found: Checkpoint, options: dict, moves: bool = False)
     config = {**config, "options": _all_options(config)}
     changed = {name: x for name, x in options.items() if {**config, **config["options"]}.get(name) != x}
     if not changed: return found, {}
-    before, state = _made(config, found), _undecayed(found.agent_state)
+    before = _made(config, found)
+    state = _undecayed(found.agent_state) or before.state
     for name, x in changed.items():
         config = _with(config, name, x)
         run_options({option.name: config[option.name] for option in of_run})

@@ -96,8 +96,16 @@ def _linked(source, path):
         with names_file(path): shutil.copyfile(source, path)
 
 
-def _repeated_to(at: int, folder: Path, found: Checkpoint, edits: Iterable, home: Path) -> Checkpoint:
-    "The checkpoint after an update. The run is repeated up to there in `home`."
+def _foreseen(at: int, folder: Path, found: Checkpoint) -> Checkpoint:
+    "What is known of the checkpoint after an update before the run is repeated up to there: all but the state of its learner."
+    config = reduce(with_edit, edits_after(folder, found, at), found.config)
+    steps = next((r["steps"] for r in records_of(folder) if r["updates"] == at), 0)
+    stream = found.stream or load_run(folder).stream      # of which the names of the pipes count
+    return found._replace(config=config, counters={**found.counters, "steps": steps}, agent_state={}, stream=stream)
+
+
+def _repeated_to(at: int, folder: Path, found: Checkpoint, config: dict, edits: Iterable, home: Path) -> Checkpoint:
+    "The checkpoint after an update, with the configuration that it has. The run is repeated up to there in `home`."
     with repeated(folder, found, at, *edits, home=home) as (updates, *_):
         updates.save()
         kept = updates.run.config["kept"]
@@ -107,7 +115,6 @@ def _repeated_to(at: int, folder: Path, found: Checkpoint, edits: Iterable, home
     if (home/"recording").exists(): shutil.rmtree(home/"recording")
     made = load_run(home)
     counters = {**made.counters, "seconds": spent[0] if spent else made.counters["seconds"]}
-    config = reduce(with_edit, edits_after(folder, found, at), found.config)
     return made._replace(config={**config, "kept": kept}, counters=counters)
 
 
@@ -166,14 +173,21 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     is_at = int(named.counters["updates"])
     if at is None and Path(run).is_file(): at = is_at
     noise = check_integer("noise", noise, 0)
+
+    def asked(found):
+        # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
+        found = found._replace(config={**found.config, "steps": steps_after(folder, found.config), "due": []})
+        return changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options, moves=True)
+
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         is_there = new_episodes and at in (None, is_at)
         found, at = (named, is_at) if is_there else _taken(folder, at, home)
-        if not is_there and (found.stream is None or found.counters["updates"] < at): found = _repeated_to(at, folder, found, edits, home)
+        if not is_there and (found.stream is None or found.counters["updates"] < at):
+            ahead = _foreseen(at, folder, found)
+            asked(ahead._replace(stream=None) if new_episodes else ahead)      # to repeat a run may take hours
+            found = _repeated_to(at, folder, found, ahead.config, edits, home)
         if new_episodes: found = found._replace(stream=None, config=with_exactness(found.config, build(found.config)[1]))
-        # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
-        found = found._replace(config={**found.config, "steps": steps_after(folder, found.config), "due": []})
-        found, changed = changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options, moves=True)
+        found, changed = asked(found)
         rules = ENDLESS if found.config.get("stopped") else {}     # they would stop the fork at once, as they stopped the run
         more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
         origin = {"run": str(folder), "at": at, "set": changed, **more}

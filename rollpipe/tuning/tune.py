@@ -81,7 +81,8 @@ def check_file(path: Path, overwrite: bool) -> None:
     raise DataError(f"{path} is there already", expected="another --out, or --overwrite")
 
 # %% ../../nbs/tuning/03_tune.ipynb #2783ed05
-_IN_PROCESS = ("workers", "reading", "address")     # a trial trains in its own process, so these keep their defaults
+_OF_TRIALS = ("steps", "threads", "device", "intrinsic", "preset")      # the options of a run that a trial follows
+_IN_PROCESS = ("workers", "lag", "order", "restarts", "reading", "address")     # and those of its workers, which a trial does not have
 
 
 class Search:
@@ -93,10 +94,11 @@ class Search:
         self.free = max(1, self.n // 3)  # so many evaluations, at the start of the first training, cannot end a trial
 
         check_counts(args, "trials", "jobs", "evaluations")
-        for name in _IN_PROCESS:
-            if self.given.get(name, fixed := getattr(RunOptions, name)) != fixed:
-                raise DataError("rollpipe tune trains in its own process", leaf=name, got=repr(self.given[name]),
-                                expected=f"{name}={fixed}, and --jobs N for N trials at a time")
+        for name, fixed in vars(RunOptions()).items():
+            if name in _OF_TRIALS or (got := self.given.get(name, fixed)) == fixed: continue
+            why, other = ("rollpipe tune trains in its own process", "--jobs N for N trials at a time") if name in _IN_PROCESS else (
+                "a trial leaves no run, and ends only after its steps or by its --evaluations", "the option for rollpipe train")
+            raise DataError(why, leaf=name, got=repr(got), expected=f"{name}={fixed}, and {other}")
         options = self.config({}, 0)["options"]
         self.fixed = {name: x for name, x in self.given.items() if name in options}
         self.space = space_for(args.algorithm, self.fixed, options)
@@ -174,8 +176,11 @@ def tune_command(args: Namespace) -> None:
 def _search(search):
     study, args = open_study(search.folder, search.settings(), search.seed, search.free), search.args
     forget_running(study)
-    left, problems, stopped = args.trials - len(finished(study)), [], None
-    print(f"{args.algorithm} on {args.env}: {args.trials} trials, of which {args.trials - left} are over, in {search.folder}", flush=True)
+    over, problems, stopped = len(finished(study)), [], None
+    left = args.trials - over
+    count = f"{args.trials} trials, of which {over} are over"
+    if left < 0: count = f"{over} trials are over, and --trials asks for {args.trials}"
+    print(f"{args.algorithm} on {args.env}: {count}, in {search.folder}", flush=True)
     try:
         if left > 0 and args.jobs > 1: problems, stopped = _in_processes(search, left)
         elif left > 0: _try(search, study, left)

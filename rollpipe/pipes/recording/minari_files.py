@@ -29,7 +29,7 @@ def hdf5() -> Any:
 
 
 def set_folder(name: str, folder: Any = None) -> Path:
-    """The folder of a data set. Raises `DataError` for a name that Minari would refuse.
+    """The folder of a data set. Raises `DataError` for a name that Minari would refuse, and if no folder is known.
 
     Args:
         name: such as 'mujoco/ant/expert-v0'
@@ -37,7 +37,10 @@ def set_folder(name: str, folder: Any = None) -> Path:
     """
     if not isinstance(name, str) or not re.fullmatch(r'([-\w]+/)*[-\w]+-v\d+', name) or name.rfind('/') == 1:
         raise DataError("not the name of a data set", leaf='name', expected="such as 'mujoco/ant/expert-v0'", got=repr(name))
-    return Path(folder or os.environ.get('MINARI_DATASETS_PATH') or Path.home()/'.minari'/'datasets')/name
+    try: return Path(folder or os.environ.get('MINARI_DATASETS_PATH') or Path.home()/'.minari'/'datasets')/name
+    except RuntimeError as e:
+        raise DataError("the folder of all data sets is not known", leaf='folder', expected="a folder, or MINARI_DATASETS_PATH",
+                        got=f"no HOME ({e})") from None
 
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #076023ce
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector.utils import create_empty_array
 
 from ..data import nested
 from ..data.errors import DataError
@@ -40,14 +41,23 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
                         expected="`observation_space` and `action_space` in its place; then the set does not say how to make it") from e
 
 
-def _conforming(tree, like, name):
-    "The arrays `[n, ...]` in the dtypes of the space. Raises `DataError` if they do not fit."
+def _as_stored(x, like):
+    "`x` in the dtype of `like`, such as uint16 for int32, which torch has in its place. Raises `OverflowError` for what does not fit."
+    cast = x.astype(like.dtype, copy=False)
+    if cast is not x and (wrong := cast != x).any(): raise OverflowError(f"{x[wrong][0]} is no {like.dtype}")
+    return cast
+
+
+def _conforming(tree, likes, name):
+    "The arrays `[n, ...]` in the dtypes of the space. `likes`: what torch has, and the space. Raises `DataError` if they do not fit."
+    like, stored = likes
     form = nested.Form(like, name)
     if nested.flatten(tree)[1] != form.structure: form.other_structure(tree)
-    try: tree = nested.map(as_like, tree, like)
+    try:
+        tree = nested.map(as_like, tree, like)
+        form.check(nested.getitem(tree, 0))
+        return nested.map(_as_stored, tree, stored)
     except OverflowError as e: raise DataError("a number does not fit the space", leaf=name, got=str(e)) from e
-    form.check(nested.getitem(tree, 0))
-    return tree
 
 # %% ../../../nbs/pipes/29_recording/07_minari_writer.ipynb #95227826
 def _write(file, room, n, episode, likes, forms):
@@ -94,7 +104,8 @@ def to_minari(fragments: Iterable, name: str, env: Any = None, *, observation_sp
         replace: True: remove an older set of this name
     """
     h5py, path, (spec, *spaces) = hdf5(), set_folder(name, folder), env_facts(env, observation_space, action_space)
-    likes, forms = [space_spec(space, what) for space, what in zip(spaces, ('observation_space', 'action_space'))], {}
+    names, forms = ('observation_space', 'action_space'), {}
+    likes = [(space_spec(space, what), create_empty_array(space)) for space, what in zip(spaces, names)]
     about: dict = dict(total_episodes=0, total_steps=0, data_format='hdf5', jpeg_encoding=False, dataset_id=name, minari_version=VERSION,
                        observation_space=json.dumps(space_facts(spaces[0])), action_space=json.dumps(space_facts(spaces[1])))
     if spec: about['env_spec'] = spec
