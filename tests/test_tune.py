@@ -109,9 +109,11 @@ def test_a_killed_search_goes_on(here):
     assert (here/"tuning/ppo-CartPole-v1/preset.toml").exists()
 
 
-def test_fewer_trials_than_the_study_has(curves, capsys):
+def test_fewer_trials_than_the_study_has(here, curves, capsys):
+    "The file may be that of a run, whose other options do not matter."
     curves(lambda options: [0.])
-    for n in (2, 1): assert main([*WORDS, "--trials", str(n)]) == 0
+    (here/"run.toml").write_text("keep = 3")
+    for n in (2, 1): assert main([*WORDS, "--config", "run.toml", "--trials", str(n)]) == 0
     assert "ppo on CartPole-v1: 2 trials are over, and --trials asks for 1, in tuning" in capsys.readouterr().out
 
 

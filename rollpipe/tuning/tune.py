@@ -95,7 +95,8 @@ class Search:
 
         check_counts(args, "trials", "jobs", "evaluations")
         for name, fixed in vars(RunOptions()).items():
-            if name in _OF_TRIALS or (got := self.given.get(name, fixed)) == fixed: continue
+            found = self.given if name in _IN_PROCESS else vars(args)      # others may be in a --config file, as that of a run
+            if name in _OF_TRIALS or (got := found.get(name, fixed)) == fixed: continue
             why, other = ("rollpipe tune trains in its own process", "--jobs N for N trials at a time") if name in _IN_PROCESS else (
                 "a trial leaves no run, and ends only after its steps or by its --evaluations", "the option for rollpipe train")
             raise DataError(why, leaf=name, got=repr(got), expected=f"{name}={fixed}, and {other}")
