@@ -18,6 +18,7 @@ import torch
 
 from ..data.atari import wrappers_in
 from ..data.errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
+from ..data.files import same_folder
 from ..data.last_obs import CopiesLastObs
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
@@ -201,6 +202,7 @@ class VectorFactory:
     def __repr__(self): return self.name
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #30cb4d7d
+@same_folder()
 def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.Space]:
     """`(observation_space, action_space)` of one environment, also for a vector. An environment that this function makes is closed again.
 
