@@ -8,6 +8,7 @@ __all__ = ['extra_for', 'check_id', 'is_vector', 'takes_seed', 'EnvFactory', 'en
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #fb036b2b
 import difflib, importlib, inspect, sys, weakref
+from contextlib import closing
 from importlib.util import find_spec
 from typing import Any
 
@@ -202,7 +203,6 @@ class VectorFactory:
     def __repr__(self): return self.name
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #30cb4d7d
-@same_folder()
 def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.Space]:
     """`(observation_space, action_space)` of one environment, also for a vector. An environment that this function makes is closed again.
 
@@ -217,9 +217,7 @@ def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.
     if isinstance(env, gym.Env): return env.observation_space, env.action_space
     if _has_spaces(env): return tuple(getattr(env, name) for name in _SPACES)     # such as a `TensorEnv`
     if isinstance(env, (list, tuple)) and env: return spaces_of(env[0], env_kwargs)
-    made = (env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs))()
-    try: return spaces_of(made)
-    finally: made.close()
+    with same_folder(), closing((env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs))()) as made: return spaces_of(made)
 
 
 _SPACES = 'observation_space', 'action_space'
