@@ -325,8 +325,9 @@ row("logp's shape", "actor complete", actor_error("leaf info['logp']", "TouchyAc
 row("NaN logp", "actor complete", actor_error("leaf info['logp']", "TouchyActor reported what is not a number", "got NaN at [1, 1]"))
 
 # answers of critics, items of pipes
-row("None", "critic", raises(DataError, "AdvantageBuffer, lane 0: wrong shape or dtype of v", "= [5, 2], got None"))
-row("values' shape", "critic", raises(DataError, "AdvantageBuffer, lane 0: wrong shape or dtype of v", "= [5, 2], got float32 [5, 2, 1]"))
+row("None", "critic", raises(DataError, "AdvantageBuffer, lane 0: wrong shape or dtype of the values of the critic", "= [5, 2], got None"))
+row("values' shape", "critic", raises(DataError, "AdvantageBuffer, lane 0: wrong shape or dtype of the values of the critic",
+                                      "= [5, 2], got float32 [5, 2, 1]"))
 row("NaN values", "critic", raises(DataError, "AdvantageBuffer, lane 0, environment 1, leaf adv[0, 1]: non-finite advantage", "value nan"))
 row("None", "pipe above", below(DataError, "AdvantageBuffer", "Expected Fragment, got NoneType"))
 row("another item", "pipe above", below(DataError, "AdvantageBuffer", "Expected Fragment, got str"))

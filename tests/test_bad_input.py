@@ -237,7 +237,8 @@ def test_the_lane_is_named():
 @pytest.mark.parametrize("when", [1, 2])
 def test_answers_of_the_wrong_arity(change, answer, call, numbers, when):
     "Such as those of the old gym interface."
-    text = str(failure(EnvError, stepper(tampered(when=when, plan=[(2, "term")], **{change: answer})), *WHO, call))
+    text = str(failure(EnvError, stepper(tampered(when=when, plan=[(2, "term")], **{change: answer})), *WHO, f"{call} gave another answer",
+                       "Expected (observation, "))
     assert all(number in text for number in numbers)
 
 
@@ -247,12 +248,12 @@ def test_an_observation_alone_from_reset():
         observation_space = Box(-np.inf, np.inf, (2,))
         def look(self): return super().look()[:2]
         def reset(self, **kwargs): return super().reset(**kwargs)[0]
-    failure(PipeError, EnvStepper(Pair, Constant(0)), "EnvStepper, lane 0, environment 0 (Pair)")
+    failure(EnvError, EnvStepper(Pair, Constant(0)), "environment 0 (Pair): reset() gave another answer", "Expected (observation, info)")
     class Two(Counting):
         observation_space = Dict(a=Box(-1, 1, ()), b=Box(-1, 1, ()))
         def look(self): return {"a": np.float32(0), "b": np.float32(0)}
         def reset(self, **kwargs): return super().reset(**kwargs)[0]
-    failure(PipeError, EnvStepper(Two, Constant(0)), "EnvStepper, lane 0, environment 0 (Two)")
+    failure(EnvError, EnvStepper(Two, Constant(0)), "environment 0 (Two): reset() gave another answer", "Expected (observation, info)")
 
 
 # --- observations

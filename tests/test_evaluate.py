@@ -411,7 +411,7 @@ def test_what_is_refused_is_closed_by_whom_it_is_made(options, close, tmp_path, 
 
 
 @pytest.mark.parametrize("call", [lambda actor, env: evaluate(actor, env), lambda actor, env: evaluate([actor], env),
-                                  lambda actor, env: EnvStepper(actor, env)])
+                                  lambda actor, env: EnvStepper(actor, env), lambda actor, env: EnvStepper(actor, env.spec.id)])
 def test_arguments_in_the_wrong_order(call):
     with pytest.raises(EnvError, match=r"^a network stands where an environment belongs. Expected the environment first and then the "
                                        r"actor, as in `evaluate\(env, actor\)`, got MLPPolicy.$"):
@@ -422,5 +422,5 @@ def test_an_agent_is_no_actor():
     agent = A2C(MLPPolicy.for_env("CartPole-v1"))
     with pytest.raises(EnvError, match=r"^an agent stands where an environment belongs. Expected the environment first.*got A2C.$"):
         evaluate(agent, "CartPole-v1")
-    with pytest.raises(ActorError, match=r"an actor needs the method `reset`. Expected `agent.actor`, the actor of this agent"):
+    with pytest.raises(ActorError, match=r"an actor needs the method `reset`. Expected `agent.actor`, the actor of this agent, got A2C.$"):
         evaluate("CartPole-v1", agent)

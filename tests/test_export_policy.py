@@ -126,7 +126,7 @@ class NoSpaces(Actor):
     (lambda: ACTORS["mlp"]("CartPole-v1").predict([0., 0., 0., 0.]), DataError,
      r"leaf obs: a list stands where an array belongs. Expected float32 \[4\]: wrap it in np.array, got \[0.0"),
     (lambda: ACTORS["mlp"]("CartPole-v1").predict([[0., 0., 0., 0.]]), DataError, "a list stands .* wrap it in np.array"),
-    (lambda: ACTORS["mlp"]("CartPole-v1").predict((np.zeros(4), {})), DataError, "obs has the wrong structure"),   # what `reset` returns
+    (lambda: ACTORS["mlp"]("CartPole-v1").predict((np.zeros(4), {})), DataError, "as by `obs, info = env.reset"),
     (lambda: ACTORS["mlp"](Odd).predict({}), DataError, "obs has the wrong structure"),
     (lambda: QPolicy.for_env("Taxi-v4").predict(500), DataError, "leaf obs: this observation has no action.*got 500"),
     (lambda: ACTORS["mlp"]("CartPole-v1").predict(np.full(4, np.nan)), DataError, "leaf obs: this observation has no action"),

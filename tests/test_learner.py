@@ -115,6 +115,11 @@ def test_a_policy_of_another_algorithm_is_refused_with_the_class_that_fits(learn
     with pytest.raises(ActorError, match=f'Expected a `rollpipe.*{kind}`, got MLPPolicy\\.$'): learner(*parts)
 
 
+def test_a_critic_of_states_alone_is_refused_where_actions_are_valued():
+    with pytest.raises(DataError, match='SAC needs a critic of actions. Expected an `ActionCritic`, got Critic'):
+        SAC(SquashedPolicy.for_env('Pendulum-v1'), Critic.for_env('Pendulum-v1'))
+
+
 # ---- the order of an update
 
 def phases(cls, names, **kw):
@@ -166,6 +171,11 @@ def test_batches_that_lack_something_are_refused_and_nothing_changes():
                            (f._replace(actor={}), 'log-probabilities'), (f._replace(valid=f.valid & False), 'no valid row')):
         with pytest.raises(DataError, match=words): agent.update(lacking)
     torch.testing.assert_close(agent.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('agent', [make, lambda: DQN(QPolicy.for_env(ENV))])
+def test_a_pipe_in_the_place_of_a_batch_is_refused(agent):
+    with pytest.raises(DataError, match='Expected Fragment, got FragmentStacker'): agent().update(on_policy(ENV, MLPPolicy.for_env(ENV)))
 
 
 @pytest.mark.parametrize('what', ['obs', 'rew', 'adv', 'ret', 'logp'])

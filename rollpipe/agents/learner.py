@@ -18,7 +18,7 @@ from .critics import critic_inputs, explained_variance, fit_critic, observations
 from .policy_replay import check_logp, lag_of, lane_restarts
 from .shared_options import Changing, Schedule, integer, number
 from ..pipes.data import nested
-from ..pipes.data.fragment import Fragment
+from ..pipes.data.fragment import Fragment, check_item
 from ..pipes.data.errors import ActorError, DataError, describe
 import rollpipe.ranks as ranks
 from ..layers.policies import SharedPolicy
@@ -39,6 +39,7 @@ def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
         needs: required leaves, out of 'adv', 'ret' and 'logp'
         name: name of the learner in messages
     """
+    check_item(batch, Fragment, name)
     logp = batch.actor.get('logp') if isinstance(batch.actor, dict) else None
     for need, what in dict(adv='advantages', ret='value targets').items():
         if need in needs and getattr(batch, need) is None:
@@ -268,8 +269,7 @@ class Learner(ScheduledLearner):
 
     def explained(self, batch: Fragment) -> dict:
         "Metric: how well the values behind the advantages explain the returns."
-        ret, values = batch.ret[batch.valid], (batch.ret - batch.adv)[batch.valid]
-        return dict(explained_variance=explained_variance(*ranks.joined(values, ret)))
+        return dict(explained_variance=explained_variance(*ranks.joined((batch.ret - batch.adv)[batch.valid], batch.ret[batch.valid])))
 
     def fit(self, batch: Fragment, epochs: int) -> dict:
         "Update the critic's normalisers, and regress it on `batch.ret` for `epochs` passes, with `optimizer`. Returns metrics."

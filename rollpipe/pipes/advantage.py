@@ -60,11 +60,11 @@ def values(fragment: Fragment, critic: Any = None) -> tuple[Tensor, Tensor]:
     else:
         v = _judged(critic, fragment.state.obs, fragment.actor, 'state.obs')
         v_final = _judged(critic, fragment.final.obs, fragment.final.actor, 'final.obs') if len(fragment.final.t) else None
-    wanted = [('v', v, fragment.state.rew.shape), ('v of the final observations', v_final, fragment.final.t.shape)]
-    for name, x, lead in wanted if len(fragment.final.t) else wanted[:1]:
+    wanted = [('', '[T+1, B]', v, fragment.state.rew.shape), (' of the final observations', '[K]', v_final, fragment.final.t.shape)]
+    for which, shape, x, lead in wanted if len(fragment.final.t) else wanted[:1]:
         if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.shape != lead:
-            shape = '[T+1, B]' if name == 'v' else '[K]'
-            raise DataError(f"wrong shape or dtype of {name}", expected=f"float32 {shape} = {list(lead)}", got=describe(x))
+            whose = "values that the actor reported" if critic is None else "values of the critic"
+            raise DataError(f"wrong shape or dtype of the {whose}{which}", expected=f"float32 {shape} = {list(lead)}", got=describe(x))
     v_tp1 = v[1:]
     if len(fragment.final.t):
         v_tp1 = v_tp1.clone()

@@ -89,12 +89,12 @@ class EnvStepper(Acting, Seeded, Source):
                  explore: bool = True, clip_actions: bool = True, close: bool = True, device: Any = None, engine: str = 'torch',
                  episode_seeds: bool = False):
         super().__init__()
-        self._set_actor(actor)
         if sticky is not None: check_integer('sticky', sticky, pipe=self)
         if sticky and vector:
             raise EnvError("the environments of a vector cannot rest", pipe=self, expected="either sticky or vector",
                            got=f"sticky={sticky}, vector={vector!r}")
         self._set_source(source, n_envs, vector, env_kwargs)
+        self._set_actor(actor)
         self.vector, self.sticky, self.terminal_obs, self.close_made = vector, sticky, terminal_obs, close
         self.episode_seeds = episode_seeds
         if isinstance(info_keys, str):

@@ -23,6 +23,7 @@ from ..gradient_learner import Adam, descend
 from .targets import update_buffers, update_target
 from ..shared_options import ByAdam, check_range, integer, not_offered, number
 from ..td import priorities
+from ...layers.critic import Critic
 from ...pipes.data import nested
 from ...pipes.data.fragment import Fragment
 from ...pipes.data.errors import DataError
@@ -56,8 +57,9 @@ class ActionLearner(ReplayLearner, ByAdam):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.critic is None:
-            raise DataError(f"{type(self).__name__} needs a critic", leaf='critic', expected="an `ActionCritic`", got="None")
+        if self.critic is None or isinstance(self.critic, Critic):
+            raise DataError(f"{type(self).__name__} needs a critic of actions", leaf='critic', expected="an `ActionCritic`",
+                            got=type(self.critic).__name__)
         check_apart(self, self.actor, self.critic)
         self.descents = dict(critic=_adam(self.critic.parameters(), self.lr_of_critic), policy=_adam(self.actor.parameters(), self.lr))
         self.make_target(self.critic)

@@ -18,7 +18,7 @@ from ..metrics import mean_metrics
 from .targets import update_buffers
 from ..shared_options import Discounted, Schedule, integer, not_offered, number
 import rollpipe.ranks as ranks
-from ...pipes.data.fragment import Fragment
+from ...pipes.data.fragment import Fragment, check_item
 from ...pipes.data.errors import DataError
 from ...pipes.graph.modules import bump_version
 from ...pipes.replay.memory import ReplayMemory, Sample
@@ -77,7 +77,9 @@ class ReplayLearner(Discounted, Learner):
         As long as there are no samples, it only counts. Fresh steps that are in a memory need not have a valid row. Raises `DataError` if
         something is not finite, or no row of a `Fragment` is valid.
         """
-        if isinstance(batch, Fragment): batch = Replayed(batch, iter([Sample(batch, None, None)]), None)
+        if not isinstance(batch, Replayed):
+            check_item(batch, Fragment, self)
+            batch = Replayed(batch, iter([Sample(batch, None, None)]), None)
         fresh, memory, start = batch.fresh, batch.memory, perf_counter()
         begun, exploration = self.begin(fresh, may_rest=memory is not None), self.exploration()
         prioritized = getattr(memory, 'prioritized', False)

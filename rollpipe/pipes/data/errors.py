@@ -50,7 +50,7 @@ def describe_exception(e: BaseException, width: int = 2_000) -> str:
     "The class and text of an exception, for messages. The middle of a text of more than `width` characters is left out."
     try: text = str(e)
     except Exception as other: text = f"(its text cannot be made: {type(other).__name__})"
-    return f"{type(e).__name__}: {shortened(text, width)}"
+    return f"{type(e).__name__}: {shortened(text, width)}" if text else type(e).__name__
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #71d2222b
 class PipeError(RuntimeError):

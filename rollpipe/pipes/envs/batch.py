@@ -17,7 +17,7 @@ from ..data import nested
 from ..data.fragment import State
 from ..data.errors import ActorError, DataError, EnvError, PipeError, describe
 from .actions import action_batch, as_like, in_containers
-from .checks import FiniteCheck, RangeCheck
+from .checks import FiniteCheck, RangeCheck, refuse_pair
 from .factories import space_spec
 from .rows import Row, Rows, arrays_of
 
@@ -36,6 +36,7 @@ def read_obs(x: Any, like: Any, batch: bool = False) -> Any:
     except OverflowError: _refuse_integers(x, like, batch)
     try: nested.Form(like, 'obs').check(x)
     except DataError:
+        refuse_pair(x, like)
         _refuse_lists(x, like)
         raise
     return x

@@ -7,7 +7,7 @@ __all__ = ['make_envs', 'scalar_rewards', 'is_end', 'SingleEnvs', 'count_steps',
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #c9f28217
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..data import nested
 from ..data.episode_seeds import EpisodeSeeds
 from ..data.errors import EnvError, PipeError, describe, describe_exception
 from .actions import action_rows
+from .checks import env_failure
 from .batch import Batch, last_obs, played, put_obs
 from .rows import CONSTANT, Row, Rows, own
 from .factories import Claim, env_seeds, is_vector, space_spec, spaces_of
@@ -31,7 +32,7 @@ class _naming:
     # With `@contextmanager`, a `StopIteration` of the environment would not be turned into a `PipeError`.
     def __exit__(self, kind, e, traceback):
         if isinstance(e, PipeError): e.env = self.b
-        elif isinstance(e, Exception): raise EnvError(f"{self.call} raised {describe_exception(e)}", env=self.b) from e
+        elif isinstance(e, Exception): raise env_failure(self.call, self.b, e) from e
 
 
 def make_envs(factories: list, seeds: list, envs: list, claim: Claim) -> None:
@@ -111,7 +112,8 @@ class SingleEnvs:
         self.claim.check()
         for b, (env, (_, seed, _)) in enumerate(zip(self.played, self.seeds)):
             with _naming(b, 'reset()'):
-                x, _ = env.reset(seed=seed)
+                x, info = env.reset(seed=seed)
+                if not isinstance(info, Mapping): raise TypeError(f"{describe(info)} in the place of the info")
                 put_obs(x, self.like, step.leaves, b)
         if self.sticky is not None: self.sticky.begin()
 
@@ -146,7 +148,7 @@ class SingleEnvs:
         except PipeError as e:
             e.locate(env=b)
             raise
-        except Exception as e: raise EnvError(f"{call} raised {describe_exception(e)}", env=b) from e
+        except Exception as e: raise env_failure(call, b, e) from e
         return final, ended, rews, infos
 
     def close(self, name: Callable = str, **where: Any) -> None:

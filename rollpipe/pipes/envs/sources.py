@@ -136,7 +136,8 @@ class Acting:
         for method in ('step', 'reset'):
             if not callable(getattr(actor, method, None)):
                 hint = "`agent.actor`, the actor of this agent" if hasattr(actor, 'actor') else "an actor such as a `rollpipe.layers.Actor`"
-                raise ActorError(f"an actor needs the method `{method}`", pipe=self, got=describe(actor), expected=hint)
+                raise ActorError(f"an actor needs the method `{method}`", pipe=self, expected=hint,
+                                 got=describe(actor).partition('(')[0])
         self.actor = actor
 
     def not_kept(self) -> str | None:
