@@ -81,7 +81,7 @@ def check_file(path: Path, overwrite: bool) -> None:
     raise DataError(f"{path} is there already", expected="another --out, or --overwrite")
 
 # %% ../../nbs/tuning/03_tune.ipynb #2783ed05
-_OF_TRIALS = ("steps", "threads", "device", "intrinsic", "preset")      # the options of a run that a trial follows
+_OF_TRIALS = ("seed", "steps", "threads", "device", "intrinsic", "preset")      # the options of a run that a trial follows
 _IN_PROCESS = ("workers", "lag", "order", "restarts", "reading", "address")     # and those of its workers, which a trial does not have
 
 
