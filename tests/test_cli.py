@@ -13,14 +13,12 @@ from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from command_line import SMALL, lines, process, python, rollpipe, run_command, wait_for
 from recordings import recorded
 from forked import Forked
-from gymnasium.envs.classic_control import CartPoleEnv
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
@@ -703,27 +701,6 @@ import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
 gymnasium.register("Island-v0", CartPoleEnv, max_episode_steps=20)
 """
-
-
-def test_an_environment_that_changes_the_working_folder_does_not_move_the_run(tmp_path, monkeypatch):
-    class Roaming(CartPoleEnv):
-        def __init__(self):
-            super().__init__()
-            os.chdir(there)
-
-        def reset(self, **kwargs):
-            os.chdir(there)
-            return super().reset(**kwargs)
-
-    (there := tmp_path/"there").mkdir()
-    gymnasium.register("Roaming-v0", Roaming, max_episode_steps=20)
-    monkeypatch.chdir(tmp_path)
-    more = "--eval-every", "128 steps", "--eval-episodes", 1, "--out", "run", *SMALL
-    assert rollpipe("train", "ppo", "Roaming-v0", "--steps", 128, *more) == 0
-    assert Path.cwd() == tmp_path and load_run("run", best=True) and not [*there.iterdir()]
-    assert rollpipe("train", "--resume", "run", "--steps", 256, "--quiet", "--no-tensorboard") == 0
-    assert load_run("run").counters["steps"] == 256 and not Path("run", "lock").exists()
-    assert rollpipe("evaluate", "run", "--episodes", 1) == 0 and Path.cwd() == tmp_path and not [*there.iterdir()]
 
 
 @pytest.mark.parametrize("words", [("Island-v0", "--import", "island"), ("island:Island-v0",)], ids=["import", "in the id"])

@@ -225,7 +225,7 @@ def test_rows_that_are_not_valid_have_no_advantage_and_reach_no_neighbour(gamma,
     for f in islice(pipe, 4):
         assert (f.adv[~f.valid] == 0).all() and not f.valid.all()
         v = judge(f.state.obs)
-        assert torch.equal(f.ret, f.adv + v[:-1])
+        assert torch.equal(f.ret, (f.adv + v[:-1]).masked_fill(~f.valid, 0.))
         for b in range(f.n_envs):
             rows = f.valid[:, b].nonzero()[:, 0].tolist()
             last = {t: float(judge(obs)) for t, i, obs in zip(f.final.t.tolist(), f.final.b.tolist(), f.final.obs) if i == b}

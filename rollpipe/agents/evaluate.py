@@ -21,7 +21,6 @@ from ..pipes.data import nested
 from ..pipes.data.action_masks import ActionMask
 from ..pipes.episodes import Trace, TraceRows
 from ..pipes.data.errors import DataError, EnvError, check_integer, describe
-from ..pipes.data.files import same_folder
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.envs.factories import is_vector, spaces_of
 from ..pipes.envs.single import is_end
@@ -215,7 +214,7 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
     stepper = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close, device=device)
     done, rows = [[] for _ in quota], TraceRows(len(quota)) if trace else None
     states = GlobalRandomStates(stepper.seed_sequence())     # for environments that draw from global generators
-    with same_folder(), states, EvalMode(actor), closing(iter(stepper)) as ticks:  # pyright: ignore[reportArgumentType]  it can be closed
+    with states, EvalMode(actor), closing(iter(stepper)) as ticks:  # pyright: ignore[reportArgumentType]  an iterator of a pipe can be closed
         for b, *episode in _play(_until_closed(ticks, window) if window else ticks, quota, max_steps, rows):
             done[b].append((*episode, cutters is not None and cutters[b].env.cut))
             if on_episode: on_episode(*episode[:2])

@@ -77,7 +77,7 @@ class AdvantageBuffer(Pipe):
     """Add `adv` (generalised advantage estimates) and `ret = adv + v` (value targets), float32 `[T, B]`, to each `Fragment`.
 
     The critic is called once for a whole fragment: one call for `(T+1) B` rows costs little more than one for `B`. It is not copied.
-    The advantage of rows that are not `valid` is 0.
+    Both are 0 in rows that are not `valid`.
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
     Raises `DataError` if a value or advantage is not finite, if the critic fails, or if there is neither a critic nor a reported value.

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ..agents.checkpoint import Checkpoint, load_checkpoint
-from ..pipes.data.files import same_folder, write_atomically
+from ..pipes.data.files import write_atomically
 from ..agents.evaluate import RandomActor, evaluate, policy_of
 from ..settings.algorithms import ALGORITHMS, options_for
 from .autotune import NO_TIME, autotune, command_for, profile_config, ranked, ranking, table_row, trial_row
@@ -152,9 +152,8 @@ def run_to_end(run: Run, args: Namespace) -> None:
           f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {run.folder}", flush=True)
     idle = [] if config["workers"] else [f"{x}={config[x]}" for x in ("lag", "order", "restarts") if config[x] != getattr(RunOptions, x)]
     if idle: print(f"no workers (--workers N), so these options change nothing: {', '.join(idle)}", flush=True)
-    try:
-        with same_folder(): train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"),
-                                  wandb=getattr(args, "wandb", None))
+    try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"),
+               wandb=getattr(args, "wandb", None))
     except EnvError as e:
         if e.problem.startswith("the state"):     # which the environment had when the run was saved
             words = typed(["rollpipe", "fork", run.folder, "--new-episodes", "--out", "OUT", *import_words(needed_modules(config))])

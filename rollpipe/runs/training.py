@@ -260,7 +260,7 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
     """
     if run.stream and run.stream.has_ended:
         raise DataError(f"{run.folder}: this training has ended", expected="train(resume(folder)), which goes on from the checkpoint")
-    first, record = (run := run._replace(folder=run.folder.absolute())), {}     # an environment may change the working folder
+    first, record = run, {}
     begin_training(run.folder)
     try:
         with Mailbox(None if ranks.rank() else run.folder) as mailbox:

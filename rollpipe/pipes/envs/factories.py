@@ -8,7 +8,6 @@ __all__ = ['extra_for', 'check_id', 'is_vector', 'takes_seed', 'EnvFactory', 'en
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #fb036b2b
 import difflib, importlib, inspect, sys, weakref
-from contextlib import closing
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 
 from ..data.atari import wrappers_in
 from ..data.errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
-from ..data.files import same_folder
 from ..data.last_obs import CopiesLastObs
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
@@ -217,7 +215,9 @@ def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.
     if isinstance(env, gym.Env): return env.observation_space, env.action_space
     if _has_spaces(env): return tuple(getattr(env, name) for name in _SPACES)     # such as a `TensorEnv`
     if isinstance(env, (list, tuple)) and env: return spaces_of(env[0], env_kwargs)
-    with same_folder(), closing((env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs))()) as made: return spaces_of(made)
+    made = (env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs))()
+    try: return spaces_of(made)
+    finally: made.close()
 
 
 _SPACES = 'observation_space', 'action_space'

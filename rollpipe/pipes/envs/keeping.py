@@ -20,7 +20,6 @@ from ..data.action_masks import WithActionMask
 from ..data.errors import EnvError, describe_exception
 from .actions import in_containers
 from .autoreset import autoreset_mode
-from ..data.files import same_folder
 from ..data.leaves import objects_in
 from .factories import is_vector, space_spec
 from .kept import Keeper, has_state, layers
@@ -114,8 +113,8 @@ def _seed_all(seed): GlobalRandomStates(np.random.SeedSequence(seed)).put()
 
 @contextmanager
 def _undisturbed():
-    "Keeps the states of the global generators, the working folder, and warnings of environments, out of the block's surroundings."
-    with GlobalRandomStates(), same_folder(), warnings.catch_warnings():
+    "Keeps the states of the global generators, and warnings of environments, out of the block's surroundings."
+    with GlobalRandomStates(), warnings.catch_warnings():
         warnings.simplefilter('ignore')
         yield
 
