@@ -7,7 +7,7 @@ a temporary worktree, and against the package here, with its uncommitted changes
 its line names the first leaf that differs. The exit status is 1 if a case differs, or fails on either side. Names and messages that were
 changed on purpose are stated in `RENAMED`, `REWORDED` and `ADDED`, at the top of `stream_cases/__init__.py`.
 """
-import argparse, json, os, re, signal, subprocess, sys, tempfile, time
+import argparse, json, os, re, shutil, signal, subprocess, sys, tempfile, time
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,9 @@ def checked_out(rev, folder):
         git("worktree", "add", "--detach", "--quiet", str(tree), commit)
         yield tree
     finally:
-        subprocess.run(["git", "-C", str(HERE), "worktree", "remove", "--force", str(tree)], capture_output=True)
+        # git locks a worktree as long as it makes it, and does not remove one that is half made.
+        subprocess.run(["git", "-C", str(HERE), "worktree", "unlock", str(tree)], capture_output=True)
+        shutil.rmtree(tree, ignore_errors=True)
         git("worktree", "prune")
 
 
