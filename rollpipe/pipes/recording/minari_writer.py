@@ -19,7 +19,7 @@ from gymnasium.vector.utils import create_empty_array
 from ..data import nested
 from ..data.errors import DataError
 from ..data.fragment_ops import same_keys
-from ..envs.actions import as_like
+from ..envs.actions import as_like, cast_exactly
 from ..envs.factories import EnvFactory, space_spec
 from .minari_files import REPEATED, Room, hdf5, set_folder, space_facts, whole_folder, write_tree
 from .whole_episodes import whole_episodes
@@ -41,13 +41,6 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
                         expected="`observation_space` and `action_space` in its place; then the set does not say how to make it") from e
 
 
-def _as_stored(x, like):
-    "`x` in the dtype of `like`, such as uint16 for int32, which torch has in its place. Raises `OverflowError` for what does not fit."
-    cast = x.astype(like.dtype, copy=False)
-    if cast is not x and (wrong := cast != x).any(): raise OverflowError(f"{x[wrong][0]} is no {like.dtype}")
-    return cast
-
-
 def _conforming(tree, likes, name):
     "The arrays `[n, ...]` in the dtypes of the space. `likes`: what torch has, and the space. Raises `DataError` if they do not fit."
     like, stored = likes
@@ -56,7 +49,7 @@ def _conforming(tree, likes, name):
     try:
         tree = nested.map(as_like, tree, like)
         form.check(nested.getitem(tree, 0))
-        return nested.map(_as_stored, tree, stored)
+        return nested.map(cast_exactly, tree, stored)      # such as uint16, for which torch has int32
     except OverflowError as e: raise DataError("a number does not fit the space", leaf=name, got=str(e)) from e
 
 # %% ../../../nbs/pipes/29_recording/07_minari_writer.ipynb #95227826
