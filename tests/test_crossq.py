@@ -28,7 +28,29 @@ def networks(seed=0, hidden=(8, 6)): return tuple(cls.for_env(SPACES, hidden=hid
 def test_an_observation_may_have_no_number():
     norm = BatchRenorm(0)
     norm.learns = True
-    assert norm(torch.zeros(5, 0)).shape == (5, 0) and int(norm.n_batches) == 1
+    assert norm(torch.zeros(5, 0)).shape == (5, 0)
+
+
+def test_a_batch_without_rows_says_nothing_of_the_moments():
+    norm = BatchRenorm(3)
+    norm.learns = True
+    assert norm(torch.zeros(0, 3)).shape == (0, 3)
+    assert norm.mean.eq(0).all() and norm.var.eq(1).all() and int(norm.n_batches) == 0
+
+
+@pytest.mark.parametrize('shape, size', [
+    ((3,), (6, 3)), ((3,), (4, 2, 3)), ((1,), (6, 1)), ((2, 1, 3), (2, 5, 3)), ((2, 1, 3), (4, 2, 5, 3)), ((2, 1, 1), (2, 5, 1)),
+    ((1, 1, 1), (1, 5, 1)), ((2, 3), (5, 2, 3))])
+def test_each_number_of_the_shape_has_its_moments(shape, size):
+    norm, x = BatchRenorm(shape, warm_up=0, momentum=.5), torch.randn(size, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    norm.learns = True
+    dims = [*range(len(size) - len(shape)), *(i for i in range(-len(shape), 0) if shape[i] == 1)]
+    mean, std = x.mean(dims, keepdim=True), (x.var(dims, correction=0, keepdim=True) + 1e-3).sqrt()
+    r, d = (std.detach() / 1.001 ** .5).clamp(1 / 3, 3), (mean.detach() / 1.001 ** .5).clamp(-5, 5)
+    y, expected, slope = norm(x), (x - mean) / std * r + d, torch.randn(size, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y, x, slope), torch.autograd.grad(expected, x, slope), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(norm.mean, mean.detach().view(shape) / 2)
 
 
 @pytest.mark.parametrize('bounds', [dict(warm_up=10), dict(warm_up=0, r_max=1., d_max=0.)])

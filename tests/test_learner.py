@@ -1,6 +1,9 @@
 "What learners share: the order of an update, checks of a batch, normalisers told once, and their state."
 import copy
 import math
+import platform
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -326,3 +329,34 @@ def test_a_state_without_a_part_of_the_learner_is_refused():
     with pytest.raises(DataError, match="leaf temperature: the state lacks a part"): learnt.load_state_dict(fixed.state_dict())
     fixed.load_state_dict(learnt.state_dict())
     assert fixed.entropy_weight == torch.tensor(0.2)
+
+
+MEMORY = """
+import resource, sys
+import numpy as np
+from rollpipe.agents.trpo import TRPO
+from rollpipe.layers import MLPPolicy
+
+def of_process(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt, int(open('/proc/self/statm').read().split()[1])
+def batch(): [np.ones(2 ** 18) for _ in range(20)]
+
+actor = MLPPolicy.for_env('CartPole-v1')
+if sys.argv[1] == 'learner': TRPO(actor)
+for _ in range(3): batch()
+before, _ = of_process()
+for _ in range(5): batch()
+faults = of_process()[0] - before
+large = np.ones(2 ** 23)
+_, held = of_process()
+del large
+print(faults, held - of_process()[1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason="only glibc has the setting")
+def test_memory_of_a_batch_is_kept_and_that_of_a_large_array_returned():
+    "Twenty arrays of 2 MiB have 10 240 pages, which the system would give anew for each batch. An array of 64 MiB has 16 384."
+    (plain, _), (kept, returned) = ([*map(int, subprocess.run([sys.executable, '-c', MEMORY, kind], text=True, capture_output=True,
+                                                              timeout=120, check=True).stdout.split())] for kind in ('plain', 'learner'))
+    assert kept < 1000 < 10_000 < plain
+    assert returned > 16_000

@@ -24,6 +24,7 @@ import rollpipe.ranks as ranks
 from ..layers.policies import SharedPolicy
 from ..layers.running_norm import PolicyAverage
 from ..pipes.graph.modules import bump_version, version_of
+from ..pipes.workers.entry import keep_freed_memory
 
 # %% ../../nbs/agents/08_learner.ipynb #a8950165
 LARGEST = torch.finfo(torch.float32).max ** 0.5     # the square of a larger number is infinite; as float16 it is infinite itself
@@ -101,6 +102,7 @@ class LearnerState(Changing):
 
     def __post_init__(self):
         name, actor, critic = type(self).__name__, self.actor, self.critic
+        keep_freed_memory()      # each update needs as much memory as the one before
         for method in self.actor_needs:
             if not hasattr(actor, method):
                 raise ActorError(f"{name} needs an actor with `{method}`", expected=self.actor_kind, got=describe(actor).partition('(')[0])
@@ -219,11 +221,7 @@ class Learner(ScheduledLearner):
         return metrics | begun | dict(seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
 
     def begin(self, batch: Fragment, may_rest: bool = False) -> dict:
-        """Check a batch, and set the learning rates for it. Returns metrics.
-
-        Args:
-            may_rest: True: a batch without a valid row is accepted, because it is only counted
-        """
+        "Check a batch, and set the learning rates for it. Returns metrics. One that `may_rest` may have no valid row: it is only counted."
         needs = *self.batch_needs, *['ret'] * ('adv' in self.batch_needs and self.critic is not None)
         if not may_rest or batch.valid.any(): self.check(batch, *needs)
         ranks.check_batches(batch, type(self).__name__)
