@@ -28,14 +28,7 @@ def networks(seed=0, hidden=(8, 6)): return tuple(cls.for_env(SPACES, hidden=hid
 def test_an_observation_may_have_no_number():
     norm = BatchRenorm(0)
     norm.learns = True
-    assert norm(torch.zeros(5, 0)).shape == (5, 0)
-
-
-def test_a_batch_without_rows_says_nothing_of_the_moments():
-    norm = BatchRenorm(3)
-    norm.learns = True
-    assert norm(torch.zeros(0, 3)).shape == (0, 3)
-    assert norm.mean.eq(0).all() and norm.var.eq(1).all() and int(norm.n_batches) == 0
+    assert norm(torch.zeros(5, 0)).shape == (5, 0) and int(norm.n_batches) == 1
 
 
 @pytest.mark.parametrize('shape, size', [

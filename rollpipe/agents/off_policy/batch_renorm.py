@@ -51,25 +51,21 @@ class BatchRenorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.learns: return torch.addcmul(self.bias, x - self.mean, self.weight * (self.var + self.eps).rsqrt())
-        if not x.numel(): return x      # an observation may have no number
-        kept = [dim for dim in range(-self.mean.dim(), 0) if self.mean.shape[dim] > 1]
-        last = list(range(-len(kept), 0))
-        moved = x.movedim(kept, last)
-        rows = moved.reshape(-1, self.mean.numel())
-        with torch.no_grad():
-            mean, var = (moment.view_as(self.mean) for moment in torch.batch_norm_update_stats(rows, None, None, 0.))
-            r, d = self._correction(mean, (var + self.eps).sqrt())
-            self._remember(mean, var)
-        # The gradient goes through the moments of the batch, but the correction is a constant.
-        weight, bias = (self.weight * r).view(-1), (self.bias + self.weight * d).view(-1)
-        y, *_ = torch.native_batch_norm(rows, weight, bias, None, None, True, 0., self.eps)
-        return y.view_as(moved).movedim(last, kept)
+        n = x.numel() // max(self.mean.numel(), 1)     # an observation may have no number
+        mean = x.sum_to_size(self.mean.shape) / n
+        centred = x - mean
+        var = centred.square().sum_to_size(self.mean.shape) / n
+        std = (var + self.eps).sqrt()
+        r, d = self._correction(mean.detach(), std.detach())
+        self._remember(mean.detach(), var.detach())
+        return torch.addcmul(self.bias, centred / std * r + d, self.weight)
 
     def _correction(self, mean, std):
         if self.n_batches < self.warm_up: return 1., 0.
         past = (self.var + self.eps).sqrt()
         return (std / past).clamp(1 / self.r_max, self.r_max), ((mean - self.mean) / past).clamp(-self.d_max, self.d_max)
 
+    @torch.no_grad()
     def _remember(self, mean, var):
         self.mean.lerp_(mean, 1 - self.momentum)
         self.var.lerp_(var, 1 - self.momentum)
