@@ -42,7 +42,7 @@ def run_worker(function: Callable, shared: tuple, args: tuple | SharedMemory, na
     traceback_file.serve()
     for other in inherited: other.close()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    keep_freed_memory(all_of_it=True)
+    keep_freed_memory()
     try:
         torch.set_num_threads(threads)
         if cores is not None: os.sched_setaffinity(0, cores)
@@ -73,17 +73,13 @@ def _exit_once(*signal_and_frame):
     raise Terminated(0)
 
 
-def keep_freed_memory(all_of_it: bool = False) -> None:
-    """Make glibc keep up to 256 MiB of freed memory, in blocks of at most 32 MiB, because getting pages takes longer than filling them.
-
-    Args:
-        all_of_it: without these limits
-    """
+def keep_freed_memory() -> None:
+    """Make glibc keep up to 1 GiB of freed memory, in blocks of at most 256 MiB. A process that collects or learns soon needs as much
+    again, and getting pages from the system takes longer than filling them."""
     try: mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError): return         # another C library
-    mallopt(-1, 2 ** 31 - 1 if all_of_it else 2 ** 28)          # M_TRIM_THRESHOLD: what the end of the heap keeps
-    if all_of_it: mallopt(-4, 0)                                # M_MMAP_MAX: no memory by mmap, because it goes back when it is freed
-    else: mallopt(-3, 2 ** 25)                                  # M_MMAP_THRESHOLD: larger blocks come by mmap
+    except (OSError, AttributeError, TypeError): return     # another C library
+    mallopt(-1, 2 ** 30)                              # M_TRIM_THRESHOLD: what the end of the heap keeps
+    mallopt(-3, 2 ** 28) or mallopt(-3, 2 ** 25)      # M_MMAP_THRESHOLD: larger blocks come by mmap. Before 2.35 it has at most 32 MiB
 
 
 def _end_with_parent():
