@@ -355,8 +355,8 @@ print(faults, held - of_process()[1])
 
 @pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason="only glibc has the setting")
 def test_memory_of_a_batch_is_kept_and_that_of_a_large_array_returned():
-    "Twenty arrays of 2 MiB have 10 240 pages, which the system would give anew for each batch. An array of 320 MiB has 81 920."
+    "Twenty arrays of 2 MiB have 10 240 pages, which the system gives anew for each batch. An array of 320 MiB has 81 920."
     (plain, _), (kept, returned) = ([*map(int, subprocess.run([sys.executable, '-c', MEMORY, kind], text=True, capture_output=True,
                                                               timeout=120, check=True).stdout.split())] for kind in ('plain', 'learner'))
-    assert kept < 1000 < 10_000 < plain
+    assert 10 * kept < plain
     assert returned > 81_000
