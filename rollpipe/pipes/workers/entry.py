@@ -78,8 +78,8 @@ def keep_freed_memory() -> None:
     again, and getting pages from the system takes longer than filling them."""
     try: mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError): return     # another C library
-    mallopt(-1, 2 ** 30)                              # M_TRIM_THRESHOLD: what the end of the heap keeps
-    mallopt(-3, 2 ** 28) or mallopt(-3, 2 ** 25)      # M_MMAP_THRESHOLD: larger blocks come by mmap. Before 2.35 it has at most 32 MiB
+    mallopt(-1, 2 ** 30)                                    # M_TRIM_THRESHOLD: what the end of the heap keeps
+    mallopt(-3, 2 ** 28) or mallopt(-3, 2 ** 25)            # M_MMAP_THRESHOLD: the largest block; before glibc 2.35 at most 32 MiB
 
 
 def _end_with_parent():
