@@ -716,6 +716,41 @@ def test_the_printed_command_evaluates_where_a_module_was_needed(words, tmp_path
     assert without.returncode == 2 and "--import island" in without.stderr
 
 
+WANDERER = """
+import os
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Wanderer(CartPoleEnv):
+    def step(self, action):
+        os.makedirs("elsewhere", exist_ok=True)
+        if os.path.basename(os.getcwd()) != "elsewhere": os.chdir("elsewhere")
+        return super().step(action)
+
+gymnasium.register("Wanderer-v0", Wanderer, max_episode_steps=20)
+"""
+
+
+def test_an_environment_that_changes_the_current_folder_moves_no_run(tmp_path):
+    "All commands that step environments in their own process write where they were told to, and say so."
+    (tmp_path/"wanderer.py").write_text(WANDERER)
+    def run(*words):
+        done = run_command(tmp_path, *words, "--import", "wanderer")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+    out = run("train", "reinforce", "Wanderer-v0", "--steps", 256, "--out", "run", "--checkpoint-every", 1, "--n-envs", 2, "--n-steps", 32,
+              "--hidden", 4, "--quiet", "--no-tensorboard")
+    assert f"saved in {tmp_path/'run'/'checkpoint.safetensors'}" in out
+    run("train", "--resume", "run", "--steps", 512, "--quiet", "--no-tensorboard")
+    run("fork", "run", "--out", "fork", "--at", 1)
+    run("train", "--resume", "fork", "--quiet", "--no-tensorboard")
+    for words in ("diff", "run", "fork"), ("replay", "run", "--update", 2), ("verify", "run"): assert "are equal" in run(*words)
+    run("pack", "run", "--episodes", 1)
+    run("evaluate", "run", "--episodes", 1, "--record", "film.gif")
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"wanderer.py", "run", "fork", "film.gif", "elsewhere"}
+    assert (tmp_path/"run"/"pack"/"README.md").is_file() and not [*(tmp_path/"elsewhere").iterdir()]
+
+
 @pytest.mark.parametrize("first", [("Island-v0", "--import", "island"), ("island:Island-v0",)])
 def test_a_run_whose_environment_needs_a_module_goes_on(first, tmp_path):
     "By the command that has begun it, and with or without what says the same; and no file makes us import anything by itself."

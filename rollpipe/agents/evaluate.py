@@ -207,6 +207,7 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
     quota = quotas(n_episodes, sum(source.n_envs for source in sources))
     if record is not None:
         check_film(record)
+        record = Path(record).absolute()     # an environment may change the current folder
         check_integer("record_episodes", record_episodes)
         sources = recorders = [FilmRecorder(factory, close, 0 if i else record_episodes) for i, factory in enumerate(sources)]
     elif render: sources = [window := Window(sources[0], close), *sources[1:]]

@@ -19,7 +19,7 @@ from .autotune import NO_TIME, autotune, command_for, profile_config, ranked, ra
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, make_config
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint import Follower, joint
-from ..settings.options import import_words, options_of, parse_env_kwargs, typed
+from ..settings.options import import_words, options_of, parse_env_kwargs, shown, typed
 from ..pipes.envs.factories import spaces_of
 from ..pipes.data.errors import DataError, EnvError
 from ..pipes.graph.edits import draw
@@ -140,7 +140,7 @@ def given_names(args: Namespace) -> list | None:
 def _command_for(command: str, run: Run) -> str:
     "A command line for the folder of a run."
     n = run.config.get("ranks", 1) if command.startswith("train") else 1
-    words = typed([*launching_words(n), "rollpipe", *command.split(), run.folder])
+    words = typed([*launching_words(n), "rollpipe", *command.split(), shown(run.folder)])
     return shlex.join(words + import_words(needed_modules(run.config)))
 
 
@@ -149,14 +149,14 @@ def run_to_end(run: Run, args: Namespace) -> None:
     config = run.config
     preset = f", preset {config['preset']}" if config.get("preset") else ""
     print(f"{config['algorithm']} on {config['env']}, seed {config['seed']}{preset}: "
-          f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {run.folder}", flush=True)
+          f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {shown(run.folder)}", flush=True)
     idle = [] if config["workers"] else [f"{x}={config[x]}" for x in ("lag", "order", "restarts") if config[x] != getattr(RunOptions, x)]
     if idle: print(f"no workers (--workers N), so these options change nothing: {', '.join(idle)}", flush=True)
     try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"),
                wandb=getattr(args, "wandb", None))
     except EnvError as e:
         if e.problem.startswith("the state"):     # which the environment had when the run was saved
-            words = typed(["rollpipe", "fork", run.folder, "--new-episodes", "--out", "OUT", *import_words(needed_modules(config))])
+            words = typed(["rollpipe", "fork", shown(run.folder), "--new-episodes", "--out", "OUT", *import_words(needed_modules(config))])
             e.expected = f"{f'{e.expected}; or ' if e.expected else ''}`{shlex.join(words)}`, which learns on in new episodes"
         raise
     except KeyboardInterrupt as e:
@@ -167,12 +167,12 @@ def run_to_end(run: Run, args: Namespace) -> None:
     finally:
         if run.is_new and not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists(): discard(run)
     if config.get("stopped"): print(f"stopped: {config['stopped']}")
-    print(f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {run.checkpoint}")
+    print(f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {shown(run.checkpoint)}")
     if config.get("eval_every") and run.best.exists():
         best = load_run(run.folder, best=True)
         found = best.evaluated or {}
         print(f"best evaluation: return {found['eval_return_mean']:.1f} (mean of {found['episodes']} episodes) after "
-              f"{format_number(best.counters['steps'])} steps, saved in {run.best} (--best)")
+              f"{format_number(best.counters['steps'])} steps, saved in {shown(run.best)} (--best)")
 
 # %% ../../nbs/runs/23_commands.ipynb #2dda40a6
 def evaluate_command(args: Namespace) -> None:
@@ -244,7 +244,7 @@ def demo_command(args: Namespace) -> None:
     for name, actor in (("random policy", random), ("trained policy, no exploration", run.agent.actor)):
         found = evaluate(config["env"], actor, device=None if actor is random else device_of(device))
         print(f"{name:<31}{found.mean:>10.1f} +- {found.stderr:<18.1f}{found.returns.min():>9.1f}{found.returns.max():>9.1f}")
-    print("\n" + "  ".join(str(run.folder/name) for name in RUN_FILES if (run.folder/name).is_file()))
+    print("\n" + "  ".join(str(shown(run.folder/name)) for name in RUN_FILES if (run.folder/name).is_file()))
 
 # %% ../../nbs/runs/23_commands.ipynb #b21bb5d9
 def profile_command(args: Namespace) -> None:

@@ -124,7 +124,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
         config: see `make_config`
         overwrite: remove the files of a run in that folder, and nothing else
     """
-    folder = Path(folder)
+    folder = Path(folder).absolute()        # an environment may change the current folder
     check_free(folder, overwrite)
     with torch_threads(config["threads"]): agent, pipe = build({**config, "folder": folder})    # so weights repeat
     config = with_exactness(_with_engine(config, agent, pipe), pipe)
@@ -272,7 +272,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         device: see `make_config`; None: as before
         workers: number of worker processes, which changes no number; None: as before
     """
-    path, folder = Path(folder), folder_of(folder)
+    path, folder = Path(folder), folder_of(folder).absolute()
     if path.exists(): lock(folder)
     try:
         found = load_run(path)

@@ -24,7 +24,7 @@ from ..pipes.data.reseeding import reseeded
 from ..ranks.launch import launching_words
 from ..settings.checks import ENDLESS
 from ..settings.config import build, device_of
-from ..settings.options import import_words, typed
+from ..settings.options import import_words, shown, typed
 from .changes import changed_run, options_in, with_edit
 from .folder import folder_of, load_run, needed_modules, resume
 from .locks import FORKED, files_of_run, lock, locked, unlock
@@ -169,7 +169,7 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     Returns:
         Path: `out`
     """
-    named, folder, out = load_run(run), folder_of(run), Path(out)
+    named, folder, out = load_run(run), folder_of(run).absolute(), Path(out).absolute()
     is_at = int(named.counters["updates"])
     if at is None and Path(run).is_file(): at = is_at
     noise = check_integer("noise", noise, 0)
@@ -190,7 +190,7 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
         found, changed = asked(found)
         rules = ENDLESS if found.config.get("stopped") else {}     # they would stop the fork at once, as they stopped the run
         more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
-        origin = {"run": str(folder), "at": at, "set": changed, **more}
+        origin = {"run": str(shown(folder)), "at": at, "set": changed, **more}
         config = {**found.config, **{name: x for name, x in rules.items() if name not in options}, "stopped": None, "forked": origin}
         for name in ("checkpoint.safetensors", *[FORKED] * (not new_episodes)): stored(home/name, found, config)
         write_json(home/"config.json", config)

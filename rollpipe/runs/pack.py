@@ -19,7 +19,7 @@ from ..pipes.graph.edits import draw
 from .export import export_policy
 from .folder import agent_of, folder_of, for_policy, load_run, needed_modules, restore
 from .plots import learning_curve
-from ..settings.options import import_words, typed
+from ..settings.options import import_words, shown, typed
 from ..traces.differences import FINGERPRINTS
 from ..traces.journal import told_past
 
@@ -130,8 +130,8 @@ def pack(run: str | Path, out: str | Path | None = None, best: bool = False, epi
         seed: seed of these episodes; None: different ones each time
         repo: where the folder will be on the hub, for the card
     """
-    found, folder = load_run(run, best), folder_of(run)
-    out = Path(out or folder/"pack")
+    found, folder = load_run(run, best), folder_of(run).absolute()
+    out = Path(out or folder/"pack").absolute()
     there = {path.name for path in out.glob("*")}
     # Other files are a run that has just begun, for example, or a README alone.
     is_other = there and not {"README.md", "checkpoint.safetensors"} <= there and out != folder/"pack"
@@ -176,5 +176,5 @@ def pack_command(args: Namespace) -> None:
     "Pack a run, and push it if a name on the hub is given."
     if args.push: _client()     # which may be missing
     out = pack(args.run, args.out, args.best, args.episodes, args.seed, args.push or "OWNER/NAME")
-    print(f"{out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
-    print(push(out, args.push) if args.push else f"push it: {shlex.join(typed(['hf', 'upload', 'OWNER/NAME', out]))}")
+    print(f"{shown(out)}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    print(push(out, args.push) if args.push else f"push it: {shlex.join(typed(['hf', 'upload', 'OWNER/NAME', shown(out)]))}")

@@ -185,7 +185,7 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
             where the run was resumed
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
     """
-    folder = Path(folder)
+    folder = Path(folder).absolute()
     check_integer("updates", updates)
     run = load_run(folder)
     config, first = run.config, beginning(folder, run)
@@ -229,7 +229,7 @@ def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
         b: folder of another one
         at: where they part, see `diff`
     """
-    with GlobalRandomStates(): found = [_again(Path(x), at) for x in (a, b)]
+    with GlobalRandomStates(): found = [_again(Path(x).absolute(), at) for x in (a, b)]
     for n, pair in enumerate(zip(*found), at.after + 1):
         x, y = map(named_leaves, pair)
         for path in dict.fromkeys([*at.leaves, *x, *y]):
@@ -241,6 +241,8 @@ def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
 def diff_command(args: Namespace) -> None:
     "Print how two runs differ."
     a, b = args.runs
+    for run in (a, b):
+        if not Path(run).exists(): load_run(run)     # which says so
     print(found := diff(a, b))
     if args.numbers and found.parting is not None: print(numbers(a, b, found.parting))
 

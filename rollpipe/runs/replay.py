@@ -114,7 +114,7 @@ def replayed_run(folder: str | Path, update: int | None = None, *edits: Callable
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
     """
     if not Path(folder).exists(): load_run(folder)     # which says so
-    folder = folder_of(folder)
+    folder = folder_of(folder).absolute()
     with GlobalRandomStates(), _failed(folder) if update is None else _collected(folder, update, edits) as moment: yield moment
 
 # %% ../../nbs/runs/17_replay.ipynb #2c03a7c9

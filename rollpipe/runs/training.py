@@ -21,7 +21,7 @@ from ..pipes.data import files
 from ..agents.schedules import seconds_of
 from ..settings.checks import is_over
 from ..settings.config import reading_for
-from ..settings.options import import_words, typed
+from ..settings.options import import_words, shown, typed
 from .evaluations import evaluations_of
 from .films import films_of
 from .locks import COSTS, begin_training, unlock
@@ -208,7 +208,7 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
           nullcontext() if ranks.rank() else MetricWriter(run.folder, tensorboard, wandb=wandb, config=config,
                                                           updates=counters["updates"]) as writer,      # last: it starts threads
           _saved(updates, graph)):
-        again = typed(["rollpipe", "replay", run.folder, "--crash", *import_words(needed_modules(config))])
+        again = typed(["rollpipe", "replay", shown(run.folder), "--crash", *import_words(needed_modules(config))])
         updates.make = measured.learner(FlightRecorder(run.folder, config, counters, run.agent, shlex.join(again)).update)
         updates.start_clock()
         while updates.goes_on(evaluations):

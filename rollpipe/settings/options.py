@@ -15,7 +15,7 @@ from ..pipes.data.errors import DataError
 
 # %% auto #0
 __all__ = ['kinds_of', 'Option', 'options_of', 'nearest', 'parse_value', 'parse_options', 'parse_env_kwargs', 'import_words',
-           'typed', 'parse_seeds', 'add_options']
+           'shown', 'typed', 'parse_seeds', 'add_options']
 
 # %% ../../nbs/settings/00_options.ipynb #5ce2e98c
 _TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict,
@@ -230,6 +230,11 @@ def import_words(modules: Iterable) -> list:
     return [word for module in modules for word in ("--import", module)]
 
 
+def shown(path: Path) -> Path:
+    "The path as one types it here: relative to the current folder, if it is inside it."
+    return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
+
+
 def typed(words: Iterable) -> list:
     """The words as texts. A path that begins with a dash gets the prefix `./`, because it would be read as an option.
 
@@ -275,8 +280,8 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: boo
 
 
 def _help(option: Option) -> str:
-    shown = ",".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
-    return (option.help.replace("None:", "none:") + ("" if shown is None else f" [{shown}]")).replace("%", "%%")
+    default = ",".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
+    return (option.help.replace("None:", "none:") + ("" if default is None else f" [{default}]")).replace("%", "%%")
 
 
 def _type_for(kinds: tuple) -> Callable:
