@@ -265,7 +265,7 @@ def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     name = os.fsdecode(b"run\xff")
     assert main(["train", "ppo", "CartPole-v1", "--steps", "64", "--out", name, "--quiet"]) == 2
-    assert "the name of a folder is not UTF-8. Expected another name, got 'run\\udcff'" in capsys.readouterr().err
+    assert f"the name of a folder is not UTF-8. Expected another name, got '{tmp_path}/run\\udcff'" in capsys.readouterr().err
 
 
 def test_a_lock_on_a_full_disk_is_named(tmp_path, monkeypatch):
@@ -723,8 +723,9 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 class Wanderer(CartPoleEnv):
     def step(self, action):
-        os.makedirs("elsewhere", exist_ok=True)
-        if os.path.basename(os.getcwd()) != "elsewhere": os.chdir("elsewhere")
+        if os.path.basename(os.getcwd()) != "elsewhere":
+            os.makedirs("elsewhere", exist_ok=True)
+            os.chdir("elsewhere")
         return super().step(action)
 
 gymnasium.register("Wanderer-v0", Wanderer, max_episode_steps=20)
