@@ -10,6 +10,7 @@ from torch import nn
 from rollpipe.agents.a2c import A2C
 from rollpipe.agents.metrics import METRICS, check_metrics
 from rollpipe.agents.npg import NPG
+from rollpipe.agents.offline.bc import BC
 from rollpipe.agents.ppo import PPO
 from rollpipe.agents.reinforce import REINFORCE
 from rollpipe.agents.trpo import TRPO
@@ -172,6 +173,17 @@ def test_a_policy_with_memory_needs_the_memory_that_acted(cls):
     agent, f = make(cls, actor, critic), next(batches(cls, 'CartPole-v1', actor, critic))
     for hx in ((), None):
         with pytest.raises(DataError, match="hx: the memory of the policy that acted is not known"): agent.update(f._replace(hx=hx))
+    agent.update(f)
+
+
+@pytest.mark.parametrize('cls', [*ALL, BC])
+def test_the_memory_of_another_policy_is_refused(cls):
+    "Of another size it was an error of torch, and of another kind a `TypeError`."
+    actor, critic = networks(memory=True)
+    agent = BC(actor) if cls is BC else make(cls, actor, critic)
+    f = next(batches(PPO if cls is BC else cls, 'CartPole-v1', actor, critic))
+    for hx in (f.hx[..., 1:], torch.cat([f.hx, f.hx]), (f.hx, f.hx)):
+        with pytest.raises(DataError, match="hx: this is the memory of another policy"): agent.update(f._replace(hx=hx))
     agent.update(f)
 
 

@@ -835,7 +835,8 @@ def test_integers_of_which_there_are_none(cls, name):
         failure(SpaceError, lambda pair=pair: cls.for_env(pair), f"leaf {name}{where}:", "Expected", "got")
 
 
-@pytest.mark.parametrize("make", [MLPPolicy.for_env, Critic.for_env, QPolicy.for_env, lambda env, hidden: MLP(4, hidden)])
+@pytest.mark.parametrize("make", [MLPPolicy.for_env, Critic.for_env, QPolicy.for_env, partial(QPolicy.for_env, duelling=True),
+                                  lambda env, hidden: MLP(4, hidden)])
 def test_one_layer_is_a_list_too(make):
     failure(DataError, lambda: make("CartPole-v1", hidden=64), "leaf hidden", "Expected a list or tuple", "got 64")
 

@@ -321,6 +321,13 @@ def test_what_is_out_of_range_is_told_with_its_row(tmp_path, more, wrong):
     with pytest.raises(DataError, match=f"^bad-CartPole-v1: out of range. Expected an integer {wrong} >= 1"): jobs_of(rows, tmp_path)
 
 
+def test_a_row_may_stop_by_its_evaluations(tmp_path):
+    file = spec(tmp_path/"a.toml", "")
+    file.write_text(file.read_text().replace("options = {", "options = { patience = 3, stop_at_return = 50,"))
+    job, = jobs_of(read_spec(file).rows, tmp_path)[:1]
+    assert (job.config["patience"], job.config["stop_at_return"]) == (3, 50) and job.config["eval_every"].endswith("steps")
+
+
 def test_two_benches_in_one_folder_are_refused(tmp_path, capfd):
     file, (ready, tell), (wait, end) = spec(tmp_path/"a.toml", ""), os.pipe(), os.pipe()
     (tmp_path/"out").mkdir()

@@ -752,6 +752,15 @@ def test_an_environment_that_changes_the_current_folder_moves_no_run(tmp_path):
     assert (tmp_path/"run"/"pack"/"README.md").is_file() and not [*(tmp_path/"elsewhere").iterdir()]
 
 
+def test_modules_may_be_named_at_several_places(tmp_path, monkeypatch, capsys):
+    "What a run needs is all of them: argparse keeps the innermost alone."
+    for name in ("one_isle", "two_isles"): (tmp_path/f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "--import two_isles --steps 64 --n-envs 2 --n-steps 32 --hidden 4 --quiet --no-tensorboard --out".split()
+    assert rollpipe("--import", "one_isle", "train", "reinforce", "CartPole-v1", *words, tmp_path/"run") == 0
+    assert load_run(tmp_path/"run").config["imports"] == ["one_isle", "two_isles"]
+
+
 @pytest.mark.parametrize("first", [("Island-v0", "--import", "island"), ("island:Island-v0",)])
 def test_a_run_whose_environment_needs_a_module_goes_on(first, tmp_path):
     "By the command that has begun it, and with or without what says the same; and no file makes us import anything by itself."

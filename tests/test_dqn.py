@@ -224,6 +224,9 @@ def test_memory_and_burn_in(cell):
     for batch in islice(pipe, 8): metrics = check_metrics(agent.update(batch))
     assert np.isfinite(metrics['loss']) and not same(before, actor)
     with pytest.raises(DataError, match='burn_in'): DQN(actor, burn_in=8).learn(batch.memory.sample(4))
+    sample, before = batch.memory.sample(4), copy.deepcopy(actor)
+    resting = sample.fragment._replace(valid=sample.fragment.valid & (torch.arange(8) < 3).unsqueeze(1))
+    assert agent.learn(sample._replace(fragment=resting), batch.memory) == {} and same(before, actor)     # by chance all rest after that
     single = Replay(stream('CartPole-v1', actor), 1000, 8, warmup=0, zero_state=True)
     with pytest.raises(DataError, match='nothing from single steps'): DQN(actor).update(next(iter(single)))
 

@@ -22,6 +22,7 @@ from rollpipe.pipes import (AdvantageBuffer, CheckInvariants, EnvStepper, Episod
                             ReplayMemory, RewardScaler, nested, returns)
 from rollpipe.pipes.data.errors import CheckpointError, DataError
 from rollpipe.pipes.data.fragment import Fragment
+from rollpipe.pipes.data.fragment_ops import join
 from rollpipe.pipes.graph.states import restore_stream, stream_state
 from rollpipe.pipes.recording import from_minari, to_minari, whole_episodes
 from rollpipe.pipes.recording.minari_source import dealt
@@ -396,6 +397,9 @@ def test_a_lane_that_was_lost_with_its_worker_begins_anew():
         return steps(3, lane=torch.tensor([0]), seq=torch.tensor([seq]), restarts=torch.tensor([restarts]), stepno=stepno)
     found = list(whole_episodes([part(0, 0), part(0, 1, 3), part(1, 0), part(1, 1, 3)]))
     assert [(len(e.rew), e.term) for e in found] == [(6, False), (6, False)]
+    joined = [part(0, 0), join([part(0, 1, 3), part(1, 0)]), part(1, 1, 3)], [part(0, 0), part(0, 1, 3), join([part(1, 0), part(1, 1, 3)])]
+    for stream in (*joined, [join([part(0, 0), part(1, 0)])]):      # a batch may have fragments from before and after the loss
+        assert [len(e.rew) for e in whole_episodes(stream)] == ([6, 6] if len(stream) > 1 else [3, 3])
     assert list(whole_episodes([part(0, 0), part(0, 1, 3), part(1, 0)], unfinished=False)) == []     # nor the one that was lost
     with pytest.raises(DataError, match="does not continue"): list(whole_episodes([part(0, 0), part(0, 0)]))
 

@@ -4,6 +4,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box
 from reference import assert_same
 from tensor_worlds import Planned
 from toys import Counting
@@ -53,6 +54,20 @@ def assert_past_is_hidden(fragments):
         assert_same(f.actor["rew"], f.state.rew.masked_fill(fin, 0))
         shown, recorded = shown + int((f.actor["act"] > 0).sum()), recorded + int((f.state.act[fin] > 0).sum())
     assert shown and recorded
+
+
+class Narrow(Onlooker):
+    "It computes in float32, with its last action."
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
+        assert act.dtype == torch.float32
+        return (act + 1).clamp(max=2), (), {}
+
+
+def test_actions_of_float64_are_shown_as_float32():
+    class Wide(Counting):
+        action_space = Box(-9., 9., (1,), np.float64)
+        def number(self, action): return int(action[0])
+    assert next(iter(rollouts(Wide, Narrow(), n_envs=2, n_steps=3))).state.act[:, 0, 0].tolist() == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("make", [plain, fused, sticky, vector, tensors, manual])

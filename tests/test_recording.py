@@ -178,6 +178,26 @@ def test_a_resumed_loop_records_each_item_once(workers, above, tmp_path):
     assert len(sum(whole, [])) == 18
 
 
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_lane_that_had_not_begun_at_the_checkpoint_records_each_item_once(before, tmp_path):
+    "What it recorded after the checkpoint was taken for another recording."
+    def items(pipe, n, state=None):
+        keep_environments(pipe)
+        if state is not None: restore_stream(pipe, state)
+        return islice(iter(pipe), n)
+    actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)
+    def pipe(name): return Lanes(Recorder(FragmentCollector(EnvStepper(POLE, actor, 2), 4), tmp_path/name), 2, seed=0)
+    whole = [*items(pipe("whole"), 6)]
+    stopped = pipe("parts")
+    stream = items(stopped, 6)
+    for _ in range(before): next(stream)
+    state = stream_state(stopped)
+    for _ in range(3): next(stream)     # which are lost
+    stream = None
+    for k, x in enumerate(items(pipe("parts"), 6 - before, state), before): assert_equal(x, whole[k])
+    assert_equal([*Lanes(Replayer(tmp_path/"parts"), 2)], whole)
+
+
 KILLED = """
 import os, signal, sys
 from rollpipe.layers import MLPPolicy

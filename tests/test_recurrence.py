@@ -109,4 +109,5 @@ def test_the_command_line_a_file_and_the_search_know_it(tmp_path, monkeypatch, c
     assert rollpipe("evaluate", "b", "--episodes", "3") == 0
     assert rollpipe("train", "sac", "Pendulum-v1", "--recurrent", "gru") == 2 and "unknown argument --recurrent" in capsys.readouterr().err
     assert space_for("ppo", {}, dict(recurrent="gru"))["state_size"] == Choice([32, 64, 128])
+    assert {*space_for("a2c", {})} - {*space_for("a2c", dict(shared=True))} == {"critic_lr"}      # every trial was refused
     assert "state_size" not in space_for("ppo", {}, {}) and "state_size" not in space_for("ppo", dict(state_size=8), dict(recurrent="gru"))

@@ -531,6 +531,8 @@ def test_priorities_that_are_none():
         with pytest.raises(DataError, match="not absolute TD errors"): memory.prioritize([0], errors)
     for index in ([-1], [8]):
         with pytest.raises(DataError, match="index < 8"): memory.prioritize(index, [1.])
+    with pytest.raises(DataError, match="integers 0 <= index < 8, got float32"): memory.prioritize(torch.zeros(1), [1.])
+    memory.prioritize([0], torch.ones(1, dtype=torch.bfloat16))
 
 
 def test_above_lanes():

@@ -87,23 +87,28 @@ def check_segments(fragment: Fragment) -> None:
 
 
 def check_memory_known(fragment: Fragment, actor: Any) -> None:
-    "Raise `DataError` for a policy with memory, if the fragment lacks its recurrent state. The policy that acted had one."
-    if nested.leaves(fragment.hx) or not isinstance(actor, RecurrentTorso): return
-    raise DataError("the memory of the policy that acted is not known", leaf='hx', expected="its recurrent state at row 0",
-                    got=describe(fragment.hx))
+    "Raise `DataError` for a policy with memory, if the fragment lacks its recurrent state, or has that of another kind or size of memory."
+    if not isinstance(actor, RecurrentTorso): return
+    memory, found = actor.memory, nested.leaves(fragment.hx)
+    like = nested.leaves(memory.initial(torch.empty(memory.layers, fragment.n_envs, memory.n_out)))
+    if [x.shape for x in found] == [x.shape for x in like]: return
+    raise DataError("this is the memory of another policy" if found else "the memory of the policy that acted is not known", leaf='hx',
+                    expected=f"its recurrent state at row 0, {' and '.join(map(describe, like))}", got=describe(fragment.hx))
 
 
 def replay_recorded(fragment: Fragment, actor: Any) -> dict:
     """The actor's report for recorded steps, leaves `[T, B, ...]`, with gradients. A memory that was not recorded begins empty at row 0.
 
-    Raises `DataError` if no row is valid, or if there is a memory and only a single step for it.
+    Raises `DataError` if no row is valid, for a memory of another kind or size, and if there is a memory and only a single step for it.
 
     Args:
         fragment: [T, B]
         actor: a `Policy`: it has `replay(fragment) -> dict(dist, logp, ...)`
     """
     fragment, replay = fill_invalid(fragment), actor.replay
-    if nested.leaves(fragment.hx): return replay(fragment)
+    if nested.leaves(fragment.hx):
+        check_memory_known(fragment, actor)
+        return replay(fragment)
     if isinstance(actor, RecurrentTorso): check_segments(fragment)
     return replay(fragment._replace(hx=None))
 

@@ -197,12 +197,13 @@ def build_parser() -> Parser:
 USER_ERRORS = (UsageError, PipeError, OSError, ImportError, ValueError)
 
 
-def _import_modules(words: list) -> None:
-    "Import what `--import` names, before the parser is made, because a module may register an algorithm."
+def _import_modules(words: list) -> list:
+    "Import what `--import` names, before the parser is made, because a module may register an algorithm. Returns the names."
     parser = Parser(prog="rollpipe", add_help=False)
     parser.add_argument("--import", dest="imports", action="append", default=[])
     if (here := os.getcwd()) not in sys.path: sys.path.append(here)  # an installed script does not search the current folder
-    for module in parser.parse_known_args(words)[0].imports: allow_edits(module)
+    for module in (modules := [*dict.fromkeys(parser.parse_known_args(words)[0].imports)]): allow_edits(module)
+    return modules
 
 
 @stop_signals()
@@ -217,11 +218,11 @@ def main(argv: list | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else argv
     try:
-        _import_modules(words)
+        modules = _import_modules(words)
         _refuse_changes(words)
         parser = build_parser()
         args, unknown = parser.parse_known_args(words)
-        args.words = words
+        args.words, args.imports = words, modules     # argparse keeps those of one place, where they are at several
         if unknown: raise UsageError(_explain_unknown(args, unknown[0]))
         if not args.command:
             parser.print_help()

@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 
 from .actor import Actor, without_past
 from .distributions import device_of
-from .mlp import MLP
+from .mlp import MLP, check_sizes
 from .observer import ForSpaces, Torso, takes
 from .recurrent_policies import RecurrentTorso
 from ..pipes.data.errors import SpaceError
@@ -114,6 +114,7 @@ class QPolicy(Torso, EpsilonGreedy):
                  activation: str | type = 'relu', epsilon: float = 0.1, **torso: Any):
         super().__init__()
         self.set_exploration(action_space, epsilon)
+        check_sizes(1, hidden)
         before = hidden[:-1] if duelling else hidden
         self.trunk = self.make_masked_torso(observation_space, action_space, hidden=before, activation=activation, **torso)
         if duelling: self.head = DuellingHead(self.trunk.n_out, self.n_actions, hidden[-1:], activation)

@@ -11,7 +11,7 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from .mlp import MLP
+from .mlp import MLP, check_sizes
 from .observer import Torso, takes
 from .q_networks import EpsilonGreedy
 from ..pipes.data.errors import check_integer
@@ -58,6 +58,7 @@ class QuantilePolicy(Torso, EpsilonGreedy):
                  duelling: bool = False, activation: str | type = 'relu', epsilon: float = 0.1, **torso: Any):
         super().__init__()
         self.set_exploration(action_space, epsilon)
+        check_sizes(1, hidden)
         before, own = (hidden[:-1], hidden[-1:]) if duelling else (hidden, ())
         self.trunk = self.make_masked_torso(observation_space, action_space, hidden=before, activation=activation, **torso)
         self.head = QuantileHead(self.trunk.n_out, self.n_actions, check_integer('n_quantiles', n_quantiles), own, activation, duelling)

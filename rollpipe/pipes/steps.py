@@ -113,13 +113,13 @@ def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tenso
     Args:
         sums: sums of the lane up to this fragment, which are updated
     """
-    rew, fin, valid = (x.numpy() for x in (fragment.state.rew[1:], fragment.state.fin[1:], fragment.valid))
+    rew, fin, valid = (x.cpu().numpy() for x in (fragment.state.rew[1:], fragment.state.fin[1:], fragment.valid))
     total, number = np.empty(rew.shape, np.float32), np.empty(rew.shape, np.int64)
     for t in range(len(rew)):
         sums.add(rew[t], valid[t])
         total[t], number[t] = sums.ret, sums.count
         sums.end(fin[t] & valid[t])
-    return torch.from_numpy(total), torch.from_numpy(number)
+    return tuple(torch.from_numpy(x).to(fragment.valid.device) for x in (total, number))
 
 # %% ../../nbs/pipes/23_steps.ipynb #cdc47190
 def _unbound(tree, n, keep):
@@ -174,12 +174,12 @@ class Steps(Pipe):
         (T, B), state, lane = fragment.valid.shape, fragment.state, 0 if fragment.lane is None else int(fragment.lane[0])
         if lane in lanes: self._check_order(fragment, lane, *lanes[lane])
         _, sums = lanes.get(lane, (0, EpisodeSums(B)))
-        sums.continue_at(state.stepno[0].numpy())     # a lane may begin within episodes
-        total, episode_n = episode_totals(fragment, sums)
+        sums.continue_at(state.stepno[0].cpu().numpy())     # a lane may begin within episodes
+        total, number = episode_totals(fragment, sums)
         lanes[lane] = 0 if fragment.seq is None else int(fragment.seq[0]) + 1, sums
         step = Step(nested.getitem(state.obs, slice(T)), nested.getitem(state.act, slice(1, None)), next_observations(fragment),
                     fragment.term[1:], state.fin[1:] & ~fragment.term[1:], state.rew[1:], total, fragment.adv,
-                    torch.arange(B).expand(T, B), torch.full((T, B), lane), state.stepno[:T], episode_n, fragment.env[0])
+                    torch.arange(B).to(total.device).expand(T, B), torch.full_like(number, lane), state.stepno[:T], number, fragment.env[0])
         keep = None if fragment.valid.all() else fragment.valid.flatten().nonzero()[:, 0]
         *fields, images, told = (_unbound(field, T * B if keep is None else len(keep), keep) for field in (*step, fragment.env[1]))
         return map(Step, *fields, [image if there else None for image, there in zip(images, told)])

@@ -67,7 +67,7 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
         make = lambda seed, row=row, **run: make_config(row.algorithm, row.env, row.options, row.env_kwargs, seed=seed, imports=imports,
                                                         **run)
         with located(pipe=row.name):
-            steps = make(0, **row.run)["steps"]
+            steps = make(0, **{**row.run, "eval_every": "1 steps"})["steps"]     # for `patience`, which needs some number here
             jobs += [Job(row, seed, folder/f"{row.name}-s{seed}", make(seed, **row_options(row, steps))) for seed in row.seeds]
     return jobs
 

@@ -158,7 +158,7 @@ def experiment_command(args: Namespace) -> None:
 def _folders(args: Namespace, seeds: list) -> dict:
     "Seed -> the folder of its run. Raises the errors that all runs would raise."
     configs = {seed: config_from(Namespace(**{**vars(args), "seed": seed})) for seed in seeds}
-    folders = {seed: Path(f"{args.out}-s{seed}") if args.out else default_folder(config) for seed, config in configs.items()}
+    folders = {seed: Path(f"{Path(args.out)}-s{seed}") if args.out else default_folder(config) for seed, config in configs.items()}
     found = [str(folder) for folder in folders.values() if files_of_run(folder)]
     if args.proceed:
         for seed, config in configs.items(): find_run(folders[seed], config, given_names(args))

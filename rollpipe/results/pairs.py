@@ -94,10 +94,11 @@ class Pairs(NamedTuple):
             squares += [sum((x[1] - x[0]).var()*x.shape[1] for x in parts), sum(x.var(1).sum()*x.shape[1] for x in parts)]
         return float(np.sqrt(squares[0]/squares[1])) if squares[1] else float("nan")
 
-    def lasts(self, last: int) -> int:
-        "The number of updates of a branch until the noise of the differences is that of branches with noise of their own."
-        reached = [self.noise([window]) >= 1 for window in self.windows(last)]
-        return reached.index(True) if any(reached) else len(reached)
+    def lasts(self, last: int) -> int | None:
+        "The number of updates of a branch until the noise of the differences is that of branches with noise of their own. None: not known."
+        noise = [self.noise([window]) for window in self.windows(last)]
+        if np.isnan(noise).all(): return None
+        return next((k for k, x in enumerate(noise) if x >= 1), len(noise))
 
 # %% ../../nbs/results/09_pairs.ipynb #b45d90d1
 class Ablation(NamedTuple):
@@ -142,13 +143,13 @@ class Ablation(NamedTuple):
         "Sentences that explain the table."
         k, n = self.pairs[0].base.shape[-1], min(len(pairs.at) for pairs in self.pairs)
         few = [f"An interval from {n} pairs is narrower than it says."] if n > 1 else ["One pair has no interval and no noise (--repeat)."]
-        lasting = ", ".join(f"{pairs.lasts(self.last)} of {k} updates with {pairs.label}" for pairs in self.pairs)
+        lasting = ", ".join(f"{m} of {k} updates with {pairs.label}" for pairs in self.pairs if (m := pairs.lasts(self.last)) is not None)
         return [f"{self.metric} over the last {self.last} of {k} updates of each branch. A difference is that of a branch to its unedited "
                 "twin, which began in the same state and met the same noise; IQM is the interquartile mean over the pairs, with the 95 % "
                 "interval of the stratified bootstrap.",
                 "Noise at some updates is the deviation of the differences as a part of that of two branches with noise of their own. An "
                 "interval by pairs is that much narrower; at 1, pairing has ended.",
-                *[f"Pairing lasts {lasting}."] * (n > 1), *few * (n < 5), *self.notes]
+                *[f"Pairing lasts {lasting}."] * bool(n > 1 and lasting), *few * (n < 5), *self.notes]
 
     def __str__(self): return "\n\n".join([f"# {self.title}", table_text(*self.table()), *self.about()]) + "\n"
 

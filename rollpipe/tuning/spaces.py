@@ -75,6 +75,7 @@ def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
     space = {name: x for name, x in SPACES[algorithm].items() if name not in fixed}
     others = fixed if options is None else options
     if "tau" not in space and others.get("tau") is not None: space.pop("target_every", None)  # has no effect with `tau`
+    if others.get("shared"): space.pop("critic_lr", None)     # there is no critic apart
     if others.get("recurrent") and "state_size" not in fixed: space["state_size"] = Choice([32, 64, 128])
     if not space: raise DataError("nothing is left to search", expected="fewer options", got=", ".join(fixed))
     return space

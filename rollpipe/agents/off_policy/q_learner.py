@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+import rollpipe.ranks as ranks
+
 from ..gradient_learner import GradientLearner
 from .replay_learner import ReplayLearner
 from .targets import update_target
@@ -74,6 +76,7 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
         "One step of the optimiser from a `Sample`, whose TD errors become priorities; returns metrics, some of them tensors."
         fragment, weight, index = sample
+        if memory is not None and not (ranks.active() or fragment.valid[self.burn_in:].any()): return {}    # all rest after the burn-in
         self.check_length(fragment.n_steps)
         if getattr(memory, 'zero_state', False) and nested.leaves(fragment.hx): check_segments(fragment)
         loss, metrics, errors = self.loss(fragment, weight)

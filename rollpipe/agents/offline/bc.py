@@ -23,7 +23,8 @@ def cloning_loss(fragment: Fragment, actor: Any) -> tuple[torch.Tensor, dict]:
     """`(loss, metrics)`: `-mean log pi(a|s)` over valid rows. Raises `DataError` as `replay_recorded` does.
 
     Args:
-        fragment: [T, B]; a recurrent actor begins with its `hx`, or with its initial state if that is `()`
+        fragment: [T, B]; a recurrent actor begins with its `hx`, or with its initial state if that is `()`, as for steps of
+            another recurrent actor
         actor: a `Policy`: it has `replay(fragment) -> dict(dist, logp)` and `dist`
     """
     info, valid = replay_recorded(fragment, actor), fragment.valid

@@ -93,7 +93,8 @@ def join(fragments: Iterable[Fragment]) -> Fragment:
     lengths, widths = [f.n_steps for f in fragments], [f.n_envs for f in fragments]
     if len(set(lengths)) > 1:
         raise DataError("fragments of different lengths cannot stand side by side", expected=f"T={lengths[0]}", got=f"T={lengths}")
-    fragments = [f._replace(env=env) for f, env in zip(fragments, same_keys([f.env for f in fragments], [f.valid for f in fragments]))]
+    if all(isinstance(f.env, dict) for f in fragments):
+        fragments = [f._replace(env=env) for f, env in zip(fragments, same_keys([f.env for f in fragments], [f.valid for f in fragments]))]
     if any(f.restarts is not None for f in fragments): fragments = [with_restarts(f, 0) if f.restarts is None else f for f in fragments]
     wide = nested.cat([f.only(*Fragment.ROWS, *Fragment.STEPS, 'hx') for f in fragments], dim=1, view=True)
     offsets = np.cumsum([0, *widths]).tolist()
@@ -180,10 +181,10 @@ def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #25c2c0b5
 def unstacked(fragment: Fragment) -> list:
-    "The fragments that were joined side by side: the columns of each `(lane, seq)`, in the order of their first column."
+    "The fragments that were joined side by side: the columns of each lane, `seq` and `restarts`, in the order of their first column."
     if fragment.lane is None: return [fragment]
-    groups = {}
-    for b, key in enumerate(zip(fragment.lane.tolist(), fragment.seq.tolist())): groups.setdefault(key, []).append(b)
+    groups, keys = {}, [x.tolist() for x in (fragment.lane, fragment.seq, fragment.restarts) if x is not None]
+    for b, key in enumerate(zip(*keys)): groups.setdefault(key, []).append(b)
     return [fragment] if len(groups) == 1 else [columns(fragment, torch.tensor(group)) for group in groups.values()]
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #485b2ff6

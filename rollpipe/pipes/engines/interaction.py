@@ -84,7 +84,7 @@ class Interaction(KeptInteraction):
 
     def _begin(self):
         # One virtual call, because only the actor knows the structure of its recurrent state and the dtype of its actions.
-        act, hx, _ = self.checked.answer(self.row.seen(self.envs.no_action()), None, virtual=True)
+        act, hx, _ = self.checked.answer(self.row.seen(nested.as_seen(self.envs.no_action())), None, virtual=True)
         self.act, self.hx = nested.map(torch.zeros_like, act), self.checked.reset(hx, list(range(len(self.envs))))
         self.engine = self.checked.engine(self.engine_choice, self.state, self.hx)
         return self

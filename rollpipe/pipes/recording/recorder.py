@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..data.captures import capture
 from ..data.chunks import ChunkFolder
 from ..data.errors import DataError, PipeError
 from ..data.files import write_atomically
@@ -149,4 +150,7 @@ class Recorder(Pipe):
     def get_state(self, chunks: ChunkFolder | None = None) -> dict | None:
         "As `Pipe.get_state`. What was recorded so far is then on disk."
         if self.running is not None and self.kept: self._guarded(self.kept, self.running.sync)
-        return super().get_state(chunks)
+        if self.kept or self.restored: return super().get_state(chunks)
+        files = item_files(part_of(self.pipe, self.path))
+        kept = dict(n=files[-1].end if files else 0, stopped=False)    # of a lane that has not begun, or has ended
+        return dict(capture(kept), keeps=[*kept])

@@ -59,7 +59,8 @@ class EpisodeCutter:
 
     def add(self, fragment: Fragment) -> Iterator[Episode]:
         "The episodes that end in `fragment`, in the order of time. Raises `DataError` if it does not continue those that have not ended."
-        for part in sorted(unstacked(fragment), key=lambda part: 0 if part.seq is None else int(part.seq[0])):
+        time = lambda part: [0 if x is None else int(x[0]) for x in (part.restarts, part.seq)]
+        for part in sorted(unstacked(fragment), key=time):
             if not isinstance(part.env, dict):
                 raise DataError("infos without names", leaf='env', expected="a dict", got=type(part.env).__name__)
             env = {key: x for key, x in part.env.items() if key.removeprefix('_') != ENV_REWARD}

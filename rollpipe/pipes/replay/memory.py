@@ -83,11 +83,13 @@ def checked_errors(index: Any, td_abs: Any, end: int, pipe: Any) -> tuple:
         end: the next serial number
         pipe: names the memory in messages
     """
+    if isinstance(td_abs, Tensor): td_abs = td_abs.float()     # numpy has no bfloat16
     index, td_abs = (np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in (index, td_abs))
     if td_abs.shape != index.shape or not (np.isfinite(td_abs) & (td_abs >= 0)).all():
         raise DataError("not absolute TD errors", pipe=pipe, expected=f"finite numbers >= 0, {list(index.shape)}", got=td_abs)
-    if ((index < 0) | (index >= end)).any():
-        raise DataError("not an index of a sample", pipe=pipe, expected=f"0 <= index < {end}", got=f"{index.min()} ... {index.max()}")
+    if index.dtype.kind not in 'iu' or ((index < 0) | (index >= end)).any():
+        raise DataError("not an index of a sample", pipe=pipe, expected=f"integers 0 <= index < {end}",
+                        got=f"{index.dtype}, {index.min()} ... {index.max()}")
     return index, td_abs
 
 # %% ../../../nbs/pipes/24_replay/07_memory.ipynb #a9968fd4

@@ -209,7 +209,7 @@ class TensorInteraction(Completing):
         zeros, act = torch.zeros(n, device=device), nested.map(lambda x: torch.from_numpy(x[None]).to(device), self.batch.act_spec)
         act = nested.map(lambda x: x.new_zeros((n, *x.shape[1:])), act)
         state = State(zeros.long(), obs, act, zeros, zeros == 0)
-        seen = nested.map(lambda x: x[None], state._replace(obs=nested.as_seen(obs)))
+        seen = nested.map(lambda x: x[None], state._replace(obs=nested.as_seen(obs), act=nested.as_seen(act)))
         act, hx, _ = self.checked.answer(seen, None, virtual=True)
         self.last = state._replace(act=nested.map(lambda x: torch.zeros_like(x[0]), act)), zeros > 0
         self.hx = self._initial(hx)
