@@ -27,6 +27,12 @@ def stream(source="CartPole-v1", workers=0, n=12, **kwargs):
     with DataLoader2(pipe, reading_service=ProcessReading(workers) if workers else None) as loader: return list(islice(loader, n))
 
 
+def test_an_environment_whose_reset_takes_no_options():
+    class Plain(gym.Wrapper):
+        def reset(self, seed=None): return self.env.reset(seed=seed)
+    assert "episode_seed" in stream(lambda: Plain(gym.make("CartPole-v1")), n=2)[0].env
+
+
 def episodes(batches):
     "The seed, the observations and the actions of each episode that ended."
     obs, act, fin, seeds = (np.concatenate([np.asarray(x) for x in parts]) for parts in zip(*(

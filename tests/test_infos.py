@@ -560,6 +560,14 @@ def test_the_statistics_of_a_vector(mode):
     assert found == expected and len(found) > 10
 
 
+def test_statistics_of_a_vector_that_gymnasium_would_lose():
+    "gymnasium's vectors take `reset_mask` out of the options, so the wrapper around them clears the episodes of all environments."
+    def source():
+        return gym.wrappers.vector.RecordEpisodeStatistics(SyncVectorEnv([Cart, Cart], autoreset_mode=AutoresetMode.DISABLED))
+    Cart = partial(gym.make, "CartPole-v1")
+    with pytest.raises(EnvError, match="forgets .* Expected SameStep or NextStep"): next(iter(EnvStepper(source, Idle())))
+
+
 def test_statistics_in_a_replay_and_in_batches():
     pipe = on_policy([partial(recorded, 12)] * 2, Idle(), lambda obs: obs.sum(-1), n_steps=8, lanes=2, seed=0)
     memory = ReplayMemory(2000, seed=0)

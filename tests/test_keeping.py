@@ -144,6 +144,14 @@ def test_a_vector_is_kept_as_one(mode):
     check(lambda: gym.make_vec("CartPole-v1", 3, "sync", vector_kwargs=dict(autoreset_mode=mode)), "attributes")
 
 
+def test_ends_that_are_numbers():
+    class Numbers(gym.Wrapper):
+        def step(self, action):
+            obs, rew, *ends, info = self.env.step(action)
+            return obs, rew, *map(float, ends), info
+    check(lambda: Numbers(gym.make("CartPole-v1")), "attributes")
+
+
 def test_vectors_of_their_own_class_are_kept_and_processes_are_not():
     check(lambda: gym.make_vec("CartPole-v1", 3, "vector_entry_point"), "attributes")
     keeper = keeper_for(lambda: wrappers.vector.RecordEpisodeStatistics(gym.make_vec("CartPole-v1", 2, "async")))

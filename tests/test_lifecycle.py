@@ -5,14 +5,16 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 import torch
 from forked import run_forked
 from reference import assert_same, snapshot
 from toys import Counting, Failing, Learning, Ledger, Limit, Lively, Shaky
 
-from rollpipe.layers import Critic, GaussianPolicy
+from rollpipe.layers import Critic, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import AdvantageBuffer, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, on_policy
+from rollpipe.pipes.data.errors import PipeError
 from rollpipe.pipes.data.fragment import Tick
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, traverse_dps
 from rollpipe.pipes.graph.modules import bump_version
@@ -264,6 +266,14 @@ def test_a_failing_actor_closes_all():
     with pytest.raises(RuntimeError, match="lost") as kept:
         for _ in Lanes(FragmentCollector(EnvStepper(Lively, Fails(), 2), 50), 2, 0): pass
     assert kept.tb and Ledger.made and Ledger.open() == 0
+
+
+@pytest.mark.parametrize("source, n_envs", [(lambda: Counting(), 2), (lambda: gym.vector.SyncVectorEnv([Counting, Counting]), None)])
+@pytest.mark.parametrize("actor, info_keys", [(MLPPolicy.for_env("Pendulum-v1", seed=0), None), (Learning(), [["a"]])])
+def test_what_cannot_begin_closes_the_environments_that_are_made(source, n_envs, actor, info_keys):
+    "An actor for other spaces, and a name of an info that is a list."
+    with pytest.raises((PipeError, TypeError)) as kept: next(iter(EnvStepper(source, actor, n_envs, info_keys=info_keys)))
+    assert kept.tb and len(Ledger.made) == 2 and Ledger.open() == 0
 
 
 @each_pipe

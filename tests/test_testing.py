@@ -3,7 +3,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, Text
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Text
 from toys import Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky, Valued, judge
 
 from rollpipe import testing
@@ -44,6 +44,14 @@ class Sound(gym.Env):
     def step(self, action):
         self.count += 1
         return self.look(), 1., False, self.count == 7, {"count": self.count, "at": np.zeros(2)}
+
+
+@pytest.mark.parametrize("space", [Box(0, 1000, (2,), np.uint16), MultiDiscrete([5, 6], np.uint32)])
+def test_unsigned_observations(space):
+    class Unsigned(Sound):
+        observation_space = space
+        def look(self): return self.np_random.integers(0, 5, 2).astype(space.dtype)
+    check_env(Unsigned)
 
 
 def changed(i, value):

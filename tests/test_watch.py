@@ -15,6 +15,7 @@ import pytest
 from command_line import process, rollpipe
 from PIL import Image
 
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.agents.evaluate import evaluate
 from rollpipe.settings.config import make_config
 from rollpipe.pipes.envs.factories import EnvFactory
@@ -195,6 +196,7 @@ def test_a_window_on_a_real_display(tmp_path):
 
 def test_a_film_on_a_full_disk_is_named_and_the_one_before_it_stays(tmp_path, monkeypatch):
     film = FilmRecorder(EnvFactory("CartPole-v1"))
+    with pytest.raises(DataError, match="no frame"): film.save(tmp_path/"film.gif")
     film.frames = [np.zeros((4, 4, 3), np.uint8)]
     film.save(tmp_path/"film.gif")
     before = (tmp_path/"film.gif").read_bytes()

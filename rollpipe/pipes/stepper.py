@@ -97,7 +97,7 @@ class EnvStepper(Acting, Seeded, Source):
         self._set_actor(actor)
         self.vector, self.sticky, self.terminal_obs, self.close_made = vector, sticky, terminal_obs, close
         self.episode_seeds = episode_seeds
-        if isinstance(info_keys, str):
+        if isinstance(info_keys, str) or not (info_keys is None or isinstance(info_keys, Iterable)):
             raise DataError("names are wanted, not one name", pipe=self, leaf='info_keys', expected=f"[{info_keys!r}]", got=repr(info_keys))
         self.info_keys, self.seed, self.explore, self.clip_actions = info_keys, seed, explore, clip_actions
         self.device, self.engine = None if device is None else checked_device(device, pipe=self), check_engine(engine, pipe=self)

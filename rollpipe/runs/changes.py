@@ -21,7 +21,7 @@ from ..settings.algorithms import options_for
 from ..settings.checks import with_steps
 from ..settings.config import RUN_OPTIONS, build, check_config, run_options
 from ..settings.files import checked
-from ..settings.options import parse_options
+from ..settings.options import parse_options, shown
 from .folder import Run, load_run, rebuilt
 from .states import kept_states, ordering, why_inexact
 from ..traces.fingerprint import Fingerprint, fingerprint
@@ -157,7 +157,7 @@ def edited_run(run: Run, edit: dict) -> Run:
         config, state = run.config, None if run.stream is None else run.stream.state()
         if state is None or config.get("inexact"):
             why = config.get("inexact") or "a stream that has no state"
-            raise DataError(f"{run.folder} cannot be edited while it trains", expected="a run that could go on exactly", got=why)
+            raise DataError(f"{shown(run.folder)} cannot be edited while it trains", expected="a run that could go on exactly", got=why)
         before = build({**config, "folder": run.folder}, run.counters["resumes"])[1]
         if alien := fingerprint(before).differs(fingerprint(run.pipe), "graph"):
             raise DataError(f"{run.folder} has a pipeline that Python has edited", got=str(alien), expected="that of its configuration")
@@ -166,7 +166,7 @@ def edited_run(run: Run, edit: dict) -> Run:
         if "insert" in edit:
             made: dict = dict(insert=edit["insert"], kwargs=edit["kwargs"], was=dict(imports=config.get("imports", [])))
         else:
-            found, changed = changed_run(str(run.folder), found, edit["set"])
+            found, changed = changed_run(str(shown(run.folder)), found, edit["set"])
             made = dict(set=changed, was={name: {**config, **_all_options(config)}[name] for name in changed})
         found = found._replace(config=with_edit(found.config, dict(at=run.counters["updates"], **made)))
         after = rebuilt(run.folder, found, found.config, run.counters)

@@ -16,6 +16,7 @@ from .states import Stream, edits_due, kept_states, load_states, resumed_stream,
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
+from ..settings.options import shown
 from .locks import FORKED, RUN_FILES, check_free, files_of_run, lock, remove_run, unlock
 from .logs import is_complete, no_run
 from ..pipes.data import files, nested
@@ -283,7 +284,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         if config.get("stopped") and steps: config |= ENDLESS
         # An earlier checkpoint lacks last evaluations if the run was extended since. To make these would end the training after it.
         if is_over(config, counters) if path.is_file() else is_complete(folder, config, counters):
-            raise DataError(f"{folder} is complete", expected=f"--steps above {counters['steps']} to train it further")
+            raise DataError(f"{shown(folder)} is complete", expected=f"--steps above {counters['steps']} to train it further")
         check_size(config.get("ranks", 1), torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
         check_decay(config["steps"], found.config["options"])
         if due := edits_due(folder, found.config): config["due"] = due

@@ -20,6 +20,7 @@ from .folder import Run
 from .locks import owner_of
 from .signals import Stopped, uninterrupted
 from ..settings.config import allow_edits
+from ..settings.options import shown
 from ..traces.journal import told
 
 # %% auto #0
@@ -244,7 +245,7 @@ def _edited(run: Run, wish: Any) -> Run:
 
 
 def _told(run: Run, do: str | None) -> str:
-    n, folder = run.counters["updates"], run.folder
+    n, folder = run.counters["updates"], shown(run.folder)
     if do is None: return f"{folder} has {told(run.config['edits'][-1])} after update {n}"
     done = dict(pause="is paused", go_on="goes on", save="is saved", stop="is saved, and stops,")
     return f"{folder} {done[do]} after update {n}"

@@ -16,6 +16,7 @@ from typing import Any
 
 from .states import edited, journal_of
 from ..settings.checks import is_over
+from ..settings.options import shown
 from ..agents.checkpoint import Checkpoint, kept_checkpoints
 from ..pipes.data.compare import first_difference, named_leaves
 from ..pipes.data.errors import CheckpointError, DataError, check_integer
@@ -200,7 +201,7 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
     if last.updates < min(begun + updates, made):
         raise DataError(f"{folder} has lost lines of its journal", leaf="updates", expected=f"at most {last.updates - begun}",
                         got=f"{updates}, and checksums of the updates up to {last.updates} of {made}")
-    with repeated(folder, first, last.updates, *edits) as (made, *_): found = diff(folder, made.run.folder)
+    with repeated(folder, first, last.updates, *edits) as (made, *_): found = diff(shown(folder), made.run.folder)
     if config.get("workers") and (config["lag"] is None or config["order"] == "ready"):
         found.notes.append(f"with lag={config['lag']} and order={config['order']}, the stream depends on the speed of the workers")
     return found

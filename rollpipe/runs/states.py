@@ -24,6 +24,7 @@ from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import learning_pipes
 from ..pipes.resumable import keep_as, keep_environments
 from ..settings.checks import check_edits, check_lanes
+from ..settings.options import shown
 from ..traces.differences import JOURNAL, keep_fingerprint, parting
 from ..traces.fingerprint import fingerprint, networks_of
 from ..traces.journal import Journal
@@ -227,7 +228,7 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
                          else "it was interrupted within a batch")
         if config.get("exact") and not is_fork:
             words = shlex.join(["rollpipe", "fork", str(folder/"best.safetensors"), "--out", "OUT"])
-            raise DataError(f"{folder} cannot go on exactly from this checkpoint", leaf="exact", got=why,
+            raise DataError(f"{shown(folder)} cannot go on exactly from this checkpoint", leaf="exact", got=why,
                             expected=f"another one; or `{words}`, to go on from the best one")
         _log.warning(f"The run begins new episodes: {why}")
     stream = Stream(reason, found.stream, ChunkFolder(folder/"replay"))
@@ -256,11 +257,11 @@ def journal_of(run: Any) -> Journal:
     config = run.config
     found = fingerprint(run.pipe, run.agent, ranks=config.get("ranks", 1), **ordering(config))
     changed = keep_fingerprint(run.folder, run.counters["updates"], found)
-    if changed: _log.warning(f"{run.folder} goes on, but not as it was: {changed}")
+    if changed: _log.warning(f"{shown(run.folder)} goes on, but not as it was: {changed}")
 
     def differs(before, now, after):
         at = parting([before], [now])
-        what = f"{run.folder} does not go on as it did before: {'' if at is None else at._replace(after=after, is_known=True)}"
+        what = f"{shown(run.folder)} does not go on as it did before: {'' if at is None else at._replace(after=after, is_known=True)}"
         if config.get("exact") and not changed:
             raise DataError(what, leaf="exact", expected="the numbers of its journal; or in Python, a run with config['exact'] = False")
         _log.warning(what)

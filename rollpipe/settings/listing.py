@@ -28,16 +28,16 @@ KINDS = dict(Discrete=Discrete(2), Box=Box(-1., 1., (1,)), MultiDiscrete=MultiDi
 
 
 def kinds_for(algorithm: str) -> list[str]:
-    """The kinds of action spaces that the policy of an algorithm can be built for.
+    """The kinds of action spaces that the networks of an algorithm can be built for.
 
     Args:
         algorithm: name in `ALGORITHMS`
     """
-    return [name for name, space in KINDS.items() if _can_be_built(ALGORITHMS[algorithm].policy, space)]
+    return [name for name, space in KINDS.items() if _can_be_built(ALGORITHMS[algorithm], space)]
 
 
 def algorithms_for(space: Space, like: str) -> list:
-    """The algorithms whose policies can be built for an action space, and that learn from the same kind of data as another one.
+    """The algorithms whose networks can be built for an action space, and that learn from the same kind of data as another one.
 
     Args:
         space: an action space
@@ -45,11 +45,11 @@ def algorithms_for(space: Space, like: str) -> list:
     """
     is_offline = lambda algorithm: algorithm.pipeline is from_data
     return [name for name, found in ALGORITHMS.items()
-            if is_offline(found) == is_offline(ALGORITHMS[like]) and _can_be_built(found.policy, space)]
+            if is_offline(found) == is_offline(ALGORITHMS[like]) and _can_be_built(found, space)]
 
 
-def _can_be_built(policy, space):
-    try: policy.for_env((Box(-1., 1., (1,)), space), seed=0)
+def _can_be_built(algorithm, space):
+    try: [x.for_env((Box(-1., 1., (1,)), space), seed=0) for x in (algorithm.policy, algorithm.critic) if x is not None]
     except Exception: return False      # a policy of another package may raise any error
     return True
 

@@ -70,7 +70,9 @@ def _as_sample(x: Any, space: gym.Space) -> Any:
     "Nested arrays in the form that `space.contains` accepts."
     if isinstance(space, gym.spaces.Dict): return {k: _as_sample(x[k], s) for k, s in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple): return tuple(map(_as_sample, x, space.spaces))
-    return space.dtype.type(x) if isinstance(space, gym.spaces.Discrete) else x
+    own = x.astype(space.dtype)
+    if isinstance(space, gym.spaces.Discrete): return own[()]
+    return own if (own == x).all() else x     # unsigned integers are stored in a wider dtype
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
 def _check_info(report: Report, info: dict, forms: dict) -> None:

@@ -35,7 +35,8 @@ class RayReading(WorkerReading):
     Ray may place workers elsewhere, but raises no error.
 
     If a worker or its node dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes begin anew on a node that has
-    room, with `seq` 0 and other random numbers. `Fragment.restarts` counts this.
+    room, with `seq` 0 and other random numbers. `Fragment.restarts` counts this. With environments
+    that are kept (`keep_environments`), they go on exactly where they were.
 
     Raises `DataError` for options out of range, `GraphError` and `EnvError` as `ProcessReading` does, and `WorkerError` if Ray is not
     installed, does not run at the address, or has no room for the workers, or if a worker cannot be started or dies. An exception in a

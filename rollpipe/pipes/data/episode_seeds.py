@@ -31,7 +31,7 @@ class EpisodeSeeds(gym.Wrapper):
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
         self.first, self.number = (self.first, self.number + 1) if seed is None else (seed, 0)
         self.seed = episode_seed(self.first, self.number)
-        obs, info = self.env.reset(seed=self.seed, options=options)
+        obs, info = self.env.reset(seed=self.seed, **{} if options is None else {'options': options})     # which some do not take
         return obs, {**info, 'episode_seed': self.seed}
 
     def step(self, action: Any) -> tuple:

@@ -63,7 +63,7 @@ class Interaction(KeptInteraction):
 
     Args:
         actor: the actor, held by reference
-        envs: environments, not reset yet; the caller closes them
+        envs: environments, not reset yet; the caller closes them, but for an actor that is refused
         seed: seed of the actor's random numbers
         lane: number of the lane, for its ticks
         explore: False: take the actor's deterministic action
@@ -72,9 +72,11 @@ class Interaction(KeptInteraction):
     """
     def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, *, lane: int = 0, explore: bool = True,
                  device: torch.device | None = None, engine: str = 'torch'):
-        self.envs, self.lane, self.engine_choice = envs, lane, engine
-        self.checked, self.wanted = CheckedActor(actor, envs, seed, explore, device), None     # rows for the next steps
-        self.counter = VersionCounter(actor, modules_in(actor))
+        self.envs, self.lane, self.engine_choice, self.wanted = envs, lane, engine, None     # wanted: rows for the next steps
+        try: self.checked, self.counter = CheckedActor(actor, envs, seed, explore, device), VersionCounter(actor, modules_in(actor))
+        except BaseException:
+            envs.close()
+            raise
 
     def start(self) -> 'Interaction':
         "Reset the environments and the recurrent state. Returns this interaction."

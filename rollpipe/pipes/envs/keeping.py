@@ -23,6 +23,7 @@ from .autoreset import autoreset_mode
 from ..data.leaves import objects_in
 from .factories import is_vector, space_spec
 from .kept import Keeper, has_state, layers
+from .single import is_end
 from ..data.random_states import GlobalRandomStates
 from ..data.simulators import simulators
 
@@ -60,7 +61,7 @@ class KeptEnv:
         answer, found = self.env.step(given), {}
         names = ('obs', 'reward', 'terminated', 'truncated') + (() if self.single or self.vector else ('final_obs',)) + ('info',)
         for name, x in zip(names, answer): found.update(bits_of(x, name))
-        return found, answer[2] | answer[3]
+        return found, is_end(answer[2], answer[3]) if self.single else answer[2] | answer[3]
 
     def play(self, draw: Callable, n: int, more: int, deadline: float) -> list:
         """Play random actions until an episode ends, and then some more. Returns what was done, with the bits of the answers.

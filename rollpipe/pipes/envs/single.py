@@ -221,11 +221,11 @@ class EnvBatch(Batch):
         try:
             self.single = SingleEnvs(factories, env_seeds(seed, n), first, sticky, closes, keeper, episode_seeds)
             self._prepare(*spaces_of(self.single.envs[0]), n, clip_actions)
+            self._infos = SingleInfos(n, info_keys, str((seed.entropy, factories[0].name)))
         except BaseException as e:
             self.close()
             if isinstance(e, PipeError): self._locate(e)
             raise
-        self._infos = SingleInfos(n, info_keys, str((seed.entropy, factories[0].name)))
         self._unchecked = {}     # step -> rewards, where it is not settled yet
 
     def name(self, b: int) -> str: return f"{b} ({self.factories[b].name})"

@@ -59,12 +59,17 @@ class VectorBatch(Batch):
             self.vector = CheckedVector(vec, seed, self.claim)
             self.vector.vec = played(vec, self.one, keeper)
             self._prepare(*spaces_of(vec), self.vector.n, clip_actions)
-        except PipeError as e:
+            kind = VectorInfos if self.agents is None else SingleInfos
+            self._infos: Any = kind(len(self), info_keys, str((seed.entropy, self.vec_name)))
+            self._infos.of_ends = [*_infos_of_ends(vec)]
+            own = isinstance(getattr(vec, 'unwrapped', vec), (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
+            if self._infos.of_ends and own and self.vector.mode == 'Disabled':
+                raise EnvError("RecordEpisodeStatistics forgets the episodes of all environments when one begins anew",
+                               leaf="metadata['autoreset_mode']", expected="SameStep or NextStep, or `EpisodeStats`", got="Disabled")
+        except BaseException as e:
             self.close()
-            self._locate(e, self.vec_name)
+            if isinstance(e, PipeError): self._locate(e, self.vec_name)
             raise
-        self._infos: Any = (VectorInfos if self.agents is None else SingleInfos)(len(self), info_keys, str((seed.entropy, self.vec_name)))
-        self._infos.of_ends = [*_infos_of_ends(vec)]
         self._resetting = np.zeros(len(self), bool)     # True where the next step is a reset (mode NEXT_STEP), or an agent rests
 
     @property

@@ -118,6 +118,7 @@ class FilmRecorder:
             path: file to write; its ending decides the format
         """
         check_film(path)
+        if not self.frames: raise DataError("there is no frame to write", expected="an episode in the film")
         part = Path(path).with_suffix(f".part{Path(path).suffix}")     # an older film stays until the new one is complete
         try:
             self._write(part)

@@ -29,7 +29,8 @@ class ProcessReading(WorkerReading):
     `AdvantageBuffer`), large integer arrays are made side by side, and the join does not copy them.
 
     If a worker dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes begin anew, with `seq` 0 and
-    other random numbers. `Fragment.restarts` counts this.
+    other random numbers. `Fragment.restarts` counts this. With environments
+    that are kept (`keep_environments`), they go on exactly where they were.
 
     Raises `DataError` for options out of range, `GraphError` if no part of the graph can run in workers, or for a tap above the lanes,
     `EnvError` for an instance of an environment, because it would be copied, and `WorkerError` if a worker cannot be started or dies.
