@@ -347,6 +347,14 @@ def test_new_episodes_allow_other_numbers_of_environments_and_steps(name, option
     with pytest.raises(DataError, match="networks/"): fork(parent.folder, tmp_path/"more", new_episodes=True, hidden=(7,))
 
 
+def test_a_fork_that_could_not_go_on_exactly_is_not_exact(tmp_path, monkeypatch):
+    parent = trained(tmp_path/"run", steps=320)
+    monkeypatch.setattr("rollpipe.runs.states.why_inexact", lambda pipe, config: "for a test")
+    with pytest.raises(DataError, match="leaf exact: .*got for a test"):
+        fork(parent.folder, tmp_path/"out", new_episodes=True, steps=640, exact=True)
+    assert not (tmp_path/"out").exists()
+
+
 def test_new_episodes_from_an_earlier_update_and_of_an_inexact_run(tmp_path):
     parent = trained(tmp_path/"run", steps=320)
     out = fork(parent.folder, tmp_path/"out", 3, new_episodes=True)

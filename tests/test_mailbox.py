@@ -205,6 +205,20 @@ def test_edits_are_made_again_if_a_run_goes_back(tmp_path):
     check_same(plain.folder, undone.folder)
 
 
+def test_an_edit_waits_for_the_evaluation_under_way(tmp_path):
+    run = trained(start(tmp_path/"run", config_of("ppo", steps=320, eval_every=4, eval_episodes=40)), {5: [dict(set=dict(clip=.5))]})
+    assert run.config["edits"][0]["at"] == 5 and 4 in [r["eval_version"] for r in read_records(run.folder) if "eval_version" in r]
+
+
+def test_the_best_checkpoint_from_before_an_edit_of_its_update_is_refused_and_nothing_is_lost(tmp_path):
+    config = config_of("ppo", steps=192, keep=9, eval_every="128 steps", eval_episodes=20, final_episodes=1)
+    run = trained(start(tmp_path/"run", config), {4: [dict(set=dict(clip=.5))]})
+    assert run.config["edits"][0]["at"] == load_run(run.folder, best=True).counters["updates"] == 4
+    before = (run.folder/"checkpoint.safetensors").read_bytes()
+    with pytest.raises(DataError, match="is of before an edit"): resume(run.best)
+    assert (run.folder/"checkpoint.safetensors").read_bytes() == before
+
+
 def test_steps_that_are_edited_and_set_by_a_resume(tmp_path):
     "A repetition goes past the end that the edit has set, and a fork from before the edit has the steps from before it."
     run = trained(start(tmp_path/"run", config_of("ppo", steps=320)), {3: [dict(set=dict(steps=480))]})

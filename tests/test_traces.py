@@ -27,8 +27,9 @@ from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
 from rollpipe.pipes.data.errors import DataError, EnvError
 from rollpipe.runs import training
-from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.folder import discard, load_run, resume, start
 from rollpipe.runs.fork import fork
+from rollpipe.runs.locks import owner_of
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.repeat import numbers, verify
 from rollpipe.runs.states import edited
@@ -508,6 +509,28 @@ def test_an_exact_run_does_not_go_on_otherwise(tmp_path):
     again = resume(run)
     again.config["exact"] = False
     assert train(again, progress=False, tensorboard=False)["inexact"] == 1
+
+
+def test_an_exact_run_of_small_batches_does_not_go_on_otherwise(tmp_path):
+    "Its journal has a line at a checkpoint. The line that differed was written at the second try, at the end, and so was the checkpoint."
+    config = make_config("ppo", "OfAProcess-v0", dict(SMALL, n_steps=8), steps=160, checkpoint_every=2, keep=9, exact=True)
+    def main(): train(start(tmp_path/"run", config), progress=False, tensorboard=False)
+    child = multiprocessing.get_context("fork").Process(target=main)
+    child.start()
+    child.join(60)
+    first = min((tmp_path/"run"/"checkpoints").iterdir())
+    for k in range(2):
+        with pytest.raises(DataError, match="leaf exact: .* does not go on as it did before"):
+            train(resume(tmp_path/"run" if k else first), progress=False, tensorboard=False)
+        assert load_run(tmp_path/"run").counters["updates"] == 2
+
+
+def test_a_resume_that_fails_leaves_the_lock_of_a_run_that_has_begun(tmp_path):
+    run = start(tmp_path/"run", configured(steps=3072))
+    with pytest.raises(DataError, match="workers"): resume(run.folder, workers=50)
+    assert owner_of(run.folder) == str(os.getpid())
+    discard(run)
+    assert not owner_of(run.folder)
 
 
 @pytest.mark.parametrize("exact", [True, False])

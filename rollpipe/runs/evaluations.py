@@ -97,10 +97,14 @@ class Evaluations:
         news, self.news = self.news, []
         return news
 
-    def finish(self) -> Iterable:
-        "Wait for the evaluation under way, and for a last one. Returns `poll()`."
+    def finish(self, is_end: bool = True) -> Iterable:
+        """Wait for the evaluation under way, and for a last one. Returns `poll()`.
+
+        Args:
+            is_end: False: the training goes on with an edit, so there is no last one yet
+        """
         self._take(self.evaluator.wait())
-        self._ask()
+        if is_end: self._ask()
         self._take(self.evaluator.wait())
         return self.poll()
 
@@ -159,11 +163,12 @@ class StepEvaluations(Evaluations):
         self._record("training", self.last["updates"], answer.evaluation)
         return perf_counter() - begun
 
-    def finish(self) -> Iterable:
+    def finish(self, is_end: bool = True) -> Iterable:
         """Evaluate the last policy and the best one on `final_episodes` episodes each, unless that is done.
 
         Before, yield those of `poll()`, because with the final evaluations a run is complete, and nobody would record them later.
         """
+        if not is_end: return
         run = self.run
         self.after_update()
         yield from super().poll()       # the counters stay those of the last checkpoint

@@ -274,7 +274,7 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         workers: number of worker processes, which changes no number; None: as before
     """
     path, folder = Path(folder), folder_of(folder).absolute()
-    if path.exists(): lock(folder)
+    is_new = path.exists() and lock(folder)      # a run that this process has begun here keeps its lock
     try:
         found = load_run(path)
         given = {name: x for name, x in dict(steps=steps, device=device, workers=workers).items() if x is not None}
@@ -288,6 +288,9 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         check_size(config.get("ranks", 1), torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
         check_decay(config["steps"], found.config["options"])
         if due := edits_due(folder, found.config): config["due"] = due
+        if found.stream is None and [edit for edit in due if edit["at"] == counters["updates"]]:
+            raise DataError(f"{path} is of before an edit that came after the same update, and has no state of the stream",
+                            expected="another checkpoint of the run")
         run = rebuilt(folder, found, config, counters)
         if path.is_file() or config != found.config:      # or else a kill before the next checkpoint would lose it
             files.write_atomically(folder/"checkpoint.safetensors", found._replace(config=config).data())
@@ -296,5 +299,5 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
             if steps > counters["steps"]: path.unlink(missing_ok=True)
         return run
     except BaseException:
-        unlock(folder)
+        if is_new: unlock(folder)
         raise

@@ -177,7 +177,7 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     def asked(found):
         # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
         found = found._replace(config={**found.config, "steps": steps_after(folder, found.config), "due": []})
-        return changed_run(f"a fork of {folder}", _with_noise(found, folder, noise), options, moves=True)
+        return changed_run(f"a fork of {shown(folder)}", _with_noise(found, folder, noise), options, moves=True)
 
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         is_there = new_episodes and at in (None, is_at)
@@ -186,8 +186,8 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
             ahead = _foreseen(at, folder, found)
             asked(ahead._replace(stream=None) if new_episodes else ahead)      # to repeat a run may take hours
             found = _repeated_to(at, folder, found, ahead.config, edits, home)
-        if new_episodes: found = found._replace(stream=None, config=with_exactness(found.config, build(found.config)[1]))
-        found, changed = asked(found)
+        found, changed = asked(found._replace(stream=None) if new_episodes else found)
+        if new_episodes: found = found._replace(config=with_exactness(found.config, build(found.config)[1]))
         rules = ENDLESS if found.config.get("stopped") else {}     # they would stop the fork at once, as they stopped the run
         more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
         origin = {"run": str(shown(folder)), "at": at, "set": changed, **more}

@@ -47,10 +47,10 @@ def _plain(path: str, flags: int) -> int:
     raise DataError(f"{path} is no lock", expected="a plain file, or none", got="a link, or another kind of file")
 
 
-def lock(folder: Path) -> None:
+def lock(folder: Path) -> bool:
     """Keep other processes from training in the folder. Raises `DataError` if another process trains there, if the folder's name is
     not UTF-8, because checkpoints in it could not be read, and if a link would lead the training to the files of another folder.
-    The same process may lock it again, unless it trains there now.
+    The same process may lock it again, unless it trains there now. Returns whether it had not locked it before.
 
     Args:
         folder: folder of a run; or the file of a loop, which need not exist: then the lock is beside it
@@ -62,8 +62,8 @@ def lock(folder: Path) -> None:
         if path.is_symlink(): raise DataError(f"{path} is a link", expected="a folder, because a training removes files in it")
     key = _untrained(folder)
     try: import fcntl
-    except ImportError: return  # this system has no such locks
-    if key in _locks: return
+    except ImportError: return False  # this system has no such locks
+    if key in _locks: return False
     path = _lock_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -84,6 +84,7 @@ def lock(folder: Path) -> None:
         with suppress(OSError): file.close()  # `close` tries to write once more
         raise OSError(e.errno, e.strerror, str(path)) from e
     _locks[key] = file
+    return True
 
 # %% ../../nbs/runs/05_locks.ipynb #a581544e
 def begin_training(folder: Path) -> None:

@@ -28,7 +28,7 @@ class TensorBoard:
     def __init__(self, folder: str | Path, steps: float = 0):
         try: from torch.utils.tensorboard import SummaryWriter
         except ImportError: raise ImportError("TensorBoard is not installed: pip install 'rollpipe[tensorboard]'") from None
-        self._writer = SummaryWriter(str(Path(folder)/"tensorboard"), purge_step=int(steps) + 1 if steps else None)
+        self._writer = SummaryWriter(str(Path(folder)/"tensorboard"), purge_step=int(steps) + 1)
 
     def write(self, record: dict) -> None:
         "Add the metrics of a record at its `steps`."

@@ -201,7 +201,7 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
 def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bool, tensorboard: bool | str,
              wandb: bool | str | None) -> tuple[dict, Run | None]:
     "Train to the end, or to an edit. Returns the last record, and the edited run."
-    counters, config, updates, record, steps = run.counters, run.config, Updates(run, callback), {}, run.config["steps"]
+    counters, config, updates, record, steps, after = run.counters, run.config, Updates(run, callback), {}, run.config["steps"], run
     with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
           films_of(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
           Ongoing(graph, batches, None if ranks.rank() else run.folder/COSTS) as measured, journal_of(run) as updates.journal,
@@ -212,7 +212,7 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
         updates.make = measured.learner(FlightRecorder(run.folder, config, counters, run.agent, shlex.join(again)).update)
         updates.start_clock()
         while updates.goes_on(evaluations):
-            if record and (mailbox.waits() or edit_is_due(run)) and (after := updates.attend(mailbox)) is not run: return record, after
+            if record and (mailbox.waits() or edit_is_due(run)) and (after := updates.attend(mailbox)) is not run: break
             with uninterrupted(updates.signals) as delay:
                 evaluated = evaluations.poll() if evaluations else []    # before the batch, because it may raise
                 delay.collecting()
@@ -230,12 +230,12 @@ def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bo
                 updates.waiting = perf_counter()
             if films: films.after(counters["updates"], False)
             if evaluations and counters["steps"] < steps: updates.leave_out(evaluations.after_update())
-        if films: films.after(counters["updates"], True)
-        for answer in evaluations.finish() if evaluations else ():
+        if films and after is run: films.after(counters["updates"], True)
+        for answer in evaluations.finish(after is run) if evaluations else ():
             _report({name: counters[name] for name in ("steps", "updates", "seconds")} | answer.metrics, writer, bar)
-    if not is_over(config, counters):
+    if after is run and not is_over(config, counters):
         raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
-    return record, None
+    return record, None if after is run else after
 
 
 @signals_wait_for_saving()

@@ -283,10 +283,11 @@ class Journal:
 
     def _write(self, **more):
         entry = Entry(**self.counters, since=self.since, batch=self.batch, weights=self.weights, **more)
-        before = self.again.pop(entry.updates, None)
+        before = self.again.get(entry.updates)
         if before is not None and (before.batch != entry.batch or differing_networks(before, entry)):
+            self.differs(before, entry, self.written)     # if this raises, nothing is written, also when it is called again
             self.again.clear()      # running checksums differ from here on
-            self.differs(before, entry, self.written)
+        self.again.pop(entry.updates, None)
         if self.file is None: self._open()
         line, self.sum = _line(entry, self.sum)
         with names_file(self.file.name):
