@@ -119,7 +119,7 @@ def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tenso
         sums.add(rew[t], valid[t])
         total[t], number[t] = sums.ret, sums.count
         sums.end(fin[t] & valid[t])
-    return tuple(torch.from_numpy(x).to(fragment.valid.device) for x in (total, number))
+    return torch.from_numpy(total).to(fragment.valid.device), torch.from_numpy(number).to(fragment.valid.device)
 
 # %% ../../nbs/pipes/23_steps.ipynb #cdc47190
 def _unbound(tree, n, keep):
