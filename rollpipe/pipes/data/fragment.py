@@ -233,9 +233,9 @@ def from_steps(obs: Any, act: Any, rew: Tensor, terminated: Any = None, truncate
     truncated = _flags(rew, 'truncated', truncated)
     actor, env = {} if actor is None else actor, {} if env is None else env
     columns = dict(lane=lane, seq=seq, version=version, restarts=restarts)
-    if lane is not None and seq is None: raise DataError("a lane numbers its fragments", leaf='seq', expected="int64 [B]", got="None")
     _check_shapes(rew.shape, rows=dict(obs=obs, actor=actor), columns=columns, steps=dict(
         act=act, terminated=terminated, truncated=truncated, env=env, valid=valid, adv=adv, ret=ret))
+    if lane is not None and seq is None: raise DataError("a lane numbers its fragments", leaf='seq', expected="int64 [B]", got="None")
     first = torch.zeros_like(rew[0], dtype=torch.int64) + stepno
     state = _history(first, obs, act, rew.masked_fill(~valid, 0.), terminated | truncated | ~valid)
     term = torch.cat([torch.zeros_like(valid[:1]), terminated & valid])
