@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import pytest
@@ -12,6 +13,7 @@ from command_line import rollpipe
 
 from rollpipe import testing  # noqa: F401    registers Recall-v0
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
+from rollpipe.layers import MLPPolicy
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.runs.autotune import autotune
 from rollpipe.cli.main import build_parser
@@ -352,7 +354,9 @@ def test_keywords_in_a_file_decide_about_its_table(tmp_path):
 def test_a_policy_that_fails_for_other_spaces_does_not_end_the_list():
     class Fails:
         def for_env(env, **kwargs): return env[1].n
-    assert [kind for kind, space in listing.KINDS.items() if listing._can_be_built(Fails, space)] == ["Discrete", "MultiBinary"]
+    for parts in (dict(policy=Fails, critic=None), dict(policy=MLPPolicy, critic=Fails)):
+        kinds = [kind for kind, space in listing.KINDS.items() if listing._can_be_built(SimpleNamespace(**parts), space)]
+        assert kinds == ["Discrete", "MultiBinary"]
 
 
 def measured(algorithm, env, label):
