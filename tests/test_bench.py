@@ -441,8 +441,8 @@ SPECS = sorted((Path(__file__).resolve().parents[1]/"benchmarks"/"specs").glob("
 def test_the_specifications_that_ship_can_be_read(path, terminating, monkeypatch):
     monkeypatch.setitem(ALGORITHMS, "q_table", ALGORITHMS["reinforce"])     # `benchmarks.q_table` registers it
     found = read_spec(path)
-    rows = dict(ablation=12, box2d=2, classic=9, crossq=3, fvp_subsample=6, learning=14, minatar=4, mujoco=10, off_policy=5, off_policy_million=1,
-                off_policy_mujoco=4, recall=1)
+    rows = dict(ablation=12, box2d=2, classic=9, crossq=3, fvp_subsample=6, learning=14, minatar=4, mujoco=10, off_policy=5,
+                off_policy_million=1, off_policy_mujoco=4, recall=1)
     assert len(found.rows) == rows[path.stem] and all(row.seeds for row in found.rows)
 
 

@@ -215,7 +215,7 @@ def test_the_best_checkpoint_from_before_an_edit_of_its_update_is_refused_and_no
     run = trained(start(tmp_path/"run", config), {4: [dict(set=dict(clip=.5))]})
     assert run.config["edits"][0]["at"] == load_run(run.folder, best=True).counters["updates"] == 4
     before = (run.folder/"checkpoint.safetensors").read_bytes()
-    with pytest.raises(DataError, match="is of before an edit"): resume(run.best)
+    with pytest.raises(DataError, match="lacks an edit of its update"): resume(run.best)
     assert (run.folder/"checkpoint.safetensors").read_bytes() == before
 
 

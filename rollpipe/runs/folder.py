@@ -288,8 +288,8 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         check_size(config.get("ranks", 1), torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
         check_decay(config["steps"], found.config["options"])
         if due := edits_due(folder, found.config): config["due"] = due
-        if found.stream is None and [edit for edit in due if edit["at"] == counters["updates"]]:
-            raise DataError(f"{path} is of before an edit that came after the same update, and has no state of the stream",
+        if found.stream is None and any(edit["at"] == counters["updates"] for edit in due):
+            raise DataError(f"{path} lacks an edit of its update, which cannot be made again without a state of the stream",
                             expected="another checkpoint of the run")
         run = rebuilt(folder, found, config, counters)
         if path.is_file() or config != found.config:      # or else a kill before the next checkpoint would lose it
