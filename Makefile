@@ -55,6 +55,7 @@ test: $(STAMP)  ## lint, notebooks, pytest with the sync check: what the gate ru
 
 lint: $(STAMP)  ## ruff, notebooks included, and the types of the package
 	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python && echo "lint: ok"
 
 sync: $(STAMP)  ## notebooks and exported modules agree
@@ -94,6 +95,7 @@ update: $(STAMP)  ## carry small edits of exported modules back into their noteb
 
 hooks: $(STAMP)  ## enable the commit hook and readable notebook diffs in this clone
 	@git config core.hooksPath .githooks
+	@git config blame.ignoreRevsFile .git-blame-ignore-revs
 	@git config diff.ipynb.textconv '$(BIN)/jupytext --to py:percent -o - <'
 	@git config merge.nbdev-merge.name 'merge notebooks cell by cell'
 	@git config merge.nbdev-merge.driver '$(BIN)/nbdev_merge %O %A %B %P'

@@ -1,4 +1,5 @@
 """The build script. Every fact comes from settings.ini; nothing is repeated here."""
+
 import shlex
 import shutil
 import sys
@@ -14,20 +15,36 @@ parser.read(here / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
 
 LICENSES = {"apache2": "Apache-2.0"}
-STATUS = {"1": "1 - Planning", "2": "2 - Pre-Alpha", "3": "3 - Alpha", "4": "4 - Beta", "5": "5 - Production/Stable"}
+STATUS = {
+    "1": "1 - Planning",
+    "2": "2 - Pre-Alpha",
+    "3": "3 - Alpha",
+    "4": "4 - Beta",
+    "5": "5 - Production/Stable",
+}
 EXTRA = "_requirements"
-PYTHONS = [(3, minor) for minor in range(int(cfg["min_python"].split(".")[1]), 14)]  # tested; later ones are allowed
+PYTHONS = [
+    (3, minor) for minor in range(int(cfg["min_python"].split(".")[1]), 14)
+]  # tested; later ones are allowed
 
 
 class FreshBuild(build_py):
     "Modules that the source no longer has do not reach the wheel: setuptools alone would take them from an earlier build in build/lib."
+
     def run(self):
-        if not self.editable_mode: shutil.rmtree(Path(self.build_lib, cfg["lib_name"]), ignore_errors=True)
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, cfg["lib_name"]), ignore_errors=True)
         super().run()
 
 
-if sys.version_info[:2] < PYTHONS[0]:  # pip compares `python_requires` last, when torch is downloaded
-    sys.exit("rollpipe needs Python {}.{} or later, and this is {}.{}.".format(*PYTHONS[0], *sys.version_info))
+if (
+    sys.version_info[:2] < PYTHONS[0]
+):  # pip compares `python_requires` last, when torch is downloaded
+    sys.exit(
+        "rollpipe needs Python {}.{} or later, and this is {}.{}.".format(
+            *PYTHONS[0], *sys.version_info
+        )
+    )
 
 setup(
     name=cfg["lib_name"],
@@ -47,12 +64,18 @@ setup(
     ],
     python_requires=f">={cfg['min_python']}",
     packages=find_packages(include=[cfg["lib_name"], f"{cfg['lib_name']}.*"]),
-    package_data={cfg["lib_name"]: ["py.typed", "settings/presets/*.toml"]},  # the first tells type checkers to read the annotations
+    package_data={
+        cfg["lib_name"]: ["py.typed", "settings/presets/*.toml"]
+    },  # the first tells type checkers to read the annotations
     install_requires=shlex.split(cfg["requirements"]),
-    extras_require={key[: -len(EXTRA)]: shlex.split(value) for key, value in cfg.items() if key.endswith(EXTRA)},
+    extras_require={
+        key[: -len(EXTRA)]: shlex.split(value) for key, value in cfg.items() if key.endswith(EXTRA)
+    },
     entry_points={
         "console_scripts": cfg["console_scripts"].split(),
-        "nbdev": [f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"],  # other nbdev projects find here what their texts may link to
+        "nbdev": [
+            f"{cfg['lib_name']}={cfg['lib_path']}._modidx:d"
+        ],  # other nbdev projects find here what their texts may link to
     },
     cmdclass={"build_py": FreshBuild},
     zip_safe=False,

@@ -5,7 +5,12 @@
 PPO with 8 environments and 64 steps a batch. A table is printed: the state of the stream, the whole checkpoint on disk, its size, and the
 time from `resume` to the first batch.
 """
-import statistics, sys, tempfile, time, warnings
+
+import statistics
+import sys
+import tempfile
+import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -29,16 +34,21 @@ def milliseconds(function) -> str:
 
 
 def measure(env, folder) -> str:
-    run = start(Path(folder, "run"), make_config("ppo", env, dict(n_envs=8, n_steps=64), steps=10**6))
+    run = start(
+        Path(folder, "run"), make_config("ppo", env, dict(n_envs=8, n_steps=64), steps=10**6)
+    )
     with reading(run) as (batches, _, graph):
         run.stream.begin(graph)
-        for _ in range(3): run.agent.update(next(batches))
+        for _ in range(3):
+            run.agent.update(next(batches))
         run.counters.update(steps=1536, updates=3)
-        told, saved = milliseconds(run.stream.state), milliseconds(run.save)
+        told = milliseconds(run.stream.state)
+        saved = milliseconds(run.save)
     unlock(run.folder)
     begun = time.perf_counter()
     again = resume(run.folder)
-    with reading(again) as (batches, *_): next(batches)
+    with reading(again) as (batches, *_):
+        next(batches)
     unlock(run.folder)
     return f"| {env} | {told} | {saved} | {run.checkpoint.stat().st_size / 1e6:.2f} | {time.perf_counter() - begun:.2f} |"
 
@@ -46,9 +56,13 @@ def measure(env, folder) -> str:
 def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print("| environment | state [ms] | checkpoint [ms] | size [MB] | resume to the first batch [s] |\n|---|---|---|---|---|")
+    print(
+        "| environment | state [ms] | checkpoint [ms] | size [MB] | resume to the first batch [s] |\n|---|---|---|---|---|"
+    )
     for env in sys.argv[1:] or ["CartPole-v1", "Pendulum-v1"]:
-        with tempfile.TemporaryDirectory() as folder: print(measure(env, folder), flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            print(measure(env, folder), flush=True)
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,10 @@
 """Peak memory of collecting, and the time of `import rollpipe`, each as a ratio to its floor. Every measurement runs in its own process.
 
-    python benchmarks/footprint.py [--repeats 5]
+python benchmarks/footprint.py [--repeats 5]
 """
-import subprocess, sys
+
+import subprocess
+import sys
 
 from report import header, options_of, spread, table
 
@@ -21,7 +23,11 @@ IMPORT = "from time import perf_counter as t; s = t(); import {what}; print(t() 
 
 def run(code) -> float:
     "The number that a fresh interpreter prints."
-    return float(subprocess.run([sys.executable, '-c', code], check=True, capture_output=True, text=True).stdout)
+    return float(
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout
+    )
 
 
 def pairs(first, second, repeats):
@@ -37,11 +43,17 @@ def main():
     print(header())
     rows = []
     for what, unit, floor, ours in (
-            ('peak memory, CartPole-v1, B=64', '{:.0f} MB', *(COLLECT.format(here=here, make=m) for m in (FLOOR, PIPELINE))),
-            ('import', '{:.2f} s', *(IMPORT.format(what=w) for w in ('torch, gymnasium', OURS)))):
+        (
+            "peak memory, CartPole-v1, B=64",
+            "{:.0f} MB",
+            *(COLLECT.format(here=here, make=m) for m in (FLOOR, PIPELINE)),
+        ),
+        ("import", "{:.2f} s", *(IMPORT.format(what=w) for w in ("torch, gymnasium", OURS))),
+    ):
         f, p = pairs(floor, ours, args.repeats)
         rows.append([what, spread(f, unit), spread(p, unit), spread([b / a for a, b in zip(f, p)])])
-    print(table(['', 'floor', 'rollpipe', 'ratio'], rows))
+    print(table(["", "floor", "rollpipe", "ratio"], rows))
 
 
-if __name__ == '__main__': main()
+if __name__ == "__main__":
+    main()

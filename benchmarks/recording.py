@@ -6,6 +6,7 @@ PPO's pipeline with 8 environments. The games of ALE show 84x84 images in stacks
 button. Batches are collected in turn with and without a recorder; the processor time of both is compared, so that other programs disturb
 little. The table has the median ratio, its quartiles, and the size of a fragment.
 """
+
 import statistics
 import sys
 import tempfile
@@ -19,7 +20,15 @@ import torch
 from images import Idle
 
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.pipes import EnvStepper, FragmentCollector, FrameStack, Lanes, Recorder, insert_after, on_policy
+from rollpipe.pipes import (
+    EnvStepper,
+    FragmentCollector,
+    FrameStack,
+    Lanes,
+    Recorder,
+    insert_after,
+    on_policy,
+)
 from rollpipe.pipes.recording.store import item_files
 
 ROUNDS = 40
@@ -27,9 +36,13 @@ ROUNDS = 40
 
 def pipeline(env):
     if env.startswith("ALE/"):
-        def make(): return gym.wrappers.AtariPreprocessing(gym.make(env, frameskip=1))
+
+        def make():
+            return gym.wrappers.AtariPreprocessing(gym.make(env, frameskip=1))
+
         return FrameStack(Lanes(FragmentCollector(EnvStepper(make, Idle(), 8), 128), 1, seed=0), 4)
-    actor, critic = MLPPolicy.for_env(env, seed=0), Critic.for_env(env, seed=1)
+    actor = MLPPolicy.for_env(env, seed=0)
+    critic = Critic.for_env(env, seed=1)
     return on_policy(env, actor, critic, n_steps=256, n_envs=8, lanes=1, seed=0)
 
 
@@ -40,9 +53,12 @@ def seconds(items) -> float:
 
 
 def measure(env, folder, compress) -> str:
-    recorded = insert_after(pipeline(env), Lanes, lambda old: Recorder(old, folder, compress=compress))
+    recorded = insert_after(
+        pipeline(env), Lanes, lambda old: Recorder(old, folder, compress=compress)
+    )
     with closing(iter(pipeline(env))) as plain, closing(iter(recorded)) as written:
-        for items in (plain, written): next(items)
+        for items in (plain, written):
+            next(items)
         ratios = [seconds(written) / seconds(plain) for _ in range(ROUNDS)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     size = sum(f.path.stat().st_size for f in item_files(folder)) / (ROUNDS + 1)
@@ -55,7 +71,9 @@ def main():
     print("| environment | with a recorder / without | a fragment on disk [MB] |\n|---|---|---|")
     for env in sys.argv[1:] or ["Pendulum-v1"]:
         for compress in (False, True) if env.startswith("ALE/") else (False,):
-            with tempfile.TemporaryDirectory() as folder: print(measure(env, Path(folder), compress), flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                print(measure(env, Path(folder), compress), flush=True)
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ a forward and backward pass, and the two products that a trust-region step needs
 For comparison there are a hand-written loop that runs torch's layer from one row where any episode begins to the next, and torch's layer
 over the whole fragment without any reset (the floor). The runs are interleaved and give the same numbers.
 """
+
 import statistics
 from time import perf_counter
 
@@ -17,16 +18,22 @@ from torch.autograd import grad
 
 from rollpipe.layers import GRU, LSTM
 
-T, F, H = 128, 64, 64
+T = 128
+F = 64
+H = 64
 CELLS = dict(gru=GRU, lstm=LSTM)
 
 
 def ends(kind, n_envs):
     "`fin` [T, B]; row 0 begins no episode."
     generator = torch.Generator().manual_seed(0)
-    fin = torch.rand(T, n_envs, generator=generator) < (0.02 if kind == 'many' else 0)
-    if kind == 'short': fin = (torch.arange(T)[:, None] + torch.randint(20, (n_envs,), generator=generator)) % 20 == 0
-    if kind == 'sticky': fin = torch.arange(T)[:, None] >= torch.randint(1, T, (n_envs,), generator=generator)
+    fin = torch.rand(T, n_envs, generator=generator) < (0.02 if kind == "many" else 0)
+    if kind == "short":
+        fin = (
+            torch.arange(T)[:, None] + torch.randint(20, (n_envs,), generator=generator)
+        ) % 20 == 0
+    if kind == "sticky":
+        fin = torch.arange(T)[:, None] >= torch.randint(1, T, (n_envs,), generator=generator)
     fin[0] = False
     return fin
 
@@ -36,7 +43,8 @@ def by_segments(layer, x, fin, hx):
     cuts = [0, *(fin.any(1).nonzero()[:, 0]).tolist(), T]
     y = []
     for i, j in zip(cuts, cuts[1:]):
-        if i: hx = torch.utils._pytree.tree_map(lambda h, i=i: h * ~fin[i][:, None], hx)
+        if i:
+            hx = torch.utils._pytree.tree_map(lambda h, i=i: h * ~fin[i][:, None], hx)
         out, hx = layer.rnn(x[i:j], hx)
         y.append(out)
     return torch.cat(y)
@@ -45,16 +53,24 @@ def by_segments(layer, x, fin, hx):
 def variants(cell, n_envs, kind):
     "name -> function that runs the layer, and the inputs."
     torch.manual_seed(0)
-    step, packed = CELLS[cell](F, H, method='step'), CELLS[cell](F, H)
+    step = CELLS[cell](F, H, method="step")
+    packed = CELLS[cell](F, H)
     packed.load_state_dict(step.state_dict())
-    x, fin, hx = torch.randn(T, n_envs, F), ends(kind, n_envs), step.initial(torch.randn(1, n_envs, H))
-    return dict(step=(step, lambda: step(x, fin, hx)[0]), packed=(packed, lambda: packed(x, fin, hx)[0]),
-                segments=(packed, lambda: by_segments(packed, x, fin, hx)), floor=(packed, lambda: packed.rnn(x, hx)[0]))
+    x = torch.randn(T, n_envs, F)
+    fin = ends(kind, n_envs)
+    hx = step.initial(torch.randn(1, n_envs, H))
+    return dict(
+        step=(step, lambda: step(x, fin, hx)[0]),
+        packed=(packed, lambda: packed(x, fin, hx)[0]),
+        segments=(packed, lambda: by_segments(packed, x, fin, hx)),
+        floor=(packed, lambda: packed.rnn(x, hx)[0]),
+    )
 
 
 def phases(layer, run):
     "Milliseconds of a forward pass, of forward and backward pass, and of both Jacobian products; and the result."
-    times, params = [], list(layer.parameters())
+    times = []
+    params = list(layer.parameters())
     with torch.no_grad():
         start = perf_counter()
         run()
@@ -63,7 +79,8 @@ def phases(layer, run):
     y = run()
     grad(y, params, torch.ones_like(y), retain_graph=True)
     times.append(perf_counter() - start)
-    at, v = torch.zeros_like(y, requires_grad=True), [torch.ones_like(p) for p in params]
+    at = torch.zeros_like(y, requires_grad=True)
+    v = [torch.ones_like(p) for p in params]
     g = grad(y, params, at, create_graph=True)
     start = perf_counter()
     tangent = grad(g, at, v, retain_graph=True)[0]
@@ -75,24 +92,53 @@ def measure(cell, n_envs, kind, repeats):
     "Rows of the table: one for each of the three phases."
     runs = variants(cell, n_envs, kind)
     results = {name: phases(*run)[1] for name, run in runs.items()}
-    for name in ('packed', 'segments'): torch.testing.assert_close(results[name], results['step'], rtol=1e-6, atol=1e-6)
+    for name in ("packed", "segments"):
+        torch.testing.assert_close(results[name], results["step"], rtol=1e-6, atol=1e-6)
     times = {name: [] for name in runs}
     for _ in range(repeats):
-        for name, run in runs.items(): times[name].append(phases(*run)[0])
+        for name, run in runs.items():
+            times[name].append(phases(*run)[0])
     rows = []
-    for i, phase in enumerate(('forward', 'with backward', 'JVP + VJP')):
+    for i, phase in enumerate(("forward", "with backward", "JVP + VJP")):
         ms = {name: [t[i] for t in ts] for name, ts in times.items()}
-        ratio = {name: [a / b for a, b in zip(ms[name], ms['step'])] for name in ms}
-        rows.append([cell, n_envs, kind, phase, f"{statistics.median(ms['step']):.1f}",
-                     *(spread(ratio[name]) for name in ('packed', 'segments', 'floor'))])
+        ratio = {name: [a / b for a, b in zip(ms[name], ms["step"])] for name in ms}
+        rows.append(
+            [
+                cell,
+                n_envs,
+                kind,
+                phase,
+                f"{statistics.median(ms['step']):.1f}",
+                *(spread(ratio[name]) for name in ("packed", "segments", "floor")),
+            ]
+        )
     return rows
 
 
-if __name__ == '__main__':
-    parser = options_of(__doc__, cells=['gru', 'lstm'], sizes=[8, 64], repeats=5, threads=1)
+if __name__ == "__main__":
+    parser = options_of(__doc__, cells=["gru", "lstm"], sizes=[8, 64], repeats=5, threads=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    print(header(('torch', 'rollpipe')))
-    rows = [row for cell in args.cells for n in args.sizes for kind in ('none', 'many', 'short', 'sticky')
-            for row in measure(cell, n, kind, args.repeats)]
-    print(table(['cell', 'B', 'ends', 'phase', 'step by step [ms]', 'packed / step', 'segments / step', 'no resets / step'], rows))
+    print(header(("torch", "rollpipe")))
+    rows = [
+        row
+        for cell in args.cells
+        for n in args.sizes
+        for kind in ("none", "many", "short", "sticky")
+        for row in measure(cell, n, kind, args.repeats)
+    ]
+    print(
+        table(
+            [
+                "cell",
+                "B",
+                "ends",
+                "phase",
+                "step by step [ms]",
+                "packed / step",
+                "segments / step",
+                "no resets / step",
+            ],
+            rows,
+        )
+    )

@@ -2,21 +2,62 @@
 
 These are the names of a first program. The rooms `rollpipe.pipes`, `layers`, `agents`, `testing` and `runs` have the others.
 """
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = [
-    'A2C', 'ActionCritic', 'AdvantageBuffer', 'Critic', 'DQN', 'DataLoader2', 'EnvStepper', 'FragmentCollector', 'FragmentStacker', 'Lanes',
-    'MLPPolicy', 'PPO', 'ProcessReading', 'QPolicy', 'RayReading', 'RecurrentPolicy', 'SAC', 'SquashedPolicy', 'TRPO', 'check_env', 'draw',
-    'evaluate', 'insert_after', 'load_agent', 'on_policy', 'optimize', 'remove', 'replace', 'replayed',
+    "A2C",
+    "ActionCritic",
+    "AdvantageBuffer",
+    "Critic",
+    "DQN",
+    "DataLoader2",
+    "EnvStepper",
+    "FragmentCollector",
+    "FragmentStacker",
+    "Lanes",
+    "MLPPolicy",
+    "PPO",
+    "ProcessReading",
+    "QPolicy",
+    "RayReading",
+    "RecurrentPolicy",
+    "SAC",
+    "SquashedPolicy",
+    "TRPO",
+    "check_env",
+    "draw",
+    "evaluate",
+    "insert_after",
+    "load_agent",
+    "on_policy",
+    "optimize",
+    "remove",
+    "replace",
+    "replayed",
 ]
 
 if TYPE_CHECKING:
     from .agents import A2C, DQN, PPO, SAC, TRPO, evaluate
     from .layers import ActionCritic, Critic, MLPPolicy, QPolicy, RecurrentPolicy, SquashedPolicy
-    from .pipes import (AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading, RayReading, draw,
-                        insert_after, on_policy, optimize, remove, replace, replayed)
+    from .pipes import (
+        AdvantageBuffer,
+        EnvStepper,
+        FragmentCollector,
+        FragmentStacker,
+        Lanes,
+        ProcessReading,
+        RayReading,
+        draw,
+        insert_after,
+        on_policy,
+        optimize,
+        remove,
+        replace,
+        replayed,
+    )
     from .pipes.graph.torchdata import DataLoader2
     from .runs import load_agent
     from .testing import check_env
@@ -25,10 +66,12 @@ if TYPE_CHECKING:
 def __getattr__(name):
     "Import a name at its first use, not with the package: so the command line can be interrupted before torch is imported."
     if name in __all__:
-        for room in ('pipes', 'layers', 'agents', 'testing', 'runs'):
-            module = import_module(f'.{room}', __name__)
-            if hasattr(module, name): return globals().setdefault(name, getattr(module, name))
+        for room in ("pipes", "layers", "agents", "testing", "runs"):
+            module = import_module(f".{room}", __name__)
+            if hasattr(module, name):
+                return globals().setdefault(name, getattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__(): return sorted({*globals(), *__all__})
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,5 @@
 "The command line in this process or in one of its own, and ways to wait for what it does; used by several tests."
+
 import os
 import subprocess
 import sys
@@ -10,13 +11,17 @@ from forked import Forked, run_forked
 
 from rollpipe.cli.main import main
 
-SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()     # for learners on fragments
+SMALL = (
+    "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()
+)  # for learners on fragments
 
 
 def rollpipe(*words):
     "Exit code of a command; argparse raises SystemExit."
-    try: return main([str(w) for w in words])
-    except SystemExit as e: return e.code
+    try:
+        return main([str(w) for w in words])
+    except SystemExit as e:
+        return e.code
 
 
 def settings():
@@ -31,13 +36,25 @@ def process(*words, env=(), **kwargs):
 
 def python(*words, **kwargs):
     "Start a command with an interpreter of its own, for tests that look at its start or its end."
-    return subprocess.Popen([sys.executable, "-m", "rollpipe", *map(str, words)], env={**os.environ, **settings()}, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
+    return subprocess.Popen(
+        [sys.executable, "-m", "rollpipe", *map(str, words)],
+        env={**os.environ, **settings()},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **kwargs,
+    )
 
 
 def run_command(folder, *words):
     "Run a command to its end in the current folder `folder`, which is not on its search path."
-    return run_forked(["-m", "rollpipe", *words], {**os.environ, **settings()}, folder, timeout=300, is_on_path=False)
+    return run_forked(
+        ["-m", "rollpipe", *words],
+        {**os.environ, **settings()},
+        folder,
+        timeout=300,
+        is_on_path=False,
+    )
 
 
 def script(folder, *words):
@@ -47,8 +64,14 @@ def script(folder, *words):
     """
     code = "import sys; sys.path.remove(''); from rollpipe.cli.main import main; sys.exit(main())"
     package = str(Path(__file__).resolve().parents[1])
-    return subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=folder, text=True, capture_output=True, timeout=300,
-                          env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=package))
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=package),
+    )
 
 
 def wait_for(condition, child=None, seconds=120):
@@ -57,24 +80,29 @@ def wait_for(condition, child=None, seconds=120):
     while not condition():
         assert child is None or child.poll() is None, child.communicate()
         assert time.monotonic() < deadline, f"it did not happen within {seconds} s"
-        time.sleep(.02)
+        time.sleep(0.02)
 
 
-def lines(path): return path.read_text().count("\n") if path.is_file() else 0
+def lines(path):
+    return path.read_text().count("\n") if path.is_file() else 0
 
 
 def opened(process):
     "The files that a process has opened; `process` is its folder in /proc."
-    for file in (process/"fd").iterdir():
-        with suppress(FileNotFoundError): yield os.readlink(file)
+    for file in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):
+            yield os.readlink(file)
 
 
 def alive(folder):
     "The numbers of the processes whose command line names the folder, or that have opened a file in it."
     found = []
     for process in filter(lambda path: path.name.isdigit(), Path("/proc").iterdir()):
-        with suppress(OSError):     # it has ended
-            words = (process/"cmdline").read_text()
-            is_named = str(folder) in words and "multiprocessing.forkserver" not in words     # the server has our search path
-            if is_named or any(file.startswith(f"{folder}/") for file in opened(process)): found.append(int(process.name))
+        with suppress(OSError):  # it has ended
+            words = (process / "cmdline").read_text()
+            is_named = (
+                str(folder) in words and "multiprocessing.forkserver" not in words
+            )  # the server has our search path
+            if is_named or any(file.startswith(f"{folder}/") for file in opened(process)):
+                found.append(int(process.name))
     return found

@@ -4,7 +4,17 @@ To import torch takes longer than most notebooks do. So one process imports what
 share nothing. The modules of rollpipe are left to them: each notebook shows that its own imports suffice. The drawings of graphs that a
 cell shows must be those that are stored with it.
 """
-import argparse, faulthandler, gc, os, re, signal, sys, tempfile, threading, time
+
+import argparse
+import faulthandler
+import gc
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 sys.path.pop(0)  # notebooks do not see the helpers of the tests
@@ -15,7 +25,12 @@ DRAWN = re.compile(r"^[ │├┌]*[○→└↑] \w+.*", re.M)  # a line of a d
 
 def preload():
     "Import what many notebooks need and what starts no thread: a lock that another thread holds would stay locked in the children."
-    import gymnasium, matplotlib.pyplot, nbdev.test, torch, torch._dynamo  # noqa: F401  # the first optimizer imports torch._dynamo
+    import gymnasium  # noqa: F401
+    import matplotlib.pyplot  # noqa: F401
+    import nbdev.test  # noqa: F401
+    import torch
+    import torch._dynamo  # noqa: F401  # the first optimizer imports torch._dynamo
+
     gc.freeze()  # no child looks through all this when it ends, which would take it a second
     assert threading.active_count() == 1, f"a module has started threads: {threading.enumerate()}"
 
@@ -35,8 +50,10 @@ def run(path):
 
     class Compares(nbdev.test.CaptureShell):
         def cell(self, cell, **options):
-            if cell.cell_type != "code": return
-            stored, cell.outputs = drawings(cell), []
+            if cell.cell_type != "code":
+                return
+            stored = drawings(cell)
+            cell.outputs = []
             super().cell(cell, **options)
             if stored and not self.exc and (found := drawings(cell)) != stored:
                 self.exc = AssertionError(f"it drew {found}, but stored is {stored}")
@@ -45,51 +62,67 @@ def run(path):
     np.random.seed()  # as in a process that has just begun; `random` does so itself
     config = get_config()
     os.chdir(config.nbs_path)
-    return test_nb(path, skip_flags=config.tst_flags.split(), basepath=config.config_path, do_print=True)[0]
+    return test_nb(
+        path, skip_flags=config.tst_flags.split(), basepath=config.config_path, do_print=True
+    )[0]
 
 
 class Child:
     "A process that runs the notebook at `path`, with a file for what it prints."
+
     def __init__(self, path):
-        self.name, self.begin = os.path.relpath(path, ROOT), time.monotonic()
-        self.output, self.why = tempfile.TemporaryFile(), None
+        self.name = os.path.relpath(path, ROOT)
+        self.begin = time.monotonic()
+        self.output = tempfile.TemporaryFile()
+        self.why = None
         self.pid = os.fork()
         if self.pid == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            for stream in (1, 2): os.dup2(self.output.fileno(), stream)
+            for stream in (1, 2):
+                os.dup2(self.output.fileno(), stream)
             faulthandler.enable(self.output)
-        os.setpgid(self.pid, 0)  # a group of its own, with all that it starts; both sides say so, as either may be first
+        os.setpgid(
+            self.pid, 0
+        )  # a group of its own, with all that it starts; both sides say so, as either may be first
 
-    def age(self): return time.monotonic() - self.begin
+    def age(self):
+        return time.monotonic() - self.begin
 
     def stop(self, why):
         "Let the child show where it is, and end it."
         self.why = why
         os.kill(self.pid, signal.SIGABRT)
-        time.sleep(.5)
+        time.sleep(0.5)
         self.clear()
 
     def clear(self):
         "End what is left of the group."
-        try: os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError: pass
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
     def report(self, code):
         "Print how the child ended, which gave `code`; True if the notebook passed."
         self.output.seek(0)
         said = self.output.read().decode(errors="replace")
         passed = code == 0 and "\n- Completed " in said  # a cell may have ended the process
-        if passed: print(f"notebook ok: {self.name}  {self.age():.1f} s", flush=True)
+        if passed:
+            print(f"notebook ok: {self.name}  {self.age():.1f} s", flush=True)
         else:
-            why = self.why or (f"signal {-code} has ended it" if code < 0 else f"it has ended with status {code}")
+            why = self.why or (
+                f"signal {-code} has ended it" if code < 0 else f"it has ended with status {code}"
+            )
             print(f"{said}NOTEBOOK FAILED: {self.name}: {why}", flush=True)
         return passed
 
 
 def run_all(paths, jobs, limit):
     "Run the notebooks at `paths`, `jobs` at a time, each for at most `limit` seconds; the number of those that failed."
-    waiting, running, failed = list(paths), {}, 0
+    waiting = list(paths)
+    running = {}
+    failed = 0
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -97,7 +130,9 @@ def run_all(paths, jobs, limit):
                 child = Child(path)
                 if child.pid == 0:
                     running.clear()  # they are not the child's to end
-                    sys.exit(not run(path))  # through the end of the interpreter, which runs what was registered for it
+                    sys.exit(
+                        not run(path)
+                    )  # through the end of the interpreter, which runs what was registered for it
                 running[child.pid] = child
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid:
@@ -105,26 +140,46 @@ def run_all(paths, jobs, limit):
                 child.clear()
                 failed += not child.report(os.waitstatus_to_exitcode(status))
             for child in running.values():
-                if child.age() > limit and child.why is None: child.stop(f"it has run for more than {limit} s")
-            if not pid: time.sleep(.02)
+                if child.age() > limit and child.why is None:
+                    child.stop(f"it has run for more than {limit} s")
+            if not pid:
+                time.sleep(0.02)
     finally:
-        for child in running.values(): child.clear()
+        for child in running.values():
+            child.clear()
     return failed
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("notebooks", nargs="*", type=lambda name: Path(name).resolve(), help="which; all if none is named")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "notebooks",
+        nargs="*",
+        type=lambda name: Path(name).resolve(),
+        help="which; all if none is named",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--limit", type=float, default=300, help="seconds that each may take")
     args = parser.parse_args()
-    found = [p for p in (ROOT / "nbs").rglob("*.ipynb") if not any(part.startswith(".") for part in p.relative_to(ROOT).parts)]
+    found = [
+        p
+        for p in (ROOT / "nbs").rglob("*.ipynb")
+        if not any(part.startswith(".") for part in p.relative_to(ROOT).parts)
+    ]
     paths = args.notebooks or sorted(found, key=lambda p: (p.parent.name not in FIRST, p))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts this in the background lets it ignore Ctrl-C, with the notebooks
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))   # no notebook goes on alone
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # who starts this in the background lets it ignore Ctrl-C, with the notebooks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no notebook goes on alone
     preload()
     failed = run_all(paths, args.jobs, args.limit)
-    if failed: sys.exit(f"notebooks: {failed} of {len(paths)} have not passed; look for NOTEBOOK FAILED above")
+    if failed:
+        sys.exit(
+            f"notebooks: {failed} of {len(paths)} have not passed; look for NOTEBOOK FAILED above"
+        )
 
 
-if __name__ == "__main__": main()
+if __name__ == "__main__":
+    main()

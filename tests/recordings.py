@@ -1,4 +1,5 @@
 "Recorded steps for learners from data."
+
 from itertools import islice
 from pathlib import Path
 
@@ -11,5 +12,6 @@ def recorded(folder, env, n=4):
     "The folder with `n` fragments of 16 steps of 8 environments, of random actions; it is made if it is not there."
     if not Path(folder).exists():
         pipe = rollouts(env, RandomActor(spaces_of(env)[1]), n_steps=16, seed=0)
-        for _ in islice(Recorder(pipe, folder), n): pass
+        for _ in islice(Recorder(pipe, folder), n):
+            pass
     return folder

@@ -1,4 +1,5 @@
 "Advantages of real fragments against a slow float64 oracle, and how the critic is treated."
+
 from itertools import islice
 
 import numpy as np
@@ -13,10 +14,19 @@ from toys import Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky, V
 from torch import nn
 
 from rollpipe.layers import Critic
-from rollpipe.pipes import AdvantageBuffer, CheckInvariants, DataError, EnvStepper, Fragment, FragmentCollector, FragmentStacker, Lanes
+from rollpipe.pipes import (
+    AdvantageBuffer,
+    CheckInvariants,
+    DataError,
+    EnvStepper,
+    Fragment,
+    FragmentCollector,
+    FragmentStacker,
+    Lanes,
+)
 from rollpipe.pipes.graph.torchdata import IterableWrapper
 
-unit = st.sampled_from([0., .3, .9, .99, 1.])
+unit = st.sampled_from([0.0, 0.3, 0.9, 0.99, 1.0])
 
 
 def fragments(source, actor, n_steps, n_envs=None, **kwargs):
@@ -29,57 +39,98 @@ def oracle(f, critic, gamma, lam):
     adv = np.zeros(f.valid.shape)
     v = np.array([[value(x) for x in row] for row in f.state.obs])
     for b in range(f.n_envs):
-        ends = {int(t): value(obs) for t, which, obs in zip(f.final.t, f.final.b, f.final.obs) if which == b}
+        ends = {
+            int(t): value(obs)
+            for t, which, obs in zip(f.final.t, f.final.b, f.final.obs)
+            if which == b
+        }
         rew, fin, term = (x[1:, b].tolist() for x in (f.state.rew.double(), f.state.fin, f.term))
         adv[:, b] = reference.gae(rew, v[:, b].tolist(), ends, fin, term, gamma, lam)
     return adv, adv + v[:-1]
 
 
 @settings(deadline=None, max_examples=25)
-@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 9), gamma=unit, lam=unit)
+@given(
+    plans=st.lists(episodes, min_size=1, max_size=3),
+    n_steps=st.integers(1, 9),
+    gamma=unit,
+    lam=unit,
+)
 def test_equals_the_oracle(plans, n_steps, gamma, lam):
     source = [lambda p=p, b=b: Counting(p, b) for b, p in enumerate(plans)]
     for f in islice(AdvantageBuffer(fragments(source, Memory(), n_steps), judge, gamma, lam), 3):
         adv, ret = oracle(f, judge, gamma, lam)
         assert f.adv.dtype is f.ret.dtype is torch.float32
-        np.testing.assert_allclose(f.adv, adv, rtol=1e-4, atol=1e-2)    # rewards are in the hundreds
+        np.testing.assert_allclose(f.adv, adv, rtol=1e-4, atol=1e-2)  # rewards are in the hundreds
         np.testing.assert_allclose(f.ret, ret, rtol=1e-4, atol=1e-2)
 
 
 def test_equals_the_oracle_on_random_worlds():
     critic = Critic.for_env(Lively, seed=0)
-    for f in islice(AdvantageBuffer(fragments(Lively, Shaky(), 40, 4, seed=0), critic, .97, .9), 3):
+    for f in islice(
+        AdvantageBuffer(fragments(Lively, Shaky(), 40, 4, seed=0), critic, 0.97, 0.9), 3
+    ):
         assert len(f.final.t) and f.term.any()
-        with torch.no_grad(): adv, ret = oracle(f, critic, .97, .9)
+        with torch.no_grad():
+            adv, ret = oracle(f, critic, 0.97, 0.9)
         np.testing.assert_allclose(f.adv, adv, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(f.ret, ret, rtol=1e-4, atol=1e-4)
 
 
 def test_a_row_that_is_no_step_says_nothing_about_the_step_before():
     "Nothing has ended there: the column is padded."
-    obs, pays, critic = torch.arange(6.).reshape(6, 1, 1), torch.ones(5, 1), lambda obs: 100 + 10 * obs[..., 0]
-    short, long = (Fragment.from_steps(obs[:n + 1], pays[:n], pays[:n], valid=torch.arange(n)[:, None] < 3) for n in (3, 5))
-    alone, padded = (next(iter(CheckInvariants(AdvantageBuffer(IterableWrapper([f]), critic, .9, .95), 1.))) for f in (short, long))
-    assert torch.equal(padded.adv[:3], alone.adv) and torch.equal(padded.ret[:3], alone.ret) and not padded.adv[3:].any()
+    obs, pays, critic = (
+        torch.arange(6.0).reshape(6, 1, 1),
+        torch.ones(5, 1),
+        lambda obs: 100 + 10 * obs[..., 0],
+    )
+    short, long = (
+        Fragment.from_steps(obs[: n + 1], pays[:n], pays[:n], valid=torch.arange(n)[:, None] < 3)
+        for n in (3, 5)
+    )
+    alone, padded = (
+        next(iter(CheckInvariants(AdvantageBuffer(IterableWrapper([f]), critic, 0.9, 0.95), 1.0)))
+        for f in (short, long)
+    )
+    assert (
+        torch.equal(padded.adv[:3], alone.adv)
+        and torch.equal(padded.ret[:3], alone.ret)
+        and not padded.adv[3:].any()
+    )
 
 
-@pytest.mark.parametrize('end', ['terminated', 'truncated'])
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
 def test_what_a_row_that_is_no_step_observes_does_not_matter(end):
-    obs, pays, at = torch.arange(6.).reshape(6, 1, 1), torch.ones(5, 1), torch.arange(5)[:, None]
-    steps = {'act': pays, 'rew': pays, 'valid': at != 2, end: at == 1, 'last_obs': None if end == 'terminated' else obs[2]}
-    fragments = [Fragment.from_steps(obs.index_fill(0, torch.tensor(2), x), **steps) for x in (7., float('nan'))]
-    known, unknown = AdvantageBuffer(IterableWrapper(fragments), lambda obs: obs[..., 0], .9, .95)
+    obs = torch.arange(6.0).reshape(6, 1, 1)
+    pays = torch.ones(5, 1)
+    at = torch.arange(5)[:, None]
+    steps = {
+        "act": pays,
+        "rew": pays,
+        "valid": at != 2,
+        end: at == 1,
+        "last_obs": None if end == "terminated" else obs[2],
+    }
+    fragments = [
+        Fragment.from_steps(obs.index_fill(0, torch.tensor(2), x), **steps)
+        for x in (7.0, float("nan"))
+    ]
+    known, unknown = AdvantageBuffer(IterableWrapper(fragments), lambda obs: obs[..., 0], 0.9, 0.95)
     assert torch.equal(known.adv, unknown.adv) and torch.equal(known.ret, unknown.ret)
 
 
 def test_by_hand():
     "Rewards 1, 1, 1, 1; value 10 everywhere, 20 for the last observation of the episode that is cut off after 2 steps."
+
     class Pays(Counting):
         def step(self, action):
             obs, _, *rest = super().step(action)
-            return obs, 1., *rest
-    value = lambda obs: 10. + 10. * (obs[..., 2] == 2)
-    pipe = AdvantageBuffer(fragments(lambda: Pays([(2, "trunc"), (2, "term")]), Plain(), 4), value, gamma=.5, lam=.5)
+            return obs, 1.0, *rest
+
+    value = lambda obs: 10.0 + 10.0 * (obs[..., 2] == 2)
+    pipe = AdvantageBuffer(
+        fragments(lambda: Pays([(2, "trunc"), (2, "term")]), Plain(), 4), value, gamma=0.5, lam=0.5
+    )
     [f] = islice(pipe, 1)
     # step 1 is cut off: 1 + 20 / 2 - 10 = 1;  step 0 goes on: 1 + 10 / 2 - 10 = -4, and 1 / 4 of what follows
     # step 3 terminates: 1 - 10 = -9;          step 2 likewise: -4 - 9 / 4
@@ -88,23 +139,34 @@ def test_by_hand():
 
 
 def test_without_a_critic_the_reported_value_is_used():
-    source = [lambda: Counting([(3, "trunc"), (2, "term"), (4, "both")]), lambda: Counting([(2, "trunc")])]
-    reported, judged = (list(islice(AdvantageBuffer(fragments(source, Valued(), 5), critic, .9, .8), 4)) for critic in (None, judge))
+    source = [
+        lambda: Counting([(3, "trunc"), (2, "term"), (4, "both")]),
+        lambda: Counting([(2, "trunc")]),
+    ]
+    reported, judged = (
+        list(islice(AdvantageBuffer(fragments(source, Valued(), 5), critic, 0.9, 0.8), 4))
+        for critic in (None, judge)
+    )
     for a, b in zip(reported, judged):
         assert len(a.final.t)
         assert_same((a.adv, a.ret), (b.adv, b.ret))
 
 
 def test_no_critic_and_no_value():
-    with pytest.raises(DataError, match=r"AdvantageBuffer, lane 0, leaf actor\['value'\]: there is no critic and .* no value"):
+    with pytest.raises(
+        DataError,
+        match=r"AdvantageBuffer, lane 0, leaf actor\['value'\]: there is no critic and .* no value",
+    ):
         next(iter(AdvantageBuffer(fragments(Counting, Plain(), 3))))
 
 
 class Touchy(nn.Module):
     "A critic that insists on how it is called."
+
     def __init__(self):
         super().__init__()
-        self.net, self.calls = nn.Sequential(nn.Linear(4, 1), nn.Dropout(.9), nn.BatchNorm1d(1)), []
+        self.net = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.9), nn.BatchNorm1d(1))
+        self.calls = []
         self.net[2].eval()
 
     def forward(self, obs):
@@ -117,9 +179,12 @@ class Touchy(nn.Module):
 def test_the_critic_judges_in_evaluation_mode_without_gradients(training):
     "And every module of it is afterwards in the mode it was in, also those that the user has frozen."
     critic = Touchy()
-    if not training: critic.eval()
+    if not training:
+        critic.eval()
     before = [m.training for m in critic.modules()]
-    for f in islice(AdvantageBuffer(fragments(lambda: Counting([(2, "trunc")]), Plain(), 3), critic), 3):
+    for f in islice(
+        AdvantageBuffer(fragments(lambda: Counting([(2, "trunc")]), Plain(), 3), critic), 3
+    ):
         assert [m.training for m in critic.modules()] == before
         assert not f.adv.requires_grad and not f.ret.requires_grad
     assert torch.is_grad_enabled()
@@ -127,16 +192,19 @@ def test_the_critic_judges_in_evaluation_mode_without_gradients(training):
 
 def test_the_mode_of_a_critic_that_fails_is_restored():
     class Fails(Touchy):
-        def forward(self, obs): raise ValueError("no opinion")
+        def forward(self, obs):
+            raise ValueError("no opinion")
+
     critic = Fails()
     before = [m.training for m in critic.modules()]
-    with pytest.raises(ValueError, match="no opinion"): next(iter(AdvantageBuffer(fragments(Counting, Plain(), 3), critic)))
+    with pytest.raises(ValueError, match="no opinion"):
+        next(iter(AdvantageBuffer(fragments(Counting, Plain(), 3), critic)))
     assert [m.training for m in critic.modules()] == before
 
 
 def test_a_dropout_within_an_otherwise_evaluated_critic_is_switched_off():
     "The root's flag alone does not tell the mode of its parts."
-    critic = nn.Sequential(nn.Linear(4, 1), nn.Dropout(.5), nn.Flatten(-2)).eval()
+    critic = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5), nn.Flatten(-2)).eval()
     critic[1].train()
     pipe = AdvantageBuffer(fragments(lambda: Counting([(50, "term")]), Plain(), 40), critic)
     a, b = (next(iter(pipe)) for _ in range(2))
@@ -147,25 +215,37 @@ def test_a_dropout_within_an_otherwise_evaluated_critic_is_switched_off():
 def test_training_the_critic_changes_the_next_fragment():
     critic = nn.Sequential(nn.Linear(4, 1), nn.Flatten(-2))
     nn.init.zeros_(critic[0].weight)
-    for k, f in enumerate(islice(AdvantageBuffer(fragments(lambda: Counting([(9, "term")]), Plain(), 2), critic), 4)):
-        if k: assert torch.allclose(f.ret - f.adv, torch.full((2, 1), 7. * k))
-        with torch.no_grad(): critic[0].bias.fill_(7. * (k + 1))
+    for k, f in enumerate(
+        islice(AdvantageBuffer(fragments(lambda: Counting([(9, "term")]), Plain(), 2), critic), 4)
+    ):
+        if k:
+            assert torch.allclose(f.ret - f.adv, torch.full((2, 1), 7.0 * k))
+        with torch.no_grad():
+            critic[0].bias.fill_(7.0 * (k + 1))
 
 
 def test_the_rest_of_the_fragment_is_untouched():
     plain = [snapshot(f) for f in islice(fragments(Nested, NestedMemory(), 4, 2), 3)]
     value = lambda obs: obs["place"][..., 2] + obs["exact"]
-    rich = [snapshot(f) for f in islice(AdvantageBuffer(fragments(Nested, NestedMemory(), 4, 2), value), 3)]
-    for a, b in zip(plain, rich): assert_same(a, b._replace(adv=None, ret=None))
+    rich = [
+        snapshot(f)
+        for f in islice(AdvantageBuffer(fragments(Nested, NestedMemory(), 4, 2), value), 3)
+    ]
+    for a, b in zip(plain, rich):
+        assert_same(a, b._replace(adv=None, ret=None))
 
 
 def test_the_critic_is_shown_what_an_actor_is_shown():
     "float64 observations come as float32, [T+1, B, ...]."
     shown = []
+
     def value(obs):
         shown.append((obs["exact"].dtype, tuple(obs["place"].shape)))
         return obs["exact"]
-    [f] = islice(AdvantageBuffer(fragments(lambda: Nested([(3, "trunc")]), NestedMemory(), 7, 2), value), 1)
+
+    [f] = islice(
+        AdvantageBuffer(fragments(lambda: Nested([(3, "trunc")]), NestedMemory(), 7, 2), value), 1
+    )
     assert shown[0] == (torch.float32, (8, 2, 4)) and set(shown[1:]) <= {(torch.float32, (4, 4))}
     assert f.state.obs["exact"].dtype is torch.float64
 
@@ -183,7 +263,7 @@ def test_it_can_stand_above_or_below_lanes_and_stacker():
 
 
 @pytest.mark.parametrize("name", ["gamma", "lam"])
-@pytest.mark.parametrize("value", [1.1, -.1, 2, float("nan")])
+@pytest.mark.parametrize("value", [1.1, -0.1, 2, float("nan")])
 def test_factors_out_of_range(name, value):
     with pytest.raises(DataError, match=f"AdvantageBuffer: .*0 <= {name} <= 1, got {name}={value}"):
         AdvantageBuffer(fragments(Counting, Plain(), 2), judge, **{name: value})
@@ -192,34 +272,55 @@ def test_factors_out_of_range(name, value):
 def test_a_critic_of_another_environment_is_named_with_what_it_was_shown():
     critic = Critic.for_env("CartPole-v1", seed=0)
     wide = Critic.for_env((Nested.observation_space, Nested.action_space), seed=0)
-    for env, actor, judge_, got in ((Lively, Shaky(), critic, r"float32 \[4, 1, \d\]"), (Counting, Plain(), wide, r"float32 \[4, 1, 4\]"),
-                                    (Nested, NestedMemory(), critic, r"\{'place': float32 \[4, 1, 4\], .*'exact': float32 \[4, 1\]\}")):
-        with pytest.raises(DataError, match=r"AdvantageBuffer, lane 0, leaf state.obs: the critic raised \w+Error: .*"
-                           rf" Expected observations that Critic can judge, got {got}") as e:
+    for env, actor, judge_, got in (
+        (Lively, Shaky(), critic, r"float32 \[4, 1, \d\]"),
+        (Counting, Plain(), wide, r"float32 \[4, 1, 4\]"),
+        (
+            Nested,
+            NestedMemory(),
+            critic,
+            r"\{'place': float32 \[4, 1, 4\], .*'exact': float32 \[4, 1\]\}",
+        ),
+    ):
+        with pytest.raises(
+            DataError,
+            match=r"AdvantageBuffer, lane 0, leaf state.obs: the critic raised \w+Error: .*"
+            rf" Expected observations that Critic can judge, got {got}",
+        ) as e:
             next(iter(AdvantageBuffer(fragments(env, actor, 3), judge_)))
         assert e.value.__cause__ is not None
 
 
 def test_a_critic_that_cannot_judge_a_final_observation():
     def value(obs):
-        if obs.ndim == 2: raise KeyError("two dimensions")
+        if obs.ndim == 2:
+            raise KeyError("two dimensions")
         return obs[..., 0]
+
     message = r"AdvantageBuffer, lane 0, leaf final.obs: the critic raised KeyError: 'two dim.*got float32 \[2, 4\]"
     with pytest.raises(DataError, match=message):
         next(iter(AdvantageBuffer(fragments(lambda: Counting([(2, "trunc")]), Plain(), 5), value)))
 
 
-@pytest.mark.parametrize("value, message", [
-    (lambda obs: obs, r"AdvantageBuffer, lane 0.*shape.*\[T\+1, B\] = \[4, 1\].*\[4, 1, 4\]"),
-    (lambda obs: obs[..., :1], r"AdvantageBuffer, lane 0.*shape.*\[T\+1, B\] = \[4, 1\].*\[4, 1, 1\]"),
-    (lambda obs: torch.tensor(1.), r"AdvantageBuffer, lane 0.*shape"),
-    (lambda obs: obs[..., 0] / 0, r"AdvantageBuffer, lane 0, .*non-finite"),
-    (lambda obs: 3., r"AdvantageBuffer, lane 0"),
-    (lambda obs: obs[..., 0].double(), r"AdvantageBuffer, lane 0.*float32"),
-    (lambda obs: obs[..., 0].long(), r"AdvantageBuffer, lane 0.*float"),
-], ids=["vector", "column", "scalar", "nan", "number", "float64", "int64"])
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (lambda obs: obs, r"AdvantageBuffer, lane 0.*shape.*\[T\+1, B\] = \[4, 1\].*\[4, 1, 4\]"),
+        (
+            lambda obs: obs[..., :1],
+            r"AdvantageBuffer, lane 0.*shape.*\[T\+1, B\] = \[4, 1\].*\[4, 1, 1\]",
+        ),
+        (lambda obs: torch.tensor(1.0), r"AdvantageBuffer, lane 0.*shape"),
+        (lambda obs: obs[..., 0] / 0, r"AdvantageBuffer, lane 0, .*non-finite"),
+        (lambda obs: 3.0, r"AdvantageBuffer, lane 0"),
+        (lambda obs: obs[..., 0].double(), r"AdvantageBuffer, lane 0.*float32"),
+        (lambda obs: obs[..., 0].long(), r"AdvantageBuffer, lane 0.*float"),
+    ],
+    ids=["vector", "column", "scalar", "nan", "number", "float64", "int64"],
+)
 def test_values_that_are_no_values(value, message):
-    with pytest.raises(DataError, match=message): next(iter(AdvantageBuffer(fragments(Counting, Plain(), 3), value)))
+    with pytest.raises(DataError, match=message):
+        next(iter(AdvantageBuffer(fragments(Counting, Plain(), 3), value)))
 
 
 def test_a_final_value_of_the_wrong_shape():

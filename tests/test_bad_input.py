@@ -1,4 +1,5 @@
 "Whatever is wrong: a clear error that names pipe, lane, environment and leaf, what was expected and what came."
+
 from collections import OrderedDict
 from functools import partial
 from itertools import islice
@@ -8,31 +9,70 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
+from gymnasium.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    Graph,
+    MultiBinary,
+    MultiDiscrete,
+    Sequence,
+    Text,
+    Tuple,
+)
 from tensor_worlds import Planned
 from toys import Constant, Counting, Failing, Ledger, Nested, NestedMemory, Plain, Valued
 
 from rollpipe.cli.main import main
 from rollpipe.settings.config import make_config
 from rollpipe.layers import (
-    GRU, MLP, ActionCritic, Actor, Critic, DeterministicPolicy, MLPPolicy, QPolicy, SquashedPolicy, encoder_for,
+    GRU,
+    MLP,
+    ActionCritic,
+    Actor,
+    Critic,
+    DeterministicPolicy,
+    MLPPolicy,
+    QPolicy,
+    SquashedPolicy,
+    encoder_for,
 )
 from rollpipe.pipes import (
-    ActorError, AdvantageBuffer, CheckInvariants, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher,
-    NStep, PipeError, ReplayMemory, RewardScaler, SpaceError, StepMerger, on_policy, optimize, replayed,
+    ActorError,
+    AdvantageBuffer,
+    CheckInvariants,
+    DataError,
+    EnvError,
+    EnvStepper,
+    FragmentCollector,
+    FragmentStacker,
+    Lanes,
+    Minibatcher,
+    NStep,
+    PipeError,
+    ReplayMemory,
+    RewardScaler,
+    SpaceError,
+    StepMerger,
+    on_policy,
+    optimize,
+    replayed,
 )
 from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.pipes.workers.reading import ProcessReading
 
 LONG = [(99, "term")]
-nan, inf = float("nan"), float("inf")
+nan = float("nan")
+inf = float("inf")
 
 
 def failure(error, make, *parts, n=12):
     "Run `make()`, a pipe or a function that makes one; the message of `error` contains all `parts`, in that order."
     with pytest.raises(error) as caught:
-        for _ in islice(make() if callable(make) else make, n): pass
-    text, at = str(caught.value), 0
+        for _ in islice(make() if callable(make) else make, n):
+            pass
+    text = str(caught.value)
+    at = 0
     for part in parts:
         assert part in text[at:], f"{part!r} is not in {text[at:]!r} of {text!r}"
         at = text.index(part, at) + len(part)
@@ -41,7 +81,8 @@ def failure(error, make, *parts, n=12):
 
 
 @pytest.fixture(autouse=True)
-def clean_ledger(): Ledger.clear()
+def clean_ledger():
+    Ledger.clear()
 
 
 def tampered(base=Counting, when=3, plan=LONG, **change):
@@ -49,29 +90,42 @@ def tampered(base=Counting, when=3, plan=LONG, **change):
 
     `change`: functions of the names obs, rew, term, whole (a step's answer), reset (its answer), or first (every observation of a reset).
     """
+
     class Tampered(base):
         n_steps = n_resets = 0
+
         def reset(self, **kwargs):
-            out, self.n_resets = super().reset(**kwargs), self.n_resets + 1
-            if self.n_resets != when: return out
-            if "reset" in change: return change["reset"](out)
+            out = super().reset(**kwargs)
+            self.n_resets = self.n_resets + 1
+            if self.n_resets != when:
+                return out
+            if "reset" in change:
+                return change["reset"](out)
             return (change["first"](out[0]), out[1]) if "first" in change else out
+
         def step(self, action):
-            out, self.n_steps = list(super().step(action)), self.n_steps + 1
+            out = list(super().step(action))
+            self.n_steps = self.n_steps + 1
             if self.n_steps == when:
                 for k, name in enumerate(("obs", "rew", "term", "trunc", "info")):
-                    if name in change: out[k] = change[name](out[k])
-                if "whole" in change: return change["whole"](out)
+                    if name in change:
+                        out[k] = change[name](out[k])
+                if "whole" in change:
+                    return change["whole"](out)
             return tuple(out)
+
     return lambda: Tampered(plan)
 
 
-def fine(base=Counting): return lambda: base(LONG)
+def fine(base=Counting):
+    return lambda: base(LONG)
 
 
 def stepper(factory, base=Counting, actor=None, **kwargs):
     "Environment 0 is fine, environment 1 is not."
-    return EnvStepper([fine(base), factory], actor or (NestedMemory() if base is Nested else Plain()), **kwargs)
+    return EnvStepper(
+        [fine(base), factory], actor or (NestedMemory() if base is Nested else Plain()), **kwargs
+    )
 
 
 WHO = ("EnvStepper, lane 0, environment 1 (<lambda>)",)
@@ -79,217 +133,463 @@ WHO = ("EnvStepper, lane 0, environment 1 (<lambda>)",)
 
 # --- where environments come from
 
-@pytest.mark.parametrize("source, near", [
-    ("CartPol-v1", "CartPole-v1"), ("cartpole-v1", "CartPole-v1"), ("Pendulum", "Pendulum-v1"), ("pendulum-v1", "Pendulum-v1"),
-    ("CartPole-v7", "CartPole-v1"), ("MountainCarContinous-v0", "MountainCarContinuous-v0")])
+
+@pytest.mark.parametrize(
+    "source, near",
+    [
+        ("CartPol-v1", "CartPole-v1"),
+        ("cartpole-v1", "CartPole-v1"),
+        ("Pendulum", "Pendulum-v1"),
+        ("pendulum-v1", "Pendulum-v1"),
+        ("CartPole-v7", "CartPole-v1"),
+        ("MountainCarContinous-v0", "MountainCarContinuous-v0"),
+    ],
+)
 def test_unknown_ids_name_their_nearest(source, near):
-    failure(EnvError, lambda: EnvStepper(source, Plain()), repr(source), "Expected", "known ids", near)
+    failure(
+        EnvError, lambda: EnvStepper(source, Plain()), repr(source), "Expected", "known ids", near
+    )
     failure(EnvError, lambda: on_policy(source, Plain()), repr(source), near)
 
 
 def test_unknown_ids_without_a_likeness():
     failure(EnvError, lambda: EnvStepper("Xyzzyqwv", Plain()), "'Xyzzyqwv'", "Expected")
-    failure(EnvError, lambda: EnvStepper("no such namespace/Game-v0", Plain()), "'no such namespace/Game-v0'")
+    failure(
+        EnvError,
+        lambda: EnvStepper("no such namespace/Game-v0", Plain()),
+        "'no such namespace/Game-v0'",
+    )
     failure(EnvError, lambda: EnvStepper("", Plain()), "''")
 
 
 @pytest.mark.parametrize("source, got", [(None, "None"), (3, "3"), ({}, "{}")])
 def test_unusable_sources(source, got):
-    failure(EnvError, lambda: EnvStepper(source, Plain()), "environment source", "Expected a gymnasium id or a callable, got " + got)
+    failure(
+        EnvError,
+        lambda: EnvStepper(source, Plain()),
+        "environment source",
+        "Expected a gymnasium id or a callable, got " + got,
+    )
 
 
 class Old:
     "It is stepped like an environment, but is none of gymnasium's."
-    def reset(self): return 0
-    def step(self, action): return 0, 0., False, {}
+
+    def reset(self):
+        return 0
+
+    def step(self, action):
+        return 0, 0.0, False, {}
 
 
 def test_an_instance_of_another_library_is_no_source():
-    failure(EnvError, lambda: EnvStepper(Old(), Plain()), "cannot be lent", "a `gymnasium.Env`", "a gymnasium id or a factory", "got Old")
-    failure(EnvError, lambda: EnvStepper(Planned([LONG]), Plain()), "a `TensorEnv` goes to `TensorCollector`, got Planned")
+    failure(
+        EnvError,
+        lambda: EnvStepper(Old(), Plain()),
+        "cannot be lent",
+        "a `gymnasium.Env`",
+        "a gymnasium id or a factory",
+        "got Old",
+    )
+    failure(
+        EnvError,
+        lambda: EnvStepper(Planned([LONG]), Plain()),
+        "a `TensorEnv` goes to `TensorCollector`, got Planned",
+    )
 
 
 def test_a_factory_that_makes_no_environment():
-    failure(EnvError, stepper(lambda: "a game"), "lane 0, environment 1", "no environment", "gymnasium.Env", "`TensorCollector`, got str")
+    failure(
+        EnvError,
+        stepper(lambda: "a game"),
+        "lane 0, environment 1",
+        "no environment",
+        "gymnasium.Env",
+        "`TensorCollector`, got str",
+    )
     failure(EnvError, stepper(lambda: None), "EnvStepper, lane 0, environment 1", "got NoneType")
 
 
 def test_a_factory_that_fails():
-    def broken(): raise ValueError("no disk")
-    error = failure(EnvError, stepper(broken), "EnvStepper, lane 0, environment 1 (broken)", "ValueError: no disk")
+    def broken():
+        raise ValueError("no disk")
+
+    error = failure(
+        EnvError,
+        stepper(broken),
+        "EnvStepper, lane 0, environment 1 (broken)",
+        "ValueError: no disk",
+    )
     assert isinstance(error.__cause__, ValueError) and len(Ledger.made) == 1
 
 
 def test_arguments_of_an_id():
-    failure(EnvError, lambda: EnvStepper("CartPole-v1", Plain(), env_kwargs=dict(colour="red")),
-            "EnvStepper, lane 0, environment 0 (CartPole-v1)", "TypeError", "colour")
-    failure(EnvError, lambda: EnvStepper(Counting, Plain(), env_kwargs=dict(tag=1)), "env_kwargs", "Expected")
+    failure(
+        EnvError,
+        lambda: EnvStepper("CartPole-v1", Plain(), env_kwargs=dict(colour="red")),
+        "EnvStepper, lane 0, environment 0 (CartPole-v1)",
+        "TypeError",
+        "colour",
+    )
+    failure(
+        EnvError,
+        lambda: EnvStepper(Counting, Plain(), env_kwargs=dict(tag=1)),
+        "env_kwargs",
+        "Expected",
+    )
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
 def test_numbers_of_environments(n):
-    failure(EnvError, lambda: EnvStepper(Counting, Plain(), n), "number of environments", "n_envs", f"n_envs={n!r}")
+    failure(
+        EnvError,
+        lambda: EnvStepper(Counting, Plain(), n),
+        "number of environments",
+        "n_envs",
+        f"n_envs={n!r}",
+    )
     failure(EnvError, lambda: on_policy(Counting, Plain(), n_envs=n), "n_envs", f"n_envs={n!r}")
 
 
 def test_lists_of_sources():
     failure(EnvError, lambda: EnvStepper([], Plain()), "number of environments", "0 sources")
-    failure(EnvError, lambda: EnvStepper([Counting, Counting], Plain(), 3), "multiple of 2", "n_envs=3")
+    failure(
+        EnvError, lambda: EnvStepper([Counting, Counting], Plain(), 3), "multiple of 2", "n_envs=3"
+    )
 
 
-@pytest.mark.parametrize("name, other", [("observation_space", Box(-1, 1, (4,))), ("action_space", Discrete(6))])
+@pytest.mark.parametrize(
+    "name, other", [("observation_space", Box(-1, 1, (4,))), ("action_space", Discrete(6))]
+)
 def test_mismatching_spaces(name, other):
-    class Other(Counting): pass
+    class Other(Counting):
+        pass
+
     setattr(Other, name, other)
-    failure(EnvError, EnvStepper([Counting, Counting, Other], Plain()), "EnvStepper, lane 0, environment 2 (Other)", name, "Expected",
-            "as in environment 0", f"got {other}")
+    failure(
+        EnvError,
+        EnvStepper([Counting, Counting, Other], Plain()),
+        "EnvStepper, lane 0, environment 2 (Other)",
+        name,
+        "Expected",
+        "as in environment 0",
+        f"got {other}",
+    )
     assert len(Ledger.made) == 3
 
 
 # --- unsupported spaces
 
+
 class Strange(gym.Space):
     "A space that gymnasium does not know."
 
 
-SPACES = [(Text(4), ""), (Sequence(Discrete(2)), ""), (Graph(Box(-1, 1, (2,)), None), ""), (Strange(), ""),
-          (Dict(a=Discrete(2), b=Tuple((Discrete(2), Text(4)))), "['b'][1]"), (Tuple((Sequence(Discrete(2)),)), "[0]")]
+SPACES = [
+    (Text(4), ""),
+    (Sequence(Discrete(2)), ""),
+    (Graph(Box(-1, 1, (2,)), None), ""),
+    (Strange(), ""),
+    (Dict(a=Discrete(2), b=Tuple((Discrete(2), Text(4)))), "['b'][1]"),
+    (Tuple((Sequence(Discrete(2)),)), "[0]"),
+]
 
 
 @pytest.mark.parametrize("space, path", SPACES, ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("name", ["observation_space", "action_space"])
 def test_unsupported_spaces(name, space, path):
-    class Odd(Counting): pass
+    class Odd(Counting):
+        pass
+
     setattr(Odd, name, space)
     inner = space["b"][1] if path == "['b'][1]" else space[0] if path == "[0]" else space
-    failure(SpaceError, EnvStepper(Odd, Plain()), "EnvStepper, lane 0, environment 0 (Odd)", f"leaf {name}{path}:",
-            "Expected Box, Discrete", f"got {inner}")
+    failure(
+        SpaceError,
+        EnvStepper(Odd, Plain()),
+        "EnvStepper, lane 0, environment 0 (Odd)",
+        f"leaf {name}{path}:",
+        "Expected Box, Discrete",
+        f"got {inner}",
+    )
 
 
-@pytest.mark.parametrize("space, path", [(Dict({}), ""), (Tuple(()), ""), (Dict(a=Discrete(2), b=Dict({})), "['b']"),
-                                         (Tuple((Discrete(2), Tuple(()))), "[1]")], ids=str)
+@pytest.mark.parametrize(
+    "space, path",
+    [
+        (Dict({}), ""),
+        (Tuple(()), ""),
+        (Dict(a=Discrete(2), b=Dict({})), "['b']"),
+        (Tuple((Discrete(2), Tuple(()))), "[1]"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["observation_space", "action_space"])
 def test_empty_spaces(name, space, path):
     "Nothing can be observed, and an empty part of an action would leave no action at all."
-    class Empty(Counting): pass
+
+    class Empty(Counting):
+        pass
+
     setattr(Empty, name, space)
-    failure(SpaceError, EnvStepper(Empty, Plain()), "EnvStepper, lane 0, environment 0 (Empty)", f"leaf {name}{path}:", "empty",
-            "Expected", "at least one", "got")
+    failure(
+        SpaceError,
+        EnvStepper(Empty, Plain()),
+        "EnvStepper, lane 0, environment 0 (Empty)",
+        f"leaf {name}{path}:",
+        "empty",
+        "Expected",
+        "at least one",
+        "got",
+    )
 
 
 # --- environments that fail
 
-@pytest.mark.parametrize("mine, theirs", [
-    (Discrete(2), Discrete(4)), (Discrete(2), Discrete(2, start=1)), (MultiDiscrete([2, 2]), MultiDiscrete([2, 3])),
-    (MultiDiscrete([2] * 1200), MultiDiscrete([2] * 600 + [3] + [2] * 599)),
-    (Box(-1, 1, (2,)), Box(-1, 1, (3,))), (Tuple((Discrete(2), Box(-1, 1, (1,)))), Tuple((Discrete(3), Box(-1, 1, (1,)))))])
+
+@pytest.mark.parametrize(
+    "mine, theirs",
+    [
+        (Discrete(2), Discrete(4)),
+        (Discrete(2), Discrete(2, start=1)),
+        (MultiDiscrete([2, 2]), MultiDiscrete([2, 3])),
+        (MultiDiscrete([2] * 1200), MultiDiscrete([2] * 600 + [3] + [2] * 599)),
+        (Box(-1, 1, (2,)), Box(-1, 1, (3,))),
+        (Tuple((Discrete(2), Box(-1, 1, (1,)))), Tuple((Discrete(3), Box(-1, 1, (1,))))),
+    ],
+)
 def test_an_actor_for_other_actions(mine, theirs):
     space = Box(-inf, inf, (3,))
+
     class Env(gym.Env):
         observation_space, action_space = space, theirs
-        def reset(self, *, seed=None, options=None): return np.zeros(3, np.float32), {}
-        def step(self, action): return np.zeros(3, np.float32), 0., False, False, {}
-    with pytest.raises(ActorError, match="lane 0, leaf action_space: MLPPolicy was made for other actions") as e:
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(3, np.float32), {}
+
+        def step(self, action):
+            return np.zeros(3, np.float32), 0.0, False, False, {}
+
+    with pytest.raises(
+        ActorError, match="lane 0, leaf action_space: MLPPolicy was made for other actions"
+    ) as e:
         next(iter(EnvStepper(Env, MLPPolicy.for_env((space, mine)))))
     assert f"Expected {theirs}, got {mine}" in str(e.value)
     next(iter(EnvStepper(Env, MLPPolicy.for_env((space, theirs)))))
 
 
-@pytest.mark.parametrize("mine, theirs", [
-    (Box(-1, 1, (3,)), Box(-1, 1, (4,))), (Discrete(4), Discrete(2)), (Box(0, 255, (3,), np.uint8), Box(0, 255, (3,))),
-    (Dict(a=Discrete(2)), Dict(b=Discrete(2))), (Dict(a=Discrete(2)), Dict(a=Discrete(2), b=Discrete(2)))])
+@pytest.mark.parametrize(
+    "mine, theirs",
+    [
+        (Box(-1, 1, (3,)), Box(-1, 1, (4,))),
+        (Discrete(4), Discrete(2)),
+        (Box(0, 255, (3,), np.uint8), Box(0, 255, (3,))),
+        (Dict(a=Discrete(2)), Dict(b=Discrete(2))),
+        (Dict(a=Discrete(2)), Dict(a=Discrete(2), b=Discrete(2))),
+    ],
+)
 def test_an_actor_for_other_observations(mine, theirs):
     class Env(gym.Env):
-        observation_space, action_space = theirs, Discrete(2)
-        def reset(self, *, seed=None, options=None): return theirs.sample(), {}
-        def step(self, action): return theirs.sample(), 0., False, False, {}
-    with pytest.raises(ActorError, match="lane 0, leaf observation_space: MLPPolicy was made for other observations") as e:
+        observation_space = theirs
+        action_space = Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return theirs.sample(), {}
+
+        def step(self, action):
+            return theirs.sample(), 0.0, False, False, {}
+
+    with pytest.raises(
+        ActorError,
+        match="lane 0, leaf observation_space: MLPPolicy was made for other observations",
+    ) as e:
         next(iter(EnvStepper(Env, MLPPolicy.for_env((mine, Discrete(2))))))
     assert f"Expected {theirs}, got {mine}" in str(e.value)
     next(iter(EnvStepper(Env, MLPPolicy.for_env((theirs, Discrete(2))))))
 
 
-def boom(*_): raise ValueError("boom")
+def boom(*_):
+    raise ValueError("boom")
 
 
-@pytest.mark.parametrize("change, when, plan, call", [
-    ("reset", 1, LONG, "reset()"), ("reset", 3, [(2, "term")], "reset()"), ("reset", 3, [(2, "trunc")], "reset()"),
-    ("whole", 1, LONG, "step()"), ("whole", 5, LONG, "step()"), ("whole", 5, [(2, "term")], "step()")])
+@pytest.mark.parametrize(
+    "change, when, plan, call",
+    [
+        ("reset", 1, LONG, "reset()"),
+        ("reset", 3, [(2, "term")], "reset()"),
+        ("reset", 3, [(2, "trunc")], "reset()"),
+        ("whole", 1, LONG, "step()"),
+        ("whole", 5, LONG, "step()"),
+        ("whole", 5, [(2, "term")], "step()"),
+    ],
+)
 def test_an_environment_that_raises(change, when, plan, call):
-    error = failure(EnvError, stepper(tampered(when=when, plan=plan, **{change: boom})), *WHO, f"{call} raised ValueError: boom")
+    error = failure(
+        EnvError,
+        stepper(tampered(when=when, plan=plan, **{change: boom})),
+        *WHO,
+        f"{call} raised ValueError: boom",
+    )
     assert isinstance(error.__cause__, ValueError)
 
 
 def test_the_lane_is_named():
     class Second(Counting):
         def step(self, action):
-            if Ledger.made.index(self) == 5: boom()
+            if Ledger.made.index(self) == 5:
+                boom()
             return super().step(action)
+
     pipe = Lanes(FragmentCollector(EnvStepper(Second, Plain(), 2), 4), 3, seed=0)
-    failure(EnvError, AdvantageBuffer(pipe, lambda obs: obs[..., 0]), "EnvStepper, lane 2, environment 1 (Second)", "boom")
+    failure(
+        EnvError,
+        AdvantageBuffer(pipe, lambda obs: obs[..., 0]),
+        "EnvStepper, lane 2, environment 1 (Second)",
+        "boom",
+    )
 
 
-@pytest.mark.parametrize("change, answer, call, numbers", [
-    ("whole", lambda out: out[:4], "step()", ("5", "4")), ("whole", lambda out: [*out, 1], "step()", ("5",)),
-    ("whole", lambda out: None, "step()", ()),
-    ("whole", lambda out: out[0], "step()", ("5", "4")), ("reset", lambda out: out[0], "reset()", ("2",)),
-    ("reset", lambda out: (out[0],), "reset()", ("2", "1")), ("reset", lambda out: None, "reset()", ())])
+@pytest.mark.parametrize(
+    "change, answer, call, numbers",
+    [
+        ("whole", lambda out: out[:4], "step()", ("5", "4")),
+        ("whole", lambda out: [*out, 1], "step()", ("5",)),
+        ("whole", lambda out: None, "step()", ()),
+        ("whole", lambda out: out[0], "step()", ("5", "4")),
+        ("reset", lambda out: out[0], "reset()", ("2",)),
+        ("reset", lambda out: (out[0],), "reset()", ("2", "1")),
+        ("reset", lambda out: None, "reset()", ()),
+    ],
+)
 @pytest.mark.parametrize("when", [1, 2])
 def test_answers_of_the_wrong_arity(change, answer, call, numbers, when):
     "Such as those of the old gym interface."
-    text = str(failure(EnvError, stepper(tampered(when=when, plan=[(2, "term")], **{change: answer})), *WHO, f"{call} gave another answer",
-                       "Expected (observation, "))
+    text = str(
+        failure(
+            EnvError,
+            stepper(tampered(when=when, plan=[(2, "term")], **{change: answer})),
+            *WHO,
+            f"{call} gave another answer",
+            "Expected (observation, ",
+        )
+    )
     assert all(number in text for number in numbers)
 
 
 def test_an_observation_alone_from_reset():
     "`reset` of the old interface; two numbers, or a dict of two, can be unpacked, but are no pair of observation and info."
+
     class Pair(Counting):
         observation_space = Box(-np.inf, np.inf, (2,))
-        def look(self): return super().look()[:2]
-        def reset(self, **kwargs): return super().reset(**kwargs)[0]
-    failure(EnvError, EnvStepper(Pair, Constant(0)), "environment 0 (Pair): reset() gave another answer", "Expected (observation, info)")
+
+        def look(self):
+            return super().look()[:2]
+
+        def reset(self, **kwargs):
+            return super().reset(**kwargs)[0]
+
+    failure(
+        EnvError,
+        EnvStepper(Pair, Constant(0)),
+        "environment 0 (Pair): reset() gave another answer",
+        "Expected (observation, info)",
+    )
+
     class Two(Counting):
         observation_space = Dict(a=Box(-1, 1, ()), b=Box(-1, 1, ()))
-        def look(self): return {"a": np.float32(0), "b": np.float32(0)}
-        def reset(self, **kwargs): return super().reset(**kwargs)[0]
-    failure(EnvError, EnvStepper(Two, Constant(0)), "environment 0 (Two): reset() gave another answer", "Expected (observation, info)")
+
+        def look(self):
+            return {"a": np.float32(0), "b": np.float32(0)}
+
+        def reset(self, **kwargs):
+            return super().reset(**kwargs)[0]
+
+    failure(
+        EnvError,
+        EnvStepper(Two, Constant(0)),
+        "environment 0 (Two): reset() gave another answer",
+        "Expected (observation, info)",
+    )
 
 
 # --- observations
 
+
 def put(value, *index):
     "A function that writes `value` at `index`."
+
     def change(x):
         x = np.array(x)
         x[index] = value
         return x
+
     return change
 
 
-def inside(key, change): return lambda obs: {**obs, key: change(obs[key])}
+def inside(key, change):
+    return lambda obs: {**obs, key: change(obs[key])}
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf])
-@pytest.mark.parametrize("name, when, plan", [
-    ("obs", 3, LONG), ("first", 1, LONG), ("first", 2, [(3, "trunc")]), ("first", 2, [(3, "term")])])
+@pytest.mark.parametrize(
+    "name, when, plan",
+    [
+        ("obs", 3, LONG),
+        ("first", 1, LONG),
+        ("first", 2, [(3, "trunc")]),
+        ("first", 2, [(3, "term")]),
+    ],
+)
 def test_non_finite_observations(name, when, plan, value):
-    failure(EnvError, stepper(tampered(when=when, plan=plan, **{name: put(value, 2)})), *WHO, "leaf obs", "non-finite",
-            "Expected finite", "got", str(np.float32(value)))
+    failure(
+        EnvError,
+        stepper(tampered(when=when, plan=plan, **{name: put(value, 2)})),
+        *WHO,
+        "leaf obs",
+        "non-finite",
+        "Expected finite",
+        "got",
+        str(np.float32(value)),
+    )
     nested = tampered(Nested, when, plan, **{name: inside("place", put(value, 2))})
-    failure(EnvError, stepper(nested, Nested), *WHO, "leaf obs['place']", "non-finite", "Expected finite", "got")
+    failure(
+        EnvError,
+        stepper(nested, Nested),
+        *WHO,
+        "leaf obs['place']",
+        "non-finite",
+        "Expected finite",
+        "got",
+    )
     double = tampered(Nested, when, plan, **{name: inside("exact", put(value))})
-    failure(EnvError, stepper(double, Nested), *WHO, "leaf obs['exact']", "non-finite", "Expected finite", "got")
+    failure(
+        EnvError,
+        stepper(double, Nested),
+        *WHO,
+        "leaf obs['exact']",
+        "non-finite",
+        "Expected finite",
+        "got",
+    )
 
 
 def test_a_non_finite_last_observation():
     "Of an episode that is cut off, where it is needed, and not only in the row that the reset has overwritten."
-    failure(EnvError, stepper(tampered(when=3, plan=[(3, "trunc")], obs=put(nan, 2))), *WHO, "leaf", "obs", "non-finite", "Expected finite")
+    failure(
+        EnvError,
+        stepper(tampered(when=3, plan=[(3, "trunc")], obs=put(nan, 2))),
+        *WHO,
+        "leaf",
+        "obs",
+        "non-finite",
+        "Expected finite",
+    )
 
 
 class Double(Counting):
     observation_space = Box(-np.inf, np.inf, (4,), np.float64)
-    def look(self): return super().look().astype(np.float64)
+
+    def look(self):
+        return super().look().astype(np.float64)
 
 
 def test_large_numbers_are_finite():
@@ -308,32 +608,77 @@ def test_an_observation_too_large_for_the_space():
 
 
 @pytest.mark.parametrize("name, when", [("obs", 1), ("obs", 4), ("first", 1), ("first", 2)])
-@pytest.mark.parametrize("change, parts", [
-    (lambda x: x[:3], ("wrong shape", "Expected float32 [4], got float32 [3]")),
-    (lambda x: x[None], ("wrong shape", "Expected float32 [4], got float32 [1, 4]")),
-    (lambda x: x.astype(complex), ("wrong dtype", "Expected float32 [4], got complex128 [4]")),
-    (lambda x: [x, x], ("Expected", "got")), (lambda x: {"x": x}, ("structure", "Expected", "got")),
-    (lambda x: None, ("Expected", "got")), (lambda x: "up", ("Expected float32 [4]", "got"))],
-    ids=["shape", "batch", "complex", "list", "dict", "None", "text"])
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        (lambda x: x[:3], ("wrong shape", "Expected float32 [4], got float32 [3]")),
+        (lambda x: x[None], ("wrong shape", "Expected float32 [4], got float32 [1, 4]")),
+        (lambda x: x.astype(complex), ("wrong dtype", "Expected float32 [4], got complex128 [4]")),
+        (lambda x: [x, x], ("Expected", "got")),
+        (lambda x: {"x": x}, ("structure", "Expected", "got")),
+        (lambda x: None, ("Expected", "got")),
+        (lambda x: "up", ("Expected float32 [4]", "got")),
+    ],
+    ids=["shape", "batch", "complex", "list", "dict", "None", "text"],
+)
 def test_observations_that_do_not_fit(name, when, change, parts):
     "From the first or at any later time."
     plan = LONG if name == "obs" else [(2, "trunc")]
-    failure(PipeError, stepper(tampered(when=when, plan=plan, **{name: change})), *WHO, "obs", *parts)
+    failure(
+        PipeError, stepper(tampered(when=when, plan=plan, **{name: change})), *WHO, "obs", *parts
+    )
 
 
-@pytest.mark.parametrize("change, parts", [
-    (inside("pair", lambda x: (x[0], {"pixels": x[1]["pixels"][:1]})),
-     ("leaf obs['pair'][1]['pixels']", "wrong shape", "Expected uint8 [2, 2], got uint8 [1, 2]")),
-    (inside("pair", lambda x: (x[0], {"pixels": x[1]["pixels"] + .5})),
-     ("leaf obs['pair'][1]['pixels']", "wrong dtype", "Expected uint8", "got float64")),
-    (inside("pair", lambda x: (1.5, x[1])), ("leaf obs['pair'][0]", "wrong dtype", "Expected int64", "got float64")),
-    (inside("pair", lambda x: x[:1]), ("structure", "missing obs['pair'][1]['pixels']", "Expected", "got")),
-    (inside("pair", lambda x: (x[0], {})), ("structure", "missing obs['pair'][1]['pixels']", "Expected", "got")),
-    (lambda x: {**x, "sound": 1}, ("structure", "unexpected obs['sound']", "Expected", "got")),
-    (lambda x: {k: x[k] for k in ("pair", "place")}, ("structure", "missing obs['exact']", "Expected", "got")),
-    (lambda x: x["place"], ("structure", "missing obs['exact']", "Expected", "got")),
-    (inside("pair", lambda x: np.zeros(2)), ("structure", "missing obs['pair'][0]", "Expected", "got"))],
-    ids=["shape", "dtype", "kind", "short", "missing", "unexpected", "missing key", "bare", "array for a tuple"])
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        (
+            inside("pair", lambda x: (x[0], {"pixels": x[1]["pixels"][:1]})),
+            (
+                "leaf obs['pair'][1]['pixels']",
+                "wrong shape",
+                "Expected uint8 [2, 2], got uint8 [1, 2]",
+            ),
+        ),
+        (
+            inside("pair", lambda x: (x[0], {"pixels": x[1]["pixels"] + 0.5})),
+            ("leaf obs['pair'][1]['pixels']", "wrong dtype", "Expected uint8", "got float64"),
+        ),
+        (
+            inside("pair", lambda x: (1.5, x[1])),
+            ("leaf obs['pair'][0]", "wrong dtype", "Expected int64", "got float64"),
+        ),
+        (
+            inside("pair", lambda x: x[:1]),
+            ("structure", "missing obs['pair'][1]['pixels']", "Expected", "got"),
+        ),
+        (
+            inside("pair", lambda x: (x[0], {})),
+            ("structure", "missing obs['pair'][1]['pixels']", "Expected", "got"),
+        ),
+        (lambda x: {**x, "sound": 1}, ("structure", "unexpected obs['sound']", "Expected", "got")),
+        (
+            lambda x: {k: x[k] for k in ("pair", "place")},
+            ("structure", "missing obs['exact']", "Expected", "got"),
+        ),
+        (lambda x: x["place"], ("structure", "missing obs['exact']", "Expected", "got")),
+        (
+            inside("pair", lambda x: np.zeros(2)),
+            ("structure", "missing obs['pair'][0]", "Expected", "got"),
+        ),
+    ],
+    ids=[
+        "shape",
+        "dtype",
+        "kind",
+        "short",
+        "missing",
+        "unexpected",
+        "missing key",
+        "bare",
+        "array for a tuple",
+    ],
+)
 def test_nested_observations_that_do_not_fit(change, parts):
     failure(PipeError, stepper(tampered(Nested, obs=change), Nested), *WHO, *parts)
 
@@ -345,44 +690,104 @@ def test_a_last_observation_that_does_not_fit():
 
 # --- whole numbers that would be others in the dtype of the space, or that the space does not have
 
+
 def whole(space, value, when, name):
     "An environment whose observations are zero, or the least numbers of the space, but for `value` at one moment."
+
     class Whole(Counting):
         observation_space = space
-        def look(self): return least(space)
+
+        def look(self):
+            return least(space)
+
     return tampered(Whole, when, [(3, "trunc")], **{name: lambda _: value})
 
 
 def least(space):
-    if isinstance(space, Dict): return {k: least(s) for k, s in space.spaces.items()}
+    if isinstance(space, Dict):
+        return {k: least(s) for k, s in space.spaces.items()}
     return np.full(space.shape, getattr(space, "start", 0), space.dtype)
 
 
-@pytest.mark.parametrize("space, value, parts", [
-    (Box(-9, 9, (2,), np.int16), np.array([0, 70000]), ("does not fit", "Expected", "int16", "got 70000")),
-    (Box(-9, 9, (), np.int8), np.uint8(200), ("does not fit", "int8", "got 200")),
-    (Box(0, 9, (2,), np.uint8), np.array([300, 0], np.uint16), ("does not fit", "uint8", "got 300")),
-    (Box(0, 9, (1,), np.int64), np.array([2 ** 63], np.uint64), ("does not fit", "int64", f"got {2 ** 63}")),
-    (MultiBinary(2), np.array([0, 256]), ("does not fit", "int8", "got 256")),
-    (MultiBinary(2), np.array([0, 2], np.int8), ("out of range", "MultiBinary(2)", "got [0 2]")),
-    (MultiBinary(2), np.array([-1, 0]), ("out of range", "MultiBinary(2)", "got [-1  0]")),
-    (Discrete(4), 7, ("out of range", "Discrete(4)", "got 7")), (Discrete(4), np.int32(-1), ("out of range", "got -1")),
-    (Discrete(4, start=2), 6, ("out of range", "got 6")), (Discrete(4, start=2), np.int64(1), ("out of range", "got 1")),
-    (Discrete(4, start=-2), 2, ("out of range", "got 2")),
-    (MultiDiscrete([2, 3]), np.array([1, 3]), ("out of range", "got [1 3]")),
-    (Dict(a=Box(-1, 1, (2,)), b=Discrete(3)), {"a": np.zeros(2, np.float32), "b": 3}, ("['b']", "out of range", "got 3")),
-    (Dict(a=Box(-9, 9, (), np.int8), b=Discrete(3)), {"a": -200, "b": 0}, ("['a']", "does not fit", "got -200"))], ids=str)
-@pytest.mark.parametrize("name, when", [("obs", 1), ("obs", 2), ("obs", 3), ("first", 1), ("first", 2)])
+@pytest.mark.parametrize(
+    "space, value, parts",
+    [
+        (
+            Box(-9, 9, (2,), np.int16),
+            np.array([0, 70000]),
+            ("does not fit", "Expected", "int16", "got 70000"),
+        ),
+        (Box(-9, 9, (), np.int8), np.uint8(200), ("does not fit", "int8", "got 200")),
+        (
+            Box(0, 9, (2,), np.uint8),
+            np.array([300, 0], np.uint16),
+            ("does not fit", "uint8", "got 300"),
+        ),
+        (
+            Box(0, 9, (1,), np.int64),
+            np.array([2**63], np.uint64),
+            ("does not fit", "int64", f"got {2**63}"),
+        ),
+        (MultiBinary(2), np.array([0, 256]), ("does not fit", "int8", "got 256")),
+        (
+            MultiBinary(2),
+            np.array([0, 2], np.int8),
+            ("out of range", "MultiBinary(2)", "got [0 2]"),
+        ),
+        (MultiBinary(2), np.array([-1, 0]), ("out of range", "MultiBinary(2)", "got [-1  0]")),
+        (Discrete(4), 7, ("out of range", "Discrete(4)", "got 7")),
+        (Discrete(4), np.int32(-1), ("out of range", "got -1")),
+        (Discrete(4, start=2), 6, ("out of range", "got 6")),
+        (Discrete(4, start=2), np.int64(1), ("out of range", "got 1")),
+        (Discrete(4, start=-2), 2, ("out of range", "got 2")),
+        (MultiDiscrete([2, 3]), np.array([1, 3]), ("out of range", "got [1 3]")),
+        (
+            Dict(a=Box(-1, 1, (2,)), b=Discrete(3)),
+            {"a": np.zeros(2, np.float32), "b": 3},
+            ("['b']", "out of range", "got 3"),
+        ),
+        (
+            Dict(a=Box(-9, 9, (), np.int8), b=Discrete(3)),
+            {"a": -200, "b": 0},
+            ("['a']", "does not fit", "got -200"),
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "name, when", [("obs", 1), ("obs", 2), ("obs", 3), ("first", 1), ("first", 2)]
+)
 def test_whole_numbers_that_do_not_fit(space, value, parts, name, when):
     "Also in the last observation of an episode that is cut off (step 3)."
-    def good(): return type("Good", (Counting,), dict(observation_space=space, look=lambda self: least(space)))(LONG)
-    failure(EnvError, EnvStepper([good, whole(space, value, when, name)], Constant(0)), *WHO, "leaf", "obs", *parts)
+
+    def good():
+        return type(
+            "Good", (Counting,), dict(observation_space=space, look=lambda self: least(space))
+        )(LONG)
+
+    failure(
+        EnvError,
+        EnvStepper([good, whole(space, value, when, name)], Constant(0)),
+        *WHO,
+        "leaf",
+        "obs",
+        *parts,
+    )
 
 
-@pytest.mark.parametrize("space, value", [
-    (Box(-9, 9, (2,), np.int16), np.array([32767, -32768])), (MultiBinary(2), np.array([True, False])), (Discrete(4), 3),
-    (Discrete(4), np.uint8(3)), (Discrete(4, start=-2), 1), (MultiDiscrete([2, 255], dtype=np.uint8), np.array([1, 254], np.uint8)),
-    (Box(-9, 9, (2,)), np.array([1, 2 ** 24]))], ids=str)
+@pytest.mark.parametrize(
+    "space, value",
+    [
+        (Box(-9, 9, (2,), np.int16), np.array([32767, -32768])),
+        (MultiBinary(2), np.array([True, False])),
+        (Discrete(4), 3),
+        (Discrete(4), np.uint8(3)),
+        (Discrete(4, start=-2), 1),
+        (MultiDiscrete([2, 255], dtype=np.uint8), np.array([1, 254], np.uint8)),
+        (Box(-9, 9, (2,)), np.array([1, 2**24])),
+    ],
+    ids=str,
+)
 def test_whole_numbers_that_fit(space, value):
     ticks = list(islice(EnvStepper(whole(space, value, 2, "obs"), Constant(0)), 2))
     assert ticks[1].next.obs.dtype == space.dtype and (ticks[1].next.obs[0] == value).all()
@@ -390,14 +795,51 @@ def test_whole_numbers_that_fit(space, value):
 
 # --- rewards
 
-@pytest.mark.parametrize("value, got", [
-    (np.ones(1, np.float32), "float32 [1]"), (np.ones((1, 1)), "float64 [1, 1]"), (np.ones(2), "float64 [2]"),
-    ([1.], "[1.0]"), ([1., 2.], "[1.0, 2.0]"), (torch.ones(1), "float32 [1]"), ({"a": 1.}, "'a'"), ("1.0", "1.0"), ("much", "much"),
-    (1j, "1j"), (object(), "object")],
-    ids=["1", "1x1", "2", "list", "longer list", "tensor", "dict", "number as text", "text", "complex", "object"])
+
+@pytest.mark.parametrize(
+    "value, got",
+    [
+        (np.ones(1, np.float32), "float32 [1]"),
+        (np.ones((1, 1)), "float64 [1, 1]"),
+        (np.ones(2), "float64 [2]"),
+        ([1.0], "[1.0]"),
+        ([1.0, 2.0], "[1.0, 2.0]"),
+        (torch.ones(1), "float32 [1]"),
+        ({"a": 1.0}, "'a'"),
+        ("1.0", "1.0"),
+        ("much", "much"),
+        (1j, "1j"),
+        (object(), "object"),
+    ],
+    ids=[
+        "1",
+        "1x1",
+        "2",
+        "list",
+        "longer list",
+        "tensor",
+        "dict",
+        "number as text",
+        "text",
+        "complex",
+        "object",
+    ],
+)
 def test_rewards_that_are_no_numbers(value, got):
-    for make in (lambda: stepper(tampered(rew=lambda _: value)), lambda: EnvStepper(tampered(rew=lambda _: value), Plain())):
-        failure(EnvError, make, "EnvStepper, lane 0, environment", "leaf rew", "no scalar", "Expected one number", "got", got)
+    for make in (
+        lambda: stepper(tampered(rew=lambda _: value)),
+        lambda: EnvStepper(tampered(rew=lambda _: value), Plain()),
+    ):
+        failure(
+            EnvError,
+            make,
+            "EnvStepper, lane 0, environment",
+            "leaf rew",
+            "no scalar",
+            "Expected one number",
+            "got",
+            got,
+        )
 
 
 def test_a_vector_reward_of_every_environment():
@@ -407,13 +849,17 @@ def test_a_vector_reward_of_every_environment():
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("value", [nan, inf, -inf, np.float32(nan), np.float64(inf), torch.tensor(nan), None, 1e39])
+@pytest.mark.parametrize(
+    "value", [nan, inf, -inf, np.float32(nan), np.float64(inf), torch.tensor(nan), None, 1e39]
+)
 def test_rewards_that_are_not_finite(value):
     "1e39 is infinite in the float32 that rewards are kept in; None is what a forgotten `return` gives."
     failure(EnvError, stepper(tampered(rew=lambda _: value)), *WHO, "leaf rew", "Expected", "got")
 
 
-@pytest.mark.parametrize("value", [3, True, np.int64(3), np.float64(3), np.array(3.), np.float16(3), torch.tensor(3.)])
+@pytest.mark.parametrize(
+    "value", [3, True, np.int64(3), np.float64(3), np.array(3.0), np.float16(3), torch.tensor(3.0)]
+)
 def test_rewards_that_are_numbers(value):
     [tick] = islice(EnvStepper(tampered(when=1, rew=lambda _: value), Plain()), 1)
     assert tick.next.rew.dtype == np.float32 and tick.next.rew.tolist() == [float(value)]
@@ -421,112 +867,236 @@ def test_rewards_that_are_numbers(value):
 
 # --- ends of episodes
 
-@pytest.mark.parametrize("value, got", [
-    ("False", "False"), ("", "''"), (nan, "nan"), (np.float32(nan), "nan"), ([False], "[False]"), ([], "[]"), (None, "None"), (2, "2"),
-    (.5, "0.5"), (np.array([True]), "bool [1]"), (np.zeros(2), "float64 [2]"), ({}, "{}"), (gym, "gymnasium")],
-    ids=lambda x: "module" if x is gym else repr(x))
+
+@pytest.mark.parametrize(
+    "value, got",
+    [
+        ("False", "False"),
+        ("", "''"),
+        (nan, "nan"),
+        (np.float32(nan), "nan"),
+        ([False], "[False]"),
+        ([], "[]"),
+        (None, "None"),
+        (2, "2"),
+        (0.5, "0.5"),
+        (np.array([True]), "bool [1]"),
+        (np.zeros(2), "float64 [2]"),
+        ({}, "{}"),
+        (gym, "gymnasium"),
+    ],
+    ids=lambda x: "module" if x is gym else repr(x),
+)
 @pytest.mark.parametrize("name, leaf", [("term", "terminated"), ("trunc", "truncated")])
 def test_ends_that_are_neither_true_nor_false(name, leaf, value, got):
-    failure(EnvError, stepper(tampered(**{name: lambda _: value})), *WHO, f"leaf {leaf}", "Expected True or False", "got", got)
+    failure(
+        EnvError,
+        stepper(tampered(**{name: lambda _: value})),
+        *WHO,
+        f"leaf {leaf}",
+        "Expected True or False",
+        "got",
+        got,
+    )
 
 
-@pytest.mark.parametrize("value", [True, np.True_, 1, 1., np.int8(1), np.array(True), torch.tensor(True),
-                                   False, np.False_, 0, 0., np.int8(0), np.array(False), torch.tensor(False)], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [
+        True,
+        np.True_,
+        1,
+        1.0,
+        np.int8(1),
+        np.array(True),
+        torch.tensor(True),
+        False,
+        np.False_,
+        0,
+        0.0,
+        np.int8(0),
+        np.array(False),
+        torch.tensor(False),
+    ],
+    ids=repr,
+)
 def test_ends_that_are_true_or_false(value):
-    [tick] = islice(EnvStepper(tampered(when=1, term=lambda _: value, trunc=lambda _: np.False_), Plain()), 1)
+    [tick] = islice(
+        EnvStepper(tampered(when=1, term=lambda _: value, trunc=lambda _: np.False_), Plain()), 1
+    )
     assert tick.term.tolist() == [bool(value)] and tick.next.fin.tolist() == [bool(value)]
 
 
 # --- infos
 
+
 def endless(kind):
     "A dict, or a list, that contains itself."
     x = {} if kind is dict else []
-    if kind is dict: x["me"] = x
-    else: x.append(x)
+    if kind is dict:
+        x["me"] = x
+    else:
+        x.append(x)
     return x
 
 
-@pytest.mark.parametrize("value, got", [(None, "None"), ([], "[]"), ([("x", 1)], "'x'"), ("info", "info"), (3, "3")], ids=repr)
+@pytest.mark.parametrize(
+    "value, got",
+    [(None, "None"), ([], "[]"), ([("x", 1)], "'x'"), ("info", "info"), (3, "3")],
+    ids=repr,
+)
 @pytest.mark.parametrize("when", [1, 3])
 @pytest.mark.parametrize("options", [{}, dict(info_keys=[])], ids=["all", "none"])
 def test_infos_that_are_no_dicts(value, got, when, options):
     source = tampered(when=when, info=lambda _: value)
-    failure(EnvError, stepper(source, **options), *WHO, "leaf info", "no dict", "Expected a dict", "got", got)
+    failure(
+        EnvError,
+        stepper(source, **options),
+        *WHO,
+        "leaf info",
+        "no dict",
+        "Expected a dict",
+        "got",
+        got,
+    )
 
 
 @pytest.mark.parametrize("kind", [dict, list])
 @pytest.mark.parametrize("when", [1, 3])
-@pytest.mark.parametrize("key, options", [("count", {}), ("count", dict(info_keys=["count"])), ("new", dict(info_keys=["new"]))])
+@pytest.mark.parametrize(
+    "key, options",
+    [("count", {}), ("count", dict(info_keys=["count"])), ("new", dict(info_keys=["new"]))],
+)
 def test_an_info_that_contains_itself(kind, when, key, options):
     source = tampered(when=when, info=lambda info: {**info, key: endless(kind)})
     failure(EnvError, stepper(source, **options), *WHO, f"leaf info['{key}']", "Expected", "got")
 
 
 def test_any_mapping_is_an_info():
-    class Other(OrderedDict): pass
+    class Other(OrderedDict):
+        pass
+
     ticks = list(islice(EnvStepper(tampered(when=2, info=Other), Plain()), 3))
     assert [int(tick.env["count"][0]) for tick in ticks] == [1, 2, 3]
 
 
 # --- actors
 
+
 class Answers(Plain):
     "Behaves until its answer number `when`, which is `change(act, hx, info)`; reactions that are virtual count too."
+
     def __init__(self, change, when=1):
         super().__init__()
-        self.change, self.when, self.n = change, when, 0
+        self.change = change
+        self.when = when
+        self.n = 0
 
     def forward(self, obs, act, rew, fin, **context):
-        answer, self.n = super().forward(obs, act, rew, fin, **{**context, "hx": None}), self.n + 1
+        answer = super().forward(obs, act, rew, fin, **{**context, "hx": None})
+        self.n = self.n + 1
         answer = answer[0], answer[1], {"a": fin.float(), "b": (fin.float(),)}
         return self.change(*answer) if self.n >= self.when else answer
 
 
 WRONG = {
-    "no triple": (lambda act, hx, info: (act, info), ("no triple", "Expected (act, hx, info)", "got")),
+    "no triple": (
+        lambda act, hx, info: (act, info),
+        ("no triple", "Expected (act, hx, info)", "got"),
+    ),
     "nothing": (lambda act, hx, info: None, ("no triple", "Expected (act, hx, info)", "got None")),
-    "one environment": (lambda act, hx, info: (act[:, :1], hx, info), ("leaf act", "Expected", "2", "got int64 [1, 1]")),
-    "no time": (lambda act, hx, info: (act[0], hx, info), ("leaf act", "Expected", "got int64 [2]")),
-    "two times": (lambda act, hx, info: (act.repeat(2, 1), hx, info), ("leaf act", "Expected", "got int64 [2, 2]")),
-    "a vector": (lambda act, hx, info: (act[..., None], hx, info), ("leaf act", "Expected", "Discrete(5)", "got int64 [")),
-    "float": (lambda act, hx, info: (act.float(), hx, info), ("leaf act", "Expected", "Discrete(5)", "got float32 [")),
-    "array": (lambda act, hx, info: (act.numpy(), hx, info), ("leaf act", "Expected a tensor", "got int64 [")),
+    "one environment": (
+        lambda act, hx, info: (act[:, :1], hx, info),
+        ("leaf act", "Expected", "2", "got int64 [1, 1]"),
+    ),
+    "no time": (
+        lambda act, hx, info: (act[0], hx, info),
+        ("leaf act", "Expected", "got int64 [2]"),
+    ),
+    "two times": (
+        lambda act, hx, info: (act.repeat(2, 1), hx, info),
+        ("leaf act", "Expected", "got int64 [2, 2]"),
+    ),
+    "a vector": (
+        lambda act, hx, info: (act[..., None], hx, info),
+        ("leaf act", "Expected", "Discrete(5)", "got int64 ["),
+    ),
+    "float": (
+        lambda act, hx, info: (act.float(), hx, info),
+        ("leaf act", "Expected", "Discrete(5)", "got float32 ["),
+    ),
+    "array": (
+        lambda act, hx, info: (act.numpy(), hx, info),
+        ("leaf act", "Expected a tensor", "got int64 ["),
+    ),
     "number": (lambda act, hx, info: (3, hx, info), ("leaf act", "Expected", "got 3")),
     "None": (lambda act, hx, info: (None, hx, info), ("act", "Expected", "got None")),
     "a pair": (lambda act, hx, info: ((act, act), hx, info), ("act", "Expected", "got (")),
     "a dict": (lambda act, hx, info: ({"x": act}, hx, info), ("act", "Expected", "got {")),
-    "memory": (lambda act, hx, info: (act, torch.zeros(1, 3, 4), info), ("leaf hx", "Expected", "got float32 [1, 3, 4]")),
-    "report": (lambda act, hx, info: (act, hx, {**info, "b": (torch.zeros(3),)}), ("leaf info['b'][0]", "Expected", "got float32 [3]")),
-    "array in the report": (lambda act, hx, info: (act, hx, {**info, "a": info["a"].numpy()}),
-                            ("leaf info['a']", "Expected a tensor", "got float32 [1, 2]")),
+    "memory": (
+        lambda act, hx, info: (act, torch.zeros(1, 3, 4), info),
+        ("leaf hx", "Expected", "got float32 [1, 3, 4]"),
+    ),
+    "report": (
+        lambda act, hx, info: (act, hx, {**info, "b": (torch.zeros(3),)}),
+        ("leaf info['b'][0]", "Expected", "got float32 [3]"),
+    ),
+    "array in the report": (
+        lambda act, hx, info: (act, hx, {**info, "a": info["a"].numpy()}),
+        ("leaf info['a']", "Expected a tensor", "got float32 [1, 2]"),
+    ),
 }
 
 
 @pytest.mark.parametrize("change, parts", WRONG.values(), ids=WRONG)
 def test_actors_whose_answers_do_not_fit(change, parts):
-    failure(ActorError, FragmentCollector(EnvStepper(fine(), Answers(change), 2), 3), "EnvStepper, lane 0", *parts)
+    failure(
+        ActorError,
+        FragmentCollector(EnvStepper(fine(), Answers(change), 2), 3),
+        "EnvStepper, lane 0",
+        *parts,
+    )
 
 
-LATER = {name: case for name, case in WRONG.items() if name not in ("memory", "report", "array in the report")}
+LATER = {
+    name: case
+    for name, case in WRONG.items()
+    if name not in ("memory", "report", "array in the report")
+}
 
 
 @pytest.mark.parametrize("n_steps", [3, 99], ids=["ahead", "step"])
 @pytest.mark.parametrize("change, parts", LATER.values(), ids=LATER)
 def test_actors_whose_answers_do_not_fit_later(change, parts, n_steps):
     "In a step, in the look-ahead of a fragment, or in both: every answer decides what an environment does, or what is learned."
-    failure(ActorError, FragmentCollector(EnvStepper(fine(), Answers(change, 5), 2), n_steps), "EnvStepper, lane 0", *parts)
+    failure(
+        ActorError,
+        FragmentCollector(EnvStepper(fine(), Answers(change, 5), 2), n_steps),
+        "EnvStepper, lane 0",
+        *parts,
+    )
 
 
 @pytest.mark.parametrize("name, leaf", [("report", "['b'][0]"), ("array in the report", "['a']")])
 def test_reports_that_do_not_fit_later(name, leaf):
-    failure(PipeError, FragmentCollector(EnvStepper(fine(), Answers(WRONG[name][0], 5), 2), 9), "lane 0", leaf)
+    failure(
+        PipeError,
+        FragmentCollector(EnvStepper(fine(), Answers(WRONG[name][0], 5), 2), 9),
+        "lane 0",
+        leaf,
+    )
 
 
-@pytest.mark.parametrize("change", [
-    lambda act, hx, info: (act, hx, {"a": info["a"]}), lambda act, hx, info: (act, hx, {**info, "c": info["a"]}),
-    lambda act, hx, info: (act, hx, {**info, "a": info["a"][..., None]}), lambda act, hx, info: (act, hx, {**info, "b": info["a"]})],
-    ids=["missing", "unexpected", "shape", "structure"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda act, hx, info: (act, hx, {"a": info["a"]}),
+        lambda act, hx, info: (act, hx, {**info, "c": info["a"]}),
+        lambda act, hx, info: (act, hx, {**info, "a": info["a"][..., None]}),
+        lambda act, hx, info: (act, hx, {**info, "b": info["a"]}),
+    ],
+    ids=["missing", "unexpected", "shape", "structure"],
+)
 def test_a_report_that_changes_is_noticed(change):
     failure(PipeError, FragmentCollector(EnvStepper(fine(), Answers(change, 5), 2), 7), "lane 0")
 
@@ -541,22 +1111,58 @@ class NestedAnswers(NestedMemory):
         return self.change(act), hx, info
 
 
-@pytest.mark.parametrize("change, parts", [
-    (lambda a: {**a, "gear": a["gear"].float()}, ("leaf act['gear']", "Expected", "Discrete", "got float32")),
-    (lambda a: {**a, "steer": (a["steer"][0][..., :1], a["steer"][1])}, ("leaf act['steer'][0]", "Expected", "2", "Box", "got float32 [")),
-    (lambda a: {**a, "steer": (a["steer"][0], a["steer"][1].float())},
-     ("leaf act['steer'][1]", "Expected", "MultiBinary", "got float32 [")),
-    (lambda a: {**a, "steer": (a["steer"][0].long(), a["steer"][1])}, ("leaf act['steer'][0]", "Expected", "Box", "got int64 [")),
-    (lambda a: {**a, "steer": a["steer"][:1]}, ("leaf act['steer']", "structure", "Expected Tuple", "got")),
-    (lambda a: {"gear": a["gear"]}, ("leaf act", "structure", "Expected Dict", "'gear'", "'steer'", "got")),
-    (lambda a: {**a, "horn": a["gear"]}, ("leaf act", "structure", "Expected Dict", "got")),
-    (lambda a: a["gear"], ("leaf act", "structure", "Expected Dict", "got")),
-    (lambda a: (a["gear"], a["steer"]), ("leaf act", "structure", "Expected Dict", "got")),
-    (lambda a: {**a, "steer": (a["steer"][0] / 0, a["steer"][1])},
-     ("environment 0", "leaf act['steer'][0]", "non-finite", "Expected finite", "got")),
-], ids=["float gear", "shape", "float buttons", "integer wheel", "short", "missing", "unexpected", "bare", "tuple", "nan"])
+@pytest.mark.parametrize(
+    "change, parts",
+    [
+        (
+            lambda a: {**a, "gear": a["gear"].float()},
+            ("leaf act['gear']", "Expected", "Discrete", "got float32"),
+        ),
+        (
+            lambda a: {**a, "steer": (a["steer"][0][..., :1], a["steer"][1])},
+            ("leaf act['steer'][0]", "Expected", "2", "Box", "got float32 ["),
+        ),
+        (
+            lambda a: {**a, "steer": (a["steer"][0], a["steer"][1].float())},
+            ("leaf act['steer'][1]", "Expected", "MultiBinary", "got float32 ["),
+        ),
+        (
+            lambda a: {**a, "steer": (a["steer"][0].long(), a["steer"][1])},
+            ("leaf act['steer'][0]", "Expected", "Box", "got int64 ["),
+        ),
+        (
+            lambda a: {**a, "steer": a["steer"][:1]},
+            ("leaf act['steer']", "structure", "Expected Tuple", "got"),
+        ),
+        (
+            lambda a: {"gear": a["gear"]},
+            ("leaf act", "structure", "Expected Dict", "'gear'", "'steer'", "got"),
+        ),
+        (lambda a: {**a, "horn": a["gear"]}, ("leaf act", "structure", "Expected Dict", "got")),
+        (lambda a: a["gear"], ("leaf act", "structure", "Expected Dict", "got")),
+        (lambda a: (a["gear"], a["steer"]), ("leaf act", "structure", "Expected Dict", "got")),
+        (
+            lambda a: {**a, "steer": (a["steer"][0] / 0, a["steer"][1])},
+            ("environment 0", "leaf act['steer'][0]", "non-finite", "Expected finite", "got"),
+        ),
+    ],
+    ids=[
+        "float gear",
+        "shape",
+        "float buttons",
+        "integer wheel",
+        "short",
+        "missing",
+        "unexpected",
+        "bare",
+        "tuple",
+        "nan",
+    ],
+)
 def test_nested_actions_that_do_not_fit(change, parts):
-    failure(ActorError, EnvStepper(fine(Nested), NestedAnswers(change), 2), "EnvStepper, lane 0", *parts)
+    failure(
+        ActorError, EnvStepper(fine(Nested), NestedAnswers(change), 2), "EnvStepper, lane 0", *parts
+    )
 
 
 class Steer(NamedTuple):
@@ -567,36 +1173,52 @@ class Steer(NamedTuple):
 @pytest.mark.parametrize("make", [list, lambda pair: Steer(*pair)], ids=["list", "namedtuple"])
 def test_the_containers_of_an_action_may_be_lists_and_namedtuples(make):
     "For a Tuple space, what counts is the position; in every row of every fragment."
-    pipe = FragmentCollector(EnvStepper(fine(Nested), NestedAnswers(lambda a: {**a, "steer": make(a["steer"])}), 2), 3)
+    pipe = FragmentCollector(
+        EnvStepper(fine(Nested), NestedAnswers(lambda a: {**a, "steer": make(a["steer"])}), 2), 3
+    )
     assert [f.state.act["steer"][0].shape for f in islice(pipe, 2)] == [(4, 2, 2)] * 2
 
 
-@pytest.mark.parametrize("change", [inside("pair", list), inside("pair", lambda x: Steer(*x)), OrderedDict],
-                         ids=["list", "namedtuple", "ordered"])
+@pytest.mark.parametrize(
+    "change",
+    [inside("pair", list), inside("pair", lambda x: Steer(*x)), OrderedDict],
+    ids=["list", "namedtuple", "ordered"],
+)
 def test_the_containers_of_an_observation_may_be_lists_and_namedtuples(change):
     class Loose(Nested):
-        def look(self): return change(super().look())
+        def look(self):
+            return change(super().look())
+
     pipe = FragmentCollector(EnvStepper(lambda: Loose([(2, "trunc")]), NestedMemory(), 2), 3)
     assert [f.state.obs["pair"][1]["pixels"].shape for f in islice(pipe, 2)] == [(4, 2, 2, 2)] * 2
 
 
 def continuous(shape, dtype):
     class Continuous(Counting):
-        observation_space, action_space = Box(-1, 1, (1,)), Box(-1, 1, shape, dtype)
-        def look(self): return np.zeros(1, np.float32)
-        def number(self, action): return 0
+        observation_space = Box(-1, 1, (1,))
+        action_space = Box(-1, 1, shape, dtype)
+
+        def look(self):
+            return np.zeros(1, np.float32)
+
+        def number(self, action):
+            return 0
+
     return lambda: Continuous(LONG)
 
 
 class Later(Actor):
     "Zeros, but `value` for environment 1 from step 3 on."
+
     def __init__(self, shape, dtype, value):
         super().__init__()
-        self.shape, self.dtype, self.value = shape, dtype, value
+        self.shape = shape
+        self.dtype = dtype
+        self.value = value
 
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
         new = torch.zeros(*fin.shape, *self.shape, dtype=self.dtype)
-        new[:, 1] = torch.where(stepno[0, 1] >= 3, self.value, 0.)
+        new[:, 1] = torch.where(stepno[0, 1] >= 3, self.value, 0.0)
         return new, (), {}
 
 
@@ -606,8 +1228,19 @@ class Later(Actor):
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_non_finite_actions(shape, dtype, value, clip):
     "Infinity is not clipped away."
-    pipe = EnvStepper(continuous(shape, dtype), Later(shape, getattr(torch, dtype), value), 2, clip_actions=clip)
-    failure(ActorError, pipe, *WHO, "leaf act", "non-finite action", "Expected finite", "got", str(value))
+    pipe = EnvStepper(
+        continuous(shape, dtype), Later(shape, getattr(torch, dtype), value), 2, clip_actions=clip
+    )
+    failure(
+        ActorError,
+        pipe,
+        *WHO,
+        "leaf act",
+        "non-finite action",
+        "Expected finite",
+        "got",
+        str(value),
+    )
 
 
 def test_large_actions_are_finite():
@@ -623,21 +1256,39 @@ def test_integers_for_a_float_space():
 def test_integers_for_multi_discrete():
     class Many(Counting):
         action_space = MultiDiscrete([2, 3])
-        def number(self, action): return int(action.sum())
-    failure(ActorError, EnvStepper(Many, Constant([0.5, 1.5])), "EnvStepper, lane 0", "leaf act", "MultiDiscrete", "got float32")
+
+        def number(self, action):
+            return int(action.sum())
+
+    failure(
+        ActorError,
+        EnvStepper(Many, Constant([0.5, 1.5])),
+        "EnvStepper, lane 0",
+        "leaf act",
+        "MultiDiscrete",
+        "got float32",
+    )
 
 
 def test_an_actor_that_raises():
     class Lost(Plain):
         def forward(self, obs, *rest, **context):
-            if context["stepno"].max() == 2: raise KeyError("map")
+            if context["stepno"].max() == 2:
+                raise KeyError("map")
             return super().forward(obs, *rest, **context)
-    error = failure(ActorError, Lanes(EnvStepper(fine(), Lost()), 2, 0), "EnvStepper, lane 0", "Lost.step raised KeyError: 'map'")
+
+    error = failure(
+        ActorError,
+        Lanes(EnvStepper(fine(), Lost()), 2, 0),
+        "EnvStepper, lane 0",
+        "Lost.step raised KeyError: 'map'",
+    )
     assert isinstance(error.__cause__, KeyError)
 
 
 class Lost(Plain):
     "From its answer number `when` on, its report has a NaN for environment 1, as from weights that are NaN."
+
     def __init__(self, when):
         super().__init__()
         self.when, self.n = when, 0
@@ -645,37 +1296,75 @@ class Lost(Plain):
     def forward(self, obs, act, rew, fin, **context):
         act, hx, info = super().forward(obs, act, rew, fin, **context)
         self.n += 1
-        value = torch.full(fin.shape, -inf)     # this is allowed
-        if self.n >= self.when: value[..., -1] = nan
+        value = torch.full(fin.shape, -inf)  # this is allowed
+        if self.n >= self.when:
+            value[..., -1] = nan
         return act, hx, {**info, "value": value}
 
 
-@pytest.mark.parametrize("when, at", [(2, "[0, 1]"), (5, "[3, 1]"), (6, "[4, 1]")], ids=["first", "last", "ahead"])
+@pytest.mark.parametrize(
+    "when, at", [(2, "[0, 1]"), (5, "[3, 1]"), (6, "[4, 1]")], ids=["first", "last", "ahead"]
+)
 def test_reports_that_are_no_number(when, at):
     "The first answer is asked for before the first step, and the last one is the look-ahead."
     plain, fused = (FragmentCollector(EnvStepper(fine(), Lost(when), 2), 4) for _ in range(2))
     for pipe in (plain, optimize(fused)):
-        failure(ActorError, pipe, "EnvStepper, lane 0", "info['value']", "Lost reported", f"NaN at {at}", n=1)
-    failure(ActorError, TensorCollector(lambda: Planned([LONG] * 2), Lost(when), 4), "TensorCollector, lane 0", f"NaN at {at}", n=1)
+        failure(
+            ActorError,
+            pipe,
+            "EnvStepper, lane 0",
+            "info['value']",
+            "Lost reported",
+            f"NaN at {at}",
+            n=1,
+        )
+    failure(
+        ActorError,
+        TensorCollector(lambda: Planned([LONG] * 2), Lost(when), 4),
+        "TensorCollector, lane 0",
+        f"NaN at {at}",
+        n=1,
+    )
 
 
 def test_an_actor_without_numbers():
     "A categorical distribution whose logits are NaN would take the first action for ever."
-    for actor, leaf in ((MLPPolicy.for_env("CartPole-v1", seed=0), "dist"), (QPolicy.for_env("CartPole-v1", seed=0), "")):
+    for actor, leaf in (
+        (MLPPolicy.for_env("CartPole-v1", seed=0), "dist"),
+        (QPolicy.for_env("CartPole-v1", seed=0), ""),
+    ):
         with torch.no_grad():
-            for p in actor.parameters(): p.fill_(nan)
+            for p in actor.parameters():
+                p.fill_(nan)
         for kw in ({}, {"optimize": False}, {"engine": "onnxruntime"}):
-            pipe = replayed("CartPole-v1", actor, n_envs=2, n_steps=4, **kw) if isinstance(actor, QPolicy) else \
-                on_policy("CartPole-v1", actor, Critic.for_env("CartPole-v1", seed=1), n_envs=2, n_steps=4, **kw)
+            pipe = (
+                replayed("CartPole-v1", actor, n_envs=2, n_steps=4, **kw)
+                if isinstance(actor, QPolicy)
+                else on_policy(
+                    "CartPole-v1",
+                    actor,
+                    Critic.for_env("CartPole-v1", seed=1),
+                    n_envs=2,
+                    n_steps=4,
+                    **kw,
+                )
+            )
             failure(ActorError, pipe, "EnvStepper, lane 0", f"info['{leaf}", "NaN at [0, 0]")
 
 
 def test_an_observation_that_is_infinite_for_the_actor():
     space = Box(-inf, inf, (2,), np.float64)
+
     class Far(gym.Env):
-        observation_space, action_space = space, Discrete(2)
-        def reset(self, *, seed=None, options=None): return np.array([1e39, 0]), {}
-        def step(self, action): return np.zeros(2), 0., False, False, {}
+        observation_space = space
+        action_space = Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return np.array([1e39, 0]), {}
+
+        def step(self, action):
+            return np.zeros(2), 0.0, False, False, {}
+
     pipe = replayed(Far, QPolicy.for_env(Far), n_envs=1, n_steps=4)
     error = failure(ActorError, pipe, "EnvStepper, lane 0", "info['q']", "NaN at [0, 0]")
     assert "observation that float32 cannot hold" in str(error)
@@ -684,51 +1373,106 @@ def test_an_observation_that_is_infinite_for_the_actor():
 def test_an_action_with_a_gradient():
     class Fixed(Constant):
         def __init__(self):
-            super().__init__([0.])
+            super().__init__([0.0])
             self.weight = torch.nn.Parameter(torch.zeros(1, 2, 1))
-        def forward(self, *args, **kw): return self.weight, (), {}
-    failure(ActorError, EnvStepper("Pendulum-v1", Fixed(), 2), "EnvStepper, lane 0", "leaf act", "with a gradient", "`detach`")
+
+        def forward(self, *args, **kw):
+            return self.weight, (), {}
+
+    failure(
+        ActorError,
+        EnvStepper("Pendulum-v1", Fixed(), 2),
+        "EnvStepper, lane 0",
+        "leaf act",
+        "with a gradient",
+        "`detach`",
+    )
 
 
 def test_what_is_no_actor():
     for actor in (None, print, torch.nn.Linear(2, 2)):
-        failure(ActorError, lambda actor=actor: EnvStepper(Counting, actor), "EnvStepper", "`step`", "Expected", "got")
+        failure(
+            ActorError,
+            lambda actor=actor: EnvStepper(Counting, actor),
+            "EnvStepper",
+            "`step`",
+            "Expected",
+            "got",
+        )
+
     class Half:
-        def step(self): pass
-    failure(ActorError, lambda: EnvStepper(Counting, Half()), "EnvStepper", "`reset`", "Expected", "got")
+        def step(self):
+            pass
+
+    failure(
+        ActorError, lambda: EnvStepper(Counting, Half()), "EnvStepper", "`reset`", "Expected", "got"
+    )
 
 
 # --- infos
 
-@pytest.mark.parametrize("value", ["text", object(), ["a", 1], {"x": "y"}, None, [], {}, np.array(["a"]), len],
-                         ids=["text", "object", "mixed list", "text in a dict", "None", "empty list", "empty dict", "array", "function"])
+
+@pytest.mark.parametrize(
+    "value",
+    ["text", object(), ["a", 1], {"x": "y"}, None, [], {}, np.array(["a"]), len],
+    ids=[
+        "text",
+        "object",
+        "mixed list",
+        "text in a dict",
+        "None",
+        "empty list",
+        "empty dict",
+        "array",
+        "function",
+    ],
+)
 def test_infos_that_are_no_numbers_do_no_harm(value):
-    def source(): return Informed(value)
+    def source():
+        return Informed(value)
+
     class Informed(Counting):
         def __init__(self, value):
             super().__init__(LONG)
             self.value = value
+
         def step(self, action):
             *rest, info = super().step(action)
             return *rest, {"count": info["count"], "thing": self.value}
+
     [f] = islice(FragmentCollector(EnvStepper(source, Plain(), 2), 3), 1)
     assert list(f.env) == ["count"]
 
 
 # --- sizes and order of pipes
 
+
 @pytest.mark.parametrize("n", [0, -3, 1.5, True, None, "4"])
 def test_lengths_of_a_fragment(n):
-    failure(DataError, lambda: FragmentCollector(EnvStepper(Counting, Plain()), n), "FragmentCollector", "Expected an integer n_steps >= 1",
-            f"got n_steps={n!r}")
+    failure(
+        DataError,
+        lambda: FragmentCollector(EnvStepper(Counting, Plain()), n),
+        "FragmentCollector",
+        "Expected an integer n_steps >= 1",
+        f"got n_steps={n!r}",
+    )
     failure(DataError, lambda: on_policy(Counting, Plain(), n_steps=n), "n_steps")
 
 
-@pytest.mark.parametrize("make", [partial(FragmentCollector, n_steps=2), Lanes, AdvantageBuffer, partial(FragmentStacker, n=2),
-                                  partial(Minibatcher, size=3)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(FragmentCollector, n_steps=2),
+        Lanes,
+        AdvantageBuffer,
+        partial(FragmentStacker, n=2),
+        partial(Minibatcher, size=3),
+    ],
+)
 @pytest.mark.parametrize("what", [None, [1, 2], "CartPole-v1", EnvStepper])
 def test_pipes_read_from_pipes(make, what):
-    with pytest.raises(TypeError, match=r"reads from a pipe .*, got (NoneType|list|str|\w+)"): make(what)
+    with pytest.raises(TypeError, match=r"reads from a pipe .*, got (NoneType|list|str|\w+)"):
+        make(what)
 
 
 def test_fragments_are_made_of_ticks():
@@ -738,85 +1482,184 @@ def test_fragments_are_made_of_ticks():
 
 def test_errors_pass_through_pipes_below_unchanged():
     "The message is that of the culprit, however long the pipeline; errors of a user's own pipe stay what they are."
-    pipe = on_policy([fine(), tampered(rew=lambda _: nan)], Valued(), n_envs=2, n_steps=5, lanes=2, seed=0)
-    failure(EnvError, Minibatcher(pipe, 3), "EnvStepper, lane 0, environment 1 (<lambda>), leaf rew", "non-finite")
+    pipe = on_policy(
+        [fine(), tampered(rew=lambda _: nan)], Valued(), n_envs=2, n_steps=5, lanes=2, seed=0
+    )
+    failure(
+        EnvError,
+        Minibatcher(pipe, 3),
+        "EnvStepper, lane 0, environment 1 (<lambda>), leaf rew",
+        "non-finite",
+    )
     pipe = Minibatcher(Failing(on_policy(fine(), Valued(), n_envs=1, n_steps=2), 1), 9)
-    with pytest.raises(ZeroDivisionError, match="downstream"): list(pipe)
+    with pytest.raises(ZeroDivisionError, match="downstream"):
+        list(pipe)
 
 
 def test_lanes_belong_after_the_collector():
     pipe = FragmentCollector(Lanes(EnvStepper(Counting, Plain()), 2, seed=0), 6)
-    with pytest.raises(DataError, match="FragmentCollector: ticks of several lanes.*`Lanes` after the collector.*lanes 0 and 1"):
+    with pytest.raises(
+        DataError,
+        match="FragmentCollector: ticks of several lanes.*`Lanes` after the collector.*lanes 0 and 1",
+    ):
         next(iter(pipe))
 
 
 def test_a_factory_that_makes_the_same_environment_twice():
     env = Counting()
-    with pytest.raises(EnvError, match="EnvStepper, lane 0, environment 1 .*a new environment at each call.*environment 0"):
+    with pytest.raises(
+        EnvError,
+        match="EnvStepper, lane 0, environment 1 .*a new environment at each call.*environment 0",
+    ):
         next(iter(EnvStepper(lambda: env, Plain(), 2)))
 
 
-FRACTIONS = [(AdvantageBuffer, "gamma"), (AdvantageBuffer, "lam"), (RewardScaler, "gamma"), (NStep, "gamma"), (StepMerger, "gamma"),
-             (CheckInvariants, "rate"), (ReplayMemory, "alpha"), (ReplayMemory, "beta")]
+FRACTIONS = [
+    (AdvantageBuffer, "gamma"),
+    (AdvantageBuffer, "lam"),
+    (RewardScaler, "gamma"),
+    (NStep, "gamma"),
+    (StepMerger, "gamma"),
+    (CheckInvariants, "rate"),
+    (ReplayMemory, "alpha"),
+    (ReplayMemory, "beta"),
+]
 
 
 @pytest.mark.parametrize("cls, name", FRACTIONS)
-@pytest.mark.parametrize("value", [-.01, 1.01, nan, -inf, None, "0.5", [.5]])
+@pytest.mark.parametrize("value", [-0.01, 1.01, nan, -inf, None, "0.5", [0.5]])
 def test_a_fraction_is_a_number_from_0_to_1(cls, name, value):
-    first = {NStep: (EnvStepper(Counting, Plain()), 2), StepMerger: (EnvStepper(Counting, Plain()), 2), ReplayMemory: (9,)}
-    def make(value): return cls(*first.get(cls, (FragmentCollector(EnvStepper(Counting, Plain()), 2),)), **{name: value})
-    failure(DataError, lambda: make(value), f"{cls.__name__}: out of range. Expected 0 <= {name} <= 1, got {name}={value!r}")
-    for value in (0, .5, 1, np.float32(.5)): make(value)
+    first = {
+        NStep: (EnvStepper(Counting, Plain()), 2),
+        StepMerger: (EnvStepper(Counting, Plain()), 2),
+        ReplayMemory: (9,),
+    }
+
+    def make(value):
+        return cls(
+            *first.get(cls, (FragmentCollector(EnvStepper(Counting, Plain()), 2),)), **{name: value}
+        )
+
+    failure(
+        DataError,
+        lambda: make(value),
+        f"{cls.__name__}: out of range. Expected 0 <= {name} <= 1, got {name}={value!r}",
+    )
+    for value in (0, 0.5, 1, np.float32(0.5)):
+        make(value)
 
 
 # --- numbers that are none, or too large
 
-@pytest.mark.parametrize("value", [2 ** 63, 10 ** 400])
-@pytest.mark.parametrize("make, error, name", [
-    (lambda n: EnvStepper(Counting, Plain(), n), EnvError, "n_envs"),
-    (lambda n: EnvStepper([Counting, Counting], Plain(), n), EnvError, "n_envs"),
-    (lambda n: EnvStepper("CartPole-v1", Plain(), n, vector="sync"), EnvError, "n_envs"),
-    (lambda n: on_policy(Counting, Plain(), n_envs=n), EnvError, "n_envs"),
-    (lambda n: on_policy(Counting, Plain(), n_steps=n), DataError, "n_steps"),
-    (lambda n: on_policy(Counting, Plain(), lanes=n), DataError, "n"),
-    (lambda n: ProcessReading(n), DataError, "num_workers"), (lambda n: ReplayMemory(n), DataError, "capacity")])
+
+@pytest.mark.parametrize("value", [2**63, 10**400])
+@pytest.mark.parametrize(
+    "make, error, name",
+    [
+        (lambda n: EnvStepper(Counting, Plain(), n), EnvError, "n_envs"),
+        (lambda n: EnvStepper([Counting, Counting], Plain(), n), EnvError, "n_envs"),
+        (lambda n: EnvStepper("CartPole-v1", Plain(), n, vector="sync"), EnvError, "n_envs"),
+        (lambda n: on_policy(Counting, Plain(), n_envs=n), EnvError, "n_envs"),
+        (lambda n: on_policy(Counting, Plain(), n_steps=n), DataError, "n_steps"),
+        (lambda n: on_policy(Counting, Plain(), lanes=n), DataError, "n"),
+        (lambda n: ProcessReading(n), DataError, "num_workers"),
+        (lambda n: ReplayMemory(n), DataError, "capacity"),
+    ],
+)
 def test_integers_that_no_machine_can_count(make, error, name, value):
     failure(error, lambda: make(value), "Expected", name, f"got {name}={value}")
 
 
-@pytest.mark.parametrize("make, name", [(lambda n: EnvStepper(Counting, Plain(), n), "n_envs"),
-                                        (lambda n: Lanes(EnvStepper(Counting, Plain()), n), "n")])
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (lambda n: EnvStepper(Counting, Plain(), n), "n_envs"),
+        (lambda n: Lanes(EnvStepper(Counting, Plain()), n), "n"),
+    ],
+)
 def test_more_environments_and_lanes_than_there_is_memory_for(make, name):
-    failure(DataError, lambda: make(2 ** 62), "not enough memory", "Expected at most", f"got {name}={2 ** 62:,}, which needs")
+    failure(
+        DataError,
+        lambda: make(2**62),
+        "not enough memory",
+        "Expected at most",
+        f"got {name}={2**62:,}, which needs",
+    )
 
 
-@pytest.mark.parametrize("name", ["n_envs", "n_steps", "lanes", "workers", "steps", "threads", "capacity", "batch_size"])
-@pytest.mark.parametrize("value", [2 ** 63, 10 ** 30])
+@pytest.mark.parametrize(
+    "name", ["n_envs", "n_steps", "lanes", "workers", "steps", "threads", "capacity", "batch_size"]
+)
+@pytest.mark.parametrize("value", [2**63, 10**30])
 def test_integers_of_a_run_that_no_machine_can_count(name, value, tmp_path, capsys):
     algorithm = "dqn" if name in ("capacity", "batch_size") else "ppo"
-    given = dict({name: value}) if name in ("workers", "steps", "threads") else dict(options={name: value})
+    given = (
+        dict({name: value})
+        if name in ("workers", "steps", "threads")
+        else dict(options={name: value})
+    )
     failure(DataError, lambda: make_config(algorithm, "CartPole-v1", **given), name)
-    assert main(["train", algorithm, "CartPole-v1", f"--{name.replace('_', '-')}", str(value), "--out", str(tmp_path/"run")]) == 2
+    assert (
+        main(
+            [
+                "train",
+                algorithm,
+                "CartPole-v1",
+                f"--{name.replace('_', '-')}",
+                str(value),
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 2
+    )
     text = capsys.readouterr().err
-    assert text.startswith("error: ") and text.count("\n") == 1 and name in text and "Expected" in text and not (tmp_path/"run").exists()
+    assert (
+        text.startswith("error: ")
+        and text.count("\n") == 1
+        and name in text
+        and "Expected" in text
+        and not (tmp_path / "run").exists()
+    )
 
 
-@pytest.mark.parametrize("words, name", [
-    ("ppo --lr", "lr"), ("ppo --clip", "clip"), ("ppo --c-entropy", "c_entropy"), ("trpo --max-kl", "max_kl"), ("a2c --gamma", "gamma"),
-    ("a2c --lam", "lam"), ("dqn --eta", "eta"), ("ppo --log-std", "log_std"), ("ppo --intrinsic", "intrinsic"),
-    ("td3 --explore-std", "explore_std"), ("sac --target-entropy", "target_entropy")])
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        ("ppo --lr", "lr"),
+        ("ppo --clip", "clip"),
+        ("ppo --c-entropy", "c_entropy"),
+        ("trpo --max-kl", "max_kl"),
+        ("a2c --gamma", "gamma"),
+        ("a2c --lam", "lam"),
+        ("dqn --eta", "eta"),
+        ("ppo --log-std", "log_std"),
+        ("ppo --intrinsic", "intrinsic"),
+        ("td3 --explore-std", "explore_std"),
+        ("sac --target-entropy", "target_entropy"),
+    ],
+)
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
 def test_options_that_are_no_finite_numbers(words, name, value, tmp_path, capsys):
     algorithm, flag = words.split()
     env = "Pendulum-v1" if algorithm in ("sac", "td3") else "CartPole-v1"
-    assert main(["train", algorithm, env, f"{flag}={value}", "--out", str(tmp_path/"run")]) == 2
+    assert main(["train", algorithm, env, f"{flag}={value}", "--out", str(tmp_path / "run")]) == 2
     text = capsys.readouterr().err
-    assert text.startswith("error: ") and text.count("\n") == 1 and name in text and "Expected" in text and value in text
+    assert (
+        text.startswith("error: ")
+        and text.count("\n") == 1
+        and name in text
+        and "Expected" in text
+        and value in text
+    )
 
 
 # --- what a network cannot be made of
 
-@pytest.mark.parametrize("space", [Box(-1, 1, (0,)), Box(-1, 1, (2, 0)), Box(-1, 1, (0,), np.float64)], ids=str)
+
+@pytest.mark.parametrize(
+    "space", [Box(-1, 1, (0,)), Box(-1, 1, (2, 0)), Box(-1, 1, (0,), np.float64)], ids=str
+)
 @pytest.mark.parametrize("cls", [SquashedPolicy, DeterministicPolicy, ActionCritic])
 def test_an_action_without_a_number(cls, space):
     parts = "leaf action_space", cls.__name__, "Expected at least one number", str(space)
@@ -827,42 +1670,107 @@ def test_an_action_without_a_number(cls, space):
 @pytest.mark.parametrize("name", ["observation_space", "action_space"])
 def test_integers_of_which_there_are_none(cls, name):
     none = MultiDiscrete([])
-    if name == "action_space" and cls is Critic: pytest.skip("a critic looks at observations")
-    spaces = dict(observation_space=Box(-1, 1, (3,)), action_space=Discrete(2) if cls is QPolicy else Box(-1, 1, (1,)))
+    if name == "action_space" and cls is Critic:
+        pytest.skip("a critic looks at observations")
+    spaces = dict(
+        observation_space=Box(-1, 1, (3,)),
+        action_space=Discrete(2) if cls is QPolicy else Box(-1, 1, (1,)),
+    )
     for space, path in ((none, ""), (Dict(a=Discrete(2), b=Tuple([none])), "['b'][0]")):
-        where = "" if name == "action_space" and cls in (QPolicy, SquashedPolicy) else path   # which take other actions alone
+        where = (
+            "" if name == "action_space" and cls in (QPolicy, SquashedPolicy) else path
+        )  # which take other actions alone
         pair = tuple({**spaces, name: space}.values())
-        failure(SpaceError, lambda pair=pair: cls.for_env(pair), f"leaf {name}{where}:", "Expected", "got")
+        failure(
+            SpaceError,
+            lambda pair=pair: cls.for_env(pair),
+            f"leaf {name}{where}:",
+            "Expected",
+            "got",
+        )
 
 
-@pytest.mark.parametrize("make", [MLPPolicy.for_env, Critic.for_env, QPolicy.for_env, partial(QPolicy.for_env, duelling=True),
-                                  lambda env, hidden: MLP(4, hidden)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        MLPPolicy.for_env,
+        Critic.for_env,
+        QPolicy.for_env,
+        partial(QPolicy.for_env, duelling=True),
+        lambda env, hidden: MLP(4, hidden),
+    ],
+)
 def test_one_layer_is_a_list_too(make):
-    failure(DataError, lambda: make("CartPole-v1", hidden=64), "leaf hidden", "Expected a list or tuple", "got 64")
+    failure(
+        DataError,
+        lambda: make("CartPole-v1", hidden=64),
+        "leaf hidden",
+        "Expected a list or tuple",
+        "got 64",
+    )
 
 
-@pytest.mark.parametrize("encoder, parts", [
-    ({"image": "conv"}, ("leaf encoder['image']", "Expected images, discrete, size, n_out", "got 'image'")),
-    ({"images": "conv", "3": 4}, ("leaf encoder['3']", "Expected images, discrete", "got '3'")),
-    ({3: 4}, ("leaf encoder[3]", "got 3")),
-    ("conv", ("leaf encoder", "Expected a dict of options, or a function", "got 'conv'")), (7, ("leaf encoder", "got 7")),
-    (torch.nn.Flatten(), ("leaf encoder", "a function from the space to a module", "got Flatten("))])
+@pytest.mark.parametrize(
+    "encoder, parts",
+    [
+        (
+            {"image": "conv"},
+            ("leaf encoder['image']", "Expected images, discrete, size, n_out", "got 'image'"),
+        ),
+        ({"images": "conv", "3": 4}, ("leaf encoder['3']", "Expected images, discrete", "got '3'")),
+        ({3: 4}, ("leaf encoder[3]", "got 3")),
+        ("conv", ("leaf encoder", "Expected a dict of options, or a function", "got 'conv'")),
+        (7, ("leaf encoder", "got 7")),
+        (
+            torch.nn.Flatten(),
+            ("leaf encoder", "a function from the space to a module", "got Flatten("),
+        ),
+    ],
+)
 def test_encoders_that_are_none(encoder, parts, tmp_path, capsys):
-    for cls in (MLPPolicy, Critic, QPolicy): failure(DataError, lambda cls=cls: cls.for_env("CartPole-v1", encoder=encoder), *parts)
-    if not isinstance(encoder, dict) or 3 in encoder: return       # a file has texts as keys
-    assert main(["train", "ppo", "CartPole-v1", "--encoder", str(encoder), "--out", str(tmp_path/"run")]) == 2
+    for cls in (MLPPolicy, Critic, QPolicy):
+        failure(DataError, lambda cls=cls: cls.for_env("CartPole-v1", encoder=encoder), *parts)
+    if not isinstance(encoder, dict) or 3 in encoder:
+        return  # a file has texts as keys
+    assert (
+        main(
+            [
+                "train",
+                "ppo",
+                "CartPole-v1",
+                "--encoder",
+                str(encoder),
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 2
+    )
     text = capsys.readouterr().err
-    assert text.startswith("error: ") and text.count("\n") == 1 and all(part in text for part in parts)
+    assert (
+        text.startswith("error: ") and text.count("\n") == 1 and all(part in text for part in parts)
+    )
 
 
 @pytest.mark.parametrize("name", ["size", "n_out"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "many", True])
 def test_sizes_of_an_encoder(name, value):
-    failure(DataError, lambda: encoder_for(Discrete(2), **{name: value}), f"Expected an integer {name} >= 1", f"got {name}={value!r}")
+    failure(
+        DataError,
+        lambda: encoder_for(Discrete(2), **{name: value}),
+        f"Expected an integer {name} >= 1",
+        f"got {name}={value!r}",
+    )
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "many", None, 2 ** 63])
-@pytest.mark.parametrize("make", [lambda n: MLP(3, (8, n)), lambda n: ActionCritic.for_env("Pendulum-v1", hidden=(8, n)),
-                                  lambda n: GRU(3, n)])
+@pytest.mark.parametrize("value", [-1, 1.5, "many", None, 2**63])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: MLP(3, (8, n)),
+        lambda n: ActionCritic.for_env("Pendulum-v1", hidden=(8, n)),
+        lambda n: GRU(3, n),
+    ],
+)
 def test_sizes_of_layers(make, value):
     failure(DataError, lambda: make(value), "out of range", "Expected an integer", f"={value!r}")

@@ -1,4 +1,5 @@
 "Fragments side by side, and their transitions in shuffled minibatches."
+
 from collections import Counter
 from itertools import islice
 
@@ -12,8 +13,18 @@ from reference import apply, array, assert_same, flatten, snapshot
 from toys import ENDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, judge
 
 from rollpipe.layers import Critic, GaussianPolicy, MLPPolicy
-from rollpipe.pipes import (AdvantageBuffer, DataError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher,
-                            Pipe, nested, on_policy)
+from rollpipe.pipes import (
+    AdvantageBuffer,
+    DataError,
+    EnvStepper,
+    FragmentCollector,
+    FragmentStacker,
+    Lanes,
+    Minibatcher,
+    Pipe,
+    nested,
+    on_policy,
+)
 from rollpipe.pipes.graph.torchdata import IterableWrapper
 
 PLAN = ((3, "trunc"), (2, "term"), (4, "both"), (1, "trunc"))
@@ -27,18 +38,32 @@ def fragments(env=Counting, actor=None, n_steps=5, n_envs=2, lanes=1, plan=PLAN)
 
 def cut(f, b, n):
     "Environments b ... b + n - 1 of a fragment."
-    s, time_major = slice(b, b + n), lambda tree: apply(lambda x: x[:, b:b + n], tree)
+    s = slice(b, b + n)
+    time_major = lambda tree: apply(lambda x: x[:, b : b + n], tree)
     rows = [k for k, which in enumerate(f.final.b.tolist()) if b <= which < b + n]
     final = apply(lambda x: x[rows], f.final)
     return f._replace(
-        state=time_major(f.state), actor=time_major(f.actor), env=time_major(f.env), hx=time_major(f.hx), term=f.term[:, s],
-        valid=f.valid[:, s], adv=time_major(f.adv), ret=time_major(f.ret), final=final._replace(b=final.b - b),
-        lane=f.lane[s], seq=f.seq[s], version=f.version[s])
+        state=time_major(f.state),
+        actor=time_major(f.actor),
+        env=time_major(f.env),
+        hx=time_major(f.hx),
+        term=f.term[:, s],
+        valid=f.valid[:, s],
+        adv=time_major(f.adv),
+        ret=time_major(f.ret),
+        final=final._replace(b=final.b - b),
+        lane=f.lane[s],
+        seq=f.seq[s],
+        version=f.version[s],
+    )
 
 
 # --- FragmentStacker
 
-@pytest.mark.parametrize("env, actor", [(Counting, Plain), (Counting, Memory), (Nested, NestedMemory)])
+
+@pytest.mark.parametrize(
+    "env, actor", [(Counting, Plain), (Counting, Memory), (Nested, NestedMemory)]
+)
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_stacked_fragments_come_apart_again(env, actor, n):
     "Every column of the batch, its ends and its provenance are those of the fragment it came from."
@@ -46,27 +71,40 @@ def test_stacked_fragments_come_apart_again(env, actor, n):
     batches = list(islice(FragmentStacker(fragments(env, actor(), lanes=3), n), 6 // n))
     for k, batch in enumerate(batches):
         assert batch.n_envs == 2 * n and batch.n_steps == 5
-        for j in range(n): assert_same(cut(batch, 2 * j, 2), single[k * n + j])
+        for j in range(n):
+            assert_same(cut(batch, 2 * j, 2), single[k * n + j])
 
 
 def test_provenance_of_a_batch():
     batch = list(islice(FragmentStacker(fragments(lanes=3), 3), 2))[1]
-    assert batch.lane.tolist() == [0, 0, 1, 1, 2, 2] and batch.seq.tolist() == [1] * 6 and batch.version.tolist() == [0] * 6
+    assert (
+        batch.lane.tolist() == [0, 0, 1, 1, 2, 2]
+        and batch.seq.tolist() == [1] * 6
+        and batch.version.tolist() == [0] * 6
+    )
 
 
 def test_ends_are_where_the_state_says():
     batch = next(iter(FragmentStacker(fragments(lanes=3, n_steps=9), 3)))
     cut_off = (batch.state.fin & ~batch.term)[1:]
-    assert sorted(torch.stack([batch.final.t, batch.final.b], 1).tolist()) == cut_off.nonzero().tolist() != []
+    assert (
+        sorted(torch.stack([batch.final.t, batch.final.b], 1).tolist())
+        == cut_off.nonzero().tolist()
+        != []
+    )
     for t, b, obs in zip(batch.final.t, batch.final.b, batch.final.obs):
-        assert obs[0] == batch.state.obs[t, b, 0] and obs[2] == batch.state.obs[t, b, 2] + 1   # same environment, next step
+        assert (
+            obs[0] == batch.state.obs[t, b, 0] and obs[2] == batch.state.obs[t, b, 2] + 1
+        )  # same environment, next step
 
 
 def test_advantages_are_stacked_too():
     rich = lambda: AdvantageBuffer(fragments(lanes=2), judge)
     a, b = islice(rich(), 2)
     batch = next(iter(FragmentStacker(rich(), 2)))
-    assert torch.equal(batch.adv, torch.cat([a.adv, b.adv], 1)) and torch.equal(batch.ret, torch.cat([a.ret, b.ret], 1))
+    assert torch.equal(batch.adv, torch.cat([a.adv, b.adv], 1)) and torch.equal(
+        batch.ret, torch.cat([a.ret, b.ret], 1)
+    )
 
 
 def test_what_is_left_over_makes_a_smaller_batch():
@@ -77,27 +115,43 @@ def test_a_batch_of_different_lengths_is_refused():
     class Shorter(Pipe):
         def stream(self, items):
             for k, f in enumerate(items):
-                yield f if k == 0 else f._replace(state=apply(lambda x: x[:3], f.state), valid=f.valid[:2], term=f.term[:3])
-    with pytest.raises(DataError, match=r"FragmentStacker: fragments of different lengths.*Expected T=5, got T=\[5, 2\]"):
+                yield (
+                    f
+                    if k == 0
+                    else f._replace(
+                        state=apply(lambda x: x[:3], f.state), valid=f.valid[:2], term=f.term[:3]
+                    )
+                )
+
+    with pytest.raises(
+        DataError,
+        match=r"FragmentStacker: fragments of different lengths.*Expected T=5, got T=\[5, 2\]",
+    ):
         next(iter(FragmentStacker(Shorter(fragments()), 2)))
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, None])
 def test_sizes_of_a_batch(n):
-    with pytest.raises(DataError, match="FragmentStacker: .*n >= 1.*n="): FragmentStacker(fragments(), n)
+    with pytest.raises(DataError, match="FragmentStacker: .*n >= 1.*n="):
+        FragmentStacker(fragments(), n)
 
 
 def test_structures_that_do_not_fit():
     class Odd(Pipe):
         def stream(self, items):
-            for k, f in enumerate(items): yield f if k == 0 else f._replace(actor={"other": f.state.rew})
-    with pytest.raises(DataError, match="FragmentStacker.*structure"): next(iter(FragmentStacker(Odd(fragments()), 2)))
+            for k, f in enumerate(items):
+                yield f if k == 0 else f._replace(actor={"other": f.state.rew})
+
+    with pytest.raises(DataError, match="FragmentStacker.*structure"):
+        next(iter(FragmentStacker(Odd(fragments()), 2)))
 
 
 # --- Minibatcher
 
+
 class Holes(Pipe):
     "Marks some rows as no transition, by their place."
+
     def stream(self, items):
         for f in items:
             t, b = torch.meshgrid(torch.arange(f.n_steps), torch.arange(f.n_envs), indexing="ij")
@@ -106,41 +160,72 @@ class Holes(Pipe):
 
 def by_place(f, t, b):
     "Everything that a fragment tells about its transition t -> t+1 of environment b."
-    two, one = (lambda tree: apply(lambda x: x[t:t + 2, b], tree)), (lambda tree: apply(lambda x: x[t, b], tree))
+    two = lambda tree: apply(lambda x: x[t : t + 2, b], tree)
+    one = lambda tree: apply(lambda x: x[t, b], tree)
     ends = [k for k, at in enumerate(zip(f.final.t.tolist(), f.final.b.tolist())) if at == (t, b)]
     final = [apply(lambda x, k=k: x[k], (f.final.obs, f.final.actor)) for k in ends]
-    return dict(state=two(f.state), actor=two(f.actor), env=one(f.env), term=two(f.term), valid=one(f.valid),
-                adv=one(f.adv), ret=one(f.ret), final=final, who=(f.lane[b], f.seq[b], f.version[b]))
+    return dict(
+        state=two(f.state),
+        actor=two(f.actor),
+        env=one(f.env),
+        term=two(f.term),
+        valid=one(f.valid),
+        adv=one(f.adv),
+        ret=one(f.ret),
+        final=final,
+        who=(f.lane[b], f.seq[b], f.version[b]),
+    )
 
 
-def as_bytes(tree): return tuple((path, array(x).tobytes()) for path, x in flatten(tree))
+def as_bytes(tree):
+    return tuple((path, array(x).tobytes()) for path, x in flatten(tree))
 
 
 @pytest.mark.parametrize("env, actor", [(Counting, Plain), (Nested, None)])
 @fast
-@given(plan=st.lists(st.tuples(st.integers(1, 5), st.sampled_from(ENDS)), min_size=1, max_size=3), n_steps=st.integers(1, 6),
-       size=st.integers(1, 15), epochs=st.integers(1, 2), holes=st.booleans())
-def test_every_valid_transition_occurs_once_an_epoch(env, actor, plan, n_steps, size, epochs, holes):
+@given(
+    plan=st.lists(st.tuples(st.integers(1, 5), st.sampled_from(ENDS)), min_size=1, max_size=3),
+    n_steps=st.integers(1, 6),
+    size=st.integers(1, 15),
+    epochs=st.integers(1, 2),
+    holes=st.booleans(),
+)
+def test_every_valid_transition_occurs_once_an_epoch(
+    env, actor, plan, n_steps, size, epochs, holes
+):
     "And with everything that belongs to it: both rows, its end, its advantage and its origin."
     value = judge if env is Counting else (lambda obs: obs["place"][..., 2])
+
     class Still(NestedMemory):
         "`NestedMemory` that forgets."
+
         def forward(self, *args, hx, **context):
             act, _, info = super().forward(*args, hx=None, **context)
             return act, (), info
-        def reset(self, hx, at): return hx
+
+        def reset(self, hx, at):
+            return hx
+
     def source():
-        pipe = AdvantageBuffer(fragments(env, Still() if actor is None else actor(), n_steps, lanes=2, plan=plan), value)
+        pipe = AdvantageBuffer(
+            fragments(env, Still() if actor is None else actor(), n_steps, lanes=2, plan=plan),
+            value,
+        )
         return Holes(pipe) if holes else pipe
-    whole, small = list(islice(source(), 2)), iter(Minibatcher(source(), size, epochs, seed=1))
+
+    whole = list(islice(source(), 2))
+    small = iter(Minibatcher(source(), size, epochs, seed=1))
     for f in whole:
         places = f.valid.nonzero().tolist()
         expected = Counter(as_bytes(by_place(f, t, b)) for t, b in places)
         for _ in range(epochs):
-            left, found = len(places), Counter()
+            left = len(places)
+            found = Counter()
             while left:
                 m = next(small)
-                assert m.n_steps == 1 and m.n_envs == min(size, left) and m.hx == () and m.valid.all()
+                assert (
+                    m.n_steps == 1 and m.n_envs == min(size, left) and m.hx == () and m.valid.all()
+                )
                 found.update(as_bytes(by_place(m, 0, b)) for b in range(m.n_envs))
                 left -= m.n_envs
             assert found == expected
@@ -157,9 +242,13 @@ def test_minibatches_are_shuffled():
 def test_the_seed_fixes_the_order():
     run = lambda seed: [snapshot(m) for m in islice(Minibatcher(fragments(), 3, 2, seed=seed), 10)]
     assert_same(run(0), run(0))
-    assert any((a.state.obs.shape != b.state.obs.shape) or (a.state.obs != b.state.obs).any() for a, b in zip(run(0), run(1)))
+    assert any(
+        (a.state.obs.shape != b.state.obs.shape) or (a.state.obs != b.state.obs).any()
+        for a, b in zip(run(0), run(1))
+    )
     pipe = Minibatcher(fragments(n_steps=30), 60)
-    a, b = next(iter(pipe)), next(iter(pipe))
+    a = next(iter(pipe))
+    b = next(iter(pipe))
     assert not torch.equal(a.state.obs, b.state.obs)
 
 
@@ -167,12 +256,16 @@ def test_the_seed_fixes_the_order():
 @pytest.mark.parametrize("size, per_batch", [(1, 1), (5, 1), (9, 1), (10, 2), (15, 3), (999, 4)])
 def test_recurrent_minibatches_are_whole_columns(env, actor, size, per_batch):
     value = judge if env is Counting else (lambda obs: obs["place"][..., 2])
-    source = lambda: Holes(AdvantageBuffer(FragmentStacker(fragments(env, actor(), lanes=2), 2), value))
-    whole, small = next(iter(source())), iter(Minibatcher(source(), size, epochs=2, seed=0))
+    source = lambda: Holes(
+        AdvantageBuffer(FragmentStacker(fragments(env, actor(), lanes=2), 2), value)
+    )
+    whole = next(iter(source()))
+    small = iter(Minibatcher(source(), size, epochs=2, seed=0))
     expected = Counter(as_bytes(cut(whole, b, 1)) for b in range(4))
     assert len(expected) == 4
     for _ in range(2):
-        left, found = 4, Counter()
+        left = 4
+        found = Counter()
         while left:
             m = next(small)
             assert m.n_steps == 5 and m.n_envs == min(per_batch, left)
@@ -187,14 +280,19 @@ def test_minibatches_of_minibatches_of_batches():
     assert [p.n_envs for p in pieces] == [4] * 5
     again = next(iter(FragmentStacker(IterableWrapper(pieces, deepcopy=False), 5)))
     batch = next(iter(FragmentStacker(fragments(lanes=2), 2)))
-    count = lambda f: Counter(as_bytes(by_place(f, t, b)) for t in range(f.n_steps) for b in range(f.n_envs))
+    count = lambda f: Counter(
+        as_bytes(by_place(f, t, b)) for t in range(f.n_steps) for b in range(f.n_envs)
+    )
     assert count(again) == count(batch)
 
 
 def test_log_probabilities_stay_with_their_actions():
     actor = GaussianPolicy.for_env(Lively)
-    for m in islice(Minibatcher(FragmentCollector(EnvStepper(Lively, actor, 4, seed=0), 25), 30, seed=0), 8):
-        with torch.no_grad(): dist, _ = actor.params(m.state.obs, None, None, None, hx=(), stepno=None)
+    for m in islice(
+        Minibatcher(FragmentCollector(EnvStepper(Lively, actor, 4, seed=0), 25), 30, seed=0), 8
+    ):
+        with torch.no_grad():
+            dist, _ = actor.params(m.state.obs, None, None, None, hx=(), stepno=None)
         logp = actor.dist.log_prob(apply(lambda x: x[:1], dist), m.state.act[1:])
         torch.testing.assert_close(logp, m.actor["logp"][:1], rtol=1e-4, atol=1e-5)
 
@@ -202,27 +300,37 @@ def test_log_probabilities_stay_with_their_actions():
 def test_a_fragment_without_valid_rows_gives_no_minibatch():
     class Nothing(Pipe):
         def stream(self, items):
-            for k, f in enumerate(items): yield f._replace(valid=f.valid & (k > 0))
+            for k, f in enumerate(items):
+                yield f._replace(valid=f.valid & (k > 0))
+
     pipe = Limit(Minibatcher(Nothing(fragments(n_steps=3)), 2, seed=0), 3)
     assert [(m.n_envs, int(m.seq[0])) for m in pipe] == [(2, 1)] * 3
 
 
-@pytest.mark.parametrize("kwargs", [dict(size=0), dict(size=-4), dict(size=2.5), dict(size=3, epochs=0), dict(size=3, epochs="2")])
+@pytest.mark.parametrize(
+    "kwargs",
+    [dict(size=0), dict(size=-4), dict(size=2.5), dict(size=3, epochs=0), dict(size=3, epochs="2")],
+)
 def test_sizes_of_a_minibatch(kwargs):
-    with pytest.raises(DataError, match="Minibatcher: .*(size|epochs) >= 1"): Minibatcher(fragments(), **kwargs)
+    with pytest.raises(DataError, match="Minibatcher: .*(size|epochs) >= 1"):
+        Minibatcher(fragments(), **kwargs)
 
 
 def test_minibatches_share_no_memory_with_the_fragment():
     source = list(islice(fragments(n_steps=4), 1))
     before = snapshot(source)
-    for m in Minibatcher(IterableWrapper(source, deepcopy=False), 3, seed=0): apply(lambda x: x.zero_(), (m.state, m.env))
+    for m in Minibatcher(IterableWrapper(source, deepcopy=False), 3, seed=0):
+        apply(lambda x: x.zero_(), (m.state, m.env))
     assert_same(source, before)
 
 
 def test_lanes_whose_first_infos_differ_can_stand_side_by_side():
     "Only an episode that ends reports its statistics, and Blackjack often ends at the first step."
     source = lambda: gym.wrappers.RecordEpisodeStatistics(gym.make("Blackjack-v1"))
-    actor, critic = MLPPolicy.for_env(source, seed=0), Critic.for_env(source, seed=0)
+    actor = MLPPolicy.for_env(source, seed=0)
+    critic = Critic.for_env(source, seed=0)
     for seed in range(5):
-        batch = next(iter(on_policy(source, actor, critic, n_envs=1, n_steps=8, lanes=2, seed=seed)))
+        batch = next(
+            iter(on_policy(source, actor, critic, n_envs=1, n_steps=8, lanes=2, seed=seed))
+        )
         assert {x.shape for x in nested.leaves(batch.env)} <= {(8, 2)}

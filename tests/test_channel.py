@@ -1,4 +1,5 @@
 "Weights in shared memory: whole publications only, of whatever modules hold, and clear errors for what cannot be sent."
+
 import copy
 import logging
 import multiprocessing
@@ -34,32 +35,43 @@ def channel(*holders, copies=None, depth=2):
 
 def fill(holder, value):
     with torch.no_grad():
-        for x in state_of(modules_in(holder)).values(): x.fill_(value)
+        for x in state_of(modules_in(holder)).values():
+            x.fill_(value)
 
 
 def same(a, b):
-    a, b = state_of(modules_in(a)), state_of(modules_in(b))
+    a = state_of(modules_in(a))
+    b = state_of(modules_in(b))
     assert list(a) == list(b)
-    for x, y in zip(a.values(), b.values()): assert x.dtype == y.dtype and torch.equal(x, y)
+    for x, y in zip(a.values(), b.values()):
+        assert x.dtype == y.dtype and torch.equal(x, y)
 
 
 # --- weights that change while they are published
+
 
 def test_weights_that_another_thread_changes_meanwhile_are_not_published(monkeypatch):
     net = torch.nn.Linear(2, 2)
     publisher, subscriber, (copied,) = channel(net)
     publisher.publish()
     subscriber.fetch()
-    before, calls = copy.deepcopy(copied), []
+    before = copy.deepcopy(copied)
+    calls = []
+
     def change():
         calls.append(1)
-        if len(calls) == 2: fill(net, 3.)     # as a thread might, when the last tensor has been copied
+        if len(calls) == 2:
+            fill(net, 3.0)  # as a thread might, when the last tensor has been copied
+
     monkeypatch.setattr("rollpipe.pipes.workers.channel._fence", change)
-    fill(net, 2.)
-    with pytest.raises(ActorError, match="another thread changed the weights while they were published"): publisher.publish()
+    fill(net, 2.0)
+    with pytest.raises(
+        ActorError, match="another thread changed the weights while they were published"
+    ):
+        publisher.publish()
     monkeypatch.undo()
     subscriber.fetch()
-    same(copied, before)                      # no worker gets a mixture
+    same(copied, before)  # no worker gets a mixture
     publisher.publish()
     subscriber.fetch()
     same(copied, net)
@@ -68,8 +80,10 @@ def test_weights_that_another_thread_changes_meanwhile_are_not_published(monkeyp
 
 # --- no torn reads
 
+
 class Big(torch.nn.Module):
     "120 000 parameters in pieces, a count, and a mode."
+
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList([torch.nn.Linear(100, 199) for _ in range(6)])
@@ -80,14 +94,24 @@ class Big(torch.nn.Module):
 def read(subscriber, module, link, seconds):
     "Fetch the latest as fast as possible; tell how often there was something new, and what was torn."
     subscriber.attach([module])
-    new, torn, last, end = 0, [], -1, time.monotonic() + seconds
+    new = 0
+    torn = []
+    last = -1
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         number = subscriber.fetch()
         value = int(module.count)
         whole = all(bool((x == value % 128).all()) for x in module.parameters())
-        if not whole or version_of(module) != value or module.training != bool(value % 2) or number < last or value != number:
+        if (
+            not whole
+            or version_of(module) != value
+            or module.training != bool(value % 2)
+            or number < last
+            or value != number
+        ):
             torn.append((number, value, version_of(module), whole))
-        new, last = new + (number != last), number
+        new = new + (number != last)
+        last = number
     link.send((new, torn[:5]))
 
 
@@ -96,13 +120,16 @@ def test_hammer(depth):
     "One process publishes as fast as it can, two others read: what they see is always one publication, and ever newer."
     module = Big()
     assert sum(x.numel() for x in module.parameters()) > 100_000
+
     def publish(k):
         with torch.no_grad():
-            for x in module.parameters(): x.fill_(k % 128)       # exact in bfloat16
+            for x in module.parameters():
+                x.fill_(k % 128)  # exact in bfloat16
             module.count.fill_(k)
         module.train(bool(k % 2))
         bump_version(module, to=k)
         assert publisher.publish() == k
+
     fill(module, 0)
     publisher = WeightPublisher([module], depth)
     publish(0)
@@ -132,16 +159,18 @@ def test_a_reader_waits_for_a_publication_to_be_whole():
     for k in range(3):
         fill(module, k)
         publisher.publish()
-    publisher.block.buffers[0].publication[0] = -1                              # as the writer does at first
+    publisher.block.buffers[0].publication[0] = -1  # as the writer does at first
     link, theirs = fork.Pipe()
+
     def child():
         subscriber.fetch()
         theirs.send(mine.weight.unique().tolist())
+
     process = fork.Process(target=child)
     process.start()
     assert not link.poll(0.3)
     publisher.block.buffers[0].publication[0] = 2
-    assert link.poll(20) and link.recv() == [2.]
+    assert link.poll(20) and link.recv() == [2.0]
     process.join()
 
 
@@ -160,33 +189,40 @@ def test_what_is_no_longer_there(depth):
 
 # --- what is sent
 
+
 def everything():
     "Buffers, a shared trunk, tied parameters, an integer, bfloat16, complex and bool, none, and none at all."
+
     class Holds(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.a, self.b = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+            self.norm = torch.nn.BatchNorm1d(4)
+            self.a = torch.nn.Linear(4, 4)
+            self.b = torch.nn.Linear(4, 4)
             self.b.weight = self.a.weight
             self.again = self.a
             self.low = torch.nn.Parameter(torch.randn(5).bfloat16())
             self.phase = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64))
-            self.empty, self.scalar = torch.nn.Parameter(torch.zeros(0, 3)), torch.nn.Parameter(torch.tensor(2.))
+            self.empty = torch.nn.Parameter(torch.zeros(0, 3))
+            self.scalar = torch.nn.Parameter(torch.tensor(2.0))
             self.whole = torch.nn.Parameter(torch.arange(3), requires_grad=False)
             self.register_buffer("mask", torch.tensor([True, False]))
             self.register_buffer("fleeting", torch.ones(3, dtype=torch.float64), persistent=False)
             self.register_buffer("nothing", None)
             self.turned = torch.nn.Parameter(torch.randn(3, 4).T)
             self.drop = torch.nn.Dropout(0.5)
+
     return Holds()
 
 
 def test_of_everything():
     module = everything()
     publisher, subscriber, (mine,) = channel(module)
-    assert len(publisher._holders[0].form.specs) == 16           # tied ones once
+    assert len(publisher._holders[0].form.specs) == 16  # tied ones once
     for k in range(4):
         fill(module, k)
-        with torch.no_grad(): module.turned.copy_(torch.arange(12.).view(4, 3) + k)
+        with torch.no_grad():
+            module.turned.copy_(torch.arange(12.0).view(4, 3) + k)
         module.drop.train(k % 2 == 0)
         module.norm.train(k > 1)
         bump_version(module)
@@ -195,21 +231,26 @@ def test_of_everything():
         assert [m.training for m in mine.modules()] == [m.training for m in module.modules()]
         assert version_of(mine) == version_of(module) == k + 1
         assert mine.a.weight is mine.b.weight and mine.turned.stride() == module.turned.stride()
-    assert publisher.publish() == 3                                # nothing has changed
-    module.mask[0] = ~module.mask[0]                             # a buffer has
+    assert publisher.publish() == 3  # nothing has changed
+    module.mask[0] = ~module.mask[0]  # a buffer has
     assert publisher.publish() == 4 and subscriber.fetch() == 4
     same(mine, module)
 
 
 @settings(deadline=None, max_examples=20)
-@given(shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5), depth=st.integers(1, 4),
-       dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]))
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5),
+    depth=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]),
+)
 def test_of_any_shape(shapes, depth, dtype):
     module = torch.nn.Module()
-    for k, shape in enumerate(shapes): module.register_buffer(f"x{k}", (torch.rand(shape) * 100).to(dtype))
+    for k, shape in enumerate(shapes):
+        module.register_buffer(f"x{k}", (torch.rand(shape) * 100).to(dtype))
     publisher, subscriber, (mine,) = channel(module, depth=depth)
     for _ in range(3):
-        for x in module.buffers(): x.copy_((torch.rand(x.shape) * 100).to(dtype))
+        for x in module.buffers():
+            x.copy_((torch.rand(x.shape) * 100).to(dtype))
         assert subscriber.fetch(publisher.publish()) == publisher.publication
         same(mine, module)
     publisher.close()
@@ -224,7 +265,8 @@ def test_a_shared_trunk():
         publisher, subscriber, copies = channel(actor, critic, copies=copies)
         fill(actor, 3), fill(critic, 4)
         subscriber.fetch(publisher.publish())
-        for mine, original in zip(copies, (actor, critic)): same(mine, original)
+        for mine, original in zip(copies, (actor, critic)):
+            same(mine, original)
         assert (copies[0][0].weight == 4).all()
 
 
@@ -232,7 +274,8 @@ def test_one_holder_in_several_places():
     "As an actor is, in all lanes of a worker."
     module = torch.nn.Linear(1, 1)
     publisher = WeightPublisher([module, torch.nn.Linear(2, 2)])
-    subscriber, mine = publisher.subscriber([0, 1, 0]), copy.deepcopy(module)
+    subscriber = publisher.subscriber([0, 1, 0])
+    mine = copy.deepcopy(module)
     subscriber.attach([mine, copy.deepcopy(publisher.holders[1]), mine])
     fill(module, 7)
     subscriber.fetch(publisher.publish())
@@ -241,29 +284,55 @@ def test_one_holder_in_several_places():
 
 def test_functions_closures_partials_and_methods():
     net = torch.nn.Linear(2, 1)
+
     class Judge:
-        def __init__(self): self.parts = {"nets": [net]}
-        def judge(self, obs): return self.parts["nets"][0](obs)
-    def closure(obs): return net(obs)
-    for holder in (closure, lambda obs: net(obs)[..., 0], partial(lambda f, obs: f(obs), net), partial(closure), Judge().judge, Judge(),
-                   partial(partial(lambda x, obs, f: 0, f=closure), 1), uses_a_global):
+        def __init__(self):
+            self.parts = {"nets": [net]}
+
+        def judge(self, obs):
+            return self.parts["nets"][0](obs)
+
+    def closure(obs):
+        return net(obs)
+
+    for holder in (
+        closure,
+        lambda obs: net(obs)[..., 0],
+        partial(lambda f, obs: f(obs), net),
+        partial(closure),
+        Judge().judge,
+        Judge(),
+        partial(partial(lambda x, obs, f: 0, f=closure), 1),
+        uses_a_global,
+    ):
         global NET
         NET = net
         assert modules_in(holder) == [net] and len(state_of([net])) == 2, holder
-        with torch.no_grad(): net.weight.add_(1)
+        with torch.no_grad():
+            net.weight.add_(1)
         publisher = WeightPublisher([holder])
         assert (publisher.publish(), publisher.publish()) == (0, 0)
-        with torch.no_grad(): net.weight.add_(1)
+        with torch.no_grad():
+            net.weight.add_(1)
         assert publisher.publish() == 1
-    assert modules_in(lambda obs: 2 * obs) == [] and modules_in(torch.relu) == [] and modules_in(print) == []
+    assert (
+        modules_in(lambda obs: 2 * obs) == []
+        and modules_in(torch.relu) == []
+        and modules_in(print) == []
+    )
 
 
 NET = None
-def uses_a_global(obs): return NET(obs)
+
+
+def uses_a_global(obs):
+    return NET(obs)
 
 
 def test_a_function_that_refers_to_itself():
-    def loop(n): return loop(n - 1) if n else net
+    def loop(n):
+        return loop(n - 1) if n else net
+
     net = torch.nn.Linear(1, 1)
     cycle = {"f": loop}
     cycle["c"] = cycle
@@ -275,15 +344,23 @@ def test_modules_in_shared_memory():
     module = torch.nn.Linear(3, 3).share_memory()
     publisher = WeightPublisher([module])
     publisher.publish()
-    subscriber, (ours, theirs) = publisher.subscriber([0]), fork.Pipe()
+    subscriber = publisher.subscriber([0])
+    (ours, theirs) = fork.Pipe()
+
     def child():
         subscriber.attach([module])
         subscriber.fetch()
-        with torch.no_grad(): module.weight.fill_(99)
+        with torch.no_grad():
+            module.weight.fill_(99)
         theirs.send((module.weight.is_shared(), float(module.weight.detach().sum())))
+
     process = fork.Process(target=child)
     process.start()
-    assert ours.poll(20) and ours.recv() == (False, 9 * 99.) and float(module.weight.detach().max()) < 99
+    assert (
+        ours.poll(20)
+        and ours.recv() == (False, 9 * 99.0)
+        and float(module.weight.detach().max()) < 99
+    )
     process.join()
 
 
@@ -294,7 +371,11 @@ def test_an_update_that_was_not_counted_is_published_and_one_that_was_is_too():
     bump_version(module)
     assert publisher.publish() == 1 and subscriber.fetch() == 1 and version_of(mine) == 1
     fill(module, 5)
-    assert publisher.publish() == 2 and subscriber.fetch() == 2 and version_of(mine) == version_of(module) == 2     # counted now
+    assert (
+        publisher.publish() == 2
+        and subscriber.fetch() == 2
+        and version_of(mine) == version_of(module) == 2
+    )  # counted now
     module.eval()
     assert publisher.publish() == 3 and subscriber.fetch() == 3 and not mine.training
 
@@ -309,45 +390,73 @@ def test_gradients_are_no_hindrance():
 
 # --- what cannot be sent
 
+
 def test_changed_shapes_and_names():
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     publisher, *_ = channel(module)
     told = r"Sequential changed the form of its weights. Expected Sequential.0.bias float32 \[2\], .*, got Sequential.0.bias float"
-    for spoil in (lambda: module.append(torch.nn.Linear(2, 2)), lambda: module.pop(1) and module.double(),
-                  lambda: module.pop(0) and module.append(torch.nn.Linear(2, 3))):
+    for spoil in (
+        lambda: module.append(torch.nn.Linear(2, 2)),
+        lambda: module.pop(1) and module.double(),
+        lambda: module.pop(0) and module.append(torch.nn.Linear(2, 3)),
+    ):
         spoil()
-        with pytest.raises(ActorError, match=told): publisher.publish()
+        with pytest.raises(ActorError, match=told):
+            publisher.publish()
 
 
 def test_lazy_sparse_and_meta():
-    for module, told in ((torch.nn.LazyLinear(3), "UninitializedParameter"), (torch.nn.Linear(2, 2, device="meta"), "on meta")):
-        with pytest.raises(ActorError, match=rf"leaf {type(module).__name__}.weight: weights of this kind cannot be sent.*{told}"):
+    for module, told in (
+        (torch.nn.LazyLinear(3), "UninitializedParameter"),
+        (torch.nn.Linear(2, 2, device="meta"), "on meta"),
+    ):
+        with pytest.raises(
+            ActorError,
+            match=rf"leaf {type(module).__name__}.weight: weights of this kind cannot be sent.*{told}",
+        ):
             WeightPublisher([module])
     module = torch.nn.Module()
     module.register_buffer("graph", torch.eye(2).to_sparse())
-    with pytest.raises(ActorError, match="leaf Module.graph.*sparse"): WeightPublisher([module])
+    with pytest.raises(ActorError, match="leaf Module.graph.*sparse"):
+        WeightPublisher([module])
 
 
 class Recipe:
     "An actor that is no module."
-    def __init__(self): self.answer = 1
-    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual): return torch.full(fin.shape, self.answer), (), {}
-    def reset(self, hx, at): return hx
+
+    def __init__(self):
+        self.answer = 1
+
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
+        return torch.full(fin.shape, self.answer), (), {}
+
+    def reset(self, hx, at):
+        return hx
 
 
 def test_an_actor_without_a_module():
     "It may be used, but to train it would go unnoticed by workers."
     actor = Recipe()
-    with DataLoader2(Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), 2), reading_service=ProcessReading(1)) as loader:
+    with DataLoader2(
+        Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), 2),
+        reading_service=ProcessReading(1),
+    ) as loader:
         items = iter(loader)
         assert (next(items).state.act[1:] == 1).all()
         bump_version(actor)
-        with pytest.raises(ActorError, match="Recipe was trained, but its weights cannot be sent to worker processes"): next(items)
+        with pytest.raises(
+            ActorError,
+            match="Recipe was trained, but its weights cannot be sent to worker processes",
+        ):
+            next(items)
 
 
 def test_a_module_without_weights_may_be_counted():
     actor = Plain()
-    with DataLoader2(Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), 2), reading_service=ProcessReading(1)) as loader:
+    with DataLoader2(
+        Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), 2),
+        reading_service=ProcessReading(1),
+    ) as loader:
         for k, f in enumerate(islice(loader, 4)):
             assert f.version.tolist() == [k]
             bump_version(actor)
@@ -355,27 +464,38 @@ def test_a_module_without_weights_may_be_counted():
 
 # --- through worker processes
 
+
 class Thorough(Plain):
     "Reports the sum of each of its tensors, and its modes."
+
     def __init__(self):
         super().__init__()
         self.holds = everything()
 
     def complete(self, act, info):
-        sums = {name.rpartition(".")[2] + name.rpartition(".")[0]: x.to(torch.complex128).sum().real
-                for name, x in state_of(modules_in(self)).items()}
+        sums = {
+            name.rpartition(".")[2] + name.rpartition(".")[0]: x.to(torch.complex128).sum().real
+            for name, x in state_of(modules_in(self)).items()
+        }
         modes = torch.tensor([float(m.training) for m in self.modules()]).sum()
-        return info | {k: v.detach().float().expand(*act.shape) for k, v in {**sums, "modes": modes}.items()}
+        return info | {
+            k: v.detach().float().expand(*act.shape) for k, v in {**sums, "modes": modes}.items()
+        }
 
 
 @pytest.mark.parametrize("workers, lag", [(1, 0), (2, 0), (2, 1)])
 def test_workers_have_what_the_learner_has(workers, lag):
-    actor, history = Thorough(), []
+    actor = Thorough()
+    history = []
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), 2)
     with DataLoader2(pipe, reading_service=ProcessReading(workers, lag=lag)) as loader:
         for k, f in enumerate(islice(loader, 8)):
-            history.append({k: float(x[0, 0]) for k, x in actor.complete(torch.zeros(1, 1), {}).items()})
-            expected = history[max(0, k - lag)] | {"modes": 0.}      # who collects is in evaluation mode
+            history.append(
+                {k: float(x[0, 0]) for k, x in actor.complete(torch.zeros(1, 1), {}).items()}
+            )
+            expected = history[max(0, k - lag)] | {
+                "modes": 0.0
+            }  # who collects is in evaluation mode
             assert {key: float(f.actor[key][0, 0]) for key in expected} == expected
             fill(actor, k + 1)
             actor.holds.drop.train(k % 2 == 0)
@@ -384,42 +504,71 @@ def test_workers_have_what_the_learner_has(workers, lag):
 
 def test_two_pipes_hold_one_module():
     "A pipe above the seam, and the actor, that share weights; trained here, both see it."
-    class Told(Learning): pass
-    actor = Told(0.)
-    def note(fragment): return fragment._replace(ret=actor.weight.detach().expand(2, 1).clone())
+
+    class Told(Learning):
+        pass
+
+    actor = Told(0.0)
+
+    def note(fragment):
+        return fragment._replace(ret=actor.weight.detach().expand(2, 1).clone())
+
     pipe = Lanes(Noted(FragmentCollector(EnvStepper(Counting, actor), 2), note), 2)
     with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
         for k, f in enumerate(islice(loader, 5)):
             assert (f.ret == k).all() and (f.actor["weight"][:-1] == k).all()
-            with torch.no_grad(): actor.weight += 1
+            with torch.no_grad():
+                actor.weight += 1
 
 
 class Noted(FragmentCollector):
     "A pipe of the user's, with a function of the user's."
+
     def __init__(self, pipe, note):
         self.pipe, self.note = pipe, note
 
     def stream(self, items):
-        for item in items: yield self.note(item)
+        for item in items:
+            yield self.note(item)
 
 
 # --- what is no parameter and no buffer
 
+
 class Plan:
-    def __init__(self): self.rate = 1.
+    def __init__(self):
+        self.rate = 1.0
 
 
-KINDS = dict(number=lambda x: x + 1, scalar=lambda x: x + np.float64(1), text=lambda x: x + "!", _private=lambda x: x + 1,
-             tensor=lambda x: x.add_(1), array=lambda x: x.__iadd__(1), list=lambda x: x.append(1), dict=lambda x: x.update(a=2),
-             nested=lambda x: x["a"][0].append(3), object=lambda x: setattr(x, "rate", 2.))
+KINDS = dict(
+    number=lambda x: x + 1,
+    scalar=lambda x: x + np.float64(1),
+    text=lambda x: x + "!",
+    _private=lambda x: x + 1,
+    tensor=lambda x: x.add_(1),
+    array=lambda x: x.__iadd__(1),
+    list=lambda x: x.append(1),
+    dict=lambda x: x.update(a=2),
+    nested=lambda x: x["a"][0].append(3),
+    object=lambda x: setattr(x, "rate", 2.0),
+)
 
 
 class Keeper(Plain):
     "Keeps something of each kind."
+
     def __init__(self):
         super().__init__()
-        self.number, self.scalar, self.text, self.tensor, self.array = 1, np.float64(1), "text", torch.ones(2), np.ones(2)
-        self.list, self.dict, self.nested, self.object, self._private = [1], {"a": 1}, {"a": ([1],)}, Plan(), 1
+        self.number = 1
+        self.scalar = np.float64(1)
+        self.text = "text"
+        self.tensor = torch.ones(2)
+        self.array = np.ones(2)
+        self.list = [1]
+        self.dict = {"a": 1}
+        self.nested = {"a": ([1],)}
+        self.object = Plan()
+        self._private = 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -431,26 +580,34 @@ def test_what_does_not_travel_is_named_once_when_it_changes(kind, caplog):
         assert not caplog.records
         for _ in range(3):
             new = KINDS[kind](getattr(actor, kind))
-            if kind in ("number", "scalar", "text", "_private"): setattr(actor, kind, new)
+            if kind in ("number", "scalar", "text", "_private"):
+                setattr(actor, kind, new)
             publisher.publish()
     publisher.close()
-    assert [r.getMessage().split(" changed")[0] for r in caplog.records] == [f"attribute {kind} of Keeper"]
+    assert [r.getMessage().split(" changed")[0] for r in caplog.records] == [
+        f"attribute {kind} of Keeper"
+    ]
     assert "only parameters and buffers are sent" in caplog.text
 
 
 def test_a_plain_actor_that_holds_a_network_is_looked_at_too(caplog):
     class Player:
-        def __init__(self): self.net, self.rate = torch.nn.Linear(2, 2), np.float64(1)
+        def __init__(self):
+            self.net = torch.nn.Linear(2, 2)
+            self.rate = np.float64(1)
+
     player = Player()
     publisher = WeightPublisher([player])
     publisher.publish()
     player.rate += 1
-    with caplog.at_level(logging.WARNING, "rollpipe"): publisher.publish()
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        publisher.publish()
     publisher.close()
     assert "attribute rate of Player changed from" in caplog.text
 
 
 @pytest.mark.parametrize("world", ["gaussian", "recurrent", "nested", "vector"])
 def test_ordinary_actors_give_no_warning(world, caplog):
-    with caplog.at_level(logging.WARNING, "rollpipe"): stream(world, ProcessReading(1))
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        stream(world, ProcessReading(1))
     assert not caplog.records

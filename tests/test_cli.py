@@ -1,4 +1,5 @@
 "The command line as a user meets it: results, resuming, Ctrl-C, and one line for each mistake."
+
 import errno
 import json
 import os
@@ -43,75 +44,132 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def task_of(algorithm):
     "An environment with actions that suit it."
-    return "Pendulum-v1" if algorithm in ("sac", "crossq", "td3", "ddpg", "iql", "td3bc") else "CartPole-v1"
+    return (
+        "Pendulum-v1"
+        if algorithm in ("sac", "crossq", "td3", "ddpg", "iql", "td3bc")
+        else "CartPole-v1"
+    )
 
 
 def small_run(folder, *more):
-    assert rollpipe("train", "trpo", "CartPole-v1", "--steps", 384, "--out", folder, *SMALL, *more) == 0
+    assert (
+        rollpipe("train", "trpo", "CartPole-v1", "--steps", 384, "--out", folder, *SMALL, *more)
+        == 0
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory): return small_run(tmp_path_factory.mktemp("trained")/"run")
+def trained(tmp_path_factory):
+    return small_run(tmp_path_factory.mktemp("trained") / "run")
 
 
 @pytest.fixture
 def run(trained, tmp_path):
     "A copy of the trained run, which the test may change."
-    return Path(shutil.copytree(trained, tmp_path/"run"))
+    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 # -- train, resume -----------------------------------------------------------------------------------------------------
 
+
 def test_what_a_run_leaves(tmp_path, capsys):
-    run = small_run(tmp_path/"run")
+    run = small_run(tmp_path / "run")
     assert str(run) in capsys.readouterr().out
-    assert {p.name for p in run.iterdir()} == {"checkpoint.safetensors", "config.json", "costs.json", "fingerprint.json", "journal.jsonl",
-                                               "metrics.csv", "metrics.jsonl"}
+    assert {p.name for p in run.iterdir()} == {
+        "checkpoint.safetensors",
+        "config.json",
+        "costs.json",
+        "fingerprint.json",
+        "journal.jsonl",
+        "metrics.csv",
+        "metrics.jsonl",
+    }
     metrics = read_metrics(run)
     assert metrics["steps"].tolist() == [128, 256, 384] and set(metrics) <= set(METRICS)
-    assert {"kl", "accepted", "entropy", "explained_variance", "seconds_policy", "seconds_collect"} <= set(metrics)
+    assert {
+        "kl",
+        "accepted",
+        "entropy",
+        "explained_variance",
+        "seconds_policy",
+        "seconds_collect",
+    } <= set(metrics)
     assert metrics["lag"].tolist() == [0, 0, 0]
-    config = json.loads((run/"config.json").read_text())
-    assert (config["options"]["hidden"], config["options"]["gamma"], config["seed"]) == ([8], .99, 0)
-    assert load_checkpoint(run/"checkpoint.safetensors").config == config
+    config = json.loads((run / "config.json").read_text())
+    assert (config["options"]["hidden"], config["options"]["gamma"], config["seed"]) == (
+        [8],
+        0.99,
+        0,
+    )
+    assert load_checkpoint(run / "checkpoint.safetensors").config == config
 
 
 def test_same_seed_same_run(trained, tmp_path):
-    runs = trained, small_run(tmp_path/"b"), small_run(tmp_path/"c", "--seed", 1)
-    a, b, c = (load_checkpoint(run/"checkpoint.safetensors").agent_state["actor"] for run in runs)
+    runs = trained, small_run(tmp_path / "b"), small_run(tmp_path / "c", "--seed", 1)
+    a, b, c = (load_checkpoint(run / "checkpoint.safetensors").agent_state["actor"] for run in runs)
     assert all(torch.equal(a[k], b[k]) for k in a) and not all(torch.equal(a[k], c[k]) for k in a)
 
 
 def test_options_reach_their_parts():
-    typed = dict(max_kl=.02, n_steps=16, lanes=2, gamma=.9, hidden=(8, 4), critic_hidden=(2,), normalize=False)
+    typed = dict(
+        max_kl=0.02,
+        n_steps=16,
+        lanes=2,
+        gamma=0.9,
+        hidden=(8, 4),
+        critic_hidden=(2,),
+        normalize=False,
+    )
     agent, pipe = build(make_config("trpo", "CartPole-v1", typed))
-    assert agent.max_kl == .02 and agent.actor.obs_norm is None and agent.critic.obs_norm is not None
+    assert (
+        agent.max_kl == 0.02 and agent.actor.obs_norm is None and agent.critic.obs_norm is not None
+    )
     assert sorted(p.shape[0] for p in agent.actor.trunk.parameters() if p.ndim == 2) == [4, 8]
     fragment = next(iter(pipe))
     assert fragment.adv.shape == (16, 16) and fragment.lane.unique().tolist() == [0, 1]
 
 
 def test_activations_are_chosen_and_stored_by_name(tmp_path):
-    run = small_run(tmp_path/"run", "--activation", "relu", "--critic-activation", "silu")
-    options = json.loads((run/"config.json").read_text())["options"]
+    run = small_run(tmp_path / "run", "--activation", "relu", "--critic-activation", "silu")
+    options = json.loads((run / "config.json").read_text())["options"]
     assert (options["activation"], options["critic_activation"]) == ("relu", "silu")
     found = load_run(run)
     agent, _ = build(found.config)
-    assert isinstance(agent.actor.trunk.activation, torch.nn.ReLU) and isinstance(agent.critic.net.activation, torch.nn.SiLU)
+    assert isinstance(agent.actor.trunk.activation, torch.nn.ReLU) and isinstance(
+        agent.critic.net.activation, torch.nn.SiLU
+    )
     assert rollpipe("evaluate", run, "--episodes", 1) == 0
-    for name in ("activation", "critic_activation"): del found.config["options"][name]  # as in runs from before this option
+    for name in ("activation", "critic_activation"):
+        del found.config["options"][name]  # as in runs from before this option
     agent, _ = build(found.config)
-    assert all(isinstance(net.activation, torch.nn.Tanh) for net in (agent.actor.trunk, agent.critic.net))
+    assert all(
+        isinstance(net.activation, torch.nn.Tanh) for net in (agent.actor.trunk, agent.critic.net)
+    )
 
 
 def test_env_kwargs(tmp_path):
     kwargs = ["--env-kwargs", "map_name=8x8", "is_slippery=False"]
-    assert rollpipe("train", "trpo", "FrozenLake-v1", *kwargs, "--steps", 64, "--out", tmp_path/"a", *SMALL) == 0
-    found = load_run(tmp_path/"a")
+    assert (
+        rollpipe(
+            "train",
+            "trpo",
+            "FrozenLake-v1",
+            *kwargs,
+            "--steps",
+            64,
+            "--out",
+            tmp_path / "a",
+            *SMALL,
+        )
+        == 0
+    )
+    found = load_run(tmp_path / "a")
     assert found.config["env_kwargs"] == dict(map_name="8x8", is_slippery=False)
-    assert (8, 64) in [tuple(x.shape) for x in found.agent_state["actor"].values()]  # one input for each of 64 fields
-    assert rollpipe("evaluate", tmp_path/"a", "--episodes", 2) == 0
+    assert (8, 64) in [
+        tuple(x.shape) for x in found.agent_state["actor"].values()
+    ]  # one input for each of 64 fields
+    assert rollpipe("evaluate", tmp_path / "a", "--episodes", 2) == 0
 
 
 def test_resume_continues_counters_curve_and_weights(run):
@@ -119,145 +177,241 @@ def test_resume_continues_counters_curve_and_weights(run):
     more = resume(run, steps=640)
     state = more.agent.state_dict()
     assert all(torch.equal(state["actor"][k], v) for k, v in before.agent_state["actor"].items())
-    assert more.counters["steps"] == 384 and more.counters["resumes"] == 0     # it goes on exactly, so nobody can tell
+    assert (
+        more.counters["steps"] == 384 and more.counters["resumes"] == 0
+    )  # it goes on exactly, so nobody can tell
     train(more, progress=False, tensorboard=False)
     metrics = read_metrics(run)
-    assert metrics["steps"].tolist() == [128, 256, 384, 512, 640] and metrics["updates"].tolist() == [1, 2, 3, 4, 5]
+    assert metrics["steps"].tolist() == [128, 256, 384, 512, 640] and metrics[
+        "updates"
+    ].tolist() == [1, 2, 3, 4, 5]
     assert (np.diff(metrics["episodes"]) >= 0).all() and (np.diff(metrics["seconds"]) > 0).all()
-    assert metrics["lag"].tolist() == [0]*5
-    assert json.loads((run/"config.json").read_text())["steps"] == 640
+    assert metrics["lag"].tolist() == [0] * 5
+    assert json.loads((run / "config.json").read_text())["steps"] == 640
 
 
 def test_a_resumed_run_sees_fresh_episodes(run):
     config = load_run(run).config
-    (_, first), (_, second), (_, again) = build(config), build(config, resumes=1), build(config, resumes=1)
+    (_, first) = build(config)
+    (_, second) = build(config, resumes=1)
+    (_, again) = build(config, resumes=1)
     a, b, c = (next(iter(pipe)).state.obs for pipe in (first, second, again))
     assert not torch.equal(a, b) and torch.equal(b, c)
 
 
 def test_records_after_the_last_checkpoint_are_made_again(run):
-    with open(run/"metrics.jsonl", "a") as file: file.write('{"steps": 512, "updates": 4}\n{"steps": 640, "upd')
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"steps": 512, "updates": 4}\n{"steps": 640, "upd')
     assert rollpipe("train", "--resume", run, "--steps", 512, "--quiet", "--no-tensorboard") == 0
     assert read_metrics(run)["steps"].tolist() == [128, 256, 384, 512]
 
 
 def test_overwrite_removes_only_the_run(run, capsys):
-    (run/"notes.txt").write_text("mine")
+    (run / "notes.txt").write_text("mine")
     words = ["train", "trpo", "CartPole-v1", "--steps", 128, "--out", run, *SMALL]
     assert rollpipe(*words) == 2
     assert "has a run already" in capsys.readouterr().err and len(read_metrics(run)["steps"]) == 3
     assert rollpipe(*words, "--overwrite") == 0
-    assert len(read_metrics(run)["steps"]) == 1 and (run/"notes.txt").read_text() == "mine"
+    assert len(read_metrics(run)["steps"]) == 1 and (run / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("more", [[], ["--continue"]])
 def test_a_run_that_another_process_made_meanwhile_stays(more, tmp_path, capsys, monkeypatch):
     from rollpipe.runs import folder
-    build, words = folder.build, ["train", "trpo", "CartPole-v1", "--out", tmp_path/"run", *SMALL, "--steps", 128]
+
+    build = folder.build
+    words = ["train", "trpo", "CartPole-v1", "--out", tmp_path / "run", *SMALL, "--steps", 128]
 
     def late(*args):
         monkeypatch.setattr(folder, "build", build)
         assert rollpipe(*words, "--seed", 1) == 0
         return build(*args)
+
     monkeypatch.setattr(folder, "build", late)
     assert rollpipe(*words, "--seed", 0, *more) == 2
-    assert "has a run already" in capsys.readouterr().err and load_run(tmp_path/"run").config["seed"] == 1
-    assert not (tmp_path/"run"/"lock").exists() and rollpipe(*words, "--seed", 1, "--continue") == 0
+    assert (
+        "has a run already" in capsys.readouterr().err
+        and load_run(tmp_path / "run").config["seed"] == 1
+    )
+    assert (
+        not (tmp_path / "run" / "lock").exists()
+        and rollpipe(*words, "--seed", 1, "--continue") == 0
+    )
 
 
-@pytest.mark.parametrize("words", [["demo"], ["train", "ppo", "CartPole-v1"], ["train", "ppo", "CartPole-v1", "--overwrite"],
-                                   ["train", "ppo", "CartPole-v1", "--continue"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo"],
+        ["train", "ppo", "CartPole-v1"],
+        ["train", "ppo", "CartPole-v1", "--overwrite"],
+        ["train", "ppo", "CartPole-v1", "--continue"],
+    ],
+)
 @pytest.mark.parametrize("config", ["{}", "[1]", "{"])
 def test_files_that_belong_to_no_run_stay(config, words, tmp_path, capsys):
-    (tmp_path/"videos").mkdir()
+    (tmp_path / "videos").mkdir()
     mine = {"config.json": config, "metrics.csv": "mine", "videos/holiday.mp4": "film"}
-    for name, text in mine.items(): (tmp_path/name).write_text(text)
+    for name, text in mine.items():
+        (tmp_path / name).write_text(text)
     assert rollpipe(*words, "--steps", 64, "--out", tmp_path, "--quiet", "--no-tensorboard") == 2
     assert "got config.json, metrics.csv, videos" in capsys.readouterr().err
-    assert {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*")} == mine
+    assert {
+        str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*")
+    } == mine
 
 
 @pytest.mark.parametrize("name", ["checkpoint.safetensors", "config.json"])
 def test_what_is_left_of_a_run_can_be_replaced(name, run):
     for path in [*run.iterdir()]:
-        if path.name not in (name, "metrics.csv"): path.unlink()
-    assert rollpipe("train", "trpo", "CartPole-v1", "--steps", 128, "--out", run, *SMALL, "--overwrite") == 0
+        if path.name not in (name, "metrics.csv"):
+            path.unlink()
+    assert (
+        rollpipe(
+            "train", "trpo", "CartPole-v1", "--steps", 128, "--out", run, *SMALL, "--overwrite"
+        )
+        == 0
+    )
 
 
 def test_what_failed_before_its_first_update_leaves_nothing(tmp_path):
-    run = start(tmp_path/"a"/"b", make_config("trpo", "CartPole-v1"))
+    run = start(tmp_path / "a" / "b", make_config("trpo", "CartPole-v1"))
     discard(run)
-    assert list((tmp_path/"a").iterdir()) == []
+    assert list((tmp_path / "a").iterdir()) == []
 
 
 # -- every algorithm ---------------------------------------------------------------------------------------------------
 
-TINY = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,), epochs=2, minibatch=32, warmup=64, batch_size=16,
-            samples_per_step=.25)
+TINY = dict(
+    n_envs=4,
+    n_steps=16,
+    hidden=(8,),
+    critic_hidden=(8,),
+    epochs=2,
+    minibatch=32,
+    warmup=64,
+    batch_size=16,
+    samples_per_step=0.25,
+)
 
 
 def tiny(algorithm, folder, checkpoint_every=2):
     "The configuration of a very short run, with those options of `TINY` that the algorithm has, and with data if it needs them."
     has = {o.name for o in options_for(algorithm)}
     options = {k: v for k, v in TINY.items() if k in has}
-    if "data" in has: options |= dict(data=str(recorded(folder/"data", task_of(algorithm))), batch_size=64)
-    return make_config(algorithm, task_of(algorithm), options, steps=256, checkpoint_every=checkpoint_every)
+    if "data" in has:
+        options |= dict(data=str(recorded(folder / "data", task_of(algorithm))), batch_size=64)
+    return make_config(
+        algorithm, task_of(algorithm), options, steps=256, checkpoint_every=checkpoint_every
+    )
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_algorithm_trains_is_saved_goes_on_and_plays(algorithm, tmp_path, capsys):
     words = ["--preset", "none"]
-    words += [w for k, v in tiny(algorithm, tmp_path)["options"].items() if k in (*TINY, "data")
-              for w in (f"--{k.replace('_', '-')}", ",".join(map(str, v)) if isinstance(v, list) else v)]
+    words += [
+        w
+        for k, v in tiny(algorithm, tmp_path)["options"].items()
+        if k in (*TINY, "data")
+        for w in (f"--{k.replace('_', '-')}", ",".join(map(str, v)) if isinstance(v, list) else v)
+    ]
     words += ["--steps", 256]
-    assert rollpipe("train", algorithm, task_of(algorithm), *words, "--out", tmp_path/"a", "--quiet", "--no-tensorboard") == 0
-    metrics, found = read_metrics(tmp_path/"a"), load_run(tmp_path/"a")
-    assert set(metrics) <= set(METRICS) and metrics["steps"].tolist() == [64*i for i in range(1, 5)]
+    assert (
+        rollpipe(
+            "train",
+            algorithm,
+            task_of(algorithm),
+            *words,
+            "--out",
+            tmp_path / "a",
+            "--quiet",
+            "--no-tensorboard",
+        )
+        == 0
+    )
+    metrics = read_metrics(tmp_path / "a")
+    found = load_run(tmp_path / "a")
+    assert set(metrics) <= set(METRICS) and metrics["steps"].tolist() == [
+        64 * i for i in range(1, 5)
+    ]
     assert (metrics["lag"] == 0).all() and found.counters["steps"] == 256
     wanted = tiny(algorithm, tmp_path, checkpoint_every=20)
-    if "engine" in wanted["options"]:      # the one that 'auto' was
-        wanted["options"]["engine"] = "onnxruntime" if find_spec("onnxruntime") and find_spec("onnx") else "torch"
-    assert found.config == {**wanted, "kept": found.config["kept"], "inexact": found.config["inexact"]}
+    if "engine" in wanted["options"]:  # the one that 'auto' was
+        wanted["options"]["engine"] = (
+            "onnxruntime" if find_spec("onnxruntime") and find_spec("onnx") else "torch"
+        )
+    assert found.config == {
+        **wanted,
+        "kept": found.config["kept"],
+        "inexact": found.config["inexact"],
+    }
     assert first_difference(restore(found)[0].state_dict(), found.agent_state) is None
-    assert rollpipe("train", "--resume", tmp_path/"a", "--steps", 384, "--quiet", "--no-tensorboard") == 0
-    assert read_metrics(tmp_path/"a")["steps"].tolist() == [64*i for i in range(1, 7)]
-    assert rollpipe("evaluate", tmp_path/"a", "--episodes", 2, "--seed", 0) == 0
+    assert (
+        rollpipe("train", "--resume", tmp_path / "a", "--steps", 384, "--quiet", "--no-tensorboard")
+        == 0
+    )
+    assert read_metrics(tmp_path / "a")["steps"].tolist() == [64 * i for i in range(1, 7)]
+    assert rollpipe("evaluate", tmp_path / "a", "--episodes", 2, "--seed", 0) == 0
     assert "mean, standard error of 2 episodes" in capsys.readouterr().out
 
 
 # -- evaluate, plot, graph, demo ---------------------------------------------------------------------------------------
+
 
 def test_evaluate(run, capsys, tmp_path):
     capsys.readouterr()
     assert rollpipe("evaluate", run, "--episodes", 3, "--seed", 1) == 0
     first = capsys.readouterr().out
     assert re.match(r"return [\d.]+ \+- [\d.]+ \(mean, standard error of 3 episodes; min", first)
-    assert rollpipe("evaluate", run/"checkpoint.safetensors", "--episodes", 3, "--seed", 1) == 0
+    assert rollpipe("evaluate", run / "checkpoint.safetensors", "--episodes", 3, "--seed", 1) == 0
     assert capsys.readouterr().out == first
-    assert rollpipe("evaluate", run, "--episodes", 1, "--sample", "--record", tmp_path/"film.gif") == 0
-    assert (tmp_path/"film.gif").read_bytes()[:3] == b"GIF"
+    assert (
+        rollpipe("evaluate", run, "--episodes", 1, "--sample", "--record", tmp_path / "film.gif")
+        == 0
+    )
+    assert (tmp_path / "film.gif").read_bytes()[:3] == b"GIF"
 
 
 def test_plot(run, tmp_path, capsys):
-    other = small_run(tmp_path/"other", "--seed", 1)
-    assert rollpipe("plot", run, "--y", "entropy") == 0 and (run/"curve-entropy.png").is_file()
-    assert rollpipe("plot", run, other, "--out", tmp_path/"two.svg", "--y", "kl", "--band", "std", "--window", 2) == 0
-    assert "<svg" in (tmp_path/"two.svg").read_text()
-    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path/"two.svg")
+    other = small_run(tmp_path / "other", "--seed", 1)
+    assert rollpipe("plot", run, "--y", "entropy") == 0 and (run / "curve-entropy.png").is_file()
+    assert (
+        rollpipe(
+            "plot",
+            run,
+            other,
+            "--out",
+            tmp_path / "two.svg",
+            "--y",
+            "kl",
+            "--band",
+            "std",
+            "--window",
+            2,
+        )
+        == 0
+    )
+    assert "<svg" in (tmp_path / "two.svg").read_text()
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "two.svg")
 
 
-def test_the_commands_for_a_folder_that_begins_with_a_dash_can_be_typed(tmp_path, monkeypatch, capsys):
+def test_the_commands_for_a_folder_that_begins_with_a_dash_can_be_typed(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     words = "train ppo CartPole-v1 --steps 64 --n-envs 2 --n-steps 16 --hidden 4 --no-tensorboard".split()
     main([*words, "--out=-dash"])
     main([*words, "--seeds", "0-1", "--out=-more", "--quiet"])
     found = re.findall(r"rollpipe ((?:evaluate|plot) .*)", capsys.readouterr().out)
     assert found == ["evaluate ./-dash", "plot ./-more-s0 ./-more-s1"]
-    for line in found: assert main(shlex.split(line)) == 0
-    Path("spec.toml").write_text('[[row]]\nalgorithm = "ppo"\nenv = "Pendulum-v1"\nsteps = 64\nseeds = [0]\nepisodes = 1\n'
-                                 'final_episodes = 1\noptions = { n_envs = 2, n_steps = 16, hidden = [4], log_std = -1e-5 }')
+    for line in found:
+        assert main(shlex.split(line)) == 0
+    Path("spec.toml").write_text(
+        '[[row]]\nalgorithm = "ppo"\nenv = "Pendulum-v1"\nsteps = 64\nseeds = [0]\nepisodes = 1\n'
+        "final_episodes = 1\noptions = { n_envs = 2, n_steps = 16, hidden = [4], log_std = -1e-5 }"
+    )
     assert main(["bench", "spec.toml", "--dir", "./-bench", "--quiet"]) == 0
-    report, = re.findall(r"rollpipe (report .*)", capsys.readouterr().out)
+    (report,) = re.findall(r"rollpipe (report .*)", capsys.readouterr().out)
     assert main(shlex.split(report)) == 0
 
 
@@ -265,73 +419,151 @@ def test_a_folder_whose_name_is_not_utf8_is_refused(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     name = os.fsdecode(b"run\xff")
     assert main(["train", "ppo", "CartPole-v1", "--steps", "64", "--out", name, "--quiet"]) == 2
-    assert f"the name of a folder is not UTF-8. Expected another name, got '{tmp_path}/run\\udcff'" in capsys.readouterr().err
+    assert (
+        f"the name of a folder is not UTF-8. Expected another name, got '{tmp_path}/run\\udcff'"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_lock_on_a_full_disk_is_named(tmp_path, monkeypatch):
-    def full(*args, **options): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     monkeypatch.setattr("rollpipe.runs.locks.print", full, raising=False)
-    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/lock'"): lock(tmp_path)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/lock'"):
+        lock(tmp_path)
     monkeypatch.undo()
     lock(tmp_path), unlock(tmp_path)
 
 
 def test_a_link_in_the_folder_of_a_run_leads_nowhere(run, tmp_path):
     "The folder may come from a stranger. A link to the whole folder is the user's own."
-    mine, other = tmp_path/"mine", small_run(tmp_path/"other", "--keep", "3", "--checkpoint-every", "1")
+    mine = tmp_path / "mine"
+    other = small_run(tmp_path / "other", "--keep", "3", "--checkpoint-every", "1")
     mine.write_text("years of work")
-    (tmp_path/"link").symlink_to(run)
-    lock(tmp_path/"link"), unlock(tmp_path/"link")
-    for plant in ((lambda path: path.symlink_to(mine)), os.mkfifo, (lambda path: path.symlink_to(tmp_path/"nothing"))):
-        plant(run/"lock")
-        with pytest.raises(DataError, match=f"{run}/lock is no lock. Expected a plain file, or none"): lock(run)
-        assert owner_of(run) == ""     # at once
-        (run/"lock").unlink()
-    assert mine.read_text() == "years of work" and not (tmp_path/"nothing").exists()
+    (tmp_path / "link").symlink_to(run)
+    lock(tmp_path / "link"), unlock(tmp_path / "link")
+    for plant in (
+        (lambda path: path.symlink_to(mine)),
+        os.mkfifo,
+        (lambda path: path.symlink_to(tmp_path / "nothing")),
+    ):
+        plant(run / "lock")
+        with pytest.raises(
+            DataError, match=f"{run}/lock is no lock. Expected a plain file, or none"
+        ):
+            lock(run)
+        assert owner_of(run) == ""  # at once
+        (run / "lock").unlink()
+    assert mine.read_text() == "years of work" and not (tmp_path / "nothing").exists()
     for name in ("checkpoints", "replay", "recording"):
-        (run/name).symlink_to(other/"checkpoints")
-        with pytest.raises(DataError, match=f"{run}/{name} is a link. Expected a folder"): resume(run, 10 ** 6)
-        assert main(["train", "ppo", "CartPole-v1", "--out", str(run), "--overwrite", "--quiet", "--steps", "64"]) == 2
-        (run/name).unlink()
-    assert len([*(other/"checkpoints").iterdir()]) == 3
-    (run/"recording").mkdir()
-    (run/"recording"/".lock").symlink_to(mine)
-    with pytest.raises(OSError, match=".lock"): ItemFolder(run/"recording")
+        (run / name).symlink_to(other / "checkpoints")
+        with pytest.raises(DataError, match=f"{run}/{name} is a link. Expected a folder"):
+            resume(run, 10**6)
+        assert (
+            main(
+                [
+                    "train",
+                    "ppo",
+                    "CartPole-v1",
+                    "--out",
+                    str(run),
+                    "--overwrite",
+                    "--quiet",
+                    "--steps",
+                    "64",
+                ]
+            )
+            == 2
+        )
+        (run / name).unlink()
+    assert len([*(other / "checkpoints").iterdir()]) == 3
+    (run / "recording").mkdir()
+    (run / "recording" / ".lock").symlink_to(mine)
+    with pytest.raises(OSError, match=".lock"):
+        ItemFolder(run / "recording")
     assert mine.read_text() == "years of work"
 
 
-@pytest.mark.parametrize("words", ["plot RUN", "plot RUN --out PICTURE.svg", "profile ppo CartPole-v1 --seconds 0.1 --svg PICTURE.svg"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "plot RUN",
+        "plot RUN --out PICTURE.svg",
+        "profile ppo CartPole-v1 --seconds 0.1 --svg PICTURE.svg",
+    ],
+)
 def test_a_picture_on_a_full_disk(words, run, tmp_path, monkeypatch, capsys):
-    def full(fd): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     before = {*run.iterdir(), *tmp_path.iterdir()}
     monkeypatch.setattr(os, "fsync", full)
-    assert main([str(run) if x == "RUN" else x.replace("PICTURE", str(tmp_path/"picture")) for x in words.split()]) == 2
+    assert (
+        main(
+            [
+                str(run) if x == "RUN" else x.replace("PICTURE", str(tmp_path / "picture"))
+                for x in words.split()
+            ]
+        )
+        == 2
+    )
     err = capsys.readouterr().err
-    assert "No space left on device" in err and (f"{tmp_path}/picture.svg" if "PICTURE" in words else f"{run}/curve.png") in err
+    assert (
+        "No space left on device" in err
+        and (f"{tmp_path}/picture.svg" if "PICTURE" in words else f"{run}/curve.png") in err
+    )
     assert {*run.iterdir(), *tmp_path.iterdir()} == before
 
 
 def test_another_curve_is_another_picture(run, capsys):
-    for words, name in (((), "curve.png"), (("--y", "kl"), "curve-kl.png"), (("--y", "kl", "--x", "updates"), "curve-kl-updates.png"),
-                        (("--y", "return_mean"), "curve.png")):
+    for words, name in (
+        ((), "curve.png"),
+        (("--y", "kl"), "curve-kl.png"),
+        (("--y", "kl", "--x", "updates"), "curve-kl-updates.png"),
+        (("--y", "return_mean"), "curve.png"),
+    ):
         assert rollpipe("plot", run, *words) == 0
-        assert capsys.readouterr().out == f"{run}/{name}\n" and (run/name).is_file()
-    assert small_run(run, "--overwrite") == run and not [*run.glob("curve*")]     # they belong to the run before
+        assert capsys.readouterr().out == f"{run}/{name}\n" and (run / name).is_file()
+    assert small_run(run, "--overwrite") == run and not [
+        *run.glob("curve*")
+    ]  # they belong to the run before
 
 
-@pytest.mark.parametrize("words", [["--lr", "0.1"], ["--lr=0.1"], ["--lag", "2"], ["--no-normalize"],
-                                   ["--steps", "500", "--gamma", ".9"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--lr", "0.1"],
+        ["--lr=0.1"],
+        ["--lag", "2"],
+        ["--no-normalize"],
+        ["--steps", "500", "--gamma", ".9"],
+    ],
+)
 def test_a_run_that_goes_on_keeps_its_options(words, run, capsys):
     assert rollpipe("train", "--resume", run, *words) == 2
     err = capsys.readouterr().err
-    assert f"a run that goes on keeps its options, so {words[-2] if len(words) > 1 else words[0]} cannot stand beside --resume" in err
+    assert (
+        f"a run that goes on keeps its options, so {words[-2] if len(words) > 1 else words[0]} cannot stand beside --resume"
+        in err
+    )
 
 
 def test_graph_draws_what_train_would_run(capsys):
-    assert rollpipe("graph", "trpo", "Pendulum-v1", "--lanes", 3, "--n-steps", 7, "--steps", 5, "--seed", 1) == 0
+    assert (
+        rollpipe(
+            "graph", "trpo", "Pendulum-v1", "--lanes", 3, "--n-steps", 7, "--steps", 5, "--seed", 1
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert [re.search(r"\w+", line)[0] for line in out.splitlines()] == [
-        "EnvStepper", "FragmentCollector", "Lanes", "AdvantageBuffer", "FragmentStacker"]
+        "EnvStepper",
+        "FragmentCollector",
+        "Lanes",
+        "AdvantageBuffer",
+        "FragmentStacker",
+    ]
     assert "Pendulum-v1" in out and "n_steps=7" in out and "n=3" in out
 
 
@@ -343,44 +575,83 @@ def test_demo_twice(tmp_path, capsys, monkeypatch):
         for name in ("random policy", "trained policy, no exploration"):
             assert re.search(name + r" +-\d+\.\d \+- ", out)
     assert {p.name for p in Path("runs/demo").iterdir()} == {
-        "config.json", "fingerprint.json", "metrics.csv", "metrics.jsonl", "journal.jsonl", "checkpoint.safetensors", "curve.png"}
+        "config.json",
+        "fingerprint.json",
+        "metrics.csv",
+        "metrics.jsonl",
+        "journal.jsonl",
+        "checkpoint.safetensors",
+        "curve.png",
+    }
 
 
 @pytest.mark.parametrize("words", ["", "--help", "-h", "--version"])
 def test_the_list_of_commands_needs_no_torch_and_is_that_of_the_parser(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code = "import sys; from rollpipe.cli.start import main\ntry: main()\nfinally: print({'torch', 'numpy'} & {*sys.modules})"
-    found = subprocess.run([sys.executable, "-c", code, *words.split()], text=True, capture_output=True, timeout=60, cwd=ROOT)
-    with pytest.raises(SystemExit): build_parser().parse_args([words or "--help"])
+    found = subprocess.run(
+        [sys.executable, "-c", code, *words.split()],
+        text=True,
+        capture_output=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([words or "--help"])
     assert (found.returncode, found.stdout) == (0, capsys.readouterr().out + "set()\n")
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
-def test_every_option_has_its_meaning_in_the_help_with_the_default_of_the_algorithm(algorithm, capsys):
+def test_every_option_has_its_meaning_in_the_help_with_the_default_of_the_algorithm(
+    algorithm, capsys
+):
     assert rollpipe("train", algorithm, "--help") == 0
-    text, defaults = " ".join(capsys.readouterr().out.split()), ALGORITHMS[algorithm].defaults
+    text = " ".join(capsys.readouterr().out.split())
+    defaults = ALGORITHMS[algorithm].defaults
     options = {option.name: option for option in options_for(algorithm)}
-    help = {name: " ".join(option.help.split()).replace("None:", "none:") for name, option in options.items()}     # as it is typed
-    for name, option in options.items(): assert help[name] and option.flag in text and help[name] in text, option
+    help = {
+        name: " ".join(option.help.split()).replace("None:", "none:")
+        for name, option in options.items()
+    }  # as it is typed
+    for name, option in options.items():
+        assert help[name] and option.flag in text and help[name] in text, option
     assert "==SUPPRESS==" not in text and set(defaults) <= set(options)
     for name, value in defaults.items():
-        shown, kept = (",".join(map(str, value)), list(value)) if isinstance(value, tuple) else (value, value)
-        assert f"{help[name]} [{shown}]" in text and make_config(algorithm, "CartPole-v1")["options"][name] == kept
+        shown, kept = (
+            (",".join(map(str, value)), list(value)) if isinstance(value, tuple) else (value, value)
+        )
+        assert (
+            f"{help[name]} [{shown}]" in text
+            and make_config(algorithm, "CartPole-v1")["options"][name] == kept
+        )
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_the_defaults_of_the_command_line_are_those_of_the_signatures(algorithm):
     args = vars(build_parser().parse_args(["train", algorithm, "CartPole-v1"]))
     assert not set(args) & {o.name for o in options_for(algorithm)}
-    assert make_config(algorithm, "CartPole-v1")["options"].keys() == {o.name for o in options_for(algorithm)}
+    assert make_config(algorithm, "CartPole-v1")["options"].keys() == {
+        o.name for o in options_for(algorithm)
+    }
 
 
-@pytest.mark.parametrize("algorithm, flag, name", [
-    ("ppo", "--target-kl", "target_kl"), ("ppo", "--max-grad-norm", "max_grad_norm"), ("ppo", "--critic-lr", "critic_lr"),
-    ("dqn", "--huber", "huber"), ("dqn", "--tau", "tau"), ("dqn", "--beta-steps", "beta_steps"), ("dqn", "--encoder", "encoder"),
-    ("dqn", "--path", "path"), ("trpo", "--vector", "vector")])
+@pytest.mark.parametrize(
+    "algorithm, flag, name",
+    [
+        ("ppo", "--target-kl", "target_kl"),
+        ("ppo", "--max-grad-norm", "max_grad_norm"),
+        ("ppo", "--critic-lr", "critic_lr"),
+        ("dqn", "--huber", "huber"),
+        ("dqn", "--tau", "tau"),
+        ("dqn", "--beta-steps", "beta_steps"),
+        ("dqn", "--encoder", "encoder"),
+        ("dqn", "--path", "path"),
+        ("trpo", "--vector", "vector"),
+    ],
+)
 @pytest.mark.parametrize("word", ["none", "None"])
 def test_none_can_be_typed_where_the_annotation_allows_it(algorithm, flag, name, word):
     args = build_parser().parse_args(["train", algorithm, "CartPole-v1", flag, word])
@@ -389,19 +660,37 @@ def test_none_can_be_typed_where_the_annotation_allows_it(algorithm, flag, name,
     build(config)
 
 
-@pytest.mark.parametrize("words, encoder, of_critic", [
-    ("--encoder images=conv", dict(images="conv"), dict(images="conv")),
-    ("--encoder images=conv,discrete=bits", dict(images="conv", discrete="bits"), dict(images="conv", discrete="bits")),
-    ("--encoder {'images':'conv'} --critic-encoder none", dict(images="conv"), None),
-    ("--critic-encoder images=conv", None, dict(images="conv")),
-    ("", None, None)])
+@pytest.mark.parametrize(
+    "words, encoder, of_critic",
+    [
+        ("--encoder images=conv", dict(images="conv"), dict(images="conv")),
+        (
+            "--encoder images=conv,discrete=bits",
+            dict(images="conv", discrete="bits"),
+            dict(images="conv", discrete="bits"),
+        ),
+        ("--encoder {'images':'conv'} --critic-encoder none", dict(images="conv"), None),
+        ("--critic-encoder images=conv", None, dict(images="conv")),
+        ("", None, None),
+    ],
+)
 def test_the_critic_has_the_encoder_of_the_actor_unless_it_has_its_own(words, encoder, of_critic):
-    options = config_from(build_parser().parse_args(["train", "ppo", "CartPole-v1", *words.split()]))["options"]
+    options = config_from(
+        build_parser().parse_args(["train", "ppo", "CartPole-v1", *words.split()])
+    )["options"]
     assert (options["encoder"], options["critic_encoder"]) == (encoder, of_critic)
 
 
-@pytest.mark.parametrize("word, value", [
-    ("x=true", True), ("x=false", False), ("x=True", True), ("x='true'", "true"), ("x=truely", "truely")])
+@pytest.mark.parametrize(
+    "word, value",
+    [
+        ("x=true", True),
+        ("x=false", False),
+        ("x=True", True),
+        ("x='true'", "true"),
+        ("x=truely", "truely"),
+    ],
+)
 def test_keyword_arguments_of_an_environment(word, value):
     assert parse_env_kwargs([word]) == dict(x=value)
 
@@ -411,9 +700,12 @@ def test_a_keyword_that_is_there_twice_is_refused(capsys):
     assert "a keyword is there twice" in (text := capsys.readouterr().err) and "Got g." in text
 
 
-@pytest.mark.parametrize("text", ["images=conv,images=flat", "images=conv,flat", "images=conv,", "conv=(16,32)"])
+@pytest.mark.parametrize(
+    "text", ["images=conv,images=flat", "images=conv,flat", "images=conv,", "conv=(16,32)"]
+)
 def test_what_is_no_list_of_keywords_is_no_dict(text):
-    with pytest.raises(ValueError, match="is not dict or none"): parse_value(text, ("dict", "None"))
+    with pytest.raises(ValueError, match="is not dict or none"):
+        parse_value(text, ("dict", "None"))
 
 
 @pytest.mark.parametrize("word, lag", [("none", None), ("1", 1)])
@@ -424,40 +716,73 @@ def test_a_lag_may_be_a_number_or_none(word, lag):
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_default_is_what_its_annotation_allows(algorithm):
-    for option in options_for(algorithm) + TYPED_OPTIONS: option.check(option.default)
+    for option in options_for(algorithm) + TYPED_OPTIONS:
+        option.check(option.default)
 
 
-@pytest.mark.parametrize("algorithm, options, told", [
-    ("ppo", dict(target_kl="abc"), "target_kl.*float or none or schedule, got 'abc'"), ("ppo", dict(epochs=2.5), "epochs.*int, got 2.5"),
-    ("dqn", dict(huber=True), "huber"), ("trpo", dict(hidden=(8, "x")), "hidden"), ("trpo", dict(hidden=8), "hidden")])
+@pytest.mark.parametrize(
+    "algorithm, options, told",
+    [
+        ("ppo", dict(target_kl="abc"), "target_kl.*float or none or schedule, got 'abc'"),
+        ("ppo", dict(epochs=2.5), "epochs.*int, got 2.5"),
+        ("dqn", dict(huber=True), "huber"),
+        ("trpo", dict(hidden=(8, "x")), "hidden"),
+        ("trpo", dict(hidden=8), "hidden"),
+    ],
+)
 def test_options_are_checked_without_a_command_line_as_well(algorithm, options, told):
-    with pytest.raises(DataError, match=told): make_config(algorithm, "CartPole-v1", options)
+    with pytest.raises(DataError, match=told):
+        make_config(algorithm, "CartPole-v1", options)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 MISTAKES = [
     ("train trpo Pendulm-v1", "Pendulm-v1.*Pendulum-v1"),
-    ("train trop Pendulum-v1", "invalid choice: 'trop'.*trpo.*one of your own needs --import MODULE"),
-    ("train trpo Pendulum-v1 --hidden 8 9", "unknown argument 9; an option takes one word, such as --hidden 64,64"),
-    ("train --seed 2 trpo Pendulum-v1", "invalid choice: .2.*options such as --seed stand after ALGO ENV"),
+    (
+        "train trop Pendulum-v1",
+        "invalid choice: 'trop'.*trpo.*one of your own needs --import MODULE",
+    ),
+    (
+        "train trpo Pendulum-v1 --hidden 8 9",
+        "unknown argument 9; an option takes one word, such as --hidden 64,64",
+    ),
+    (
+        "train --seed 2 trpo Pendulum-v1",
+        "invalid choice: .2.*options such as --seed stand after ALGO ENV",
+    ),
     ("train", "which algorithm.*trpo"),
     ("train trpo", "required: ENV"),
     ("train trpo Pendulum-v1 --max-lk 1", "--max-lk.*did you mean --max-kl"),
     ("train trpo Pendulum-v1 --gamma x", "--gamma: invalid float value: 'x'"),
     ("train trpo Pendulum-v1 --steps 1.5", "--steps: invalid int value: '1.5'"),
     ("train trpo Pendulum-v1 --hidden 8,x", "--hidden"),
-    ("train ppo Pendulum-v1 --target-kl abc", "--target-kl: invalid float or none or schedule value: 'abc'"),
-    ("train trpo Pendulum-v1 --critic-lr fast", "--critic-lr: invalid float or schedule value: 'fast'"),
+    (
+        "train ppo Pendulum-v1 --target-kl abc",
+        "--target-kl: invalid float or none or schedule value: 'abc'",
+    ),
+    (
+        "train trpo Pendulum-v1 --critic-lr fast",
+        "--critic-lr: invalid float or schedule value: 'fast'",
+    ),
     ("train dqn CartPole-v1 --tau abc", "--tau: invalid float or none or schedule value: 'abc'"),
-    ("train dqn CartPole-v1 --epsilon 0.5", "unknown argument --epsilon; did you mean --eps-end"),   # DQN sets it itself
+    (
+        "train dqn CartPole-v1 --epsilon 0.5",
+        "unknown argument --epsilon; did you mean --eps-end",
+    ),  # DQN sets it itself
     ("train ppo CartPole-v1 --lag soon", "--lag: invalid int or none value: 'soon'"),
     ("train dqn CartPole-v1 --beta-steps many", "--beta-steps: invalid int or none value: 'many'"),
     ("train ppo CartPole-v1 --encoder conv", "--encoder: invalid dict or none value: 'conv'"),
-    ("train trpo CartPole-v1 --activation rule", "activation.*elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, got 'rule'"),
+    (
+        "train trpo CartPole-v1 --activation rule",
+        "activation.*elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, got 'rule'",
+    ),
     ("train trpo CartPole-v1 --critic-activation ReLU", "unknown activation.*got 'ReLU'"),
     ("train trpo Pendulum-v1 --steps 1x", "--steps: invalid int value"),
-    ("train trpo Pendulum-v1 --steps 0", "^error: out of range. Expected an integer steps >= 1, got steps=0"),
+    (
+        "train trpo Pendulum-v1 --steps 0",
+        "^error: out of range. Expected an integer steps >= 1, got steps=0",
+    ),
     ("train trpo Pendulum-v1 --seed -1", "an integer seed >= 0, got seed=-1"),
     ("train trpo Pendulum-v1 --n-steps 0", "n_steps >= 1"),
     ("train trpo Pendulum-v1 --n-envs 0", "environments"),
@@ -485,47 +810,78 @@ MISTAKES = [
     ("train ppo CartPole-v1 --track", "did you mean --wandb[?]"),
     ("train ppo CartPole-v1 --overwite", "did you mean --overwrite[?]"),
     ("train sac Pendulum-v1 --ent-coef 0.1", "did you mean --temperature[?]"),
-    ("train sac CartPole-v1", r"Box of floats for sac, or an algorithm for it: trpo, .*dqn, qr_dqn, got Discrete\(2\)"),
-    ("train dqn Pendulum-v1", "Discrete for dqn, or an algorithm for it: .*ppo, vtrace, sac, crossq, td3, ddpg, got Box"),
+    (
+        "train sac CartPole-v1",
+        r"Box of floats for sac, or an algorithm for it: trpo, .*dqn, qr_dqn, got Discrete\(2\)",
+    ),
+    (
+        "train dqn Pendulum-v1",
+        "Discrete for dqn, or an algorithm for it: .*ppo, vtrace, sac, crossq, td3, ddpg, got Box",
+    ),
     ("train ppo Own-v0", "which a module registers .*--import MODULE.*'MODULE:Own-v0'"),
-    ("train --resume RUN --learning-rate 0.1", "so --learning-rate cannot stand .*which takes --steps, --device, --workers, --quiet"),
+    (
+        "train --resume RUN --learning-rate 0.1",
+        "so --learning-rate cannot stand .*which takes --steps, --device, --workers, --quiet",
+    ),
     ("train --resume RUN --out other", "so --out cannot stand beside --resume"),
     ("replay nowhere --update 1", "^error: nowhere: there is no such run"),
     ("verify RUN --updates 0", "an integer updates >= 1, got updates=0"),
-    ("export RUN --to torchscript --out nowhere/policy.pt", "^error: nowhere/policy.pt: there is no such folder"),
+    (
+        "export RUN --to torchscript --out nowhere/policy.pt",
+        "^error: nowhere/policy.pt: there is no such folder",
+    ),
     ("export RUN --to torchscript --out RUN", "this is a folder. Expected a file to write"),
     ("train trpo CartPole-v1 --resume RUN", "either --resume RUN or ALGO ENV, not both"),
-    ("train --resume RUN/config.json", "config.json: not a checkpoint. Expected the folder of the run, .*run"),
+    (
+        "train --resume RUN/config.json",
+        "config.json: not a checkpoint. Expected the folder of the run, .*run",
+    ),
     ("train --resume RUN/..", "there is no run in this folder. Expected for example .*run"),
     ("evaluate RUN/..", "there is no run in this folder. Expected for example .*run"),
     ("evaluate RUN --seed -1", "leaf seed: not a seed. Expected an integer >= 0, got -1"),
     ("watch RUN --record film.gif --seed -1", "leaf seed: not a seed"),
     ("pack RUN --out packed --seed -1", "leaf seed: not a seed"),
-    ("plot RUN --out curve.foo", "unknown kind of picture. Expected a path ending in .png, .svg or .pdf, got curve.foo"),
+    (
+        "plot RUN --out curve.foo",
+        "unknown kind of picture. Expected a path ending in .png, .svg or .pdf, got curve.foo",
+    ),
     ("train trpo CartPole-v1 --out BROKEN", "broken: this is a file. Expected a folder"),
     ("pack RUN --out BROKEN", "broken: this is a file. Expected a folder"),
-    ("train trpo CartPole-v1 --record-limit 5GB", "leaf record_limit: a limit, but no recording. Expected --record, got '5GB'"),
-    ("train trpo CartPole-v1 --std abc", "^error: .*leaf std: unknown kind. Expected 'free', 'fixed' or 'state', got 'abc'"),
+    (
+        "train trpo CartPole-v1 --record-limit 5GB",
+        "leaf record_limit: a limit, but no recording. Expected --record, got '5GB'",
+    ),
+    (
+        "train trpo CartPole-v1 --std abc",
+        "^error: .*leaf std: unknown kind. Expected 'free', 'fixed' or 'state', got 'abc'",
+    ),
     ("train trpo CartPole-v1 --hidden 8,0", r"an integer hidden\[1\] >= 1, got hidden\[1\]=0"),
     ("train trpo CartPole-v1 --hidden 64.5", "--hidden: invalid int or int,int value: '64.5'"),
-    ("train ppo Pendulum-v1 --action-mask m", "^error: environment Pendulum-v1, leaf action_space: WithActionMask: there are no masks"),
+    (
+        "train ppo Pendulum-v1 --action-mask m",
+        "^error: environment Pendulum-v1, leaf action_space: WithActionMask: there are no masks",
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, trained):
     folder = tmp_path_factory.mktemp("places")
-    run = Path(shutil.copytree(trained, folder/"run"))
-    (folder/"broken").write_bytes((run/"checkpoint.safetensors").read_bytes()[:-1])
-    class Other: state_dict = lambda self: {}
-    save_checkpoint(folder/"foreign", Other(), {}, {})
-    return {"RUN": run, "BROKEN": folder/"broken", "FOREIGN": folder/"foreign"}
+    run = Path(shutil.copytree(trained, folder / "run"))
+    (folder / "broken").write_bytes((run / "checkpoint.safetensors").read_bytes()[:-1])
+
+    class Other:
+        state_dict = lambda self: {}
+
+    save_checkpoint(folder / "foreign", Other(), {}, {})
+    return {"RUN": run, "BROKEN": folder / "broken", "FOREIGN": folder / "foreign"}
 
 
 @pytest.mark.parametrize("line, message", MISTAKES)
 def test_a_mistake_is_one_clear_line(line, message, places, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, path in places.items(): line = line.replace(name, str(path))
+    for name, path in places.items():
+        line = line.replace(name, str(path))
     assert rollpipe(*line.split()) == 2
     out, err = capsys.readouterr()
     assert re.search(message, err) and err.count("\n") == 1 and "Traceback" not in err and not out
@@ -533,85 +889,177 @@ def test_a_mistake_is_one_clear_line(line, message, places, capsys, tmp_path, mo
 
 
 def test_debug_shows_where(tmp_path):
-    with pytest.raises(RuntimeError, match="Pendulm"): main(["graph", "trpo", "Pendulm-v1", "--debug"])
+    with pytest.raises(RuntimeError, match="Pendulm"):
+        main(["graph", "trpo", "Pendulm-v1", "--debug"])
 
 
 def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
     found = load_run(run)
-    class Same: state_dict = lambda self: found.agent_state
+
+    class Same:
+        state_dict = lambda self: found.agent_state
+
     config = dict(found.config, options=dict(found.config["options"], hidden=[16]))
-    save_checkpoint(run/"checkpoint.safetensors", Same(), config, found.counters)
+    save_checkpoint(run / "checkpoint.safetensors", Same(), config, found.counters)
     assert rollpipe("evaluate", run) == 2
-    assert "not a configuration that was saved (leaf --hidden: there are no such layers in the file" in capsys.readouterr().err
+    assert (
+        "not a configuration that was saved (leaf --hidden: there are no such layers in the file"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("harm", [
-    dict(options=dict(n_envs=10**9)), dict(options=dict(lanes=10**8)),
-    dict(options=dict(n_steps=10**9)), dict(options=dict(hidden=[300_000])), dict(options=dict(recurrent="gru", state_size=8000)),
-    dict(options=dict(hidden=[-1])), dict(options=dict(gamma="x")), dict(options=dict(encoder=dict(a=1))), dict(options=dict(n_envs=None)),
-    dict(seed="x"), dict(seed=-1), dict(steps=None), dict(threads=0), dict(env=5), dict(env_kwargs=[1]), dict(env_kwargs=dict(nonsense=1)),
-    dict(imports=5), dict(algorithm=[1]), dict(options=None)], ids=str)
+@pytest.mark.parametrize(
+    "harm",
+    [
+        dict(options=dict(n_envs=10**9)),
+        dict(options=dict(lanes=10**8)),
+        dict(options=dict(n_steps=10**9)),
+        dict(options=dict(hidden=[300_000])),
+        dict(options=dict(recurrent="gru", state_size=8000)),
+        dict(options=dict(hidden=[-1])),
+        dict(options=dict(gamma="x")),
+        dict(options=dict(encoder=dict(a=1))),
+        dict(options=dict(n_envs=None)),
+        dict(seed="x"),
+        dict(seed=-1),
+        dict(steps=None),
+        dict(threads=0),
+        dict(env=5),
+        dict(env_kwargs=[1]),
+        dict(env_kwargs=dict(nonsense=1)),
+        dict(imports=5),
+        dict(algorithm=[1]),
+        dict(options=None),
+    ],
+    ids=str,
+)
 def test_a_stored_configuration_is_checked_before_anything_is_built(harm, run, monkeypatch, capsys):
     found = load_run(run)
-    class Same: state_dict = lambda self: found.agent_state
-    options = {**found.config["options"], **harm["options"]} if harm.get("options") else harm.get("options", found.config["options"])
-    save_checkpoint(run/"checkpoint.safetensors", Same(), {**found.config, **harm, "options": options}, found.counters)
+
+    class Same:
+        state_dict = lambda self: found.agent_state
+
+    options = (
+        {**found.config["options"], **harm["options"]}
+        if harm.get("options")
+        else harm.get("options", found.config["options"])
+    )
+    save_checkpoint(
+        run / "checkpoint.safetensors",
+        Same(),
+        {**found.config, **harm, "options": options},
+        found.counters,
+    )
     for words in (("evaluate", run), ("train", "--resume", run, "--steps", 10**6)):
         assert rollpipe(*words) == 2
         err = capsys.readouterr().err
         assert "Traceback" not in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("algorithm, env, options, harm", [
-    ("ppo", "CartPole-v1", dict(recurrent="gru", state_size=8), dict(state_size=8000)),
-    ("dqn", "CartPole-v1", dict(recurrent="lstm", length=4), dict(state_size=-1)),
-    ("qr_dqn", "CartPole-v1", dict(n_quantiles=7), dict(n_quantiles=2_000_000)),
-    ("qr_dqn", "CartPole-v1", dict(duelling=True), dict(n_quantiles=0)), ("sac", "Pendulum-v1", dict(n_critics=3), dict(n_critics=3000))])
-def test_a_strangers_sizes_are_compared_with_the_file(algorithm, env, options, harm, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "algorithm, env, options, harm",
+    [
+        ("ppo", "CartPole-v1", dict(recurrent="gru", state_size=8), dict(state_size=8000)),
+        ("dqn", "CartPole-v1", dict(recurrent="lstm", length=4), dict(state_size=-1)),
+        ("qr_dqn", "CartPole-v1", dict(n_quantiles=7), dict(n_quantiles=2_000_000)),
+        ("qr_dqn", "CartPole-v1", dict(duelling=True), dict(n_quantiles=0)),
+        ("sac", "Pendulum-v1", dict(n_critics=3), dict(n_critics=3000)),
+    ],
+)
+def test_a_strangers_sizes_are_compared_with_the_file(
+    algorithm, env, options, harm, tmp_path, monkeypatch
+):
     "Networks that are larger than those of the file would take memory and time before they do not fit."
-    folder = start(tmp_path/"run", make_config(algorithm, env, options)).folder
+    folder = start(tmp_path / "run", make_config(algorithm, env, options)).folder
     unlock(folder)
     found = load_run(folder)
-    unused = {} if "state_size" in harm else dict(state_size=8000)     # without memory it decides nothing
+    unused = (
+        {} if "state_size" in harm else dict(state_size=8000)
+    )  # without memory it decides nothing
     config = {**found.config, "options": {**found.config["options"], **unused}}
     assert load_run(folder).config["options"].items() >= options.items()
-    write_atomically(folder/"checkpoint.safetensors", found._replace(config=config, stream=None).data())
+    write_atomically(
+        folder / "checkpoint.safetensors", found._replace(config=config, stream=None).data()
+    )
     load_agent(folder)
     config["options"] |= harm
-    write_atomically(folder/"checkpoint.safetensors", found._replace(config=config, stream=None).data())
+    write_atomically(
+        folder / "checkpoint.safetensors", found._replace(config=config, stream=None).data()
+    )
     monkeypatch.setattr("rollpipe.runs.folder.build", lambda *args: pytest.fail("it is built"))
-    name, = harm
-    with pytest.raises(CheckpointError, match=f"leaf --{name.replace('_', '-')}: there are no such layers in the file"): load_agent(folder)
+    (name,) = harm
+    with pytest.raises(
+        CheckpointError,
+        match=f"leaf --{name.replace('_', '-')}: there are no such layers in the file",
+    ):
+        load_agent(folder)
 
 
 # -- a process of its own ----------------------------------------------------------------------------------------------
 
+
 def test_two_trainings_do_not_share_a_folder(tmp_path, capsys):
     "The second one is refused, with whatever it is started. A process that is killed leaves no lock, not even if its workers live on."
-    run = tmp_path/"run"
-    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--lanes", 2, "--workers", 2, "--checkpoint-every", 1, *SMALL]
+    run = tmp_path / "run"
+    words = [
+        "train",
+        "trpo",
+        "CartPole-v1",
+        "--steps",
+        10**8,
+        "--out",
+        run,
+        "--lanes",
+        2,
+        "--workers",
+        2,
+        "--checkpoint-every",
+        1,
+        *SMALL,
+    ]
     with process(*words) as child:
-        wait_for(lambda: lines(run/"metrics.jsonl") >= 2, child)
+        wait_for(lambda: lines(run / "metrics.jsonl") >= 2, child)
         for others in (["--resume", run], [*words[1:], "--overwrite"]):
             assert rollpipe("train", *others, "--quiet", "--no-tensorboard") == 2
-            assert re.search(f"another process is training in .*process {child.pid}", capsys.readouterr().err)
+            assert re.search(
+                f"another process is training in .*process {child.pid}", capsys.readouterr().err
+            )
         child.kill()
         child.communicate()
     steps = load_run(run).counters["steps"] + 1
     assert rollpipe("train", "--resume", run, "--steps", steps, "--quiet", "--no-tensorboard") == 0
-    assert not (run/"lock").exists()
+    assert not (run / "lock").exists()
 
 
-@pytest.mark.parametrize("numbers, workers", [(("SIGINT", "SIGINT"), 0), (("SIGHUP", "SIGTERM", "SIGINT"), 2)])
+@pytest.mark.parametrize(
+    "numbers, workers", [(("SIGINT", "SIGINT"), 0), (("SIGHUP", "SIGTERM", "SIGINT"), 2)]
+)
 def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path, numbers, workers):
-    run, numbers = tmp_path/"run", [getattr(signal, name) for name in numbers]
-    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--checkpoint-every", 10**6, "--lanes", 2,
-             "--workers", workers, *SMALL]
-    with python(*words, start_new_session=True) as child:     # the last signal comes while the interpreter ends
-        wait_for(lambda: lines(run/"metrics.jsonl") >= 2, child)
+    run = tmp_path / "run"
+    numbers = [getattr(signal, name) for name in numbers]
+    words = [
+        "train",
+        "trpo",
+        "CartPole-v1",
+        "--steps",
+        10**8,
+        "--out",
+        run,
+        "--checkpoint-every",
+        10**6,
+        "--lanes",
+        2,
+        "--workers",
+        workers,
+        *SMALL,
+    ]
+    with python(
+        *words, start_new_session=True
+    ) as child:  # the last signal comes while the interpreter ends
+        wait_for(lambda: lines(run / "metrics.jsonl") >= 2, child)
         for number in numbers:  # a terminal sends it to the workers, too
             os.killpg(child.pid, number) if number != signal.SIGTERM else child.send_signal(number)
-            time.sleep(.05)
+            time.sleep(0.05)
         out, err = child.communicate(timeout=120)
     assert child.returncode == 128 + numbers[0], err
     assert "Traceback" not in err and f"--resume {run}" in err
@@ -620,11 +1068,21 @@ def test_what_schedulers_containers_and_terminals_send_saves_and_leaves(tmp_path
 
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
 def test_what_is_stopped_before_its_first_update_can_be_started_again(tmp_path, name, code):
-    run = tmp_path/"run"
+    run = tmp_path / "run"
     impatient = "import sys; from rollpipe.cli.main import main; from rollpipe.runs import signals; signals.PATIENCE = .5; sys.exit(main())"
-    words = ["train", "trpo", "CartPole-v1", "--n-steps", 10**5, "--out", run, "--quiet", "--no-tensorboard"]
+    words = [
+        "train",
+        "trpo",
+        "CartPole-v1",
+        "--n-steps",
+        10**5,
+        "--out",
+        run,
+        "--quiet",
+        "--no-tensorboard",
+    ]
     with Forked(["-c", impatient, *words]) as child:
-        wait_for((run/"metrics.jsonl").exists, child)
+        wait_for((run / "metrics.jsonl").exists, child)
         child.send_signal(getattr(signal, name))
         out, err = child.communicate(timeout=120)
     assert child.returncode == code and "Traceback" not in err, err
@@ -632,43 +1090,63 @@ def test_what_is_stopped_before_its_first_update_can_be_started_again(tmp_path, 
 
 
 def test_what_is_killed_before_its_first_update_can_be_resumed(tmp_path):
-    run = start(tmp_path/"run", tiny("trpo", tmp_path))
+    run = start(tmp_path / "run", tiny("trpo", tmp_path))
     train(resume(run.folder), progress=False, tensorboard=False)
     assert load_run(run.folder).counters["steps"] == 256
 
 
-def test_a_run_that_fails_before_its_first_update_is_removed_only_if_it_is_new(tmp_path, monkeypatch):
-    run, left = start(tmp_path/"run", tiny("trpo", tmp_path)), []
+def test_a_run_that_fails_before_its_first_update_is_removed_only_if_it_is_new(
+    tmp_path, monkeypatch
+):
+    run = start(tmp_path / "run", tiny("trpo", tmp_path))
+    left = []
     monkeypatch.setattr(commands, "train", lambda *args, **kwargs: 1 / 0)
     for again in (resume(run.folder), run):
-        with pytest.raises(ZeroDivisionError): commands.run_to_end(again, Namespace())
+        with pytest.raises(ZeroDivisionError):
+            commands.run_to_end(again, Namespace())
         left.append(run.checkpoint.exists())
     assert left == [True, False]
 
 
 def test_nohup_is_respected(tmp_path):
-    run = tmp_path/"run"
+    run = tmp_path / "run"
     words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, *SMALL]
     with process(*words, ignored=[signal.SIGHUP]) as child:
-        wait_for(lambda: lines(run/"metrics.jsonl") >= 1, child)
+        wait_for(lambda: lines(run / "metrics.jsonl") >= 1, child)
         child.send_signal(signal.SIGHUP)
-        n = lines(run/"metrics.jsonl")
-        wait_for(lambda: lines(run/"metrics.jsonl") >= n + 2, child)
+        n = lines(run / "metrics.jsonl")
+        wait_for(lambda: lines(run / "metrics.jsonl") >= n + 2, child)
         child.send_signal(signal.SIGTERM)
         child.communicate(timeout=120)
     assert child.returncode == 143
 
 
 def test_killed_run_resumes_from_its_last_checkpoint(tmp_path):
-    run = tmp_path/"run"
-    words = ["train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", run, "--checkpoint-every", 3, *SMALL]
+    run = tmp_path / "run"
+    words = [
+        "train",
+        "trpo",
+        "CartPole-v1",
+        "--steps",
+        10**8,
+        "--out",
+        run,
+        "--checkpoint-every",
+        3,
+        *SMALL,
+    ]
     with process(*words) as child:
-        wait_for(lambda: lines(run/"metrics.jsonl") >= 8, child)
+        wait_for(lambda: lines(run / "metrics.jsonl") >= 8, child)
         child.kill()
         child.communicate()
     saved = load_run(run).counters
     assert saved["updates"] % 3 == 0
-    assert rollpipe("train", "--resume", run, "--steps", saved["steps"] + 1, "--quiet", "--no-tensorboard") == 0
+    assert (
+        rollpipe(
+            "train", "--resume", run, "--steps", saved["steps"] + 1, "--quiet", "--no-tensorboard"
+        )
+        == 0
+    )
     assert read_metrics(run)["updates"].tolist() == list(range(1, saved["updates"] + 2))
 
 
@@ -680,7 +1158,9 @@ def test_output_that_nobody_reads():
 
 
 def test_a_broken_pipe_that_is_not_that_of_the_output(monkeypatch, capsys):
-    def command(*_): raise BrokenPipeError(32, "of a server of mine")
+    def command(*_):
+        raise BrokenPipeError(32, "of a server of mine")
+
     monkeypatch.setattr("rollpipe.cli.main.list_command", command)
     assert rollpipe("list") == 2 and "of a server of mine" in capsys.readouterr().err
 
@@ -688,12 +1168,18 @@ def test_a_broken_pipe_that_is_not_that_of_the_output(monkeypatch, capsys):
 @pytest.mark.skipif(os.name == "nt", reason="a shell closes the streams")
 @pytest.mark.parametrize("more", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed(more):
-    assert os.waitstatus_to_exitcode(os.system(f"{shlex.quote(sys.executable)} -m rollpipe list {more}")) == 0
+    assert (
+        os.waitstatus_to_exitcode(
+            os.system(f"{shlex.quote(sys.executable)} -m rollpipe list {more}")
+        )
+        == 0
+    )
 
 
 def test_a_terminal_that_does_not_know_a_letter(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    with python("graph", "trpo", "CartPole-v1") as child: assert "EnvStepper" in child.stdout.read() and child.wait() == 0
+    with python("graph", "trpo", "CartPole-v1") as child:
+        assert "EnvStepper" in child.stdout.read() and child.wait() == 0
 
 
 ISLAND = """
@@ -703,11 +1189,17 @@ gymnasium.register("Island-v0", CartPoleEnv, max_episode_steps=20)
 """
 
 
-@pytest.mark.parametrize("words", [("Island-v0", "--import", "island"), ("island:Island-v0",)], ids=["import", "in the id"])
+@pytest.mark.parametrize(
+    "words",
+    [("Island-v0", "--import", "island"), ("island:Island-v0",)],
+    ids=["import", "in the id"],
+)
 def test_the_printed_command_evaluates_where_a_module_was_needed(words, tmp_path):
     "Also: the module is found in the current folder."
-    (tmp_path/"island.py").write_text(ISLAND)
-    trained = run_command(tmp_path, "train", "trpo", *words, "--steps", 128, "--out", "my run", *SMALL)
+    (tmp_path / "island.py").write_text(ISLAND)
+    trained = run_command(
+        tmp_path, "train", "trpo", *words, "--steps", 128, "--out", "my run", *SMALL
+    )
     assert trained.returncode == 0, trained.stderr
     command = trained.stdout.splitlines()[-1].partition("rollpipe ")[2]
     evaluated = run_command(tmp_path, *shlex.split(command), "--episodes", 1)
@@ -734,45 +1226,84 @@ gymnasium.register("Wanderer-v0", Wanderer, max_episode_steps=20)
 
 def test_an_environment_that_changes_the_current_folder_moves_no_run(tmp_path):
     "All commands that step environments in their own process write where they were told to, and say so."
-    (tmp_path/"wanderer.py").write_text(WANDERER)
+    (tmp_path / "wanderer.py").write_text(WANDERER)
+
     def run(*words):
         done = run_command(tmp_path, *words, "--import", "wanderer")
         assert done.returncode == 0, done.stderr
         return done.stdout
-    out = run("train", "reinforce", "Wanderer-v0", "--steps", 256, "--out", "run", "--checkpoint-every", 1, "--n-envs", 2, "--n-steps", 32,
-              "--hidden", 4, "--quiet", "--no-tensorboard")
-    assert f"saved in {tmp_path/'run'/'checkpoint.safetensors'}" in out
+
+    out = run(
+        "train",
+        "reinforce",
+        "Wanderer-v0",
+        "--steps",
+        256,
+        "--out",
+        "run",
+        "--checkpoint-every",
+        1,
+        "--n-envs",
+        2,
+        "--n-steps",
+        32,
+        "--hidden",
+        4,
+        "--quiet",
+        "--no-tensorboard",
+    )
+    assert f"saved in {tmp_path / 'run' / 'checkpoint.safetensors'}" in out
     run("train", "--resume", "run", "--steps", 512, "--quiet", "--no-tensorboard")
     run("fork", "run", "--out", "fork", "--at", 1)
     run("train", "--resume", "fork", "--quiet", "--no-tensorboard")
-    for words in ("diff", "run", "fork"), ("replay", "run", "--update", 2), ("verify", "run"): assert "are equal" in run(*words)
+    for words in ("diff", "run", "fork"), ("replay", "run", "--update", 2), ("verify", "run"):
+        assert "are equal" in run(*words)
     run("pack", "run", "--episodes", 1)
     run("evaluate", "run", "--episodes", 1, "--record", "film.gif")
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"wanderer.py", "run", "fork", "film.gif", "elsewhere"}
-    assert (tmp_path/"run"/"pack"/"README.md").is_file() and not [*(tmp_path/"elsewhere").iterdir()]
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
+        "wanderer.py",
+        "run",
+        "fork",
+        "film.gif",
+        "elsewhere",
+    }
+    assert (tmp_path / "run" / "pack" / "README.md").is_file() and not [
+        *(tmp_path / "elsewhere").iterdir()
+    ]
 
 
 def test_modules_may_be_named_at_several_places(tmp_path, monkeypatch, capsys):
     "What a run needs is all of them: argparse keeps the innermost alone."
-    for name in ("one_isle", "two_isles"): (tmp_path/f"{name}.py").write_text("")
+    for name in ("one_isle", "two_isles"):
+        (tmp_path / f"{name}.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     words = "--import two_isles --steps 64 --n-envs 2 --n-steps 32 --hidden 4 --quiet --no-tensorboard --out".split()
-    assert rollpipe("--import", "one_isle", "train", "reinforce", "CartPole-v1", *words, tmp_path/"run") == 0
-    assert load_run(tmp_path/"run").config["imports"] == ["one_isle", "two_isles"]
+    assert (
+        rollpipe(
+            "--import", "one_isle", "train", "reinforce", "CartPole-v1", *words, tmp_path / "run"
+        )
+        == 0
+    )
+    assert load_run(tmp_path / "run").config["imports"] == ["one_isle", "two_isles"]
 
 
 @pytest.mark.parametrize("first", [("Island-v0", "--import", "island"), ("island:Island-v0",)])
 def test_a_run_whose_environment_needs_a_module_goes_on(first, tmp_path):
     "By the command that has begun it, and with or without what says the same; and no file makes us import anything by itself."
-    (tmp_path/"island.py").write_text(ISLAND)
-    (tmp_path/"other.py").write_text("")
+    (tmp_path / "island.py").write_text(ISLAND)
+    (tmp_path / "other.py").write_text("")
+
     def go_on(*words, steps):
         screen = SMALL if "--resume" not in words else ["--quiet", "--no-tensorboard"]
         return run_command(tmp_path, "train", *words, "--steps", steps, *screen)
+
     begun = go_on("trpo", *first, "--out", "run", steps=128)
     assert begun.returncode == 0, begun.stderr
-    again = [("trpo", *first)] if "--import" in first and ":" not in first[0] else [
-        ("trpo", "island:Island-v0"), ("trpo", "island:Island-v0", "--import", "island")]
+    again = (
+        [("trpo", *first)]
+        if "--import" in first and ":" not in first[0]
+        else [("trpo", "island:Island-v0"), ("trpo", "island:Island-v0", "--import", "island")]
+    )
     for k, words in enumerate(again, 2):
         done = go_on(*words, "--out", "run", "--continue", steps=128 * k)
         assert done.returncode == 0, done.stderr
@@ -781,23 +1312,42 @@ def test_a_run_whose_environment_needs_a_module_goes_on(first, tmp_path):
     without = go_on("--resume", "run", steps=9999)
     assert without.returncode == 2 and "--import island" in without.stderr
     other = go_on("trpo", *first, "--import", "other", "--out", "run", "--continue", steps=9999)
-    assert other.returncode == 2 and "has other options" in other.stderr and "imports=" in other.stderr
+    assert (
+        other.returncode == 2 and "has other options" in other.stderr and "imports=" in other.stderr
+    )
 
 
 def load_run_in(folder, run):
     "How many batches of 128 steps a run has, of which only the file is read."
-    return load_checkpoint(folder/run/"checkpoint.safetensors").counters["steps"] // 128
+    return load_checkpoint(folder / run / "checkpoint.safetensors").counters["steps"] // 128
 
 
 def test_seeds_of_an_environment_in_a_module_go_on_by_the_printed_run_command(tmp_path):
-    (tmp_path/"island.py").write_text(ISLAND)
-    (tmp_path/"run-s1").write_text("a file, where the folder should be")
-    words = ["train", "trpo", "island:Island-v0", "--steps", 128, "--out", "run", "--seeds", "0-1", *SMALL]
+    (tmp_path / "island.py").write_text(ISLAND)
+    (tmp_path / "run-s1").write_text("a file, where the folder should be")
+    words = [
+        "train",
+        "trpo",
+        "island:Island-v0",
+        "--steps",
+        128,
+        "--out",
+        "run",
+        "--seeds",
+        "0-1",
+        *SMALL,
+    ]
     failed = run_command(tmp_path, *words)
     assert failed.returncode == 2 and "1 of 2 runs failed" in failed.stderr
-    (tmp_path/"run-s1").unlink()
-    done = run_command(tmp_path, *shlex.split(failed.stderr.rpartition("continue with: rollpipe ")[2].rstrip(".\n")))
-    assert done.returncode == 0 and load_run_in(tmp_path, "run-s0") == load_run_in(tmp_path, "run-s1") == 1, done.stderr
+    (tmp_path / "run-s1").unlink()
+    done = run_command(
+        tmp_path,
+        *shlex.split(failed.stderr.rpartition("continue with: rollpipe ")[2].rstrip(".\n")),
+    )
+    assert (
+        done.returncode == 0
+        and load_run_in(tmp_path, "run-s0") == load_run_in(tmp_path, "run-s1") == 1
+    ), done.stderr
 
 
 def test_version_and_bare_command(capsys):
@@ -805,50 +1355,104 @@ def test_version_and_bare_command(capsys):
     assert rollpipe() == 0
     out = capsys.readouterr().out
     assert out.startswith("rollpipe 0.")
-    for command in ("train", "evaluate", "export", "plot", "graph", "demo"): assert f"    {command}" in out
+    for command in ("train", "evaluate", "export", "plot", "graph", "demo"):
+        assert f"    {command}" in out
 
 
 # --- worker processes
 
+
 def test_training_in_workers_gives_the_same_weights(tmp_path):
     "With one seed the weights are the same for any number of workers."
-    runs = [train_to(tmp_path/name, *words) for name, words in
-            dict(none=(), one=("--workers", "1"), two=("--workers", "2")).items()]
+    runs = [
+        train_to(tmp_path / name, *words)
+        for name, words in dict(none=(), one=("--workers", "1"), two=("--workers", "2")).items()
+    ]
     weights = [load_run(run).agent_state["actor"] for run in runs]
     for other in weights[1:]:
         assert all(torch.equal(weights[0][key], other[key]) for key in weights[0])
 
 
 def train_to(folder, *words, screen=("--quiet",)):
-    assert main(["train", "trpo", "CartPole-v1", "--n-steps", "32", "--n-envs", "2", "--lanes", "2", "--hidden", "8", "--steps", "500",
-                 "--out", str(folder), "--no-tensorboard", *screen, *words]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "trpo",
+                "CartPole-v1",
+                "--n-steps",
+                "32",
+                "--n-envs",
+                "2",
+                "--lanes",
+                "2",
+                "--hidden",
+                "8",
+                "--steps",
+                "500",
+                "--out",
+                str(folder),
+                "--no-tensorboard",
+                *screen,
+                *words,
+            ]
+        )
+        == 0
+    )
     return folder
 
 
 def test_lag_and_workers_are_recorded(tmp_path):
-    records = read_metrics(train_to(tmp_path/"a", "--workers", "2", "--lag", "1"))
-    assert set(records["workers"]) == {2} and records["lag"][0] == 0 and set(records["lag"][1:]) == {1} and set(records["restarts"]) == {0}
+    records = read_metrics(train_to(tmp_path / "a", "--workers", "2", "--lag", "1"))
+    assert (
+        set(records["workers"]) == {2}
+        and records["lag"][0] == 0
+        and set(records["lag"][1:]) == {1}
+        and set(records["restarts"]) == {0}
+    )
 
 
 def test_options_of_workers_that_change_nothing_are_told(tmp_path, capsys):
-    train_to(tmp_path/"a", "--restarts", "3", "--lag", "2")
-    assert "no workers (--workers N), so these options change nothing: lag=2, restarts=3" in capsys.readouterr().out
-    train_to(tmp_path/"b", "--workers", "1", "--lag", "1")
+    train_to(tmp_path / "a", "--restarts", "3", "--lag", "2")
+    assert (
+        "no workers (--workers N), so these options change nothing: lag=2, restarts=3"
+        in capsys.readouterr().out
+    )
+    train_to(tmp_path / "b", "--workers", "1", "--lag", "1")
     assert "no workers" not in capsys.readouterr().out
 
 
 def test_evaluations_are_recorded_while_training_and_the_last_one_is_shown(tmp_path, capsys):
-    records = read_metrics(train_to(tmp_path/"a", "--eval-every", "2", screen=()))
-    assert f"evaluated {records['eval_return_mean'][-1]:.4g}  " in capsys.readouterr().err.splitlines()[-1]
+    records = read_metrics(train_to(tmp_path / "a", "--eval-every", "2", screen=()))
+    assert (
+        f"evaluated {records['eval_return_mean'][-1]:.4g}  "
+        in capsys.readouterr().err.splitlines()[-1]
+    )
     versions = [v for v in records["eval_version"] if v == v]
-    assert versions and versions[-1] == records["updates"][-1] and max(records["eval_return_max"][-1:]) >= 8
-    low, middle, high, spread = (records[f"eval_return_{name}"][-1] for name in ("min", "median", "max", "std"))
+    assert (
+        versions
+        and versions[-1] == records["updates"][-1]
+        and max(records["eval_return_max"][-1:]) >= 8
+    )
+    low, middle, high, spread = (
+        records[f"eval_return_{name}"][-1] for name in ("min", "median", "max", "std")
+    )
     assert low <= middle <= high and 0 <= spread <= high - low
 
 
-@pytest.mark.parametrize("words, told", [
-    (("--workers", "3"), "--lanes 3"), (("--lag", "-1"), "lag"), (("--workers", "-1"), "got workers=-1"),
-    (("--order", "random"), "order"), (("--eval-every", "-1"), "eval_every")])
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (("--workers", "3"), "--lanes 3"),
+        (("--lag", "-1"), "lag"),
+        (("--workers", "-1"), "got workers=-1"),
+        (("--order", "random"), "order"),
+        (("--eval-every", "-1"), "eval_every"),
+    ],
+)
 def test_wrong_options_of_workers_are_refused(tmp_path, capsys, words, told):
-    assert main(["train", "trpo", "CartPole-v1", "--lanes", "2", "--out", str(tmp_path/"a"), *words]) == 2
-    assert told in capsys.readouterr().err and not (tmp_path/"a").exists()
+    assert (
+        main(["train", "trpo", "CartPole-v1", "--lanes", "2", "--out", str(tmp_path / "a"), *words])
+        == 2
+    )
+    assert told in capsys.readouterr().err and not (tmp_path / "a").exists()

@@ -1,4 +1,5 @@
 "Fitting a critic: variance explained, rows that count, determinism, equality with a loop written out."
+
 import math
 
 import numpy as np
@@ -15,8 +16,14 @@ from rollpipe.pipes.data.errors import DataError
 
 def make(width=64, obs=17, seed=0):
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(obs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1),
-                        nn.Flatten(0))
+    net = nn.Sequential(
+        nn.Linear(obs, width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.Tanh(),
+        nn.Linear(width, 1),
+        nn.Flatten(0),
+    )
     return net, torch.optim.Adam(net.parameters(), lr=1e-3)
 
 
@@ -27,28 +34,34 @@ def batch(n, obs=17, seed=0):
     return x, (y - y.mean()) / y.std()
 
 
-def gen(seed=0): return torch.Generator().manual_seed(seed)
+def gen(seed=0):
+    return torch.Generator().manual_seed(seed)
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(0, 2**31 - 1))
 def test_explained_variance_is_the_formula(shape, seed):
     rng = np.random.default_rng(seed)
-    pred, target, valid = rng.normal(size=shape), rng.normal(size=shape), rng.random(shape) < .7
-    p, y = pred[valid], target[valid]
+    pred = rng.normal(size=shape)
+    target = rng.normal(size=shape)
+    valid = rng.random(shape) < 0.7
+    p = pred[valid]
+    y = target[valid]
     got = explained_variance(torch.tensor(p), torch.tensor(y))
-    if len(y) < 2: assert math.isnan(got)
-    else: assert got == pytest.approx(1 - np.var(y - p) / np.var(y), rel=1e-9)
+    if len(y) < 2:
+        assert math.isnan(got)
+    else:
+        assert got == pytest.approx(1 - np.var(y - p) / np.var(y), rel=1e-9)
 
 
 def test_explained_variance_of_large_returns_keeps_its_digits():
     y = torch.randn(1000, generator=gen()) + 1e4
-    assert explained_variance(y - y.mean(), y) == pytest.approx(1., abs=1e-5)
+    assert explained_variance(y - y.mean(), y) == pytest.approx(1.0, abs=1e-5)
     pred = y.requires_grad_()
     assert isinstance(explained_variance(pred, y.detach()), float)
 
 
-@pytest.mark.parametrize('n', [2048, 6000])
+@pytest.mark.parametrize("n", [2048, 6000])
 def test_defaults_explain_as_much_as_twenty_full_batch_steps(n):
     x, y = batch(n)
     full, adam = make()
@@ -59,15 +72,16 @@ def test_defaults_explain_as_much_as_twenty_full_batch_steps(n):
     net, adam = make()
     done = fit_critic(net, adam, x, y, generator=gen())
     with torch.no_grad():
-        assert done['explained_variance_after'] >= explained_variance(full(x), y)
-        assert done['explained_variance_after'] == pytest.approx(explained_variance(net(x), y))
-        assert done['critic_loss'] == pytest.approx(float((net(x) - y).square().mean()), rel=1e-5)
-    assert done['critic_loss'] < done['critic_loss_before'] and done['explained_variance'] < .2
+        assert done["explained_variance_after"] >= explained_variance(full(x), y)
+        assert done["explained_variance_after"] == pytest.approx(explained_variance(net(x), y))
+        assert done["critic_loss"] == pytest.approx(float((net(x) - y).square().mean()), rel=1e-5)
+    assert done["critic_loss"] < done["critic_loss_before"] and done["explained_variance"] < 0.2
 
 
 def test_steps_are_those_of_a_loop_written_out():
     x, y = batch(100, obs=3)
-    (a, adam_a), (b, adam_b) = make(8, 3), make(8, 3)
+    (a, adam_a) = make(8, 3)
+    (b, adam_b) = make(8, 3)
     done = fit_critic(a, adam_a, x, y, epochs=3, minibatch=30, generator=gen(5))
     g = gen(5)
     for _ in range(3):
@@ -77,47 +91,70 @@ def test_steps_are_those_of_a_loop_written_out():
             adam_b.zero_grad()
             (b(x[rows]) - y[rows]).square().mean().backward()
             adam_b.step()
-    assert done['critic_steps'] == 9
-    for p, q in zip(a.parameters(), b.parameters()): torch.testing.assert_close(p, q)
+    assert done["critic_steps"] == 9
+    for p, q in zip(a.parameters(), b.parameters()):
+        torch.testing.assert_close(p, q)
 
 
 class Nested(nn.Module):
     "A critic of nested observations that records the clock readings it was asked about."
+
     def __init__(self):
         super().__init__()
-        self.net, self.seen, self.ret_std = nn.Linear(2, 1), [], torch.tensor(5.)
+        self.net = nn.Linear(2, 1)
+        self.seen = []
+        self.ret_std = torch.tensor(5.0)
 
     def forward(self, obs):
-        if torch.is_grad_enabled(): self.seen += obs['clock'].tolist()
-        return self.net(obs['pair'][0])[..., 0]
+        if torch.is_grad_enabled():
+            self.seen += obs["clock"].tolist()
+        return self.net(obs["pair"][0])[..., 0]
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.integers(1, 40), st.integers(0, 2**31 - 1))
+@given(
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.integers(0, 2**31 - 1),
+)
 def test_each_epoch_sees_each_valid_row_once(T, B, epochs, minibatch, seed):
     torch.manual_seed(seed)
-    obs = {'pair': (torch.randn(T, B, 2),), 'clock': torch.arange(T * B).view(T, B)}
-    valid = torch.rand(T, B) < .7
+    obs = {"pair": (torch.randn(T, B, 2),), "clock": torch.arange(T * B).view(T, B)}
+    valid = torch.rand(T, B) < 0.7
     target = torch.randn(T, B).masked_fill(~valid, math.nan)
     critic = Nested()
     adam = torch.optim.Adam(critic.parameters())
     if not valid.any():
-        with pytest.raises(DataError, match='no valid row'): fit_critic(critic, adam, obs, target, valid=valid)
+        with pytest.raises(DataError, match="no valid row"):
+            fit_critic(critic, adam, obs, target, valid=valid)
         return
     before = nested.map(torch.clone, obs)
-    fit_critic(critic, adam, obs, target, valid=valid, epochs=epochs, minibatch=minibatch, generator=gen(seed))
-    rows = obs['clock'][valid].tolist()
-    for e in range(epochs): assert sorted(critic.seen[e * len(rows):(e + 1) * len(rows)]) == rows
+    fit_critic(
+        critic,
+        adam,
+        obs,
+        target,
+        valid=valid,
+        epochs=epochs,
+        minibatch=minibatch,
+        generator=gen(seed),
+    )
+    rows = obs["clock"][valid].tolist()
+    for e in range(epochs):
+        assert sorted(critic.seen[e * len(rows) : (e + 1) * len(rows)]) == rows
     assert len(critic.seen) == epochs * len(rows)
     assert all(map(torch.equal, nested.leaves(before), nested.leaves(obs)))
 
 
 def test_loss_is_in_units_of_the_return_scale():
-    obs, target = {'pair': (torch.zeros(4, 2),), 'clock': torch.arange(4)}, torch.tensor([10., -10., 10., -10.])
+    obs = {"pair": (torch.zeros(4, 2),), "clock": torch.arange(4)}
+    target = torch.tensor([10.0, -10.0, 10.0, -10.0])
     critic = Nested()
     nn.init.zeros_(critic.net.bias)
-    done = fit_critic(critic, torch.optim.SGD(critic.parameters(), lr=0.), obs, target)
-    assert done['critic_loss_before'] == done['critic_loss'] == pytest.approx(4.)
+    done = fit_critic(critic, torch.optim.SGD(critic.parameters(), lr=0.0), obs, target)
+    assert done["critic_loss_before"] == done["critic_loss"] == pytest.approx(4.0)
 
 
 def test_same_generator_same_fit_whatever_the_global_state():
@@ -135,32 +172,40 @@ def test_a_fit_with_a_generator_leaves_the_global_one_alone_and_works_under_no_g
     x, y = batch(300)
     net, adam = make(8)
     state = torch.get_rng_state()
-    with torch.no_grad(): done = fit_critic(net, adam, x, y, generator=gen())
-    assert torch.equal(state, torch.get_rng_state()) and done['critic_loss'] < done['critic_loss_before']
+    with torch.no_grad():
+        done = fit_critic(net, adam, x, y, generator=gen())
+    assert (
+        torch.equal(state, torch.get_rng_state())
+        and done["critic_loss"] < done["critic_loss_before"]
+    )
 
 
-@pytest.mark.parametrize('n, steps', [(50, 1), (1000, 8), (2048, 16), (25000, 64), (64000, 125)])
+@pytest.mark.parametrize("n, steps", [(50, 1), (1000, 8), (2048, 16), (25000, 64), (64000, 125)])
 def test_minibatches_by_default_are_a_64th_within_bounds(n, steps):
     net = nn.Sequential(nn.Linear(1, 1), nn.Flatten(0))
-    done = fit_critic(net, torch.optim.SGD(net.parameters(), lr=.01), torch.ones(n, 1), torch.ones(n), epochs=1)
-    assert done['critic_steps'] == steps and math.isnan(done['explained_variance'])
+    done = fit_critic(
+        net, torch.optim.SGD(net.parameters(), lr=0.01), torch.ones(n, 1), torch.ones(n), epochs=1
+    )
+    assert done["critic_steps"] == steps and math.isnan(done["explained_variance"])
 
 
-@pytest.mark.parametrize('bad', [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_bad_targets_and_wrong_shapes_are_refused_before_any_step(bad):
     x, y = batch(10, obs=2)
     net, adam = make(4, 2)
     weight = net[0].weight.detach().clone()
-    with pytest.raises(DataError, match='target: non-finite'):
+    with pytest.raises(DataError, match="target: non-finite"):
         fit_critic(net, adam, x, y.index_fill(0, torch.tensor([3]), bad))
-    with pytest.raises(DataError, match=r'critic: wrong shape. Expected .* \[10\], got float32 \[10, 1\]'):
+    with pytest.raises(
+        DataError, match=r"critic: wrong shape. Expected .* \[10\], got float32 \[10, 1\]"
+    ):
         fit_critic(net[:-1], adam, x, y)
     assert torch.equal(weight, net[0].weight)
 
 
 def test_valid_rows_keep_their_order_on_every_leaf():
-    tree = (torch.arange(24.).view(2, 3, 4), {'a': torch.arange(6).view(2, 3)})
+    tree = (torch.arange(24.0).view(2, 3, 4), {"a": torch.arange(6).view(2, 3)})
     valid = torch.tensor([[False, True, True], [True, False, False]])
     rows = valid_rows(tree, valid, 2)
-    assert rows[1]['a'].tolist() == [1, 2, 3] and rows[0].shape == (3, 4)
+    assert rows[1]["a"].tolist() == [1, 2, 3] and rows[0].shape == (3, 4)
     assert torch.equal(rows[0], tree[0].flatten(0, 1)[[1, 2, 3]])

@@ -1,4 +1,5 @@
 "Should torch drop its datapipes: what is missing then, and that a stand-in of a few lines is enough."
+
 import subprocess
 import sys
 
@@ -46,18 +47,27 @@ print(evaluate("Pendulum-v1", actor, n_episodes=1, seed=0))
 
 
 def run(code):
-    return subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment(), capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
 
 
 @pytest.mark.parametrize("name", ["IterDataPipe"])
 def test_the_import_names_what_is_missing(name):
     done = run(GONE + "import rollpipe.pipes")
     assert done.returncode and f"cannot import name '{name}' from 'torch.utils.data'" in done.stderr
-    assert done.stderr.rindex("datapipes.py") > done.stderr.rindex("torchdata.py"), "it is missed at the one door"
+    assert done.stderr.rindex("datapipes.py") > done.stderr.rindex("torchdata.py"), (
+        "it is missed at the one door"
+    )
 
 
 def test_a_stand_in_gives_the_same_numbers():
-    expected, found = run(TRAIN), run(GONE + STAND_IN + TRAIN)
+    expected = run(TRAIN)
+    found = run(GONE + STAND_IN + TRAIN)
     assert (expected.returncode, expected.stderr) == (0, "")
     assert (found.returncode, found.stderr) == (0, "")
     assert expected.stdout.count("\n") > 10 and found.stdout == expected.stdout

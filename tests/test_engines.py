@@ -1,4 +1,5 @@
 "Engines: an actor answers the same through ONNX Runtime as through torch, whatever it is, and whatever happens to its weights."
+
 import copy
 import gc
 import logging
@@ -21,7 +22,15 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpipe.layers import Actor, CategoricalPolicy, MLPPolicy, Policy, QPolicy, RecurrentPolicy, RecurrentQPolicy
+from rollpipe.layers import (
+    Actor,
+    CategoricalPolicy,
+    MLPPolicy,
+    Policy,
+    QPolicy,
+    RecurrentPolicy,
+    RecurrentQPolicy,
+)
 from rollpipe.layers.distributions import Categorical
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested, rollouts
 from rollpipe.pipes.graph.modules import bump_version
@@ -39,63 +48,99 @@ from rollpipe.pipes.graph.torchdata import DataLoader2
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
 
+
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch): monkeypatch.setattr(choice, "_said", set())
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(choice, "_said", set())
 
 
-STATE, ACTS = Box(-3, 3, (4,)), Discrete(3, start=1)
-MIXED_OBS = Dict(image=Box(0, 255, (10, 10, 3), np.uint8), number=Discrete(4, start=1), bits=MultiBinary(3),
-                 pair=Tuple([MultiDiscrete([2, 5]), Box(-9, 9, (2, 2), np.float64)]))
-MIXED_ACTS = Dict(a=Discrete(3, start=2), b=Box(-.01, .02, (2, 2)), c=Tuple([MultiDiscrete([2, 3]), MultiBinary(2)]))
+STATE = Box(-3, 3, (4,))
+ACTS = Discrete(3, start=1)
+MIXED_OBS = Dict(
+    image=Box(0, 255, (10, 10, 3), np.uint8),
+    number=Discrete(4, start=1),
+    bits=MultiBinary(3),
+    pair=Tuple([MultiDiscrete([2, 5]), Box(-9, 9, (2, 2), np.float64)]),
+)
+MIXED_ACTS = Dict(
+    a=Discrete(3, start=2),
+    b=Box(-0.01, 0.02, (2, 2)),
+    c=Tuple([MultiDiscrete([2, 3]), MultiBinary(2)]),
+)
 
 
 class Dreams(gym.Env):
     "Draws observations, rewards and ends from its own generator, so that the last bits of an action do not grow."
+
     def __init__(self, observation_space=STATE, action_space=ACTS):
         self.observation_space, self.action_space = copy.deepcopy((observation_space, action_space))
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        if seed is not None: self.observation_space.seed(seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
         return self.observation_space.sample(), {}
 
     def step(self, action):
-        end = self.np_random.random(2) < .1
-        return self.observation_space.sample(), self.np_random.normal(), bool(end[0]), bool(end[1]), {}
+        end = self.np_random.random(2) < 0.1
+        return (
+            self.observation_space.sample(),
+            self.np_random.normal(),
+            bool(end[0]),
+            bool(end[1]),
+            {},
+        )
 
 
 class OwnMemory(Policy):
     "A user's policy with torch's own GRU, which keeps a second list of its weights, and batch statistics and dropout."
+
     dist = Categorical(3, 1)
     kind = torch.nn.GRU
 
     def __init__(self):
         super().__init__()
-        self.rnn, self.head = self.kind(4, 8, 2), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(.5), torch.nn.Linear(8, 3))
+        self.rnn = self.kind(4, 8, 2)
+        self.head = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)
+        )
 
     def params(self, obs, act, rew, fin, *, hx, stepno):
-        if hx is None: hx = torch.zeros(2, fin.shape[1], 8)
+        if hx is None:
+            hx = torch.zeros(2, fin.shape[1], 8)
         y, hx = self.rnn(obs, hx * (~fin[0])[:, None])
-        return self.head(y) + .01 * rew.unsqueeze(-1) + .01 * stepno.unsqueeze(-1), hx
+        return self.head(y) + 0.01 * rew.unsqueeze(-1) + 0.01 * stepno.unsqueeze(-1), hx
 
 
-def policy(cls, obs=STATE, act=ACTS, **kwargs): return lambda: cls.for_env((obs, act), seed=0, **kwargs), obs, act
+def policy(cls, obs=STATE, act=ACTS, **kwargs):
+    return lambda: cls.for_env((obs, act), seed=0, **kwargs), obs, act
 
 
 ACTORS = {
-    "mlp": policy(MLPPolicy), "categorical": policy(CategoricalPolicy, activation="relu"),
-    "gauss": policy(MLPPolicy, act=Box(-2, 2, (3,))), "std of the state": policy(MLPPolicy, act=Box(-2, 2, (3, 2)), std="state"),
+    "mlp": policy(MLPPolicy),
+    "categorical": policy(CategoricalPolicy, activation="relu"),
+    "gauss": policy(MLPPolicy, act=Box(-2, 2, (3,))),
+    "std of the state": policy(MLPPolicy, act=Box(-2, 2, (3, 2)), std="state"),
     "fixed std": policy(MLPPolicy, act=Box(-np.inf, np.inf, ()), std="fixed"),
-    "float64": policy(MLPPolicy, Box(-9, 9, (3,), np.float64)), "uint8": policy(MLPPolicy, Box(0, 255, (5, 5, 3), np.uint8)),
-    "mixed": policy(MLPPolicy, MIXED_OBS, MIXED_ACTS), "bits": policy(MLPPolicy, Discrete(50), encoder={"discrete": "bits"}),
+    "float64": policy(MLPPolicy, Box(-9, 9, (3,), np.float64)),
+    "uint8": policy(MLPPolicy, Box(0, 255, (5, 5, 3), np.uint8)),
+    "mixed": policy(MLPPolicy, MIXED_OBS, MIXED_ACTS),
+    "bits": policy(MLPPolicy, Discrete(50), encoder={"discrete": "bits"}),
     "embedded": policy(MLPPolicy, MultiDiscrete([5, 6]), encoder={"discrete": "embed"}),
-    "convolution": policy(MLPPolicy, Box(0, 255, (10, 10, 4), np.uint8), encoder={"images": "conv"}),
+    "convolution": policy(
+        MLPPolicy, Box(0, 255, (10, 10, 4), np.uint8), encoder={"images": "conv"}
+    ),
     "images in a dict": policy(MLPPolicy, MIXED_OBS, MIXED_ACTS, encoder={"images": "conv"}),
-    "large images": policy(MLPPolicy, Box(0, 255, (2, 36, 40, 1), np.uint8), encoder={"images": "conv"}),
-    "gru": policy(RecurrentPolicy), "gru with past": policy(RecurrentPolicy, MIXED_OBS, MIXED_ACTS, past=True, report=True),
+    "large images": policy(
+        MLPPolicy, Box(0, 255, (2, 36, 40, 1), np.uint8), encoder={"images": "conv"}
+    ),
+    "gru": policy(RecurrentPolicy),
+    "gru with past": policy(RecurrentPolicy, MIXED_OBS, MIXED_ACTS, past=True, report=True),
     "lstm": policy(RecurrentPolicy, act=Box(-1, 1, (2,)), cell="lstm", layers=2, past=True),
-    "q": policy(QPolicy, normalize=True, epsilon=.3), "duelling q": policy(QPolicy, duelling=True, epsilon=.3),
-    "table": policy(QPolicy, Discrete(9), hidden=(), epsilon=.3), "recurrent q": policy(RecurrentQPolicy, past=True, epsilon=.3),
+    "q": policy(QPolicy, normalize=True, epsilon=0.3),
+    "duelling q": policy(QPolicy, duelling=True, epsilon=0.3),
+    "table": policy(QPolicy, Discrete(9), hidden=(), epsilon=0.3),
+    "recurrent q": policy(RecurrentQPolicy, past=True, epsilon=0.3),
     "torch's gru": (OwnMemory, STATE, ACTS),
 }
 
@@ -112,10 +157,29 @@ class OwnLSTM(OwnMemory):
 ACTORS["torch's lstm"] = OwnLSTM, STATE, ACTS
 
 
-def streams(actor, obs=STATE, act=ACTS, engines=("torch", "onnxruntime"), n_envs=3, n_steps=12, lanes=1, **kwargs):
+def streams(
+    actor,
+    obs=STATE,
+    act=ACTS,
+    engines=("torch", "onnxruntime"),
+    n_envs=3,
+    n_steps=12,
+    lanes=1,
+    **kwargs,
+):
     "The same pipeline with several engines, and one actor."
-    def env(): return Dreams(obs, act)
-    return [iter(rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, lanes=lanes, seed=1, engine=e, **kwargs)) for e in engines]
+
+    def env():
+        return Dreams(obs, act)
+
+    return [
+        iter(
+            rollouts(
+                env, actor, n_envs=n_envs, n_steps=n_steps, lanes=lanes, seed=1, engine=e, **kwargs
+            )
+        )
+        for e in engines
+    ]
 
 
 def assert_close(came, wanted, tolerance=1e-5):
@@ -123,24 +187,34 @@ def assert_close(came, wanted, tolerance=1e-5):
     assert nested.flatten(came)[1] == nested.flatten(wanted)[1]
     for path, x, y in zip(nested.paths(wanted, "f"), nested.leaves(came), nested.leaves(wanted)):
         assert x.dtype == y.dtype and x.shape == y.shape, path
-        if x.dtype.is_floating_point: torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=f"{path}: {x} {y}")
-        else: assert torch.equal(x, y), path
+        if x.dtype.is_floating_point:
+            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=f"{path}: {x} {y}")
+        else:
+            assert torch.equal(x, y), path
 
 
 def assert_equal(came, wanted):
-    for path, x, y in zip(nested.paths(wanted, "f"), nested.leaves(came), nested.leaves(wanted)): assert torch.equal(x, y), path
+    for path, x, y in zip(nested.paths(wanted, "f"), nested.leaves(came), nested.leaves(wanted)):
+        assert torch.equal(x, y), path
 
 
-def learn(actor, scale=.05):
+def learn(actor, scale=0.05):
     "Change all parameters in place, as an optimiser does, and the normaliser's buffers."
     with torch.no_grad():
-        for p in actor.parameters(): p.add_(torch.randn_like(p) * scale)
-    if hasattr(actor, "observe") and isinstance(getattr(actor, "observation_space", None), Box) and actor.obs_norm is not None:
+        for p in actor.parameters():
+            p.add_(torch.randn_like(p) * scale)
+    if (
+        hasattr(actor, "observe")
+        and isinstance(getattr(actor, "observation_space", None), Box)
+        and actor.obs_norm is not None
+    ):
         actor.observe(torch.randn(50, *actor.observation_space.shape) * 2 + 1)
     bump_version(actor)
 
 
-@pytest.mark.parametrize("n_envs, name", [*product((1, 3), ACTORS), *product((8,), ("mixed", "lstm", "table"))])
+@pytest.mark.parametrize(
+    "n_envs, name", [*product((1, 3), ACTORS), *product((8,), ("mixed", "lstm", "table"))]
+)
 def test_both_engines_give_the_same_fragments_also_while_the_actor_learns(name, n_envs):
     make, obs, act = ACTORS[name]
     torch.manual_seed(0)
@@ -153,49 +227,122 @@ def test_both_engines_give_the_same_fragments_also_while_the_actor_learns(name, 
 
 
 @settings(max_examples=25, deadline=None)
-@given(data=st.data(), n_envs=st.integers(1, 5), normalize=st.booleans(), memory=st.sampled_from([None, "gru", "lstm"]),
-       explore=st.booleans())
+@given(
+    data=st.data(),
+    n_envs=st.integers(1, 5),
+    normalize=st.booleans(),
+    memory=st.sampled_from([None, "gru", "lstm"]),
+    explore=st.booleans(),
+)
 def test_any_spaces(data, n_envs, normalize, memory, explore):
     shapes = st.lists(st.integers(1, 3), max_size=2).map(tuple)
-    boxes = st.builds(lambda shape, dtype: Box(-4, 4, shape, dtype), shapes, st.sampled_from([np.float32, np.float64, np.int64, np.int8]))
-    leaves = boxes | st.builds(Discrete, st.integers(1, 5)) | st.builds(MultiBinary, st.integers(1, 4)) | st.builds(
-        MultiDiscrete, st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    observations = data.draw(st.recursive(leaves, lambda s: st.dictionaries(st.sampled_from("abc"), s, min_size=1).map(Dict)
-                                          | st.lists(s, min_size=1, max_size=2).map(Tuple), max_leaves=3))
-    floats = st.builds(lambda shape, high: Box(-1, high, shape), shapes, st.sampled_from([1., 7., np.inf]))
-    acts = floats | st.builds(Discrete, st.integers(1, 5), start=st.integers(-2, 2)) | st.builds(MultiBinary, st.integers(1, 3)) | (
-        st.builds(MultiDiscrete, st.lists(st.integers(1, 4), min_size=1, max_size=3)))
-    actions = data.draw(st.recursive(acts, lambda s: st.dictionaries(st.sampled_from("ab"), s, min_size=1).map(Dict), max_leaves=2))
+    boxes = st.builds(
+        lambda shape, dtype: Box(-4, 4, shape, dtype),
+        shapes,
+        st.sampled_from([np.float32, np.float64, np.int64, np.int8]),
+    )
+    leaves = (
+        boxes
+        | st.builds(Discrete, st.integers(1, 5))
+        | st.builds(MultiBinary, st.integers(1, 4))
+        | st.builds(MultiDiscrete, st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    )
+    observations = data.draw(
+        st.recursive(
+            leaves,
+            lambda s: (
+                st.dictionaries(st.sampled_from("abc"), s, min_size=1).map(Dict)
+                | st.lists(s, min_size=1, max_size=2).map(Tuple)
+            ),
+            max_leaves=3,
+        )
+    )
+    floats = st.builds(
+        lambda shape, high: Box(-1, high, shape), shapes, st.sampled_from([1.0, 7.0, np.inf])
+    )
+    acts = (
+        floats
+        | st.builds(Discrete, st.integers(1, 5), start=st.integers(-2, 2))
+        | st.builds(MultiBinary, st.integers(1, 3))
+        | (st.builds(MultiDiscrete, st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    )
+    actions = data.draw(
+        st.recursive(
+            acts,
+            lambda s: st.dictionaries(st.sampled_from("ab"), s, min_size=1).map(Dict),
+            max_leaves=2,
+        )
+    )
     kwargs = dict(hidden=(6,), normalize=normalize, seed=0)
-    if memory is None: actor = MLPPolicy.for_env((observations, actions), **kwargs)
-    else: actor = RecurrentPolicy.for_env((observations, actions), memory=5, cell=memory, past=True, **kwargs)
+    if memory is None:
+        actor = MLPPolicy.for_env((observations, actions), **kwargs)
+    else:
+        actor = RecurrentPolicy.for_env(
+            (observations, actions), memory=5, cell=memory, past=True, **kwargs
+        )
     learn(actor)
-    def env(): return Dreams(observations, actions)
-    wanted, came = (next(iter(Lanes(FragmentCollector(EnvStepper(env, actor, n_envs, explore=explore, engine=e), 6), 1, 3)))
-                    for e in ("torch", "onnxruntime"))
+
+    def env():
+        return Dreams(observations, actions)
+
+    wanted, came = (
+        next(
+            iter(
+                Lanes(
+                    FragmentCollector(EnvStepper(env, actor, n_envs, explore=explore, engine=e), 6),
+                    1,
+                    3,
+                )
+            )
+        )
+        for e in ("torch", "onnxruntime")
+    )
     assert_close(came, wanted)
 
 
-def replaced(actor): actor.trunk.hidden[0].weight = torch.nn.Parameter(torch.randn_like(actor.trunk.hidden[0].weight))
-def moved(actor): actor.trunk.hidden[1].weight.data = torch.randn_like(actor.trunk.hidden[1].weight)
-def transposed(actor): actor.trunk.hidden[1].weight.data = torch.randn_like(actor.trunk.hidden[1].weight).t()
-def viewed(actor): actor.trunk.hidden[1].weight.data = actor.trunk.hidden[1].weight.data.t()
-def strided(actor): actor.trunk.hidden[1].bias.data = torch.randn(128)[::2]
+def replaced(actor):
+    actor.trunk.hidden[0].weight = torch.nn.Parameter(
+        torch.randn_like(actor.trunk.hidden[0].weight)
+    )
+
+
+def moved(actor):
+    actor.trunk.hidden[1].weight.data = torch.randn_like(actor.trunk.hidden[1].weight)
+
+
+def transposed(actor):
+    actor.trunk.hidden[1].weight.data = torch.randn_like(actor.trunk.hidden[1].weight).t()
+
+
+def viewed(actor):
+    actor.trunk.hidden[1].weight.data = actor.trunk.hidden[1].weight.data.t()
+
+
+def strided(actor):
+    actor.trunk.hidden[1].bias.data = torch.randn(128)[::2]
 
 
 def filled(actor):
     transposed(actor)
     yield
-    with torch.no_grad(): actor.trunk.hidden[1].weight.copy_(torch.randn(64, 64))
+    with torch.no_grad():
+        actor.trunk.hidden[1].weight.copy_(torch.randn(64, 64))
 
 
-def loaded(actor): actor.load_state_dict({k: x + 1 for k, x in actor.state_dict().items()}, assign=True)
-def bare(actor): actor.head.logits.weight.data.mul_(-1)     # torch does not count it
+def loaded(actor):
+    actor.load_state_dict({k: x + 1 for k, x in actor.state_dict().items()}, assign=True)
 
 
+def bare(actor):
+    actor.head.logits.weight.data.mul_(-1)  # torch does not count it
 
-def activation(actor): actor.trunk.activation = torch.nn.ReLU()
-def deeper(actor): actor.trunk.hidden.append(torch.nn.Linear(64, 64))
+
+def activation(actor):
+    actor.trunk.activation = torch.nn.ReLU()
+
+
+def deeper(actor):
+    actor.trunk.hidden.append(torch.nn.Linear(64, 64))
 
 
 def wider(actor):
@@ -203,12 +350,16 @@ def wider(actor):
     actor.trunk.hidden[1] = torch.nn.Linear(32, 64)
 
 
-@pytest.mark.parametrize("change", [replaced, moved, transposed, viewed, strided, filled, loaded, bare, activation, deeper, wider])
+@pytest.mark.parametrize(
+    "change",
+    [replaced, moved, transposed, viewed, strided, filled, loaded, bare, activation, deeper, wider],
+)
 def test_whatever_happens_to_the_weights_the_next_fragment_uses_them(change):
     actor = MLPPolicy.for_env((STATE, ACTS), seed=0)
     torch.nn.init.normal_(actor.head.logits.weight)
     pair = streams(actor)
-    for _ in range(2): before = [next(stream) for stream in pair]
+    for _ in range(2):
+        before = [next(stream) for stream in pair]
     assert_close(before[1], before[0])
     for _ in change(actor) or [None]:
         after = [next(stream) for stream in pair]
@@ -222,8 +373,12 @@ def test_weights_that_become_tied_or_untied():
     torch.nn.init.normal_(actor.head.logits.weight)
     first, second = actor.trunk.hidden
     pair = streams(actor)
-    for change in (lambda: setattr(second, "weight", first.weight), lambda: first.weight.data.mul_(2),
-                   lambda: setattr(second, "weight", torch.nn.Parameter(first.weight.detach() * -1)), lambda: first.weight.data.mul_(2)):
+    for change in (
+        lambda: setattr(second, "weight", first.weight),
+        lambda: first.weight.data.mul_(2),
+        lambda: setattr(second, "weight", torch.nn.Parameter(first.weight.detach() * -1)),
+        lambda: first.weight.data.mul_(2),
+    ):
         change()
         wanted, came = map(next, pair)
         assert_close(came, wanted)
@@ -232,7 +387,11 @@ def test_weights_that_become_tied_or_untied():
 def test_attributes_that_change():
     actor = Slow()
     pair = streams(actor)
-    for change in (lambda: None, lambda: setattr(actor, "temperature", .5), lambda: (actor.shifts.append(2.), bump_version(actor))):
+    for change in (
+        lambda: None,
+        lambda: setattr(actor, "temperature", 0.5),
+        lambda: (actor.shifts.append(2.0), bump_version(actor)),
+    ):
         change()
         wanted, came = map(next, pair)
         assert_close(came, wanted)
@@ -240,88 +399,149 @@ def test_attributes_that_change():
 
 class Slow(CategoricalPolicy):
     "Has constants in attributes: a number, and a list."
+
     def __init__(self):
         super().__init__(STATE, ACTS)
-        self.temperature, self.shifts = 1., [1., 3., 5.]
+        self.temperature = 1.0
+        self.shifts = [1.0, 3.0, 5.0]
 
     def params(self, *args, **kwargs):
         params, hx = super().params(*args, **kwargs)
         return params / self.temperature + sum(self.shifts), hx
 
 
-SCALE, TABLE, CONFIG, ARGS = 1., [1.], SimpleNamespace(scale=1., inner=SimpleNamespace(scales=[1.])), Namespace(scale=1.)
+SCALE = 1.0
+TABLE = [1.0]
+CONFIG = SimpleNamespace(scale=1.0, inner=SimpleNamespace(scales=[1.0]))
+ARGS = Namespace(scale=1.0)
 outside = ModuleType("outside")
-outside.SCALE, outside.outside = 1., outside     # modules import one another
+outside.SCALE, outside.outside = 1.0, outside  # modules import one another
 log = logging.getLogger("an actor's")
 
 
-def scaled(x): return x * SCALE
+def scaled(x):
+    return x * SCALE
 
 
-class Shared: scale = 1.
+class Shared:
+    scale = 1.0
 
 
 class Slotted:
     __slots__ = ("scale",)
-    def __init__(self): self.scale = 1.
+
+    def __init__(self):
+        self.scale = 1.0
 
 
 class Reader(CategoricalPolicy):
     "Its reports are scaled by all that an actor may read besides its weights."
-    scale, scales = 1., {"a": 1.}
-    twice = property(lambda self: scaled(1.))
+
+    scale = 1.0
+    scales = {"a": 1.0}
+    twice = property(lambda self: scaled(1.0))
 
     def __init__(self):
         super().__init__(STATE, ACTS)
         torch.nn.init.normal_(self.head.logits.weight)
-        self.config, self.slotted, self.shared, by = SimpleNamespace(scale=1., inner=[[1.]]), Slotted(), Shared(), [1.]
-        self.by, self.closed, self.own, self.counts, self.last = by, lambda x: x * by[0], [1.], np.ones(2), deque([1.])
+        self.config = SimpleNamespace(scale=1.0, inner=[[1.0]])
+        self.slotted = Slotted()
+        self.shared = Shared()
+        by = [1.0]
+        self.by = by
+        self.closed = lambda x: x * by[0]
+        self.own = [1.0]
+        self.counts = np.ones(2)
+        self.last = deque([1.0])
 
     def params(self, *args, **kwargs):
         params, hx = super().params(*args, **kwargs)
         log.debug("a logger notes whether anybody listens")
-        factors = (self.scale, self.scales["a"], TABLE[0], CONFIG.scale, CONFIG.inner.scales[0], outside.outside.SCALE, Shared.scale,
-                   self.twice, self.config.scale, self.config.inner[0][0], self.slotted.scale, self.shared.scale, self.own[0],
-                   float(self.counts[0]), self.last[0], ARGS.scale)
+        factors = (
+            self.scale,
+            self.scales["a"],
+            TABLE[0],
+            CONFIG.scale,
+            CONFIG.inner.scales[0],
+            outside.outside.SCALE,
+            Shared.scale,
+            self.twice,
+            self.config.scale,
+            self.config.inner[0][0],
+            self.slotted.scale,
+            self.shared.scale,
+            self.own[0],
+            float(self.counts[0]),
+            self.last[0],
+            ARGS.scale,
+        )
         return self.closed(scaled(params)) * math.prod(factors), hx
 
 
-OUTSIDE = {"a class attribute": lambda actor: (Reader, "scale"), "in a class attribute": lambda actor: (Reader.scales, "a"),
-           "a global": lambda actor: (globals(), "SCALE"), "in a global": lambda actor: (TABLE, 0),
-           "of a global": lambda actor: (CONFIG, "scale"),
-           "deep in a global": lambda actor: (CONFIG.inner.scales, 0), "of a module": lambda actor: (outside, "SCALE"),
-           "of a class": lambda actor: (Shared, "scale"), "of an object": lambda actor: (actor.config, "scale"),
-           "deep in an object": lambda actor: (actor.config.inner[0], 0), "of slots": lambda actor: (actor.slotted, "scale"),
-           "in an array": lambda actor: (actor.counts, 0), "in a deque": lambda actor: (actor.last, 0),
-           "of arguments": lambda actor: (ARGS, "scale"), "in a list": lambda actor: (actor.own, 0),
-           "in a closure": lambda actor: (actor.by, 0)}
+OUTSIDE = {
+    "a class attribute": lambda actor: (Reader, "scale"),
+    "in a class attribute": lambda actor: (Reader.scales, "a"),
+    "a global": lambda actor: (globals(), "SCALE"),
+    "in a global": lambda actor: (TABLE, 0),
+    "of a global": lambda actor: (CONFIG, "scale"),
+    "deep in a global": lambda actor: (CONFIG.inner.scales, 0),
+    "of a module": lambda actor: (outside, "SCALE"),
+    "of a class": lambda actor: (Shared, "scale"),
+    "of an object": lambda actor: (actor.config, "scale"),
+    "deep in an object": lambda actor: (actor.config.inner[0], 0),
+    "of slots": lambda actor: (actor.slotted, "scale"),
+    "in an array": lambda actor: (actor.counts, 0),
+    "in a deque": lambda actor: (actor.last, 0),
+    "of arguments": lambda actor: (ARGS, "scale"),
+    "in a list": lambda actor: (actor.own, 0),
+    "in a closure": lambda actor: (actor.by, 0),
+}
 
 
 class Slots(torch.nn.Module):
     "Has a weight that is filled later, or emptied."
+
     uses_past = False
 
     def __init__(self):
         super().__init__()
-        self.layer, self.bare = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2, bias=False)
+        self.layer = torch.nn.Linear(4, 2)
+        self.bare = torch.nn.Linear(4, 2, bias=False)
         self.register_buffer("mean", None)
 
-    def draw_noise(self, lead, generator): return torch.rand(*lead, generator=generator)
-    def reset(self, hx, at): return hx
+    def draw_noise(self, lead, generator):
+        return torch.rand(*lead, generator=generator)
+
+    def reset(self, hx, at):
+        return hx
 
     def step(self, stepno, obs, act, rew, fin, hx=None, virtual=False, noise=None):
         obs = obs if self.mean is None else obs - self.mean
         logits = self.layer(obs) + self.bare(obs)
-        return (noise < logits.softmax(-1)[..., 0]).long() if noise is not None else logits.argmax(-1), (), dict(logits=logits)
+        return (
+            (noise < logits.softmax(-1)[..., 0]).long() if noise is not None else logits.argmax(-1),
+            (),
+            dict(logits=logits),
+        )
 
 
-@pytest.mark.parametrize("change", [lambda a: setattr(a, "mean", torch.ones(4)), lambda a: setattr(a.layer, "bias", None),
-                                    lambda a: setattr(a.bare, "bias", torch.nn.Parameter(torch.ones(2)))])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: setattr(a, "mean", torch.ones(4)),
+        lambda a: setattr(a.layer, "bias", None),
+        lambda a: setattr(a.bare, "bias", torch.nn.Parameter(torch.ones(2))),
+    ],
+)
 def test_a_weight_that_is_filled_or_emptied_is_noticed(change):
     found = {}
     for engine in "torch", "onnxruntime":
         torch.manual_seed(0)
-        stream = iter(FragmentCollector(EnvStepper("CartPole-v1", actor := Slots(), 2, seed=0, engine=engine), 8))
+        stream = iter(
+            FragmentCollector(
+                EnvStepper("CartPole-v1", actor := Slots(), 2, seed=0, engine=engine), 8
+            )
+        )
         before = next(stream).actor["logits"]
         change(actor)
         found[engine] = before, next(stream).actor["logits"]
@@ -336,33 +556,40 @@ def test_what_an_actor_reads_besides_its_weights(where, optimize, caplog):
     put = holder.__setitem__ if hasattr(holder, "__setitem__") else partial(setattr, holder)
     pair = streams(actor, optimize=optimize)
     try:
-        for value in (1., 2., 2., .5):
+        for value in (1.0, 2.0, 2.0, 0.5):
             put(key, value)
             wanted, came = map(next, pair)
             assert_close(came, wanted)
-        said = [r.getMessage() for r in caplog.records if "changed, so ONNX Runtime" in r.getMessage()]
+        said = [
+            r.getMessage() for r in caplog.records if "changed, so ONNX Runtime" in r.getMessage()
+        ]
         assert len(said) == 1 and "Reader" in said[0], caplog.text
-    finally: put(key, 1.)
+    finally:
+        put(key, 1.0)
 
 
 def test_a_graph_serves_all_lanes_and_iterations_of_its_actor(monkeypatch):
-    made, pure = [], compiled.PureStep
+    made = []
+    pure = compiled.PureStep
     monkeypatch.setattr(compiled, "PureStep", lambda *args: made.append(1) or pure(*args))
     actor = Reader()
     for k in range(3):
-        for stream in streams(actor, lanes=4): next(stream)
+        for stream in streams(actor, lanes=4):
+            next(stream)
         learn(actor)
         assert len(made) == 1, k
-    next(streams(actor, n_envs=5)[1])     # another form
+    next(streams(actor, n_envs=5)[1])  # another form
     assert len(made) == 2
+
     def collected():
         other = Reader()
         next(streams(other)[1])
         return weakref.ref(other)
+
     ref = collected()
     assert len(made) == 3
     gc.collect()
-    assert ref() is None                  # nothing keeps an actor
+    assert ref() is None  # nothing keeps an actor
 
 
 def test_an_unseen_change_is_noticed_when_an_iteration_begins(monkeypatch):
@@ -370,7 +597,7 @@ def test_an_unseen_change_is_noticed_when_an_iteration_begins(monkeypatch):
     wanted, came = map(next, streams(actor))
     assert_close(came, wanted)
     monkeypatch.setattr(compiled.Constants, "changed", lambda self: None)
-    actor.temperature = 5.
+    actor.temperature = 5.0
     wanted, came = map(next, streams(actor))
     assert_close(came, wanted)
 
@@ -379,30 +606,44 @@ def test_what_changes_again_and_again_runs_with_torch(caplog):
     actor = Slow()
     wanted, auto, strict = streams(actor, engines=("torch", "auto", "onnxruntime"))
     for k in range(8):
-        actor.temperature = 1. + k
+        actor.temperature = 1.0 + k
         fragments = [next(stream) for stream in (wanted, auto, strict)]
         assert_close(fragments[1], fragments[0])
         assert_close(fragments[2], fragments[0])
-    assert "torch runs the actor: attribute temperature of Slow changes again and again" in caplog.text
+    assert (
+        "torch runs the actor: attribute temperature of Slow changes again and again" in caplog.text
+    )
 
 
 class Double(CategoricalPolicy):
     "Computes in the dtype of its weights."
-    def __init__(self): super().__init__(STATE, ACTS)
-    def params(self, obs, *args, **kwargs): return super().params(obs.to(self.head.logits.weight.dtype), *args, **kwargs)
+
+    def __init__(self):
+        super().__init__(STATE, ACTS)
+
+    def params(self, obs, *args, **kwargs):
+        return super().params(obs.to(self.head.logits.weight.dtype), *args, **kwargs)
 
 
 def test_an_actor_that_changes_to_another_dtype():
     "ONNX Runtime would need other rows. With 'auto', torch takes over, and does what it does without the other engine."
     actor = Double()
     stream, auto, torchs = streams(actor, engines=["onnxruntime", "auto", "torch"])
-    for items in (stream, auto, torchs): next(items)
+    for items in (stream, auto, torchs):
+        next(items)
     actor.double()
-    with pytest.raises(ActorError, match=r"the actor changes a dtype. Expected float32 \[1, 3, 3\], got float64 \[1, 3, 3\]") as e:
+    with pytest.raises(
+        ActorError,
+        match=r"the actor changes a dtype. Expected float32 \[1, 3, 3\], got float64 \[1, 3, 3\]",
+    ) as e:
         next(stream)
     assert e.value.lane == 0
-    came, wanted = next(auto), next(torchs)
-    assert came.actor["logp"].dtype == wanted.actor["logp"].dtype and (came.state.act == wanted.state.act).all()
+    came = next(auto)
+    wanted = next(torchs)
+    assert (
+        came.actor["logp"].dtype == wanted.actor["logp"].dtype
+        and (came.state.act == wanted.state.act).all()
+    )
 
 
 def test_training_mode_of_the_actor_does_not_matter():
@@ -416,24 +657,29 @@ def test_training_mode_of_the_actor_does_not_matter():
 
 
 def test_epsilon_is_read_anew():
-    actor = QPolicy.for_env((STATE, ACTS), epsilon=0., seed=0)
+    actor = QPolicy.for_env((STATE, ACTS), epsilon=0.0, seed=0)
     pair = streams(actor, n_envs=8, n_steps=40)
     greedy = next(pair[1])
     next(pair[0])
     assert torch.equal(greedy.state.act[1:], greedy.actor["q"][:-1].argmax(-1) + 1)
-    actor.epsilon.fill_(1.)
+    actor.epsilon.fill_(1.0)
     wanted, came = map(next, pair)
     assert_close(came, wanted)
-    assert (came.state.act[1:] != came.actor["q"][:-1].argmax(-1) + 1).float().mean() > .3
+    assert (came.state.act[1:] != came.actor["q"][:-1].argmax(-1) + 1).float().mean() > 0.3
 
 
 # Where an actor cannot be exported
 
+
 class Own(CategoricalPolicy):
     "Subclasses do something in `extra` that a graph cannot repeat."
+
     def __init__(self):
         super().__init__(STATE, ACTS)
-        self.layer, self.held, self.calls, self.random = torch.nn.Linear(4, 3), torch.ones(3), 0, np.random.default_rng(0)
+        self.layer = torch.nn.Linear(4, 3)
+        self.held = torch.ones(3)
+        self.calls = 0
+        self.random = np.random.default_rng(0)
         self.register_buffer("seen", torch.zeros(()))
 
     def params(self, obs, *args, **kwargs):
@@ -442,117 +688,192 @@ class Own(CategoricalPolicy):
 
 
 class Deciding(Own):
-    def extra(self, obs): return self.layer(obs) if obs.sum() > 0 else 0.
+    def extra(self, obs):
+        return self.layer(obs) if obs.sum() > 0 else 0.0
+
+
 class Selecting(Own):
-    def extra(self, obs): return obs[obs > 0].sum()
+    def extra(self, obs):
+        return obs[obs > 0].sum()
+
+
 class Rolling(Own):
-    def extra(self, obs): return torch.rand(3)
+    def extra(self, obs):
+        return torch.rand(3)
+
+
 class Numpy(Own):
-    def extra(self, obs): return torch.from_numpy(obs.numpy()[..., :3])
+    def extra(self, obs):
+        return torch.from_numpy(obs.numpy()[..., :3])
+
+
 class Holding(Own):
-    def extra(self, obs): return self.held
+    def extra(self, obs):
+        return self.held
+
+
 class Counting(Own):
     def extra(self, obs):
         self.calls += 1
-        return 0.
+        return 0.0
+
+
 class Watching(Own):
     def extra(self, obs):
         self.seen += 1
-        return 0.
+        return 0.0
+
+
 class Drawing(Own):
-    def extra(self, obs): return self.random.normal()
+    def extra(self, obs):
+        return self.random.normal()
 
 
 class Tossing(Own):
-    def extra(self, obs): return float(np.random.rand() < 1e-6)
+    def extra(self, obs):
+        return float(np.random.rand() < 1e-6)
+
+
 class Choosing(Own):
-    def extra(self, obs): return float(random.random() < 1e-6)
+    def extra(self, obs):
+        return float(random.random() < 1e-6)
 
 
 class Bessel(torch.nn.Module):
-    def forward(self, x): return torch.special.bessel_j0(x)
+    def forward(self, x):
+        return torch.special.bessel_j0(x)
+
+
 class Unknown(Own):
     def __init__(self):
         super().__init__()
         self.curve = Bessel()
-    def extra(self, obs): return self.curve(obs[..., :3])
+
+    def extra(self, obs):
+        return self.curve(obs[..., :3])
 
 
 class Hooked(Own):
     def __init__(self):
         super().__init__()
         self.layer.register_forward_hook(lambda *args: None)
-    def extra(self, obs): return self.layer(obs)
+
+    def extra(self, obs):
+        return self.layer(obs)
 
 
 class Silent(Actor):
     uses_past = False
-    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual): return torch.randint(1, 4, fin.shape), (), {}
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        return torch.randint(1, 4, fin.shape), (), {}
 
 
-REFUSED = {Deciding: "`_local_scalar_dense` in Deciding hands a value to Python", Selecting: "`index` in Selecting gives a shape",
-           Rolling: "`rand` in Rolling draws random numbers", Numpy: "`Tensor.numpy` in Numpy hands values to Python",
-           Holding: "`add` in Holding reads a tensor that is no input, parameter or buffer",
-           Counting: "changes while it answers (attribute calls)",
-           Watching: "changes while it answers (Watching.seen)", Drawing: "changes while it answers (attribute random)",
-           Tossing: "draws from the global random numbers", Choosing: "draws from the global random numbers",
-           Unknown: "ONNX has no operator for `special_bessel_j0` in Unknown.curve", Hooked: "Hooked.layer has hooks",
-           Silent: "Silent.step cannot be exported: it has no `draw_noise`"}
+REFUSED = {
+    Deciding: "`_local_scalar_dense` in Deciding hands a value to Python",
+    Selecting: "`index` in Selecting gives a shape",
+    Rolling: "`rand` in Rolling draws random numbers",
+    Numpy: "`Tensor.numpy` in Numpy hands values to Python",
+    Holding: "`add` in Holding reads a tensor that is no input, parameter or buffer",
+    Counting: "changes while it answers (attribute calls)",
+    Watching: "changes while it answers (Watching.seen)",
+    Drawing: "changes while it answers (attribute random)",
+    Tossing: "draws from the global random numbers",
+    Choosing: "draws from the global random numbers",
+    Unknown: "ONNX has no operator for `special_bessel_j0` in Unknown.curve",
+    Hooked: "Hooked.layer has hooks",
+    Silent: "Silent.step cannot be exported: it has no `draw_noise`",
+}
 
 
 @pytest.mark.parametrize("cls", REFUSED)
 def test_what_cannot_be_exported_is_refused_with_the_reason_or_runs_with_torch(cls, caplog, capfd):
-    for _ in range(2):     # the second stream says nothing more
+    for _ in range(2):  # the second stream says nothing more
         torch.manual_seed(0)
-        actor, ticks = cls(), {}
+        actor = cls()
+        ticks = {}
         for engine in ("auto", "torch"):
             torch.manual_seed(1)
             stream = iter(EnvStepper(Dreams, copy.deepcopy(actor), 2, seed=0, engine=engine))
             ticks[engine] = [next(stream).actor for _ in range(5)]
         assert_equal(ticks["auto"], ticks["torch"])
-        with pytest.raises(ActorError) as e: next(iter(EnvStepper(Dreams, actor, engine="onnxruntime")))
-        assert REFUSED[cls] in str(e.value) and "cannot be exported" in str(e.value) and e.value.pipe == "EnvStepper" and e.value.lane == 0
+        with pytest.raises(ActorError) as e:
+            next(iter(EnvStepper(Dreams, actor, engine="onnxruntime")))
+        assert (
+            REFUSED[cls] in str(e.value)
+            and "cannot be exported" in str(e.value)
+            and e.value.pipe == "EnvStepper"
+            and e.value.lane == 0
+        )
     said = [r.getMessage() for r in caplog.records if r.name == "rollpipe"]
-    assert len(said) == 1 and said[0].startswith("torch runs the actor: ") and REFUSED[cls] in said[0]
-    assert capfd.readouterr() == ("", "")     # torch's exporter prints the graphs that it cannot export
+    assert (
+        len(said) == 1 and said[0].startswith("torch runs the actor: ") and REFUSED[cls] in said[0]
+    )
+    assert capfd.readouterr() == (
+        "",
+        "",
+    )  # torch's exporter prints the graphs that it cannot export
 
 
 def test_an_actor_that_becomes_one_that_cannot_be_exported(caplog):
     actor = Holding()
-    actor.extra = lambda obs: 0.
+    actor.extra = lambda obs: 0.0
     auto, torchs, strict = streams(actor, engines=("auto", "torch", "onnxruntime"))
-    for stream in (auto, torchs, strict): next(stream)
+    for stream in (auto, torchs, strict):
+        next(stream)
     del actor.extra
     assert_close(next(auto), next(torchs))
-    with pytest.raises(ActorError, match="reads a tensor that is no input"): next(strict)
+    with pytest.raises(ActorError, match="reads a tensor that is no input"):
+        next(strict)
     assert "torch runs the actor: Holding.step" in caplog.text
 
 
 def test_a_graph_that_answers_differently_is_refused(monkeypatch):
-    actor, other = Slow(), Slow()
+    actor = Slow()
+    other = Slow()
     other.shifts = [9.001]
     made = compiled.PureStep
     monkeypatch.setattr(compiled, "PureStep", lambda actor, inputs: made(other, inputs))
     other.load_state_dict(actor.state_dict())
-    with pytest.raises(ActorError, match=r"leaf info\['dist'\]: Slow.step answers differently in ONNX Runtime"): next(streams(actor)[1])
+    with pytest.raises(
+        ActorError, match=r"leaf info\['dist'\]: Slow.step answers differently in ONNX Runtime"
+    ):
+        next(streams(actor)[1])
 
 
 def test_small_numbers_beside_large_ones_may_differ_by_the_rounding_of_these():
     "Values of some thousand, as after a training, have a rounding of 1e-4; infinite ones stand for forbidden actions."
-    q, other = torch.tensor([[3000., -math.inf, .01], [math.nan, -2000., 4.]]), torch.tensor([[0., 0., 2e-3], [0., 0., 0.]])
-    def check(came, wanted=q): compiled.check_answers("Some", (came.numpy(), (), ()), (wanted, (), ()))
+    q = torch.tensor([[3000.0, -math.inf, 0.01], [math.nan, -2000.0, 4.0]])
+    other = torch.tensor([[0.0, 0.0, 2e-3], [0.0, 0.0, 0.0]])
+
+    def check(came, wanted=q):
+        compiled.check_answers("Some", (came.numpy(), (), ()), (wanted, (), ()))
+
     check(q + other)
-    for came in (q + 30 * other, q[:, :2], torch.where(q == -math.inf, -3e38, q), q.double(), q.nan_to_num(nan=4.)):
-        with pytest.raises(ActorError, match="Some.step answers differently"): check(came)
-    with pytest.raises(ActorError, match="differently"): check(torch.tensor([900_000, 1]), torch.tensor([900_000, 2]))
+    for came in (
+        q + 30 * other,
+        q[:, :2],
+        torch.where(q == -math.inf, -3e38, q),
+        q.double(),
+        q.nan_to_num(nan=4.0),
+    ):
+        with pytest.raises(ActorError, match="Some.step answers differently"):
+            check(came)
+    with pytest.raises(ActorError, match="differently"):
+        check(torch.tensor([900_000, 1]), torch.tensor([900_000, 2]))
 
 
 def test_an_engine_that_is_unknown_or_not_installed(monkeypatch, caplog):
     actor = MLPPolicy.for_env("CartPole-v1")
-    with pytest.raises(DataError, match=r"EnvStepper, leaf engine: unknown engine. Expected 'torch' or 'onnxruntime' or 'auto', got 'jit'"):
+    with pytest.raises(
+        DataError,
+        match=r"EnvStepper, leaf engine: unknown engine. Expected 'torch' or 'onnxruntime' or 'auto', got 'jit'",
+    ):
         rollouts("CartPole-v1", actor, engine="jit")
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"needs onnxruntime and onnx: pip install 'rollpipe\[fast\]'"):
+    with pytest.raises(
+        ImportError, match=r"needs onnxruntime and onnx: pip install 'rollpipe\[fast\]'"
+    ):
         rollouts("CartPole-v1", actor, engine="onnxruntime")
     auto, torchs = streams(actor := MLPPolicy.for_env((STATE, ACTS)), engines=("auto", "torch"))
     assert_equal(next(auto), next(torchs))
@@ -561,17 +882,29 @@ def test_an_engine_that_is_unknown_or_not_installed(monkeypatch, caplog):
 
 # Loops, workers, learners
 
-@pytest.mark.parametrize("name", ["mlp", "gauss", "gru with past", "lstm", "q", "convolution", "mixed"])
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "gauss", "gru with past", "lstm", "q", "convolution", "mixed"]
+)
 def test_an_engine_for_many_steps_gives_the_bits_of_single_steps(name):
     "A loop over rows, written here anew, gives the ticks of the stepper with the same engine."
     make, obs, act = ACTORS[name]
-    actor, where = make(), dict(pipe="loop", lane=0)
+    actor = make()
+    where = dict(pipe="loop", lane=0)
     for engine_name in ("torch", "onnxruntime"):
+
         def interaction(engine_name=engine_name):
-            envs = env_batch(env_factories(lambda: Dreams(obs, act), 3), np.random.SeedSequence(1), **where)
+            envs = env_batch(
+                env_factories(lambda: Dreams(obs, act), 3), np.random.SeedSequence(1), **where
+            )
             return Interaction(actor, envs, np.random.SeedSequence(2), engine=engine_name).start()
-        ticks, loop = interaction().ticks(), interaction()
-        engine, last, hx, rows = loop.engine, loop.act, loop.hx, Rows(loop.state, 19)
+
+        ticks = interaction().ticks()
+        loop = interaction()
+        engine = loop.engine
+        last = loop.act
+        hx = loop.hx
+        rows = Rows(loop.state, 19)
         assert engine.name == engine_name
         rows.put(0, loop.state)
         for begin, n in ((0, 7), (7, 7), (14, 4)):
@@ -581,16 +914,26 @@ def test_an_engine_for_many_steps_gives_the_bits_of_single_steps(name):
             for t in range(n):
                 array, hx = engine.answer(t)
                 found.append((nested.map(np.copy, array), nested.map(torch.clone, hx)))
-                if begin + t == 0: loop.envs._at = rows, 0     # the interaction has reset these environments
+                if begin + t == 0:
+                    loop.envs._at = rows, 0  # the interaction has reset these environments
                 out = loop.envs.step(nested.map(lambda x: torch.from_numpy(x.copy())[None], array))
                 where_to.put(at + t + 1, out.state, out.term)
-                if out.ended: engine.renew(t, loop.checked.reset(hx, out.ended))
+                if out.ended:
+                    engine.renew(t, loop.checked.reset(hx, out.ended))
             reports, last, hx = engine.end(rows, begin, n)
-            for t, report in enumerate(nested.map(lambda x: x[None], [nested.getitem(nested.cat(reports), k) for k in range(n)])):
+            for t, report in enumerate(
+                nested.map(
+                    lambda x: x[None], [nested.getitem(nested.cat(reports), k) for k in range(n)]
+                )
+            ):
                 tick = next(ticks)
                 assert_equal(report, tick.actor)
-                for x, y in zip(nested.leaves(found[t][0]), nested.leaves(tick.next.act)): assert np.array_equal(x, y)
-                for x, y in zip(nested.leaves(nested.getitem(rows.state, begin + t + 1)), nested.leaves(tick.next)):
+                for x, y in zip(nested.leaves(found[t][0]), nested.leaves(tick.next.act)):
+                    assert np.array_equal(x, y)
+                for x, y in zip(
+                    nested.leaves(nested.getitem(rows.state, begin + t + 1)),
+                    nested.leaves(tick.next),
+                ):
                     assert np.array_equal(x, y)
             assert_equal(hx, tick.next_hx)
 
@@ -602,36 +945,45 @@ def test_the_stream_does_not_depend_on_the_number_of_workers(cls):
         actor = cls.for_env((STATE, ACTS), seed=0)
         pipe = rollouts(Dreams, actor, n_envs=2, n_steps=8, lanes=4, seed=3, engine="onnxruntime")
         torch.manual_seed(0)
-        with DataLoader2(pipe, reading_service=ProcessReading(n_workers) if n_workers else None) as loader:
+        with DataLoader2(
+            pipe, reading_service=ProcessReading(n_workers) if n_workers else None
+        ) as loader:
             batches = []
             for _, batch in zip(range(4), loader):
                 batches.append(nested.map(torch.clone, batch))
                 learn(actor)
         found.append(batches)
-    for other in found[1:]: assert_equal(other, found[0])
+    for other in found[1:]:
+        assert_equal(other, found[0])
 
 
-@pytest.mark.parametrize("name", ["mlp", "gauss", "std of the state", "mixed", "gru with past", "lstm"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "gauss", "std of the state", "mixed", "gru with past", "lstm"]
+)
 def test_the_first_ratio_of_ppo_is_one(name):
     make, obs, act = ACTORS[name]
     actor = make()
     _, stream = streams(actor, obs, act, n_envs=4, n_steps=50)
     for _ in range(3):
         batch = next(stream)
-        with torch.no_grad(): ratio = (actor.eval().replay(batch)["logp"] - batch.actor["logp"][:-1]).exp()
+        with torch.no_grad():
+            ratio = (actor.eval().replay(batch)["logp"] - batch.actor["logp"][:-1]).exp()
         assert (ratio - 1).abs().max() < 1e-4
-        learn(actor, .2)
+        learn(actor, 0.2)
 
 
 def test_virtual_reactions_are_those_of_torch(monkeypatch):
     "torch answers only what is virtual: once for the structure, and per fragment for the look-ahead and for the truncated ends."
-    actor, asked = MLPPolicy.for_env((STATE, ACTS), seed=0), []
+    actor = MLPPolicy.for_env((STATE, ACTS), seed=0)
+    asked = []
     stream = streams(actor)[1]
     next(stream)
     answer = CheckedActor.answer
+
     def noted(self, seen, hx, virtual=False):
         asked.append(virtual)
         return answer(self, seen, hx, virtual)
+
     monkeypatch.setattr(CheckedActor, "answer", noted)
     batch = next(stream)
     assert asked == [True] * (1 + bool(len(batch.final.t)))
@@ -640,10 +992,22 @@ def test_virtual_reactions_are_those_of_torch(monkeypatch):
 def test_sticky_environments_vectors_and_the_deterministic_action():
     actor = MLPPolicy.for_env("CartPole-v1", seed=0)
     learn(actor)
-    for kwargs in (dict(sticky=12), dict(vector="sync"), dict(explore=False), dict(vector="vector_entry_point")):
-        wanted, came = (iter(FragmentCollector(EnvStepper("CartPole-v1", actor, 3, seed=0, engine=e, **kwargs), 36))
-                        for e in ("torch", "onnxruntime"))
-        for _ in range(2): assert_close(next(came), next(wanted), 1e-4)
+    for kwargs in (
+        dict(sticky=12),
+        dict(vector="sync"),
+        dict(explore=False),
+        dict(vector="vector_entry_point"),
+    ):
+        wanted, came = (
+            iter(
+                FragmentCollector(
+                    EnvStepper("CartPole-v1", actor, 3, seed=0, engine=e, **kwargs), 36
+                )
+            )
+            for e in ("torch", "onnxruntime")
+        )
+        for _ in range(2):
+            assert_close(next(came), next(wanted), 1e-4)
 
 
 def test_a_pipeline_that_has_run_can_be_copied_pickled_and_forked():
@@ -652,22 +1016,28 @@ def test_a_pipeline_that_has_run_can_be_copied_pickled_and_forked():
     first = next(iter(pipe))
     assert list(copy.deepcopy(actor).state_dict()) == list(actor.state_dict())
     assert pickle.loads(pickle.dumps(actor)).training == actor.training
-    assert all(isinstance(p, torch.nn.Parameter) for m in actor.modules() for p in m._parameters.values())
+    assert all(
+        isinstance(p, torch.nn.Parameter) for m in actor.modules() for p in m._parameters.values()
+    )
     assert_equal(next(iter(copy.deepcopy(pipe))), first)
     assert_equal(next(iter(pickle.loads(pickle.dumps(pipe)))), first)
     running = iter(pipe)
     next(running)
-    with multiprocessing.get_context("fork").Pool(1) as pool: theirs = pool.apply(_leaves_of_next, [pipe])
-    for x, y in zip(theirs, nested.leaves(first)): assert np.array_equal(x, y.numpy())
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        theirs = pool.apply(_leaves_of_next, [pipe])
+    for x, y in zip(theirs, nested.leaves(first)):
+        assert np.array_equal(x, y.numpy())
     next(running)
 
 
-def _leaves_of_next(pipe): return [x.numpy() for x in nested.leaves(next(iter(pipe)))]
+def _leaves_of_next(pipe):
+    return [x.numpy() for x in nested.leaves(next(iter(pipe)))]
 
 
 def test_gradients_still_flow_and_training_goes_on():
     actor = MLPPolicy.for_env((STATE, ACTS), seed=0)
-    stream, optimizer = streams(actor)[1], torch.optim.Adam(actor.parameters())
+    stream = streams(actor)[1]
+    optimizer = torch.optim.Adam(actor.parameters())
     for _ in range(3):
         before = [p.detach().clone() for p in actor.parameters()]
         (actor.replay(next(stream))["logp"] ** 2).mean().backward()
@@ -684,8 +1054,17 @@ def test_one_thread_and_sequential():
 
 def _example():
     actor = MLPPolicy.for_env((STATE, ACTS), seed=0)
-    return actor, ((torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2),
-                    torch.zeros(1, 2, dtype=torch.bool)), (), actor.draw_noise((1, 2)))
+    return actor, (
+        (
+            torch.zeros(1, 2, dtype=torch.long),
+            torch.zeros(1, 2, 4),
+            torch.zeros(1, 2, dtype=torch.long),
+            torch.zeros(1, 2),
+            torch.zeros(1, 2, dtype=torch.bool),
+        ),
+        (),
+        actor.draw_noise((1, 2)),
+    )
 
 
 def test_convolutions_are_counted_and_large_ones_run_with_torch(caplog):
@@ -693,8 +1072,17 @@ def test_convolutions_are_counted_and_large_ones_run_with_torch(caplog):
     actor = MLPPolicy.for_env((obs, ACTS), seed=0, encoder={"images": "conv"})
     names = {}
     for n_envs in (1, 4):
-        envs = env_batch(env_factories(lambda: Dreams(obs, ACTS), n_envs), np.random.SeedSequence(1), pipe="loop", lane=0)
+        envs = env_batch(
+            env_factories(lambda: Dreams(obs, ACTS), n_envs),
+            np.random.SeedSequence(1),
+            pipe="loop",
+            lane=0,
+        )
         engine = Interaction(actor, envs, np.random.SeedSequence(2), engine="auto").start().engine
         names[n_envs] = engine.name
-        if n_envs == 1: assert engine.convolutions == 20 * 20 * 32 * 8 * 8 * 4 + 9 * 9 * 64 * 4 * 4 * 32 + 7 * 7 * 64 * 3 * 3 * 64
+        if n_envs == 1:
+            assert (
+                engine.convolutions
+                == 20 * 20 * 32 * 8 * 8 * 4 + 9 * 9 * 64 * 4 * 4 * 32 + 7 * 7 * 64 * 3 * 3 * 64
+            )
     assert names == {1: "onnxruntime", 4: "torch"} and "convolutions so large" in caplog.text

@@ -1,4 +1,5 @@
 "Whole episodes against a naive player, one environment at a time."
+
 from itertools import islice
 
 import gymnasium as gym
@@ -9,34 +10,66 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import episodes as plans
 from reference import Solo, apply, assert_same, grid, snapshot
-from toys import WORLDS, Brief, Counting, Limit, Memory, Nested, NestedMemory, Plain, Stepped, factories, judge
+from toys import (
+    WORLDS,
+    Brief,
+    Counting,
+    Limit,
+    Memory,
+    Nested,
+    NestedMemory,
+    Plain,
+    Stepped,
+    factories,
+    judge,
+)
 
 from rollpipe.layers import GaussianPolicy
-from rollpipe.pipes import AdvantageBuffer, DataError, EnvStepper, EpisodeCollector, FragmentCollector, Lanes, State, episodes
+from rollpipe.pipes import (
+    AdvantageBuffer,
+    DataError,
+    EnvStepper,
+    EpisodeCollector,
+    FragmentCollector,
+    Lanes,
+    State,
+    episodes,
+)
 from rollpipe.pipes.data.fragment_ops import pad_episodes
 
 fast = settings(deadline=None, max_examples=20)
 
 
-def stepper(*args, **kwargs): return EnvStepper(*args, **kwargs, terminal_obs=True)
+def stepper(*args, **kwargs):
+    return EnvStepper(*args, **kwargs, terminal_obs=True)
 
 
 def play(env, actor, n_steps):
     "`(last step, episode)` of one environment, in the most naive way."
-    solo, found, states = Solo(env, actor, apply(np.zeros_like, env.action_space.sample())), [], []
+    solo = Solo(env, actor, apply(np.zeros_like, env.action_space.sample()))
+    found = []
+    states = []
     for t in range(n_steps):
-        if not states: actors, envs, hx = [], [], solo.hx
+        if not states:
+            actors = []
+            envs = []
+            hx = solo.hx
         states.append(solo.state)
         act, solo.hx, info = solo.react(solo.state, solo.hx, virtual=False)
         obs, rew, term, trunc, env_info = env.step(apply(lambda x: x.copy(), act))
         actors.append(info)
         envs.append(env_info)
         solo.state = (solo.state[0] + 1, snapshot(obs), act, rew, bool(term or trunc))
-        if not solo.state[-1]: continue
+        if not solo.state[-1]:
+            continue
         states.append(solo.state)
         actors.append(solo.react((*solo.state[:-1], False), solo.hx, virtual=True)[2])
         found.append((t, dict(states=states, actors=actors, envs=envs, hx=hx, term=bool(term))))
-        solo.state, solo.hx, states = (0, snapshot(env.reset()[0]), act, rew, True), solo.fresh(), []
+        solo.state, solo.hx, states = (
+            (0, snapshot(env.reset()[0]), act, rew, True),
+            solo.fresh(),
+            [],
+        )
     return found
 
 
@@ -44,11 +77,18 @@ def check(episode, seq, expected):
     stepno, obs, act, rew, fin = grid([expected], "states")
     assert_same(episode.state, State(stepno, obs, act, rew.astype(np.float32), fin))
     assert_same(episode.actor, grid([expected], "actors"))
-    assert_same(episode.env, {key: grid([{"x": [i[key] for i in expected["envs"]]}], "x") for key in ("count", "parts")})
+    assert_same(
+        episode.env,
+        {key: grid([{"x": [i[key] for i in expected["envs"]]}], "x") for key in ("count", "parts")},
+    )
     assert_same(episode.hx, expected["hx"])
     assert episode.term[:, 0].tolist() == [False] * episode.n_steps + [expected["term"]]
     assert episode.valid.all() and episode.valid.shape == (len(stepno) - 1, 1)
-    assert (episode.lane.tolist(), episode.seq.tolist(), episode.version.tolist()) == ([0], [seq], [0])
+    assert (episode.lane.tolist(), episode.seq.tolist(), episode.version.tolist()) == (
+        [0],
+        [seq],
+        [0],
+    )
     final = episode.final
     assert (final.t.tolist(), final.b.tolist()) == ([episode.n_steps - 1], [0])
     last = apply(lambda x: x[-1], (episode.state.obs, episode.actor))
@@ -59,63 +99,102 @@ def check(episode, seq, expected):
 @fast
 @given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 60))
 def test_equals_the_naive_player(world, each, n_steps):
-    env, actor = WORLDS[world][0], WORLDS[world][1]()
-    found = [(t, b, episode) for b, make in enumerate(factories(env, each)) for t, episode in play(make(), actor, n_steps)]
+    env = WORLDS[world][0]
+    actor = WORLDS[world][1]()
+    found = [
+        (t, b, episode)
+        for b, make in enumerate(factories(env, each))
+        for t, episode in play(make(), actor, n_steps)
+    ]
     came = list(EpisodeCollector(Limit(stepper(factories(env, each), actor), n_steps)))
     assert len(came) == len(found) and all(type(item) is list and len(item) == 1 for item in came)
-    for seq, (item, (_, _, expected)) in enumerate(zip(came, sorted(found, key=lambda x: x[:2]))): check(item[0], seq, expected)
+    for seq, (item, (_, _, expected)) in enumerate(zip(came, sorted(found, key=lambda x: x[:2]))):
+        check(item[0], seq, expected)
 
 
 def test_a_terminated_episode_by_hand():
-    [episode] = next(iter(EpisodeCollector(stepper(lambda: Counting([(3, "term"), (2, "trunc")]), Plain()))))
-    assert episode.state.obs[:, 0].tolist() == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 2, 3], [0, 0, 3, 1]]
-    assert episode.state.stepno[:, 0].tolist() == [0, 1, 2, 3] and episode.state.fin[:, 0].tolist() == [True, False, False, True]
+    [episode] = next(
+        iter(EpisodeCollector(stepper(lambda: Counting([(3, "term"), (2, "trunc")]), Plain())))
+    )
+    assert episode.state.obs[:, 0].tolist() == [
+        [0, 0, 0, 0],
+        [0, 0, 1, 0],
+        [0, 0, 2, 3],
+        [0, 0, 3, 1],
+    ]
+    assert episode.state.stepno[:, 0].tolist() == [0, 1, 2, 3] and episode.state.fin[
+        :, 0
+    ].tolist() == [True, False, False, True]
     assert episode.actor["virtual"][:, 0].tolist() == [False] * 3 + [True]
-    assert episode.final.obs.tolist() == [[0, 0, 3, 1]] and episode.term[:, 0].tolist() == [False] * 3 + [True]
+    assert episode.final.obs.tolist() == [[0, 0, 3, 1]] and episode.term[:, 0].tolist() == [
+        False
+    ] * 3 + [True]
 
 
 def test_a_last_observation_that_is_missing_is_an_error():
     pipe = EpisodeCollector(EnvStepper(lambda: Counting([(2, "term")]), Plain()))
-    with pytest.raises(DataError, match="EpisodeCollector, lane 0, environment 0: there is no last observation"): next(iter(pipe))
+    with pytest.raises(
+        DataError, match="EpisodeCollector, lane 0, environment 0: there is no last observation"
+    ):
+        next(iter(pipe))
 
 
-@pytest.mark.parametrize("batch, sizes", [(1, [1] * 7), (2, [2, 2, 2, 1]), (3, [3, 3, 1]), (9, [7])])
+@pytest.mark.parametrize(
+    "batch, sizes", [(1, [1] * 7), (2, [2, 2, 2, 1]), (3, [3, 3, 1]), (9, [7])]
+)
 def test_batches(batch, sizes):
-    def source(): return Limit(EnvStepper(lambda: Counting([(3, "trunc")]), Plain()), 21)
+    def source():
+        return Limit(EnvStepper(lambda: Counting([(3, "trunc")]), Plain()), 21)
+
     one_by_one = [episode for [episode] in EpisodeCollector(source())]
     together = list(EpisodeCollector(source(), batch))
     assert [len(item) for item in together] == sizes
-    for a, b in zip(one_by_one, [episode for item in together for episode in item]): assert_same(a, b)
+    for a, b in zip(one_by_one, [episode for item in together for episode in item]):
+        assert_same(a, b)
 
 
 @fast
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5), memory=st.booleans())
 def test_padded_batches_come_apart_again(lengths, memory):
     def source():
-        pipe = EnvStepper(lambda: Counting([(n, "trunc") for n in lengths]), Memory() if memory else Plain())
+        pipe = EnvStepper(
+            lambda: Counting([(n, "trunc") for n in lengths]), Memory() if memory else Plain()
+        )
         return Limit(pipe, sum(lengths))
+
     [singles] = EpisodeCollector(source(), len(lengths))
     [batch] = EpisodeCollector(source(), len(lengths), pad=True)
     assert (batch.n_steps, batch.n_envs) == (max(lengths), len(lengths))
     assert batch.valid.sum(0).tolist() == lengths == [f.n_steps for f in singles]
-    assert batch.final.t.tolist() == [n - 1 for n in lengths] and batch.final.b.tolist() == list(range(len(lengths)))
+    assert batch.final.t.tolist() == [n - 1 for n in lengths] and batch.final.b.tolist() == list(
+        range(len(lengths))
+    )
     for b, (n, f) in enumerate(zip(lengths, singles)):
-        rows = apply(lambda x, b=b, n=n: x[:n + 1, b:b + 1], (batch.state, batch.actor, batch.term))
+        rows = apply(
+            lambda x, b=b, n=n: x[: n + 1, b : b + 1], (batch.state, batch.actor, batch.term)
+        )
         assert_same(rows, (f.state, f.actor, f.term))
-        assert_same(apply(lambda x, b=b, n=n: x[:n, b:b + 1], batch.env), f.env)
-        assert_same(apply(lambda x, b=b: x[:, b:b + 1], batch.hx), f.hx)
-        rest = batch.state.fin[n + 1:, b], ~batch.valid[n:, b], batch.state.rew[n + 1:, b] == 0, ~batch.term[n + 1:, b]
+        assert_same(apply(lambda x, b=b, n=n: x[:n, b : b + 1], batch.env), f.env)
+        assert_same(apply(lambda x, b=b: x[:, b : b + 1], batch.hx), f.hx)
+        rest = (
+            batch.state.fin[n + 1 :, b],
+            ~batch.valid[n:, b],
+            batch.state.rew[n + 1 :, b] == 0,
+            ~batch.term[n + 1 :, b],
+        )
         assert all(x.all() for x in rest)
 
 
 def test_advantages_of_a_padded_batch_are_those_of_its_episodes():
-    def source(): return EnvStepper(lambda: Counting([(n, "trunc") for n in (3, 5, 1)]), Plain())
+    def source():
+        return EnvStepper(lambda: Counting([(n, "trunc") for n in (3, 5, 1)]), Plain())
+
     singles = next(iter(EpisodeCollector(source(), 3)))
-    batch = next(iter(AdvantageBuffer(EpisodeCollector(source(), 3, pad=True), judge, .9, .8)))
-    alone = AdvantageBuffer(EpisodeCollector(source(), 1, pad=True), judge, .9, .8)
+    batch = next(iter(AdvantageBuffer(EpisodeCollector(source(), 3, pad=True), judge, 0.9, 0.8)))
+    alone = AdvantageBuffer(EpisodeCollector(source(), 1, pad=True), judge, 0.9, 0.8)
     for b, (f, one) in enumerate(zip(singles, alone)):
-        torch.testing.assert_close(batch.adv[:f.n_steps, b], one.adv[:, 0])
-        torch.testing.assert_close(batch.ret[:f.n_steps, b], one.ret[:, 0])
+        torch.testing.assert_close(batch.adv[: f.n_steps, b], one.adv[:, 0])
+        torch.testing.assert_close(batch.ret[: f.n_steps, b], one.ret[:, 0])
 
 
 def test_padding_what_already_fits_changes_nothing():
@@ -126,39 +205,60 @@ def test_padding_what_already_fits_changes_nothing():
 @pytest.mark.parametrize("below", [False, True])
 def test_lanes(below):
     "Collectors above or below the lanes: the same episodes."
-    source = EnvStepper([lambda: Counting([(2, "trunc")], 0), lambda: Counting([(3, "trunc")], 1)], Memory())
-    pipe = EpisodeCollector(Lanes(source, 2, seed=0)) if below else Lanes(EpisodeCollector(source), 2, seed=0)
+    source = EnvStepper(
+        [lambda: Counting([(2, "trunc")], 0), lambda: Counting([(3, "trunc")], 1)], Memory()
+    )
+    pipe = (
+        EpisodeCollector(Lanes(source, 2, seed=0))
+        if below
+        else Lanes(EpisodeCollector(source), 2, seed=0)
+    )
     alone = [episode for [episode] in islice(EpisodeCollector(source), 8)]
     came = [episode for [episode] in islice(pipe, 16)]
     for lane in (0, 1):
         mine = [episode for episode in came if episode.lane.tolist() == [lane]]
         assert len(mine) == 8
-        for a, b in zip(alone, mine): assert_same(a, b._replace(lane=a.lane))
+        for a, b in zip(alone, mine):
+            assert_same(a, b._replace(lane=a.lane))
 
 
-def episodes_of(source, n): return [f for [f] in islice(EpisodeCollector(source), n)]
+def episodes_of(source, n):
+    return [f for [f] in islice(EpisodeCollector(source), n)]
 
 
 def test_environments_that_rest_leave_no_trace():
     plan = [(2, "trunc"), (5, "trunc"), (1, "trunc")]
-    free, sticky = (episodes_of(EnvStepper(lambda: Counting(plan), Memory(), sticky=s), 6) for s in (None, 4))
-    for a, b in zip(free, sticky): assert_same(a._replace(state=()), b._replace(state=()))
+    free, sticky = (
+        episodes_of(EnvStepper(lambda: Counting(plan), Memory(), sticky=s), 6) for s in (None, 4)
+    )
     for a, b in zip(free, sticky):
-        assert_same((a.state.stepno, a.state.obs, a.state.fin), (b.state.stepno, b.state.obs, b.state.fin))
+        assert_same(a._replace(state=()), b._replace(state=()))
+    for a, b in zip(free, sticky):
+        assert_same(
+            (a.state.stepno, a.state.obs, a.state.fin), (b.state.stepno, b.state.obs, b.state.fin)
+        )
         assert_same((a.state.act[1:], a.state.rew[1:]), (b.state.act[1:], b.state.rew[1:]))
 
 
 class Timed(Stepped):
     "Episodes of 3 and 5 steps in turn, the first kind cut off, the second terminated."
-    observation_space, action_space = gym.spaces.Box(-np.inf, np.inf, (2,)), gym.spaces.Discrete(5)
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
+    action_space = gym.spaces.Discrete(5)
     episode = -1
 
-    def begin(self): self.episode += 1
-    def look(self): return np.array([self.episode, self.count], np.float32)
-    def pay(self, action): return 1. * self.count
+    def begin(self):
+        self.episode += 1
+
+    def look(self):
+        return np.array([self.episode, self.count], np.float32)
+
+    def pay(self, action):
+        return 1.0 * self.count
 
     def ends(self):
-        over, terminates = self.count == 3 + 2 * (self.episode % 2), self.episode % 2 == 1
+        over = self.count == 3 + 2 * (self.episode % 2)
+        terminates = self.episode % 2 == 1
         return over and terminates, over and not terminates
 
 
@@ -169,26 +269,44 @@ class Look(Plain):
 
 @pytest.mark.parametrize("mode", list(gym.vector.AutoresetMode))
 def test_vector_environments_in_any_mode(mode):
-    def vector(): return gym.vector.SyncVectorEnv([Timed] * 2, autoreset_mode=mode)
-    for a, b in zip(episodes_of(stepper(Timed, Look(), 2), 8), episodes_of(stepper(vector, Look()), 8)):
-        assert_same((a.state.stepno, a.state.obs, a.state.fin), (b.state.stepno, b.state.obs, b.state.fin))
-        assert_same((a.state.act[1:], a.state.rew[1:], a.actor, a.term), (b.state.act[1:], b.state.rew[1:], b.actor, b.term))
+    def vector():
+        return gym.vector.SyncVectorEnv([Timed] * 2, autoreset_mode=mode)
+
+    for a, b in zip(
+        episodes_of(stepper(Timed, Look(), 2), 8), episodes_of(stepper(vector, Look()), 8)
+    ):
+        assert_same(
+            (a.state.stepno, a.state.obs, a.state.fin), (b.state.stepno, b.state.obs, b.state.fin)
+        )
+        assert_same(
+            (a.state.act[1:], a.state.rew[1:], a.actor, a.term),
+            (b.state.act[1:], b.state.rew[1:], b.actor, b.term),
+        )
 
 
 def test_a_policy_repeats_what_it_recorded():
     policy = GaussianPolicy.for_env(Brief, seed=0)
     for [f] in islice(EpisodeCollector(EnvStepper(Brief, policy, 3, seed=0)), 12):
-        torch.testing.assert_close(policy.replay(f)["logp"], f.actor["logp"][:-1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            policy.replay(f)["logp"], f.actor["logp"][:-1], rtol=1e-4, atol=1e-5
+        )
         assert f.actor["logp"].shape == (f.n_steps + 1, 1) and not f.actor["logp"].requires_grad
 
 
 # --- memory
 
+
 @fast
-@given(script=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=40), least=st.integers(1, 5))
+@given(
+    script=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=40),
+    least=st.integers(1, 5),
+)
 def test_rows_against_a_list(script, least):
     "Append some rows and drop some, again and again: what is left is what a list would hold, and no room is wasted."
-    rows, held, dropped, longest = episodes.RowQueue(least), [], 0, 1
+    rows = episodes.RowQueue(least)
+    held = []
+    dropped = 0
+    longest = 1
     for n_new, n_old in script:
         for _ in range(n_new):
             x = len(held)
@@ -199,33 +317,42 @@ def test_rows_against_a_list(script, least):
         longest = max(longest, len(rows) + n_new + n_old)
         assert len(rows) == len(held) - dropped and rows.capacity <= max(least, 2 * longest)
         if held[dropped:]:
-            a, b = rows.cut(dropped, len(held), 1), rows.cut(dropped, len(held), 0)
-            assert a[0][:, 0].tolist() == [-x for x in held[dropped:]] and b[1][:, 0].tolist() == [2 * x for x in held[dropped:]]
+            a = rows.cut(dropped, len(held), 1)
+            b = rows.cut(dropped, len(held), 0)
+            assert a[0][:, 0].tolist() == [-x for x in held[dropped:]] and b[1][:, 0].tolist() == [
+                2 * x for x in held[dropped:]
+            ]
 
 
 def test_rows_become_wider():
     rows = episodes.RowQueue(2)
-    for x in (np.zeros(1, np.int64), np.full(1, .5), np.ones(1, np.int64), np.ones(1, np.int64)): rows.append({"x": x})
-    assert rows.cut(0, 4, 0)["x"][:, 0].tolist() == [0, .5, 1, 1]
+    for x in (np.zeros(1, np.int64), np.full(1, 0.5), np.ones(1, np.int64), np.ones(1, np.int64)):
+        rows.append({"x": x})
+    assert rows.cut(0, 4, 0)["x"][:, 0].tolist() == [0, 0.5, 1, 1]
 
 
 def test_memory_follows_the_oldest_episode(monkeypatch):
     "One environment has long episodes in the beginning, then all are short."
-    kept, moves = [], []
+    kept = []
+    moves = []
+
     class Watched(episodes.RowQueue):
         def __init__(self, *args):
             super().__init__(*args)
             kept.append(self)
+
         def _compact(self, row):
             moves.append(len(self))
             super()._compact(row)
+
     monkeypatch.setattr(episodes, "RowQueue", Watched)
     plan = [[(300, "trunc")] + [(5, "trunc")] * 400, [(7, "trunc")]]
     sizes = []
     for [_] in islice(EpisodeCollector(EnvStepper(factories(Counting, plan), Plain())), 400):
         [rows] = kept
         sizes.append((rows.end, len(rows), rows.capacity))
-    early, late = [x for x in sizes if x[0] < 300], [x for x in sizes if x[0] > 1000]
+    early = [x for x in sizes if x[0] < 300]
+    late = [x for x in sizes if x[0] > 1000]
     assert max(n for _, n, _ in early) > 290 and max(size for *_, size in early) <= 600
     assert late and max(n for _, n, _ in late) <= 7 and max(size for *_, size in late) <= 32
     assert len(moves) <= 40
@@ -234,23 +361,33 @@ def test_memory_follows_the_oldest_episode(monkeypatch):
 def test_nothing_handed_out_is_overwritten():
     source = EnvStepper(lambda: Nested([(2, "trunc"), (40, "trunc")]), NestedMemory(), 2)
     kept = [(f, snapshot(f)) for [f] in islice(EpisodeCollector(source), 12)]
-    for f, as_received in kept: assert_same(f, as_received)
+    for f, as_received in kept:
+        assert_same(f, as_received)
 
 
 # --- bad input
 
+
 @pytest.mark.parametrize("batch", [0, -1, 1.5, None, True])
 def test_sizes_of_a_batch(batch):
-    with pytest.raises(DataError, match="EpisodeCollector: .*batch >= 1.*batch="): EpisodeCollector(EnvStepper(Counting, Plain()), batch)
+    with pytest.raises(DataError, match="EpisodeCollector: .*batch >= 1.*batch="):
+        EpisodeCollector(EnvStepper(Counting, Plain()), batch)
 
 
-def is_no_second(tick): return bool(tick.state.stepno[0] != 1)
+def is_no_second(tick):
+    return bool(tick.state.stepno[0] != 1)
 
 
 def test_ticks_that_do_not_follow_one_another():
     "Of two steppers in turn, and with a gap."
-    for ticks in (stepper(Counting, Plain()).mux(stepper(Counting, Plain())), stepper(Counting, Plain()).filter(is_no_second)):
-        with pytest.raises(DataError, match="EpisodeCollector, lane 0, leaf stepno: ticks that do not follow one another"):
+    for ticks in (
+        stepper(Counting, Plain()).mux(stepper(Counting, Plain())),
+        stepper(Counting, Plain()).filter(is_no_second),
+    ):
+        with pytest.raises(
+            DataError,
+            match="EpisodeCollector, lane 0, leaf stepno: ticks that do not follow one another",
+        ):
             next(iter(EpisodeCollector(ticks)))
 
 

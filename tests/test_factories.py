@@ -1,4 +1,5 @@
 "What a user passes to gymnasium reaches it, whatever is passed by default."
+
 import pytest
 from gymnasium.wrappers import PassiveEnvChecker
 
@@ -12,8 +13,10 @@ def wrappers(env):
         env = env.env
 
 
-@pytest.mark.parametrize("env_kwargs, checked", [
-    ({}, False), (dict(disable_env_checker=True), False), (dict(disable_env_checker=False), True)])
+@pytest.mark.parametrize(
+    "env_kwargs, checked",
+    [({}, False), (dict(disable_env_checker=True), False), (dict(disable_env_checker=False), True)],
+)
 def test_the_user_decides_about_the_checker_of_gymnasium(env_kwargs, checked):
     env = EnvFactory("CartPole-v1", env_kwargs)()
     assert (PassiveEnvChecker in wrappers(env)) == checked

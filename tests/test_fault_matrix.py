@@ -4,6 +4,7 @@ Each row of `fault_rows.py` is one harm at one place, with what must come of it;
 this process and by forked workers, and a selection by spawn and by forkserver: see `spawned` and `served`. `-m slow` runs all the rest.
 `python tests/test_fault_matrix.py` prints the table (`--all`: with all cells), and so does `pytest -s` at the end.
 """
+
 import gc
 import shlex
 import signal
@@ -25,7 +26,14 @@ from worker_cases import gone, slack
 
 from rollpipe.runs.logs import read_metrics
 from rollpipe.layers import CategoricalPolicy, Critic, MLPPolicy
-from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, GraphError, Lanes, ProcessReading
+from rollpipe.pipes import (
+    AdvantageBuffer,
+    EnvStepper,
+    FragmentCollector,
+    GraphError,
+    Lanes,
+    ProcessReading,
+)
 from rollpipe.runs.locks import lock, unlock
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.workers.process import WorkerDied
@@ -37,23 +45,37 @@ pytestmark = pytest.mark.timeout(120)
 class Column(NamedTuple):
     method: str | None
     lag: int
-    def __str__(self): return "here" if self.method is None else f"{self.method} {self.lag}"
+
+    def __str__(self):
+        return "here" if self.method is None else f"{self.method} {self.lag}"
 
 
-HERE, FORK, SPAWN, SERVER = [Column(None, 0)], *([Column(method, lag) for lag in (0, 1)] for method in ("fork", "spawn", "forkserver"))
+HERE, FORK, SPAWN, SERVER = (
+    [Column(None, 0)],
+    *([Column(method, lag) for lag in (0, 1)] for method in ("fork", "spawn", "forkserver")),
+)
 COLUMNS = [*HERE, *FORK, *SPAWN, *SERVER]
-AT = {"step": 3, "vector step": 3, "actor": 3, "pipe below": 2, "tap": 2, "loop": 2}     # the call that is harmed, else 1
+AT = {
+    "step": 3,
+    "vector step": 3,
+    "actor": 3,
+    "pipe below": 2,
+    "tap": 2,
+    "loop": 2,
+}  # the call that is harmed, else 1
 SOUND = [row for row in ROWS if not row.flaw]
 PLACES_OF_SPAWN = {row.place for row in SOUND if row.only == "spawn"}
-TABLE = {}     # (harm, place) -> {text of a column: word}
+TABLE = {}  # (harm, place) -> {text of a column: word}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def table():
     gc.collect()
-    gc.freeze()     # looking for what is left collects garbage often
+    gc.freeze()  # looking for what is left collects garbage often
     forked.ensure_running()
-    run(lambda x: x, "nowhere", "fork")     # whatever is started once and lives as long as this process
+    run(
+        lambda x: x, "nowhere", "fork"
+    )  # whatever is started once and lives as long as this process
     yield
     gc.unfreeze()
     print("\n" + in_columns(TABLE))
@@ -61,22 +83,34 @@ def table():
 
 def cells(*columns):
     "The rows in these columns, where they make sense."
-    return [(row, column) for row in ROWS for column in columns
-            if row.only in (None, column.method) and (column.method or row.here)]
+    return [
+        (row, column)
+        for row in ROWS
+        for column in columns
+        if row.only in (None, column.method) and (column.method or row.here)
+    ]
 
 
 def usual():
     "Every row here and by forked workers: with both lags where processes end or close, else with one of them in turn."
-    in_turn, ends = {id(row): FORK[k % 2] for k, row in enumerate(ROWS)}, ("WorkerDied", "WorkerError", "restarted", "warned")
-    return [(row, column) for row, column in cells(*HERE, *FORK)
-            if column.method is None or row.workers.word in ends or column == in_turn[id(row)]]
+    in_turn = {id(row): FORK[k % 2] for k, row in enumerate(ROWS)}
+    ends = ("WorkerDied", "WorkerError", "restarted", "warned")
+    return [
+        (row, column)
+        for row, column in cells(*HERE, *FORK)
+        if column.method is None or row.workers.word in ends or column == in_turn[id(row)]
+    ]
 
 
 def covering(columns, *wanted):
     "Cells of these columns in turn, in which each of the harms and places that are `wanted` occurs at least once."
-    left, found = set().union(*wanted), []
-    for row in sorted(SOUND, key=lambda row: row.only is None):     # what can happen nowhere else comes first
-        if row.only not in (None, columns[0].method) or not {row.harm, row.place} & left: continue
+    left = set().union(*wanted)
+    found = []
+    for row in sorted(
+        SOUND, key=lambda row: row.only is None
+    ):  # what can happen nowhere else comes first
+        if row.only not in (None, columns[0].method) or not {row.harm, row.place} & left:
+            continue
         left -= {row.harm, row.place}
         found.append((row, columns[len(found) % len(columns)]))
     assert not left, left
@@ -106,32 +140,48 @@ def unusual():
 
 
 def parameters(cells):
-    return [pytest.param(row, column, id=f"{row.harm} at {row.place} {column}",
-                         marks=pytest.mark.xfail(reason=row.flaw, strict=True) if row.flaw else ()) for row, column in cells]
+    return [
+        pytest.param(
+            row,
+            column,
+            id=f"{row.harm} at {row.place} {column}",
+            marks=pytest.mark.xfail(reason=row.flaw, strict=True) if row.flaw else (),
+        )
+        for row, column in cells
+    ]
 
 
 @pytest.mark.parametrize("row, column", parameters(usual()))
-def test_here_and_in_forked_workers(row, column): check(row, column)
+def test_here_and_in_forked_workers(row, column):
+    check(row, column)
 
 
 @pytest.mark.parametrize("row, column", parameters(served()))
-def test_in_workers_of_a_server(row, column): check(row, column)
+def test_in_workers_of_a_server(row, column):
+    check(row, column)
 
 
 @pytest.mark.timeout(280)
 def test_in_spawned_workers():
     "Two at a time, since starting takes its time; but garbage is collected by any thread."
-    left, cells = Left(), spawned()
-    is_alone = lambda cell: any("ignored" in part for parts in cell[0].workers.log for part in parts)
+    left = Left()
+    cells = spawned()
+    is_alone = lambda cell: any(
+        "ignored" in part for parts in cell[0].workers.log for part in parts
+    )
     wrong = [complaint(*cell) for cell in cells if is_alone(cell)]
-    with ThreadPoolExecutor(2) as pool: wrong += pool.map(lambda cell: complaint(*cell), [cell for cell in cells if not is_alone(cell)])
+    with ThreadPoolExecutor(2) as pool:
+        wrong += pool.map(
+            lambda cell: complaint(*cell), [cell for cell in cells if not is_alone(cell)]
+        )
     assert not any(wrong), "\n".join(wrong)
     assert not left.more()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row, column", parameters(unusual()))
-def test_all_other_cells(row, column): check(row, column)
+def test_all_other_cells(row, column):
+    check(row, column)
 
 
 def check(row, column):
@@ -144,40 +194,66 @@ def check(row, column):
 def complaint(row, column) -> str:
     "What is wrong with a cell; empty if nothing is."
     wanted = row.here if column.method is None else row.workers
-    found = run(HARMS[row.harm], row.place, column.method, column.lag, **{"at": AT.get(row.place, 1), **row.options})
+    found = run(
+        HARMS[row.harm],
+        row.place,
+        column.method,
+        column.lag,
+        **{"at": AT.get(row.place, 1), **row.options},
+    )
     index = "1" if column.method == "fork" else "0"
     names = dict(lane=index, worker=index, lanes="1" if column.method == "fork" else "0, 1")
-    cause = ()     # parts of the traceback from the worker, if the error was raised there
+    cause = ()  # parts of the traceback from the worker, if the error was raised there
     if wanted.is_remote and column.method is not None and row.place not in IN_PARENT:
-        cause = (f"in worker {index}" + f", lane {index}" * (row.place not in ("unpickling", "close")), "Traceback (most recent call last)",
-                 *["in boom"] * (HARMS[row.harm].__name__ == "boom"))
+        cause = (
+            f"in worker {index}" + f", lane {index}" * (row.place not in ("unpickling", "close")),
+            "Traceback (most recent call last)",
+            *["in boom"] * (HARMS[row.harm].__name__ == "boom"),
+        )
     wrong = "".join(differences(found, wanted, names, cause))
-    TABLE.setdefault((row.harm, row.place), {})[str(column)] = f"WRONG, not {wanted.word}" if wrong else wanted.word
+    TABLE.setdefault((row.harm, row.place), {})[str(column)] = (
+        f"WRONG, not {wanted.word}" if wrong else wanted.word
+    )
     return wrong and f"{row.harm} at {row.place}, {column}: {wrong}"
 
 
 def differences(found, wanted, names, cause):
     "What differs between a run and the outcome that is wanted."
-    if type(found.error) is not (wanted.error or type(None)): yield f"raised {found.error!r:.300}. "
-    for text in (found.text, *found.log):     # an error of the library tells no novel; one of the user stays as it is
-        if len(text) > 50_000 and wanted.error is not KeyError: yield f"a text of {len(text)} characters. "
+    if type(found.error) is not (wanted.error or type(None)):
+        yield f"raised {found.error!r:.300}. "
+    for text in (
+        found.text,
+        *found.log,
+    ):  # an error of the library tells no novel; one of the user stays as it is
+        if len(text) > 50_000 and wanted.error is not KeyError:
+            yield f"a text of {len(text)} characters. "
     yield from missing(found.text, wanted.parts, names)
-    if len(found.log) != len(wanted.log): yield f"the log says {found.log!r:.500}. "
-    for text, parts in zip(found.log, wanted.log): yield from missing(text, parts, names)
+    if len(found.log) != len(wanted.log):
+        yield f"the log says {found.log!r:.500}. "
+    for text, parts in zip(found.log, wanted.log):
+        yield from missing(text, parts, names)
     if cause and found.error is not None and not isinstance(found.error, WorkerDied):
         yield from missing(str(found.error.__cause__)[:50_000], cause, names)
-    if wanted.error is None and found.items != 6: yield f"{found.items} items. "
-    anew = {int(lane): 1 for lane in names["lanes"].split(", ")} if wanted.word == "restarted" else {}
-    if found.restarts != anew: yield f"the stream says that lanes began anew: {found.restarts}, not {anew}. "
-    if found.seconds > 20 * slack(): yield f"it took {found.seconds:.0f} s. "
+    if wanted.error is None and found.items != 6:
+        yield f"{found.items} items. "
+    anew = (
+        {int(lane): 1 for lane in names["lanes"].split(", ")} if wanted.word == "restarted" else {}
+    )
+    if found.restarts != anew:
+        yield f"the stream says that lanes began anew: {found.restarts}, not {anew}. "
+    if found.seconds > 20 * slack():
+        yield f"it took {found.seconds:.0f} s. "
 
 
 def missing(text, parts, names):
     at = 0
     for part in parts:
-        for name, value in names.items(): part = part.replace("{" + name + "}", value)
-        if part in text[at:]: at = text.index(part, at) + len(part)
-        else: yield f"{part!r} is not in {text[at:at + 300]!r}. "
+        for name, value in names.items():
+            part = part.replace("{" + name + "}", value)
+        if part in text[at:]:
+            at = text.index(part, at) + len(part)
+        else:
+            yield f"{part!r} is not in {text[at : at + 300]!r}. "
 
 
 # --- a training run whose process is told to end
@@ -188,46 +264,94 @@ CODES = dict(SIGINT=130, SIGTERM=143, SIGHUP=129, SIGKILL=-9)
 @pytest.mark.parametrize("name", CODES)
 def test_a_training_run_is_told_to_end(name, tmp_path):
     "It saves its last update, except when it is killed; its workers end; the folder is free again and can be resumed."
-    for column, child in {column: training(tmp_path/str(column), column) for column in (HERE[0], FORK[1])}.items():
-        folder = tmp_path/str(column)
+    for column, child in {
+        column: training(tmp_path / str(column), column) for column in (HERE[0], FORK[1])
+    }.items():
+        folder = tmp_path / str(column)
         with child:
-            wait_for(lambda folder=folder: lines(folder/"metrics.jsonl") >= 2, child)
+            wait_for(lambda folder=folder: lines(folder / "metrics.jsonl") >= 2, child)
             workers = started_by(child.pid)
             child.send_signal(getattr(signal, name))
             out, err = child.communicate(timeout=100)
-        assert child.returncode == CODES[name] and "Traceback" not in err and err.strip().count("\n") == 0, err
-        assert gone(workers, 3 * slack()) == [] and len(workers) == (0 if column.method is None else 3)     # two and their guard
+        assert (
+            child.returncode == CODES[name]
+            and "Traceback" not in err
+            and err.strip().count("\n") == 0
+        ), err
+        assert gone(workers, 3 * slack()) == [] and len(workers) == (
+            0 if column.method is None else 3
+        )  # two and their guard
         saved = load_run(folder).counters
-        if name != "SIGKILL": assert saved["steps"] == read_metrics(folder)["steps"][-1] and f"--resume {shlex.quote(str(folder))}" in err
+        if name != "SIGKILL":
+            assert (
+                saved["steps"] == read_metrics(folder)["steps"][-1]
+                and f"--resume {shlex.quote(str(folder))}" in err
+            )
         lock(folder), unlock(folder)
         if name == "SIGINT":
-            n = lines(folder/"metrics.jsonl")
-            assert rollpipe("train", "--resume", folder, "--steps", saved["steps"] + 1, "--quiet", "--no-tensorboard") == 0
-            assert lines(folder/"metrics.jsonl") == n + 1
+            n = lines(folder / "metrics.jsonl")
+            assert (
+                rollpipe(
+                    "train",
+                    "--resume",
+                    folder,
+                    "--steps",
+                    saved["steps"] + 1,
+                    "--quiet",
+                    "--no-tensorboard",
+                )
+                == 0
+            )
+            assert lines(folder / "metrics.jsonl") == n + 1
         TABLE.setdefault((name, "a training run"), {})[str(column)] = f"exit {child.returncode}"
 
 
 def training(folder, column):
-    return process("train", "trpo", "CartPole-v1", "--steps", 10**8, "--out", folder, "--checkpoint-every", 1 << 20, "--lanes", 2,
-                   *([] if column.method is None else ["--workers", 2, "--lag", column.lag]), *SMALL, start_new_session=True)
+    return process(
+        "train",
+        "trpo",
+        "CartPole-v1",
+        "--steps",
+        10**8,
+        "--out",
+        folder,
+        "--checkpoint-every",
+        1 << 20,
+        "--lanes",
+        2,
+        *([] if column.method is None else ["--workers", 2, "--lag", column.lag]),
+        *SMALL,
+        start_new_session=True,
+    )
 
 
 # --- weights, or what an actor takes for constant, change while it collects
+
 
 @pytest.mark.parametrize("column", [HERE[0], *FORK], ids=str)
 @pytest.mark.parametrize("place", ["above the lanes", "below everything", "without lanes"])
 def test_a_thread_that_reads_ahead(place, column):
     "torchdata's `Prefetcher` would collect while the learner changes the weights."
     Prefetcher = pytest.importorskip("torchdata.datapipes.iter").Prefetcher
-    actor, critic, left = MLPPolicy.for_env("CartPole-v1"), Critic.for_env("CartPole-v1"), Left()
+    actor = MLPPolicy.for_env("CartPole-v1")
+    critic = Critic.for_env("CartPole-v1")
+    left = Left()
     pipe = FragmentCollector(EnvStepper("CartPole-v1", actor), 8)
-    if place == "above the lanes": pipe = Prefetcher(pipe, 2)
-    if place != "without lanes": pipe = Lanes(pipe, 2, seed=0)
+    if place == "above the lanes":
+        pipe = Prefetcher(pipe, 2)
+    if place != "without lanes":
+        pipe = Lanes(pipe, 2, seed=0)
     pipe = AdvantageBuffer(pipe, critic)
-    if place != "above the lanes": pipe = Prefetcher(pipe, 2)
-    service = ProcessReading(2, lag=column.lag, start_method=column.method) if column.method else None
+    if place != "above the lanes":
+        pipe = Prefetcher(pipe, 2)
+    service = (
+        ProcessReading(2, lag=column.lag, start_method=column.method) if column.method else None
+    )
     with DataLoader2(pipe, reading_service=service) as loader:
-        with pytest.raises(GraphError, match=r"a `Prefetcher` below collects in a thread.*Expected `ProcessReading\(num_workers, lag=1\)`"):
+        with pytest.raises(
+            GraphError,
+            match=r"a `Prefetcher` below collects in a thread.*Expected `ProcessReading\(num_workers, lag=1\)`",
+        ):
             next(iter(loader))
     del loader, pipe
     assert not left.more()
@@ -238,11 +362,13 @@ def test_a_prefetcher_of_pipes_that_ask_no_network():
     Prefetcher = pytest.importorskip("torchdata.datapipes.iter").Prefetcher
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 4), 2, seed=0)
     came, wanted = (list(islice(DataLoader2(graph), 6)) for graph in (Prefetcher(pipe, 2), pipe))
-    for x, y in zip(came, wanted, strict=True): assert_same(snapshot(x), snapshot(y))
+    for x, y in zip(came, wanted, strict=True):
+        assert_same(snapshot(x), snapshot(y))
 
 
 class Scaled(CategoricalPolicy):
-    factor = 1.
+    factor = 1.0
+
     def params(self, *args, **kwargs):
         params, hx = super().params(*args, **kwargs)
         return params + self.factor, hx
@@ -252,12 +378,18 @@ def test_a_constant_of_the_actor_changes(caplog, monkeypatch):
     "ONNX Runtime has it in its graph; torch reads it at each step."
     pytest.importorskip("onnxruntime")
     actor = Scaled.for_env("CartPole-v1")
-    streams = [iter(EnvStepper("CartPole-v1", actor, seed=0, engine=engine)) for engine in ("torch", "onnxruntime")]
-    for factor in (1., 5.):
+    streams = [
+        iter(EnvStepper("CartPole-v1", actor, seed=0, engine=engine))
+        for engine in ("torch", "onnxruntime")
+    ]
+    for factor in (1.0, 5.0):
         monkeypatch.setattr(Scaled, "factor", factor)
         wanted, came = (next(stream).actor["dist"] for stream in streams)
         torch.testing.assert_close(came, wanted)
-    assert "attribute factor of class Scaled changed, so ONNX Runtime has a new graph of Scaled" in caplog.text
+    assert (
+        "attribute factor of class Scaled changed, so ONNX Runtime has a new graph of Scaled"
+        in caplog.text
+    )
     TABLE[("a constant changes", "actor")] = {str(HERE[0]): "warned"}
 
 
@@ -279,15 +411,21 @@ env = "CartPole-v1"
 """
 
 
-@pytest.mark.parametrize("name, words", {
-    "train by workers": "train ppo CartPole-v1 --lanes 2 --workers 2 --eval-every 1 --quiet",
-    "train by Ray": "train ppo CartPole-v1 --workers 1 --reading ray --quiet",
-    "train --seeds": "train ppo CartPole-v1 --seeds 0 --quiet"}.items())
+@pytest.mark.parametrize(
+    "name, words",
+    {
+        "train by workers": "train ppo CartPole-v1 --lanes 2 --workers 2 --eval-every 1 --quiet",
+        "train by Ray": "train ppo CartPole-v1 --workers 1 --reading ray --quiet",
+        "train --seeds": "train ppo CartPole-v1 --seeds 0 --quiet",
+    }.items(),
+)
 def test_files_of_the_working_folder_have_the_names_of_modules_of_python(name, words, tmp_path):
     "No process imports them, as the installed command does not. What starts the runs of `--seeds` starts those of other commands."
-    if "Ray" in name: pytest.importorskip("ray")
-    for module in ("random", "queue", "cProfile", "colorsys"): (tmp_path/f"{module}.py").write_text("raise SystemExit('it was imported')")
-    (tmp_path/"needs.py").write_text("import random, queue, cProfile, colorsys\n" + NEEDS)
+    if "Ray" in name:
+        pytest.importorskip("ray")
+    for module in ("random", "queue", "cProfile", "colorsys"):
+        (tmp_path / f"{module}.py").write_text("raise SystemExit('it was imported')")
+    (tmp_path / "needs.py").write_text("import random, queue, cProfile, colorsys\n" + NEEDS)
     words = words.replace("CartPole-v1", "needs:Needs-v0") + " --import needs"
     done = script(tmp_path, *words.split(), *TRAINS, "--no-tensorboard")
     assert done.returncode == 0, (done.stdout, done.stderr)
@@ -301,54 +439,92 @@ gymnasium.register("Needs-v0", CartPoleEnv, max_episode_steps=20)
 """
 
 
-@pytest.mark.parametrize("name, words", {
-    "two of train": ["train --out a", "train --out b"], "train --seeds": ["train --out a --seeds 0-1 --jobs 2"],
-    "bench": ["bench"], "tune": ["tune --jobs 2 --seeds 7"]}.items())
-def test_trainings_at_the_same_time_share_the_folder_of_their_replays(name, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, words",
+    {
+        "two of train": ["train --out a", "train --out b"],
+        "train --seeds": ["train --out a --seeds 0-1 --jobs 2"],
+        "bench": ["bench"],
+        "tune": ["tune --jobs 2 --seeds 7"],
+    }.items(),
+)
+def test_trainings_at_the_same_time_share_the_folder_of_their_replays(
+    name, words, tmp_path, monkeypatch
+):
     "Each has a file of its own in it, which does not outlive it."
     monkeypatch.chdir(tmp_path)
-    quiet = ["--path", tmp_path/"steps", *["--quiet", "--no-tensorboard"] * ("train" in name)]
+    quiet = ["--path", tmp_path / "steps", *["--quiet", "--no-tensorboard"] * ("train" in name)]
     options = 'steps = 100_000_000\npreset = "none"\noptions = {{ n_envs = 2, warmup = 100, capacity = 1000, batch_size = 8, path = "{}" }}'
-    (tmp_path/"spec.toml").write_text(SPEC.format("dqn", options.format(tmp_path/"steps")))
-    commands = [[x[0], *REPLAY, *x[1:], *quiet] for x in map(str.split, words)] if name != "bench" else ["bench spec.toml --jobs 2".split()]
+    (tmp_path / "spec.toml").write_text(SPEC.format("dqn", options.format(tmp_path / "steps")))
+    commands = (
+        [[x[0], *REPLAY, *x[1:], *quiet] for x in map(str.split, words)]
+        if name != "bench"
+        else ["bench spec.toml --jobs 2".split()]
+    )
     children = [process(*command) for command in commands]
     try:
-        wait_for(lambda: len(list((tmp_path/"steps").rglob("steps.npy"))) == 2, children[0])
-        for child in children: child.send_signal(signal.SIGINT)
-        for child in children: assert child.wait(100) == 130, child.communicate()
-        assert not list((tmp_path/"steps").rglob("steps.npy"))
+        wait_for(lambda: len(list((tmp_path / "steps").rglob("steps.npy"))) == 2, children[0])
+        for child in children:
+            child.send_signal(signal.SIGINT)
+        for child in children:
+            assert child.wait(100) == 130, child.communicate()
+        assert not list((tmp_path / "steps").rglob("steps.npy"))
     finally:
-        for child in children: child.kill(), child.communicate()
+        for child in children:
+            child.kill(), child.communicate()
     TABLE.setdefault(("one folder for two replays", name), {})[str(HERE[0])] = "fine"
 
 
 def test_a_second_training_with_the_same_replay_file_is_told(tmp_path):
-    words = ["train", *REPLAY, "--path", tmp_path/"steps", "--quiet", "--no-tensorboard"]
-    with process(*words, "--out", tmp_path/"a"/"run") as first, process(*words, "--out", tmp_path/"b"/"run") as second:
+    words = ["train", *REPLAY, "--path", tmp_path / "steps", "--quiet", "--no-tensorboard"]
+    with (
+        process(*words, "--out", tmp_path / "a" / "run") as first,
+        process(*words, "--out", tmp_path / "b" / "run") as second,
+    ):
         wait_for(lambda: None not in (first.poll(), second.poll()) or first.poll() != second.poll())
         refused, other = (first, second) if first.poll() is not None else (second, first)
         out, err = refused.communicate(timeout=100)
-        assert refused.returncode == 2 and f"{tmp_path}/steps/run/steps.npy is in use by another memory" in err, err
-        wait_for(lambda: lines((tmp_path/("b" if refused is first else "a"))/"run"/"metrics.jsonl") >= 2, other)
+        assert (
+            refused.returncode == 2
+            and f"{tmp_path}/steps/run/steps.npy is in use by another memory" in err
+        ), err
+        wait_for(
+            lambda: (
+                lines((tmp_path / ("b" if refused is first else "a")) / "run" / "metrics.jsonl")
+                >= 2
+            ),
+            other,
+        )
         other.kill()
-    with process(*words, "--out", tmp_path/"c"/"run") as third:     # the file is there, and nobody has it
-        wait_for(lambda: lines(tmp_path/"c"/"run"/"metrics.jsonl") >= 1, third)
+    with process(
+        *words, "--out", tmp_path / "c" / "run"
+    ) as third:  # the file is there, and nobody has it
+        wait_for(lambda: lines(tmp_path / "c" / "run" / "metrics.jsonl") >= 1, third)
         third.kill()
     TABLE.setdefault(("one file for two replays", "train"), {})[str(HERE[0])] = "DataError"
 
 
 # --- the table
 
+
 def in_columns(table) -> str:
     "The table as text: a row for each harm at a place, a column for each start method with its lag."
-    names = [str(column) for column in COLUMNS if any(str(column) in words for words in table.values())]
-    rows = [["harm", "place", *names], *([*key, *(words.get(name, "") for name in names)] for key, words in table.items())]
+    names = [
+        str(column) for column in COLUMNS if any(str(column) in words for words in table.values())
+    ]
+    rows = [
+        ["harm", "place", *names],
+        *([*key, *(words.get(name, "") for name in names)] for key, words in table.items()),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip() for row in rows
+    )
 
 
 if __name__ == "__main__":
     everything = "--all" in sys.argv
     for cell in cells(*COLUMNS) if everything else [*usual(), *served(), *spawned()]:
-        if text := complaint(*cell): print(text, file=sys.stderr)
+        if text := complaint(*cell):
+            print(text, file=sys.stderr)
     print(in_columns(TABLE))

@@ -4,6 +4,7 @@ What each harm comes to at each place is the table of `test_fault_matrix.py`; he
 `conftest.py` checks after each test that no process and no segment is left; the bounds are those of the issue, times `slack()` since
 the machine may be busy.
 """
+
 import faulthandler
 import gc
 import logging
@@ -25,8 +26,19 @@ from toys import Counting, Lively, Plain, Shaky
 
 from rollpipe.agents import REINFORCE
 from rollpipe.layers import Critic, GaussianPolicy
-from rollpipe.pipes import (DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe,
-                            ProcessReading, ReplayMemory, WorkerError, on_policy)
+from rollpipe.pipes import (
+    DataError,
+    EnvError,
+    EnvStepper,
+    FragmentCollector,
+    FragmentStacker,
+    Lanes,
+    Pipe,
+    ProcessReading,
+    ReplayMemory,
+    WorkerError,
+    on_policy,
+)
 from rollpipe.pipes.data.fragment_ops import unstacked
 from rollpipe.pipes.workers.shared import SharedMemory
 from rollpipe.pipes.taps import EpisodeStats
@@ -40,49 +52,82 @@ def outcome(pipe, **options):
 
 # --- exceptions
 
+
 def test_a_long_text_is_cut():
     "Its begin and its end are told."
-    def fails(): raise KeyError("begin" + "x" * 50_000_000 + "end")
+
+    def fails():
+        raise KeyError("begin" + "x" * 50_000_000 + "end")
+
     def unpicklable():
-        class Own(Exception): pass
+        class Own(Exception):
+            pass
+
         Own.__reduce__ = None
         raise Own("begin" + "x" * 50_000_000 + "end")
+
     for function, kind in ((fails, KeyError), (unpicklable, WorkerError)):
-        error, text, cause = outcome(Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), function), 1), num_workers=1)
-        assert type(error) is kind and len(cause) < 40_000 and "beginxxx" in cause and "xxxend" in cause and "Traceback" in cause
-        assert re.search(r"\d+ characters are left out", cause) and (kind is KeyError or len(text) < 40_000)
+        error, text, cause = outcome(
+            Lanes(Calls(FragmentCollector(EnvStepper(Counting, Plain()), 2), function), 1),
+            num_workers=1,
+        )
+        assert (
+            type(error) is kind
+            and len(cause) < 40_000
+            and "beginxxx" in cause
+            and "xxxend" in cause
+            and "Traceback" in cause
+        )
+        assert re.search(r"\d+ characters are left out", cause) and (
+            kind is KeyError or len(text) < 40_000
+        )
 
 
 class AtEnd(Pipe):
     "Calls a function of the user when its stream is closed."
+
     def __init__(self, pipe, function):
         super().__init__(pipe)
         self.function = function
 
     def stream(self, items):
-        try: yield from items
-        finally: self.function()
+        try:
+            yield from items
+        finally:
+            self.function()
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("raised", [SystemExit, Silent])
-def test_what_one_lane_raises_at_its_end_does_not_keep_the_others_open(raised, method, tmp_path, caplog):
+def test_what_one_lane_raises_at_its_end_does_not_keep_the_others_open(
+    raised, method, tmp_path, caplog
+):
     "Also if it is no `Exception`. To call `sys.exit` there does not end the learner's program."
+
     def ends():
         first = not any(tmp_path.iterdir())
-        (tmp_path/str(len(list(tmp_path.iterdir())))).touch()
-        if first: raise raised("enough")
+        (tmp_path / str(len(list(tmp_path.iterdir())))).touch()
+        if first:
+            raise raised("enough")
+
     pipe = Lanes(AtEnd(FragmentCollector(EnvStepper(Counting, Plain()), 2), ends), 3)
     error = None
-    try: outcome(pipe, num_workers=1, start_method=method, grace=30)
-    except BaseException as e: error = e
+    try:
+        outcome(pipe, num_workers=1, start_method=method, grace=30)
+    except BaseException as e:
+        error = e
     assert len(list(tmp_path.iterdir())) == 3
-    if raised is Silent: assert type(error) is Silent and "in ends" in str(error.__cause__)
-    else: assert error is None and re.search(r"(?s)in worker 0, lane 0, AtEnd:\n.* in ends\n.*SystemExit: enough", caplog.text)
+    if raised is Silent:
+        assert type(error) is Silent and "in ends" in str(error.__cause__)
+    else:
+        assert error is None and re.search(
+            r"(?s)in worker 0, lane 0, AtEnd:\n.* in ends\n.*SystemExit: enough", caplog.text
+        )
 
 
 class Calls(Pipe):
     "Calls a function of the user before each item."
+
     def __init__(self, pipe, function):
         super().__init__(pipe)
         self.function = function
@@ -97,49 +142,76 @@ def test_after_a_fault_the_loader_is_shut_down_and_the_pipe_can_be_used_again():
     pipe = harmful("raise", "step", 7)
     with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
         with pytest.raises(EnvError):
-            for _ in loader: pass
-        with pytest.raises(RuntimeError): next(iter(loader))
-    assert len(list(islice(pipe, 6))) == 6                       # here is no worker 1
+            for _ in loader:
+                pass
+        with pytest.raises(RuntimeError):
+            next(iter(loader))
+    assert len(list(islice(pipe, 6))) == 6  # here is no worker 1
 
 
 # --- death
 
-DEATHS = {"SIGKILL": "killed by SIGKILL", "SIGSEGV": "killed by SIGSEGV", "SIGABRT": "killed by SIGABRT", "exit": "ended with exit code 3",
-          "leave": "ended with exit code 5"}
+DEATHS = {
+    "SIGKILL": "killed by SIGKILL",
+    "SIGSEGV": "killed by SIGSEGV",
+    "SIGABRT": "killed by SIGABRT",
+    "exit": "ended with exit code 3",
+    "leave": "ended with exit code 5",
+}
 
 
 def check_death(found, harm, worker, lanes, busy):
     error, text, _ = found
     assert isinstance(error, WorkerError), error
-    assert re.search(rf"lane {lanes}: worker {worker} \(pid \d+\).* {DEATHS[harm]} while it collected lane {busy}", text), text
+    assert re.search(
+        rf"lane {lanes}: worker {worker} \(pid \d+\).* {DEATHS[harm]} while it collected lane {busy}",
+        text,
+    ), text
 
 
-@pytest.mark.parametrize("harm, call, at", [
-    ("SIGKILL", "factory", 1), ("SIGSEGV", "step", 6), ("SIGABRT", "pipe", 2), ("exit", "step", 6), ("leave", "pipe", 2)])
+@pytest.mark.parametrize(
+    "harm, call, at",
+    [
+        ("SIGKILL", "factory", 1),
+        ("SIGSEGV", "step", 6),
+        ("SIGABRT", "pipe", 2),
+        ("exit", "step", 6),
+        ("leave", "pipe", 2),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_a_death_is_told_within_a_second(harm, call, at, tmp_path, monkeypatch):
     "While the parent waits; with worker, signal, all its lanes, and the one that it was busy with."
-    monkeypatch.setenv("HARM", str(tmp_path/"time"))
-    with quiet(): found = outcome(harmful(harm, call, at, lanes=4), num_workers=2)
-    took = time.monotonic() - float((tmp_path/"time").read_text())
+    monkeypatch.setenv("HARM", str(tmp_path / "time"))
+    with quiet():
+        found = outcome(harmful(harm, call, at, lanes=4), num_workers=2)
+    took = time.monotonic() - float((tmp_path / "time").read_text())
     check_death(found, harm, 1, "1, 3", "[13]")
     assert took < 1 * slack(), took
 
 
 class quiet:
     "Without faulthandler's report of a crash that is meant."
+
     def __enter__(self):
         self.was = faulthandler.is_enabled()
         faulthandler.disable()
+
     def __exit__(self, *_):
-        if self.was: faulthandler.enable()
+        if self.was:
+            faulthandler.enable()
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSEGV])
 @pytest.mark.parametrize("lag", [0, 1, None])
 def test_a_death_while_the_parent_does_something_else(sign, lag):
     "It is told at the next item that is missing, within a second; and the loader closes without waiting for the dead."
-    with quiet(), DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(2, lag=lag)) as loader:
+    with (
+        quiet(),
+        DataLoader2(
+            harmful("raise", "step", 10**9), reading_service=ProcessReading(2, lag=lag)
+        ) as loader,
+    ):
         items = iter(loader)
         next(items)
         pid = loader.reading_service.health()[1]["pid"]
@@ -147,37 +219,48 @@ def test_a_death_while_the_parent_does_something_else(sign, lag):
         assert gone([pid], 5) == []
         start = time.monotonic()
         with pytest.raises(WorkerError, match=f"lane 1: worker 1 .*killed by {sign.name}"):
-            for _ in items: pass
+            for _ in items:
+                pass
         assert time.monotonic() - start < 1 * slack()
         assert not any(runs(w["pid"]) for w in loader.reading_service.health())
 
 
 def test_a_worker_that_is_told_to_end_by_others_closes_its_environments(tmp_path):
     "SIGTERM; the parent learns of it all the same."
+
     class Tells(Counting):
-        def close(self): (tmp_path/str(os.getpid())).touch()
-    with DataLoader2(Lanes(FragmentCollector(EnvStepper(lambda: Tells(), Plain()), 4), 2, 0), reading_service=ProcessReading(2)) as loader:
+        def close(self):
+            (tmp_path / str(os.getpid())).touch()
+
+    with DataLoader2(
+        Lanes(FragmentCollector(EnvStepper(lambda: Tells(), Plain()), 4), 2, 0),
+        reading_service=ProcessReading(2),
+    ) as loader:
         items = iter(loader)
         next(items)
         pid = loader.reading_service.health()[1]["pid"]
         next(items)
         os.kill(pid, signal.SIGTERM)
         with pytest.raises(WorkerError, match="lane 1: worker 1 .*ended with exit code 0"):
-            for _ in items: pass
-    assert (tmp_path/str(pid)).exists()
+            for _ in items:
+                pass
+    assert (tmp_path / str(pid)).exists()
 
 
 def test_a_death_between_iterations_or_at_the_end_does_no_harm():
-    loader = DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(2))
+    loader = DataLoader2(harmful("raise", "step", 10**9), reading_service=ProcessReading(2))
     next(iter(loader))
-    for state in loader.reading_service.health(): os.kill(state["pid"], signal.SIGKILL)
+    for state in loader.reading_service.health():
+        os.kill(state["pid"], signal.SIGKILL)
     start = time.monotonic()
     loader.shutdown()
     assert time.monotonic() - start < 1 * slack()
 
 
 def test_a_death_while_paused():
-    with DataLoader2(harmful("raise", "step", 10 ** 9), reading_service=ProcessReading(2, lag=None)) as loader:
+    with DataLoader2(
+        harmful("raise", "step", 10**9), reading_service=ProcessReading(2, lag=None)
+    ) as loader:
         items = iter(loader)
         items.limit(2)
         assert len(list(items)) == 2
@@ -185,15 +268,19 @@ def test_a_death_while_paused():
         items.resume()
         with pytest.raises(WorkerError, match="worker 0 .*SIGKILL"):
             for _ in range(20):
-                for _ in items: pass
+                for _ in items:
+                    pass
                 items.resume()
 
 
 def test_a_worker_killed_while_it_writes_a_long_message_or_a_slot():
     "At any moment: with fragments that consist of much, workers are killed at random times."
     rng = np.random.default_rng(0)
+
     class Wordy(Plain):
-        def complete(self, act, info): return info | {f"name {k}": act.clone() for k in range(200)}
+        def complete(self, act, info):
+            return info | {f"name {k}": act.clone() for k in range(200)}
+
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, Wordy()), 3), 2, 0)
     for _ in range(6):
         with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None)) as loader:
@@ -202,12 +289,14 @@ def test_a_worker_killed_while_it_writes_a_long_message_or_a_slot():
             time.sleep(rng.uniform(0, 0.02))
             os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
             with pytest.raises(WorkerError, match="worker 1 .*SIGKILL"):
-                for _ in items: pass
+                for _ in items:
+                    pass
 
 
 def test_a_worker_with_processes_of_its_own_is_killed():
     "Its environments' processes have inherited what it held; the parent learns of the death all the same, and they end."
     pipe = Lanes(FragmentCollector(EnvStepper("CartPole-v1", Cart(), 2, vector="async"), 3), 1, 0)
+
     def begin(loader):
         items = iter(loader)
         next(items)
@@ -215,18 +304,22 @@ def test_a_worker_with_processes_of_its_own_is_killed():
         children = started_by(pid)
         assert len(children) == 2
         return items, pid, children
-    with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader: _, _, children = begin(loader)
+
+    with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader:
+        _, _, children = begin(loader)
     assert gone(children, 5) == []
     with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader:
         items, pid, children = begin(loader)
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(WorkerError, match="worker 0 .*SIGKILL"): next(items)
+        with pytest.raises(WorkerError, match="worker 0 .*SIGKILL"):
+            next(items)
         assert time.monotonic() - start < 1 * slack()
     assert gone(children, 5) == []
 
 
 # --- silence
+
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_the_start_of_a_worker_is_no_silence(method, caplog):
@@ -247,35 +340,56 @@ def test_a_worker_that_does_not_start_is_reported(caplog, monkeypatch):
     monkeypatch.setattr("rollpipe.pipes.workers.process.STARTING", 0.1)
     with caplog.at_level(logging.WARNING, "rollpipe"):
         pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)
-        with DataLoader2(pipe, reading_service=ProcessReading(1, silence=0.1, start_method="spawn")) as loader: assert next(iter(loader))
-    assert re.search(r"worker 0 .* has been silent for 0 s; it is here:\n\(it is still being started\)", caplog.records[0].getMessage())
+        with DataLoader2(
+            pipe, reading_service=ProcessReading(1, silence=0.1, start_method="spawn")
+        ) as loader:
+            assert next(iter(loader))
+    assert re.search(
+        r"worker 0 .* has been silent for 0 s; it is here:\n\(it is still being started\)",
+        caplog.records[0].getMessage(),
+    )
 
 
 def test_a_worker_that_hangs_is_reported_while_others_go_on(caplog):
     "In ready order nobody waits for it: the messages of the other do not hide its silence."
+
     def fragments(loader):
-        items, begin = iter(loader), time.monotonic()
+        items = iter(loader)
+        begin = time.monotonic()
         while not caplog.records and time.monotonic() - begin < 5 * slack():
             yield next(items)
-            time.sleep(0.01)     # the learner is slower, so there is always a message
+            time.sleep(0.01)  # the learner is slower, so there is always a message
+
     with caplog.at_level(logging.WARNING, "rollpipe"):
         pipe = harmful("hang", "step", 6)
-        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None, order="ready", silence=0.5, grace=0.2)) as loader:
+        with DataLoader2(
+            pipe, reading_service=ProcessReading(2, lag=None, order="ready", silence=0.5, grace=0.2)
+        ) as loader:
             lanes = [int(f.lane[0]) for f in fragments(loader)]
     assert lanes.count(0) > 10 and lanes.count(1) < 2
-    assert re.search(r"lane 1: worker 1 \(pid \d+\) has been silent .*in do\n", caplog.records[0].getMessage(), re.S)
+    assert re.search(
+        r"lane 1: worker 1 \(pid \d+\) has been silent .*in do\n",
+        caplog.records[0].getMessage(),
+        re.S,
+    )
 
 
 def test_a_worker_that_waits_for_a_lock_of_another_thread_is_reported_with_the_thread():
     "It was forked while the thread held the lock, and nobody will ever release the worker's copy."
-    lock, held, done = threading.Lock(), threading.Event(), threading.Event()
+    lock = threading.Lock()
+    held = threading.Event()
+    done = threading.Event()
+
     def holds():
         with lock:
             held.set()
             done.wait()
+
     class Locked(Counting):
         def step(self, action):
-            with lock: return super().step(action)
+            with lock:
+                return super().step(action)
+
     thread = threading.Thread(target=holds, name="a user's thread")
     thread.start()
     held.wait()
@@ -283,7 +397,11 @@ def test_a_worker_that_waits_for_a_lock_of_another_thread_is_reported_with_the_t
     reading = ProcessReading(1, silence=0.5, on_silence="raise", grace=0.2, start_method="fork")
     told = r"(?s)silent.*in step\n.*forked beside other threads \(.*a user's thread.*start_method='spawn'"
     try:
-        with pytest.raises(WorkerError, match=told), DataLoader2(pipe, reading_service=reading) as loader: next(iter(loader))
+        with (
+            pytest.raises(WorkerError, match=told),
+            DataLoader2(pipe, reading_service=reading) as loader,
+        ):
+            next(iter(loader))
     finally:
         done.set()
         thread.join()
@@ -291,42 +409,60 @@ def test_a_worker_that_waits_for_a_lock_of_another_thread_is_reported_with_the_t
 
 class Long:
     "Gives items that are sent as one long message."
-    def __call__(self, fragment): return fragment.seq.tolist(), bytes(10 ** 7)
+
+    def __call__(self, fragment):
+        return fragment.seq.tolist(), bytes(10**7)
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_worker_that_is_stopped_in_the_middle_of_a_message(goes_on, caplog):
     "The parent does not wait for the rest of the message, but reports the worker; if it goes on, the item is whole."
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2).map(Long()), 1, 0)
-    with DataLoader2(pipe, reading_service=ProcessReading(1, lag=1, silence=0.5, on_silence="raise", grace=0.2)) as loader:
+    with DataLoader2(
+        pipe, reading_service=ProcessReading(1, lag=1, silence=0.5, on_silence="raise", grace=0.2)
+    ) as loader:
         items = iter(loader)
         next(items)
         coordinator = loader.reading_service.seams[0].coordinator
-        member, wakes = coordinator.members[0], lambda *_: os.kill(member.process.pid, signal.SIGCONT)
-        while not member.process.poll(0.1): pass       # it writes a message that is longer than the connection holds
+        member, wakes = (
+            coordinator.members[0],
+            lambda *_: os.kill(member.process.pid, signal.SIGCONT),
+        )
+        while not member.process.poll(0.1):
+            pass  # it writes a message that is longer than the connection holds
         time.sleep(0.2)
         os.kill(member.process.pid, signal.SIGSTOP)
         if goes_on:
             loader.reading_service.on_silence = "warn"
             before = signal.signal(signal.SIGALRM, wakes)
             signal.setitimer(signal.ITIMER_REAL, 1.5)
-            try: found = [next(items), next(items)]
-            finally: signal.signal(signal.SIGALRM, before)
-            assert [(seq, len(data)) for seq, data in found] == [([1], 10 ** 7), ([2], 10 ** 7)]
+            try:
+                found = [next(items), next(items)]
+            finally:
+                signal.signal(signal.SIGALRM, before)
+            assert [(seq, len(data)) for seq, data in found] == [([1], 10**7), ([2], 10**7)]
             assert "worker 0" in caplog.text and "has been silent" in caplog.text
         else:
-            with pytest.raises(WorkerError, match=r"(?s)lane 0: worker 0 .*silent .*here:\n\(no answer\)"):
-                for _ in items: pass
+            with pytest.raises(
+                WorkerError, match=r"(?s)lane 0: worker 0 .*silent .*here:\n\(no answer\)"
+            ):
+                for _ in items:
+                    pass
 
 
 def test_a_worker_that_does_not_leave_is_killed():
     "One that ignores every request to end, after the grace."
+
     class Deaf(Counting):
         def step(self, action):
-            if self.episode: block()
+            if self.episode:
+                block()
             return super().step(action)
-    with DataLoader2(Lanes(FragmentCollector(EnvStepper(lambda: Deaf([(2, "term")]), Plain()), 2), 1, 0),
-                     reading_service=ProcessReading(1, lag=1, grace=0.3)) as loader:
+
+    with DataLoader2(
+        Lanes(FragmentCollector(EnvStepper(lambda: Deaf([(2, "term")]), Plain()), 2), 1, 0),
+        reading_service=ProcessReading(1, lag=1, grace=0.3),
+    ) as loader:
         next(iter(loader))
         pid = loader.reading_service.health()[0]["pid"]
     assert not runs(pid)
@@ -334,7 +470,8 @@ def test_a_worker_that_does_not_leave_is_killed():
 
 def block():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    while True: time.sleep(60)
+    while True:
+        time.sleep(60)
 
 
 # --- the parent
@@ -364,8 +501,10 @@ if __name__ == '__main__':
 def test_the_parent_is_killed(method, doing, tmp_path):
     "Idle and busy workers end within two seconds. `test_guard.py` has those that hang in C or are stopped."
     parent = forked_script(tmp_path, LIVES, method, doing)
-    try: pids = [int(pid) for pid in parent.stdout.readline().split()]
-    finally: os.kill(parent.pid, signal.SIGKILL)
+    try:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
     assert len(pids) == 2, parent.communicate()
     assert gone(pids, 2 * slack()) == []
     parent.communicate()
@@ -385,28 +524,45 @@ def test_ctrl_c(doing, tmp_path):
 
 def test_ctrl_c_in_this_process():
     with pytest.raises(KeyboardInterrupt):
-        with DataLoader2(harmful("hang", "step", 9), reading_service=ProcessReading(2, lag=1, grace=0.5)) as loader:
+        with DataLoader2(
+            harmful("hang", "step", 9), reading_service=ProcessReading(2, lag=1, grace=0.5)
+        ) as loader:
             signal.setitimer(signal.ITIMER_REAL, 1)
             before = signal.signal(signal.SIGALRM, signal.default_int_handler)
             try:
-                for _ in loader: pass
-            finally: signal.signal(signal.SIGALRM, before)
+                for _ in loader:
+                    pass
+            finally:
+                signal.signal(signal.SIGALRM, before)
 
 
 # --- memory
 
+
 def test_too_much_to_share():
     "A clear error before the system ends a process for want of memory; in the parent and in a worker."
-    with pytest.raises(DataError, match=r"not enough memory to share between processes.*more bytes.*available"): SharedMemory(2 ** 55)
+    with pytest.raises(
+        DataError, match=r"not enough memory to share between processes.*more bytes.*available"
+    ):
+        SharedMemory(2**55)
+
     class Huge(Plain):
-        def complete(self, act, info): return info | {"huge": torch.zeros(1, dtype=torch.uint8).expand(*act.shape, 2 ** 45)}
-    error, text, cause = outcome(Lanes(FragmentCollector(EnvStepper(Counting, Huge()), 2), 2, 0), num_workers=2)
-    assert type(error) is DataError and re.search(r"lane 0: not enough memory to share.*expected [\d,]+ more bytes", text, re.I), text
+        def complete(self, act, info):
+            return info | {"huge": torch.zeros(1, dtype=torch.uint8).expand(*act.shape, 2**45)}
+
+    error, text, cause = outcome(
+        Lanes(FragmentCollector(EnvStepper(Counting, Huge()), 2), 2, 0), num_workers=2
+    )
+    assert type(error) is DataError and re.search(
+        r"lane 0: not enough memory to share.*expected [\d,]+ more bytes", text, re.I
+    ), text
     assert "worker 0, lane 0" in cause
 
 
 def test_a_limit_of_the_size_of_files(tmp_path):
-    process = forked_script(tmp_path, """
+    process = forked_script(
+        tmp_path,
+        """
 import resource
 from worker_cases import *
 from rollpipe.pipes import ProcessReading
@@ -415,35 +571,46 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
 try:
     with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader: next(iter(loader))
 except Exception as e: print(type(e).__name__, e)
-""")
+""",
+    )
     out, err = process.communicate(timeout=100)
-    assert process.returncode == 0 and out.startswith("DataError lane 0: not enough memory to share between processes."), (out, err)
+    assert process.returncode == 0 and out.startswith(
+        "DataError lane 0: not enough memory to share between processes."
+    ), (out, err)
     assert "File too large" in out
 
 
 # --- restart
 
+
 def kill(loader, lane):
     "Kill the worker of a lane."
-    pid, = (state["pid"] for state in loader.reading_service.health() if lane in state["lanes"])
+    (pid,) = (state["pid"] for state in loader.reading_service.health() if lane in state["lanes"])
     os.kill(pid, signal.SIGKILL)
     assert gone([pid], 5) == []
 
 
 def test_restart_of_one_that_dies_at_once():
     "Again and again, at the same call: as often as allowed, then the error."
-    with quiet(): error, text, _ = outcome(harmful("SIGKILL", "factory"), num_workers=2, restart=3)
-    assert isinstance(error, WorkerError) and "worker 1" in text and "while it collected lane 1" in text
+    with quiet():
+        error, text, _ = outcome(harmful("SIGKILL", "factory"), num_workers=2, restart=3)
+    assert (
+        isinstance(error, WorkerError)
+        and "worker 1" in text
+        and "while it collected lane 1" in text
+    )
 
 
 def test_a_worker_that_dies_before_it_is_told_all():
     "Requests that were lost twice are sent once."
-    pipe = harmful("raise", "step", 10 ** 9, lanes=2)
+    pipe = harmful("raise", "step", 10**9, lanes=2)
     with DataLoader2(pipe, reading_service=ProcessReading(1, lag=2, restart=3)) as loader:
         items = iter(loader)
         next(items)
         coordinator = loader.reading_service.seams[0].coordinator
-        start_member, dead = coordinator.start_member, []
+        start_member = coordinator.start_member
+        dead = []
+
         def starts_dead(k, graphs):
             member = start_member(k, graphs)
             if len(dead) < 2:
@@ -451,6 +618,7 @@ def test_a_worker_that_dies_before_it_is_told_all():
                 os.kill(pid, signal.SIGKILL)
                 assert gone([pid], 5) == []
             return member
+
         coordinator.start_member = starts_dead
         os.kill(coordinator.members[0].process.pid, signal.SIGKILL)
         told = [(int(f.lane[0]), int(f.seq[0])) for f in islice(items, 12)]
@@ -465,14 +633,22 @@ def test_a_worker_that_dies_before_it_is_told_all():
 
 def test_a_learner_says_which_lanes_began_anew():
     "A metric says it from the first batch on that has data of such a lane; a memory takes them all; a joined batch can be taken apart."
-    actor, found, batches = GaussianPolicy.for_env(Lively(), hidden=(4,), seed=0), [], []
+    actor = GaussianPolicy.for_env(Lively(), hidden=(4,), seed=0)
+    found = []
+    batches = []
     agent = REINFORCE(actor, seed=0)
-    with DataLoader2(on_policy(Lively, actor, Critic.for_env(Lively(), seed=0), n_envs=2, n_steps=6, lanes=3, seed=0),
-                     reading_service=ProcessReading(3, restart=3)) as loader:
+    with DataLoader2(
+        on_policy(
+            Lively, actor, Critic.for_env(Lively(), seed=0), n_envs=2, n_steps=6, lanes=3, seed=0
+        ),
+        reading_service=ProcessReading(3, restart=3),
+    ) as loader:
         items = iter(loader)
         for k in range(6):
-            if k in (2, 4): kill(loader, lane=1)
-            if k == 4: kill(loader, lane=2)
+            if k in (2, 4):
+                kill(loader, lane=1)
+            if k == 4:
+                kill(loader, lane=2)
             found.append(agent.update(batch := next(items)).get("lane_restarts"))
             batches.append(batch)
     assert found == [None, None, 1, 1, 3, 3]
@@ -480,7 +656,8 @@ def test_a_learner_says_which_lanes_began_anew():
     assert [b.restarts.tolist() for b in batches[3::2]] == [[0, 0, 1, 1, 0, 0], [0, 0, 2, 2, 1, 1]]
     assert [f.restarts.tolist() for f in unstacked(batches[-1])] == [[0, 0], [2, 2], [1, 1]]
     memory = ReplayMemory(1000, seed=0)
-    for batch in batches: memory.add(batch)
+    for batch in batches:
+        memory.add(batch)
     assert len(memory) == 6 * 36 and memory.sample(4).fragment.restarts is None
 
 
@@ -488,24 +665,39 @@ def test_a_learner_says_which_lanes_began_anew():
 def test_episodes_do_not_mix_after_a_restart(lag):
     "Returns of episodes come from whole episodes: of 5 steps at a reward of 1 each."
     ends = []
-    pipe = EpisodeStats(FragmentStacker(harmful("raise", "step", 10 ** 9, lanes=2, n_steps=3), 2), ends.append)
+    pipe = EpisodeStats(
+        FragmentStacker(harmful("raise", "step", 10**9, lanes=2, n_steps=3), 2), ends.append
+    )
     with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag, restart=3)) as loader:
         for k, _ in enumerate(islice(loader, 40)):
-            if k in (5, 11, 17): os.kill(loader.reading_service.health()[k % 2]["pid"], signal.SIGKILL)
-    assert len(ends) > 30 and {(e.ret, e.length) for e in ends} == {(5., 5)}
+            if k in (5, 11, 17):
+                os.kill(loader.reading_service.health()[k % 2]["pid"], signal.SIGKILL)
+    assert len(ends) > 30 and {(e.ret, e.length) for e in ends} == {(5.0, 5)}
 
 
 # --- nothing is left
 
+
 def test_nothing_is_left_open():
     "Descriptors, after loaders that ended well, were broken off, failed or lost a worker."
+
     def all_ends():
-        for case in (("raise", "step", 10 ** 9), ("raise", "step", 7), ("SIGKILL", "step", 7), ("unpicklable", "pipe", 2)):
+        for case in (
+            ("raise", "step", 10**9),
+            ("raise", "step", 7),
+            ("SIGKILL", "step", 7),
+            ("unpicklable", "pipe", 2),
+        ):
             outcome(harmful(*case), num_workers=2)
-        with DataLoader2(harmful("raise", "pipe", 10 ** 9), reading_service=ProcessReading(2, lag=None)) as loader: next(iter(loader))
+        with DataLoader2(
+            harmful("raise", "pipe", 10**9), reading_service=ProcessReading(2, lag=None)
+        ) as loader:
+            next(iter(loader))
         outcome(harmful("SIGKILL", "step", 7), num_workers=2, restart=2)
-        with pytest.raises(WorkerError, match="cannot be sent"): outcome_of_start()
+        with pytest.raises(WorkerError, match="cannot be sent"):
+            outcome_of_start()
         gc.collect()
+
     all_ends()
     before = descriptors()
     all_ends()

@@ -1,4 +1,5 @@
 "Making, joining, cutting and picking fragments, against slow indexing and against what is collected."
+
 from itertools import islice
 
 import numpy as np
@@ -11,7 +12,15 @@ from reference import apply, array, assert_same, flatten
 from toys import ENDS, Counting, Nested, NestedMemory, Plain
 
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, nested
-from rollpipe.pipes.data.fragment_ops import columns, final_numbers, join, pad_episodes, pieces, strands, transitions
+from rollpipe.pipes.data.fragment_ops import (
+    columns,
+    final_numbers,
+    join,
+    pad_episodes,
+    pieces,
+    strands,
+    transitions,
+)
 from rollpipe.pipes.invariants import check_alignment
 
 fast = settings(deadline=None, max_examples=50)
@@ -22,12 +31,23 @@ def remade(f):
     "`f`, made anew of what it tells."
     end = f.state.fin[1:] & f.valid
     return Fragment.from_steps(
-        f.state.obs, nested.getitem(f.state.act, slice(1, None)), f.state.rew[1:], f.term[1:], end & ~f.term[1:], last_obs=f.final.obs,
-        last_actor=f.final.actor, stepno=f.state.stepno[0], **{name: getattr(f, name) for name in (
-            'actor', 'env', 'hx', 'valid', 'adv', 'ret', *Fragment.COLUMNS)})
+        f.state.obs,
+        nested.getitem(f.state.act, slice(1, None)),
+        f.state.rew[1:],
+        f.term[1:],
+        end & ~f.term[1:],
+        last_obs=f.final.obs,
+        last_actor=f.final.actor,
+        stepno=f.state.stepno[0],
+        **{
+            name: getattr(f, name)
+            for name in ("actor", "env", "hx", "valid", "adv", "ret", *Fragment.COLUMNS)
+        },
+    )
 
 
 # --- making fragments
+
 
 @fast
 @given(fragments())
@@ -43,7 +63,8 @@ def test_rows_of_a_fragment_made_of_steps(f):
     rows = 0
     for t in range(f.n_steps):
         for b in range(f.n_envs):
-            valid, over = bool(f.valid[t, b]), bool(f.state.fin[t + 1, b])
+            valid = bool(f.valid[t, b])
+            over = bool(f.state.fin[t + 1, b])
             assert f.state.stepno[t + 1, b] == (0 if over else f.state.stepno[t, b] + 1)
             assert over or valid and not f.term[t + 1, b]
             assert valid or f.state.rew[t + 1, b] == 0 and not f.term[t + 1, b]
@@ -53,42 +74,71 @@ def test_rows_of_a_fragment_made_of_steps(f):
     assert len(f.final.t) == rows
 
 
-@pytest.mark.parametrize("wrong, leaf", [
-    (dict(act=torch.zeros(2, 2)), r"leaf act: .*\[T, B\] = \[3, 2\]"),
-    (dict(obs=dict(x=torch.zeros(3, 2))), r"leaf obs\['x'\]: .*\[T\+1, B\]"),
-    (dict(terminated=torch.zeros(3, 2, dtype=torch.uint8)), r"leaf terminated: wrong dtype. Expected bool \[T, B\], got uint8"),
-    (dict(truncated=np.zeros((3, 2))), "leaf truncated: wrong dtype"), (dict(valid=torch.ones(3, 2)), "leaf valid: wrong dtype"),
-    (dict(terminated=torch.zeros(3, 1, dtype=bool)), "leaf terminated"), (dict(truncated=torch.zeros(1, 2, dtype=bool)), "leaf truncated"),
-    (dict(actor=dict(logp=torch.zeros(3, 2))), r"leaf actor\['logp'\]"), (dict(env=dict(x=torch.zeros(4, 2))), r"leaf env\['x'\]"),
-    (dict(adv=torch.zeros(4, 2)), "leaf adv"), (dict(version=torch.zeros(3)), r"leaf version: .*\[B\] = \[2\]"),
-    (dict(truncated=torch.ones(3, 2, dtype=bool)), "leaf last_obs: a step was truncated"),
-    (dict(last_obs=torch.zeros(1)), r"leaf last_obs: .*\[K\] = \[0\]"),
-    (dict(truncated=torch.ones(3, 2, dtype=bool), last_obs=torch.zeros(6), actor=dict(logp=torch.zeros(4, 2))), r"leaf last_actor"),
-])
+@pytest.mark.parametrize(
+    "wrong, leaf",
+    [
+        (dict(act=torch.zeros(2, 2)), r"leaf act: .*\[T, B\] = \[3, 2\]"),
+        (dict(obs=dict(x=torch.zeros(3, 2))), r"leaf obs\['x'\]: .*\[T\+1, B\]"),
+        (
+            dict(terminated=torch.zeros(3, 2, dtype=torch.uint8)),
+            r"leaf terminated: wrong dtype. Expected bool \[T, B\], got uint8",
+        ),
+        (dict(truncated=np.zeros((3, 2))), "leaf truncated: wrong dtype"),
+        (dict(valid=torch.ones(3, 2)), "leaf valid: wrong dtype"),
+        (dict(terminated=torch.zeros(3, 1, dtype=bool)), "leaf terminated"),
+        (dict(truncated=torch.zeros(1, 2, dtype=bool)), "leaf truncated"),
+        (dict(actor=dict(logp=torch.zeros(3, 2))), r"leaf actor\['logp'\]"),
+        (dict(env=dict(x=torch.zeros(4, 2))), r"leaf env\['x'\]"),
+        (dict(adv=torch.zeros(4, 2)), "leaf adv"),
+        (dict(version=torch.zeros(3)), r"leaf version: .*\[B\] = \[2\]"),
+        (dict(truncated=torch.ones(3, 2, dtype=bool)), "leaf last_obs: a step was truncated"),
+        (dict(last_obs=torch.zeros(1)), r"leaf last_obs: .*\[K\] = \[0\]"),
+        (
+            dict(
+                truncated=torch.ones(3, 2, dtype=bool),
+                last_obs=torch.zeros(6),
+                actor=dict(logp=torch.zeros(4, 2)),
+            ),
+            r"leaf last_actor",
+        ),
+    ],
+)
 def test_the_wrong_argument_is_named(wrong, leaf):
     right = dict(obs=torch.zeros(4, 2), act=torch.zeros(3, 2), rew=torch.zeros(3, 2))
     assert Fragment.from_steps(**right).n_steps == 3
-    with pytest.raises(DataError, match=leaf): Fragment.from_steps(**{**right, **wrong})
+    with pytest.raises(DataError, match=leaf):
+        Fragment.from_steps(**{**right, **wrong})
 
 
 @fast
-@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from(ENDS)), min_size=1, max_size=3), st.integers(1, 9))
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.sampled_from(ENDS)), min_size=1, max_size=3),
+    st.integers(1, 9),
+)
 def test_what_is_told_is_what_is_collected(plan, n_steps):
     collected = next(iter(FragmentCollector(EnvStepper(lambda: Counting(plan), Plain()), n_steps)))
-    env, acts = Counting(plan), collected.state.act[1:, 0].tolist()
-    rows, steps, last = [env.reset()[0]], [], []
+    env = Counting(plan)
+    acts = collected.state.act[1:, 0].tolist()
+    rows = [env.reset()[0]]
+    steps = []
+    last = []
     for act in acts:
         obs, rew, terminated, truncated, _ = env.step(act)
         steps.append((act, rew, terminated, truncated))
-        if truncated and not terminated: last.append(obs)
+        if truncated and not terminated:
+            last.append(obs)
         rows.append(env.reset()[0] if terminated or truncated else obs)
     obs, act, rew, *ends = (torch.as_tensor(np.array(x))[:, None] for x in (rows, *zip(*steps)))
-    told = Fragment.from_steps(obs, act, rew.float(), *ends, last_obs=torch.as_tensor(np.array(last)) if last else None)
-    for name in ("state", "term", "valid"): assert_same(getattr(told, name), getattr(collected, name))
+    told = Fragment.from_steps(
+        obs, act, rew.float(), *ends, last_obs=torch.as_tensor(np.array(last)) if last else None
+    )
+    for name in ("state", "term", "valid"):
+        assert_same(getattr(told, name), getattr(collected, name))
     assert_same(told.final._replace(actor=None), collected.final._replace(actor=None))
 
 
 # --- the three kinds of fields
+
 
 def test_each_field_is_of_one_kind():
     kinds = [*Fragment.ROWS, *Fragment.STEPS, *Fragment.COLUMNS, "hx", "final"]
@@ -107,7 +157,8 @@ def test_map_by_nothing_and_by_identity(f):
 @given(fragments())
 def test_maps_can_be_joined(f):
     "Twice `map` is `map` of both functions, one after the other."
-    one, two = (lambda x: x[:1]), (lambda x: torch.stack([x, x]))
+    one = lambda x: x[:1]
+    two = lambda x: torch.stack([x, x])
     for kind in ("rows", "steps", "columns", "hx"):
         assert_same(f.map(**{kind: one}).map(**{kind: two}), f.map(**{kind: lambda x: two(one(x))}))
 
@@ -116,9 +167,13 @@ def test_maps_can_be_joined(f):
 @given(fragments())
 def test_map_gives_each_leaf_to_the_function_of_its_kind(f):
     seen = {kind: [] for kind in ("rows", "steps", "columns", "hx")}
-    marked = f.map(**{kind: lambda x, kind=kind: seen[kind].append(x.shape) or kind for kind in seen}, final=lambda final: "final")
+    marked = f.map(
+        **{kind: lambda x, kind=kind: seen[kind].append(x.shape) or kind for kind in seen},
+        final=lambda final: "final",
+    )
     T, B = f.n_steps, f.n_envs
-    for kind, lead in (("rows", (T + 1, B)), ("steps", (T, B)), ("columns", (B,))): assert all(s[:len(lead)] == lead for s in seen[kind])
+    for kind, lead in (("rows", (T + 1, B)), ("steps", (T, B)), ("columns", (B,))):
+        assert all(s[: len(lead)] == lead for s in seen[kind])
     assert all(shape[1] == B for shape in seen["hx"]) and marked.final == "final"
     leaves = [leaf for _, leaf in flatten(marked._replace(final=None))]
     assert len(leaves) == sum(map(len, seen.values())) == len(flatten(f._replace(final=None)))
@@ -128,10 +183,12 @@ def test_map_gives_each_leaf_to_the_function_of_its_kind(f):
 @given(fragments(), st.sets(st.sampled_from(sorted(FIELDS))))
 def test_only_some_fields(f, names):
     part = f.only(*names)
-    for name in FIELDS: assert getattr(part, name) is (getattr(f, name) if name in names else None)
+    for name in FIELDS:
+        assert getattr(part, name) is (getattr(f, name) if name in names else None)
 
 
 # --- joining and cutting
+
 
 @fast
 @given(fragments(), st.integers(1, 7))
@@ -139,17 +196,29 @@ def test_pieces_can_be_joined(f, size):
     parts = list(pieces(f, size))
     assert [p.n_envs for p in parts] == [min(size, f.n_envs - i) for i in range(0, f.n_envs, size)]
     whole = join(parts)
-    by_place = torch.argsort(f.final.b // size, stable=True)     # final rows come piece by piece
+    by_place = torch.argsort(f.final.b // size, stable=True)  # final rows come piece by piece
     assert_same(whole, f._replace(final=nested.getitem(f.final, by_place)))
-    for part in parts: check_alignment(part)
+    for part in parts:
+        check_alignment(part)
 
 
 def slow_column(f, b):
     "All that a fragment tells about environment `b`, one step after the other."
-    def at(tree, *where): return apply(lambda x: array(x[where]).copy(), tree)
-    rows = [{name: at(getattr(f, name), t, b) for name in Fragment.ROWS} for t in range(f.n_steps + 1)]
-    steps = [{name: at(getattr(f, name), t, b) for name in Fragment.STEPS} for t in range(f.n_steps)]
-    ends = {int(t): at((f.final.obs, f.final.actor), k) for k, (t, c) in enumerate(zip(f.final.t, f.final.b)) if c == b}
+
+    def at(tree, *where):
+        return apply(lambda x: array(x[where]).copy(), tree)
+
+    rows = [
+        {name: at(getattr(f, name), t, b) for name in Fragment.ROWS} for t in range(f.n_steps + 1)
+    ]
+    steps = [
+        {name: at(getattr(f, name), t, b) for name in Fragment.STEPS} for t in range(f.n_steps)
+    ]
+    ends = {
+        int(t): at((f.final.obs, f.final.actor), k)
+        for k, (t, c) in enumerate(zip(f.final.t, f.final.b))
+        if c == b
+    }
     return rows, steps, ends, at((f.lane, f.seq, f.version), b), at(f.hx, slice(None), b)
 
 
@@ -161,7 +230,8 @@ def test_columns_are_those_of_slow_indexing(data):
     some = columns(f, torch.tensor(index))
     assert some.n_envs == len(index)
     for k, b in enumerate(index):
-        (*found, ends), (*wanted, last) = slow_column(some, k), slow_column(f, b)
+        (*found, ends) = slow_column(some, k)
+        (*wanted, last) = slow_column(f, b)
         assert_same((found, ends), (wanted, last))
 
 
@@ -169,14 +239,18 @@ def test_columns_are_those_of_slow_indexing(data):
 @given(st.data())
 def test_transitions_are_those_of_slow_indexing(data):
     f = data.draw(fragments(recurrent=st.just(False)))
-    index = data.draw(st.lists(st.integers(0, f.valid.numel() - 1), min_size=1))    # one may come twice
+    index = data.draw(
+        st.lists(st.integers(0, f.valid.numel() - 1), min_size=1)
+    )  # one may come twice
     some = transitions(f, torch.tensor(index))
     assert (some.n_steps, some.n_envs) == (1, len(index))
     for k, i in enumerate(index):
         t, b = divmod(i, f.n_envs)
         rows, steps, ends, who, _ = slow_column(f, b)
         found = slow_column(some, k)
-        assert_same(found[:4], (rows[t:t + 2], steps[t:t + 1], {0: ends[t]} if t in ends else {}, who))
+        assert_same(
+            found[:4], (rows[t : t + 2], steps[t : t + 1], {0: ends[t]} if t in ends else {}, who)
+        )
 
 
 @fast
@@ -185,7 +259,11 @@ def test_numbers_of_final_rows(f):
     numbers = final_numbers(f)
     for t in range(f.n_steps):
         for b in range(f.n_envs):
-            rows = [k for k, at in enumerate(zip(f.final.t.tolist(), f.final.b.tolist())) if at == (t, b)]
+            rows = [
+                k
+                for k, at in enumerate(zip(f.final.t.tolist(), f.final.b.tolist()))
+                if at == (t, b)
+            ]
             assert [numbers[t, b].item()] == (rows or [-1])
 
 
@@ -195,20 +273,38 @@ def test_padded_fragments_differ_only_in_rows_that_are_not_valid(rich, data):
     f, g = (data.draw(fragments(st.just(rich), st.just(rich))) for _ in range(2))
     whole = pad_episodes([f, g])
     check_alignment(whole)
-    assert whole.n_steps == max(f.n_steps, g.n_steps) and whole.valid.sum() == f.valid.sum() + g.valid.sum()
-    for part, x in zip((columns(whole, torch.arange(f.n_envs)), columns(whole, torch.arange(f.n_envs, whole.n_envs))), (f, g)):
-        assert_same(part.map(rows=lambda y, n=x.n_steps: y[:n + 1], steps=lambda y, n=x.n_steps: y[:n]), x)
-        assert not part.valid[x.n_steps:].any()
+    assert (
+        whole.n_steps == max(f.n_steps, g.n_steps)
+        and whole.valid.sum() == f.valid.sum() + g.valid.sum()
+    )
+    for part, x in zip(
+        (
+            columns(whole, torch.arange(f.n_envs)),
+            columns(whole, torch.arange(f.n_envs, whole.n_envs)),
+        ),
+        (f, g),
+    ):
+        assert_same(
+            part.map(rows=lambda y, n=x.n_steps: y[: n + 1], steps=lambda y, n=x.n_steps: y[:n]), x
+        )
+        assert not part.valid[x.n_steps :].any()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_strands_of_what_was_joined(n):
     "Each strand is the fragment that it was, in the order of time."
-    make = lambda lane: [f._replace(lane=torch.full((2,), lane)) for f in islice(
-        FragmentCollector(EnvStepper([lambda: Nested([(3, "trunc")], lane)] * 2, NestedMemory(), seed=lane), 4), n)]
+    make = lambda lane: [
+        f._replace(lane=torch.full((2,), lane))
+        for f in islice(
+            FragmentCollector(
+                EnvStepper([lambda: Nested([(3, "trunc")], lane)] * 2, NestedMemory(), seed=lane), 4
+            ),
+            n,
+        )
+    ]
     parts = [f for lane in (4, 2) for f in make(lane)]
     found = strands(join(parts))
     assert [seq for _, seq, _ in found] == sorted(seq for _, seq, _ in found)
     for lane, seq, where in found:
-        part, = [f for f in parts if (int(f.lane[0]), int(f.seq[0])) == (lane, seq)]
+        (part,) = [f for f in parts if (int(f.lane[0]), int(f.seq[0])) == (lane, seq)]
         assert_same(columns(join(parts), torch.arange(where.start, where.stop)), part)

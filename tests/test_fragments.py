@@ -1,4 +1,5 @@
 """Fragments of the real engine against a naive one, and the rules of the timeline one by one."""
+
 import gc
 import weakref
 from itertools import islice
@@ -11,7 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import episodes
 from reference import Solo, apply, assert_same, flatten, grid, snapshot
-from toys import WORLDS, Counting, Limit, Lively, Memory, Nested, NestedMemory, Noted, Plain, Shaky, factories
+from toys import (
+    WORLDS,
+    Counting,
+    Limit,
+    Lively,
+    Memory,
+    Nested,
+    NestedMemory,
+    Noted,
+    Plain,
+    Shaky,
+    factories,
+)
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Lanes, Pipe, State
@@ -40,34 +53,55 @@ def check_columns(fragment, columns):
     final = fragment.final
     where = list(zip(final.t.tolist(), final.b.tolist()))
     assert sorted(where) == sorted(expected) and final.t.dtype is final.b.dtype is torch.int64
-    for k, at in enumerate(where): assert_same(apply(lambda x, k=k: x[k], (final.obs, final.actor)), expected[at])
+    for k, at in enumerate(where):
+        assert_same(apply(lambda x, k=k: x[k], (final.obs, final.actor)), expected[at])
 
 
 def check(fragment, columns, infos):
     check_columns(fragment, columns)
-    assert_same(fragment.env, {key: grid([{"x": [i[key] for i in c["envs"]]} for c in columns], "x") for key in infos})
-    assert fragment.valid.all() and fragment.valid.dtype is torch.bool and fragment.valid.shape == fragment.state.rew[1:].shape
+    assert_same(
+        fragment.env,
+        {key: grid([{"x": [i[key] for i in c["envs"]]} for c in columns], "x") for key in infos},
+    )
+    assert (
+        fragment.valid.all()
+        and fragment.valid.dtype is torch.bool
+        and fragment.valid.shape == fragment.state.rew[1:].shape
+    )
 
 
 def apply_dim1(hxs):
     "Recurrent states [.., 1, ..] side by side on dim 1."
-    return {k: torch.cat([hx[k] for hx in hxs], 1) for k in hxs[0]} if isinstance(hxs[0], dict) else ()
+    return (
+        {k: torch.cat([hx[k] for hx in hxs], 1) for k in hxs[0]} if isinstance(hxs[0], dict) else ()
+    )
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @fast
 @given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 7))
 def test_equals_the_naive_engine(world, plans, n_steps):
-    env, actor = WORLDS[world][0], WORLDS[world][1]()
+    env = WORLDS[world][0]
+    actor = WORLDS[world][1]()
     fragments = collect(factories(env, plans), actor, n_steps, 3)
     no_action = env.action_space.sample()
     no_action = apply(np.zeros_like, no_action)
     solos = [Solo(make(), actor, no_action) for make in factories(env, plans)]
     for seq, fragment in enumerate(fragments):
-        assert isinstance(fragment, Fragment) and isinstance(fragment.state, State) and isinstance(fragment.final, Final)
+        assert (
+            isinstance(fragment, Fragment)
+            and isinstance(fragment.state, State)
+            and isinstance(fragment.final, Final)
+        )
         check(fragment, [solo.collect(n_steps) for solo in solos], infos=("count", "parts"))
-        assert fragment.lane.tolist() == [0] * len(plans) and fragment.seq.tolist() == [seq] * len(plans)
-        assert fragment.version.tolist() == [0] * len(plans) and fragment.adv is None and fragment.ret is None
+        assert fragment.lane.tolist() == [0] * len(plans) and fragment.seq.tolist() == [seq] * len(
+            plans
+        )
+        assert (
+            fragment.version.tolist() == [0] * len(plans)
+            and fragment.adv is None
+            and fragment.ret is None
+        )
 
 
 @pytest.mark.parametrize("n_steps", [3, 4, 6, 7, 12])
@@ -83,42 +117,72 @@ def test_episode_ends_on_the_border_of_a_fragment(n_steps):
         assert f.term[:, 0].tolist() == [s > 0 and ends.get((s - 1) % 12 + 1, False) for s in steps]
         assert f.final.t.tolist() == [t for t in range(n_steps) if (steps[t + 1] - 1) % 12 + 1 == 6]
         assert f.final.b.tolist() == [0] * len(f.final.t)
-        assert all(row.tolist() == [0, row[1], 3, row[3]] for row in f.final.obs)   # step 3: the true last observation
-        assert (f.state.stepno[f.state.fin] == 0).all() and (f.state.obs[..., 2][f.state.fin] == 0).all()
+        assert all(
+            row.tolist() == [0, row[1], 3, row[3]] for row in f.final.obs
+        )  # step 3: the true last observation
+        assert (f.state.stepno[f.state.fin] == 0).all() and (
+            f.state.obs[..., 2][f.state.fin] == 0
+        ).all()
 
 
 def test_a_timeline_by_hand():
     "Two episodes of 2 steps: the first is cut off, the second ends by itself."
+
     class Echo(Plain):
         def forward(self, obs, act, rew, fin, **context):
             super().forward(obs, act, rew, fin, **context)
-            return (stepno := context["stepno"]) + 1, (), {"at": stepno * 10, "virtual": torch.full(fin.shape, context["virtual"])}
+            return (
+                (stepno := context["stepno"]) + 1,
+                (),
+                {"at": stepno * 10, "virtual": torch.full(fin.shape, context["virtual"])},
+            )
+
     first, second = collect(lambda: Counting([(2, "trunc"), (2, "term")]), Echo(), 3, 2)
     assert first.state.stepno[:, 0].tolist() == [0, 1, 0, 1]
-    assert first.state.obs[:, 0].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 2], [0, 1, 1, 1]]
-    assert first.state.act[1:, 0].tolist() == [1, 2, 1]                      # act[t+1] was taken at row t
+    assert first.state.obs[:, 0].tolist() == [
+        [0, 0, 0, 0],
+        [0, 0, 1, 1],
+        [0, 1, 0, 2],
+        [0, 1, 1, 1],
+    ]
+    assert first.state.act[1:, 0].tolist() == [1, 2, 1]  # act[t+1] was taken at row t
     assert torch.equal(first.state.rew[1:, 0], torch.tensor([1.1, 2.2, 101.1]))
     assert first.state.fin[:, 0].tolist() == [True, False, True, False] and not first.term.any()
     assert first.actor["at"][:, 0].tolist() == [0, 10, 0, 10]
     assert first.actor["virtual"][:, 0].tolist() == [False, False, False, True]
     assert first.env["count"][:, 0].tolist() == [1, 2, 1]
     assert first.final.t.tolist() == [1] and first.final.obs.tolist() == [[0, 0, 2, 2]]
-    assert first.final.actor["at"].tolist() == [20] and first.final.actor["virtual"].tolist() == [True]
+    assert first.final.actor["at"].tolist() == [20] and first.final.actor["virtual"].tolist() == [
+        True
+    ]
     assert second.state.stepno[:, 0].tolist() == [1, 0, 1, 0]
     assert second.state.fin[:, 0].tolist() == [False, True, False, True]
-    assert second.term[:, 0].tolist() == [False, True, False, False]         # the third episode is cut off again
+    assert second.term[:, 0].tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]  # the third episode is cut off again
     assert second.final.t.tolist() == [2]
 
 
 def test_row_0_continues_row_T():
     "State, episode ends and recurrent state carry over; only the reaction is made anew."
-    for source, actor in ((lambda: Counting([(4, "trunc"), (3, "term")]), Memory()), (Lively, GaussianPolicy.for_env(Lively))):
+    for source, actor in (
+        (lambda: Counting([(4, "trunc"), (3, "term")]), Memory()),
+        (Lively, GaussianPolicy.for_env(Lively)),
+    ):
         before = None
         for f in collect(source, actor, 5, 6, 2, seed=1):
             if before is not None:
-                assert_same(apply(lambda x: x[0], (f.state, f.term)), apply(lambda x: x[-1], (before.state, before.term)))
-                report, ahead = apply(lambda x: x[0], f.actor), apply(lambda x: x[-1], before.actor)
-                for info in (report, ahead): info.pop("virtual", None), info.pop("logp", None)  # what was drawn differs
+                assert_same(
+                    apply(lambda x: x[0], (f.state, f.term)),
+                    apply(lambda x: x[-1], (before.state, before.term)),
+                )
+                report = apply(lambda x: x[0], f.actor)
+                ahead = apply(lambda x: x[-1], before.actor)
+                for info in (report, ahead):
+                    info.pop("virtual", None), info.pop("logp", None)  # what was drawn differs
                 assert_same(report, ahead)
             before = f
 
@@ -128,16 +192,22 @@ def test_cutting_the_stream_differently_changes_nothing(world):
     "10 fragments of 1 step and 1 of 10: the look-ahead is not acted on, advances no memory and spends no random number."
     source, actor = {
         "counting": (lambda: Counting([(3, "trunc"), (2, "term"), (1, "trunc")]), Memory()),
-        "gaussian": (Lively, GaussianPolicy.for_env(Lively)), "global": (Lively, Shaky()),
-        "categorical": (Counting, CategoricalPolicy.for_env(Counting))}[world]
+        "gaussian": (Lively, GaussianPolicy.for_env(Lively)),
+        "global": (Lively, Shaky()),
+        "categorical": (Counting, CategoricalPolicy.for_env(Counting)),
+    }[world]
     [whole] = collect(source, actor, 10, 1, 2, seed=3)
     pieces = collect(source, actor, 1, 10, 2, seed=3)
     for t, piece in enumerate(pieces):
-        assert_same(piece.state, apply(lambda x, t=t: x[t:t + 2], whole.state))
-        assert_same(piece.term, whole.term[t:t + 2])
-        assert_same(piece.env, apply(lambda x, t=t: x[t:t + 1], whole.env))
-        one, many = apply(lambda x: x[0], piece.actor), apply(lambda x, t=t: x[t], whole.actor)
-        if "logp" in one: torch.testing.assert_close(one.pop("logp"), many.pop("logp"))  # sums over one row or ten
+        assert_same(piece.state, apply(lambda x, t=t: x[t : t + 2], whole.state))
+        assert_same(piece.term, whole.term[t : t + 2])
+        assert_same(piece.env, apply(lambda x, t=t: x[t : t + 1], whole.env))
+        one = apply(lambda x: x[0], piece.actor)
+        many = apply(lambda x, t=t: x[t], whole.actor)
+        if "logp" in one:
+            torch.testing.assert_close(
+                one.pop("logp"), many.pop("logp")
+            )  # sums over one row or ten
         assert_same(one, many)
         here = whole.final.t == t
         assert piece.final.b.tolist() == whole.final.b[here].tolist()
@@ -149,22 +219,30 @@ def test_final_reaction_has_the_memory_of_that_moment():
     "Neither the state before the last step nor the one that begins the next episode."
     [f] = collect(lambda: Counting([(3, "trunc")]), Memory(), 7, 1)
     memory = f.actor["memory"][:, 0]
-    assert f.final.t.tolist() == [2, 5] and memory[0] == memory[3] == 8               # 7 + 1, where an episode begins
+    assert (
+        f.final.t.tolist() == [2, 5] and memory[0] == memory[3] == 8
+    )  # 7 + 1, where an episode begins
     assert memory[:4].tolist() == [8, 10, 14, 8]
     # sum 7, n 1 -> sees 0: 8, 2 -> sees 1: 11, 3 -> sees 2: 16, 4
     assert f.final.actor["memory"][0] == 16 + 4
-    assert f.final.actor["seen"][0].tolist() == [3, 3]                               # stepno of the true last row
-    assert f.final.actor["seen"][2].tolist() == [False, False]                       # to the actor it goes on
+    assert f.final.actor["seen"][0].tolist() == [3, 3]  # stepno of the true last row
+    assert f.final.actor["seen"][2].tolist() == [False, False]  # to the actor it goes on
 
 
 def test_both_ends_at_once_count_as_terminated():
     [f] = collect(lambda: Counting([(2, "both")]), Plain(), 6, 1)
-    assert f.state.fin[1:, 0].tolist() == f.term[1:, 0].tolist() == [False, True] * 3 and len(f.final.t) == 0
+    assert (
+        f.state.fin[1:, 0].tolist() == f.term[1:, 0].tolist() == [False, True] * 3
+        and len(f.final.t) == 0
+    )
 
 
 def test_empty_final_has_the_structure_of_a_full_one():
     "K = 0 rows join with K > 0 rows."
-    [none], [some] = (collect(lambda end=end: Nested([(2, end)]), NestedMemory(), 4, 1) for end in ("term", "trunc"))
+    [none], [some] = (
+        collect(lambda end=end: Nested([(2, end)]), NestedMemory(), 4, 1)
+        for end in ("term", "trunc")
+    )
     shapes = lambda final: [(path, x.dtype, x.shape[1:]) for path, x in flatten(final)]
     assert len(none.final.t) == 0 and len(some.final.t) == 2
     assert shapes(none.final) == shapes(some.final)
@@ -180,23 +258,38 @@ def test_infos_that_are_not_numeric_are_left_out():
 
 
 def test_nothing_handed_out_is_overwritten():
-    for source, actor in ((lambda: Nested([(2, "trunc"), (3, "term")]), NestedMemory()), (Lively, GaussianPolicy.for_env(Lively))):
-        kept = [(f, snapshot(f)) for f in islice(FragmentCollector(EnvStepper(source, actor, 2, seed=0), 3), 6)]
-        for fragment, as_received in kept: assert_same(fragment, as_received)
+    for source, actor in (
+        (lambda: Nested([(2, "trunc"), (3, "term")]), NestedMemory()),
+        (Lively, GaussianPolicy.for_env(Lively)),
+    ):
+        kept = [
+            (f, snapshot(f))
+            for f in islice(FragmentCollector(EnvStepper(source, actor, 2, seed=0), 3), 6)
+        ]
+        for fragment, as_received in kept:
+            assert_same(fragment, as_received)
 
 
 def test_fragments_share_no_memory():
     "A learner may normalise one fragment in place without disturbing the next, or the environments."
-    edited, untouched = [], []
+    edited = []
+    untouched = []
     for keep, edit in ((untouched, False), (edited, True)):
-        for f in islice(FragmentCollector(EnvStepper(lambda: Counting([(4, "trunc")]), Memory(), 2), 3), 4):
+        for f in islice(
+            FragmentCollector(EnvStepper(lambda: Counting([(4, "trunc")]), Memory(), 2), 3), 4
+        ):
             keep.append(snapshot(f))
-            if edit: apply(lambda x: x.zero_(), tuple(f.state) + (f.actor, f.env, f.term, f.final, f.valid))
-    for a, b in zip(edited, untouched): assert_same(a, b)
+            if edit:
+                apply(
+                    lambda x: x.zero_(), tuple(f.state) + (f.actor, f.env, f.term, f.final, f.valid)
+                )
+    for a, b in zip(edited, untouched):
+        assert_same(a, b)
 
 
 class Toolbox(Noted):
     "Random observations for a nested action space."
+
     observation_space = Dict(x=Box(-1, 1, (3,)), kind=Discrete(4))
     action_space = Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-2, 2, (2,)), Discrete(2))))
 
@@ -209,11 +302,18 @@ class Toolbox(Noted):
         clipped = {**action, "steer": (np.clip(action["steer"][0], -2, 2), *action["steer"][1:])}
         assert self.action_space.contains(clipped), action
         end = int(self.np_random.integers(8))
-        return self.observation_space.sample(), 0., end == 0, end == 1, {}
+        return self.observation_space.sample(), 0.0, end == 0, end == 1, {}
 
 
-@pytest.mark.parametrize("env, policy", [("CartPole-v1", CategoricalPolicy), ("Pendulum-v1", GaussianPolicy), (Lively, GaussianPolicy),
-                                         (Toolbox, MLPPolicy)])
+@pytest.mark.parametrize(
+    "env, policy",
+    [
+        ("CartPole-v1", CategoricalPolicy),
+        ("Pendulum-v1", GaussianPolicy),
+        (Lively, GaussianPolicy),
+        (Toolbox, MLPPolicy),
+    ],
+)
 def test_replay(env, policy):
     "The policy, run once more over a recorded fragment, tells the recorded parameters and log-probabilities."
     actor = policy.for_env(env)
@@ -222,7 +322,8 @@ def test_replay(env, policy):
         with torch.no_grad():
             dist, _ = actor.params(s.obs, s.act, s.rew, s.fin, hx=f.hx, stepno=s.stepno)
             logp = actor.dist.log_prob(apply(lambda x: x[:-1], dist), apply(lambda x: x[1:], s.act))
-        for x, y in zip(*map(torch.utils._pytree.tree_leaves, (dist, f.actor["dist"]))): torch.testing.assert_close(x, y)
+        for x, y in zip(*map(torch.utils._pytree.tree_leaves, (dist, f.actor["dist"]))):
+            torch.testing.assert_close(x, y)
         torch.testing.assert_close(logp, f.actor["logp"][:-1], rtol=1e-4, atol=1e-5)
         assert f.actor["logp"].shape == s.rew.shape and not logp.requires_grad
 
@@ -234,30 +335,48 @@ def test_replay_with_memory():
         hx = f.hx
         for t in range(5):
             for b in range(2):
-                if t and f.state.fin[t, b]: hx = actor.reset(hx, b)
-            act, hx, info = actor.step(*apply(lambda x, t=t: x[t:t + 1], tuple(f.state)), hx=hx, virtual=False)
-            assert torch.equal(act[0], f.state.act[t + 1]) and torch.equal(info["memory"][0], f.actor["memory"][t])
+                if t and f.state.fin[t, b]:
+                    hx = actor.reset(hx, b)
+            act, hx, info = actor.step(
+                *apply(lambda x, t=t: x[t : t + 1], tuple(f.state)), hx=hx, virtual=False
+            )
+            assert torch.equal(act[0], f.state.act[t + 1]) and torch.equal(
+                info["memory"][0], f.actor["memory"][t]
+            )
 
 
 class Tuned(Actor):
     "Its report is a function of its parameter."
+
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(()))
 
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
         assert not torch.is_grad_enabled()
-        return torch.zeros(fin.shape, dtype=torch.int64), (), {"w": self.weight.expand(fin.shape).clone()}
+        return (
+            torch.zeros(fin.shape, dtype=torch.int64),
+            (),
+            {"w": self.weight.expand(fin.shape).clone()},
+        )
 
-    def complete(self, act, info): return {**info, "logp": self.weight * info["w"]}
+    def complete(self, act, info):
+        return {**info, "logp": self.weight * info["w"]}
 
 
-@pytest.mark.parametrize("source, actor", [
-    (lambda: Counting([(2, "trunc")]), Tuned), (Lively, lambda: GaussianPolicy.for_env(Lively)),
-    (Lively, lambda: GaussianPolicy.for_env(Lively, std="state")), (Counting, lambda: CategoricalPolicy.for_env(Counting))])
+@pytest.mark.parametrize(
+    "source, actor",
+    [
+        (lambda: Counting([(2, "trunc")]), Tuned),
+        (Lively, lambda: GaussianPolicy.for_env(Lively)),
+        (Lively, lambda: GaussianPolicy.for_env(Lively, std="state")),
+        (Counting, lambda: CategoricalPolicy.for_env(Counting)),
+    ],
+)
 def test_nothing_in_a_fragment_asks_for_gradients(source, actor):
     [f] = collect(source, actor(), 20, 1, 2, seed=0)
-    n_ends, asking = len(f.final.t), [path for path, x in flatten(f) if x.requires_grad]
+    n_ends = len(f.final.t)
+    asking = [path for path, x in flatten(f) if x.requires_grad]
     assert n_ends and not asking
 
 
@@ -269,7 +388,8 @@ def test_training_the_policy_does_not_change_what_it_reported(std):
         assert len(f.final.t)
         received = snapshot(f)
         with torch.no_grad():
-            for weight in actor.parameters(): weight.add_(.5)
+            for weight in actor.parameters():
+                weight.add_(0.5)
         assert_same(f, received)
 
 
@@ -282,138 +402,223 @@ def test_a_source_that_ends_gives_a_shorter_last_fragment():
 def test_lane_seq_and_version_are_told_per_environment():
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain(), 3), 2), 2, seed=0)
     told = [(f.lane.tolist(), f.seq.tolist(), f.version.tolist()) for f in islice(pipe, 5)]
-    assert told == [([lane] * 3, [seq] * 3, [0] * 3) for lane, seq in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2))]
+    assert told == [
+        ([lane] * 3, [seq] * 3, [0] * 3) for lane, seq in ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2))
+    ]
     assert all(x.dtype is torch.int64 for f in islice(pipe, 1) for x in (f.lane, f.seq, f.version))
 
 
 def test_action_dtype_is_the_same_in_every_fragment():
     "An actor may answer in a narrower dtype than the space's; what is recorded must not depend on where it is cut."
+
     class Narrow(Plain):
         def forward(self, *args, **kwargs):
             act, hx, info = super().forward(*args, **kwargs)
             return act.to(torch.int32), hx, {}
+
     assert len({f.state.act.dtype for f in collect(Counting, Narrow(), 3, 3)}) == 1
 
 
 class Changed(Pipe):
     "Changes the observation that tick `k` leads to."
+
     def __init__(self, pipe, change):
         super().__init__(pipe)
         self.change = change
 
     def stream(self, items):
-        for k, tick in enumerate(items): yield tick._replace(next=tick.next._replace(obs=self.change(k, tick.next.obs)))
+        for k, tick in enumerate(items):
+            yield tick._replace(next=tick.next._replace(obs=self.change(k, tick.next.obs)))
 
 
-def changed(change, n_steps=4): return next(iter(FragmentCollector(Changed(EnvStepper(Counting, Plain(), 2), change), n_steps)))
+def changed(change, n_steps=4):
+    return next(iter(FragmentCollector(Changed(EnvStepper(Counting, Plain(), 2), change), n_steps)))
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_rows(data):
     "Any shapes, also without elements; memory that has to grow, or lies beside that of others."
-    B, n = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
+    B = data.draw(st.integers(1, 3))
+    n = data.draw(st.integers(1, 9))
     leaf = st.tuples(st.lists(st.integers(0, 3), max_size=2), st.sampled_from(["f4", "i8", "?"]))
     kinds = data.draw(st.lists(leaf, min_size=1, max_size=3))
-    rng, strided = np.random.default_rng(0), data.draw(st.booleans())
-    def random(): return {f"{k}": (9 * rng.random((B, *shape))).astype(dtype) for k, (shape, dtype) in enumerate(kinds)}
-    made = [State(np.full(B, t), random(), np.full(B, 2 * t), np.full(B, t, np.float32), np.full(B, t % 2 == 0)) for t in range(n)]
-    def empty(shape, dtype): return np.empty((shape[0], 2 * shape[1], *shape[2:]), dtype)[:, B:] if strided else np.empty(shape, dtype)
+    rng = np.random.default_rng(0)
+    strided = data.draw(st.booleans())
+
+    def random():
+        return {
+            f"{k}": (9 * rng.random((B, *shape))).astype(dtype)
+            for k, (shape, dtype) in enumerate(kinds)
+        }
+
+    made = [
+        State(
+            np.full(B, t),
+            random(),
+            np.full(B, 2 * t),
+            np.full(B, t, np.float32),
+            np.full(B, t % 2 == 0),
+        )
+        for t in range(n)
+    ]
+
+    def empty(shape, dtype):
+        return (
+            np.empty((shape[0], 2 * shape[1], *shape[2:]), dtype)[:, B:]
+            if strided
+            else np.empty(shape, dtype)
+        )
+
     rows = Rows(made[0], data.draw(st.integers(1, 12)), empty)
-    for t, row in enumerate(made): rows.put(t, row, row.fin)
+    for t, row in enumerate(made):
+        rows.put(t, row, row.fin)
     taken = rows.tensors(n)
     for x, *wanted in zip(leaves(taken), *map(leaves, made), strict=True):
         wanted = np.stack(wanted)
-        assert x.numpy().dtype == wanted.dtype and np.array_equal(x.numpy(), wanted) and x.shape == wanted.shape
+        assert (
+            x.numpy().dtype == wanted.dtype
+            and np.array_equal(x.numpy(), wanted)
+            and x.shape == wanted.shape
+        )
     assert np.array_equal(rows.term[:n], taken.fin)
 
 
 def test_a_dtype_that_changes_within_a_fragment_is_refused():
     "Fractions are not cut off silently; another precision is cast to that of the first step."
-    with pytest.raises(DataError, match="FragmentCollector, lane 0: the dtype changes within a fragment. Expected int64, got float"):
+    with pytest.raises(
+        DataError,
+        match="FragmentCollector, lane 0: the dtype changes within a fragment. Expected int64, got float",
+    ):
         changed(lambda k, obs: obs.astype(int) if k < 2 else obs + 0.5)
     cast = changed(lambda k, obs: obs.astype("f8" if k % 2 else "f4"))
-    assert cast.state.obs.dtype == torch.float32 and torch.equal(cast.state.obs, changed(lambda k, obs: obs).state.obs)
+    assert cast.state.obs.dtype == torch.float32 and torch.equal(
+        cast.state.obs, changed(lambda k, obs: obs).state.obs
+    )
 
 
 def test_a_shape_that_changes_within_a_fragment_is_refused():
     "Nothing is repeated so that it fits."
-    with pytest.raises(DataError, match="FragmentCollector, lane 0: the shape changes .* Expected .2, 4., got float32 .2, 1."):
+    with pytest.raises(
+        DataError,
+        match="FragmentCollector, lane 0: the shape changes .* Expected .2, 4., got float32 .2, 1.",
+    ):
         changed(lambda k, obs: obs if k < 2 else obs[:, :1])
-    with pytest.raises(DataError, match="the shape changes within a fragment"): changed(lambda k, obs: obs if k < 3 else obs.T)
-    with pytest.raises(DataError, match="the shape changes .* got .'a': float32"): changed(lambda k, obs: obs if k < 3 else {"a": obs})
+    with pytest.raises(DataError, match="the shape changes within a fragment"):
+        changed(lambda k, obs: obs if k < 3 else obs.T)
+    with pytest.raises(DataError, match="the shape changes .* got .'a': float32"):
+        changed(lambda k, obs: obs if k < 3 else {"a": obs})
 
 
 def test_a_structure_that_changes_within_a_fragment_is_refused():
     "Containers of another type that fit are taken."
-    with pytest.raises(DataError, match="FragmentCollector, lane 0: the structure changes within a fragment"):
+    with pytest.raises(
+        DataError, match="FragmentCollector, lane 0: the structure changes within a fragment"
+    ):
         changed(lambda k, obs: {"a": obs} if k else {"b": obs})
 
 
 def test_many_steps(monkeypatch):
     "More than are made room for at once, until the source ends."
+
     class Ends(Pipe):
-        def stream(self, items): yield from islice(items, 7)
-    def collect(n_steps): return next(iter(FragmentCollector(Ends(EnvStepper(Counting, Plain(), 2)), n_steps)))
-    assert_same(snapshot(collect(10 ** 12)), snapshot(collect(7)))
+        def stream(self, items):
+            yield from islice(items, 7)
+
+    def collect(n_steps):
+        return next(iter(FragmentCollector(Ends(EnvStepper(Counting, Plain(), 2)), n_steps)))
+
+    assert_same(snapshot(collect(10**12)), snapshot(collect(7)))
     monkeypatch.setattr(FragmentBuilder, "AT_ONCE", 3)
-    assert_same(snapshot(collect(10 ** 12)), snapshot(collect(7)))
+    assert_same(snapshot(collect(10**12)), snapshot(collect(7)))
 
 
 # --- the source of ticks
 
+
 class Replayed(TickSource):
     "Of somebody's own: it reacts, and can neither complete reports nor write observations anywhere."
-    def __init__(self, source): self.source = source
-    def react(self, state, hx): return self.source.react(state, hx)
+
+    def __init__(self, source):
+        self.source = source
+
+    def react(self, state, hx):
+        return self.source.react(state, hx)
 
 
 class WithSource(Pipe):
     "Stands between the ticks and their source."
+
     def stream(self, items):
-        for tick in items: yield tick._replace(source=Replayed(tick.source))
+        for tick in items:
+            yield tick._replace(source=Replayed(tick.source))
 
 
 @pytest.mark.parametrize("actor", [Memory(), MLPPolicy.for_env(Counting, seed=0)])
 def test_a_source_need_only_react(actor):
     "Without `complete`, what the actor would add is missing; all else is the same."
-    def stepper(): return EnvStepper(lambda: Counting([(2, "trunc"), (3, "term")]), actor, 2, seed=1)
-    for f, g in zip(islice(FragmentCollector(WithSource(stepper()), 5), 3), FragmentCollector(stepper(), 5)):
-        for info in (g.actor, g.final.actor): info.pop("logp", None)
+
+    def stepper():
+        return EnvStepper(lambda: Counting([(2, "trunc"), (3, "term")]), actor, 2, seed=1)
+
+    for f, g in zip(
+        islice(FragmentCollector(WithSource(stepper()), 5), 3), FragmentCollector(stepper(), 5)
+    ):
+        for info in (g.actor, g.final.actor):
+            info.pop("logp", None)
         assert_same(f, g)
 
 
 def test_memory_is_asked_for_once_a_fragment():
     "Whether the source writes into it or not."
+
     class Own(EnvStepper):
         fusible = True
+
         def stream(self, items):
-            for tick in super().stream(items): yield tick._replace(source=Replayed(tick.source))
+            for tick in super().stream(items):
+                yield tick._replace(source=Replayed(tick.source))
+
     class Counts(Destination):
         n = 0
+
         def empty(self, shape, dtype):
             self.n += 1
             return super().empty(shape, dtype)
+
     for kind in (EnvStepper, Own):
-        memory, found = Counts(), []
-        for fragment in islice(FragmentCollector(kind(Counting, Plain(), 2, seed=0), 3).into(memory), 4): found.append(snapshot(fragment))
+        memory = Counts()
+        found = []
+        for fragment in islice(
+            FragmentCollector(kind(Counting, Plain(), 2, seed=0), 3).into(memory), 4
+        ):
+            found.append(snapshot(fragment))
         assert memory.n == 4 * 5
-    for f, g in zip(found, FragmentCollector(EnvStepper(Counting, Plain(), 2, seed=0), 3)): assert_same(f, snapshot(g))
+    for f, g in zip(found, FragmentCollector(EnvStepper(Counting, Plain(), 2, seed=0), 3)):
+        assert_same(f, snapshot(g))
 
 
 @fast
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), n_steps=st.integers(1, 6))
 def test_a_builder_gives_what_was_added(sizes, n_steps):
     "Whenever a fragment is taken, and whether or not it has got as many ticks as it was to get."
-    ticks = list(islice(EnvStepper(lambda: Counting([(3, "trunc"), (2, "term")]), Memory(), 2), sum(sizes)))
-    whole, cut = FragmentBuilder(n_steps), FragmentBuilder(n_steps)
-    for tick in ticks: whole.add(tick)
-    whole, begin = whole.take(), 0
+    ticks = list(
+        islice(EnvStepper(lambda: Counting([(3, "trunc"), (2, "term")]), Memory(), 2), sum(sizes))
+    )
+    whole = FragmentBuilder(n_steps)
+    cut = FragmentBuilder(n_steps)
+    for tick in ticks:
+        whole.add(tick)
+    whole = whole.take()
+    begin = 0
     for seq, size in enumerate(sizes):
-        for tick in ticks[begin:begin + size]: cut.add(tick)
+        for tick in ticks[begin : begin + size]:
+            cut.add(tick)
         f = cut.take()
-        assert_same(f.state, apply(lambda x, rows=slice(begin, begin + size + 1): x[rows], whole.state))
-        assert_same(f.term, whole.term[begin:begin + size + 1])
+        assert_same(
+            f.state, apply(lambda x, rows=slice(begin, begin + size + 1): x[rows], whole.state)
+        )
+        assert_same(f.term, whole.term[begin : begin + size + 1])
         assert f.n_steps == size and f.seq.tolist() == [seq, seq] and not cut.n
         begin += size
 
@@ -423,28 +628,41 @@ def test_ticks_of_two_lanes_are_refused_also_where_a_fragment_begins():
     builder = FragmentBuilder(1)
     builder.add(first)
     builder.take()
-    with pytest.raises(DataError, match="ticks of several lanes.*lanes 0 and 1"): builder.add(second._replace(lane=1))
+    with pytest.raises(DataError, match="ticks of several lanes.*lanes 0 and 1"):
+        builder.add(second._replace(lane=1))
 
 
 # --- observations are made where they will lie
 
+
 class Passing(Pipe):
     "Behind it, nobody knows who has the ticks."
+
     reads = 1
-    def stream(self, items): yield from items
+
+    def stream(self, items):
+        yield from items
 
 
 class Where(MLPPolicy):
     "Notes where it was shown the leaves of each state that it acted in."
+
     def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual, noise=None):
-        if not virtual: vars(self).setdefault("shown", []).append([x.data_ptr() for x in leaves(obs)])
+        if not virtual:
+            vars(self).setdefault("shown", []).append([x.data_ptr() for x in leaves(obs)])
         return super().step(stepno, obs, act, rew, fin, hx=hx, virtual=virtual, noise=noise)
 
 
 def in_place(fragment, shown):
     "For each state that was acted in: were all leaves of its observation (but float64, shown as float32) where the fragment has them?"
-    return [all(x[t].data_ptr() == at for x, at in zip(leaves(fragment.state.obs), row) if x.dtype != torch.float64)
-            for t, row in enumerate(shown)]
+    return [
+        all(
+            x[t].data_ptr() == at
+            for x, at in zip(leaves(fragment.state.obs), row)
+            if x.dtype != torch.float64
+        )
+        for t, row in enumerate(shown)
+    ]
 
 
 @pytest.mark.parametrize("env", [Counting, Nested])
@@ -453,13 +671,15 @@ def test_observations_are_made_in_the_fragment(env, n_steps):
     "From the second fragment on, but for the last row, with which the next fragment begins."
     actor = Where.for_env(env)
     for k, fragment in enumerate(collect(env, actor, n_steps, 3, 2)):
-        shown = actor.shown[k * n_steps:(k + 1) * n_steps + 1]
+        shown = actor.shown[k * n_steps : (k + 1) * n_steps + 1]
         assert in_place(fragment, shown) == [k > 0 and t < n_steps for t in range(len(shown))]
 
 
 class ReadsAhead(FragmentCollector):
     "Has the next tick made before it takes one."
-    def stream(self, items): yield from super().stream(self.ahead(items))
+
+    def stream(self, items):
+        yield from super().stream(self.ahead(items))
 
     def ahead(self, items):
         before = next(items)
@@ -470,11 +690,17 @@ class ReadsAhead(FragmentCollector):
 
 class Stepper(EnvStepper):
     "Of somebody's own: it may keep what it gives, since it has a `stream` of its own and promises nothing."
-    def stream(self, items): yield from super().stream(items)
+
+    def stream(self, items):
+        yield from super().stream(items)
 
 
-class SameStepper(EnvStepper): "Overrides nothing, so the promises of its base hold."
-class SameCollector(FragmentCollector): "The same."
+class SameStepper(EnvStepper):
+    "Overrides nothing, so the promises of its base hold."
+
+
+class SameCollector(FragmentCollector):
+    "The same."
 
 
 def test_subclasses_that_override_nothing_keep_the_promises():
@@ -483,25 +709,43 @@ def test_subclasses_that_override_nothing_keep_the_promises():
     assert in_place(fragment, actor.shown[6:12]) == 6 * [True]
 
 
-@pytest.mark.parametrize("kind, collector, stepper", [(Where, FragmentCollector, lambda *args: Passing(EnvStepper(*args))),
-                                                      (Where, ReadsAhead, EnvStepper), (Where, FragmentCollector, Stepper)])
+@pytest.mark.parametrize(
+    "kind, collector, stepper",
+    [
+        (Where, FragmentCollector, lambda *args: Passing(EnvStepper(*args))),
+        (Where, ReadsAhead, EnvStepper),
+        (Where, FragmentCollector, Stepper),
+    ],
+)
 def test_observations_that_somebody_may_keep_are_copied(kind, collector, stepper):
     actor = kind.for_env(Counting)
     _, fragment = islice(collector(stepper(Counting, actor, 2), 6), 2)
     assert not any(in_place(fragment, actor.shown[6:12]))
-    assert fragment.state.obs[:, 0, 2].tolist() == fragment.state.stepno[:, 0].tolist() == [3, 0, 1, 2, 0, 1, 2]
+    assert (
+        fragment.state.obs[:, 0, 2].tolist()
+        == fragment.state.stepno[:, 0].tolist()
+        == [3, 0, 1, 2, 0, 1, 2]
+    )
 
 
-@pytest.mark.parametrize("source, kind, kwargs", [(Counting, Where, {}), ("CartPole-v1", MLPPolicy, {}),
-                                                  ("CartPole-v1", MLPPolicy, dict(vector="sync"))])
+@pytest.mark.parametrize(
+    "source, kind, kwargs",
+    [
+        (Counting, Where, {}),
+        ("CartPole-v1", MLPPolicy, {}),
+        ("CartPole-v1", MLPPolicy, dict(vector="sync")),
+    ],
+)
 def test_a_fragment_that_nobody_has_is_gone(source, kind, kwargs):
     "Neither the stream nor the environments keep its memory, in which they made their observations."
-    made, pipe = [], FragmentCollector(EnvStepper(source, kind.for_env(source), 2, **kwargs), 6)
+    made = []
+    pipe = FragmentCollector(EnvStepper(source, kind.for_env(source), 2, **kwargs), 6)
 
     class Noted(Destination):
         def empty(self, shape, dtype):
             made.append(weakref.ref(x := np.empty(shape, dtype)))
             return x
+
     items = pipe.into(Noted())
     for _ in range(3):
         next(items)
@@ -513,22 +757,30 @@ def test_a_fragment_that_nobody_has_is_gone(source, kind, kwargs):
 def test_an_info_that_becomes_wider_or_narrower():
     "Nothing of it is lost."
     rows = [{"x": np.array(x)} for x in ([1.5, 2], [3, 4], [True, False])]
-    assert stack_rows(rows)["x"].tolist() == [[1.5, 2.], [3., 4.], [1., 0.]]
-    assert stack_rows(rows[::-1])["x"].tolist() == [[1., 0.], [3., 4.], [1.5, 2.]]
+    assert stack_rows(rows)["x"].tolist() == [[1.5, 2.0], [3.0, 4.0], [1.0, 0.0]]
+    assert stack_rows(rows[::-1])["x"].tolist() == [[1.0, 0.0], [3.0, 4.0], [1.5, 2.0]]
 
 
-@pytest.mark.parametrize("source, kwargs", [(Counting, {}), (Nested, {}), ("CartPole-v1", dict(vector="sync")), (Lively, dict(sticky=4))])
+@pytest.mark.parametrize(
+    "source, kwargs",
+    [(Counting, {}), (Nested, {}), ("CartPole-v1", dict(vector="sync")), (Lively, dict(sticky=4))],
+)
 def test_where_observations_are_made_changes_nothing(source, kwargs, monkeypatch):
     "Also if the memory of a fragment has to grow."
     actor = MLPPolicy.for_env(source, seed=0)
     made = [snapshot(f) for f in collect(source, actor, 8, 4, 3, seed=1, **kwargs)]
-    for at_once in (3, 2 ** 14):
+    for at_once in (3, 2**14):
         monkeypatch.setattr(FragmentBuilder, "AT_ONCE", at_once)
-        copied = islice(FragmentCollector(Passing(EnvStepper(source, actor, 3, seed=1, **kwargs)), 8), 4)
-        for f, g in zip(made, copied, strict=True): assert_same(f, snapshot(g))
+        copied = islice(
+            FragmentCollector(Passing(EnvStepper(source, actor, 3, seed=1, **kwargs)), 8), 4
+        )
+        for f, g in zip(made, copied, strict=True):
+            assert_same(f, snapshot(g))
 
 
 def test_a_vector_environment_is_copied_into_the_fragment():
     actor = Where.for_env("CartPole-v1")
-    _, fragment = islice(FragmentCollector(EnvStepper("CartPole-v1", actor, 2, vector="sync"), 6), 2)
+    _, fragment = islice(
+        FragmentCollector(EnvStepper("CartPole-v1", actor, 2, vector="sync"), 6), 2
+    )
     assert in_place(fragment, actor.shown[6:12]) == 6 * [True]

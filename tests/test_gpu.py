@@ -1,5 +1,5 @@
-"""Trainings whose networks are on a GPU: resumed and verified exactly, and used on the host (`make gpu`); and what must not touch a GPU.
-"""
+"""Trainings whose networks are on a GPU: resumed and verified exactly, and used on the host (`make gpu`); and what must not touch a GPU."""
+
 import math
 import os
 import pickle
@@ -19,7 +19,15 @@ from tensor_worlds import CartPole, Pendulum
 
 from rollpipe.agents import PPO, evaluate
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import AdvantageBuffer, DataError, DataLoader2, ProcessReading, nested, on_policy, rollouts
+from rollpipe.pipes import (
+    AdvantageBuffer,
+    DataError,
+    DataLoader2,
+    ProcessReading,
+    nested,
+    on_policy,
+    rollouts,
+)
 from rollpipe.pipes.graph import modules
 from rollpipe.pipes.invariants import check_advantages, check_ratio
 from rollpipe.pipes.tensors.collector import TensorCollector
@@ -31,24 +39,41 @@ from rollpipe.settings.config import device_of
 from rollpipe.traces.fingerprint import machine
 
 GPU = "cuda"
-BENCHMARKS = Path(__file__).resolve().parents[1]/"benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SMALL = "--n-steps 64 --n-envs 2 --lanes 2".split()
 OFF = "--warmup 200".split()
 KINDS = dict(
-    trpo=["trpo", "Pendulum-v1", *SMALL], npg=["npg", "CartPole-v1", *SMALL], reinforce=["reinforce", "CartPole-v1", *SMALL],
-    a2c=["a2c", "Pendulum-v1", *SMALL], ppo=["ppo", "CartPole-v1", *SMALL], vtrace=["vtrace", "CartPole-v1", *SMALL],
+    trpo=["trpo", "Pendulum-v1", *SMALL],
+    npg=["npg", "CartPole-v1", *SMALL],
+    reinforce=["reinforce", "CartPole-v1", *SMALL],
+    a2c=["a2c", "Pendulum-v1", *SMALL],
+    ppo=["ppo", "CartPole-v1", *SMALL],
+    vtrace=["vtrace", "CartPole-v1", *SMALL],
     gru=["ppo", "CartPole-v1", *SMALL, "--recurrent", "gru"],
     lstm=["dqn", "CartPole-v1", *OFF, "--recurrent", "lstm", "--preset", "none", "--length", "8"],
-    workers=["ppo", "Pendulum-v1", *SMALL, "--workers", "2"], rnd=["ppo", "CartPole-v1", *SMALL, "--intrinsic", "0.1"],
+    workers=["ppo", "Pendulum-v1", *SMALL, "--workers", "2"],
+    rnd=["ppo", "CartPole-v1", *SMALL, "--intrinsic", "0.1"],
     masked=["ppo", "Taxi-v4", *SMALL, "--action-mask", "action_mask"],
-    dqn=["dqn", "CartPole-v1", *OFF, "--prioritized"], qr_dqn=["qr_dqn", "CartPole-v1", *OFF], sac=["sac", "Pendulum-v1", *OFF],
-    crossq=["crossq", "Pendulum-v1", *OFF], td3=["td3", "Pendulum-v1", *OFF], ddpg=["ddpg", "Pendulum-v1", *OFF])
+    dqn=["dqn", "CartPole-v1", *OFF, "--prioritized"],
+    qr_dqn=["qr_dqn", "CartPole-v1", *OFF],
+    sac=["sac", "Pendulum-v1", *OFF],
+    crossq=["crossq", "Pendulum-v1", *OFF],
+    td3=["td3", "Pendulum-v1", *OFF],
+    ddpg=["ddpg", "Pendulum-v1", *OFF],
+)
 
 
 def command(folder, *words, code=0):
     "What `rollpipe` prints in a process of its own."
-    done = subprocess.run([sys.executable, "-m", "rollpipe", *map(str, words)], cwd=folder, env=os.environ | settings(), timeout=600,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "rollpipe", *map(str, words)],
+        cwd=folder,
+        env=os.environ | settings(),
+        timeout=600,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     assert done.returncode == code, done.stdout
     return done.stdout
 
@@ -57,34 +82,108 @@ def command(folder, *words, code=0):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_on_a_gpu_is_verified_and_its_policy_is_used_on_the_host(kind, tmp_path):
-    command(tmp_path, "train", *KINDS[kind], "--steps", 700, "--device", "cuda", "--out", "run", "--quiet", "--no-tensorboard", "--exact",
-            "--checkpoint-every", 2, "--final-episodes", 2)
+    command(
+        tmp_path,
+        "train",
+        *KINDS[kind],
+        "--steps",
+        700,
+        "--device",
+        "cuda",
+        "--out",
+        "run",
+        "--quiet",
+        "--no-tensorboard",
+        "--exact",
+        "--checkpoint-every",
+        2,
+        "--final-episodes",
+        2,
+    )
     assert "fingerprints are equal" in command(tmp_path, "verify", "run", "--updates", 3)
-    agent = load_agent(tmp_path/"run")
+    agent = load_agent(tmp_path / "run")
     assert {x.device.type for x in agent.actor.parameters()} == {"cpu"}
-    if kind != "masked": assert math.isfinite(evaluate(KINDS[kind][1], agent.actor, 2, seed=0).mean)
+    if kind != "masked":
+        assert math.isfinite(evaluate(KINDS[kind][1], agent.actor, 2, seed=0).mean)
     command(tmp_path, "evaluate", "run", "--episodes", 2)
     command(tmp_path, "evaluate", "run", "--episodes", 2, "--device", "cuda")
-    command(tmp_path, "train", "--resume", "run", "--steps", 900, "--device", "cpu", "--quiet", "--no-tensorboard")
+    command(
+        tmp_path,
+        "train",
+        "--resume",
+        "run",
+        "--steps",
+        900,
+        "--device",
+        "cpu",
+        "--quiet",
+        "--no-tensorboard",
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["ppo", "trpo", "rnd", "scaled", "recurrent", "dqn", "sac", "td3"])
 def test_killed_on_a_gpu(name):
-    done = subprocess.run([sys.executable, BENCHMARKS/"guillotine.py", "--only", name, "--rounds", "1", "--device", "cuda"],
-                          env=os.environ | settings(), timeout=800, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            BENCHMARKS / "guillotine.py",
+            "--only",
+            name,
+            "--rounds",
+            "1",
+            "--device",
+            "cuda",
+        ],
+        env=os.environ | settings(),
+        timeout=800,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_two_ranks_and_one_gpu(device, tmp_path):
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rollpipe", "train", "ppo", "CartPole-v1",
-             *SMALL, "--steps", "512", "--device", device, "--out", "run", "--quiet", "--no-tensorboard"]
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=os.environ | settings(), timeout=300, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0 or device == "cuda" and torch.cuda.device_count() < 2 and "GPU" in done.stdout, done.stdout
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "rollpipe",
+        "train",
+        "ppo",
+        "CartPole-v1",
+        *SMALL,
+        "--steps",
+        "512",
+        "--device",
+        device,
+        "--out",
+        "run",
+        "--quiet",
+        "--no-tensorboard",
+    ]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=os.environ | settings(),
+        timeout=300,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert (
+        done.returncode == 0
+        or device == "cuda"
+        and torch.cuda.device_count() < 2
+        and "GPU" in done.stdout
+    ), done.stdout
 
 
 @pytest.mark.gpu
@@ -95,14 +194,25 @@ def test_a_training_on_the_host_touches_no_gpu(tmp_path):
         words = "train ppo CartPole-v1 --steps 512 --workers 2 --n-envs 2 --n-steps 64 --lanes 2 --quiet --no-tensorboard --out r"
         assert main(words.split()) == 0
         assert not torch.cuda.is_initialized()"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | settings(), timeout=300, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | settings(),
+        timeout=300,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout
 
 
 def test_the_fingerprint_names_a_gpu_only_if_it_is_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: pytest.fail("a GPU that nobody uses is touched"))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_name",
+        lambda device=None: pytest.fail("a GPU that nobody uses is touched"),
+    )
     assert machine([torch.nn.Linear(2, 2)])["accelerator"] == machine()["accelerator"] == "None"
 
 
@@ -115,7 +225,12 @@ WORLDS = dict(CartPole=CartPole, Pendulum=Pendulum)
 def test_the_host_agrees_with_a_record_of_a_gpu(name, policy):
     "On the host, every step of the record is one of the dynamics, and likelihoods, values and advantages are those of the networks."
     actor, critic = (c.for_env(WORLDS[name](1), seed=0) for c in (policy, Critic))
-    pipe = AdvantageBuffer(TensorCollector(partial(WORLDS[name], 16, 20, device=GPU), actor.to(GPU), 30, seed=3), critic.to(GPU), .99, .9)
+    pipe = AdvantageBuffer(
+        TensorCollector(partial(WORLDS[name], 16, 20, device=GPU), actor.to(GPU), 30, seed=3),
+        critic.to(GPU),
+        0.99,
+        0.9,
+    )
     there = list(islice(pipe, 2))
     actor.cpu(), critic.cpu()
     world = WORLDS[name](16)
@@ -123,17 +238,22 @@ def test_the_host_agrees_with_a_record_of_a_gpu(name, policy):
         assert {x.device.type for x in nested.leaves((f.state, f.actor, f.adv))} == {GPU}
         f = nested.map(torch.Tensor.cpu, f)
         check_ratio(f, actor)
-        check_advantages(f, critic, .99, .9)
+        check_advantages(f, critic, 0.99, 0.9)
         last = {(t, b): k for k, (t, b) in enumerate(zip(f.final.t.tolist(), f.final.b.tolist()))}
         for t in range(30):
             obs = f.state.obs[t]
-            state = obs.t() if name == "CartPole" else torch.stack([torch.atan2(obs[:, 1], obs[:, 0]), obs[:, 2]])
+            state = (
+                obs.t()
+                if name == "CartPole"
+                else torch.stack([torch.atan2(obs[:, 1], obs[:, 0]), obs[:, 2]])
+            )
             world.state = state
             after, rew, term = world.move(f.state.act[t + 1])
             torch.testing.assert_close(f.state.rew[t + 1], rew, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(f.term[t + 1], term)
             for b, over in enumerate(f.state.fin[t + 1].tolist()):
-                if over and (t, b) not in last: continue       # a true end: nobody needs its observation
+                if over and (t, b) not in last:
+                    continue  # a true end: nobody needs its observation
                 found = f.final.obs[last[t, b]] if over else f.state.obs[t + 1, b]
                 torch.testing.assert_close(found, world.look(after)[b], atol=1e-3, rtol=1e-3)
     assert last
@@ -145,19 +265,25 @@ def test_a_loop_of_environments_on_a_gpu_goes_on_exactly(name, tmp_path):
     def learner():
         actor, critic = (c.for_env(WORLDS[name](1), seed=0).to(GPU) for c in (MLPPolicy, Critic))
         agent = PPO(actor, critic, epochs=2, minibatch=64, seed=0)
-        return agent, AdvantageBuffer(TensorCollector(lambda: WORLDS[name](8, 20, device=GPU), actor, 16, seed=1), critic)
-    def weights(agent): return [x.detach().cpu().clone() for x in agent.actor.parameters()]
+        return agent, AdvantageBuffer(
+            TensorCollector(lambda: WORLDS[name](8, 20, device=GPU), actor, 16, seed=1), critic
+        )
+
+    def weights(agent):
+        return [x.detach().cpu().clone() for x in agent.actor.parameters()]
+
     agent, pipe = learner()
-    with resumed(tmp_path/"whole", pipe, agent) as (loader, _):
-        for batch in islice(loader, 6): agent.update(batch)
+    with resumed(tmp_path / "whole", pipe, agent) as (loader, _):
+        for batch in islice(loader, 6):
+            agent.update(batch)
     whole = weights(agent)
     for part in range(3):
         agent, pipe = learner()
-        with resumed(tmp_path/"parts", pipe, agent) as (loader, begun):
+        with resumed(tmp_path / "parts", pipe, agent) as (loader, begun):
             assert begun == 2 * part
             for k, batch in enumerate(islice(loader, 2), begun + 1):
                 agent.update(batch)
-                saved(tmp_path/"parts", loader, agent, k)
+                saved(tmp_path / "parts", loader, agent, k)
     assert_same(weights(agent), whole)
 
 
@@ -170,13 +296,17 @@ def test_a_policy_acts_on_a_gpu_as_on_the_host():
         np.testing.assert_allclose(actor.to(GPU).predict(obs)[0], there, atol=1e-5)
 
 
-class Touched(Exception): "A GPU is touched."
+class Touched(Exception):
+    "A GPU is touched."
 
 
 @pytest.fixture
 def a_gpu(monkeypatch):
     "torch believes in a GPU, and whoever begins to use it gets an error."
-    def begin(*_): raise Touched
+
+    def begin(*_):
+        raise Touched
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "_lazy_init", begin)
@@ -186,7 +316,8 @@ def a_gpu(monkeypatch):
 def test_a_loader_touches_no_gpu(workers, a_gpu):
     actor = MLPPolicy.for_env("CartPole-v1", seed=0)
     service = ProcessReading(workers, start_method="fork") if workers else None
-    with pytest.raises((Touched, AssertionError)): torch.zeros(1, device="cuda")       # this is what counts as touching
+    with pytest.raises((Touched, AssertionError)):
+        torch.zeros(1, device="cuda")  # this is what counts as touching
     with DataLoader2(rollouts("CartPole-v1", actor, n_steps=8), reading_service=service) as loader:
         assert next(iter(loader)).valid.all() and next(iter(loader)).valid.all()
 
@@ -194,16 +325,25 @@ def test_a_loader_touches_no_gpu(workers, a_gpu):
 def test_each_rank_of_a_machine_has_a_gpu_of_its_own(a_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     launched = dict(RANK="5", WORLD_SIZE="8", MASTER_ADDR="here", MASTER_PORT="1")
-    for name, device in launched.items(): monkeypatch.setenv(name, device)
+    for name, device in launched.items():
+        monkeypatch.setenv(name, device)
     for rank, device in (("0", "cuda:0"), ("1", "cuda:1")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert device_of("cuda") == device_of("auto") == torch.device(device)
-        assert device_of("cuda:1") == torch.device("cuda:1") and device_of("cpu") == torch.device("cpu")
+        assert device_of("cuda:1") == torch.device("cuda:1") and device_of("cpu") == torch.device(
+            "cpu"
+        )
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(DataError, match="no GPU of its own. Expected at most 2 ranks on .* got LOCAL_RANK=2"): device_of("cuda")
+    with pytest.raises(
+        DataError, match="no GPU of its own. Expected at most 2 ranks on .* got LOCAL_RANK=2"
+    ):
+        device_of("cuda")
     monkeypatch.delenv("LOCAL_RANK")
-    with pytest.raises(DataError, match="got LOCAL_RANK="): device_of("cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)     # the launcher shows each rank one GPU
+    with pytest.raises(DataError, match="got LOCAL_RANK="):
+        device_of("cuda")
+    monkeypatch.setattr(
+        torch.cuda, "device_count", lambda: 1
+    )  # the launcher shows each rank one GPU
     assert device_of("cuda") == torch.device("cuda:0")
     monkeypatch.delenv("RANK")
     assert device_of("cuda") == torch.device("cuda")
@@ -211,16 +351,24 @@ def test_each_rank_of_a_machine_has_a_gpu_of_its_own(a_gpu, monkeypatch):
 
 class There(torch.nn.Linear):
     "A layer on another device, which the host takes back without its numbers."
-    def cpu(self): return self.to_empty(device="cpu")
+
+    def cpu(self):
+        return self.to_empty(device="cpu")
 
 
 def test_a_worker_on_the_host_gets_networks_in_host_memory(monkeypatch):
     "Its machine may have no GPU, and one that has one need not begin to use it."
     layer = There(2, 3, device="meta")
-    monkeypatch.setattr(members, "state_of", lambda found: dict(layer.named_parameters()))      # which refuses tensors without numbers
-    def sent(): return cloudpickle.loads(pickle.loads(pickle.dumps(modules._Payload(layer))).content)
+    monkeypatch.setattr(
+        members, "state_of", lambda found: dict(layer.named_parameters())
+    )  # which refuses tensors without numbers
+
+    def sent():
+        return cloudpickle.loads(pickle.loads(pickle.dumps(modules._Payload(layer))).content)
+
     for device, found in ((None, "meta"), ("meta", "meta"), ("cpu", "cpu")):
-        with pickled_for(device): assert sent().weight.device.type == found
+        with pickled_for(device):
+            assert sent().weight.device.type == found
     assert sent().weight.device.type == layer.weight.device.type == "meta"
 
 
@@ -228,14 +376,24 @@ def test_the_global_generators_of_gpus_go_on(tmp_path, monkeypatch):
     "A learner may draw from them, as by dropout."
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.arange(3, dtype=torch.uint8) + k for k in range(2)])
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_rng_state_all",
+        lambda: [torch.arange(3, dtype=torch.uint8) + k for k in range(2)],
+    )
     put: dict = {}
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda x, device: put.update({device: x.tolist()}))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda x, device: put.update({device: x.tolist()})
+    )
     for begun in range(2):
         actor, critic = (c.for_env("CartPole-v1", seed=0) for c in (MLPPolicy, Critic))
         agent = PPO(actor, critic, epochs=1, seed=0)
-        with resumed(tmp_path/"loop", on_policy("CartPole-v1", actor, critic, n_envs=2, n_steps=8, seed=0), agent) as (loader, updates):
+        with resumed(
+            tmp_path / "loop",
+            on_policy("CartPole-v1", actor, critic, n_envs=2, n_steps=8, seed=0),
+            agent,
+        ) as (loader, updates):
             assert updates == begun
             agent.update(next(iter(loader)))
-            saved(tmp_path/"loop", loader, agent, updates + 1)
+            saved(tmp_path / "loop", loader, agent, updates + 1)
         assert put == ({0: [0, 1, 2], 1: [1, 2, 3]} if begun else {})

@@ -1,4 +1,5 @@
 "Trainings that are killed at random instants and resumed give the numbers of trainings that were never interrupted."
+
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -6,25 +7,43 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]/"benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import guillotine  # noqa: E402
 
 QUICK = ("ppo", "dqn", "ready")
-NEEDS = {**dict.fromkeys(("halfcheetah", "hopper", "walker2d", "ant", "humanoid"), "mujoco"),
-         **dict.fromkeys(("lunar", "bipedal"), "Box2D")}
+NEEDS = {
+    **dict.fromkeys(("halfcheetah", "hopper", "walker2d", "ant", "humanoid"), "mujoco"),
+    **dict.fromkeys(("lunar", "bipedal"), "Box2D"),
+}
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in guillotine.CASES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in guillotine.CASES
+    ],
+)
 def test_a_killed_training_gives_the_numbers_of_its_twin(name):
     "Killed at a random instant, at once after a resume, and while it saves."
-    if name in NEEDS and find_spec(NEEDS[name]) is None: pytest.skip(f"needs {NEEDS[name]}")
+    if name in NEEDS and find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
     (line,) = guillotine.try_case(name, guillotine.CASES[name], rounds=1, kills=3, seed=0)
     assert line.differ == [] and line.killed >= 1
 
 
-@pytest.mark.parametrize("x, y, same", [
-    (0., -0., False), (float("nan"), float("nan"), True), (1, 1., True), (torch.zeros(2), torch.zeros(3), False),
-    (torch.zeros(1), -torch.zeros(1), False),
-    (torch.tensor([float("nan")]), torch.tensor([float("nan")]), True), (torch.zeros(1), torch.zeros(1, dtype=torch.float64), False)])
-def test_numbers_are_compared_bit_for_bit(x, y, same): assert guillotine.same(x, y) == same
+@pytest.mark.parametrize(
+    "x, y, same",
+    [
+        (0.0, -0.0, False),
+        (float("nan"), float("nan"), True),
+        (1, 1.0, True),
+        (torch.zeros(2), torch.zeros(3), False),
+        (torch.zeros(1), -torch.zeros(1), False),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), True),
+        (torch.zeros(1), torch.zeros(1, dtype=torch.float64), False),
+    ],
+)
+def test_numbers_are_compared_bit_for_bit(x, y, same):
+    assert guillotine.same(x, y) == same

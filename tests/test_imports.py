@@ -1,4 +1,5 @@
 """Imports run one way: the block in ARCHITECTURE.md, and the numbers of the notebooks."""
+
 import ast
 import configparser
 import json
@@ -10,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT/"rollpipe"
-TEXT = (ROOT/"ARCHITECTURE.md").read_text(encoding="utf-8")
+PACKAGE = ROOT / "rollpipe"
+TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 TOP = "rollpipe"
 
 
@@ -29,17 +30,27 @@ MODULES = sorted(FILES.keys() - AGGREGATES)
 @cache
 def imports(module, deep=True):
     "All (dotted name, names) that a module imports, relative ones resolved; `deep`: those inside functions too."
-    path, base = FILES[module], [TOP, *filter(None, module.split("."))]
-    if path.name != "__init__.py": base = base[:-1]
+    path = FILES[module]
+    base = [TOP, *filter(None, module.split("."))]
+    if path.name != "__init__.py":
+        base = base[:-1]
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes, found = [tree], []
+    nodes = [tree]
+    found = []
     while nodes:
         node = nodes.pop()
-        if isinstance(node, ast.Import): found += [(a.name, ()) for a in node.names]
+        if isinstance(node, ast.Import):
+            found += [(a.name, ()) for a in node.names]
         elif isinstance(node, ast.ImportFrom):
-            start = base[:len(base) - node.level + 1] if node.level else []
-            found.append((".".join([*start, *filter(None, [node.module])]), tuple(a.name for a in node.names)))
-        if deep or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)): nodes += ast.iter_child_nodes(node)
+            start = base[: len(base) - node.level + 1] if node.level else []
+            found.append(
+                (
+                    ".".join([*start, *filter(None, [node.module])]),
+                    tuple(a.name for a in node.names),
+                )
+            )
+        if deep or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            nodes += ast.iter_child_nodes(node)
     return found
 
 
@@ -47,11 +58,13 @@ def inner(module):
     "The modules and packages of rollpipe that `module` imports, by name"
     out = set()
     for name, names in imports(module):
-        if name.split(".")[0] != TOP: continue
-        name = name[len(TOP) + 1:]
+        if name.split(".")[0] != TOP:
+            continue
+        name = name[len(TOP) + 1 :]
         submodules = {f"{name}.{n}".lstrip(".") for n in names} & FILES.keys()
         out |= submodules
-        if not names or len(submodules) < len(names): out.add(name)
+        if not names or len(submodules) < len(names):
+            out.add(name)
     return out - {""}
 
 
@@ -66,15 +79,24 @@ def rooms():
 def numbers():
     "module -> the numbers of its folders and its notebook, which give its place in the import order of its top room"
     out = {}
-    for path in (ROOT/"nbs").rglob("*.ipynb"):
-        text = "\n".join("".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"])
+    for path in (ROOT / "nbs").rglob("*.ipynb"):
+        text = "\n".join(
+            "".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        )
         found = re.search(r"^#\|[ \t]*default_exp[ \t]+(\S+)", text, re.M)
-        if found: out[found[1]] = tuple(part[:2] for part in path.relative_to(ROOT/"nbs").parts if part[:2].isdigit())
+        if found:
+            out[found[1]] = tuple(
+                part[:2] for part in path.relative_to(ROOT / "nbs").parts if part[:2].isdigit()
+            )
     return out
 
 
-def within(module, place): return module == place or module.startswith(f"{place}.")
-def top(module): return module.split(".")[0]
+def within(module, place):
+    return module == place or module.startswith(f"{place}.")
+
+
+def top(module):
+    return module.split(".")[0]
 
 
 def room_of(module, table):
@@ -85,37 +107,55 @@ def room_of(module, table):
 def test_the_table_names_every_room():
     packages = {m for m in AGGREGATES if FILES[m].name == "__init__.py"} - {""}
     there = packages | {m for m in MODULES if "." not in m}
-    assert there == set(rooms()), f"ARCHITECTURE.md names {set(rooms()) - there} too many, {there - set(rooms())} too few"
+    assert there == set(rooms()), (
+        f"ARCHITECTURE.md names {set(rooms()) - there} too many, {there - set(rooms())} too few"
+    )
 
 
 def test_top_rooms_have_no_cycle():
     table = {r: {top(a) for a in allowed} for r, allowed in rooms().items() if "." not in r}
     table = {r: allowed - {r} for r, allowed in table.items()}
     done = set()
-    while free := {r for r in table if r not in done and table[r] <= done}: done |= free
+    while free := {r for r in table if r not in done and table[r] <= done}:
+        done |= free
     assert done == set(table), f"a cycle among {set(table) - done}"
 
 
 def test_modules_have_no_cycle():
     left = {m: inner(m) & set(MODULES) for m in MODULES}
-    while free := {m for m in left if not left[m] & left.keys()}: left = {m: i for m, i in left.items() if m not in free}
+    while free := {m for m in left if not left[m] & left.keys()}:
+        left = {m: i for m, i in left.items() if m not in free}
     assert not left, f"a cycle among {sorted(left)}"
 
 
 def test_imports_run_in_the_stated_direction():
     table = rooms()
+
     def may(room, name):
         its = room_of(name, table)
         return its == room or any(within(name, a) and its == room_of(a, table) for a in table[room])
-    wrong = {m: found for m in MODULES if (found := {i for i in inner(m) if not may(room_of(m, table), i)})}
+
+    wrong = {
+        m: found
+        for m in MODULES
+        if (found := {i for i in inner(m) if not may(room_of(m, table), i)})
+    }
     assert not wrong, f"more than ARCHITECTURE.md allows: {wrong}"
 
 
 def test_a_module_imports_only_lower_numbers():
     number = numbers()
-    def members(name): return [m for m in MODULES if within(m, name)] if name in AGGREGATES else [name]
-    wrong = {(module, i): number[m] for module in MODULES for i in inner(module) for m in members(i)
-             if top(m) == top(module) and number[m] >= number[module]}
+
+    def members(name):
+        return [m for m in MODULES if within(m, name)] if name in AGGREGATES else [name]
+
+    wrong = {
+        (module, i): number[m]
+        for module in MODULES
+        for i in inner(module)
+        for m in members(i)
+        if top(m) == top(module) and number[m] >= number[module]
+    }
     assert not wrong
 
 
@@ -136,8 +176,14 @@ def test_torchdata_has_one_door():
 
 def test_the_datapipes_of_torch_have_one_door():
     pipes = {"IterDataPipe", "MapDataPipe", "DataLoader2"}
-    found = {m for m in FILES for n, names in imports(m) if n.startswith(("torch.utils.data.datapipes", "torch.utils.data.graph"))
-             or n == "torch.utils.data" and pipes & set(names)}
+    found = {
+        m
+        for m in FILES
+        for n, names in imports(m)
+        if n.startswith(("torch.utils.data.datapipes", "torch.utils.data.graph"))
+        or n == "torch.utils.data"
+        and pipes & set(names)
+    }
     assert found == {"pipes.loading.datapipes"}, "go through pipes.graph.torchdata"
 
 
@@ -152,34 +198,62 @@ def test_algorithms_do_not_import_one_another():
 
 def test_outside_imports_are_declared():
     cfg = configparser.ConfigParser()
-    cfg.read(ROOT/"settings.ini", encoding="utf-8")
-    declared = {re.match(r"[\w.-]+", r)[0].lower() for r in shlex.split(cfg["DEFAULT"]["requirements"])}
-    declared |= {"typing_extensions"}       # imported for the type checker alone, which knows it
+    cfg.read(ROOT / "settings.ini", encoding="utf-8")
+    declared = {
+        re.match(r"[\w.-]+", r)[0].lower() for r in shlex.split(cfg["DEFAULT"]["requirements"])
+    }
+    declared |= {"typing_extensions"}  # imported for the type checker alone, which knows it
     outside = {(n.split(".")[0], m) for m in FILES for n, _ in imports(m, deep=False)}
-    wrong = {(n, m) for n, m in outside if n not in sys.stdlib_module_names and n != TOP and n.lower() not in declared}
-    assert not wrong, f"imported at the top of a module, but no requirement in settings.ini: {wrong}"
-    lines = [line for m in FILES for line in FILES[m].read_text(encoding="utf-8").splitlines() if "typing_extensions" in line]
+    wrong = {
+        (n, m)
+        for n, m in outside
+        if n not in sys.stdlib_module_names and n != TOP and n.lower() not in declared
+    }
+    assert not wrong, (
+        f"imported at the top of a module, but no requirement in settings.ini: {wrong}"
+    )
+    lines = [
+        line
+        for m in FILES
+        for line in FILES[m].read_text(encoding="utf-8").splitlines()
+        if "typing_extensions" in line
+    ]
     assert all(line.startswith("if TYPE_CHECKING: ") for line in lines), lines
 
 
 def test_the_names_of_a_first_program_are_those_of_the_rooms():
     "What a type checker reads, what `__all__` lists, and what is found, is the same. Nothing is imported before it is asked for."
     tree = ast.parse(FILES[""].read_text(encoding="utf-8"))
-    listed = next(ast.literal_eval(x.value) for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__")
-    homes = {name: place for x in tree.body if isinstance(x, ast.If) for place, names in imports_of(x) for name in names}
+    listed = next(
+        ast.literal_eval(x.value)
+        for x in tree.body
+        if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__"
+    )
+    homes = {
+        name: place
+        for x in tree.body
+        if isinstance(x, ast.If)
+        for place, names in imports_of(x)
+        for name in names
+    }
     assert listed == sorted(set(listed)) and set(listed) == homes.keys()
-    code = ("import sys, rollpipe; assert 'torch' not in sys.modules and set(rollpipe.__all__) <= set(dir(rollpipe))\n"
-            "try: rollpipe.nothing\nexcept AttributeError as e: assert \"'nothing'\" in str(e)\n"
-            "from importlib import import_module\n"
-            f"for name, place in {homes}.items(): assert getattr(rollpipe, name) is getattr(import_module(place, 'rollpipe'), name), name\n"
-            "from rollpipe import *\nfrom rollpipe import pipes, PPO\nassert pipes.EnvStepper is EnvStepper")
+    code = (
+        "import sys, rollpipe; assert 'torch' not in sys.modules and set(rollpipe.__all__) <= set(dir(rollpipe))\n"
+        "try: rollpipe.nothing\nexcept AttributeError as e: assert \"'nothing'\" in str(e)\n"
+        "from importlib import import_module\n"
+        f"for name, place in {homes}.items(): assert getattr(rollpipe, name) is getattr(import_module(place, 'rollpipe'), name), name\n"
+        "from rollpipe import *\nfrom rollpipe import pipes, PPO\nassert pipes.EnvStepper is EnvStepper"
+    )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120, cwd=ROOT)
 
 
-def imports_of(node): return [("." * x.level + (x.module or ""), [a.name for a in x.names]) for x in node.body]
+def imports_of(node):
+    return [("." * x.level + (x.module or ""), [a.name for a in x.names]) for x in node.body]
 
 
 def test_the_public_rooms_have_few_names():
-    lists = [re.search(r"__all__ = \[(.*?)\n?\]", FILES[room].read_text(encoding="utf-8"), re.S)[1]
-             for room in ("pipes", "layers", "agents", "testing")]
+    lists = [
+        re.search(r"__all__ = \[(.*?)\n?\]", FILES[room].read_text(encoding="utf-8"), re.S)[1]
+        for room in ("pipes", "layers", "agents", "testing")
+    ]
     assert sum(len(re.findall(r"'\w+'", text)) for text in lists) < 110

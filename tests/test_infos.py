@@ -1,4 +1,5 @@
 "Infos, from the recorder to the end of a pipeline, against slow ones that look at one number of one environment after the other."
+
 import os
 import signal
 from collections import defaultdict
@@ -19,19 +20,48 @@ from toys import Counting, Plain, Thrifty
 from rollpipe.agents import evaluate
 from rollpipe.layers import MLPPolicy
 from rollpipe.pipes import (
-    DataError, EnvError, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector, FragmentStacker, Lanes, Minibatcher,
-    ProcessReading, ReplayMemory, RewardScaler, collect, context, nested, on_policy, prepare, startup,
+    DataError,
+    EnvError,
+    EnvStepper,
+    EpisodeCollector,
+    EpisodeStats,
+    FragmentCollector,
+    FragmentStacker,
+    Lanes,
+    Minibatcher,
+    ProcessReading,
+    ReplayMemory,
+    RewardScaler,
+    collect,
+    context,
+    nested,
+    on_policy,
+    prepare,
+    startup,
 )
 from rollpipe.pipes.steps import Steps
 from rollpipe.pipes.envs.infos import SingleInfos, VectorInfos
-from rollpipe.pipes.data.fragment_ops import ENV_REWARD, columns, join, pad_episodes, same_keys, transitions
+from rollpipe.pipes.data.fragment_ops import (
+    ENV_REWARD,
+    columns,
+    join,
+    pad_episodes,
+    same_keys,
+    transitions,
+)
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=60)
-numbers = dict(int=st.integers(-9, 9), float=st.sampled_from([0., .5, -3.25, 7.]), bool=st.booleans(), text=st.sampled_from(["a", "b"]))
+numbers = dict(
+    int=st.integers(-9, 9),
+    float=st.sampled_from([0.0, 0.5, -3.25, 7.0]),
+    bool=st.booleans(),
+    text=st.sampled_from(["a", "b"]),
+)
 
 
 # --- the recorder, step by step
+
 
 @st.composite
 def stories(draw, change=True):
@@ -39,35 +69,55 @@ def stories(draw, change=True):
 
     With `change`, an info that begins as an integer or a float may go on as the other.
     """
-    kinds = {key: draw(st.sampled_from(sorted(numbers))) for key in draw(st.sets(st.sampled_from("abcd"), min_size=1))}
+    kinds = {
+        key: draw(st.sampled_from(sorted(numbers)))
+        for key in draw(st.sets(st.sampled_from("abcd"), min_size=1))
+    }
+
     def value(key, step):
         kind = kinds[key]
-        if change and kind in ("int", "float") and step: kind = draw(st.sampled_from(["int", "float"]))
+        if change and kind in ("int", "float") and step:
+            kind = draw(st.sampled_from(["int", "float"]))
         return draw(numbers[kind])
-    n, n_steps = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+
+    n = draw(st.integers(1, 4))
+    n_steps = draw(st.integers(1, 6))
     often = draw(st.sampled_from([1, 3, 20]))
     valid = [np.array([bool(draw(st.integers(0, 4))) for _ in range(n)]) for _ in range(n_steps)]
-    return [[{key: value(key, step) for key in kinds if v and draw(st.integers(0, often))} for v in valid[step]]
-            for step in range(n_steps)], valid
+    return [
+        [
+            {key: value(key, step) for key in kinds if v and draw(st.integers(0, often))}
+            for v in valid[step]
+        ]
+        for step in range(n_steps)
+    ], valid
 
 
 def slow(story, valid, keys=None):
     "What must be recorded, a dict for each step, found from the whole story so far for each step anew."
-    return [slow_step(story[:step + 1], valid[:step + 1], keys) for step in range(len(story))]
+    return [slow_step(story[: step + 1], valid[: step + 1], keys) for step in range(len(story))]
 
 
 def slow_step(story, valid, keys):
     found = {}
-    for key in {key for infos in story for info in infos for key in info if keys is None or key in keys}:
+    for key in {
+        key for infos in story for info in infos for key in info if keys is None or key in keys
+    }:
         begin = next(step for step, infos in enumerate(story) if any(key in info for info in infos))
         said = [info[key] for infos in story for info in infos if key in info]
-        if isinstance(said[0], str): continue
+        if isinstance(said[0], str):
+            continue
         values = [info.get(key) for info in story[-1]]
         dtype = np.result_type(*(np.asarray(x).dtype for x in said))
         filler = np.nan if dtype.kind == "f" else 0
         found[key] = np.array([filler if x is None else x for x in values], dtype)
-        missed = any(key not in info and v for infos, vs in zip(story[begin:], valid[begin:]) for info, v in zip(infos, vs))
-        if begin or missed: found[f"_{key}"] = np.array([x is not None for x in values])
+        missed = any(
+            key not in info and v
+            for infos, vs in zip(story[begin:], valid[begin:])
+            for info, v in zip(infos, vs)
+        )
+        if begin or missed:
+            found[f"_{key}"] = np.array([x is not None for x in values])
     return found
 
 
@@ -78,7 +128,8 @@ def same(a, b):
         np.testing.assert_array_equal(a[key], b[key])
 
 
-def has_text(infos, keys): return any(isinstance(info.get(key), str) for info in infos for key in keys)
+def has_text(infos, keys):
+    return any(isinstance(info.get(key), str) for info in infos for key in keys)
 
 
 @fast
@@ -86,7 +137,8 @@ def has_text(infos, keys): return any(isinstance(info.get(key), str) for info in
 def test_single_environments(story):
     infos, valid = story
     recorder = SingleInfos(len(infos[0]))
-    for step, v, expected in zip(infos, valid, slow(*story)): same(recorder.record(step, v), expected)
+    for step, v, expected in zip(infos, valid, slow(*story)):
+        same(recorder.record(step, v), expected)
 
 
 @fast
@@ -96,7 +148,8 @@ def test_chosen_keys(story, keys):
     recorder = SingleInfos(len(infos[0]), sorted(keys))
     for step, v, expected in zip(infos, valid, slow(*story, keys)):
         if has_text(step, keys):
-            with pytest.raises(EnvError, match="not numeric"): recorder.record(step, v)
+            with pytest.raises(EnvError, match="not numeric"):
+                recorder.record(step, v)
             return
         same(recorder.record(step, v), expected)
 
@@ -107,7 +160,9 @@ def gathered(infos):
     for key in dict.fromkeys(key for info in infos for key in info):
         values = [info.get(key) for info in infos]
         kind = type(next(x for x in values if x is not None))
-        out[key] = np.array([kind() if x is None else x for x in values], dtype=object if kind is str else None)
+        out[key] = np.array(
+            [kind() if x is None else x for x in values], dtype=object if kind is str else None
+        )
         out[f"_{key}"] = np.array([x is not None for x in values])
     return out
 
@@ -117,95 +172,170 @@ def gathered(infos):
 def test_the_infos_of_an_end_are_found_and_those_of_a_reset_are_not(story, data):
     "SAME_STEP puts the infos of the step that ended an episode into `final_info`, and those of the reset beside those of the other steps."
     infos, valid = story
-    n, floats = len(infos[0]), sorted({key for step in infos for info in step for key, x in info.items() if isinstance(x, float)})
+    n = len(infos[0])
+    floats = sorted(
+        {key for step in infos for info in step for key, x in info.items() if isinstance(x, float)}
+    )
     recorder = VectorInfos(n)
     for step, v, expected in zip(infos, valid, slow(*story)):
         ended = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
-        resets = [{key: 99. for key in ("reset", *data.draw(st.sets(st.sampled_from(floats or ["reset"]))))} for _ in range(n)]
+        resets = [
+            {
+                key: 99.0
+                for key in ("reset", *data.draw(st.sets(st.sampled_from(floats or ["reset"]))))
+            }
+            for _ in range(n)
+        ]
         now = [reset if e else info for info, reset, e in zip(step, resets, ended)]
         over = [info if e else {} for info, e in zip(step, ended)]
-        same(recorder.record({**gathered(now), "final_info": gathered(over), "final_obs": None}, ended, v), expected)
+        same(
+            recorder.record(
+                {**gathered(now), "final_info": gathered(over), "final_obs": None}, ended, v
+            ),
+            expected,
+        )
 
 
 @fast
-@given(values=st.lists(st.lists(st.tuples(st.integers(0, 9), st.floats(-1, 1)), min_size=2, max_size=2), min_size=1, max_size=3))
+@given(
+    values=st.lists(
+        st.lists(st.tuples(st.integers(0, 9), st.floats(-1, 1)), min_size=2, max_size=2),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_nested_infos(values):
-    recorder, every = SingleInfos(2), np.ones(2, bool)
+    recorder = SingleInfos(2)
+    every = np.ones(2, bool)
     for pair in values:
         record = recorder.record([{"at": {"n": n, "x": (x,)}} for n, x in pair], every)
-        assert record["at"]["n"].tolist() == [n for n, _ in pair] and record["at"]["x"][0].tolist() == [x for _, x in pair]
+        assert record["at"]["n"].tolist() == [n for n, _ in pair] and record["at"]["x"][
+            0
+        ].tolist() == [x for _, x in pair]
     silent = recorder.record([{}, {}], every)
-    assert np.isnan(silent["at"]["x"][0]).all() and silent["at"]["n"].tolist() == [0, 0] and silent["_at"].tolist() == [False, False]
+    assert (
+        np.isnan(silent["at"]["x"][0]).all()
+        and silent["at"]["n"].tolist() == [0, 0]
+        and silent["_at"].tolist() == [False, False]
+    )
 
 
 def test_a_nested_info_keeps_its_wider_dtype_too():
     recorder = SingleInfos(1)
-    found = [recorder.record([{"at": {"x": x}}], np.ones(1, bool))["at"]["x"] for x in (0, .5, 1)]
-    assert [x.dtype.kind for x in found] == ["i", "f", "f"] and [x.tolist() for x in found] == [[0], [.5], [1]]
+    found = [recorder.record([{"at": {"x": x}}], np.ones(1, bool))["at"]["x"] for x in (0, 0.5, 1)]
+    assert [x.dtype.kind for x in found] == ["i", "f", "f"] and [x.tolist() for x in found] == [
+        [0],
+        [0.5],
+        [1],
+    ]
 
 
-@pytest.mark.parametrize("value", [[1, 2], np.zeros(2), "text", {"x": 1}, None, object()],
-                         ids=["list", "array", "text", "dict", "None", "object"])
-@pytest.mark.parametrize("known", [1, {"a": 1, "b": 2.}, np.zeros(3)], ids=["number", "dict", "array"])
+@pytest.mark.parametrize(
+    "value",
+    [[1, 2], np.zeros(2), "text", {"x": 1}, None, object()],
+    ids=["list", "array", "text", "dict", "None", "object"],
+)
+@pytest.mark.parametrize(
+    "known", [1, {"a": 1, "b": 2.0}, np.zeros(3)], ids=["number", "dict", "array"]
+)
 @pytest.mark.parametrize("late", [False, True])
 def test_an_info_that_changes_its_form_names_the_environment(value, known, late):
-    recorder, every = SingleInfos(3), np.ones(3, bool)
-    if late: recorder.record([{}] * 3, every)
+    recorder = SingleInfos(3)
+    every = np.ones(3, bool)
+    if late:
+        recorder.record([{}] * 3, every)
     recorder.record([{"x": known}] * 3, every)
-    with pytest.raises(EnvError, match=r"environment 1, leaf info\['x'\]: an info changed its form .*Expected.*got"):
+    with pytest.raises(
+        EnvError, match=r"environment 1, leaf info\['x'\]: an info changed its form .*Expected.*got"
+    ):
         recorder.record([{"x": known}, {"x": value}, {}], every)
 
 
 def test_the_record_has_memory_of_its_own():
     "A vector environment may use its arrays again."
-    infos, every, recorder = dict(x=np.zeros(2), at=dict(y=np.zeros((2, 3)))), np.ones(2, bool), VectorInfos(2)
+    infos = dict(x=np.zeros(2), at=dict(y=np.zeros((2, 3))))
+    every = np.ones(2, bool)
+    recorder = VectorInfos(2)
     first = recorder.record(infos, ~every, every)
-    for x in nested.leaves(infos): x[:] = 7
-    assert all((x == 0).all() for x in nested.leaves(first)) and (recorder.record(infos, ~every, every)["x"] == 7).all()
+    for x in nested.leaves(infos):
+        x[:] = 7
+    assert (
+        all((x == 0).all() for x in nested.leaves(first))
+        and (recorder.record(infos, ~every, every)["x"] == 7).all()
+    )
     mask = np.array([True, False])
     second = recorder.record(dict(infos, _x=mask), ~every, every)
     mask[:] = False
-    assert second["_x"].tolist() == [True, False] and recorder.record(infos, ~every, every)["_x"].tolist() == [True, True]
+    assert second["_x"].tolist() == [True, False] and recorder.record(infos, ~every, every)[
+        "_x"
+    ].tolist() == [True, True]
     assert every.all()
 
 
 @pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
-@pytest.mark.parametrize("paid", [np.zeros(()), torch.zeros((), dtype=torch.double)], ids=["array", "tensor"])
+@pytest.mark.parametrize(
+    "paid", [np.zeros(()), torch.zeros((), dtype=torch.double)], ids=["array", "tensor"]
+)
 @pytest.mark.parametrize("keys", [None, ["n"]])
 def test_what_environments_use_again_is_recorded_as_it_was(engine, paid, keys):
     def fragments(fresh):
         makes = [partial(Thrifty, paid, fresh, tag=tag) for tag in range(2)]
-        stepper = EnvStepper(makes, MLPPolicy.for_env(Counting, seed=0), seed=0, engine=engine, info_keys=keys)
+        stepper = EnvStepper(
+            makes, MLPPolicy.for_env(Counting, seed=0), seed=0, engine=engine, info_keys=keys
+        )
         return list(islice(FragmentCollector(stepper, 5), 3))
+
     found = fragments(False)
     assert_same(found, fragments(True))
     for f in found:
-        assert torch.equal(f.env["n"], f.state.stepno[:-1] + 1) and (f.state.rew[1:] % 100 >= f.env["n"]).all()
+        assert (
+            torch.equal(f.env["n"], f.state.stepno[:-1] + 1)
+            and (f.state.rew[1:] % 100 >= f.env["n"]).all()
+        )
         assert f.env.keys() == {"n", "place", "parts"} if keys is None else {"n"}
 
 
 def test_numbers_that_a_network_computed():
     "They are recorded without their graph."
+
     class Graphed(Counting):
         def step(self, action):
             obs, reward, *rest, info = super().step(action)
-            return obs, torch.tensor(reward, requires_grad=True) * 2, *rest, {"n": torch.tensor(1., requires_grad=True) * self.count}
+            return (
+                obs,
+                torch.tensor(reward, requires_grad=True) * 2,
+                *rest,
+                {"n": torch.tensor(1.0, requires_grad=True) * self.count},
+            )
+
     f = next(iter(FragmentCollector(EnvStepper(Graphed, Plain(), seed=0), 5)))
-    assert f.env["n"][:, 0].tolist() == [1, 2, 3, 1, 2] and (f.state.rew[1:] % 100 > 2 * f.env["n"] - .1).all()
+    assert (
+        f.env["n"][:, 0].tolist() == [1, 2, 3, 1, 2]
+        and (f.state.rew[1:] % 100 > 2 * f.env["n"] - 0.1).all()
+    )
 
 
 def test_an_info_that_is_not_recorded_may_be_anything():
     "It is not copied, and nothing is read in it."
     endless = {}
     endless["me"] = [endless, endless]
+
     class Odd(Counting):
-        def step(self, action): return *super().step(action)[:4], {"n": self.count, 7: object(), "endless": endless, "lock": signal}
+        def step(self, action):
+            return *super().step(action)[:4], {
+                "n": self.count,
+                7: object(),
+                "endless": endless,
+                "lock": signal,
+            }
+
     f = next(iter(FragmentCollector(EnvStepper(Odd, Plain(), seed=0, info_keys=["n"]), 5)))
     assert f.env["n"][:, 0].tolist() == [1, 2, 3, 1, 2]
 
 
 def test_a_dict_that_invents_what_is_asked_for_invents_nothing():
-    recorder, every = SingleInfos(2), np.ones(2, bool)
+    recorder = SingleInfos(2)
+    every = np.ones(2, bool)
     recorder.record([{"x": 1}, {"x": 2}], every)
     found = recorder.record([defaultdict(int), {"x": 3}], every)
     assert found["x"].tolist() == [0, 3] and found["_x"].tolist() == [False, True]
@@ -213,42 +343,66 @@ def test_a_dict_that_invents_what_is_asked_for_invents_nothing():
 
 # --- what is said
 
-def warnings_in(caplog): return [record.getMessage() for record in caplog.records if record.name == "rollpipe"]
+
+def warnings_in(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "rollpipe"]
 
 
 class Telling(gym.Env):
     "Tells in each step what `tell(step)` says. Its episodes have 4 steps."
-    observation_space, action_space = Box(0, 99, (4,)), Discrete(5)
 
-    def __init__(self, tell): self.tell, self.count = tell, 0
+    observation_space = Box(0, 99, (4,))
+    action_space = Discrete(5)
 
-    def look(self): return np.full(4, self.count % 4, np.float32)
+    def __init__(self, tell):
+        self.tell, self.count = tell, 0
 
-    def reset(self, **kwargs): return self.look(), {"reset": 7}
+    def look(self):
+        return np.full(4, self.count % 4, np.float32)
+
+    def reset(self, **kwargs):
+        return self.look(), {"reset": 7}
 
     def step(self, action):
         self.count += 1
         over = self.count % 4 == 0
-        return self.look(), 1., False, over, self.tell(self.count)
+        return self.look(), 1.0, False, over, self.tell(self.count)
 
 
-def ticks(tell, n, **kwargs): return list(islice(EnvStepper([partial(Telling, tell)] * 2, Plain(), **kwargs), n))
+def ticks(tell, n, **kwargs):
+    return list(islice(EnvStepper([partial(Telling, tell)] * 2, Plain(), **kwargs), n))
 
 
 def test_what_is_left_out_is_said_once(caplog):
-    def tell(step): return {"x": step, "name": f"step {step}", "_own": 1} | ({"none": None} if step == 3 else {})
+    def tell(step):
+        return {"x": step, "name": f"step {step}", "_own": 1} | (
+            {"none": None} if step == 3 else {}
+        )
+
     pipe = Lanes(FragmentCollector(EnvStepper(partial(Telling, tell), Plain(), 2), 5), n=3)
-    for f in islice(pipe, 6): assert set(f.env) == {"x"}
+    for f in islice(pipe, 6):
+        assert set(f.env) == {"x"}
     first, second = warnings_in(caplog)
-    assert "'name' (it is not numeric: 'step 1')" in first and "'_own' (such names are those of the masks: 1)" in first
-    assert "'none' (it is not numeric: None)" in second and "`info_keys`" in first and "'name'" not in second
+    assert (
+        "'name' (it is not numeric: 'step 1')" in first
+        and "'_own' (such names are those of the masks: 1)" in first
+    )
+    assert (
+        "'none' (it is not numeric: None)" in second
+        and "`info_keys`" in first
+        and "'name'" not in second
+    )
     caplog.clear()
-    assert set(ticks(tell, 9, info_keys=["x"])[-1].env) == {"x"} and ticks(tell, 9, info_keys=())[-1].env == {}
+    assert (
+        set(ticks(tell, 9, info_keys=["x"])[-1].env) == {"x"}
+        and ticks(tell, 9, info_keys=())[-1].env == {}
+    )
     assert warnings_in(caplog) == []
 
 
 def test_every_stream_says_it_again(caplog):
-    for _ in range(2): ticks(lambda step: {"name": "text"}, 5)
+    for _ in range(2):
+        ticks(lambda step: {"name": "text"}, 5)
     assert len(warnings_in(caplog)) == 2
 
 
@@ -262,11 +416,15 @@ def test_an_info_that_was_chosen_and_never_appears_is_said_once(caplog):
     assert not warnings_in(caplog)
     ticks(lambda step: {"is_success": 1}, 3, info_keys=["is_sucess"])
     assert not warnings_in(caplog)
-    found = ticks(lambda step: {"is_sucess": step} if step == 9 else {}, 17, info_keys=["is_sucess"])
+    found = ticks(
+        lambda step: {"is_sucess": step} if step == 9 else {}, 17, info_keys=["is_sucess"]
+    )
     [text] = warnings_in(caplog)
     assert "'is_sucess'" in text and "first episode" in text
     assert [tick.env.get("is_sucess", [None])[0] for tick in found] == [None] * 8 + [9] + [0] * 8
-    vector = EnvStepper(lambda: SyncVectorEnv([partial(Telling, lambda step: {})] * 2), Plain(), info_keys=["never"])
+    vector = EnvStepper(
+        lambda: SyncVectorEnv([partial(Telling, lambda step: {})] * 2), Plain(), info_keys=["never"]
+    )
     caplog.clear()
     list(islice(vector, 12))
     assert len(warnings_in(caplog)) == 1
@@ -275,37 +433,56 @@ def test_an_info_that_was_chosen_and_never_appears_is_said_once(caplog):
 @pytest.mark.parametrize("vector", [False, True])
 def test_an_info_that_was_chosen_and_appears_late_as_text(vector):
     makes = [partial(Telling, lambda step: {"late": "text"} if step == 3 else {})] * 2
-    with pytest.raises(EnvError, match=r"EnvStepper, lane 0.*leaf info\['late'\]: this info cannot be recorded: it is not numeric"):
-        list(islice(EnvStepper((lambda: SyncVectorEnv(makes)) if vector else makes, Plain(), info_keys=["late"]), 5))
+    with pytest.raises(
+        EnvError,
+        match=r"EnvStepper, lane 0.*leaf info\['late'\]: this info cannot be recorded: it is not numeric",
+    ):
+        list(
+            islice(
+                EnvStepper(
+                    (lambda: SyncVectorEnv(makes)) if vector else makes, Plain(), info_keys=["late"]
+                ),
+                5,
+            )
+        )
 
 
 def test_one_name_is_no_list():
-    with pytest.raises(DataError, match=r"EnvStepper.*info_keys.*Expected \['episode'\], got 'episode'"):
+    with pytest.raises(
+        DataError, match=r"EnvStepper.*info_keys.*Expected \['episode'\], got 'episode'"
+    ):
         next(iter(EnvStepper("CartPole-v1", Plain(), info_keys="episode")))
 
 
 # --- from the environment to the end of the pipeline
+
 
 class Chatty(gym.Env):
     """Tells anything at any step. The observation `[tag, step]` determines the infos of the next step, see `told`.
 
     `story`: a seed. Episodes have random lengths and ends. What a reset tells must never be recorded.
     """
-    observation_space, action_space = Box(-np.inf, np.inf, (2,)), Discrete(2)
 
-    def __init__(self, story): self.story = story
+    observation_space = Box(-np.inf, np.inf, (2,))
+    action_space = Discrete(2)
 
-    def look(self): return np.array([self.tag, self.step_n], np.float32)
+    def __init__(self, story):
+        self.story = story
+
+    def look(self):
+        return np.array([self.tag, self.step_n], np.float32)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        if seed is not None: self.tag, self.step_n = seed % 1000, 0
-        return self.look(), {"score": 99., "of_resets": 1, "episode": {"r": 99., "l": 99}}
+        if seed is not None:
+            self.tag = seed % 1000
+            self.step_n = 0
+        return self.look(), {"score": 99.0, "of_resets": 1, "episode": {"r": 99.0, "l": 99}}
 
     def step(self, action):
         info, end = told(self.story, self.tag, self.step_n)
         self.step_n += 1
-        return self.look(), 1., end == 1, end == 2, info
+        return self.look(), 1.0, end == 1, end == 2, info
 
 
 def told(story, tag, step):
@@ -317,18 +494,28 @@ def told(story, tag, step):
 @cache
 def known(story, tag, step):
     "What each environment tells at each step, with its own probability for each key."
-    often = np.random.default_rng(story).choice([0.03, 0.3, 0.9, 1.], 6)
+    often = np.random.default_rng(story).choice([0.03, 0.3, 0.9, 1.0], 6)
     rng = np.random.default_rng([story, tag, step])
-    values = dict(score=rng.normal(), n=int(rng.integers(-5, 5)), ok=bool(rng.integers(2)), at=rng.integers(9, size=2).astype(np.int16),
-                  episode=dict(r=float(rng.integers(9)), l=int(rng.integers(9))), name="text")
+    values = dict(
+        score=rng.normal(),
+        n=int(rng.integers(-5, 5)),
+        ok=bool(rng.integers(2)),
+        at=rng.integers(9, size=2).astype(np.int16),
+        episode=dict(r=float(rng.integers(9)), l=int(rng.integers(9))),
+        name="text",
+    )
     info = {key: value for (key, value), p in zip(values.items(), often) if rng.random() < p}
     return info, int(rng.choice([0, 0, 0, 0, 1, 2]))
 
 
 class Idle:
     "Acts with 0 and reports nothing."
-    def step(self, stepno, *args, hx, virtual): return torch.zeros_like(stepno), (), {}
-    def reset(self, hx, at): return hx
+
+    def step(self, stepno, *args, hx, virtual):
+        return torch.zeros_like(stepno), (), {}
+
+    def reset(self, hx, at):
+        return hx
 
 
 KEYS = "score", "n", "ok", "at", "episode"
@@ -336,44 +523,67 @@ KEYS = "score", "n", "ok", "at", "episode"
 
 def check_record(story, obs, valid, env, keys=KEYS, padded=False):
     "Check the infos of some steps, number by number. `obs` `[T, B, 2]` are the observations before the steps, `valid` is `[T, B]`."
-    assert set(env) <= {*keys, *(f"_{key}" for key in keys), ENV_REWARD} and all(key[1:] in env for key in env if key.startswith("_"))
+    assert set(env) <= {*keys, *(f"_{key}" for key in keys), ENV_REWARD} and all(
+        key[1:] in env for key in env if key.startswith("_")
+    )
     for t, b in np.ndindex(*valid.shape):
         info = told(story, *obs[t, b].tolist())[0] if valid[t, b] else {}
         for key in keys:
             if key in info:
                 assert key in env and bool(env.get(f"_{key}", valid)[t, b])
-                came, wanted = nested.getitem(env[key], (t, b)), nested.map(np.asarray, info[key])
-                assert nested.map(torch.Tensor.tolist, came) == nested.map(np.ndarray.tolist, wanted)
+                came = nested.getitem(env[key], (t, b))
+                wanted = nested.map(np.asarray, info[key])
+                assert nested.map(torch.Tensor.tolist, came) == nested.map(
+                    np.ndarray.tolist, wanted
+                )
             elif key in env:
                 assert not env.get(f"_{key}", valid)[t, b]
                 for x in nested.leaves(env[key]):
-                    if not x.is_floating_point(): assert not x[t, b].any()
-                    else: assert x[t, b].isnan().all() or padded and not valid[t, b]
+                    if not x.is_floating_point():
+                        assert not x[t, b].any()
+                    else:
+                        assert x[t, b].isnan().all() or padded and not valid[t, b]
 
 
 def check_fragments(story, fragments, keys=KEYS, padded=False):
     for f in fragments:
-        assert nested.leaves(f.env) == [] or {x.shape[:2] for x in nested.leaves(f.env)} == {f.valid.shape}
+        assert nested.leaves(f.env) == [] or {x.shape[:2] for x in nested.leaves(f.env)} == {
+            f.valid.shape
+        }
         check_record(story, f.state.obs[:-1], f.valid, f.env, keys, padded)
 
 
-def makes(story, n): return [partial(Chatty, story)] * n
+def makes(story, n):
+    return [partial(Chatty, story)] * n
 
 
-def vector(story, n, mode): return lambda: SyncVectorEnv(makes(story, n), autoreset_mode=mode)
+def vector(story, n, mode):
+    return lambda: SyncVectorEnv(makes(story, n), autoreset_mode=mode)
 
 
 stream = settings(deadline=None, max_examples=25)
-seeds, few = st.integers(0, 10 ** 6), st.integers(1, 3)
+seeds = st.integers(0, 10**6)
+few = st.integers(1, 3)
 
 
 @stream
-@given(story=seeds, n=few, n_steps=st.integers(1, 8), keys=st.none() | st.sets(st.sampled_from([*KEYS, "never"])))
+@given(
+    story=seeds,
+    n=few,
+    n_steps=st.integers(1, 8),
+    keys=st.none() | st.sets(st.sampled_from([*KEYS, "never"])),
+)
 def test_fragments(story, n, n_steps, keys):
-    pipe = FragmentCollector(EnvStepper(makes(story, n), Idle(), seed=story, info_keys=None if keys is None else sorted(keys)), n_steps)
+    pipe = FragmentCollector(
+        EnvStepper(
+            makes(story, n), Idle(), seed=story, info_keys=None if keys is None else sorted(keys)
+        ),
+        n_steps,
+    )
     fragments = list(islice(pipe, 10))
     check_fragments(story, fragments, KEYS if keys is None else keys)
-    for f, g in zip(fragments, fragments[1:]): assert f.env.keys() <= g.env.keys()
+    for f, g in zip(fragments, fragments[1:]):
+        assert f.env.keys() <= g.env.keys()
 
 
 @stream
@@ -384,33 +594,46 @@ def test_environments_that_rest(story, n, period):
     check_fragments(story, fragments)
     infos = [told(story, *obs)[0] for f in fragments for obs in f.state.obs[:-1][f.valid].tolist()]
     always = [key for key in KEYS if all(key in info for info in infos)]
-    for f in fragments: assert not any(f"_{key}" in f.env for key in always)
+    for f in fragments:
+        assert not any(f"_{key}" in f.env for key in always)
 
 
 @stream
 @given(story=seeds, n=few, mode=st.sampled_from([*AutoresetMode]), n_steps=st.integers(1, 8))
 def test_vector_environments(story, n, mode, n_steps):
-    fragments = list(islice(FragmentCollector(EnvStepper(vector(story, n, mode), Idle(), seed=story), n_steps), 10))
+    fragments = list(
+        islice(
+            FragmentCollector(EnvStepper(vector(story, n, mode), Idle(), seed=story), n_steps), 10
+        )
+    )
     check_fragments(story, fragments)
 
 
 @stream
 @given(story=seeds, n=few, mode=st.sampled_from([AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]))
 def test_a_vector_gives_the_fragments_of_single_environments(story, n, mode):
-    a, b = (list(map(snapshot, islice(FragmentCollector(EnvStepper(source, Idle(), seed=story), 5), 6)))
-            for source in (vector(story, n, mode), makes(story, n)))
+    a, b = (
+        list(map(snapshot, islice(FragmentCollector(EnvStepper(source, Idle(), seed=story), 5), 6)))
+        for source in (vector(story, n, mode), makes(story, n))
+    )
     assert_same(a, b)
 
 
 @stream
-@given(story=seeds, n=few, batch=st.integers(1, 4), pad=st.booleans(), lanes=few, below=st.booleans())
+@given(
+    story=seeds, n=few, batch=st.integers(1, 4), pad=st.booleans(), lanes=few, below=st.booleans()
+)
 def test_whole_episodes(story, n, batch, pad, lanes, below):
     ticks = EnvStepper(makes(story, n), Idle(), terminal_obs=True)
-    if below: pipe = EpisodeCollector(Lanes(ticks, lanes, seed=story), batch, pad=pad)
-    else: pipe = Lanes(EpisodeCollector(ticks, batch, pad=pad), lanes, seed=story)
+    if below:
+        pipe = EpisodeCollector(Lanes(ticks, lanes, seed=story), batch, pad=pad)
+    else:
+        pipe = Lanes(EpisodeCollector(ticks, batch, pad=pad), lanes, seed=story)
     items = list(islice(pipe, 12))
     check_fragments(story, items if pad else [f for item in items for f in item], padded=pad)
-    check_fragments(story, [pad_episodes([f for item in items for f in ([item] if pad else item)])], padded=True)
+    check_fragments(
+        story, [pad_episodes([f for item in items for f in ([item] if pad else item)])], padded=True
+    )
 
 
 @stream
@@ -420,13 +643,26 @@ def test_batches_their_parts_and_minibatches(story, n, lanes, data):
     stacked = FragmentStacker(pipe, data.draw(st.integers(1, 5)))
     for batch in islice(stacked, 6):
         check_fragments(story, [batch])
-        index = torch.tensor(data.draw(st.lists(st.integers(0, batch.n_envs - 1), min_size=1, max_size=4, unique=True)))
-        check_fragments(story, [columns(batch, index), transitions(batch, torch.arange(batch.valid.numel()))])
+        index = torch.tensor(
+            data.draw(
+                st.lists(st.integers(0, batch.n_envs - 1), min_size=1, max_size=4, unique=True)
+            )
+        )
+        check_fragments(
+            story, [columns(batch, index), transitions(batch, torch.arange(batch.valid.numel()))]
+        )
     check_fragments(story, islice(Minibatcher(stacked, 3, seed=0), 12))
 
 
 @stream
-@given(story=seeds, n=few, lanes=few, capacity=st.integers(30, 200), length=st.integers(1, 4), data=st.data())
+@given(
+    story=seeds,
+    n=few,
+    lanes=few,
+    capacity=st.integers(30, 200),
+    length=st.integers(1, 4),
+    data=st.data(),
+)
 def test_replay(story, n, lanes, capacity, length, data, tmp_path_factory):
     "Every sample has what was told, however often infos have appeared since its steps were stored."
     pipe = Lanes(FragmentCollector(EnvStepper(makes(story, n), Idle()), 5), lanes, seed=story)
@@ -434,55 +670,79 @@ def test_replay(story, n, lanes, capacity, length, data, tmp_path_factory):
     memory = ReplayMemory(capacity, length=length, seed=0, path=path)
     for f in islice(pipe, 15):
         memory.add(f)
-        if memory.sampler.n_segments: check_fragments(story, [memory.sample(6).fragment])
+        if memory.sampler.n_segments:
+            check_fragments(story, [memory.sample(6).fragment])
     check_fragments(story, [memory.sample(300).fragment])
     assert len(memory) == memory.store.records["fragment.valid"].sum() == min(capacity, 15 * 5 * n)
 
 
 class Halves(gym.Env):
     "Reports the number of its step, or half of it from the step `begin` on; `begin` is drawn at the first reset."
-    observation_space, action_space = Box(-1, 1, (1,)), Discrete(2)
+
+    observation_space = Box(-1, 1, (1,))
+    action_space = Discrete(2)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        if seed is not None: self.t, self.begin = 0, int(self.np_random.integers(8, 40))
+        if seed is not None:
+            self.t, self.begin = 0, int(self.np_random.integers(8, 40))
         return np.zeros(1, np.float32), {}
 
     def step(self, action):
         self.t += 1
         number = self.t if self.t < self.begin else self.t / 2
-        return np.full(1, self.t / 100, np.float32), float(number), self.t % 7 == 0, False, {"number": number, "deep": {"number": number}}
+        return (
+            np.full(1, self.t / 100, np.float32),
+            float(number),
+            self.t % 7 == 0,
+            False,
+            {"number": number, "deep": {"number": number}},
+        )
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_a_replay_goes_on_when_an_integer_goes_on_as_a_float(lanes, is_mapped, tmp_path):
-    pipe = FragmentStacker(Lanes(FragmentCollector(EnvStepper(Halves, Idle(), 2), 5), lanes, seed=0), lanes)
-    memory, dtypes = ReplayMemory(1000, seed=0, path=tmp_path if is_mapped else None), []
+    pipe = FragmentStacker(
+        Lanes(FragmentCollector(EnvStepper(Halves, Idle(), 2), 5), lanes, seed=0), lanes
+    )
+    memory = ReplayMemory(1000, seed=0, path=tmp_path if is_mapped else None)
+    dtypes = []
     for f in islice(pipe, 10):
         memory.add(f)
         sample = memory.sample(50).fragment
         dtypes.append(sample.env["number"].dtype)
-        for x in (sample.env["number"], sample.env["deep"]["number"]): assert torch.equal(x.float(), sample.state.rew[1:])
-    assert dtypes[0] == torch.int64 and dtypes[-1] == torch.float64 and len(memory) == 10 * 5 * 2 * lanes
+        for x in (sample.env["number"], sample.env["deep"]["number"]):
+            assert torch.equal(x.float(), sample.state.rew[1:])
+    assert (
+        dtypes[0] == torch.int64
+        and dtypes[-1] == torch.float64
+        and len(memory) == 10 * 5 * 2 * lanes
+    )
 
 
 @settings(deadline=None, max_examples=8)
 @given(story=seeds, lanes=few)
 def test_manual_loops(story, lanes):
     fragments = []
-    with startup(prepare(makes(story, 2), Idle(), 4, seed=story)) as ctx: fragments += [collect(ctx) for _ in range(6)]
+    with startup(prepare(makes(story, 2), Idle(), 4, seed=story)) as ctx:
+        fragments += [collect(ctx) for _ in range(6)]
     check_fragments(story, fragments)
     with context(makes(story, 2), seed=story) as ctx:
         for _ in range(12):
-            obs, out = ctx.state.obs, ctx.step(torch.zeros(1, 2, dtype=torch.int64))
+            obs = ctx.state.obs
+            out = ctx.step(torch.zeros(1, 2, dtype=torch.int64))
             info = nested.map(lambda x: torch.from_numpy(x)[None], out.info)
-            check_record(story, torch.from_numpy(obs)[None], torch.from_numpy(out.valid)[None], info)
+            check_record(
+                story, torch.from_numpy(obs)[None], torch.from_numpy(out.valid)[None], info
+            )
 
 
 def piped(story, lanes):
     ticks = RewardScaler(EnvStepper(makes(story, 2), Idle()))
-    return FragmentStacker(Lanes(RewardScaler(FragmentCollector(ticks, 4)), lanes, seed=story), lanes)
+    return FragmentStacker(
+        Lanes(RewardScaler(FragmentCollector(ticks, 4)), lanes, seed=story), lanes
+    )
 
 
 @pytest.mark.parametrize("story", [1, 2, 3])
@@ -491,27 +751,52 @@ def test_the_stream_does_not_depend_on_the_workers(story, options):
     serial = list(map(snapshot, islice(piped(story, 3), 12)))
     check_fragments(story, islice(piped(story, 3), 12))
     for workers in (0, 1, 2):
-        with DataLoader2(piped(story, 3), reading_service=ProcessReading(workers, **options if workers else {})) as loader:
+        with DataLoader2(
+            piped(story, 3), reading_service=ProcessReading(workers, **options if workers else {})
+        ) as loader:
             assert_same(list(map(snapshot, islice(loader, 12))), serial)
 
 
 def test_large_infos_that_appear_late_come_out_of_the_workers():
     "The workers put arrays of this size into the places of a layout, which is made when the first batches have arrived."
-    def tell(step): return {"large": np.full((200, 200), step, np.float32)} if step > 18 or step % 4 == 3 and step > 9 else {}
-    def pipe(): return FragmentStacker(Lanes(FragmentCollector(EnvStepper(partial(Telling, tell), Plain(), 2), 4), 2, seed=0), 2)
+
+    def tell(step):
+        return (
+            {"large": np.full((200, 200), step, np.float32)}
+            if step > 18 or step % 4 == 3 and step > 9
+            else {}
+        )
+
+    def pipe():
+        return FragmentStacker(
+            Lanes(FragmentCollector(EnvStepper(partial(Telling, tell), Plain(), 2), 4), 2, seed=0),
+            2,
+        )
+
     serial = list(map(snapshot, islice(pipe(), 7)))
-    assert [int(f.env["_large"].sum()) if "_large" in f.env else None for f in serial] == [None, None, 4, 4, 8, 16, 16]
-    with DataLoader2(pipe(), reading_service=ProcessReading(2)) as loader: assert_same(list(map(snapshot, islice(loader, 7))), serial)
+    assert [int(f.env["_large"].sum()) if "_large" in f.env else None for f in serial] == [
+        None,
+        None,
+        4,
+        4,
+        8,
+        16,
+        16,
+    ]
+    with DataLoader2(pipe(), reading_service=ProcessReading(2)) as loader:
+        assert_same(list(map(snapshot, islice(loader, 7))), serial)
 
 
 def test_lanes_that_begin_anew_record_the_same_infos():
     "Their first steps may report fewer infos than the steps before, and nothing is lost or shifted."
-    fragments, memory = [], ReplayMemory(1000, seed=0)
+    fragments = []
+    memory = ReplayMemory(1000, seed=0)
     with DataLoader2(piped(5, 2), reading_service=ProcessReading(2, restart=1)) as loader:
         for k, f in enumerate(islice(loader, 30)):
             fragments.append(f)
             memory.add(f)
-            if k == 8: os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
+            if k == 8:
+                os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
         assert loader.reading_service.health()[0]["restarted"] == 1
     check_fragments(5, [*fragments, memory.sample(400).fragment])
 
@@ -519,26 +804,53 @@ def test_lanes_that_begin_anew_record_the_same_infos():
 class Pictured(Telling):
     def step(self, action):
         *rest, info = super().step(action)
-        return *rest, info if self.count == 3 else {**info, "image": np.full((2, 2, 3), self.count, np.uint8)}
+        return *rest, info if self.count == 3 else {
+            **info,
+            "image": np.full((2, 2, 3), self.count, np.uint8),
+        }
 
 
 def test_steps_without_an_image():
-    steps = list(islice(Steps(FragmentCollector(EnvStepper([partial(Pictured, lambda step: {})] * 2, Plain()), 5), image="image"), 20))
-    assert [None if s.image is None else int(s.image[0, 0, 0]) for s in steps[::2]] == [1, 2, None, *range(4, 11)]
+    steps = list(
+        islice(
+            Steps(
+                FragmentCollector(EnvStepper([partial(Pictured, lambda step: {})] * 2, Plain()), 5),
+                image="image",
+            ),
+            20,
+        )
+    )
+    assert [None if s.image is None else int(s.image[0, 0, 0]) for s in steps[::2]] == [
+        1,
+        2,
+        None,
+        *range(4, 11),
+    ]
 
 
 # --- the statistics of episodes that gymnasium reports
 
-def recorded(length): return gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1", max_episode_steps=length))
+
+def recorded(length):
+    return gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1", max_episode_steps=length))
 
 
 def statistics(pipe):
     "`(lane, environment, return, length)` of the ends, from the infos of a stream of fragments, and from the library's own statistics."
-    ends, found = [], []
+    ends = []
+    found = []
     for f in islice(EpisodeStats(pipe, sink=ends.append), 12):
         for t, b in (f.env["_episode"] & f.valid).nonzero().tolist() if "episode" in f.env else ():
-            found.append((int(f.lane[b]), b, float(f.env["episode"]["r"][t, b]), int(f.env["episode"]["l"][t, b])))
-        if "episode" in f.env: assert torch.equal(f.env["_episode"], f.state.fin[1:] & f.valid)
+            found.append(
+                (
+                    int(f.lane[b]),
+                    b,
+                    float(f.env["episode"]["r"][t, b]),
+                    int(f.env["episode"]["l"][t, b]),
+                )
+            )
+        if "episode" in f.env:
+            assert torch.equal(f.env["_episode"], f.state.fin[1:] & f.valid)
     return found, [(end.lane, end.env, end.ret, end.length) for end in ends]
 
 
@@ -547,7 +859,9 @@ def statistics(pipe):
 def test_the_statistics_of_gymnasium(source, keys):
     makes = [partial(recorded, 12), partial(recorded, 30), partial(recorded, 500)]
     source = makes if source == "single" else partial(SyncVectorEnv, makes, autoreset_mode=source)
-    found, expected = statistics(FragmentCollector(EnvStepper(source, Idle(), seed=0, info_keys=keys), 7))
+    found, expected = statistics(
+        FragmentCollector(EnvStepper(source, Idle(), seed=0, info_keys=keys), 7)
+    )
     assert found == expected and len(found) > 15
 
 
@@ -556,40 +870,72 @@ def test_the_statistics_of_a_vector(mode):
     def source():
         carts = SyncVectorEnv([partial(gym.make, "CartPole-v1")] * 2, autoreset_mode=mode)
         return gym.wrappers.vector.RecordEpisodeStatistics(carts)
+
     found, expected = statistics(FragmentCollector(EnvStepper(source, Idle(), seed=0), 7))
     assert found == expected and len(found) > 10
 
 
 def test_statistics_of_a_vector_that_gymnasium_would_lose():
     "gymnasium's vectors take `reset_mask` out of the options, so the wrapper around them clears the episodes of all environments."
+
     def source():
-        return gym.wrappers.vector.RecordEpisodeStatistics(SyncVectorEnv([Cart, Cart], autoreset_mode=AutoresetMode.DISABLED))
+        return gym.wrappers.vector.RecordEpisodeStatistics(
+            SyncVectorEnv([Cart, Cart], autoreset_mode=AutoresetMode.DISABLED)
+        )
+
     Cart = partial(gym.make, "CartPole-v1")
-    with pytest.raises(EnvError, match="forgets .* Expected SameStep or NextStep"): next(iter(EnvStepper(source, Idle())))
+    with pytest.raises(EnvError, match="forgets .* Expected SameStep or NextStep"):
+        next(iter(EnvStepper(source, Idle())))
 
 
 def test_statistics_in_a_replay_and_in_batches():
-    pipe = on_policy([partial(recorded, 12)] * 2, Idle(), lambda obs: obs.sum(-1), n_steps=8, lanes=2, seed=0)
+    pipe = on_policy(
+        [partial(recorded, 12)] * 2, Idle(), lambda obs: obs.sum(-1), n_steps=8, lanes=2, seed=0
+    )
     memory = ReplayMemory(2000, seed=0)
-    for f in islice(pipe, 8): memory.add(f)
+    for f in islice(pipe, 8):
+        memory.add(f)
     sample = memory.sample(400).fragment
-    ended, (length,) = sample.env["_episode"], sample.env["episode"]["l"]
-    assert torch.equal(ended, sample.state.fin[1:]) and torch.equal(length[ended[0]], sample.state.stepno[0][ended[0]] + 1)
+    ended = sample.env["_episode"]
+    (length,) = sample.env["episode"]["l"]
+    assert torch.equal(ended, sample.state.fin[1:]) and torch.equal(
+        length[ended[0]], sample.state.stepno[0][ended[0]] + 1
+    )
     assert 0 < ended.sum() < 200
 
 
 # --- the same keys
 
+
 def test_same_keys_by_hand():
-    yes, no = torch.tensor([[True, True]]), torch.tensor([[True, False]])
-    one, two, three = same_keys([dict(x=torch.ones(1, 2)), dict(x=torch.zeros(1, 2), _x=no, n=torch.ones(1, 2, 3).long(), _n=yes), {}],
-                                [no, yes, yes])
+    yes = torch.tensor([[True, True]])
+    no = torch.tensor([[True, False]])
+    one, two, three = same_keys(
+        [
+            dict(x=torch.ones(1, 2)),
+            dict(x=torch.zeros(1, 2), _x=no, n=torch.ones(1, 2, 3).long(), _n=yes),
+            {},
+        ],
+        [no, yes, yes],
+    )
     assert {*one} == {*two} == {*three} == {"x", "_x", "n", "_n"}
-    assert one["_x"].tolist() == [[True, False]] and one["n"].tolist() == [[[0] * 3] * 2] and not one["_n"].any()
-    assert two["_x"] is no and three["x"].isnan().all() and not three["_x"].any() and three["n"].shape == (1, 2, 3)
+    assert (
+        one["_x"].tolist() == [[True, False]]
+        and one["n"].tolist() == [[[0] * 3] * 2]
+        and not one["_n"].any()
+    )
+    assert (
+        two["_x"] is no
+        and three["x"].isnan().all()
+        and not three["_x"].any()
+        and three["n"].shape == (1, 2, 3)
+    )
     assert one["_x"].data_ptr() != no.data_ptr()
 
 
 def test_a_lane_with_another_form_of_an_info_is_refused():
-    def collected(tell): return next(iter(FragmentCollector(EnvStepper(partial(Telling, tell), Plain()), 3)))
-    with pytest.raises(DataError, match="env"): join([collected(lambda step: {"x": 1}), collected(lambda step: {"x": {"y": 1}})])
+    def collected(tell):
+        return next(iter(FragmentCollector(EnvStepper(partial(Telling, tell), Plain()), 3)))
+
+    with pytest.raises(DataError, match="env"):
+        join([collected(lambda step: {"x": 1}), collected(lambda step: {"x": {"y": 1}})])

@@ -1,4 +1,5 @@
 "Lanes: their turns, their independence and their errors."
+
 from functools import partial
 from itertools import islice
 
@@ -9,7 +10,17 @@ from toys import Counting, Ledger, Limit, Lively, Memory, Plain, Shaky
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import (
-    AdvantageBuffer, DataError, EnvError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Pipe, ProcessReading, find_one,
+    AdvantageBuffer,
+    DataError,
+    EnvError,
+    EnvStepper,
+    FragmentCollector,
+    FragmentStacker,
+    GraphError,
+    Lanes,
+    Pipe,
+    ProcessReading,
+    find_one,
 )
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 
@@ -21,12 +32,17 @@ def pipeline(source, actor, n, seed=0, n_steps=4, n_envs=2):
 def by_lane(pipe, n_items):
     "lane -> snapshots of its fragments"
     found = {}
-    for f in islice(pipe, n_items): found.setdefault(int(f.lane[0]), []).append(snapshot(f))
+    for f in islice(pipe, n_items):
+        found.setdefault(int(f.lane[0]), []).append(snapshot(f))
     return found
 
 
-WORLDS = {"memory": (Counting, lambda: Memory()), "gaussian": (Lively, lambda: GaussianPolicy.for_env(Lively, seed=0)),
-          "categorical": ("CartPole-v1", lambda: CategoricalPolicy.for_env("CartPole-v1", seed=0)), "global": (Lively, lambda: Shaky())}
+WORLDS = {
+    "memory": (Counting, lambda: Memory()),
+    "gaussian": (Lively, lambda: GaussianPolicy.for_env(Lively, seed=0)),
+    "categorical": ("CartPole-v1", lambda: CategoricalPolicy.for_env("CartPole-v1", seed=0)),
+    "global": (Lively, lambda: Shaky()),
+}
 
 
 def test_lanes_take_turns():
@@ -36,15 +52,23 @@ def test_lanes_take_turns():
 
 def test_lanes_of_ticks():
     "The seam may be anywhere behind the stepper."
-    assert [t.lane for t in islice(Lanes(EnvStepper(Counting, Plain()), 2, 0), 5)] == [0, 1, 0, 1, 0]
+    assert [t.lane for t in islice(Lanes(EnvStepper(Counting, Plain()), 2, 0), 5)] == [
+        0,
+        1,
+        0,
+        1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_lane_does_not_depend_on_its_neighbours(world):
     "Lane k is the same among 3 as among 5 lanes, and lane 0 the same as alone."
-    source, actor = WORLDS[world][0], WORLDS[world][1]()
+    source = WORLDS[world][0]
+    actor = WORLDS[world][1]()
     alone, three, five = (by_lane(pipeline(source, actor, n), 3 * n) for n in (1, 3, 5))
-    for lane in range(3): assert_same(three[lane], five[lane])
+    for lane in range(3):
+        assert_same(three[lane], five[lane])
     assert_same(alone[0], three[0])
     assert len(five[4]) == 3
 
@@ -52,16 +76,20 @@ def test_a_lane_does_not_depend_on_its_neighbours(world):
 @pytest.mark.parametrize("world", ["gaussian", "categorical", "global"])
 def test_lanes_differ(world):
     "Every lane and every environment has a seed of its own."
-    source, actor = WORLDS[world][0], WORLDS[world][1]()
+    source = WORLDS[world][0]
+    actor = WORLDS[world][1]()
     lanes = by_lane(pipeline(source, actor, 3), 3)
     starts = {tuple(lanes[lane][0].state.obs[0, b].tolist()) for lane in lanes for b in range(2)}
-    noise = {tuple(lanes[lane][0].state.act[:, b].ravel().tolist()) for lane in lanes for b in range(2)}
+    noise = {
+        tuple(lanes[lane][0].state.act[:, b].ravel().tolist()) for lane in lanes for b in range(2)
+    }
     assert len(starts) == 6 and (len(noise) == 6 or world == "categorical")
 
 
 def test_a_lane_may_be_left_waiting():
     "What happens between two turns of a lane, its neighbours or the user's random numbers, makes no difference."
-    source, actor = WORLDS["global"][0], WORLDS["global"][1]()
+    source = WORLDS["global"][0]
+    actor = WORLDS["global"][1]()
     expected = by_lane(pipeline(source, actor, 2), 8)
     found = {}
     for f in islice(pipeline(source, actor, 2), 8):
@@ -77,7 +105,9 @@ def test_seeds():
     assert_same(a, b)
     assert (a[0][0].state.obs != c[0][0].state.obs).all()
     x, y = (by_lane(pipeline(Lively, actor, 2, seed=None), 2) for _ in range(2))
-    assert (x[0][0].state.obs != y[0][0].state.obs).all() and (x[0][0].state.obs != x[1][0].state.obs).all()
+    assert (x[0][0].state.obs != y[0][0].state.obs).all() and (
+        x[0][0].state.obs != x[1][0].state.obs
+    ).all()
 
 
 def test_the_seed_may_be_given_to_the_stepper():
@@ -86,7 +116,17 @@ def test_the_seed_may_be_given_to_the_stepper():
     actor = GaussianPolicy.for_env(Lively)
     a, b, c = (by_lane(make(seed), 6) for seed in (0, 0, 1))
     assert_same(a, b)
-    assert len({lanes[k][0].state.obs[0, e].tobytes() for lanes in (a, c) for k in range(3) for e in range(2)}) == 12
+    assert (
+        len(
+            {
+                lanes[k][0].state.obs[0, e].tobytes()
+                for lanes in (a, c)
+                for k in range(3)
+                for e in range(2)
+            }
+        )
+        == 12
+    )
 
 
 @pytest.mark.parametrize("seed, own", [(0, None), (0, 3), (None, 3)])
@@ -94,11 +134,15 @@ def test_a_random_pipe_of_torch_gets_a_seed_of_its_own_in_each_lane(seed, own):
     def make():
         envs = IterableWrapper([partial(Counting, tag=tag) for tag in range(20)]).shuffle()
         return pipeline(envs if own is None else envs.set_seed(own), Plain(), 3, seed, n_envs=4)
-    def tags(stream): return [tuple(f.state.obs[0, :, 0].tolist()) for f in islice(stream, 3)]
+
+    def tags(stream):
+        return [tuple(f.state.obs[0, :, 0].tolist()) for f in islice(stream, 3)]
+
     first = tags(make())
     assert first == tags(make()) and len({*first}) == 3
     for workers in (0, 2) if seed is not None else ():
-        with DataLoader2(make(), reading_service=ProcessReading(workers)) as loader: assert tags(loader) == first
+        with DataLoader2(make(), reading_service=ProcessReading(workers)) as loader:
+            assert tags(loader) == first
 
 
 def test_the_graph_above_is_not_used_itself():
@@ -114,22 +158,35 @@ def test_the_graph_above_is_not_used_itself():
 def test_lanes_share_the_actor_itself():
     "A lane's copy refers to the actor, so all lanes see an update at once."
     actor = torch.nn.Linear(1, 1)
+
     class Told(Actor):
         def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
-            return torch.zeros(fin.shape, dtype=torch.int64), (), {"bias": actor.bias.detach().expand(fin.shape).clone()}
+            return (
+                torch.zeros(fin.shape, dtype=torch.int64),
+                (),
+                {"bias": actor.bias.detach().expand(fin.shape).clone()},
+            )
+
     seen = []
     for k, f in enumerate(islice(pipeline(Counting, Told(), 2, n_steps=1, n_envs=1), 6)):
         seen.append(float(f.actor["bias"][0, 0]))
-        with torch.no_grad(): actor.bias.fill_(k)
+        with torch.no_grad():
+            actor.bias.fill_(k)
     assert seen[1:] == [0, 1, 2, 3, 4]
 
 
 def test_a_lane_that_ends_leaves_the_turn():
     class Unequal(Pipe):
         "Lane k gives k + 1 items."
+
         lane = 0
-        def set_lane(self, lane, seed): self.lane = lane
-        def stream(self, items): yield from islice(items, self.lane + 1)
+
+        def set_lane(self, lane, seed):
+            self.lane = lane
+
+        def stream(self, items):
+            yield from islice(items, self.lane + 1)
+
     pipe = Lanes(Unequal(FragmentCollector(EnvStepper(Counting, Plain()), 2)), 3, 0)
     assert [int(f.lane[0]) for f in pipe] == [0, 1, 2, 1, 2, 2]
 
@@ -139,7 +196,10 @@ def test_several_steppers_in_a_lane_get_different_seeds():
         def __init__(self, pipe, other):
             super().__init__(pipe)
             self.other = other
-        def stream(self, items): yield from zip(items, iter(self.other))
+
+        def stream(self, items):
+            yield from zip(items, iter(self.other))
+
     actor = GaussianPolicy.for_env(Lively)
     [(a, b)] = islice(Lanes(Zip(EnvStepper(Lively, actor), EnvStepper(Lively, actor)), 1, 0), 1)
     assert (a.state.obs != b.state.obs).all()
@@ -148,8 +208,10 @@ def test_several_steppers_in_a_lane_get_different_seeds():
 def test_what_cannot_be():
     stepper = EnvStepper(Counting, Plain())
     for n in (0, -1, 1.5):
-        with pytest.raises(DataError, match=r"Lanes: .*n >= 1.*n="): Lanes(stepper, n)
-    with pytest.raises(GraphError, match="Lanes: lanes within lanes"): next(iter(Lanes(Lanes(stepper, 2), 2)))
+        with pytest.raises(DataError, match=r"Lanes: .*n >= 1.*n="):
+            Lanes(stepper, n)
+    with pytest.raises(GraphError, match="Lanes: lanes within lanes"):
+        next(iter(Lanes(Lanes(stepper, 2), 2)))
     with pytest.raises(GraphError, match="Lanes: EnvStepper and Lanes both have a seed"):
         next(iter(Lanes(EnvStepper(Counting, Plain(), seed=1), 2, 0)))
 
@@ -157,14 +219,20 @@ def test_what_cannot_be():
 def test_an_error_names_its_lane_and_closes_all():
     "The environment of lane 2 fails at its 5th step."
     Ledger.clear()
+
     class Fails(Counting):
         def step(self, action):
-            if Ledger.made.index(self) == 5 and self.count == 4: raise ValueError("out of petrol")
+            if Ledger.made.index(self) == 5 and self.count == 4:
+                raise ValueError("out of petrol")
             return super().step(action)
+
     pipe = FragmentStacker(pipeline(lambda: Fails([(9, "term")]), Plain(), 3, n_steps=3), 3)
     stream = iter(pipe)
     assert next(stream).n_envs == 6
-    with pytest.raises(EnvError, match=r"EnvStepper, lane 2, environment 1 \(.*\): step\(\) raised ValueError: out of petrol") as kept:
+    with pytest.raises(
+        EnvError,
+        match=r"EnvStepper, lane 2, environment 1 \(.*\): step\(\) raised ValueError: out of petrol",
+    ) as kept:
         next(stream)
     assert kept.tb and len(Ledger.made) == 6 and Ledger.open() == 0
 
@@ -184,10 +252,13 @@ def test_limit_above_and_below():
 
 def test_closing_an_environment_that_fails_to_close_leaves_no_other_open():
     Ledger.clear()
+
     class Stuck(Counting):
         def close(self):
             super().close()
-            if Ledger.made.index(self) == 1: raise OSError("stuck")
+            if Ledger.made.index(self) == 1:
+                raise OSError("stuck")
+
     with pytest.warns(UserWarning, match="stuck"):
         stream = iter(pipeline(lambda: Stuck(), Plain(), 3))
         next(stream), next(stream), next(stream)
@@ -196,14 +267,25 @@ def test_closing_an_environment_that_fails_to_close_leaves_no_other_open():
 
 
 def test_recurrent_state_stays_in_its_lane():
-    actor, plans = Memory(), [[(3, "trunc")], [(5, "term")]]
-    lanes = by_lane(Lanes(FragmentCollector(EnvStepper([lambda p=p: Counting(p) for p in plans], actor), 4), 2, 0), 6)
-    assert_same(apply(lambda x: x, [f._replace(lane=None) for f in lanes[0]]), [f._replace(lane=None) for f in lanes[1]])
+    actor = Memory()
+    plans = [[(3, "trunc")], [(5, "term")]]
+    lanes = by_lane(
+        Lanes(
+            FragmentCollector(EnvStepper([lambda p=p: Counting(p) for p in plans], actor), 4), 2, 0
+        ),
+        6,
+    )
+    assert_same(
+        apply(lambda x: x, [f._replace(lane=None) for f in lanes[0]]),
+        [f._replace(lane=None) for f in lanes[1]],
+    )
 
 
 class Frozen(Exception):
     "As a frozen dataclass: nobody may change it."
-    def __setattr__(self, name, value): raise AttributeError("frozen")
+
+    def __setattr__(self, name, value):
+        raise AttributeError("frozen")
 
 
 def test_an_exception_that_nobody_may_change_arrives_as_it_is():
@@ -212,6 +294,17 @@ def test_an_exception_that_nobody_may_change_arrives_as_it_is():
             yield next(items)
             raise Frozen("of the user")
 
-    lanes = iter(Lanes(Fails(FragmentCollector(EnvStepper("CartPole-v1", CategoricalPolicy.for_env("CartPole-v1"), 1), 4)), 1, seed=0))
+    lanes = iter(
+        Lanes(
+            Fails(
+                FragmentCollector(
+                    EnvStepper("CartPole-v1", CategoricalPolicy.for_env("CartPole-v1"), 1), 4
+                )
+            ),
+            1,
+            seed=0,
+        )
+    )
     next(lanes)
-    with pytest.raises(Frozen, match="of the user"): next(lanes)
+    with pytest.raises(Frozen, match="of the user"):
+        next(lanes)

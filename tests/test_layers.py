@@ -11,7 +11,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
+from gymnasium.spaces import (
+    Box,
+    Dict,
+    Discrete,
+    Graph,
+    MultiBinary,
+    MultiDiscrete,
+    Sequence,
+    Text,
+    Tuple,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -21,8 +31,26 @@ from toys import Nested
 
 import rollpipe.layers
 from rollpipe.layers import (
-    MLP, ActionCritic, Actor, Categorical, CategoricalPolicy, Critic, DeterministicPolicy, Gaussian, GaussianPolicy, MemoryCritic,
-    MLPPolicy, Policy, QPolicy, QuantilePolicy, RecurrentPolicy, RecurrentQPolicy, RunningNorm, SquashedPolicy, encoder_for, head_for,
+    MLP,
+    ActionCritic,
+    Actor,
+    Categorical,
+    CategoricalPolicy,
+    Critic,
+    DeterministicPolicy,
+    Gaussian,
+    GaussianPolicy,
+    MemoryCritic,
+    MLPPolicy,
+    Policy,
+    QPolicy,
+    QuantilePolicy,
+    RecurrentPolicy,
+    RecurrentQPolicy,
+    RunningNorm,
+    SquashedPolicy,
+    encoder_for,
+    head_for,
 )
 from rollpipe.agents.critics import fit_critic
 from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
@@ -33,7 +61,8 @@ from rollpipe.pipes.data.errors import SpaceError
 from rollpipe.testing import check_actor
 
 fast = settings(deadline=None, max_examples=25)
-BOX, ACT = Box(-1, 1, (4,)), Dict(gear=Discrete(3, start=1), steer=Tuple([Box(-2, 2, (2,)), Box(-np.inf, np.inf, ())]))
+BOX = Box(-1, 1, (4,))
+ACT = Dict(gear=Discrete(3, start=1), steer=Tuple([Box(-2, 2, (2,)), Box(-np.inf, np.inf, ())]))
 
 
 def test_surface_is_sorted_and_complete():
@@ -43,42 +72,76 @@ def test_surface_is_sorted_and_complete():
 
 # --- actor
 
-def define(**methods): return type('Mine', (Actor,), methods)
+
+def define(**methods):
+    return type("Mine", (Actor,), methods)
 
 
-@pytest.mark.parametrize('forward', [
-    lambda self, obs, act, rew, fin, *, hx, stepno, virtual: None,
-    lambda self, x, a, r, d, hx, stepno, virtual: None,
-    lambda self, *args, **kwargs: None,
-    lambda self, obs, *_, hx, temperature=1, **kwargs: None,
-])
-def test_signatures_that_fit(forward): define(forward=forward)
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, obs, act, rew, fin, *, hx, stepno, virtual: None,
+        lambda self, x, a, r, d, hx, stepno, virtual: None,
+        lambda self, *args, **kwargs: None,
+        lambda self, obs, *_, hx, temperature=1, **kwargs: None,
+    ],
+)
+def test_signatures_that_fit(forward):
+    define(forward=forward)
 
 
-@pytest.mark.parametrize('method, fn, message', [
-    ('forward', lambda self, obs, *, hx, stepno, virtual: None, 'Mine.forward lacks act, rew, fin'),
-    ('forward', lambda self, obs, act, rew, fin, *, hx: None, 'Mine.forward lacks stepno, virtual'),
-    ('forward', lambda self, obs, act, rew, fin, extra, *, hx, stepno, virtual: None, 'Mine.forward demands extra'),
-    ('step', lambda self, stepno, obs, act, rew, fin, /, *, hx: None, 'Mine.step lacks virtual, noise'),
-    ('reset', lambda self, hx: None, 'Mine.reset lacks at'),
-    ('draw_noise', lambda self, lead, generator: None, 'Mine.forward lacks noise'),
-])
+@pytest.mark.parametrize(
+    "method, fn, message",
+    [
+        (
+            "forward",
+            lambda self, obs, *, hx, stepno, virtual: None,
+            "Mine.forward lacks act, rew, fin",
+        ),
+        (
+            "forward",
+            lambda self, obs, act, rew, fin, *, hx: None,
+            "Mine.forward lacks stepno, virtual",
+        ),
+        (
+            "forward",
+            lambda self, obs, act, rew, fin, extra, *, hx, stepno, virtual: None,
+            "Mine.forward demands extra",
+        ),
+        (
+            "step",
+            lambda self, stepno, obs, act, rew, fin, /, *, hx: None,
+            "Mine.step lacks virtual, noise",
+        ),
+        ("reset", lambda self, hx: None, "Mine.reset lacks at"),
+        ("draw_noise", lambda self, lead, generator: None, "Mine.forward lacks noise"),
+    ],
+)
 def test_signatures_that_do_not_fit(method, fn, message):
-    forward = {'forward': lambda self, obs, act, rew, fin, *, hx, stepno, virtual: None}
-    with pytest.raises(TypeError, match=message): define(**{**forward, method: fn})
+    forward = {"forward": lambda self, obs, act, rew, fin, *, hx, stepno, virtual: None}
+    with pytest.raises(TypeError, match=message):
+        define(**{**forward, method: fn})
 
 
 def test_policies_check_params_too():
-    with pytest.raises(TypeError, match='Mine.params lacks hx'):
-        type('Mine', (Policy,), {'params': lambda self, obs, act, rew, fin, *, stepno: None})
-    with pytest.raises(NotImplementedError, match='Mine must define params'):
-        type('Mine', (Policy,), {})().params(None, None, None, None, hx=(), stepno=None)
+    with pytest.raises(TypeError, match="Mine.params lacks hx"):
+        type("Mine", (Policy,), {"params": lambda self, obs, act, rew, fin, *, stepno: None})
+    with pytest.raises(NotImplementedError, match="Mine must define params"):
+        type("Mine", (Policy,), {})().params(None, None, None, None, hx=(), stepno=None)
 
 
 def test_reset_zeroes_environments_of_every_leaf_in_a_copy():
     actor = Actor()
-    hx = {'lstm': (torch.ones(2, 5, 3), torch.ones(2, 5, 3)), 'count': torch.ones(1, 5, dtype=torch.int64)}
-    for at in ([1, 3], np.array([1, 3]), torch.tensor([False, True, False, True, False]), slice(1, 4, 2)):
+    hx = {
+        "lstm": (torch.ones(2, 5, 3), torch.ones(2, 5, 3)),
+        "count": torch.ones(1, 5, dtype=torch.int64),
+    }
+    for at in (
+        [1, 3],
+        np.array([1, 3]),
+        torch.tensor([False, True, False, True, False]),
+        slice(1, 4, 2),
+    ):
         new = actor.reset(hx, at)
         for leaf in nested.leaves(new):
             assert (leaf[:, [1, 3]] == 0).all() and (leaf[:, [0, 2, 4]] == 1).all()
@@ -88,55 +151,91 @@ def test_reset_zeroes_environments_of_every_leaf_in_a_copy():
 
 @pytest.mark.parametrize("name", ["elu", "gelu", "leaky_relu", "relu", "sigmoid", "silu", "tanh"])
 def test_an_activation_by_name_is_the_function_of_that_name(name):
-    mlp, x = MLP(3, (4,), activation=name), torch.randn(5, 3)
+    mlp = MLP(3, (4,), activation=name)
+    x = torch.randn(5, 3)
     function = getattr(torch, name, None) or getattr(torch.nn.functional, name)
     assert torch.equal(mlp(x), function(mlp.hidden[0](x)))
 
 
 # --- the arguments that many networks have
 
-TAKE = {'observation_space', 'hidden', 'normalize', 'activation', 'encoder'}
+TAKE = {"observation_space", "hidden", "normalize", "activation", "encoder"}
 
 
-@pytest.mark.parametrize('cls, others', [
-    (MLPPolicy, 'action_space action_mask std log_std'), (CategoricalPolicy, 'action_space action_mask'),
-    (GaussianPolicy, 'action_space action_mask std log_std'),
-    (RecurrentPolicy, 'action_space action_mask std log_std report memory cell layers span past method'),
-    (QPolicy, 'action_space action_mask duelling epsilon'), (QuantilePolicy, 'action_space action_mask duelling epsilon n_quantiles'),
-    (RecurrentQPolicy, 'action_space action_mask duelling epsilon memory cell layers span past method'),
-    (SquashedPolicy, 'action_space'), (RenormPolicy, 'action_space'), (RenormCritic, 'action_space n_critics'),
-    (DeterministicPolicy, 'action_space explore_std'),
-    (Critic, ''), (MemoryCritic, 'memory'), (ActionCritic, 'action_space n_critics')])
+@pytest.mark.parametrize(
+    "cls, others",
+    [
+        (MLPPolicy, "action_space action_mask std log_std"),
+        (CategoricalPolicy, "action_space action_mask"),
+        (GaussianPolicy, "action_space action_mask std log_std"),
+        (
+            RecurrentPolicy,
+            "action_space action_mask std log_std report memory cell layers span past method",
+        ),
+        (QPolicy, "action_space action_mask duelling epsilon"),
+        (QuantilePolicy, "action_space action_mask duelling epsilon n_quantiles"),
+        (
+            RecurrentQPolicy,
+            "action_space action_mask duelling epsilon memory cell layers span past method",
+        ),
+        (SquashedPolicy, "action_space"),
+        (RenormPolicy, "action_space"),
+        (RenormCritic, "action_space n_critics"),
+        (DeterministicPolicy, "action_space explore_std"),
+        (Critic, ""),
+        (MemoryCritic, "memory"),
+        (ActionCritic, "action_space n_critics"),
+    ],
+)
 def test_networks_show_and_explain_what_they_take(cls, others):
     taken = inspect.signature(cls).parameters
     assert set(taken) == set(args_section(cls.__doc__)) == TAKE | set(others.split())
-    with pytest.raises(TypeError, match=rf"{cls.__name__}.__init__\(\) got an unexpected keyword argument 'hiden'"):
+    with pytest.raises(
+        TypeError, match=rf"{cls.__name__}.__init__\(\) got an unexpected keyword argument 'hiden'"
+    ):
         cls.for_env((BOX, BOX), hiden=(8,))
 
 
 # --- mlp
 
+
 @fast
-@given(hidden=st.lists(st.integers(1, 6), max_size=3), n_out=st.none() | st.integers(1, 4),
-       lead=st.lists(st.integers(1, 3), max_size=3), activation=st.sampled_from([nn.Tanh, nn.ReLU, nn.SiLU]))
+@given(
+    hidden=st.lists(st.integers(1, 6), max_size=3),
+    n_out=st.none() | st.integers(1, 4),
+    lead=st.lists(st.integers(1, 3), max_size=3),
+    activation=st.sampled_from([nn.Tanh, nn.ReLU, nn.SiLU]),
+)
 def test_mlp_equals_sequential(hidden, n_out, lead, activation):
-    mlp, x = MLP(3, hidden, n_out, activation), torch.randn(*lead, 3)
-    layers = [layer for h in mlp.hidden for layer in (h, activation())] + ([] if n_out is None else [mlp.last])
+    mlp = MLP(3, hidden, n_out, activation)
+    x = torch.randn(*lead, 3)
+    layers = [layer for h in mlp.hidden for layer in (h, activation())] + (
+        [] if n_out is None else [mlp.last]
+    )
     torch.testing.assert_close(mlp(x), nn.Sequential(*layers)(x))
     assert mlp(x).shape == (*lead, mlp.n_out)
 
 
 def test_mlp_initialisation():
     mlp = MLP(64, (64,), 3, gain=0.5)
-    torch.testing.assert_close(mlp.hidden[0].weight @ mlp.hidden[0].weight.T, 2 * torch.eye(64), atol=1e-4, rtol=0)
-    torch.testing.assert_close(mlp.last.weight @ mlp.last.weight.T, 0.25 * torch.eye(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        mlp.hidden[0].weight @ mlp.hidden[0].weight.T, 2 * torch.eye(64), atol=1e-4, rtol=0
+    )
+    torch.testing.assert_close(
+        mlp.last.weight @ mlp.last.weight.T, 0.25 * torch.eye(3), atol=1e-5, rtol=0
+    )
     assert not mlp.last.bias.any() and not mlp.hidden[0].bias.any()
 
 
 def test_mlp_sees_new_weights_however_they_come():
-    mlp, x = MLP(3, (5,), 2), torch.randn(4, 3)
+    mlp = MLP(3, (5,), 2)
+    x = torch.randn(4, 3)
     zeros = {k: torch.zeros_like(p) for k, p in mlp.named_parameters()}
-    for clone in (copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp)), copy.deepcopy(mlp).share_memory()):
+    for clone in (
+        copy.deepcopy(mlp),
+        pickle.loads(pickle.dumps(mlp)),
+        copy.deepcopy(mlp).share_memory(),
+    ):
         torch.testing.assert_close(clone(x), mlp(x))
         clone.load_state_dict(zeros)
         assert not clone(x).any() and mlp(x).any()
@@ -148,17 +247,22 @@ def test_mlp_sees_new_weights_however_they_come():
 
 
 @fast
-@given(chunks=st.lists(st.integers(0, 7), min_size=1, max_size=5), seed=st.integers(0, 99),
-       shift=st.sampled_from([0., 1e3]))
+@given(
+    chunks=st.lists(st.integers(0, 7), min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+    shift=st.sampled_from([0.0, 1e3]),
+)
 def test_running_norm_in_chunks_equals_all_at_once(chunks, seed, shift):
     g = torch.Generator().manual_seed(seed)
     x = shift + torch.randn(sum(chunks), 2, 3, generator=g)
     valid = torch.rand(sum(chunks), 2, generator=g) < 0.7
     norm = RunningNorm(3)
-    for part, mask in zip(x.split(chunks), valid.split(chunks)): norm.update(part, mask)
+    for part, mask in zip(x.split(chunks), valid.split(chunks)):
+        norm.update(part, mask)
     rows = x[valid].double()
     assert norm.count == len(rows)
-    if not len(rows): return
+    if not len(rows):
+        return
     torch.testing.assert_close(norm.mean, rows.mean(0).float(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(norm.var, rows.var(0, correction=0).float(), rtol=1e-3, atol=1e-5)
     expected = ((x - norm.mean) / (norm.var + norm.eps).sqrt()).clamp(-10, 10)
@@ -166,7 +270,8 @@ def test_running_norm_in_chunks_equals_all_at_once(chunks, seed, shift):
 
 
 def test_running_norm_state_travels_and_forward_never_learns():
-    norm, x = RunningNorm((2, 3), clip=5), torch.randn(100, 2, 3) * 4 + 1
+    norm = RunningNorm((2, 3), clip=5)
+    x = torch.randn(100, 2, 3) * 4 + 1
     norm(x)
     assert norm.count == 0 and torch.equal(norm(1e6 * x), 1e6 * x)
     norm.update(x)
@@ -177,133 +282,188 @@ def test_running_norm_state_travels_and_forward_never_learns():
 
 # --- heads
 
-@pytest.mark.parametrize('std', ['free', 'fixed', 'state'])
-@pytest.mark.parametrize('shape', [(), (3,), (2, 2)])
+
+@pytest.mark.parametrize("std", ["free", "fixed", "state"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
 def test_gaussian_head_is_in_units_of_the_environment(std, shape):
     head = GaussianHead(8, shape, low=-4, high=12, log_std=-1, std=std)
     mean, log_std = head(torch.randn(5, 2, 8))
-    assert mean.shape == log_std.shape == (5, 2, *shape) and mean.dtype == log_std.dtype == torch.float32
-    torch.testing.assert_close(mean, torch.full_like(mean, 4.), atol=1., rtol=0)
-    expected = 8 * (math.log(2) if std == 'state' else math.exp(-1))     # softplus(0) = ln 2
-    atol = 0.5 if std == 'state' else 1e-4
+    assert (
+        mean.shape == log_std.shape == (5, 2, *shape)
+        and mean.dtype == log_std.dtype == torch.float32
+    )
+    torch.testing.assert_close(mean, torch.full_like(mean, 4.0), atol=1.0, rtol=0)
+    expected = 8 * (math.log(2) if std == "state" else math.exp(-1))  # softplus(0) = ln 2
+    atol = 0.5 if std == "state" else 1e-4
     torch.testing.assert_close(log_std.exp(), torch.full_like(mean, expected), atol=atol, rtol=0)
 
 
 def test_the_middle_of_large_bounds_is_between_them():
     "The sum of the two bounds is no float32."
     head = GaussianHead(8, (1,), low=2e38, high=3e38)
-    assert head.center.item() == pytest.approx(2.5e38) and head.half_range.item() == pytest.approx(.5e38)
+    assert head.center.item() == pytest.approx(2.5e38) and head.half_range.item() == pytest.approx(
+        0.5e38
+    )
 
 
 def test_a_mean_begins_within_its_bounds():
     "With one bound of 5, it was 0: an environment got the bound for each action, and no policy could learn from that."
-    low, high = np.array([5, -np.inf, 0, -3, -np.inf, 4]), np.array([np.inf, -3, np.inf, np.inf, np.inf, 4])
+    low = np.array([5, -np.inf, 0, -3, -np.inf, 4])
+    high = np.array([np.inf, -3, np.inf, np.inf, np.inf, 4])
     mean, log_std = GaussianHead(8, (6,), low, high)(torch.zeros(8))
     assert mean.tolist() == [5, -3, 0, 0, 0, 4] and log_std.tolist() == [0] * 6
 
 
 def test_scaled_density_is_that_of_the_action():
     "For a Box that is ten times as wide, the density of a policy is a tenth."
-    x, z = torch.randn(6, 8), torch.randn(6, 2)
-    narrow, wide = GaussianHead(8, (2,), -1, 1), GaussianHead(8, (2,), -10, 10)
+    x = torch.randn(6, 8)
+    z = torch.randn(6, 2)
+    narrow = GaussianHead(8, (2,), -1, 1)
+    wide = GaussianHead(8, (2,), -10, 10)
     wide.mean.load_state_dict(narrow.mean.state_dict())
-    act, act_wide = narrow.dist.sample(narrow(x), z), wide.dist.sample(wide(x), z)
+    act = narrow.dist.sample(narrow(x), z)
+    act_wide = wide.dist.sample(wide(x), z)
     torch.testing.assert_close(act_wide, 10 * act)
-    logp, logp_wide = narrow.dist.log_prob(narrow(x), act), wide.dist.log_prob(wide(x), act_wide)
+    logp = narrow.dist.log_prob(narrow(x), act)
+    logp_wide = wide.dist.log_prob(wide(x), act_wide)
     torch.testing.assert_close(logp_wide, logp - 2 * math.log(10))
 
 
-@pytest.mark.parametrize('space, where', [
-    (Box(0, 9, (2,), dtype=np.int32), 'leaf action_space:.* Expected Discrete, MultiDiscrete, MultiBinary, Box'),
-    (Dict(a=Discrete(2), b=Tuple([Discrete(2), Text(3)])), r"leaf action_space\['b'\]\[1\]:"),
-])
+@pytest.mark.parametrize(
+    "space, where",
+    [
+        (
+            Box(0, 9, (2,), dtype=np.int32),
+            "leaf action_space:.* Expected Discrete, MultiDiscrete, MultiBinary, Box",
+        ),
+        (Dict(a=Discrete(2), b=Tuple([Discrete(2), Text(3)])), r"leaf action_space\['b'\]\[1\]:"),
+    ],
+)
 def test_unsupported_action_spaces(space, where):
-    with pytest.raises(SpaceError, match=where): head_for(space, 8)
+    with pytest.raises(SpaceError, match=where):
+        head_for(space, 8)
 
 
-@pytest.mark.parametrize('space', [
-    MultiDiscrete([2, 5, 3]), MultiDiscrete([3, 3], start=[-1, 2]), MultiDiscrete([[2, 3, 4], [1, 5, 2]]),
-    MultiBinary(3), MultiBinary((2, 2)), Dict(lamps=MultiBinary(2), levers=Tuple([MultiDiscrete([2, 3]), Discrete(3)])),
-])
-@pytest.mark.parametrize('cls', [MLPPolicy, RecurrentPolicy])
+@pytest.mark.parametrize(
+    "space",
+    [
+        MultiDiscrete([2, 5, 3]),
+        MultiDiscrete([3, 3], start=[-1, 2]),
+        MultiDiscrete([[2, 3, 4], [1, 5, 2]]),
+        MultiBinary(3),
+        MultiBinary((2, 2)),
+        Dict(lamps=MultiBinary(2), levers=Tuple([MultiDiscrete([2, 3]), Discrete(3)])),
+    ],
+)
+@pytest.mark.parametrize("cls", [MLPPolicy, RecurrentPolicy])
 def test_policies_for_several_numbers_and_switches(space, cls):
     check_actor(cls.for_env((BOX, space), hidden=(8,), seed=0), (BOX, space))
 
 
-@pytest.mark.parametrize('cls', [MLPPolicy, RecurrentPolicy])
+@pytest.mark.parametrize("cls", [MLPPolicy, RecurrentPolicy])
 def test_nested_actions_in_a_stream_are_replayed_as_recorded(cls):
     actor = cls.for_env(Nested, hidden=(8,), normalize=False, seed=0)
     for f in islice(FragmentCollector(EnvStepper(Nested, actor, 2, seed=0), 6), 2):
         replayed = actor.replay(f)
-        torch.testing.assert_close(replayed['logp'], f.actor['logp'][:-1], rtol=1e-4, atol=1e-4)
-        assert f.state.act['steer'][1].shape == (7, 2, 2)
+        torch.testing.assert_close(replayed["logp"], f.actor["logp"][:-1], rtol=1e-4, atol=1e-4)
+        assert f.state.act["steer"][1].shape == (7, 2, 2)
 
 
 # --- encoders
 
+
 def slow_encoding(space, obs):
     "The features of one unbatched numpy observation, from gymnasium's own flatten where it agrees with ours."
-    if isinstance(space, Dict): return np.concatenate([slow_encoding(s, obs[k]) for k, s in space.spaces.items()])
-    if isinstance(space, Tuple): return np.concatenate([slow_encoding(s, o) for s, o in zip(space.spaces, obs)])
+    if isinstance(space, Dict):
+        return np.concatenate([slow_encoding(s, obs[k]) for k, s in space.spaces.items()])
+    if isinstance(space, Tuple):
+        return np.concatenate([slow_encoding(s, o) for s, o in zip(space.spaces, obs)])
     if isinstance(space, MultiDiscrete):
-        return np.concatenate([np.eye(n)[o - s] for n, o, s in zip(space.nvec.flat, obs.flat, space.start.flat)])
+        return np.concatenate(
+            [np.eye(n)[o - s] for n, o, s in zip(space.nvec.flat, obs.flat, space.start.flat)]
+        )
     flat = gym.spaces.flatten(space, obs).astype(np.float64)
     return flat / 255 if space.dtype == np.uint8 and len(space.shape or ()) == 3 else flat
 
 
-@pytest.mark.parametrize('space', [
-    BOX, Box(-1, 1, (), dtype=np.float64), Box(0, 9, (2, 3), dtype=np.int16), Box(0, 255, (4, 4, 3), np.uint8),
-    Discrete(5, start=-2),
-    MultiBinary(4), MultiBinary((2, 3)), MultiDiscrete([2, 5, 3], start=[0, 1, -1]), MultiDiscrete([[2, 3], [4, 2]]),
-    Dict(b=Discrete(3), a=Tuple([Box(-1, 1, (2, 2)), MultiDiscrete([2, 2])]), c=Dict(d=MultiBinary(2))),
-])
+@pytest.mark.parametrize(
+    "space",
+    [
+        BOX,
+        Box(-1, 1, (), dtype=np.float64),
+        Box(0, 9, (2, 3), dtype=np.int16),
+        Box(0, 255, (4, 4, 3), np.uint8),
+        Discrete(5, start=-2),
+        MultiBinary(4),
+        MultiBinary((2, 3)),
+        MultiDiscrete([2, 5, 3], start=[0, 1, -1]),
+        MultiDiscrete([[2, 3], [4, 2]]),
+        Dict(
+            b=Discrete(3),
+            a=Tuple([Box(-1, 1, (2, 2)), MultiDiscrete([2, 2])]),
+            c=Dict(d=MultiBinary(2)),
+        ),
+    ],
+)
 def test_encoders_agree_with_gymnasium(space):
     space.seed(0)
     samples = [space.sample() for _ in range(6)]
     rows = nested.torchify(nested.stack(samples))
     encoder = encoder_for(space)
-    expected = torch.tensor(np.stack([slow_encoding(space, x) for x in samples]), dtype=torch.float32)
+    expected = torch.tensor(
+        np.stack([slow_encoding(space, x) for x in samples]), dtype=torch.float32
+    )
     torch.testing.assert_close(encoder(rows), expected)
     assert encoder(rows).dtype == torch.float32 and expected.shape[-1] == encoder.n_out
     grid = nested.map(lambda x: x.reshape(2, 3, *x.shape[1:]), rows)
     torch.testing.assert_close(encoder(grid), expected.view(2, 3, -1))
 
 
-@pytest.mark.parametrize('space', [Text(5), Sequence(Discrete(2)), Graph(BOX, None), Tuple([BOX, Text(5)])])
+@pytest.mark.parametrize(
+    "space", [Text(5), Sequence(Discrete(2)), Graph(BOX, None), Tuple([BOX, Text(5)])]
+)
 def test_unsupported_observation_spaces(space):
-    with pytest.raises(SpaceError, match='unsupported observation space'): encoder_for(space)
+    with pytest.raises(SpaceError, match="unsupported observation space"):
+        encoder_for(space)
 
 
 # --- policies
+
 
 def react(policy, obs, hx=(), noise=None):
     return policy.step(None, obs, None, None, None, hx=hx, virtual=False, noise=noise)
 
 
-@pytest.mark.parametrize('normalize', [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
 def test_policy_step(normalize):
     policy = MLPPolicy.for_env((BOX, ACT), normalize=normalize, seed=1)
     obs = torch.randn(5, 3, 4)
     policy.observe(obs)
     noise = policy.draw_noise([5, 3], torch.Generator().manual_seed(0))
-    with torch.no_grad(): act, hx, info = react(policy, obs, noise=noise, hx=None)
-    assert hx == () and set(info) == {'dist'}
-    info = policy.complete(act, info)
-    assert set(info) == {'dist', 'logp'} and info['logp'].shape == (5, 3)
-    torch.testing.assert_close(info['logp'], policy.dist.log_prob(info['dist'], act))
-    assert ((1 <= act['gear']) & (act['gear'] <= 3)).all()
     with torch.no_grad():
-        for t in range(5):                     # row by row gives the same as all rows at once
-            one = react(policy, obs[t:t + 1], noise=nested.getitem(noise, slice(t, t + 1)))[0]
+        act, hx, info = react(policy, obs, noise=noise, hx=None)
+    assert hx == () and set(info) == {"dist"}
+    info = policy.complete(act, info)
+    assert set(info) == {"dist", "logp"} and info["logp"].shape == (5, 3)
+    torch.testing.assert_close(info["logp"], policy.dist.log_prob(info["dist"], act))
+    assert ((1 <= act["gear"]) & (act["gear"] <= 3)).all()
+    with torch.no_grad():
+        for t in range(5):  # row by row gives the same as all rows at once
+            one = react(policy, obs[t : t + 1], noise=nested.getitem(noise, slice(t, t + 1)))[0]
             nested.map(torch.testing.assert_close, one, nested.getitem(act, slice(t, t + 1)))
         mode = react(policy, obs)[0]
-    nested.map(torch.testing.assert_close, mode, policy.dist.mode(info['dist']))
+    nested.map(torch.testing.assert_close, mode, policy.dist.mode(info["dist"]))
 
 
 def test_policies_survive_copies_and_pickles():
-    policy, obs = MLPPolicy.for_env((BOX, ACT)), torch.randn(2, 3, 4)
+    policy = MLPPolicy.for_env((BOX, ACT))
+    obs = torch.randn(2, 3, 4)
     policy.observe(obs)
-    for clone in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy).share_memory()):
+    for clone in (
+        copy.deepcopy(policy),
+        pickle.loads(pickle.dumps(policy)),
+        copy.deepcopy(policy).share_memory(),
+    ):
         nested.map(torch.testing.assert_close, react(clone, obs)[0], react(policy, obs)[0])
     other = MLPPolicy.for_env((BOX, ACT))
     other.load_state_dict(policy.state_dict())
@@ -312,22 +472,32 @@ def test_policies_survive_copies_and_pickles():
 
 def test_policy_parameters_can_be_linearised():
     "A Gauss-Newton product needs forward derivatives of the parameters with respect to the weights."
-    policy, obs = MLPPolicy.for_env((BOX, ACT)).double(), torch.randn(2, 3, 4).double()
+    policy = MLPPolicy.for_env((BOX, ACT)).double()
+    obs = torch.randn(2, 3, 4).double()
     policy.observe(obs)
     weights = {k: p.detach() for k, p in policy.named_parameters()}
     tangents = nested.map(torch.randn_like, weights)
 
     def params(w):
-        info = functional_call(policy, w, (obs, None, None, None), dict(hx=(), stepno=None, virtual=True))[2]
-        return tuple(nested.leaves(info['dist']))
+        info = functional_call(
+            policy, w, (obs, None, None, None), dict(hx=(), stepno=None, virtual=True)
+        )[2]
+        return tuple(nested.leaves(info["dist"]))
+
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')       # at the first forward derivative, torch warns about its own use of torch.jit
+        warnings.simplefilter(
+            "ignore"
+        )  # at the first forward derivative, torch warns about its own use of torch.jit
         _, expected = jvp(params, (weights,), (tangents,))
         _, derivative = linearize(params, weights)
-    for a, b in zip(expected, derivative(tangents)): torch.testing.assert_close(a, b)
+    for a, b in zip(expected, derivative(tangents)):
+        torch.testing.assert_close(a, b)
     eps = 1e-6
-    up, down = (params({k: w + sign * eps * tangents[k] for k, w in weights.items()}) for sign in (1, -1))
-    for a, b, d in zip(up, down, expected): torch.testing.assert_close((a - b) / (2 * eps), d, atol=1e-5, rtol=1e-5)
+    up, down = (
+        params({k: w + sign * eps * tangents[k] for k, w in weights.items()}) for sign in (1, -1)
+    )
+    for a, b, d in zip(up, down, expected):
+        torch.testing.assert_close((a - b) / (2 * eps), d, atol=1e-5, rtol=1e-5)
 
 
 def test_construction_is_deterministic_and_leaves_the_global_generator_alone():
@@ -335,33 +505,47 @@ def test_construction_is_deterministic_and_leaves_the_global_generator_alone():
     first, second, other = (MLPPolicy.for_env((BOX, ACT), seed=s).state_dict() for s in (7, 7, 8))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(first[k], second[k]) for k in first)
-    assert not torch.equal(first['trunk.hidden.0.weight'], other['trunk.hidden.0.weight'])
+    assert not torch.equal(first["trunk.hidden.0.weight"], other["trunk.hidden.0.weight"])
     a, b = (Critic.for_env((BOX, ACT), seed=7).state_dict() for _ in range(2))
     assert all(torch.equal(a[k], b[k]) for k in a) and torch.equal(torch.get_rng_state(), state)
 
 
 def test_for_env_takes_ids_factories_environments_and_spaces():
-    env = gym.make('CartPole-v1')
-    for source in ('CartPole-v1', lambda: gym.make('CartPole-v1'), env, (env.observation_space, env.action_space)):
+    env = gym.make("CartPole-v1")
+    for source in (
+        "CartPole-v1",
+        lambda: gym.make("CartPole-v1"),
+        env,
+        (env.observation_space, env.action_space),
+    ):
         assert CategoricalPolicy.for_env(source).dist == Categorical(2)
         assert Critic.for_env(source)(torch.zeros(4)).shape == ()
     env.close()
-    assert GaussianPolicy.for_env('Pendulum-v1', std='state', hidden=(8,)).dist == Gaussian((1,))
-    with pytest.raises(SpaceError, match='Expected Discrete, got Box'): CategoricalPolicy.for_env('Pendulum-v1')
-    with pytest.raises(SpaceError, match='Expected Box of floats, got Discrete'): GaussianPolicy.for_env('CartPole-v1')
+    assert GaussianPolicy.for_env("Pendulum-v1", std="state", hidden=(8,)).dist == Gaussian((1,))
+    with pytest.raises(SpaceError, match="Expected Discrete, got Box"):
+        CategoricalPolicy.for_env("Pendulum-v1")
+    with pytest.raises(SpaceError, match="Expected Box of floats, got Discrete"):
+        GaussianPolicy.for_env("CartPole-v1")
 
 
 # --- critic
 
+
 @fast
-@given(scale=st.sampled_from([1e-2, 1., 1e3]), shift=st.sampled_from([0., -50., 1000.]), seed=st.integers(0, 99))
+@given(
+    scale=st.sampled_from([1e-2, 1.0, 1e3]),
+    shift=st.sampled_from([0.0, -50.0, 1000.0]),
+    seed=st.integers(0, 99),
+)
 def test_critic_values_survive_rescaling(scale, shift, seed):
     g = torch.Generator().manual_seed(seed)
-    critic, obs = Critic(BOX).double(), torch.randn(5, 3, 4, generator=g).double()
-    every = [ret := torch.tensor([-3., 3.])]     # later returns can be of any scale
+    critic = Critic(BOX).double()
+    obs = torch.randn(5, 3, 4, generator=g).double()
+    every = [ret := torch.tensor([-3.0, 3.0])]  # later returns can be of any scale
     critic.observe_returns(ret)
     for _ in range(3):
-        ret, valid = shift + scale * torch.randn(6, 4, generator=g), torch.rand(6, 4, generator=g) < 0.8
+        ret = shift + scale * torch.randn(6, 4, generator=g)
+        valid = torch.rand(6, 4, generator=g) < 0.8
         before = critic(obs)
         critic.observe_returns(ret, valid)
         torch.testing.assert_close(critic(obs), before, rtol=1e-9, atol=1e-6)
@@ -371,50 +555,66 @@ def test_critic_values_survive_rescaling(scale, shift, seed):
     torch.testing.assert_close(critic.ret_std, every.std(correction=0), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize('scale, shift', [(1., 0.), (1., 5.), (0.2, 0.), (1e3, 0.)])
+@pytest.mark.parametrize("scale, shift", [(1.0, 0.0), (1.0, 5.0), (0.2, 0.0), (1e3, 0.0)])
 def test_values_before_the_first_returns_survive_them(scale, shift):
-    critic, obs = Critic(BOX), torch.randn(5, 4)
+    critic = Critic(BOX)
+    obs = torch.randn(5, 4)
     before = critic(obs)
-    critic.observe_returns(shift + scale * torch.tensor([-1., 1.]))
+    critic.observe_returns(shift + scale * torch.tensor([-1.0, 1.0]))
     torch.testing.assert_close(critic(obs), before)
 
 
-@pytest.mark.parametrize('scale, shift', [(1e-2, 0.), (1e-5, 0.), (1., 1e4), (1e-3, -20.)])
-@pytest.mark.parametrize('zeros', [0, 64])
+@pytest.mark.parametrize("scale, shift", [(1e-2, 0.0), (1e-5, 0.0), (1.0, 1e4), (1e-3, -20.0)])
+@pytest.mark.parametrize("zeros", [0, 64])
 def test_returns_of_any_scale_are_learned(scale, shift, zeros):
     """The untrained values would ask for a last layer that learning cannot undo. Sparse rewards begin with returns that are all equal."""
-    critic, errors = Critic(BOX), []
-    optimizer, obs = torch.optim.Adam(critic.parameters(), lr=1e-2), torch.randn(256, 4)
-    if zeros: critic.observe_returns(torch.full((zeros,), shift))
+    critic = Critic(BOX)
+    errors = []
+    optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    obs = torch.randn(256, 4)
+    if zeros:
+        critic.observe_returns(torch.full((zeros,), shift))
     y = obs[:, 0] - obs[:, 1]
     for _ in range(10):
         critic.observe_returns(shift + scale * y)
-        errors.append(fit_critic(critic, optimizer, obs, shift + scale * y)['explained_variance_after'])
+        errors.append(
+            fit_critic(critic, optimizer, obs, shift + scale * y)["explained_variance_after"]
+        )
     assert errors[-1] > 0.8
 
 
 def test_constant_returns_leave_the_scale():
     critic = Critic(BOX)
-    critic.observe_returns(torch.full((8,), 3.))
+    critic.observe_returns(torch.full((8,), 3.0))
     assert critic.ret_std == 1 and critic.ret_mean == 3
     critic.observe_returns(torch.zeros(0))
     assert critic.ret_count == 8
 
 
 class Doubled(nn.Linear):
-    def forward(self, x): return 2 * super().forward(x)
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize('change', ['subclass', 'sequence', 'spectral norm', 'weight norm', 'pruning'])
+@pytest.mark.parametrize(
+    "change", ["subclass", "sequence", "spectral norm", "weight norm", "pruning"]
+)
 def test_a_layer_that_was_replaced_or_parametrised_is_the_one_that_answers(change):
-    net, x = MLP(3, (4,), 2), torch.randn(5, 3)
-    layer, y = net.hidden[0], torch.randn(5, 3)
-    if change == 'subclass': net.hidden[0] = Doubled(3, 4)
-    elif change == 'sequence': net.hidden[0] = nn.Sequential(layer, nn.LayerNorm(4))
-    elif change == 'spectral norm': nn.utils.parametrizations.spectral_norm(layer)
-    elif change == 'weight norm': nn.utils.parametrizations.weight_norm(layer)
-    else: prune.l1_unstructured(layer, 'weight', .5)
-    net.eval()      # spectral norm changes with each call in training
+    net = MLP(3, (4,), 2)
+    x = torch.randn(5, 3)
+    layer = net.hidden[0]
+    y = torch.randn(5, 3)
+    if change == "subclass":
+        net.hidden[0] = Doubled(3, 4)
+    elif change == "sequence":
+        net.hidden[0] = nn.Sequential(layer, nn.LayerNorm(4))
+    elif change == "spectral norm":
+        nn.utils.parametrizations.spectral_norm(layer)
+    elif change == "weight norm":
+        nn.utils.parametrizations.weight_norm(layer)
+    else:
+        prune.l1_unstructured(layer, "weight", 0.5)
+    net.eval()  # spectral norm changes with each call in training
     torch.testing.assert_close(net(x), net.last(net.hidden[0](x).tanh()))
     net(y).sum().backward()
     assert all(p.grad is not None for p in net.parameters())

@@ -1,4 +1,5 @@
 "What learners share: the order of an update, checks of a batch, normalisers told once, and their state."
+
 import copy
 import math
 import platform
@@ -38,92 +39,130 @@ from rollpipe.pipes import on_policy, replayed
 from rollpipe.pipes.data.errors import ActorError, DataError, check_integer
 from rollpipe.pipes.graph.modules import bump_version, version_of
 
-ENV = 'CartPole-v1'
+ENV = "CartPole-v1"
 
 
 class Part(nn.Module):
     "Weights that count as an actor or a critic."
+
     def __init__(self, *values, shared=None):
         super().__init__()
-        self.w, self.shared = nn.Parameter(torch.tensor(values, dtype=torch.double)), shared
+        self.w = nn.Parameter(torch.tensor(values, dtype=torch.double))
+        self.shared = shared
 
-    def replay(self, fragment): raise NotImplementedError
-    def total(self): return sum((p ** 2).sum() for p in self.parameters())
+    def replay(self, fragment):
+        raise NotImplementedError
+
+    def total(self):
+        return sum((p**2).sum() for p in self.parameters())
 
 
 class Descent(GradientLearner):
     "The least of an algorithm: raise the log-probability of what had an advantage, and fit the critic."
+
     def update(self, batch):
-        self.check(batch, 'adv', 'ret', 'logp')
-        with torch.enable_grad(): metrics = self.step(-(self.actor.replay(batch)['logp'] * batch.adv)[batch.valid].mean())
+        self.check(batch, "adv", "ret", "logp")
+        with torch.enable_grad():
+            metrics = self.step(-(self.actor.replay(batch)["logp"] * batch.adv)[batch.valid].mean())
         self.tell_actor(batch)
         bump_version(self.actor)
         return self.fit(batch, 2) | metrics | dict(lag=lag_of(batch, self.actor))
 
 
-def make(seed=0, **kw): return Descent(MLPPolicy.for_env(ENV, seed=seed), Critic.for_env(ENV, seed=seed), seed=seed, **kw)
+def make(seed=0, **kw):
+    return Descent(
+        MLPPolicy.for_env(ENV, seed=seed), Critic.for_env(ENV, seed=seed), seed=seed, **kw
+    )
 
 
-def batch_for(agent, n_steps=32, share=1.):
+def batch_for(agent, n_steps=32, share=1.0):
     batch = next(iter(on_policy(ENV, agent.actor, agent.critic, n_envs=4, n_steps=n_steps, seed=0)))
-    return batch._replace(valid=torch.rand(batch.valid.shape, generator=torch.Generator().manual_seed(0)) < share)
+    return batch._replace(
+        valid=torch.rand(batch.valid.shape, generator=torch.Generator().manual_seed(0)) < share
+    )
 
 
-def vector(module): return torch.cat([p.detach().flatten() for p in module.parameters()])
+def vector(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 # ---- advantages and options
 
+
 @settings(deadline=None, max_examples=25)
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2 ** 31 - 1), st.floats(-100, 100))
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**31 - 1), st.floats(-100, 100))
 def test_standardized_is_numpys_over_the_rows_that_count(T, B, seed, shift):
     rng = np.random.default_rng(seed)
-    x, valid = rng.normal(shift, 3, (T, B)), rng.random((T, B)) < .7
+    x = rng.normal(shift, 3, (T, B))
+    valid = rng.random((T, B)) < 0.7
     valid[0, 0] = True
-    got, kept = standardized(torch.from_numpy(x), torch.from_numpy(valid)).numpy(), x[valid]
+    got = standardized(torch.from_numpy(x), torch.from_numpy(valid)).numpy()
+    kept = x[valid]
     want = (x - kept.mean()) / kept.std() if kept.std() > 1e-6 * np.abs(kept).max() else 0 * x
     np.testing.assert_allclose(got[valid], want[valid], rtol=1e-9, atol=1e-9)
 
 
 def test_rows_of_a_fragment_with_memory_keep_their_time():
-    actor, critic = RecurrentPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0)
+    actor = RecurrentPolicy.for_env(ENV, seed=0)
+    critic = Critic.for_env(ENV, seed=0)
     batch = next(iter(on_policy(ENV, actor, critic, n_envs=4, n_steps=16, seed=0)))
     rows = policy_rows(batch)
-    assert rows.adv.shape == (16, 4) and torch.equal(rows.adv, batch.adv) and float(rows.weight.sum()) == pytest.approx(1)
+    assert (
+        rows.adv.shape == (16, 4)
+        and torch.equal(rows.adv, batch.adv)
+        and float(rows.weight.sum()) == pytest.approx(1)
+    )
 
 
-@pytest.mark.parametrize('value, kw', [(-1, dict(low=0)), (2., dict(low=0, high=1)), (math.nan, dict(low=0))])
+@pytest.mark.parametrize(
+    "value, kw", [(-1, dict(low=0)), (2.0, dict(low=0, high=1)), (math.nan, dict(low=0))]
+)
 def test_options_out_of_range_are_named(value, kw):
-    with pytest.raises(ValueError, match='Part: out of range') as e:
-        check_range(Part(1.), **kw, fine=1, epochs=value)
-    assert 'epochs' in str(e.value) and 'fine' not in str(e.value)
+    with pytest.raises(ValueError, match="Part: out of range") as e:
+        check_range(Part(1.0), **kw, fine=1, epochs=value)
+    assert "epochs" in str(e.value) and "fine" not in str(e.value)
 
 
-@pytest.mark.parametrize('value', [1.5, True, 0])
+@pytest.mark.parametrize("value", [1.5, True, 0])
 def test_options_that_are_no_counts_are_named(value):
-    with pytest.raises(ValueError, match=r'Part: out of range') as e: check_integer('epochs', value, pipe=Part(1.))
-    assert 'epochs' in str(e.value)
+    with pytest.raises(ValueError, match=r"Part: out of range") as e:
+        check_integer("epochs", value, pipe=Part(1.0))
+    assert "epochs" in str(e.value)
 
 
 def test_actors_and_critics_that_do_not_fit_are_refused():
-    with pytest.raises(ActorError, match='Descent needs an actor with `replay`'): Descent(nn.Linear(1, 1))
-    with pytest.raises(DataError, match='Descent fits its critic'): Descent(Part(1.), lambda obs: obs)
+    with pytest.raises(ActorError, match="Descent needs an actor with `replay`"):
+        Descent(nn.Linear(1, 1))
+    with pytest.raises(DataError, match="Descent fits its critic"):
+        Descent(Part(1.0), lambda obs: obs)
 
 
-@pytest.mark.parametrize('learner, kind, critics', [
-    (DQN, 'QPolicy', 0), (QRDQN, 'QuantilePolicy', 0), (QLearning, 'TabularQ', 0),
-    (SAC, 'SquashedPolicy', 1), (TD3, 'DeterministicPolicy', 1), (CrossQ, 'RenormPolicy', 1)])
+@pytest.mark.parametrize(
+    "learner, kind, critics",
+    [
+        (DQN, "QPolicy", 0),
+        (QRDQN, "QuantilePolicy", 0),
+        (QLearning, "TabularQ", 0),
+        (SAC, "SquashedPolicy", 1),
+        (TD3, "DeterministicPolicy", 1),
+        (CrossQ, "RenormPolicy", 1),
+    ],
+)
 def test_a_policy_of_another_algorithm_is_refused_with_the_class_that_fits(learner, kind, critics):
-    parts = MLPPolicy.for_env('Pendulum-v1'), *[ActionCritic.for_env('Pendulum-v1')] * critics
-    with pytest.raises(ActorError, match=f'Expected a `rollpipe.*{kind}`, got MLPPolicy\\.$'): learner(*parts)
+    parts = MLPPolicy.for_env("Pendulum-v1"), *[ActionCritic.for_env("Pendulum-v1")] * critics
+    with pytest.raises(ActorError, match=f"Expected a `rollpipe.*{kind}`, got MLPPolicy\\.$"):
+        learner(*parts)
 
 
 def test_a_critic_of_states_alone_is_refused_where_actions_are_valued():
-    with pytest.raises(DataError, match='SAC needs a critic of actions. Expected an `ActionCritic`, got Critic'):
-        SAC(SquashedPolicy.for_env('Pendulum-v1'), Critic.for_env('Pendulum-v1'))
+    with pytest.raises(
+        DataError, match="SAC needs a critic of actions. Expected an `ActionCritic`, got Critic"
+    ):
+        SAC(SquashedPolicy.for_env("Pendulum-v1"), Critic.for_env("Pendulum-v1"))
 
 
 # ---- the order of an update
+
 
 def phases(cls, names, **kw):
     "The methods `names` in the order in which an update of a subclass of `cls` calls them."
@@ -132,77 +171,129 @@ def phases(cls, names, **kw):
     def noting(name):
         def method(self, *args):
             called.append(name)
-            return {} if name == 'improve' else getattr(super(Noted, self), name)(*args)
+            return {} if name == "improve" else getattr(super(Noted, self), name)(*args)
+
         return method
-    Noted = type('Noted', (cls,), {name: noting(name) for name in names})
+
+    Noted = type("Noted", (cls,), {name: noting(name) for name in names})
     agent = Noted(MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0), **kw)
-    if cls is Learner: agent.optimizer = torch.optim.Adam(agent.critic.parameters())
+    if cls is Learner:
+        agent.optimizer = torch.optim.Adam(agent.critic.parameters())
     metrics = agent.update(batch_for(agent))
-    assert version_of(agent.actor) == version_of(agent.critic) == 1 and metrics['lag'] == 0
+    assert version_of(agent.actor) == version_of(agent.critic) == 1 and metrics["lag"] == 0
     return called, metrics
 
 
 def test_a_critic_is_fitted_after_the_policys_step():
-    called, metrics = phases(Learner, ['check', 'provenance', 'improve', 'tell_actor', 'report', 'fit', 'tell_critic'])
-    assert called == ['check', 'provenance', 'improve', 'tell_actor', 'report', 'fit', 'tell_critic']
-    assert metrics.keys() == {'lag', 'critic_loss', 'explained_variance', 'seconds_policy', 'seconds_critic'}
+    called, metrics = phases(
+        Learner, ["check", "provenance", "improve", "tell_actor", "report", "fit", "tell_critic"]
+    )
+    assert called == [
+        "check",
+        "provenance",
+        "improve",
+        "tell_actor",
+        "report",
+        "fit",
+        "tell_critic",
+    ]
+    assert metrics.keys() == {
+        "lag",
+        "critic_loss",
+        "explained_variance",
+        "seconds_policy",
+        "seconds_critic",
+    }
 
 
 @pytest.mark.parametrize("learner", [TRPO, NPG, REINFORCE])
 def test_a_critic_with_weights_of_the_policy_is_refused_where_it_is_fitted_alone(learner):
-    actor, critic = MLPPolicy.for_env(ENV), Critic.for_env(ENV)
+    actor = MLPPolicy.for_env(ENV)
+    critic = Critic.for_env(ENV)
     critic.encoder = actor.encoder = nn.Linear(4, 4)
-    with pytest.raises(DataError, match=f"critic.encoder.weight: {learner.__name__}: a step of the critic would change the policy"):
+    with pytest.raises(
+        DataError,
+        match=f"critic.encoder.weight: {learner.__name__}: a step of the critic would change the policy",
+    ):
         learner(actor, critic)
-    PPO(actor, critic)                      # one loss for both
+    PPO(actor, critic)  # one loss for both
     actor.encoder.requires_grad_(False)
-    learner(actor, critic)                  # what does not learn may be shared
+    learner(actor, critic)  # what does not learn may be shared
 
 
 def test_a_critic_that_shares_the_loss_is_told_before_the_step():
-    called, metrics = phases(ActorCriticLearner, ['check', 'provenance', 'explained', 'tell_critic', 'improve', 'tell_actor', 'count'])
-    assert called == ['check', 'provenance', 'explained', 'tell_critic', 'improve', 'tell_actor', 'count']
-    assert metrics.keys() == {'lag', 'explained_variance', 'seconds_update'}
+    called, metrics = phases(
+        ActorCriticLearner,
+        ["check", "provenance", "explained", "tell_critic", "improve", "tell_actor", "count"],
+    )
+    assert called == [
+        "check",
+        "provenance",
+        "explained",
+        "tell_critic",
+        "improve",
+        "tell_actor",
+        "count",
+    ]
+    assert metrics.keys() == {"lag", "explained_variance", "seconds_update"}
 
 
 # ---- the batch
 
+
 def test_batches_that_lack_something_are_refused_and_nothing_changes():
     agent = make()
-    f, before = batch_for(agent), copy.deepcopy(agent.state_dict())
-    for lacking, words in ((f._replace(adv=None), 'Descent.update needs advantages'), (f._replace(ret=None), 'value targets.*|ret'),
-                           (f._replace(actor={}), 'log-probabilities'), (f._replace(valid=f.valid & False), 'no valid row')):
-        with pytest.raises(DataError, match=words): agent.update(lacking)
+    f = batch_for(agent)
+    before = copy.deepcopy(agent.state_dict())
+    for lacking, words in (
+        (f._replace(adv=None), "Descent.update needs advantages"),
+        (f._replace(ret=None), "value targets.*|ret"),
+        (f._replace(actor={}), "log-probabilities"),
+        (f._replace(valid=f.valid & False), "no valid row"),
+    ):
+        with pytest.raises(DataError, match=words):
+            agent.update(lacking)
     torch.testing.assert_close(agent.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize('agent', [make, lambda: DQN(QPolicy.for_env(ENV))])
+@pytest.mark.parametrize("agent", [make, lambda: DQN(QPolicy.for_env(ENV))])
 def test_a_pipe_in_the_place_of_a_batch_is_refused(agent):
-    with pytest.raises(DataError, match='Expected Fragment, got FragmentStacker'): agent().update(on_policy(ENV, MLPPolicy.for_env(ENV)))
+    with pytest.raises(DataError, match="Expected Fragment, got FragmentStacker"):
+        agent().update(on_policy(ENV, MLPPolicy.for_env(ENV)))
 
 
-@pytest.mark.parametrize('what', ['obs', 'rew', 'adv', 'ret', 'logp'])
-@pytest.mark.parametrize('bad', [math.nan, -math.inf])
+@pytest.mark.parametrize("what", ["obs", "rew", "adv", "ret", "logp"])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_what_is_not_finite_is_named_where_it_counts_only(what, bad):
     agent = make()
-    f = batch_for(agent, share=.7)
+    f = batch_for(agent, share=0.7)
     spots = dict(valid=f.valid.nonzero()[0], invalid=(~f.valid).nonzero()[0])
     for kind, (t, b) in spots.items():
-        x = dict(obs=f.state.obs, rew=f.state.rew, adv=f.adv, ret=f.ret, logp=f.actor['logp'])[what].clone()
-        x[t + (what == 'rew'), b] = bad
-        g = dict(obs=f._replace(state=f.state._replace(obs=x)), rew=f._replace(state=f.state._replace(rew=x)), adv=f._replace(adv=x),
-                 ret=f._replace(ret=x), logp=f._replace(actor=dict(f.actor, logp=x)))[what]
-        if kind == 'invalid': agent.check(g, 'adv', 'ret', 'logp')
+        x = dict(obs=f.state.obs, rew=f.state.rew, adv=f.adv, ret=f.ret, logp=f.actor["logp"])[
+            what
+        ].clone()
+        x[t + (what == "rew"), b] = bad
+        g = dict(
+            obs=f._replace(state=f.state._replace(obs=x)),
+            rew=f._replace(state=f.state._replace(rew=x)),
+            adv=f._replace(adv=x),
+            ret=f._replace(ret=x),
+            logp=f._replace(actor=dict(f.actor, logp=x)),
+        )[what]
+        if kind == "invalid":
+            agent.check(g, "adv", "ret", "logp")
         else:
-            with pytest.raises(DataError, match='non-finite') as e: agent.check(g, 'adv', 'ret', 'logp')
+            with pytest.raises(DataError, match="non-finite") as e:
+                agent.check(g, "adv", "ret", "logp")
             assert what in e.value.leaf
 
 
 # ---- normalisers and the critic
 
+
 def test_normalisers_have_seen_the_rows_that_count_once():
     agent = make()
-    f = batch_for(agent, share=.6)
+    f = batch_for(agent, share=0.6)
     agent.tell_actor(f)
     agent.tell_critic(f)
     obs = f.state.obs[:-1][f.valid].double().numpy()
@@ -213,7 +304,8 @@ def test_normalisers_have_seen_the_rows_that_count_once():
 
 
 def test_a_shared_normaliser_is_told_once():
-    actor, critic = MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0)
+    actor = MLPPolicy.for_env(ENV, seed=0)
+    critic = Critic.for_env(ENV, seed=0)
     critic.obs_norm = actor.obs_norm
     agent = Descent(actor, critic)
     f = batch_for(agent)
@@ -224,109 +316,158 @@ def test_a_shared_normaliser_is_told_once():
 def test_modules_without_normalisers_need_none():
     agent = make()
     f = batch_for(agent)
-    plain = Learner(Part(1.), Part(2.))
+    plain = Learner(Part(1.0), Part(2.0))
     plain.tell_actor(f)
     plain.tell_critic(f)
 
 
 def test_fit_moves_the_critic_alone_and_reports_what_the_advantages_were_made_with():
     agent = make(lr=1e-2)
-    f = batch_for(agent, 128, share=.8)
-    actor, critic = vector(agent.actor), vector(agent.critic)
-    first, second = agent.fit(f, 4), agent.fit(f, 4)
+    f = batch_for(agent, 128, share=0.8)
+    actor = vector(agent.actor)
+    critic = vector(agent.critic)
+    first = agent.fit(f, 4)
+    second = agent.fit(f, 4)
     assert torch.equal(vector(agent.actor), actor) and not torch.equal(vector(agent.critic), critic)
-    assert second['critic_loss'] < first['critic_loss']
-    v, ret = (f.ret - f.adv)[f.valid].double().numpy(), f.ret[f.valid].double().numpy()
-    assert first['explained_variance'] == pytest.approx(1 - (ret - v).var() / ret.var(), rel=1e-5)
+    assert second["critic_loss"] < first["critic_loss"]
+    v = (f.ret - f.adv)[f.valid].double().numpy()
+    ret = f.ret[f.valid].double().numpy()
+    assert first["explained_variance"] == pytest.approx(1 - (ret - v).var() / ret.var(), rel=1e-5)
 
 
 def test_a_critic_with_memory_gets_what_it_wants():
-    agent = Descent(RecurrentPolicy.for_env(ENV, seed=0, report=True), MemoryCritic.for_env(ENV, seed=0))
+    agent = Descent(
+        RecurrentPolicy.for_env(ENV, seed=0, report=True), MemoryCritic.for_env(ENV, seed=0)
+    )
     m = agent.update(batch_for(agent))
-    assert math.isfinite(m['critic_loss']) and math.isfinite(m['grad_norm'])
+    assert math.isfinite(m["critic_loss"]) and math.isfinite(m["grad_norm"])
 
 
 # ---- state
 
+
 def test_state_goes_through_a_checkpoint_and_continues_bit_for_bit(tmp_path):
-    a, b = make(0, lr=1e-2), make(1, lr=1e-2)
+    a = make(0, lr=1e-2)
+    b = make(1, lr=1e-2)
     f = batch_for(a)
     a.update(f)
-    save_checkpoint(tmp_path / 'x.safetensors', a, {}, {})
-    b.load_state_dict(load_checkpoint(tmp_path / 'x.safetensors').agent_state)
+    save_checkpoint(tmp_path / "x.safetensors", a, {}, {})
+    b.load_state_dict(load_checkpoint(tmp_path / "x.safetensors").agent_state)
     assert version_of(a.actor) == version_of(b.actor) == 1
     for _ in range(2):
         torch.testing.assert_close(a.update(f), b.update(f), rtol=0, atol=0)
-        assert a.rng().integers(2 ** 60) == b.rng().integers(2 ** 60)
+        assert a.rng().integers(2**60) == b.rng().integers(2**60)
     torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
 
 
 # ---- rates that fall
 
-@pytest.mark.parametrize('learner', [TRPO, NPG, PPO, A2C, REINFORCE, VTrace])
+
+@pytest.mark.parametrize("learner", [TRPO, NPG, PPO, A2C, REINFORCE, VTrace])
 def test_rates_fall_linearly_and_a_loaded_state_goes_on_at_its_place(learner, tmp_path):
-    def made(): return learner(MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0), decay_steps=512)
-    a, b = made(), made()
-    f, limit, rates = batch_for(a), getattr(a, "max_kl", None), [group['lr'] for group in a.optimizer.param_groups]
+    def made():
+        return learner(MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=0), decay_steps=512)
+
+    a = made()
+    b = made()
+    f = batch_for(a)
+    limit = getattr(a, "max_kl", None)
+    rates = [group["lr"] for group in a.optimizer.param_groups]
     for k in range(3):
         m = a.update(f)
-        assert m['rate_left'] == 1 - k / 4
-        assert [group['lr'] for group in a.optimizer.param_groups] == [lr * (1 - k / 4) for lr in rates]
-        if learner in (TRPO, NPG): assert m['kl'] <= 1.1 * limit * (1 - k / 4)       # NPG's step has this length to second order
-    save_checkpoint(tmp_path / 'x.safetensors', a, {}, {})
-    b.load_state_dict(load_checkpoint(tmp_path / 'x.safetensors').agent_state)
+        assert m["rate_left"] == 1 - k / 4
+        assert [group["lr"] for group in a.optimizer.param_groups] == [
+            lr * (1 - k / 4) for lr in rates
+        ]
+        if learner in (TRPO, NPG):
+            assert m["kl"] <= 1.1 * limit * (
+                1 - k / 4
+            )  # NPG's step has this length to second order
+    save_checkpoint(tmp_path / "x.safetensors", a, {}, {})
+    b.load_state_dict(load_checkpoint(tmp_path / "x.safetensors").agent_state)
     f = batch_for(a)
-    assert (a.update(f)['rate_left'], b.update(f)['rate_left']) == (.25, .25)
+    assert (a.update(f)["rate_left"], b.update(f)["rate_left"]) == (0.25, 0.25)
     torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
-    with pytest.raises(DataError, match='leaf decay_steps.*the learning rates have fallen to 0.*more than the 512 steps'): a.update(f)
+    with pytest.raises(
+        DataError,
+        match="leaf decay_steps.*the learning rates have fallen to 0.*more than the 512 steps",
+    ):
+        a.update(f)
 
 
 def test_rates_fall_for_learners_from_a_memory(tmp_path):
-    agent = DQN(QPolicy.for_env(ENV, seed=0), lr=.01, decay_steps=64)
+    agent = DQN(QPolicy.for_env(ENV, seed=0), lr=0.01, decay_steps=64)
     batches = iter(replayed(ENV, agent.actor, n_envs=2, n_steps=8, warmup=16, batch_size=8, seed=0))
-    assert [agent.update(next(batches))['rate_left'] for _ in range(4)] == [1., .75, .5, .25]
-    assert agent.optimizer.param_groups[0]['lr'] == .01 * .25
-    with pytest.raises(DataError, match='more than the 64 steps'): agent.update(next(batches))
+    assert [agent.update(next(batches))["rate_left"] for _ in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    assert agent.optimizer.param_groups[0]["lr"] == 0.01 * 0.25
+    with pytest.raises(DataError, match="more than the 64 steps"):
+        agent.update(next(batches))
 
 
 class Unsummed(Gaussian):
-    def log_prob(self, params, act): return super().log_prob(params, act).unsqueeze(-1)
+    def log_prob(self, params, act):
+        return super().log_prob(params, act).unsqueeze(-1)
 
 
-@pytest.mark.parametrize('agent', [TRPO, NPG, PPO, A2C, VTrace, REINFORCE])
+@pytest.mark.parametrize("agent", [TRPO, NPG, PPO, A2C, VTrace, REINFORCE])
 def test_a_log_probability_that_is_not_summed_is_refused(agent):
     "With a last dimension of 1 it would be broadcast against the advantages, and the gradient would be rounding noise."
-    actor, critic = MLPPolicy.for_env('Pendulum-v1', seed=0), Critic.for_env('Pendulum-v1', seed=1)
+    actor = MLPPolicy.for_env("Pendulum-v1", seed=0)
+    critic = Critic.for_env("Pendulum-v1", seed=1)
     actor.dist = Unsummed(shape=(1,))
-    batch = next(iter(on_policy('Pendulum-v1', actor, critic, n_envs=3, n_steps=4, seed=0)))
-    with pytest.raises(DataError, match=r"leaf actor\['logp'\]: .*one number for each action.*\[4, 3\]"): agent(actor, critic).update(batch)
-    whole = batch._replace(actor={**batch.actor, 'logp': batch.actor['logp'].squeeze(-1)})
-    with pytest.raises(DataError, match=r"replay\(fragment\)\['logp'\].*\[4, 3\]"): replay_policy(whole, actor)
+    batch = next(iter(on_policy("Pendulum-v1", actor, critic, n_envs=3, n_steps=4, seed=0)))
+    with pytest.raises(
+        DataError, match=r"leaf actor\['logp'\]: .*one number for each action.*\[4, 3\]"
+    ):
+        agent(actor, critic).update(batch)
+    whole = batch._replace(actor={**batch.actor, "logp": batch.actor["logp"].squeeze(-1)})
+    with pytest.raises(DataError, match=r"replay\(fragment\)\['logp'\].*\[4, 3\]"):
+        replay_policy(whole, actor)
 
 
-@pytest.mark.parametrize('agent', [PPO, A2C, VTrace])
-@pytest.mark.parametrize('rates', [(5e-4, 1e-3), (1e-3, 5e-4), (None, 2e-3), (2e-3, None)])
+@pytest.mark.parametrize("agent", [PPO, A2C, VTrace])
+@pytest.mark.parametrize("rates", [(5e-4, 1e-3), (1e-3, 5e-4), (None, 2e-3), (2e-3, None)])
 def test_a_state_is_loaded_by_a_learner_with_another_critic_lr(agent, rates):
     "Equal learning rates share one group of the optimiser. The averages of each parameter stay with it."
-    old, new = (agent(MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=1), lr=1e-3, critic_lr=rate) for rate in rates)
+    old, new = (
+        agent(MLPPolicy.for_env(ENV, seed=0), Critic.for_env(ENV, seed=1), lr=1e-3, critic_lr=rate)
+        for rate in rates
+    )
     batch = next(iter(on_policy(ENV, old.actor, old.critic, n_envs=4, n_steps=32, seed=0)))
     old.update(batch)
     new.load_state_dict(copy.deepcopy(old.state_dict()))
-    lr = {id(p): group['lr'] for group in new.optimizer.param_groups for p in group['params']}
-    for module, other, rate in ((old.actor, new.actor, 1e-3), (old.critic, new.critic, rates[1] or 1e-3)):
+    lr = {id(p): group["lr"] for group in new.optimizer.param_groups for p in group["params"]}
+    for module, other, rate in (
+        (old.actor, new.actor, 1e-3),
+        (old.critic, new.critic, rates[1] or 1e-3),
+    ):
         for p, q in zip(module.parameters(), other.parameters()):
-            assert torch.equal(old.optimizer.state[p]['exp_avg_sq'], new.optimizer.state[q]['exp_avg_sq']) and lr[id(q)] == rate
+            assert (
+                torch.equal(
+                    old.optimizer.state[p]["exp_avg_sq"], new.optimizer.state[q]["exp_avg_sq"]
+                )
+                and lr[id(q)] == rate
+            )
     new.update(batch)
 
 
-@pytest.mark.parametrize('seed', [-1, 2 ** 70, 0.5, True, None])
+@pytest.mark.parametrize("seed", [-1, 2**70, 0.5, True, None])
 def test_what_is_no_seed_of_a_learner_is_refused(seed):
-    with pytest.raises(DataError, match="PPO: out of range. Expected an integer seed >= 0"): PPO(MLPPolicy.for_env(ENV), seed=seed)
+    with pytest.raises(DataError, match="PPO: out of range. Expected an integer seed >= 0"):
+        PPO(MLPPolicy.for_env(ENV), seed=seed)
 
 
 def test_a_state_without_a_part_of_the_learner_is_refused():
-    fixed, learnt = (SAC(SquashedPolicy.for_env('Pendulum-v1'), ActionCritic.for_env('Pendulum-v1'), temperature=x) for x in (0.2, None))
-    with pytest.raises(DataError, match="leaf temperature: the state lacks a part"): learnt.load_state_dict(fixed.state_dict())
+    fixed, learnt = (
+        SAC(
+            SquashedPolicy.for_env("Pendulum-v1"),
+            ActionCritic.for_env("Pendulum-v1"),
+            temperature=x,
+        )
+        for x in (0.2, None)
+    )
+    with pytest.raises(DataError, match="leaf temperature: the state lacks a part"):
+        learnt.load_state_dict(fixed.state_dict())
     fixed.load_state_dict(learnt.state_dict())
     assert fixed.entropy_weight == torch.tensor(0.2)
 
@@ -353,10 +494,23 @@ print(faults, held - of_process()[1])
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason="only glibc has the setting")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the setting")
 def test_memory_of_a_batch_is_kept_and_that_of_a_large_array_returned():
     "Twenty arrays of 2 MiB have 10 240 pages, which the system gives anew for each batch. An array of 320 MiB has 81 920."
-    (plain, _), (kept, returned) = ([*map(int, subprocess.run([sys.executable, '-c', MEMORY, kind], text=True, capture_output=True,
-                                                              timeout=120, check=True).stdout.split())] for kind in ('plain', 'learner'))
+    (plain, _), (kept, returned) = (
+        [
+            *map(
+                int,
+                subprocess.run(
+                    [sys.executable, "-c", MEMORY, kind],
+                    text=True,
+                    capture_output=True,
+                    timeout=120,
+                    check=True,
+                ).stdout.split(),
+            )
+        ]
+        for kind in ("plain", "learner")
+    )
     assert 10 * kept < plain
     assert returned > 81_000

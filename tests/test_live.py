@@ -1,4 +1,5 @@
 "The page of runs that train, in a real browser, and its server."
+
 import contextlib
 import socket
 import struct
@@ -30,20 +31,29 @@ def serving(*runs):
     with Live([run.folder for run in runs]) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        try: yield server
+        try:
+            yield server
         finally:
             server.shutdown()
             thread.join()
 
 
 def new_run(folder, algorithm, steps):
-    return start(folder, make_config(algorithm, "CartPole-v1", dict(n_envs=2, n_steps=32, hidden=(8,), engine="torch"), steps=steps))
+    return start(
+        folder,
+        make_config(
+            algorithm,
+            "CartPole-v1",
+            dict(n_envs=2, n_steps=32, hidden=(8,), engine="torch"),
+            steps=steps,
+        ),
+    )
 
 
 @pytest.fixture
 def over(tmp_path):
     "A run that has ended."
-    run = new_run(tmp_path/"over", "trpo", 640)
+    run = new_run(tmp_path / "over", "trpo", 640)
     train(run, progress=False, tensorboard=False)
     return run
 
@@ -51,9 +61,14 @@ def over(tmp_path):
 @pytest.fixture
 def going(tmp_path, monkeypatch):
     "A run that trains in a thread."
-    monkeypatch.setattr(Mailbox, "EVERY", 0.)
-    run, enough = new_run(tmp_path/LONG, "ppo", 10**9), threading.Event()
-    options = dict(progress=False, tensorboard=False, callback=lambda run, record: Wish(stop="enough" if enough.is_set() else None))
+    monkeypatch.setattr(Mailbox, "EVERY", 0.0)
+    run = new_run(tmp_path / LONG, "ppo", 10**9)
+    enough = threading.Event()
+    options = dict(
+        progress=False,
+        tensorboard=False,
+        callback=lambda run, record: Wish(stop="enough" if enough.is_set() else None),
+    )
     training = threading.Thread(target=train, args=(run,), kwargs=options)
     training.start()
     try:
@@ -61,28 +76,37 @@ def going(tmp_path, monkeypatch):
         yield run
     finally:
         enough.set()
-        with contextlib.suppress(DataError): open_run(run.folder).ask("go_on")
+        with contextlib.suppress(DataError):
+            open_run(run.folder).ask("go_on")
         training.join()
-
 
 
 @pytest.fixture(scope="module")
 def page():
-    if WHY_NONE: pytest.skip(WHY_NONE)
-    with browser() as found: yield found
+    if WHY_NONE:
+        pytest.skip(WHY_NONE)
+    with browser() as found:
+        yield found
 
 
-def is_narrow(page): return page.script("return document.documentElement.scrollWidth <= innerWidth")
+def is_narrow(page):
+    return page.script("return document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_the_buttons_ask_a_training(going, over, page):
-    records = going.folder/"metrics.jsonl"
+    records = going.folder / "metrics.jsonl"
     with serving(going, over) as server:
+
         def has_said(text):
-            with contextlib.suppress(HTTPError): return text in page.script("return document.querySelector('[role=status]').textContent")
+            with contextlib.suppress(HTTPError):
+                return text in page.script(
+                    "return document.querySelector('[role=status]').textContent"
+                )
+
         def click(button, answer, k=1):
             page.click(f"form:nth-of-type({k}) {button}")
             wait_for(lambda: has_said(answer))
+
         page.open(server.url)
         assert page.script("return document.querySelectorAll('form').length") == 2
         click("[value=pause]", "is paused after update")
@@ -92,23 +116,36 @@ def test_the_buttons_ask_a_training(going, over, page):
         click("button:not([value])", "has clip=0.05 after update")
         assert records.stat().st_size == size
         click("[value=save]", "is saved")
-        assert load_run(going.folder).config["options"]["clip"] == .05
+        assert load_run(going.folder).config["options"]["clip"] == 0.05
         click("[value=go_on]", "goes on")
         wait_for(lambda: records.stat().st_size > size)
         click("[value=save]", f"no training in {over.folder}", 2)
         page.frame("iframe")
         text = page.script("return document.body.textContent")
-        for word in ("ppo on CartPole-v1", "a process trains it", "estimated KL", "clip=0.05", "trpo on CartPole-v1",
-                     "no process trains it", "share of steps that the line search kept"): assert word in text, word
+        for word in (
+            "ppo on CartPole-v1",
+            "a process trains it",
+            "estimated KL",
+            "clip=0.05",
+            "trpo on CartPole-v1",
+            "no process trains it",
+            "share of steps that the line search kept",
+        ):
+            assert word in text, word
 
 
 def test_the_field_sets_options_and_nothing_else(going, monkeypatch):
     with serving(going) as server:
-        def said(**form): return (server.ask(dict(form, run="0")), server.said)[1]
+
+        def said(**form):
+            return (server.ask(dict(form, run="0")), server.said)[1]
+
         for word in ("insert=rollpipe.testing:check_pipe", "do=stop", "timeout=3"):
             assert f"there is no option '{word.partition('=')[0]}'" in said(set=word)
         assert "has clip=0.05" in said(set="clip=0.05")
-        monkeypatch.setattr("rollpipe.runs.changes.load_run", lambda *args: 1/0)     # the buttons need no module of the run
+        monkeypatch.setattr(
+            "rollpipe.runs.changes.load_run", lambda *args: 1 / 0
+        )  # the buttons need no module of the run
         assert "is saved after update" in said(do="save")
 
 
@@ -119,7 +156,9 @@ def test_a_window_of_any_width_has_no_sideways_scrolling(over, page, width):
         page.open(server.url)
         assert is_narrow(page)
         page.frame("iframe")
-        assert is_narrow(page) and page.script("return document.querySelectorAll('svg').length") >= 8
+        assert (
+            is_narrow(page) and page.script("return document.querySelectorAll('svg').length") >= 8
+        )
 
 
 def test_the_page_asks_nobody_else(over, page):
@@ -128,53 +167,85 @@ def test_the_page_asks_nobody_else(over, page):
         page.seen()
         page.open(server.url)
         asked = [url for url in page.seen() if not url.startswith(("chrome", "data:"))]
-        assert set(asked) <= {server.url, f"{server.url}view", f"http://{server.host}/favicon.ico"} and f"{server.url}view" in asked
-        assert page.script("return document.scripts.length + document.querySelectorAll('[src]:not(iframe)').length") == 0
+        assert (
+            set(asked) <= {server.url, f"{server.url}view", f"http://{server.host}/favicon.ico"}
+            and f"{server.url}view" in asked
+        )
+        assert (
+            page.script(
+                "return document.scripts.length + document.querySelectorAll('[src]:not(iframe)').length"
+            )
+            == 0
+        )
         page.logs("browser")
         page.script(f"let x = new Image(); x.src = '{other.url}view'; document.body.append(x)")
-        wait_for(lambda: any("Content Security Policy" in line["message"] for line in page.logs("browser")), seconds=20)
+        wait_for(
+            lambda: any(
+                "Content Security Policy" in line["message"] for line in page.logs("browser")
+            ),
+            seconds=20,
+        )
         page.open(f"http://{server.host}/wrong/")
-        assert page.script("return document.querySelector('form')") is None and "403" in page.script("return document.body.textContent")
-        page.open(server.url.replace("127.0.0.1", "localhost"))     # another name of the same address, as of a page that rebinds its own
+        assert page.script(
+            "return document.querySelector('form')"
+        ) is None and "403" in page.script("return document.body.textContent")
+        page.open(
+            server.url.replace("127.0.0.1", "localhost")
+        )  # another name of the same address, as of a page that rebinds its own
         assert page.script("return document.querySelector('form')") is None
 
 
 def test_a_silent_connection_keeps_nobody_waiting(over):
     with serving(over) as server, contextlib.ExitStack() as stack:
-        for _ in range(20): stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port))).sendall(b"GET / HT")
-        with urlopen(server.url, timeout=4) as page: assert b"<form" in page.read()
+        for _ in range(20):
+            stack.enter_context(
+                socket.create_connection(("127.0.0.1", server.server_port))
+            ).sendall(b"GET / HT")
+        with urlopen(server.url, timeout=4) as page:
+            assert b"<form" in page.read()
 
 
 def test_a_connection_has_an_end(over, monkeypatch):
     "Also one that sends a byte now and then."
-    monkeypatch.setattr("rollpipe.results.live._LONGEST", .5)
-    with serving(over) as server, socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+    monkeypatch.setattr("rollpipe.results.live._LONGEST", 0.5)
+    with (
+        serving(over) as server,
+        socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection,
+    ):
+
         def is_cut():
             with contextlib.suppress(OSError):
                 connection.sendall(b"x")
                 return False
             return True
+
         wait_for(is_cut)
 
 
 def test_a_late_answer_arrives(over, monkeypatch, capfd):
     "A training may need longer for an answer than a request may take to arrive. A browser that has gone leaves no traceback."
-    monkeypatch.setattr("rollpipe.results.live._LONGEST", .3)
+    monkeypatch.setattr("rollpipe.results.live._LONGEST", 0.3)
     answered = threading.Event()
 
     def late(server, form):
         time.sleep(1)
         server.said = "late, but there"
         answered.set()
+
     monkeypatch.setattr(Live, "ask", late)
     with serving(over) as server:
-        with urlopen(f"{server.url}ask", data=b"run=0&do=save", timeout=20) as page: assert b"late, but there" in page.read()
+        with urlopen(f"{server.url}ask", data=b"run=0&do=save", timeout=20) as page:
+            assert b"late, but there" in page.read()
         answered.clear()
         with socket.create_connection(("127.0.0.1", server.server_port)) as gone:
-            gone.sendall(f"POST /{server.token}/ask HTTP/1.1\r\nHost: {server.host}\r\nContent-Length: 1\r\n\r\nx".encode())
-            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))     # its end resets the connection
+            gone.sendall(
+                f"POST /{server.token}/ask HTTP/1.1\r\nHost: {server.host}\r\nContent-Length: 1\r\n\r\nx".encode()
+            )
+            gone.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )  # its end resets the connection
         assert answered.wait(20)
-        time.sleep(.2)
+        time.sleep(0.2)
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -188,29 +259,52 @@ def test_a_long_request_is_refused(over, size):
 @pytest.mark.parametrize("algorithm, workers", [("dqn", 0), ("ppo", 0), ("ppo", 2)])
 def test_a_training_writes_what_its_stages_cost(tmp_path, algorithm, workers):
     "Without workers the shares of all stages, of the learner and of the rest are the whole time."
-    options = dict(n_envs=2, n_steps=32, lanes=2, hidden=(8,), engine="torch", **(dict(warmup=64) if algorithm == "dqn" else {}))
-    run = start(tmp_path/"run", make_config(algorithm, "CartPole-v1", options, steps=1280, workers=workers))
+    options = dict(
+        n_envs=2,
+        n_steps=32,
+        lanes=2,
+        hidden=(8,),
+        engine="torch",
+        **(dict(warmup=64) if algorithm == "dqn" else {}),
+    )
+    run = start(
+        tmp_path / "run",
+        make_config(algorithm, "CartPole-v1", options, steps=1280, workers=workers),
+    )
     train(run, progress=False, tensorboard=False)
-    found = Profile.load(run.folder/"costs.json")
-    assert found.stages[-1].label == LEARNER and found.n_items == run.counters["updates"] - 1 and found.steps_per_s > 0
+    found = Profile.load(run.folder / "costs.json")
+    assert (
+        found.stages[-1].label == LEARNER
+        and found.n_items == run.counters["updates"] - 1
+        and found.steps_per_s > 0
+    )
     assert not any("timer" in vars(pipe) for pipe in nodes(run.pipe))
     measured = [x for x in found.stages if x.place != "workers"]
-    assert sum(x.share for x in measured) + found.other == pytest.approx(1, abs=.02)
+    assert sum(x.share for x in measured) + found.other == pytest.approx(1, abs=0.02)
     assert len(found.workers) == workers and all(0 < x.busy <= 1 for x in found.workers)
-    assert all(text in view(run.folder) for text in ("the learner", "items/s", *[f"worker {k}: busy" for k in range(workers)]))
+    assert all(
+        text in view(run.folder)
+        for text in ("the learner", "items/s", *[f"worker {k}: busy" for k in range(workers)])
+    )
 
 
 def test_a_notebook_draws_a_run_until_it_ends(going, monkeypatch):
     display = pytest.importorskip("IPython.display")
-    shown, cleared = [], []
+    shown = []
+    cleared = []
     monkeypatch.setattr(display, "display", lambda x: shown.append(x.data))
     monkeypatch.setattr(display, "clear_output", lambda wait: cleared.append(wait))
+
     def interrupt(seconds):
-        if len(shown) == 2: raise KeyboardInterrupt
+        if len(shown) == 2:
+            raise KeyboardInterrupt
+
     monkeypatch.setattr("rollpipe.runs.asking.sleep", interrupt)
     open_run(going.folder).live()
-    assert len(shown) == len(cleared) == 2 and all("a process trains it" in x and "<svg" in x for x in shown)
+    assert len(shown) == len(cleared) == 2 and all(
+        "a process trains it" in x and "<svg" in x for x in shown
+    )
     open_run(going.folder).ask(steps=going.counters["steps"] + 6400)
-    wait_for(lambda: not (going.folder/"lock").exists())
+    wait_for(lambda: not (going.folder / "lock").exists())
     open_run(going.folder).live()
     assert "no process trains it" in shown[2] and len(shown) == 3

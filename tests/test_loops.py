@@ -1,4 +1,5 @@
 "A loop in Python that `resumed` and `saved` keep in a file: the whole equals a part and the rest, bit for bit."
+
 import multiprocessing
 import os
 import re
@@ -17,7 +18,15 @@ from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.intrinsic.rnd import RND
 from rollpipe.layers import Critic, MLPPolicy, QPolicy
-from rollpipe.pipes import CheckpointError, DataError, EnvError, Lanes, ProcessReading, on_policy, replayed
+from rollpipe.pipes import (
+    CheckpointError,
+    DataError,
+    EnvError,
+    Lanes,
+    ProcessReading,
+    on_policy,
+    replayed,
+)
 from rollpipe.runs import resumed, saved
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.locks import locked, owner_of
@@ -29,15 +38,20 @@ POLE = "CartPole-v1"
 
 def ppo(hidden=8, env=POLE, lr=1e-3, **options):
     torch.manual_seed(0)
-    actor, critic = MLPPolicy.for_env(POLE, hidden=(hidden,), seed=0), Critic.for_env(POLE, hidden=(hidden,), seed=1)
-    pipe = on_policy(env, actor, critic, n_steps=16, n_envs=2, lanes=2 if env == POLE else 1, seed=0, **options)
+    actor = MLPPolicy.for_env(POLE, hidden=(hidden,), seed=0)
+    critic = Critic.for_env(POLE, hidden=(hidden,), seed=1)
+    pipe = on_policy(
+        env, actor, critic, n_steps=16, n_envs=2, lanes=2 if env == POLE else 1, seed=0, **options
+    )
     return pipe, PPO(actor, critic, epochs=1, lr=lr)
 
 
 def dqn():
     torch.manual_seed(0)
     actor = QPolicy.for_env(POLE, hidden=(8,), seed=0)
-    return replayed(POLE, actor, n_steps=4, n_envs=2, lanes=2, capacity=64, batch_size=8, warmup=16, seed=0), DQN(actor)
+    return replayed(
+        POLE, actor, n_steps=4, n_envs=2, lanes=2, capacity=64, batch_size=8, warmup=16, seed=0
+    ), DQN(actor)
 
 
 def rnd():
@@ -52,59 +66,73 @@ def go_on(path, make, until, workers=0, every=1, **options):
     found = []
     with resumed(path, pipe, agent, service) as (loader, done):
         for update, batch in zip(range(done, until), loader):
-            seen = snapshot(getattr(batch, "fresh", batch)), [snapshot(x) for x in getattr(batch, "samples", ())]
+            seen = (
+                snapshot(getattr(batch, "fresh", batch)),
+                [snapshot(x) for x in getattr(batch, "samples", ())],
+            )
             metrics = agent.update(batch)
-            found.append((seen, {name: x for name, x in metrics.items() if not name.startswith("seconds")}))
-            if update % every == every - 1: saved(path, loader, agent, update + 1)
+            found.append(
+                (seen, {name: x for name, x in metrics.items() if not name.startswith("seconds")})
+            )
+            if update % every == every - 1:
+                saved(path, loader, agent, update + 1)
     return found, decode(encode(agent.state_dict(), tensors := {}), tensors)
 
 
-def assert_equal(a, b): assert (found := first_difference(a, b)) is None, found
+def assert_equal(a, b):
+    assert (found := first_difference(a, b)) is None, found
 
 
 @pytest.mark.parametrize("workers", [(0, 0), (0, 2), (2, 0)])
 @pytest.mark.parametrize("make", [ppo, dqn, rnd])
 def test_the_whole_equals_a_part_and_the_rest(make, workers, tmp_path):
-    whole, weights = go_on(tmp_path/"whole.safetensors", make, 5)
-    first, _ = go_on(tmp_path/"run.safetensors", make, 2, workers[0])
-    rest, found = go_on(tmp_path/"run.safetensors", make, 5, workers[1])
+    whole, weights = go_on(tmp_path / "whole.safetensors", make, 5)
+    first, _ = go_on(tmp_path / "run.safetensors", make, 2, workers[0])
+    rest, found = go_on(tmp_path / "run.safetensors", make, 5, workers[1])
     assert_equal((whole, weights), (first + rest, found))
 
 
 @pytest.mark.parametrize("make", [ppo, dqn])
 def test_a_loop_goes_on_many_times(make, tmp_path):
-    whole, weights = go_on(tmp_path/"whole.safetensors", make, 5)
-    parts = [go_on(tmp_path/"run.safetensors", make, k + 1, k % 3) for k in range(5)]
+    whole, weights = go_on(tmp_path / "whole.safetensors", make, 5)
+    parts = [go_on(tmp_path / "run.safetensors", make, k + 1, k % 3) for k in range(5)]
     assert_equal((whole, weights), ([x for found, _ in parts for x in found], parts[-1][1]))
 
 
 def test_what_came_after_the_file_is_repeated(tmp_path):
-    whole, _ = go_on(tmp_path/"run.safetensors", ppo, 5, every=3)
-    rest, _ = go_on(tmp_path/"run.safetensors", ppo, 5, every=3)
+    whole, _ = go_on(tmp_path / "run.safetensors", ppo, 5, every=3)
+    rest, _ = go_on(tmp_path / "run.safetensors", ppo, 5, every=3)
     assert_equal(whole[3:], rest)
 
 
 def test_a_lagging_stream_goes_on_and_another_lag_is_refused(tmp_path):
-    whole, weights = go_on(tmp_path/"whole.safetensors", ppo, 5, 1, lag=1)
-    first, _ = go_on(tmp_path/"run.safetensors", ppo, 2, 2, lag=1)
-    with pytest.raises(DataError, match="lag=1 when it was saved, and now 0"): go_on(tmp_path/"run.safetensors", ppo, 5, 2)
-    rest, found = go_on(tmp_path/"run.safetensors", ppo, 5, 1, lag=1)
+    whole, weights = go_on(tmp_path / "whole.safetensors", ppo, 5, 1, lag=1)
+    first, _ = go_on(tmp_path / "run.safetensors", ppo, 2, 2, lag=1)
+    with pytest.raises(DataError, match="lag=1 when it was saved, and now 0"):
+        go_on(tmp_path / "run.safetensors", ppo, 5, 2)
+    rest, found = go_on(tmp_path / "run.safetensors", ppo, 5, 1, lag=1)
     assert_equal((whole, weights), (first + rest, found))
 
 
 def test_chunks_that_no_file_names_are_removed(tmp_path):
     for n in (3, 4, 5):
-        go_on(path := tmp_path/"run.safetensors", dqn, n)
+        go_on(path := tmp_path / "run.safetensors", dqn, n)
         named = {x for x in re.findall(rb"[0-9a-f]{64}\.chunk", path.read_bytes())}
-        assert named and {x.name.encode() for x in (tmp_path/"run.safetensors.replay").iterdir()} == named
+        assert (
+            named
+            and {x.name.encode() for x in (tmp_path / "run.safetensors.replay").iterdir()} == named
+        )
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_save_that_fails_leaves_a_file_that_goes_on(every, tmp_path, monkeypatch):
-    whole, weights = go_on(tmp_path/"whole.safetensors", dqn, 6)
-    path = tmp_path/"run.safetensors"
+    whole, weights = go_on(tmp_path / "whole.safetensors", dqn, 6)
+    path = tmp_path / "run.safetensors"
     first, _ = go_on(path, dqn, 4, every=every)
-    def full(*args, **kwargs): raise OSError(28, "No space left on device")
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
         patch.setattr("rollpipe.runs.loops.save_checkpoint", full)
         go_on(path, dqn, 6)
@@ -115,103 +143,131 @@ def test_a_save_that_fails_leaves_a_file_that_goes_on(every, tmp_path, monkeypat
 def killed(path):
     "In a process of its own, which is killed while it writes the file for the third time."
     saves = []
+
     def half(path, data):
         saves.append(path)
-        if len(saves) < 3: return write(path, data)
-        path.with_name(f".{path.name}.{'0' * 16}.tmp").write_bytes(data[:len(data) // 2])
+        if len(saves) < 3:
+            return write(path, data)
+        path.with_name(f".{path.name}.{'0' * 16}.tmp").write_bytes(data[: len(data) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
+
     write, checkpoint.write_atomically = checkpoint.write_atomically, half
     go_on(path, dqn, 6)
 
 
 def test_a_loop_that_is_killed_while_it_saves_goes_on(tmp_path):
-    whole, weights = go_on(tmp_path/"whole.safetensors", dqn, 6)
-    path = tmp_path/"run.safetensors"
+    whole, weights = go_on(tmp_path / "whole.safetensors", dqn, 6)
+    path = tmp_path / "run.safetensors"
     child = multiprocessing.get_context("fork").Process(target=killed, args=(path,))
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
     rest, found = go_on(path, dqn, 6)
     assert_equal((whole[2:], weights), (rest, found))
-    assert {x.name for x in tmp_path.iterdir()} == {f"{name}.safetensors{end}" for name in ("whole", "run") for end in ("", ".replay")}
+    assert {x.name for x in tmp_path.iterdir()} == {
+        f"{name}.safetensors{end}" for name in ("whole", "run") for end in ("", ".replay")
+    }
 
 
 def second(path, answers):
-    try: go_on(path, ppo, 1)
-    except DataError as e: answers.put(str(e))
-    else: answers.put("went on")
+    try:
+        go_on(path, ppo, 1)
+    except DataError as e:
+        answers.put(str(e))
+    else:
+        answers.put("went on")
 
 
 def test_two_processes_do_not_go_on_with_one_file(tmp_path):
     "The second one is refused, also while the file does not exist yet, and goes on as soon as the first one is over."
-    context, path = multiprocessing.get_context("fork"), tmp_path/"run.safetensors"
+    context = multiprocessing.get_context("fork")
+    path = tmp_path / "run.safetensors"
     answers = context.SimpleQueue()
+
     def other():
         child = context.Process(target=second, args=(path, answers))
         child.start()
         answer = answers.get()
         child.join(60)
         return answer
+
     pipe, agent = ppo()
     with resumed(path, pipe, agent):
-        assert other() == f"another process is training with {path}. Expected another file, got process {os.getpid()}."
+        assert (
+            other()
+            == f"another process is training with {path}. Expected another file, got process {os.getpid()}."
+        )
     assert other() == "went on" and [x.name for x in tmp_path.glob("*.lock")] == []
 
 
 # --- what does not fit
 
+
 def test_files_that_do_not_fit_are_refused_and_stay(tmp_path):
-    path = tmp_path/"run.safetensors"
+    path = tmp_path / "run.safetensors"
     go_on(path, ppo, 2)
     good = path.read_bytes()
-    with pytest.raises(CheckpointError, match="does not fit the agent"): go_on(path, partial(ppo, hidden=16), 3)
-    with pytest.raises(CheckpointError, match="does not fit the agent"): go_on(path, dqn, 3)
+    with pytest.raises(CheckpointError, match="does not fit the agent"):
+        go_on(path, partial(ppo, hidden=16), 3)
+    with pytest.raises(CheckpointError, match="does not fit the agent"):
+        go_on(path, dqn, 3)
     assert path.read_bytes() == good
 
     path.write_bytes(good[:-9] + bytes(9))
-    with pytest.raises(CheckpointError, match="damaged"): go_on(path, ppo, 3)
+    with pytest.raises(CheckpointError, match="damaged"):
+        go_on(path, ppo, 3)
     path.write_bytes(good[:100])
-    with pytest.raises(CheckpointError, match="damaged"): go_on(path, ppo, 3)
+    with pytest.raises(CheckpointError, match="damaged"):
+        go_on(path, ppo, 3)
     save_checkpoint(path, ppo()[1], {}, dict(updates=1))
-    with pytest.raises(CheckpointError, match="not the file of a loop"): go_on(path, ppo, 3)
-    with pytest.raises(CheckpointError, match="not the checkpoint of a run"): load_run(path)
+    with pytest.raises(CheckpointError, match="not the file of a loop"):
+        go_on(path, ppo, 3)
+    with pytest.raises(CheckpointError, match="not the checkpoint of a run"):
+        load_run(path)
 
 
 def test_a_state_of_a_pipe_that_is_gone_is_refused(tmp_path):
-    go_on(tmp_path/"run.safetensors", rnd, 2)
-    with pytest.raises(CheckpointError, match="lacks pipes that learned"): go_on(tmp_path/"run.safetensors", ppo, 3)
+    go_on(tmp_path / "run.safetensors", rnd, 2)
+    with pytest.raises(CheckpointError, match="lacks pipes that learned"):
+        go_on(tmp_path / "run.safetensors", ppo, 3)
 
 
 def test_missing_chunks_are_named(tmp_path):
-    go_on(tmp_path/"run.safetensors", dqn, 3)
-    chunk = next((tmp_path/"run.safetensors.replay").iterdir())
+    go_on(tmp_path / "run.safetensors", dqn, 3)
+    chunk = next((tmp_path / "run.safetensors.replay").iterdir())
     chunk.unlink()
-    with pytest.raises(CheckpointError, match=chunk.name): go_on(tmp_path/"run.safetensors", dqn, 4)
+    with pytest.raises(CheckpointError, match=chunk.name):
+        go_on(tmp_path / "run.safetensors", dqn, 4)
 
 
 def test_a_setting_that_changed_is_named_in_the_log(tmp_path, caplog):
-    go_on(tmp_path/"run.safetensors", ppo, 2)
-    with caplog.at_level("WARNING", "rollpipe"): go_on(tmp_path/"run.safetensors", ppo, 3)
+    go_on(tmp_path / "run.safetensors", ppo, 2)
+    with caplog.at_level("WARNING", "rollpipe"):
+        go_on(tmp_path / "run.safetensors", ppo, 3)
     assert not caplog.records
-    with caplog.at_level("WARNING", "rollpipe"): go_on(tmp_path/"run.safetensors", partial(ppo, lr=1e-5), 4)
+    with caplog.at_level("WARNING", "rollpipe"):
+        go_on(tmp_path / "run.safetensors", partial(ppo, lr=1e-5), 4)
     assert "goes on, but not as it was: settings/lr" in caplog.text
 
 
 @pytest.mark.parametrize("options", [dict(lag=None), dict(lag=1, order="ready")])
 def test_the_clock_orders_no_exact_loop(options, tmp_path):
     name = "lag=None" if options["lag"] is None else "order='ready'"
-    with pytest.raises(DataError, match=name): go_on(tmp_path/"run.safetensors", ppo, 2, 1, **options)
+    with pytest.raises(DataError, match=name):
+        go_on(tmp_path / "run.safetensors", ppo, 2, 1, **options)
     assert not [*tmp_path.iterdir()]
 
 
-def lent(): return ppo(env=[gym.make("CartPole-v1") for _ in range(2)])
+def lent():
+    return ppo(env=[gym.make("CartPole-v1") for _ in range(2)])
 
 
 def test_an_inexact_loop_begins_new_episodes(tmp_path):
     pipe, agent = lent()
-    path = tmp_path/"run.safetensors"
+    path = tmp_path / "run.safetensors"
     with pytest.raises(DataError, match="lent"):
-        with resumed(path, pipe, agent): pass
+        with resumed(path, pipe, agent):
+            pass
     for k in range(2):
         with resumed(path, pipe, agent, exact=False) as (loader, update):
             assert update == k
@@ -220,52 +276,66 @@ def test_an_inexact_loop_begins_new_episodes(tmp_path):
             agent.update(batch)
             saved(path, loader, agent, update + 1)
     with pytest.raises(DataError, match="lent"):
-        with resumed(path, pipe, agent): pass
+        with resumed(path, pipe, agent):
+            pass
 
 
 def test_an_inexact_file_does_not_go_on_exactly(tmp_path):
-    path = tmp_path/"run.safetensors"
+    path = tmp_path / "run.safetensors"
     pipe, agent = ppo()
     with resumed(path, pipe, agent, ProcessReading(1, lag=None), exact=False) as (loader, update):
         agent.update(next(loader))
         saved(path, loader, agent, 1)
-    with pytest.raises(DataError, match="lag=None"): go_on(path, ppo, 2)
+    with pytest.raises(DataError, match="lag=None"):
+        go_on(path, ppo, 2)
 
 
 class Failing(gym.Wrapper):
     broken = False
+
     def step(self, action):
-        if Failing.broken: raise OSError("no answer")
+        if Failing.broken:
+            raise OSError("no answer")
         return super().step(action)
 
 
 def test_nothing_is_saved_after_an_error_within_a_batch_or_after_the_loop(tmp_path, monkeypatch):
-    path = tmp_path/"run.safetensors"
+    path = tmp_path / "run.safetensors"
     pipe, agent = ppo(env=lambda: Failing(gym.make("CartPole-v1")))
     with resumed(path, pipe, agent) as (loader, update):
-        for _ in range(2): agent.update(next(loader))
+        for _ in range(2):
+            agent.update(next(loader))
         saved(path, loader, agent, 2)
         good = path.read_bytes()
         monkeypatch.setattr(Failing, "broken", True)
-        with pytest.raises(EnvError): next(loader)
-        with pytest.raises(DataError, match="the stream has no state"): saved(path, loader, agent, 3)
+        with pytest.raises(EnvError):
+            next(loader)
+        with pytest.raises(DataError, match="the stream has no state"):
+            saved(path, loader, agent, 3)
     pipe, agent = ppo()
-    with resumed(tmp_path/"other.safetensors", pipe, agent) as (loader, update): next(loader)
-    with pytest.raises(DataError, match="the stream has no state"): saved(path, loader, agent, 3)
-    assert path.read_bytes() == good and not (tmp_path/"other.safetensors").exists()
+    with resumed(tmp_path / "other.safetensors", pipe, agent) as (loader, update):
+        next(loader)
+    with pytest.raises(DataError, match="the stream has no state"):
+        saved(path, loader, agent, 3)
+    assert path.read_bytes() == good and not (tmp_path / "other.safetensors").exists()
 
 
 def test_the_lock_of_a_killed_process_does_not_count(tmp_path):
     "Another process may have its number since, in a container above all. Nor does that of the run of which this one is a copy."
-    context, run = multiprocessing.get_context("fork"), tmp_path/"run"
+    context = multiprocessing.get_context("fork")
+    run = tmp_path / "run"
     run.mkdir()
     assert owner_of(run) == ""
-    (run/"lock").write_text(f"{os.getppid()}\n")
+    (run / "lock").write_text(f"{os.getppid()}\n")
     assert owner_of(run) == ""
     with locked(run):
         assert owner_of(run) == str(os.getpid())
         answers = context.SimpleQueue()
-        other = context.Process(target=lambda: answers.put([owner_of(run), owner_of(shutil.copytree(run, tmp_path/"copy"))]))
+        other = context.Process(
+            target=lambda: answers.put(
+                [owner_of(run), owner_of(shutil.copytree(run, tmp_path / "copy"))]
+            )
+        )
         other.start()
         assert answers.get() == [str(os.getpid()), ""]
         other.join(60)

@@ -1,4 +1,5 @@
 """The manual API gives the fragments of the pipelines, on environments that belong to the user."""
+
 from itertools import islice
 
 import gymnasium as gym
@@ -9,17 +10,31 @@ from toys import WORLDS, Counting, Ledger, Lively, Memory, Plain, Shaky
 
 from rollpipe.layers import GaussianPolicy
 from rollpipe.pipes import (
-    ActorError, DataError, EnvError, EnvStepper, FragmentCollector, Lanes, collect, context, prepare, rollout, startup,
+    ActorError,
+    DataError,
+    EnvError,
+    EnvStepper,
+    FragmentCollector,
+    Lanes,
+    collect,
+    context,
+    prepare,
+    rollout,
+    startup,
 )
 from rollpipe.pipes.graph.modules import version_of
 from rollpipe.pipes.graph.modules import bump_version
 
 
 @pytest.fixture(autouse=True)
-def clean_ledger(): Ledger.clear()
+def clean_ledger():
+    Ledger.clear()
 
 
-def instances(env): return [env(((3, "term"), (4, "trunc")), 0), env(((2, "both"),), 1), env(((9, "trunc"),), 2)]
+def instances(env):
+    return [env(((3, "term"), (4, "trunc")), 0), env(((2, "both"),), 1), env(((9, "trunc"),), 2)]
+
+
 def pipeline(env, actor, n_steps, **kwargs):
     made = instances(env)
     return FragmentCollector(EnvStepper([lambda e=e: e for e in made], actor, **kwargs), n_steps)
@@ -31,13 +46,19 @@ def test_fragments_are_those_of_the_pipeline(world):
     ctx = startup(prepare(instances(env), actor(), 5))
     for expected in islice(pipeline(env, actor(), 5), 4):
         assert_same(collect(ctx), expected)
-        assert_same(ctx.state.obs, expected.state.obs[-1] if env is Counting else
-                    {k: v for k, v in _last(expected.state.obs).items()})
-    for a, b in zip(islice(rollout(instances(env), actor(), 5), 4), pipeline(env, actor(), 5)): assert_same(a, b)
+        assert_same(
+            ctx.state.obs,
+            expected.state.obs[-1]
+            if env is Counting
+            else {k: v for k, v in _last(expected.state.obs).items()},
+        )
+    for a, b in zip(islice(rollout(instances(env), actor(), 5), 4), pipeline(env, actor(), 5)):
+        assert_same(a, b)
 
 
 def _last(tree):
-    if isinstance(tree, dict): return {k: _last(v) for k, v in tree.items()}
+    if isinstance(tree, dict):
+        return {k: _last(v) for k, v in tree.items()}
     return tuple(map(_last, tree)) if isinstance(tree, tuple) else tree[-1]
 
 
@@ -57,13 +78,18 @@ def test_nothing_is_touched_before_startup_and_nothing_is_stepped_on_trial():
     plan = prepare(envs, Plain(), 5)
     assert Ledger.seeds == [] and all(env.episode == -1 for env in envs)
     ctx = startup(plan)
-    assert [env.episode for env in envs] == [0, 0, 0] and [env.count for env in envs] == [0, 0, 0] and len(ctx) == 3
+    assert (
+        [env.episode for env in envs] == [0, 0, 0]
+        and [env.count for env in envs] == [0, 0, 0]
+        and len(ctx) == 3
+    )
     assert ctx.state.fin.all() and ctx.hx == () and not ctx.state.rew.any()
 
 
 def test_lent_environments_stay_open_and_made_ones_are_closed():
     envs = instances(Counting)
-    with startup(prepare(envs, Plain(), 5)) as ctx: collect(ctx)
+    with startup(prepare(envs, Plain(), 5)) as ctx:
+        collect(ctx)
     next(rollout(envs, Plain(), 5))
     assert Ledger.closed == []
     steps = rollout(Counting, Plain(), 5, n_envs=2)
@@ -71,16 +97,19 @@ def test_lent_environments_stay_open_and_made_ones_are_closed():
     assert len(Ledger.closed) == 0
     steps.close()
     assert len(Ledger.closed) == 2
-    with startup(prepare(Counting, Plain(), 5, n_envs=2)) as ctx: ctx.close()
+    with startup(prepare(Counting, Plain(), 5, n_envs=2)) as ctx:
+        ctx.close()
     assert len(Ledger.closed) == 4
 
 
 def test_memory_is_shown_and_begins_anew_with_each_startup():
-    plan, firsts = prepare(instances(Counting), Memory(), 4), []
+    plan = prepare(instances(Counting), Memory(), 4)
+    firsts = []
     for _ in range(2):
         ctx = startup(plan)
         assert_same(ctx.hx, Memory().initial(3))
-        one, two = collect(ctx), collect(ctx)
+        one = collect(ctx)
+        two = collect(ctx)
         assert_same(ctx.hx, collect(ctx).hx)
         firsts.append(one.hx)
         assert_same(one.seq, torch.zeros(3, dtype=torch.int64))
@@ -100,7 +129,8 @@ def test_fragments_may_be_kept():
     ctx = startup(prepare(instances(Counting), Plain(), 4))
     one = collect(ctx)
     copy = [x.clone() for x in one.state]
-    for _ in range(3): collect(ctx)
+    for _ in range(3):
+        collect(ctx)
     assert_same(copy, list(one.state))
 
 
@@ -108,43 +138,59 @@ def test_a_single_environment_and_registered_ones():
     fragment = next(rollout(Counting(), Plain(), 3))
     assert fragment.n_envs == 1
     mine = gym.make("CartPole-v1")
+
     class Wrong:
-        def step(self, stepno, *args, hx, virtual): return torch.full(stepno.shape, 7.5), (), {}
-        def reset(self, hx, at): return hx
-    with pytest.raises(ActorError, match=r"EnvStepper, lane 0, leaf act: wrong action"): next(rollout(mine, Wrong(), 3))
+        def step(self, stepno, *args, hx, virtual):
+            return torch.full(stepno.shape, 7.5), (), {}
+
+        def reset(self, hx, at):
+            return hx
+
+    with pytest.raises(ActorError, match=r"EnvStepper, lane 0, leaf act: wrong action"):
+        next(rollout(mine, Wrong(), 3))
     mine.close()
 
 
 def test_refusals():
     envs = instances(Counting)
-    with pytest.raises(EnvError, match="can act only once"): prepare([envs[0], envs[0]], Plain(), 5)
-    with pytest.raises(EnvError, match="n_envs=None"): prepare(envs, Plain(), 5, n_envs=6)
-    with pytest.raises(DataError, match="n_steps >= 1"): prepare(envs, Plain(), 0)
-    with pytest.raises(DataError, match="what `prepare` returned"): startup(EnvStepper(Counting, Plain()))
-    with pytest.raises(ActorError, match="needs the method `step`"): prepare(envs, object(), 5)
+    with pytest.raises(EnvError, match="can act only once"):
+        prepare([envs[0], envs[0]], Plain(), 5)
+    with pytest.raises(EnvError, match="n_envs=None"):
+        prepare(envs, Plain(), 5, n_envs=6)
+    with pytest.raises(DataError, match="n_steps >= 1"):
+        prepare(envs, Plain(), 0)
+    with pytest.raises(DataError, match="what `prepare` returned"):
+        startup(EnvStepper(Counting, Plain()))
+    with pytest.raises(ActorError, match="needs the method `step`"):
+        prepare(envs, object(), 5)
 
 
 class Falling(Counting):
     def step(self, action):
-        if self.count == 3: raise OSError("lost")
+        if self.count == 3:
+            raise OSError("lost")
         return super().step(action)
 
 
 def test_a_failure_names_the_environment_and_ends_the_context():
     ctx = startup(prepare([Counting(), Falling(((9, "term"),))], Plain(), 2))
     collect(ctx)
-    with pytest.raises(EnvError, match=r"environment 1 \(Falling\): step\(\) raised OSError: lost"): collect(ctx)
-    with pytest.raises(DataError, match="this context has ended"): collect(ctx)
+    with pytest.raises(EnvError, match=r"environment 1 \(Falling\): step\(\) raised OSError: lost"):
+        collect(ctx)
+    with pytest.raises(DataError, match="this context has ended"):
+        collect(ctx)
     assert Ledger.closed == []
 
 
 class Deaf(Counting):
-    def reset(self, **kwargs): raise OSError("does not begin")
+    def reset(self, **kwargs):
+        raise OSError("does not begin")
 
 
 def test_a_failure_at_startup_closes_what_was_made():
     for start in (lambda: startup(prepare(Deaf, Plain(), 2)), lambda: context(Deaf)):
-        with pytest.raises(EnvError, match=r"reset\(\) raised OSError"): start()
+        with pytest.raises(EnvError, match=r"reset\(\) raised OSError"):
+            start()
     assert Ledger.open() == 0
 
 
@@ -153,7 +199,7 @@ def test_context_steps_environments_without_an_actor():
     with context(instances(Counting), seed=1) as ctx:
         assert len(ctx) == 3 and ctx.seen.obs.shape == (1, 3, 4)
         for t in range(8):
-            out = ctx.step(fragment.state.act[t + 1:t + 2])
+            out = ctx.step(fragment.state.act[t + 1 : t + 2])
             for name in ("obs", "rew", "fin", "stepno"):
                 assert_same(getattr(ctx.state, name), getattr(fragment.state, name)[t + 1])
             assert_same(out.term, fragment.term[t + 1])
@@ -164,17 +210,23 @@ def test_context_steps_environments_without_an_actor():
 def test_an_instance_serves_one_loop_at_a_time():
     envs = instances(Counting)
     plan = prepare(envs, Plain(), 3)
-    first, second = startup(plan), startup(plan)
+    first = startup(plan)
+    second = startup(plan)
     collect(second)
-    with pytest.raises(EnvError, match="lent to another iteration, loop, or lane"): collect(first)
+    with pytest.raises(EnvError, match="lent to another iteration, loop, or lane"):
+        collect(first)
     collect(second)
-    with pytest.raises(EnvError, match="each lane makes its own"): list(islice(Lanes(prepare(envs, Plain(), 3), 2), 3))
+    with pytest.raises(EnvError, match="each lane makes its own"):
+        list(islice(Lanes(prepare(envs, Plain(), 3), 2), 3))
 
 
 def test_sticky_environments():
-    n, plan = 4, ((2, "trunc"), (6, "term"))
+    n = 4
+    plan = ((2, "trunc"), (6, "term"))
     lent = rollout([Counting(plan, tag) for tag in range(2)], Memory(), n, sticky=n)
-    made = FragmentCollector(EnvStepper([lambda tag=tag: Counting(plan, tag) for tag in range(2)], Memory(), sticky=n), n)
+    made = FragmentCollector(
+        EnvStepper([lambda tag=tag: Counting(plan, tag) for tag in range(2)], Memory(), sticky=n), n
+    )
     for a, b in zip(islice(lent, 5), made):
         assert_same(a, b)
         assert not a.valid.all() or a.seq[0]
@@ -185,6 +237,9 @@ def test_vector_environments():
     makers = [lambda tag=tag: Counting(plan, tag) for tag in range(3)]
     vec = gym.vector.SyncVectorEnv(makers, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
     lent = islice(rollout(vec, Plain(), 5, info_keys=["count"]), 3)
-    for a, b in zip(lent, FragmentCollector(EnvStepper(makers, Plain(), info_keys=["count"]), 5)): assert_same(a, b)
-    assert not vec.closed and len(Ledger.closed) == 3  # those of the pipeline; a loop that was broken off leaves the user's open
+    for a, b in zip(lent, FragmentCollector(EnvStepper(makers, Plain(), info_keys=["count"]), 5)):
+        assert_same(a, b)
+    assert (
+        not vec.closed and len(Ledger.closed) == 3
+    )  # those of the pipeline; a loop that was broken off leaves the user's open
     vec.close()

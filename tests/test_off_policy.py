@@ -1,4 +1,5 @@
 "SAC, CrossQ, TD3 and DDPG: densities, losses and updates against independent computations, and what happens at the ends of episodes."
+
 import copy
 from itertools import islice
 
@@ -42,96 +43,161 @@ from rollpipe.pipes.replay.pipe import Replayed
 from rollpipe.runs import load_agent
 
 SPACES = Box(-1, 1, (3,)), Box(np.float32([-1, 2]), np.float32([3, 2.5]))
-POLICIES = {SAC: SquashedPolicy, CrossQ: RenormPolicy, TD3: DeterministicPolicy, DDPG: DeterministicPolicy}
-each_algorithm = pytest.mark.parametrize('algorithm', POLICIES)
+POLICIES = {
+    SAC: SquashedPolicy,
+    CrossQ: RenormPolicy,
+    TD3: DeterministicPolicy,
+    DDPG: DeterministicPolicy,
+}
+each_algorithm = pytest.mark.parametrize("algorithm", POLICIES)
 
 
 def make(algorithm, env=SPACES, seed=0, hidden=(8,), n_critics=2, **options):
     actor = POLICIES[algorithm].for_env(env, hidden=hidden, seed=seed)
     critic = RenormCritic if algorithm is CrossQ else ActionCritic
-    return algorithm(actor, critic.for_env(env, hidden=hidden, n_critics=n_critics, seed=seed), **options)
+    return algorithm(
+        actor, critic.for_env(env, hidden=hidden, n_critics=n_critics, seed=seed), **options
+    )
 
 
 def random_fragment(T=4, B=5, seed=0, spaces=SPACES, invalid=True):
     "Random steps with terminations, truncations and rows that are not valid."
     rng = np.random.default_rng(seed)
     space, low, high = spaces[0], *map(torch.from_numpy, (spaces[1].low, spaces[1].high))
-    def floats(*shape): return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+
+    def floats(*shape):
+        return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+
     act = low + (high - low) * torch.from_numpy(rng.random((T, B, *spaces[1].shape), np.float32))
-    term, cut = (torch.from_numpy(rng.random((T, B)) < .25) for _ in range(2))
-    valid = torch.from_numpy(rng.random((T, B)) < .85) if invalid else torch.ones(T, B, dtype=torch.bool)
+    term, cut = (torch.from_numpy(rng.random((T, B)) < 0.25) for _ in range(2))
+    valid = (
+        torch.from_numpy(rng.random((T, B)) < 0.85)
+        if invalid
+        else torch.ones(T, B, dtype=torch.bool)
+    )
     valid[0, 0] = True
     cut = cut & ~term & valid
-    return Fragment.from_steps(floats(T + 1, B, *space.shape), act, floats(T, B), term, cut, valid=valid,
-                               last_obs=floats(int(cut.sum()), *space.shape))
+    return Fragment.from_steps(
+        floats(T + 1, B, *space.shape),
+        act,
+        floats(T, B),
+        term,
+        cut,
+        valid=valid,
+        last_obs=floats(int(cut.sum()), *space.shape),
+    )
 
 
 def successor(fragment, t, b):
     "The observation that a step led to."
     for k, (s, e) in enumerate(zip(fragment.final.t.tolist(), fragment.final.b.tolist())):
-        if (s, e) == (t, b): return fragment.final.obs[k]
+        if (s, e) == (t, b):
+            return fragment.final.obs[k]
     return fragment.state.obs[t + 1, b]
 
 
 # --- distribution
 
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.floats(-100, 100), st.floats(.01, 1000)), min_size=1, max_size=4), st.integers(0, 99))
+@given(
+    st.lists(st.tuples(st.floats(-100, 100), st.floats(0.01, 1000)), min_size=1, max_size=4),
+    st.integers(0, 99),
+)
 def test_density_agrees_with_torch_and_actions_stay_in_bounds(bounds, seed):
     low, width = map(np.float32, zip(*bounds))
-    space, n = Box(low, low + width), len(bounds)
-    dist, g = SquashedGaussian(UnitBox(space)), torch.Generator().manual_seed(seed)
+    space = Box(low, low + width)
+    n = len(bounds)
+    dist = SquashedGaussian(UnitBox(space))
+    g = torch.Generator().manual_seed(seed)
     params = GaussianParams(torch.randn(6, n, generator=g), torch.randn(6, n, generator=g) - 1)
     act, logp = dist.sample_with_log_prob(params, torch.randn(6, n, generator=g))
     assert all(space.contains(x) for x in act.numpy())
     corner = dist.sample(params, torch.full((6, n), 1e6) * torch.randn(6, n, generator=g).sign())
     assert all(space.contains(x) for x in corner.numpy())
     # the same in float64 by another library, at the same u; it is told u, as the action near a bound does not determine it
-    D, mean, std = torch.distributions, params.mean.double(), params.log_std.double().exp()
-    u = mean + std * torch.randn(6, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).double()
+    D = torch.distributions
+    mean = params.mean.double()
+    std = params.log_std.double().exp()
+    u = (
+        mean
+        + std
+        * torch.randn(
+            6, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
+        ).double()
+    )
     act, logp = dist.sample_with_log_prob(params, ((u - mean) / std).float())
     tanh = D.TanhTransform(cache_size=1)
-    half, center = (torch.from_numpy(np.float64(space.high) * .5 + s * np.float64(space.low) * .5) for s in (-1, 1))
-    expected = D.TransformedDistribution(D.Normal(mean, std), [tanh, D.AffineTransform(center, half, cache_size=1)])
+    half, center = (
+        torch.from_numpy(np.float64(space.high) * 0.5 + s * np.float64(space.low) * 0.5)
+        for s in (-1, 1)
+    )
+    expected = D.TransformedDistribution(
+        D.Normal(mean, std), [tanh, D.AffineTransform(center, half, cache_size=1)]
+    )
     y = expected.transforms[1](tanh(u))
     torch.testing.assert_close(logp.double(), expected.log_prob(y).sum(-1), rtol=1e-3, atol=1e-2)
 
 
 def test_density_integrates_to_one_over_the_plane():
-    dist, n = SquashedGaussian(UnitBox(SPACES[1])), 300
-    x, y = (torch.from_numpy((low + (high - low) * (np.arange(n) + .5) / n).astype(np.float32)) for low, high in ((-1, 3), (2, 2.5)))
-    grid = torch.stack(torch.meshgrid(x, y, indexing='ij'), -1)
-    params = GaussianParams(torch.tensor([.4, -.6]), torch.tensor([-.5, -.2]))
-    assert (dist.log_prob(params, grid).double().exp().sum() * 4 * .5 / n ** 2).item() == pytest.approx(1, abs=1e-3)
+    dist = SquashedGaussian(UnitBox(SPACES[1]))
+    n = 300
+    x, y = (
+        torch.from_numpy((low + (high - low) * (np.arange(n) + 0.5) / n).astype(np.float32))
+        for low, high in ((-1, 3), (2, 2.5))
+    )
+    grid = torch.stack(torch.meshgrid(x, y, indexing="ij"), -1)
+    params = GaussianParams(torch.tensor([0.4, -0.6]), torch.tensor([-0.5, -0.2]))
+    assert (
+        dist.log_prob(params, grid).double().exp().sum() * 4 * 0.5 / n**2
+    ).item() == pytest.approx(1, abs=1e-3)
 
 
 def test_gradient_of_the_density_by_differences():
-    dist, noise = SquashedGaussian(UnitBox(SPACES[1])), torch.tensor([.7, -1.3])
-    mean, log_std = (torch.tensor(x, requires_grad=True) for x in ([.4, -.6], [-.5, -.2]))
+    dist = SquashedGaussian(UnitBox(SPACES[1]))
+    noise = torch.tensor([0.7, -1.3])
+    mean, log_std = (torch.tensor(x, requires_grad=True) for x in ([0.4, -0.6], [-0.5, -0.2]))
     dist.sample_with_log_prob(GaussianParams(mean, log_std), noise)[1].backward()
-    def logp(m, s):        # float64, as it is written in books
+
+    def logp(m, s):  # float64, as it is written in books
         u = m + np.exp(s) * noise.double().numpy()
-        return (-.5 * noise.double().numpy() ** 2 - s - np.log(1 - np.tanh(u) ** 2)).sum()
-    m, s, h = mean.detach().double().numpy(), log_std.detach().double().numpy(), 1e-6
+        return (-0.5 * noise.double().numpy() ** 2 - s - np.log(1 - np.tanh(u) ** 2)).sum()
+
+    m = mean.detach().double().numpy()
+    s = log_std.detach().double().numpy()
+    h = 1e-6
     for i in range(2):
         step = h * np.eye(2)[i]
-        assert mean.grad[i].item() == pytest.approx((logp(m + step, s) - logp(m - step, s)) / 2 / h, rel=1e-4)
-        assert log_std.grad[i].item() == pytest.approx((logp(m, s + step) - logp(m, s - step)) / 2 / h, rel=1e-4)
+        assert mean.grad[i].item() == pytest.approx(
+            (logp(m + step, s) - logp(m - step, s)) / 2 / h, rel=1e-4
+        )
+        assert log_std.grad[i].item() == pytest.approx(
+            (logp(m, s + step) - logp(m, s - step)) / 2 / h, rel=1e-4
+        )
 
 
-@pytest.mark.parametrize('space, text', [
-    (Box(0, np.inf, (2,)), 'finite bounds'), (Discrete(3), 'Box of floats'), (Box(0, 9, (2,), int), 'Box'), (Dict(a=Box(0, 1)), 'Box'),
-    (Box(np.float32([0, 1]), np.float32([1, 1])), r'action_space\[1\]')])
-@pytest.mark.parametrize('cls', [SquashedPolicy, DeterministicPolicy, ActionCritic])
+@pytest.mark.parametrize(
+    "space, text",
+    [
+        (Box(0, np.inf, (2,)), "finite bounds"),
+        (Discrete(3), "Box of floats"),
+        (Box(0, 9, (2,), int), "Box"),
+        (Dict(a=Box(0, 1)), "Box"),
+        (Box(np.float32([0, 1]), np.float32([1, 1])), r"action_space\[1\]"),
+    ],
+)
+@pytest.mark.parametrize("cls", [SquashedPolicy, DeterministicPolicy, ActionCritic])
 def test_other_actions_are_refused(cls, space, text):
-    with pytest.raises(SpaceError, match=text) as e: cls.for_env((SPACES[0], space))
+    with pytest.raises(SpaceError, match=text) as e:
+        cls.for_env((SPACES[0], space))
     assert cls.__name__ in str(e.value)
 
 
 @st.composite
 def boxes(draw):
     "A Box of one component, of float32 or float64, whose middle is up to 1000 half-ranges from 0."
-    dtype, half = draw(st.sampled_from([np.float32, np.float64])), draw(st.floats(1e-4, 1e4))
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    half = draw(st.floats(1e-4, 1e4))
     center = draw(st.floats(-1000, 1000)) * half
     low, high = (np.full(1, x, dtype) for x in (center - half, center + half))
     return Box(low, high, dtype=dtype)
@@ -141,44 +207,66 @@ def boxes(draw):
 @given(boxes(), st.lists(st.floats(-1, 1, width=32), max_size=20))
 def test_a_cube_fills_its_box(space, at):
     "Against `low + (at + 1) * half` in float64: the errors are those of float32 numbers as large as the bounds, and nothing is outside."
-    low, high = float(space.low[0]), float(space.high[0])
-    half, size, eps = (high - low) / 2, max(abs(low), abs(high)), 2. ** -23
-    box, at = UnitBox(space), np.float32([-1, 1, *at])
+    low = float(space.low[0])
+    high = float(space.high[0])
+    half = (high - low) / 2
+    size = max(abs(low), abs(high))
+    eps = 2.0**-23
+    box = UnitBox(space)
+    at = np.float32([-1, 1, *at])
     act = box(torch.from_numpy(at[:, None]))
     assert all(space.contains(x.astype(space.dtype)) for x in act.numpy())
     # Three roundings lead to each of `center` and `half_range`: of a bound, of their middle, and so that nothing is outside.
-    np.testing.assert_allclose(act.double().numpy()[:, 0], low + (at.astype(np.float64) + 1) * half, rtol=0, atol=4 * eps * size)
-    np.testing.assert_allclose(box.position(act).numpy()[:, 0], at, rtol=0, atol=eps * (size / half + 4))
+    np.testing.assert_allclose(
+        act.double().numpy()[:, 0],
+        low + (at.astype(np.float64) + 1) * half,
+        rtol=0,
+        atol=4 * eps * size,
+    )
+    np.testing.assert_allclose(
+        box.position(act).numpy()[:, 0], at, rtol=0, atol=eps * (size / half + 4)
+    )
     assert box.log_volume.item() == pytest.approx(np.log(half), abs=4 * eps * size / half + 1e-5)
 
 
-@pytest.mark.parametrize('space', [Box(.9, 1.1, (1,), np.float64), Box(np.float32([15.4862]), np.float32([17.4245]))], ids=str)
+@pytest.mark.parametrize(
+    "space",
+    [Box(0.9, 1.1, (1,), np.float64), Box(np.float32([15.4862]), np.float32([17.4245]))],
+    ids=str,
+)
 @each_algorithm
 def test_bounds_far_from_zero_are_learned_within(algorithm, space):
     agent = make(algorithm, (SPACES[0], space))
     obs = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32) * 100
     for deterministic in (True, False):
-        for x in agent.actor.predict(obs, deterministic=deterministic)[0]: assert space.contains(x)
+        for x in agent.actor.predict(obs, deterministic=deterministic)[0]:
+            assert space.contains(x)
 
 
 def test_bounds_that_float32_cannot_tell_apart_are_refused():
     for low, high in ((1, 1 + 1e-9), (1e9, 1e9 + 1)):
-        with pytest.raises(SpaceError, match='two finite bounds that float32 can tell apart'): UnitBox(Box(low, high, (1,), np.float64))
+        with pytest.raises(SpaceError, match="two finite bounds that float32 can tell apart"):
+            UnitBox(Box(low, high, (1,), np.float64))
 
 
 # --- targets and losses
 
-@pytest.mark.parametrize('n_steps', [1, 2, 4])
+
+@pytest.mark.parametrize("n_steps", [1, 2, 4])
 def test_targets_by_loops(n_steps):
-    fragment, gamma = random_fragment(T=5, B=6, seed=3), .9
+    fragment = random_fragment(T=5, B=6, seed=3)
+    gamma = 0.9
     g = torch.Generator().manual_seed(0)
     value, bonus = torch.randn(2, 5, 6, generator=g)
     found = td_targets(fragment, value, gamma, n_steps, bonus).double()
     for t, b in fragment.valid.nonzero().tolist():
-        total, factor, k = 0., 1., t
+        total = 0.0
+        factor = 1.0
+        k = t
         while True:
             total += factor * float(fragment.state.rew[k + 1, b])
-            if fragment.term[k + 1, b]: break
+            if fragment.term[k + 1, b]:
+                break
             usable = bool(fragment.valid[k, b])
             factor *= gamma
             total += factor * float(bonus[k, b]) * usable
@@ -189,40 +277,60 @@ def test_targets_by_loops(n_steps):
         assert found[t, b].item() == pytest.approx(total, rel=1e-5, abs=1e-5), (t, b)
 
 
-@pytest.mark.parametrize('seed', range(3))
+@pytest.mark.parametrize("seed", range(3))
 def test_soft_losses_by_loops(seed):
-    fragment, actor = random_fragment(seed=seed), SquashedPolicy.for_env(SPACES, hidden=(8,), seed=1)
+    fragment = random_fragment(seed=seed)
+    actor = SquashedPolicy.for_env(SPACES, hidden=(8,), seed=1)
     critic, target = (ActionCritic.for_env(SPACES, hidden=(8,), seed=s) for s in (2, 3))
-    noise, temperature, volume = torch.randn(4, 5, 2), .3, float(np.log(2 * .25))
-    goal = soft_target(fragment, actor, target, noise, temperature, gamma=.9)
+    noise = torch.randn(4, 5, 2)
+    temperature = 0.3
+    volume = float(np.log(2 * 0.25))
+    goal = soft_target(fragment, actor, target, noise, temperature, gamma=0.9)
     loss, _, errors = action_value_loss(fragment, critic, goal, weight := torch.rand(5))
     policy, metrics = soft_policy_loss(fragment, actor, critic, noise, temperature)
-    sums, n = np.zeros(3), int(fragment.valid.sum())
+    sums = np.zeros(3)
+    n = int(fragment.valid.sum())
     with torch.no_grad():
         for t, b in fragment.valid.nonzero().tolist():
             act, logp = actor.sample(successor(fragment, t, b)[None], noise[t, b][None])
-            soft = float(target(successor(fragment, t, b)[None], act).min()) - temperature * (float(logp) + volume)
-            y = float(fragment.state.rew[t + 1, b]) + .9 * soft * (not fragment.term[t + 1, b])
+            soft = float(target(successor(fragment, t, b)[None], act).min()) - temperature * (
+                float(logp) + volume
+            )
+            y = float(fragment.state.rew[t + 1, b]) + 0.9 * soft * (not fragment.term[t + 1, b])
             assert float(goal[t, b]) == pytest.approx(y, rel=1e-4, abs=1e-4)
             obs = fragment.state.obs[t, b][None]
             difference = y - critic(obs, fragment.state.act[t + 1, b][None])[:, 0].double().numpy()
-            assert float(errors[t, b]) == pytest.approx(np.abs(difference).mean(), rel=1e-4, abs=1e-4)
+            assert float(errors[t, b]) == pytest.approx(
+                np.abs(difference).mean(), rel=1e-4, abs=1e-4
+            )
             act, logp = actor.sample(obs, noise[t, b][None])
-            sums += (.5 * float(weight[b]) * (difference ** 2).sum(), temperature * (float(logp) + volume) - float(critic(obs, act).min()),
-                     -float(logp))
-    assert [loss.item(), policy.item(), float(metrics['entropy'])] == pytest.approx((sums / n).tolist(), rel=1e-4, abs=1e-4)
+            sums += (
+                0.5 * float(weight[b]) * (difference**2).sum(),
+                temperature * (float(logp) + volume) - float(critic(obs, act).min()),
+                -float(logp),
+            )
+    assert [loss.item(), policy.item(), float(metrics["entropy"])] == pytest.approx(
+        (sums / n).tolist(), rel=1e-4, abs=1e-4
+    )
 
 
 def test_deterministic_losses_by_loops():
-    fragment, actor = random_fragment(seed=5), DeterministicPolicy.for_env(SPACES, hidden=(8,), seed=1)
-    critic, shift = ActionCritic.for_env(SPACES, hidden=(8,), seed=2), torch.randn(4, 5, 2)
-    goal, loss = smoothed_target(fragment, actor, critic, shift, gamma=.9), deterministic_policy_loss(fragment, actor, critic)[0]
-    center, half, total = torch.tensor([1., 2.25]), torch.tensor([2., .25]), 0.
+    fragment = random_fragment(seed=5)
+    actor = DeterministicPolicy.for_env(SPACES, hidden=(8,), seed=1)
+    critic = ActionCritic.for_env(SPACES, hidden=(8,), seed=2)
+    shift = torch.randn(4, 5, 2)
+    goal = smoothed_target(fragment, actor, critic, shift, gamma=0.9)
+    loss = deterministic_policy_loss(fragment, actor, critic)[0]
+    center = torch.tensor([1.0, 2.25])
+    half = torch.tensor([2.0, 0.25])
+    total = 0.0
     with torch.no_grad():
         for t, b in fragment.valid.nonzero().tolist():
             obs = successor(fragment, t, b)[None]
             act = center + half * ((actor.act(obs) - center) / half + shift[t, b]).clamp(-1, 1)
-            y = float(fragment.state.rew[t + 1, b]) + .9 * float(critic(obs, act).min()) * (not fragment.term[t + 1, b])
+            y = float(fragment.state.rew[t + 1, b]) + 0.9 * float(critic(obs, act).min()) * (
+                not fragment.term[t + 1, b]
+            )
             assert float(goal[t, b]) == pytest.approx(y, rel=1e-4, abs=1e-4)
             obs = fragment.state.obs[t, b][None]
             total -= float(critic(obs, actor.act(obs))[0])
@@ -230,16 +338,21 @@ def test_deterministic_losses_by_loops():
 
 
 class Opposite(ActionCritic):
-    def forward(self, obs, act): return -super().forward(obs, act)
+    def forward(self, obs, act):
+        return -super().forward(obs, act)
 
 
 class Halves(torch.nn.Module):
-    def __init__(self, net): super().__init__(); self.net, self.k = net, net.k
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.k = net, net.k
 
-    def forward(self, x): return self.net(x / 2)
+    def forward(self, x):
+        return self.net(x / 2)
 
 
-def plain(critic): return critic
+def plain(critic):
+    return critic
 
 
 def hooked(critic):
@@ -252,33 +365,44 @@ def with_own_net(critic):
     return critic
 
 
-@pytest.mark.parametrize('cls', [ActionCritic, Opposite])
-@pytest.mark.parametrize('change', [plain, hooked, with_own_net])
+@pytest.mark.parametrize("cls", [ActionCritic, Opposite])
+@pytest.mark.parametrize("change", [plain, hooked, with_own_net])
 def test_the_policy_climbs_the_first_value_of_the_critic_as_it_is(cls, change):
     "A critic can give its first value alone. One with a hook, or with a `forward` or networks of its own, gives that of its own."
-    fragment, actor = random_fragment(seed=6), DeterministicPolicy.for_env(SPACES, hidden=(8,), seed=1)
+    fragment = random_fragment(seed=6)
+    actor = DeterministicPolicy.for_env(SPACES, hidden=(8,), seed=1)
     critic = change(cls(*SPACES, hidden=(8,)))
-    loss, other = (deterministic_policy_loss(fragment, actor, c)[0] for c in (critic, lambda obs, act: critic(obs, act)))
+    loss, other = (
+        deterministic_policy_loss(fragment, actor, c)[0]
+        for c in (critic, lambda obs, act: critic(obs, act))
+    )
     found, wanted = (torch.autograd.grad(x, list(actor.parameters())) for x in (loss, other))
     torch.testing.assert_close((loss, *found), (other, *wanted))
 
 
-@pytest.mark.parametrize('n_rows, hidden', [(7, (5, 6)), (512, (64, 3)), (511, (64, 70)), (64, (600,)), (40_000, ())])
-@pytest.mark.parametrize('activation', ['relu', 'tanh'])
+@pytest.mark.parametrize(
+    "n_rows, hidden", [(7, (5, 6)), (512, (64, 3)), (511, (64, 70)), (64, (600,)), (40_000, ())]
+)
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
 def test_stacked_perceptrons_are_as_those_apart(n_rows, hidden, activation):
     "Outputs and gradients, whether the layers are small and computed at once, or large and computed one by one."
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        three, x = StackedMLP(3, 4, hidden, 2, activation), torch.randn(n_rows, 4, requires_grad=True)
-        for b in three.biases: torch.nn.init.normal_(b)
+        three = StackedMLP(3, 4, hidden, 2, activation)
+        x = torch.randn(n_rows, 4, requires_grad=True)
+        for b in three.biases:
+            torch.nn.init.normal_(b)
         scale = torch.randn(3, n_rows, 2)
     wanted = []
     for k in range(3):
         layers = [torch.nn.Linear(*w.shape[1:]) for w in three.weights]
-        for layer, w, b in zip(layers, three.weights, three.biases): layer.weight, layer.bias = (
-            torch.nn.Parameter(y.detach().clone()) for y in (w[k].T, b[k, 0]))
+        for layer, w, b in zip(layers, three.weights, three.biases):
+            layer.weight, layer.bias = (
+                torch.nn.Parameter(y.detach().clone()) for y in (w[k].T, b[k, 0])
+            )
         y = x
-        for layer in layers[:-1]: y = getattr(torch, activation)(layer(y))
+        for layer in layers[:-1]:
+            y = getattr(torch, activation)(layer(y))
         out = layers[-1](y)
         params = [p for layer in layers for p in (layer.weight, layer.bias)]
         wanted.append((out, *torch.autograd.grad((out * scale[k]).sum(), [x, *params])))
@@ -290,33 +414,47 @@ def test_stacked_perceptrons_are_as_those_apart(n_rows, hidden, activation):
     torch.testing.assert_close(three(x, 2), out[:2], **close)
     torch.testing.assert_close(grad_x, sum(w[1] for w in wanted), **close)
     for k, (_, _, *theirs) in enumerate(wanted):
-        for mine, g in zip(grads, theirs): torch.testing.assert_close(mine[k], g.T if g.ndim == 2 else g[None], **close)
+        for mine, g in zip(grads, theirs):
+            torch.testing.assert_close(mine[k], g.T if g.ndim == 2 else g[None], **close)
 
 
-@pytest.mark.parametrize('algorithm', [SAC, TD3, DDPG])
+@pytest.mark.parametrize("algorithm", [SAC, TD3, DDPG])
 def test_an_end_counts_and_a_limit_does_not(algorithm):
     "The critics value every state at 10; what the fragment shows after a limit is the reset."
-    agent = make(algorithm, **(dict(temperature=0.) if algorithm is SAC else {}), gamma=.5)
-    agent.target = lambda obs, act: torch.full((2, *act.shape[:2]), 10.) * (obs[..., 0] == 7)
-    for term, cut, expected in ((True, False, 1.), (False, True, 6.)):
+    agent = make(algorithm, **(dict(temperature=0.0) if algorithm is SAC else {}), gamma=0.5)
+    agent.target = lambda obs, act: torch.full((2, *act.shape[:2]), 10.0) * (obs[..., 0] == 7)
+    for term, cut, expected in ((True, False, 1.0), (False, True, 6.0)):
         flags = dict(terminated=torch.tensor([[term]]), truncated=torch.tensor([[cut]]))
-        last = dict(last_obs=torch.full((1, 3), 7.)) if cut else {}
-        one = Fragment.from_steps(torch.zeros(2, 1, 3), torch.ones(1, 1, 2), torch.ones(1, 1), **flags, **last)
+        last = dict(last_obs=torch.full((1, 3), 7.0)) if cut else {}
+        one = Fragment.from_steps(
+            torch.zeros(2, 1, 3), torch.ones(1, 1, 2), torch.ones(1, 1), **flags, **last
+        )
         assert agent.critic_target(one).item() == expected
 
 
 def test_each_loss_moves_its_own_network_only():
-    agent, fragment = make(SAC), random_fragment()
-    def state(): return [copy.deepcopy(net.state_dict()) for net in (agent.actor, agent.critic, agent.target)]
-    def moved(a, b): return [any(not torch.equal(x, y) for x, y in zip(s.values(), t.values())) for s, t in zip(a, b)]
+    agent = make(SAC)
+    fragment = random_fragment()
+
+    def state():
+        return [
+            copy.deepcopy(net.state_dict()) for net in (agent.actor, agent.critic, agent.target)
+        ]
+
+    def moved(a, b):
+        return [
+            any(not torch.equal(x, y) for x, y in zip(s.values(), t.values())) for s, t in zip(a, b)
+        ]
+
     before = state()
     agent.improve_policy(fragment)
     assert moved(before, after := state()) == [True, False, False]
-    agent.lower('critic', action_value_loss(fragment, agent.critic, torch.zeros(4, 5))[0], 'x')
+    agent.lower("critic", action_value_loss(fragment, agent.critic, torch.zeros(4, 5))[0], "x")
     assert moved(after, state()) == [False, True, False]
 
 
 # --- whole updates beside an implementation with ordinary modules
+
 
 def plain(stacked, k):
     "One of the stacked critics as a sequence of torch's layers, in float64."
@@ -332,29 +470,47 @@ def plain(stacked, k):
 
 def test_three_updates_of_sac_beside_plain_torch():
     space = Box(-2, 2, (1,))
-    agent, lr, tau = make(SAC, (SPACES[0], space), lr=.01, tau=.1, gamma=.9), .01, .1
+    agent = make(SAC, (SPACES[0], space), lr=0.01, tau=0.1, gamma=0.9)
+    lr = 0.01
+    tau = 0.1
     critics, targets = ([plain(agent.critic.net, k) for k in range(2)] for _ in range(2))
     actor = copy.deepcopy(agent.actor).double()
     log_alpha = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    adam = [torch.optim.Adam(params, lr) for params in ([p for net in critics for p in net.parameters()], actor.parameters(), [log_alpha])]
+    adam = [
+        torch.optim.Adam(params, lr)
+        for params in (
+            [p for net in critics for p in net.parameters()],
+            actor.parameters(),
+            [log_alpha],
+        )
+    ]
     noises = iter(torch.randn(6, 1, 16, 1, generator=torch.Generator().manual_seed(1)))
     kept = []
     agent.noise = lambda fragment: kept.append(next(noises)) or kept[-1]
+
     def act(obs, noise):
         mean, log_std = actor.head(actor.trunk(obs)).chunk(2, -1)
         u = mean + log_std.exp() * noise.double()
-        return u.tanh(), torch.distributions.Normal(mean, log_std.exp()).log_prob(u).sum(-1) - (1 - u.tanh() ** 2).log().sum(-1)
-    def values(nets, obs, position): return torch.stack([net(torch.cat([obs, position], -1))[..., 0] for net in nets])
+        return u.tanh(), torch.distributions.Normal(mean, log_std.exp()).log_prob(u).sum(-1) - (
+            1 - u.tanh() ** 2
+        ).log().sum(-1)
+
+    def values(nets, obs, position):
+        return torch.stack([net(torch.cat([obs, position], -1))[..., 0] for net in nets])
+
     for seed in range(3):
         f = random_fragment(1, 16, seed, (SPACES[0], space), invalid=False)
         agent.learn(Sample(f, None, None))
         first, second = kept[-2:]
-        obs, after = f.state.obs[0].double(), torch.stack([successor(f, 0, b) for b in range(16)]).double()
+        obs = f.state.obs[0].double()
+        after = torch.stack([successor(f, 0, b) for b in range(16)]).double()
         alpha = log_alpha.detach().exp()
         with torch.no_grad():
             position, logp = act(after, first[0])
-            y = f.state.rew[1].double() + .9 * ~f.term[1] * (values(targets, after, position).amin(0) - alpha * logp)
-        loss = .5 * (values(critics, obs, f.state.act[1].double() / 2) - y).square().mean(1).sum()
+            y = f.state.rew[1].double() + 0.9 * ~f.term[1] * (
+                values(targets, after, position).amin(0) - alpha * logp
+            )
+        loss = 0.5 * (values(critics, obs, f.state.act[1].double() / 2) - y).square().mean(1).sum()
         adam[0].zero_grad()
         loss.backward()
         adam[0].step()
@@ -366,58 +522,75 @@ def test_three_updates_of_sac_beside_plain_torch():
         (-log_alpha * (logp.detach().mean() - 1)).backward()
         adam[2].step()
         for net, old in zip(critics, targets):
-            for p, q in zip(net.parameters(), old.parameters()): q.data.lerp_(p.data, tau)
+            for p, q in zip(net.parameters(), old.parameters()):
+                q.data.lerp_(p.data, tau)
     for k in range(2):
         for mine, theirs in ((agent.critic, critics[k]), (agent.target, targets[k])):
-            for p, q in zip(plain(mine.net, k).parameters(), theirs.parameters()): torch.testing.assert_close(p, q, rtol=2e-3, atol=2e-4)
-    for p, q in zip(agent.actor.parameters(), actor.parameters()): torch.testing.assert_close(p.double(), q, rtol=2e-3, atol=2e-4)
+            for p, q in zip(plain(mine.net, k).parameters(), theirs.parameters()):
+                torch.testing.assert_close(p, q, rtol=2e-3, atol=2e-4)
+    for p, q in zip(agent.actor.parameters(), actor.parameters()):
+        torch.testing.assert_close(p.double(), q, rtol=2e-3, atol=2e-4)
     assert agent.log_temperature.item() == pytest.approx(log_alpha.item(), abs=1e-5)
 
 
 def test_what_would_be_without_effect_or_change_another_network_is_refused():
-    with pytest.raises(DataError, match='SAC, leaf target_entropy: a temperature that is given has no target'):
-        make(SAC, temperature=.2, target_entropy=-1.)
+    with pytest.raises(
+        DataError, match="SAC, leaf target_entropy: a temperature that is given has no target"
+    ):
+        make(SAC, temperature=0.2, target_entropy=-1.0)
     agent = make(SAC)
     agent.critic.encoder = agent.actor.encoder = torch.nn.Linear(3, 3)
-    with pytest.raises(DataError, match=r'critic.encoder.weight: SAC: a step of the critic would change the policy'):
+    with pytest.raises(
+        DataError, match=r"critic.encoder.weight: SAC: a step of the critic would change the policy"
+    ):
         SAC(agent.actor, agent.critic)
     agent.actor.encoder.requires_grad_(False)
-    SAC(agent.actor, agent.critic)      # what does not learn may be shared
+    SAC(agent.actor, agent.critic)  # what does not learn may be shared
 
 
 def test_temperature_rises_while_there_is_too_little_entropy():
     fragment = random_fragment()
-    for wanted, sign in ((100., 1), (-100., -1)):
+    for wanted, sign in ((100.0, 1), (-100.0, -1)):
         agent = make(SAC, target_entropy=wanted)
         agent.improve_policy(fragment)
         assert np.sign(agent.log_temperature.item()) == sign
 
 
 def test_delay_and_smoothing_of_td3():
-    agent, seen = make(TD3, policy_every=3, smoothing=.2, smoothing_limit=.3), []
+    agent = make(TD3, policy_every=3, smoothing=0.2, smoothing_limit=0.3)
+    seen = []
     loss = agent.improve_policy
     agent.improve_policy = lambda fragment: seen.append(agent.gradient_steps) or loss(fragment)
-    for seed in range(7): agent.learn(Sample(random_fragment(seed=seed), None, None))
+    for seed in range(7):
+        agent.learn(Sample(random_fragment(seed=seed), None, None))
     assert seen == [3, 6] and agent.target_updates == 2
-    state, fragment = agent.generator.get_state(), random_fragment(50, 40)
+    state = agent.generator.get_state()
+    fragment = random_fragment(50, 40)
     shift = agent.shift(fragment)
     agent.generator.set_state(state)
-    assert torch.equal(shift, (.2 * agent.noise(fragment)).clamp(-.3, .3)) and (shift.abs() == torch.tensor(.3)).any()
+    assert (
+        torch.equal(shift, (0.2 * agent.noise(fragment)).clamp(-0.3, 0.3))
+        and (shift.abs() == torch.tensor(0.3)).any()
+    )
     assert make(DDPG).shift(fragment) is None
 
 
 # --- from the stream
 
+
 class Ending(Stepped):
     "The state is the number of the step; episodes of 3 steps end by termination, those of 4 by a limit, in turn."
-    observation_space, action_space = Box(0, 9, (1,)), Box(-2, 6, (1,))
+
+    observation_space = Box(0, 9, (1,))
+    action_space = Box(-2, 6, (1,))
     episode = -1
 
-    def begin(self): self.episode += 1
+    def begin(self):
+        self.episode += 1
 
     def pay(self, action):
         assert self.action_space.contains(action)
-        return 1.
+        return 1.0
 
     def ends(self):
         odd = self.episode % 2
@@ -427,205 +600,354 @@ class Ending(Stepped):
 @each_algorithm
 def test_samples_have_the_true_last_observations(algorithm):
     agent = make(algorithm, Ending, random_steps=0)
-    for batch in islice(replayed(Ending, agent.actor, n_envs=2, n_steps=5, warmup=40, batch_size=64, seed=0), 8): agent.update(batch)
+    for batch in islice(
+        replayed(Ending, agent.actor, n_envs=2, n_steps=5, warmup=40, batch_size=64, seed=0), 8
+    ):
+        agent.update(batch)
     f = batch.memory.sample(300).fragment
     ends = f.state.fin[1, f.final.b]
     assert ends.all() and len(f.final.b) == int(f.state.fin[1].sum())
     assert torch.equal(f.final.obs[:, 0], f.state.obs[0, f.final.b, 0] + 1)
-    assert set(f.final.obs[f.term[1, f.final.b], 0].tolist()) == {3.} and set(f.final.obs[~f.term[1, f.final.b], 0].tolist()) == {4.}
+    assert set(f.final.obs[f.term[1, f.final.b], 0].tolist()) == {3.0} and set(
+        f.final.obs[~f.term[1, f.final.b], 0].tolist()
+    ) == {4.0}
 
 
 @each_algorithm
 def test_fresh_steps_that_are_none_are_only_counted(algorithm):
     "Both environments end together, and their vector resets them in a step of its own."
-    class Cut(Ending):
-        def ends(self): return False, self.count == 3
 
-    agent, n_fresh = make(algorithm, Cut, random_steps=0), []
-    def vector(): return gym.vector.SyncVectorEnv([Cut] * 2, autoreset_mode='NextStep')
-    for batch in islice(replayed(vector, agent.actor, n_envs=None, n_steps=1, warmup=0, batch_size=4, seed=0), 9):
+    class Cut(Ending):
+        def ends(self):
+            return False, self.count == 3
+
+    agent = make(algorithm, Cut, random_steps=0)
+    n_fresh = []
+
+    def vector():
+        return gym.vector.SyncVectorEnv([Cut] * 2, autoreset_mode="NextStep")
+
+    for batch in islice(
+        replayed(vector, agent.actor, n_envs=None, n_steps=1, warmup=0, batch_size=4, seed=0), 9
+    ):
         metrics = check_metrics(agent.update(batch))
         n_fresh.append(int(batch.fresh.valid.sum()))
         assert np.isfinite([*metrics.values()]).all()
     assert n_fresh == [2, 2, 2, 0] * 2 + [2] and (agent.steps, agent.gradient_steps) == (14, 9)
-    with pytest.raises(DataError, match='no valid row in the batch'): agent.update(batch.fresh._replace(valid=~batch.fresh.valid))
+    with pytest.raises(DataError, match="no valid row in the batch"):
+        agent.update(batch.fresh._replace(valid=~batch.fresh.valid))
 
 
 @each_algorithm
 def test_random_actions_first_then_the_policy(algorithm):
-    agent, acts, random = make(algorithm, Ending, random_steps=400), [], []
-    for batch in islice(replayed(Ending, agent.actor, n_envs=4, n_steps=25, warmup=10_000, seed=0), 8):
-        random.append(agent.update(batch)['epsilon'])
+    agent = make(algorithm, Ending, random_steps=400)
+    acts = []
+    random = []
+    for batch in islice(
+        replayed(Ending, agent.actor, n_envs=4, n_steps=25, warmup=10_000, seed=0), 8
+    ):
+        random.append(agent.update(batch)["epsilon"])
         acts.append(batch.fresh.state.act[1:])
-    assert random == [1.] * 4 + [0.] * 4
+    assert random == [1.0] * 4 + [0.0] * 4
     counts = torch.histc(torch.cat(acts[:4]), 4, -2, 6)
     assert ((counts - 100).abs() < 40).all()
-    assert torch.cat(acts[4:]).std() < (3.5 if algorithm in (SAC, CrossQ) else 1.) and (torch.cat(acts) <= 6).all()
+    assert (
+        torch.cat(acts[4:]).std() < (3.5 if algorithm in (SAC, CrossQ) else 1.0)
+        and (torch.cat(acts) <= 6).all()
+    )
 
 
 @each_algorithm
-@pytest.mark.parametrize('options', [dict(length=3, prioritized=True), dict(samples_per_step=.5)])
+@pytest.mark.parametrize("options", [dict(length=3, prioritized=True), dict(samples_per_step=0.5)])
 def test_steps_priorities_ratio_and_nested_observations(algorithm, options):
     class Nested(Ending):
         observation_space = Dict(place=Box(0, 9, (1,)), kind=Discrete(3))
-        def look(self): return dict(place=np.full(1, self.count, np.float32), kind=2 if self.count else 1)
 
-    agent = make(algorithm, Nested, multi_step=options.get('length', 1), beta_steps=100)
+        def look(self):
+            return dict(place=np.full(1, self.count, np.float32), kind=2 if self.count else 1)
+
+    agent = make(algorithm, Nested, multi_step=options.get("length", 1), beta_steps=100)
     told = []
-    for batch in islice(replayed(Nested, agent.actor, n_envs=2, n_steps=10, warmup=20, batch_size=16, seed=0, **options), 6):
-        batch.memory.prioritize = lambda index, error, known=batch.memory.prioritize: told.append(error) or known(index, error)
+    for batch in islice(
+        replayed(
+            Nested, agent.actor, n_envs=2, n_steps=10, warmup=20, batch_size=16, seed=0, **options
+        ),
+        6,
+    ):
+        batch.memory.prioritize = lambda index, error, known=batch.memory.prioritize: (
+            told.append(error) or known(index, error)
+        )
         metrics = check_metrics(agent.update(batch))
         del batch.memory.prioritize
     assert np.isfinite(list(metrics.values())).all()
-    assert len(told) == (6 if 'length' in options else 0)
-    assert agent.gradient_steps == (6 if 'length' in options else 60)
+    assert len(told) == (6 if "length" in options else 0)
+    assert agent.gradient_steps == (6 if "length" in options else 60)
 
 
 def test_the_replay_ratio_counts_transitions():
-    fresh = random_fragment(8, 5)._replace(lane=torch.zeros(5, dtype=torch.int64), seq=torch.zeros(5, dtype=torch.int64))
+    fresh = random_fragment(8, 5)._replace(
+        lane=torch.zeros(5, dtype=torch.int64), seq=torch.zeros(5, dtype=torch.int64)
+    )
     memory = ReplayMemory(100, length=3, seed=0)
     memory.add(fresh)
-    sample, agent = memory.sample(64), SAC(SquashedPolicy.for_env(SPACES, hidden=(4,)), ActionCritic.for_env(SPACES, hidden=(4,)))
-    n, n_fresh = int(sample.fragment.valid.sum()), int(fresh.valid.sum())
-    assert n < sample.fragment.valid.numel() and agent.update(Replayed(fresh, iter([sample]), memory))['replay_ratio'] == n / n_fresh
+    sample = memory.sample(64)
+    agent = SAC(
+        SquashedPolicy.for_env(SPACES, hidden=(4,)), ActionCritic.for_env(SPACES, hidden=(4,))
+    )
+    n = int(sample.fragment.valid.sum())
+    n_fresh = int(fresh.valid.sum())
+    assert (
+        n < sample.fragment.valid.numel()
+        and agent.update(Replayed(fresh, iter([sample]), memory))["replay_ratio"] == n / n_fresh
+    )
 
 
-@pytest.mark.parametrize('algorithm, env, words, told', [
-    *((name, 'Pendulum-v1', '--multi-step 3', 'multi_step = 3, got 1 steps') for name in ('sac', 'crossq', 'td3', 'ddpg')),
-    *((name, 'CartPole-v1', '--multi-step 3 --preset none', 'multi_step = 3, got 1 steps') for name in ('dqn', 'qr_dqn')),
-    ('dqn', 'CartPole-v1', '--burn-in 5 --length 5 --multi-step 2', 'burn_in + multi_step = 7, got 5 steps')])
-def test_a_memory_of_too_short_samples_is_refused_before_anything_runs(algorithm, env, words, told, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "algorithm, env, words, told",
+    [
+        *(
+            (name, "Pendulum-v1", "--multi-step 3", "multi_step = 3, got 1 steps")
+            for name in ("sac", "crossq", "td3", "ddpg")
+        ),
+        *(
+            (name, "CartPole-v1", "--multi-step 3 --preset none", "multi_step = 3, got 1 steps")
+            for name in ("dqn", "qr_dqn")
+        ),
+        (
+            "dqn",
+            "CartPole-v1",
+            "--burn-in 5 --length 5 --multi-step 2",
+            "burn_in + multi_step = 7, got 5 steps",
+        ),
+    ],
+)
+def test_a_memory_of_too_short_samples_is_refused_before_anything_runs(
+    algorithm, env, words, told, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    assert main(['train', algorithm, env, *words.split(), '--steps', '64']) == 2
+    assert main(["train", algorithm, env, *words.split(), "--steps", "64"]) == 2
     err = capsys.readouterr().err
-    assert f'samples are too short. Expected a memory with length >= {told}.' in err
+    assert f"samples are too short. Expected a memory with length >= {told}." in err
     assert not list(tmp_path.iterdir())
     build(make_config(algorithm, env, dict(length=3, multi_step=3)))
-    if 'dqn' in algorithm: build(make_config(algorithm, env, dict(length=3, burn_in=2)))
+    if "dqn" in algorithm:
+        build(make_config(algorithm, env, dict(length=3, burn_in=2)))
 
 
 def test_too_short_samples_and_other_mistakes():
-    with pytest.raises(DataError, match='length >= multi_step = 3'): make(SAC, multi_step=3).learn(Sample(random_fragment(2), None, None))
-    with pytest.raises(DataError, match='too short|samples'): next(iter(replayed(Ending, make(SAC, Ending).actor, samples_per_step=-1)))
-    with pytest.raises(DataError, match='weight'):
+    with pytest.raises(DataError, match="length >= multi_step = 3"):
+        make(SAC, multi_step=3).learn(Sample(random_fragment(2), None, None))
+    with pytest.raises(DataError, match="too short|samples"):
+        next(iter(replayed(Ending, make(SAC, Ending).actor, samples_per_step=-1)))
+    with pytest.raises(DataError, match="weight"):
         make(SAC).learn(Sample(random_fragment(), torch.ones(3), None))
-    for name, x in dict(tau=2., temperature=-1., random_steps=-1, multi_step=0, lr=-1.).items():
-        with pytest.raises(DataError, match=name): make(SAC, **{name: x})
-    for name in ('smoothing', 'smoothing_limit'):
-        with pytest.raises(DataError, match=name): make(TD3, **{name: -1.})
-    agent, before = make(SAC), None
+    for name, x in dict(tau=2.0, temperature=-1.0, random_steps=-1, multi_step=0, lr=-1.0).items():
+        with pytest.raises(DataError, match=name):
+            make(SAC, **{name: x})
+    for name in ("smoothing", "smoothing_limit"):
+        with pytest.raises(DataError, match=name):
+            make(TD3, **{name: -1.0})
+    agent = make(SAC)
+    before = None
     before = copy.deepcopy(agent.actor.state_dict())
-    with torch.no_grad(): agent.critic.net.biases[0].fill_(torch.nan)
-    with pytest.raises(DataError, match='non-finite'): agent.learn(Sample(random_fragment(), None, None))
+    with torch.no_grad():
+        agent.critic.net.biases[0].fill_(torch.nan)
+    with pytest.raises(DataError, match="non-finite"):
+        agent.learn(Sample(random_fragment(), None, None))
     assert all(torch.equal(x, before[name]) for name, x in agent.actor.state_dict().items())
 
 
 @each_algorithm
 def test_a_resumed_learner_takes_the_same_steps(algorithm, tmp_path):
     agent = make(algorithm, Ending, random_steps=30)
-    for batch in islice(replayed(Ending, agent.actor, n_envs=2, n_steps=5, warmup=20, seed=0, n_batches=3), 6): agent.update(batch)
-    save_checkpoint(tmp_path/'x', agent, {}, {})
+    for batch in islice(
+        replayed(Ending, agent.actor, n_envs=2, n_steps=5, warmup=20, seed=0, n_batches=3), 6
+    ):
+        agent.update(batch)
+    save_checkpoint(tmp_path / "x", agent, {}, {})
     again = make(algorithm, Ending, seed=1, random_steps=30)
-    again.load_state_dict(load_checkpoint(tmp_path/'x').agent_state)
-    assert (again.steps, again.gradient_steps, bool(again.actor.is_random)) == (60, agent.gradient_steps, False)
+    again.load_state_dict(load_checkpoint(tmp_path / "x").agent_state)
+    assert (again.steps, again.gradient_steps, bool(again.actor.is_random)) == (
+        60,
+        agent.gradient_steps,
+        False,
+    )
     samples = [batch.memory.sample(32) for _ in range(4)]
     for one in (agent, again):
-        for sample in samples: one.learn(sample)
-    for name in ('actor', 'critic', 'target'):
-        for x, y in zip(getattr(agent, name).state_dict().values(), getattr(again, name).state_dict().values()): assert torch.equal(x, y)
+        for sample in samples:
+            one.learn(sample)
+    for name in ("actor", "critic", "target"):
+        for x, y in zip(
+            getattr(agent, name).state_dict().values(), getattr(again, name).state_dict().values()
+        ):
+            assert torch.equal(x, y)
 
 
-@pytest.mark.usefixtures('functions_of_onnx')
+@pytest.mark.usefixtures("functions_of_onnx")
 @each_algorithm
-@pytest.mark.parametrize('to', ['torchscript', 'onnx'])
+@pytest.mark.parametrize("to", ["torchscript", "onnx"])
 def test_export_and_engine(algorithm, to, tmp_path):
-    actor = make(algorithm, 'Pendulum-v1', random_steps=0).actor
-    if to == 'onnx': pytest.importorskip('onnxscript')
-    export_policy(actor, tmp_path/'policy', to)      # which compares the answers
-    pytest.importorskip('onnxruntime')
-    one, other = (next(iter(replayed('Pendulum-v1', actor, n_envs=3, n_steps=6, seed=0, engine=engine))).fresh
-                  for engine in ('torch', 'onnxruntime'))
+    actor = make(algorithm, "Pendulum-v1", random_steps=0).actor
+    if to == "onnx":
+        pytest.importorskip("onnxscript")
+    export_policy(actor, tmp_path / "policy", to)  # which compares the answers
+    pytest.importorskip("onnxruntime")
+    one, other = (
+        next(iter(replayed("Pendulum-v1", actor, n_envs=3, n_steps=6, seed=0, engine=engine))).fresh
+        for engine in ("torch", "onnxruntime")
+    )
     torch.testing.assert_close(one.state.act, other.state.act, rtol=1e-4, atol=1e-4)
     actor.is_random.fill_(True)
-    random = [next(iter(replayed('Pendulum-v1', actor, n_envs=3, n_steps=6, seed=0, engine=engine))).fresh.state.act
-              for engine in ('torch', 'onnxruntime')]
+    random = [
+        next(
+            iter(replayed("Pendulum-v1", actor, n_envs=3, n_steps=6, seed=0, engine=engine))
+        ).fresh.state.act
+        for engine in ("torch", "onnxruntime")
+    ]
     torch.testing.assert_close(random[0], random[1], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(random[0], one.state.act)
 
 
-@pytest.mark.parametrize('name', ['sac', 'crossq', 'td3', 'ddpg'])
+@pytest.mark.parametrize("name", ["sac", "crossq", "td3", "ddpg"])
 def test_command_line(name, tmp_path):
-    hidden = ['--hidden', '8', '--critic-hidden', '8', '--warmup', '50', '--random-steps', '40', '--batch-size', '8', '--capacity', '1k']
-    assert main(['train', name, 'Pendulum-v1', '--steps', '96', '--out', str(tmp_path/'run'), '--quiet', *hidden]) in (0, None)
-    agent = load_agent(tmp_path/'run')
+    hidden = [
+        "--hidden",
+        "8",
+        "--critic-hidden",
+        "8",
+        "--warmup",
+        "50",
+        "--random-steps",
+        "40",
+        "--batch-size",
+        "8",
+        "--capacity",
+        "1k",
+    ]
+    assert main(
+        [
+            "train",
+            name,
+            "Pendulum-v1",
+            "--steps",
+            "96",
+            "--out",
+            str(tmp_path / "run"),
+            "--quiet",
+            *hidden,
+        ]
+    ) in (0, None)
+    agent = load_agent(tmp_path / "run")
     assert agent.steps == 96 and agent.gradient_steps == 48
     act, _ = agent.actor.predict(np.zeros(3, np.float32))
-    assert act.shape == (1,) and np.array_equal(act, agent.actor.predict(np.zeros(3, np.float32))[0])
+    assert act.shape == (1,) and np.array_equal(
+        act, agent.actor.predict(np.zeros(3, np.float32))[0]
+    )
 
 
 # --- learning
 
+
 class Hill(Stepped):
     "One step: the action is paid by how near it is to a place that the observation says, out of bounds of -2 and 6."
-    observation_space, action_space = Box(-1, 1, (1,)), Box(-2, 6, (1,))
-    def begin(self): self.place = self.np_random.uniform(-1, 1, 1).astype(np.float32)
-    def look(self): return self.place
-    def pay(self, action): return -abs(float(action[0]) - (2 + 3 * float(self.place[0])))
-    def ends(self): return True, False
+
+    observation_space = Box(-1, 1, (1,))
+    action_space = Box(-2, 6, (1,))
+
+    def begin(self):
+        self.place = self.np_random.uniform(-1, 1, 1).astype(np.float32)
+
+    def look(self):
+        return self.place
+
+    def pay(self, action):
+        return -abs(float(action[0]) - (2 + 3 * float(self.place[0])))
+
+    def ends(self):
+        return True, False
 
 
 @each_algorithm
 def test_climbs_a_hill(algorithm):
     "Best possible 0; an action in the middle gets -1.5, a random one -2.5 or so."
-    more = dict(policy_every=1) if algorithm is CrossQ else {}      # 600 samples are few for a policy that learns from every third
+    more = (
+        dict(policy_every=1) if algorithm is CrossQ else {}
+    )  # 600 samples are few for a policy that learns from every third
     agent = make(algorithm, Hill, hidden=(32, 32), lr=3e-3, random_steps=200, **more)
-    for batch in islice(replayed(Hill, agent.actor, n_envs=8, n_steps=5, n_batches=10, warmup=100, batch_size=64, seed=0), 60):
+    for batch in islice(
+        replayed(
+            Hill, agent.actor, n_envs=8, n_steps=5, n_batches=10, warmup=100, batch_size=64, seed=0
+        ),
+        60,
+    ):
         agent.update(batch)
-    assert evaluate(Hill, agent.actor, 50, seed=0).mean > -.4
+    assert evaluate(Hill, agent.actor, 50, seed=0).mean > -0.4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('algorithm, enough', [(SAC, -250), (CrossQ, -250), (TD3, -250), (DDPG, -300)])
+@pytest.mark.parametrize(
+    "algorithm, enough", [(SAC, -250), (CrossQ, -250), (TD3, -250), (DDPG, -300)]
+)
 def test_pendulum(algorithm, enough):
     "10 000 steps; a policy that does nothing gets about -1200, the best one -150."
-    agent = make(algorithm, 'Pendulum-v1', hidden=(64, 64), lr=1e-3, n_critics=1 if algorithm is DDPG else 2)
-    for batch in replayed('Pendulum-v1', agent.actor, n_envs=1, n_steps=8, samples_per_step=1., seed=0):
+    agent = make(
+        algorithm, "Pendulum-v1", hidden=(64, 64), lr=1e-3, n_critics=1 if algorithm is DDPG else 2
+    )
+    for batch in replayed(
+        "Pendulum-v1", agent.actor, n_envs=1, n_steps=8, samples_per_step=1.0, seed=0
+    ):
         agent.update(batch)
-        if agent.steps >= 10_000: break
-    assert evaluate('Pendulum-v1', agent.actor, 20, seed=1000).mean > enough
+        if agent.steps >= 10_000:
+            break
+    assert evaluate("Pendulum-v1", agent.actor, 20, seed=1000).mean > enough
 
 
-@pytest.mark.parametrize('algorithm', ['dqn', 'qr_dqn', 'sac', 'td3', 'ddpg'])
+@pytest.mark.parametrize("algorithm", ["dqn", "qr_dqn", "sac", "td3", "ddpg"])
 def test_targets_know_the_normalisers_before_their_first_update(algorithm):
     "What the warm-up has shown of observations is known to all networks. Values of raw observations would be learnt otherwise."
-    by_value = algorithm.endswith('dqn')
-    env = 'CartPole-v1' if by_value else 'Pendulum-v1'
+    by_value = algorithm.endswith("dqn")
+    env = "CartPole-v1" if by_value else "Pendulum-v1"
     options = dict(normalize=True, warmup=24, n_envs=2, n_steps=4, hidden=(4,), batch_size=4)
-    if not by_value: options |= dict(critic_normalize=True, critic_hidden=(4,), samples_per_step=1/8)
+    if not by_value:
+        options |= dict(critic_normalize=True, critic_hidden=(4,), samples_per_step=1 / 8)
     agent, pipe = build(make_config(algorithm, env, options))
-    for batch in islice(pipe, 2): agent.update(batch)     # the memory is not warm yet
+    for batch in islice(pipe, 2):
+        agent.update(batch)  # the memory is not warm yet
     assert not agent.target_updates
     pairs = [(agent.target, agent.actor if by_value else agent.critic)]
-    if hasattr(agent, 'target_actor'): pairs.append((agent.target_actor, agent.actor))
+    if hasattr(agent, "target_actor"):
+        pairs.append((agent.target_actor, agent.actor))
     for target, net in pairs:
-        counts = [float(x) for name, x in net.named_buffers() if name.endswith('count')]
+        counts = [float(x) for name, x in net.named_buffers() if name.endswith("count")]
         assert counts and max(counts) == 16
-        for x, y in zip(target.buffers(), net.buffers(), strict=True): assert torch.equal(x, y)
+        for x, y in zip(target.buffers(), net.buffers(), strict=True):
+            assert torch.equal(x, y)
 
 
 class Unsqueezed(nn.Module):
     "A critic whose author forgot to remove the last dimension."
+
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(4, 1)
-    def forward(self, obs, act): return self.net(torch.cat([obs, act], -1)).unsqueeze(0)
-    def value(self, obs): return self.net(torch.cat([obs, obs[..., :1]], -1))
+
+    def forward(self, obs, act):
+        return self.net(torch.cat([obs, act], -1)).unsqueeze(0)
+
+    def value(self, obs):
+        return self.net(torch.cat([obs, obs[..., :1]], -1))
 
 
-@pytest.mark.parametrize('learner, policy', [(SAC, SquashedPolicy), (TD3, DeterministicPolicy), (IQL, MLPPolicy)])
+@pytest.mark.parametrize(
+    "learner, policy", [(SAC, SquashedPolicy), (TD3, DeterministicPolicy), (IQL, MLPPolicy)]
+)
 def test_a_critic_that_answers_in_another_shape_is_refused(learner, policy):
     "Its values would be broadcast against the rows of the sample, so that each row learns from all of them."
-    actor = policy.for_env('Pendulum-v1', seed=0)
-    fragment = next(iter(rollouts('Pendulum-v1', actor, n_envs=3, n_steps=4, seed=0, terminal_obs=True)))
-    with pytest.raises(DataError, match=r"leaf Q\(s, a\): critic: wrong shape.*\[4, 3\]"): learner(actor, Unsqueezed()).update(fragment)
-    with pytest.raises(DataError, match=r"leaf V\(s\)"): state_value_loss(fragment, Unsqueezed(), Unsqueezed(), .7)
+    actor = policy.for_env("Pendulum-v1", seed=0)
+    fragment = next(
+        iter(rollouts("Pendulum-v1", actor, n_envs=3, n_steps=4, seed=0, terminal_obs=True))
+    )
+    with pytest.raises(DataError, match=r"leaf Q\(s, a\): critic: wrong shape.*\[4, 3\]"):
+        learner(actor, Unsqueezed()).update(fragment)
+    with pytest.raises(DataError, match=r"leaf V\(s\)"):
+        state_value_loss(fragment, Unsqueezed(), Unsqueezed(), 0.7)

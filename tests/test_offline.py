@@ -1,4 +1,5 @@
 "BC, IQL and TD3BC: losses and one step against independent computations, data of all kinds, resuming, and going online."
+
 import copy
 import json
 import shutil
@@ -24,7 +25,17 @@ from rollpipe.agents.offline.td3_bc import TD3BC
 from rollpipe.layers import ActionCritic, Critic, DeterministicPolicy, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.action_critic import QVCritic
 from rollpipe.pipes import (
-    DataError, EnvStepper, EpisodeCollector, Fragment, Lanes, Recorder, Source, nested, on_policy, replayed, rollouts,
+    DataError,
+    EnvStepper,
+    EpisodeCollector,
+    Fragment,
+    Lanes,
+    Recorder,
+    Source,
+    nested,
+    on_policy,
+    replayed,
+    rollouts,
 )
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.data.fragment_ops import transitions
@@ -41,44 +52,69 @@ from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
 
 PARTS = {IQL: (MLPPolicy, QVCritic), TD3BC: (DeterministicPolicy, ActionCritic)}
-each_algorithm = pytest.mark.parametrize('algorithm', PARTS)
+each_algorithm = pytest.mark.parametrize("algorithm", PARTS)
 
 
 def make(algorithm, env=SPACES, seed=0, hidden=(8,), **options):
-    if algorithm is BC: return BC(MLPPolicy.for_env(env, hidden=hidden, seed=seed), seed=seed, **options)
-    return algorithm(*(part.for_env(env, hidden=hidden, seed=seed) for part in PARTS[algorithm]), seed=seed, **options)
+    if algorithm is BC:
+        return BC(MLPPolicy.for_env(env, hidden=hidden, seed=seed), seed=seed, **options)
+    return algorithm(
+        *(part.for_env(env, hidden=hidden, seed=seed) for part in PARTS[algorithm]),
+        seed=seed,
+        **options,
+    )
 
 
 def steps_of(fragment):
     "What each valid step of a fragment shows, as flat tensors: observation, action, reward, next observation, termination."
-    s, rows = fragment.state, fragment.valid.nonzero().tolist()
-    act, rew = s.act[1:], s.rew[1:]
-    found = [(s.obs[t, b], act[t, b], rew[t, b], successor(fragment, t, b), fragment.term[t + 1, b].float()) for t, b in rows]
+    s = fragment.state
+    rows = fragment.valid.nonzero().tolist()
+    act = s.act[1:]
+    rew = s.rew[1:]
+    found = [
+        (
+            s.obs[t, b],
+            act[t, b],
+            rew[t, b],
+            successor(fragment, t, b),
+            fragment.term[t + 1, b].float(),
+        )
+        for t, b in rows
+    ]
     return map(torch.stack, zip(*found))
 
 
 # --- losses and one step
 
-@pytest.mark.parametrize('seed', range(3))
+
+@pytest.mark.parametrize("seed", range(3))
 def test_a_step_of_iql_is_that_of_the_equations(seed):
     "One update, written again on flat rows with plain modules, autograd and torch's own Adam."
-    fragment, tau, beta, gamma = random_fragment(seed=seed), .8, 2., .9
-    agent = make(IQL, expectile=tau, beta=beta, gamma=gamma, max_weight=1.5, tau=.3, lr=1e-2, seed=seed)
+    fragment = random_fragment(seed=seed)
+    tau = 0.8
+    beta = 2.0
+    gamma = 0.9
+    agent = make(
+        IQL, expectile=tau, beta=beta, gamma=gamma, max_weight=1.5, tau=0.3, lr=1e-2, seed=seed
+    )
     agent.copy_buffers()
     actor, critic, target = map(copy.deepcopy, (agent.actor, agent.critic, agent.target))
     metrics = agent.learn(Sample(fragment, None, None))
 
     obs, act, rew, after, term = steps_of(fragment)
-    critic_adam, actor_adam = (torch.optim.Adam(net.parameters(), lr=1e-2) for net in (critic, actor))
+    critic_adam, actor_adam = (
+        torch.optim.Adam(net.parameters(), lr=1e-2) for net in (critic, actor)
+    )
     with torch.no_grad():
         q = target(obs, act).min(0).values
         goal = rew + gamma * (1 - term) * critic.value(after)
     u = q - critic.value(obs)
-    loss_v = ((tau - (u < 0).float()).abs() * u ** 2).mean()
+    loss_v = ((tau - (u < 0).float()).abs() * u**2).mean()
     loss_q = sum(((goal - values) ** 2).mean() for values in critic(obs, act)) / 2
     (loss_v + loss_q).backward()
     critic_adam.step()
-    with torch.no_grad(): weight = torch.exp(beta * (q - critic.value(obs))).clamp(max=1.5)
+    with torch.no_grad():
+        weight = torch.exp(beta * (q - critic.value(obs))).clamp(max=1.5)
     params = actor.head(actor.hidden_features(obs))
     logp = torch.distributions.Normal(params.mean, params.log_std.exp()).log_prob(act).sum(-1)
     loss_pi = -(weight * logp).mean()
@@ -86,96 +122,151 @@ def test_a_step_of_iql_is_that_of_the_equations(seed):
     actor_adam.step()
 
     for mine, other in ((agent.critic, critic), (agent.actor, actor)):
-        torch.testing.assert_close(list(mine.parameters()), list(other.parameters()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            list(mine.parameters()), list(other.parameters()), rtol=1e-4, atol=1e-5
+        )
     for p, old, new in zip(agent.target.parameters(), target.parameters(), critic.parameters()):
-        torch.testing.assert_close(p, (.7 * old + .3 * new).detach(), rtol=1e-4, atol=1e-5)
-    for name, x in dict(loss_expectile=loss_v, loss_policy=loss_pi, adv_weight=weight.mean(), q_target=goal.mean()).items():
+        torch.testing.assert_close(p, (0.7 * old + 0.3 * new).detach(), rtol=1e-4, atol=1e-5)
+    for name, x in dict(
+        loss_expectile=loss_v, loss_policy=loss_pi, adv_weight=weight.mean(), q_target=goal.mean()
+    ).items():
         assert float(metrics[name]) == pytest.approx(float(x.detach()), rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize('alpha', [0., 2.5])
+@pytest.mark.parametrize("alpha", [0.0, 2.5])
 def test_a_step_of_td3bc_is_that_of_the_equations(alpha):
-    fragment, gamma = random_fragment(seed=1), .9
-    agent = make(TD3BC, alpha=alpha, gamma=gamma, policy_every=1, smoothing=0., lr=1e-2)
-    actor, critic, target, target_actor = map(copy.deepcopy, (agent.actor, agent.critic, agent.target, agent.target_actor))
+    fragment = random_fragment(seed=1)
+    gamma = 0.9
+    agent = make(TD3BC, alpha=alpha, gamma=gamma, policy_every=1, smoothing=0.0, lr=1e-2)
+    actor, critic, target, target_actor = map(
+        copy.deepcopy, (agent.actor, agent.critic, agent.target, agent.target_actor)
+    )
     agent.learn(Sample(fragment, None, None))
 
     obs, act, rew, after, term = steps_of(fragment)
-    critic_adam, actor_adam = (torch.optim.Adam(net.parameters(), lr=1e-2) for net in (critic, actor))
-    with torch.no_grad(): goal = rew + gamma * (1 - term) * target(after, target_actor.act(after)).min(0).values
+    critic_adam, actor_adam = (
+        torch.optim.Adam(net.parameters(), lr=1e-2) for net in (critic, actor)
+    )
+    with torch.no_grad():
+        goal = rew + gamma * (1 - term) * target(after, target_actor.act(after)).min(0).values
     sum(((goal - values) ** 2).mean() for values in critic(obs, act)).div(2).backward()
     critic_adam.step()
     low, high = map(torch.from_numpy, (SPACES[1].low, SPACES[1].high))
     own = actor.act(obs)
     q = critic(obs, own)[0]
-    (-alpha / q.abs().mean().detach() * q.mean() + torch.nn.functional.mse_loss(2 * own / (high - low), 2 * act / (high - low))).backward()
+    (
+        -alpha / q.abs().mean().detach() * q.mean()
+        + torch.nn.functional.mse_loss(2 * own / (high - low), 2 * act / (high - low))
+    ).backward()
     actor_adam.step()
     for mine, other in ((agent.critic, critic), (agent.actor, actor)):
-        torch.testing.assert_close(list(mine.parameters()), list(other.parameters()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            list(mine.parameters()), list(other.parameters()), rtol=1e-4, atol=1e-5
+        )
 
 
 @each_algorithm
 def test_a_critic_values_the_action_that_was_executed(algorithm):
     "An environment gets an action clipped to its bounds. Only the likelihood of a policy is that of the action that it drew."
-    fragment, (low, high) = random_fragment(seed=1), map(torch.from_numpy, (SPACES[1].low, SPACES[1].high))
-    drawn, metrics = 2 * fragment.state.act - (low + high) / 2, []
+    fragment = random_fragment(seed=1)
+    (low, high) = map(torch.from_numpy, (SPACES[1].low, SPACES[1].high))
+    drawn = 2 * fragment.state.act - (low + high) / 2
+    metrics = []
     for act in (drawn, drawn.clamp(low, high)):
         agent = make(algorithm, **(dict(policy_every=1) if algorithm is TD3BC else {}))
-        metrics.append(agent.learn(Sample(fragment._replace(state=fragment.state._replace(act=act)), None, None)))
-    own = dict.fromkeys(['loss_policy', 'grad_norm'] if algorithm is IQL else [], True)
+        metrics.append(
+            agent.learn(
+                Sample(fragment._replace(state=fragment.state._replace(act=act)), None, None)
+            )
+        )
+    own = dict.fromkeys(["loss_policy", "grad_norm"] if algorithm is IQL else [], True)
     assert not torch.equal(drawn, act)
-    for name, x in metrics[0].items(): assert (float(x) != pytest.approx(float(metrics[1][name]), rel=1e-4)) == own.get(name, False), name
+    for name, x in metrics[0].items():
+        assert (float(x) != pytest.approx(float(metrics[1][name]), rel=1e-4)) == own.get(
+            name, False
+        ), name
 
 
 def test_an_episode_that_was_cut_off_goes_on_and_one_that_ended_does_not():
-    agent, zeros, ends = make(IQL, gamma=.5), torch.zeros(1, 2, dtype=torch.bool), torch.tensor([[True, False]])
-    with torch.no_grad(): agent.critic.value_net.last.weight.zero_(), agent.critic.value_net.last.bias.fill_(8.)
-    obs, act, rew = torch.zeros(2, 2, 3), torch.zeros(1, 2, 2) + 2.2, torch.ones(1, 2)
+    agent = make(IQL, gamma=0.5)
+    zeros = torch.zeros(1, 2, dtype=torch.bool)
+    ends = torch.tensor([[True, False]])
+    with torch.no_grad():
+        agent.critic.value_net.last.weight.zero_(), agent.critic.value_net.last.bias.fill_(8.0)
+    obs = torch.zeros(2, 2, 3)
+    act = torch.zeros(1, 2, 2) + 2.2
+    rew = torch.ones(1, 2)
     cut = Fragment.from_steps(obs, act, rew, zeros, ends, last_obs=torch.zeros(1, 3))
-    assert agent.critic_target(cut).tolist() == [[5., 5.]]
-    assert agent.critic_target(Fragment.from_steps(obs, act, rew, ends, zeros)).tolist() == [[1., 5.]]
+    assert agent.critic_target(cut).tolist() == [[5.0, 5.0]]
+    assert agent.critic_target(Fragment.from_steps(obs, act, rew, ends, zeros)).tolist() == [
+        [1.0, 5.0]
+    ]
 
 
-@pytest.mark.parametrize('level', [.1, .5, .7, .95])
+@pytest.mark.parametrize("level", [0.1, 0.5, 0.7, 0.95])
 def test_the_least_penalty_is_at_the_expectile(level):
     "Against the equation of Newey and Powell: the expectile balances the weighted distances on its two sides."
     x = torch.randn(2000, generator=torch.Generator().manual_seed(0), dtype=torch.double)
     m = torch.zeros((), dtype=torch.double, requires_grad=True)
-    newton = torch.optim.LBFGS([m], max_iter=50, line_search_fn='strong_wolfe')
+    newton = torch.optim.LBFGS([m], max_iter=50, line_search_fn="strong_wolfe")
+
     def loss():
         newton.zero_grad()
         found = expectile_penalty(x - m, level).mean()
         found.backward()
         return found
+
     newton.step(loss)
-    above, below = (x - m.detach()).clamp(min=0).sum(), (m.detach() - x).clamp(min=0).sum()
+    above = (x - m.detach()).clamp(min=0).sum()
+    below = (m.detach() - x).clamp(min=0).sum()
     assert float(level * above) == pytest.approx(float((1 - level) * below), rel=1e-3)
 
 
-@pytest.mark.parametrize('act', [
-    Discrete(3, start=2), MultiDiscrete([2, 3]), Box(-2, 2, (2,)), Dict(gear=Discrete(3, start=1), steer=Box(-2, 2, (2,)))], ids=str)
+@pytest.mark.parametrize(
+    "act",
+    [
+        Discrete(3, start=2),
+        MultiDiscrete([2, 3]),
+        Box(-2, 2, (2,)),
+        Dict(gear=Discrete(3, start=1), steer=Box(-2, 2, (2,))),
+    ],
+    ids=str,
+)
 def test_bc_makes_recorded_actions_of_any_kind_more_likely(act):
     spaces = Box(-1, 1, (3,)), act
-    def policy(seed): return MLPPolicy.for_env(spaces, hidden=(8,), normalize=False, seed=seed)
+
+    def policy(seed):
+        return MLPPolicy.for_env(spaces, hidden=(8,), normalize=False, seed=seed)
 
     class Env(gym.Env):
         observation_space, action_space = spaces
-        def look(self): return self.np_random.uniform(-1, 1, 3).astype(np.float32)
+
+        def look(self):
+            return self.np_random.uniform(-1, 1, 3).astype(np.float32)
+
         def reset(self, *, seed=None, options=None):
             super().reset(seed=seed)
             return self.look(), {}
-        def step(self, action): return self.look(), 0., False, False, {}
+
+        def step(self, action):
+            return self.look(), 0.0, False, False, {}
 
     batch = next(iter(rollouts(Env, policy(0), n_envs=4, n_steps=8, seed=0)))
     agent = BC(policy(1), lr=3e-3)
-    before = agent.actor.replay(batch)['logp'].mean()
-    for _ in range(30): metrics = agent.update(batch)
-    assert agent.actor.replay(batch)['logp'].mean() > before + .02 and set(metrics) <= set(METRICS)
+    before = agent.actor.replay(batch)["logp"].mean()
+    for _ in range(30):
+        metrics = agent.update(batch)
+    assert agent.actor.replay(batch)["logp"].mean() > before + 0.02 and set(metrics) <= set(METRICS)
     agent.update(next(iter(from_data(Env, data=Kept([batch]), batch_size=4, seed=0))))
-    if isinstance(act, Box): return
+    if isinstance(act, Box):
+        return
     wrong = nested.map(lambda x: x if x.is_floating_point() else x + 9, batch.state.act)
-    with pytest.raises(DataError, match=r'leaf act.*the data are of another environment. Expected a number of'):
-        next(iter(from_data(Env, data=Kept([batch._replace(state=batch.state._replace(act=wrong))]))))
+    with pytest.raises(
+        DataError, match=r"leaf act.*the data are of another environment. Expected a number of"
+    ):
+        next(
+            iter(from_data(Env, data=Kept([batch._replace(state=batch.state._replace(act=wrong))])))
+        )
 
 
 def test_bc_learns_nothing_from_rows_that_are_no_steps():
@@ -183,9 +274,16 @@ def test_bc_learns_nothing_from_rows_that_are_no_steps():
     assert not fragment.valid.all()
     garbage = fragment.state.act.clone()
     garbage[1:][~fragment.valid] = 1e6
-    one, other = make(BC), make(BC)
-    a, b = (agent.update(f) for agent, f in ((one, fragment), (other, fragment._replace(state=fragment.state._replace(act=garbage)))))
-    assert a['loss'] == b['loss']
+    one = make(BC)
+    other = make(BC)
+    a, b = (
+        agent.update(f)
+        for agent, f in (
+            (one, fragment),
+            (other, fragment._replace(state=fragment.state._replace(act=garbage))),
+        )
+    )
+    assert a["loss"] == b["loss"]
     assert_same(snapshot(one.state_dict()), snapshot(other.state_dict()))
 
 
@@ -194,49 +292,85 @@ def test_bc_of_a_policy_with_memory_begins_with_its_initial_state():
     fragment = random_fragment(T=6)
     loss, _ = cloning_loss(fragment, actor)
     start = torch.zeros(1, 5, 6)
-    assert loss.item() == pytest.approx(cloning_loss(fragment._replace(hx=start), actor)[0].item(), rel=1e-5)
+    assert loss.item() == pytest.approx(
+        cloning_loss(fragment._replace(hx=start), actor)[0].item(), rel=1e-5
+    )
     agent = BC(actor, lr=1e-2)
-    for _ in range(20): agent.update(fragment)
+    for _ in range(20):
+        agent.update(fragment)
     assert cloning_loss(fragment, actor)[0] < loss.item()
 
 
-@pytest.mark.parametrize('algorithm', [BC, IQL])
+@pytest.mark.parametrize("algorithm", [BC, IQL])
 def test_a_memory_needs_segments_and_begins_empty(algorithm):
     critic = [QVCritic.for_env(SPACES, hidden=(8,), seed=1)] * (algorithm is IQL)
-    agent = algorithm(RecurrentPolicy.for_env(SPACES, hidden=(8,), memory=6, seed=0), *critic, **dict(beta=0.) if critic else {})
+    agent = algorithm(
+        RecurrentPolicy.for_env(SPACES, hidden=(8,), memory=6, seed=0),
+        *critic,
+        **dict(beta=0.0) if critic else {},
+    )
     fragment = random_fragment(T=6)
-    with torch.no_grad(): expected, _ = cloning_loss(fragment, agent.actor)
-    assert agent.update(fragment)['loss_policy' if critic else 'loss'] == pytest.approx(expected.item(), rel=1e-5)
+    with torch.no_grad():
+        expected, _ = cloning_loss(fragment, agent.actor)
+    assert agent.update(fragment)["loss_policy" if critic else "loss"] == pytest.approx(
+        expected.item(), rel=1e-5
+    )
     single = transitions(fragment, fragment.valid.flatten().nonzero()[:, 0])
-    with pytest.raises(DataError, match='nothing from single steps'): agent.update(single)
+    with pytest.raises(DataError, match="nothing from single steps"):
+        agent.update(single)
 
 
 # --- the stream of data
 
+
 class Kept(Source):
     "Fragments in a list."
-    def __init__(self, fragments): self.fragments = fragments
-    def stream(self, items): yield from self.fragments
+
+    def __init__(self, fragments):
+        self.fragments = fragments
+
+    def stream(self, items):
+        yield from self.fragments
 
 
-def collected(env='Pendulum-v1', n=6, **options):
-    return list(islice(rollouts(env, MLPPolicy.for_env(env, seed=0), n_envs=3, n_steps=50, seed=0, terminal_obs=True, **options), n))
+def collected(env="Pendulum-v1", n=6, **options):
+    return list(
+        islice(
+            rollouts(
+                env,
+                MLPPolicy.for_env(env, seed=0),
+                n_envs=3,
+                n_steps=50,
+                seed=0,
+                terminal_obs=True,
+                **options,
+            ),
+            n,
+        )
+    )
 
 
 def test_true_last_observations_and_ends_come_through():
     "Pendulum is cut off after 200 steps, CartPole ends."
-    for env in ('Pendulum-v1', 'CartPole-v1'):
+    for env in ("Pendulum-v1", "CartPole-v1"):
         fragments = collected(env)
         known = {}
         for f in fragments:
             for t, b in f.valid.nonzero().tolist():
                 seen = (f.state.rew[t + 1, b], f.term[t + 1, b], f.state.fin[t + 1, b])
                 known[f.state.obs[t, b].numpy().tobytes()] = successor(f, t, b), *seen
-        sample, ends = next(iter(from_data(env, data=Kept(fragments), batch_size=2000, seed=0))), 0
+        sample = next(iter(from_data(env, data=Kept(fragments), batch_size=2000, seed=0)))
+        ends = 0
         for b in range(2000):
             after, rew, term, fin = known[sample.state.obs[0, b].numpy().tobytes()]
-            assert torch.equal(successor(sample, 0, b), after) or term     # which has no next observation
-            assert (sample.state.rew[1, b], sample.term[1, b], sample.state.fin[1, b]) == (rew, term, fin)
+            assert (
+                torch.equal(successor(sample, 0, b), after) or term
+            )  # which has no next observation
+            assert (sample.state.rew[1, b], sample.term[1, b], sample.state.fin[1, b]) == (
+                rew,
+                term,
+                fin,
+            )
             ends += int(fin)
         assert ends
 
@@ -244,187 +378,357 @@ def test_true_last_observations_and_ends_come_through():
 def rows_of(fragment):
     "Observation, reward and termination of each valid step, as a set."
     s = fragment.state
-    return {*map(tuple, torch.cat([s.obs[:-1], s.rew[1:, :, None], fragment.term[1:, :, None]], 2)[fragment.valid].tolist())}
+    return {
+        *map(
+            tuple,
+            torch.cat([s.obs[:-1], s.rew[1:, :, None], fragment.term[1:, :, None]], 2)[
+                fragment.valid
+            ].tolist(),
+        )
+    }
 
 
-@pytest.mark.parametrize('batch', [1, 4])
+@pytest.mark.parametrize("batch", [1, 4])
 def test_segments_go_on_from_one_whole_episode_to_the_next(batch, caplog):
     "So each step can be drawn, although most episodes are shorter than a segment."
-    actor = MLPPolicy.for_env('CartPole-v1', seed=0)
-    pipe = EpisodeCollector(EnvStepper('CartPole-v1', actor, 2, seed=0, terminal_obs=True), batch=batch, pad=True)
+    actor = MLPPolicy.for_env("CartPole-v1", seed=0)
+    pipe = EpisodeCollector(
+        EnvStepper("CartPole-v1", actor, 2, seed=0, terminal_obs=True), batch=batch, pad=True
+    )
     episodes = list(islice(pipe, 12 // batch))
     assert sum(f.valid.sum(0).lt(32).sum() for f in episodes) > 9
     drawn = list(islice(DataSampler(Kept(episodes), 64, length=32, seed=0), 60))
-    for sample in drawn[:9]: check_alignment(sample)
+    for sample in drawn[:9]:
+        check_alignment(sample)
     assert set.union(*map(rows_of, drawn)) == set.union(*map(rows_of, episodes))
     assert not caplog.records
 
 
-@pytest.mark.parametrize('ends', [True, False])
+@pytest.mark.parametrize("ends", [True, False])
 def test_the_log_says_how_many_steps_can_be_drawn(ends, caplog):
     "Fragments without numbers follow one another only where an episode has ended."
+
     def steps(n):
         over = torch.tensor([[False]] * (n - 1) + [[ends]])
-        return Fragment.from_steps(torch.randn(n + 1, 1, 4), torch.zeros(n, 1, dtype=torch.int64), torch.ones(n, 1), over)
+        return Fragment.from_steps(
+            torch.randn(n + 1, 1, 4), torch.zeros(n, 1, dtype=torch.int64), torch.ones(n, 1), over
+        )
+
     data = [steps(5), steps(2), steps(4)]
     drawn = list(islice(DataSampler(Kept(data), 64, length=3, seed=0), 4))
     assert len(set.union(*map(rows_of, drawn))) == (11 if ends else 9)
-    assert [r.message.partition(',')[0] for r in caplog.records] == ([] if ends else ["DataSampler: only 9 of 11 steps can be drawn"])
+    assert [r.message.partition(",")[0] for r in caplog.records] == (
+        [] if ends else ["DataSampler: only 9 of 11 steps can be drawn"]
+    )
 
 
-@pytest.mark.parametrize('record', ['lanes', 'batches', 'replayed'])
+@pytest.mark.parametrize("record", ["lanes", "batches", "replayed"])
 def test_data_may_be_recorded_at_any_edge(record, tmp_path):
-    actor, options = MLPPolicy.for_env('CartPole-v1', seed=0), dict(n_envs=2, n_steps=5, lanes=2, seed=0)
-    recorder = partial(Recorder, path=tmp_path/'data')
-    if record == 'replayed': pipe = replayed('CartPole-v1', actor, warmup=10, batch_size=4, edits=[recorder], **options)
-    elif record == 'batches': pipe = on_policy('CartPole-v1', actor, Critic.for_env('CartPole-v1', seed=0), edits=[recorder], **options)
-    else: pipe = rollouts('CartPole-v1', actor, edits=[Recorder.inserter(after=Lanes, path=tmp_path/'data')], **options)
+    actor = MLPPolicy.for_env("CartPole-v1", seed=0)
+    options = dict(n_envs=2, n_steps=5, lanes=2, seed=0)
+    recorder = partial(Recorder, path=tmp_path / "data")
+    if record == "replayed":
+        pipe = replayed("CartPole-v1", actor, warmup=10, batch_size=4, edits=[recorder], **options)
+    elif record == "batches":
+        pipe = on_policy(
+            "CartPole-v1", actor, Critic.for_env("CartPole-v1", seed=0), edits=[recorder], **options
+        )
+    else:
+        pipe = rollouts(
+            "CartPole-v1",
+            actor,
+            edits=[Recorder.inserter(after=Lanes, path=tmp_path / "data")],
+            **options,
+        )
     for item in islice(pipe, 4):
-        if record == 'replayed': list(item.samples)
-    sample = next(iter(from_data('CartPole-v1', data=tmp_path/'data', batch_size=8, length=7, seed=0)))
-    assert (sample.n_steps, sample.n_envs, sample.adv, sample.version, sample.actor) == (7, 8, None, None, {})
+        if record == "replayed":
+            list(item.samples)
+    sample = next(
+        iter(from_data("CartPole-v1", data=tmp_path / "data", batch_size=8, length=7, seed=0))
+    )
+    assert (sample.n_steps, sample.n_envs, sample.adv, sample.version, sample.actor) == (
+        7,
+        8,
+        None,
+        None,
+        {},
+    )
 
 
 def test_a_stream_of_data_goes_on_from_a_checkpoint_and_only_with_the_same_data(tmp_path):
-    recorded(tmp_path/'data', 'CartPole-v1')
-    def pipe(data=tmp_path/'data'): return from_data('CartPole-v1', data=data, batch_size=8, seed=3)
+    recorded(tmp_path / "data", "CartPole-v1")
+
+    def pipe(data=tmp_path / "data"):
+        return from_data("CartPole-v1", data=data, batch_size=8, seed=3)
+
     first = pipe()
     items = iter(first)
-    for _ in range(4): next(items)
+    for _ in range(4):
+        next(items)
     state = stream_state(first)
     rest = [next(items) for _ in range(4)]
     assert_same(snapshot(rest), snapshot(list(islice(restore_stream(pipe(), state), 4))))
-    less = [*Replayer(tmp_path/'data')][:-1]
-    with pytest.raises(CheckpointError, match='not those that the stream began with'): next(iter(restore_stream(pipe(Kept(less)), state)))
+    less = [*Replayer(tmp_path / "data")][:-1]
+    with pytest.raises(CheckpointError, match="not those that the stream began with"):
+        next(iter(restore_stream(pipe(Kept(less)), state)))
 
 
 def test_true_last_observations_and_the_rows_ahead_are_part_of_the_data():
     fragments = collected()
-    def pipe(data): return from_data('Pendulum-v1', data=Kept(data), batch_size=8, seed=3)
+
+    def pipe(data):
+        return from_data("Pendulum-v1", data=Kept(data), batch_size=8, seed=3)
+
     next(items := iter(first := pipe(fragments)))
     state = stream_state(first)
     items.close()
     ended = next(k for k, f in enumerate(fragments) if len(f.final.t))
-    last, ahead = fragments[ended], fragments[-1]
+    last = fragments[ended]
+    ahead = fragments[-1]
     last = last._replace(final=last.final._replace(obs=last.final.obs + 1))
-    ahead = ahead._replace(state=ahead.state._replace(obs=ahead.state.obs + torch.eye(51)[-1, :, None, None]))
-    for other in ([*fragments[:ended], last, *fragments[ended + 1:]], [*fragments[:-1], ahead]):
-        with pytest.raises(CheckpointError, match='not those that the stream began with'): next(iter(restore_stream(pipe(other), state)))
+    ahead = ahead._replace(
+        state=ahead.state._replace(obs=ahead.state.obs + torch.eye(51)[-1, :, None, None])
+    )
+    for other in ([*fragments[:ended], last, *fragments[ended + 1 :]], [*fragments[:-1], ahead]):
+        with pytest.raises(CheckpointError, match="not those that the stream began with"):
+            next(iter(restore_stream(pipe(other), state)))
 
 
 # --- learners and runs
 
-@pytest.mark.parametrize('algorithm', [BC, IQL, TD3BC])
+
+@pytest.mark.parametrize("algorithm", [BC, IQL, TD3BC])
 def test_a_learner_goes_on_from_its_checkpoint_bit_for_bit(algorithm, tmp_path):
-    def parts(): return make(algorithm, 'Pendulum-v1', seed=1), from_data('Pendulum-v1', data=Kept(collected()), batch_size=16, seed=0)
-    def numbers(metrics): return {name: x for name, x in metrics.items() if not name.startswith('seconds')}
+    def parts():
+        return make(algorithm, "Pendulum-v1", seed=1), from_data(
+            "Pendulum-v1", data=Kept(collected()), batch_size=16, seed=0
+        )
+
+    def numbers(metrics):
+        return {name: x for name, x in metrics.items() if not name.startswith("seconds")}
+
     agent, pipe = parts()
     whole = [numbers(agent.update(batch)) for batch in islice(pipe, 9)]
     first, pipe = parts()
     items = iter(pipe)
-    for _ in range(4): first.update(next(items))
-    save_checkpoint(tmp_path/'x', first, {}, {}, stream=stream_state(pipe))
-    found, (again, pipe) = load_checkpoint(tmp_path/'x'), parts()
+    for _ in range(4):
+        first.update(next(items))
+    save_checkpoint(tmp_path / "x", first, {}, {}, stream=stream_state(pipe))
+    found = load_checkpoint(tmp_path / "x")
+    (again, pipe) = parts()
     again.load_state_dict(found.agent_state)
     rest = [numbers(again.update(batch)) for batch in islice(restore_stream(pipe, found.stream), 5)]
     assert rest == whole[4:]
     assert_same(snapshot(again.state_dict()), snapshot(agent.state_dict()))
 
 
-@pytest.mark.parametrize('options', [{}, dict(length=3, prioritized=True)])
+@pytest.mark.parametrize("options", [{}, dict(length=3, prioritized=True)])
 @each_algorithm
 def test_what_has_learned_from_data_goes_on_with_an_environment(algorithm, options):
-    agent = make(algorithm, 'Pendulum-v1', multi_step=options.get('length', 1))
-    data = from_data('Pendulum-v1', data=Kept(collected()), batch_size=16, length=options.get('length', 1), seed=0)
-    for batch in islice(data, 5): metrics = agent.update(batch)
-    assert set(metrics) <= set(METRICS) and metrics['lag'] == 0 and (agent.steps, agent.gradient_steps) == (80 * data.length, 5)
-    live = replayed('Pendulum-v1', agent.actor, n_envs=2, n_steps=10, warmup=20, batch_size=16, n_batches=2, seed=0, **options)
-    for batch in islice(live, 4): metrics = agent.update(batch)
+    agent = make(algorithm, "Pendulum-v1", multi_step=options.get("length", 1))
+    data = from_data(
+        "Pendulum-v1",
+        data=Kept(collected()),
+        batch_size=16,
+        length=options.get("length", 1),
+        seed=0,
+    )
+    for batch in islice(data, 5):
+        metrics = agent.update(batch)
+    assert (
+        set(metrics) <= set(METRICS)
+        and metrics["lag"] == 0
+        and (agent.steps, agent.gradient_steps) == (80 * data.length, 5)
+    )
+    live = replayed(
+        "Pendulum-v1",
+        agent.actor,
+        n_envs=2,
+        n_steps=10,
+        warmup=20,
+        batch_size=16,
+        n_batches=2,
+        seed=0,
+        **options,
+    )
+    for batch in islice(live, 4):
+        metrics = agent.update(batch)
     assert set(metrics) <= set(METRICS) and agent.gradient_steps == 13
-    if algorithm is TD3BC: assert metrics['epsilon'] == 0     # it knows already what to do
+    if algorithm is TD3BC:
+        assert metrics["epsilon"] == 0  # it knows already what to do
     assert np.isfinite([*metrics.values()]).all()
 
 
 def test_a_cloned_policy_goes_on_with_ppo():
-    agent = make(BC, 'CartPole-v1')
-    for batch in islice(from_data('CartPole-v1', data=Kept(collected('CartPole-v1')), batch_size=16, seed=0), 5): agent.update(batch)
-    critic = Critic.for_env('CartPole-v1', seed=0)
+    agent = make(BC, "CartPole-v1")
+    for batch in islice(
+        from_data("CartPole-v1", data=Kept(collected("CartPole-v1")), batch_size=16, seed=0), 5
+    ):
+        agent.update(batch)
+    critic = Critic.for_env("CartPole-v1", seed=0)
     ppo = PPO(agent.actor, critic)
-    for batch in islice(on_policy('CartPole-v1', agent.actor, critic, n_envs=2, n_steps=16, seed=0), 2): ppo.update(batch)
+    for batch in islice(
+        on_policy("CartPole-v1", agent.actor, critic, n_envs=2, n_steps=16, seed=0), 2
+    ):
+        ppo.update(batch)
     assert ppo.steps == 64
 
 
-@pytest.mark.parametrize('algorithm, env', [('bc', 'CartPole-v1'), ('iql', 'Pendulum-v1'), ('td3bc', 'Pendulum-v1')])
+@pytest.mark.parametrize(
+    "algorithm, env", [("bc", "CartPole-v1"), ("iql", "Pendulum-v1"), ("td3bc", "Pendulum-v1")]
+)
 def test_a_run_from_data_goes_on_exactly_and_its_policy_needs_no_data(algorithm, env, tmp_path):
-    data = recorded(tmp_path/'data', env)
-    options = dict(data=str(data), batch_size=32, hidden=(8,)) | ({} if algorithm == 'bc' else dict(critic_hidden=(8,)))
+    data = recorded(tmp_path / "data", env)
+    options = dict(data=str(data), batch_size=32, hidden=(8,)) | (
+        {} if algorithm == "bc" else dict(critic_hidden=(8,))
+    )
     config = make_config(algorithm, env, options, steps=320, checkpoint_every=5, exact=True)
-    for name in ('whole', 'parts'):
-        run = start(tmp_path/name, dict(config, steps=320 if name == 'whole' else 160))
+    for name in ("whole", "parts"):
+        run = start(tmp_path / name, dict(config, steps=320 if name == "whole" else 160))
         train(run, progress=False, tensorboard=False)
-    assert load_run(tmp_path/'parts').config['inexact'] is None
-    train(resume(tmp_path/'parts', steps=320), progress=False, tensorboard=False)
-    whole, parts = (load_run(tmp_path/name) for name in ('whole', 'parts'))
+    assert load_run(tmp_path / "parts").config["inexact"] is None
+    train(resume(tmp_path / "parts", steps=320), progress=False, tensorboard=False)
+    whole, parts = (load_run(tmp_path / name) for name in ("whole", "parts"))
     assert_same(snapshot(whole.agent_state), snapshot(parts.agent_state))
-    assert whole.counters['updates'] == 10 and parts.counters['resumes'] == 0
-    assert json.loads((tmp_path/'whole'/'metrics.jsonl').read_text().splitlines()[-1])['episodes'] == 0
-    assert not {'return_mean', 'length_mean'} & set(read_metrics(tmp_path/'whole'))     # samples are no episodes
+    assert whole.counters["updates"] == 10 and parts.counters["resumes"] == 0
+    assert (
+        json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1])["episodes"]
+        == 0
+    )
+    assert not {"return_mean", "length_mean"} & set(
+        read_metrics(tmp_path / "whole")
+    )  # samples are no episodes
     shutil.rmtree(data)
-    assert len(evaluate(env, load_agent(tmp_path/'whole').actor, 2, seed=0).returns) == 2
-    with pytest.raises(DataError, match='no recording here'): train(resume(tmp_path/'whole', steps=640), progress=False, tensorboard=False)
+    assert len(evaluate(env, load_agent(tmp_path / "whole").actor, 2, seed=0).returns) == 2
+    with pytest.raises(DataError, match="no recording here"):
+        train(resume(tmp_path / "whole", steps=640), progress=False, tensorboard=False)
 
 
 def test_a_fork_goes_on_with_data_that_were_moved_and_with_no_others(tmp_path):
     def went_on(folder):
         train(resume(folder, steps=320), progress=False, tensorboard=False)
         return snapshot(load_run(folder).agent_state)
-    data = recorded(tmp_path/'data', 'CartPole-v1')
-    config = make_config('bc', 'CartPole-v1', dict(data=str(data), batch_size=32, hidden=(8,)), steps=160)
-    train(start(tmp_path/'run', config), progress=False, tensorboard=False)
-    shutil.copytree(tmp_path/'run', tmp_path/'whole')
-    whole, moved = went_on(tmp_path/'whole'), data.rename(tmp_path/'elsewhere')
-    assert_same(whole, went_on(fork(tmp_path/'run', tmp_path/'fork', data=str(moved), steps=320)))
-    other = recorded(tmp_path/'other', 'CartPole-v1', n=5)
-    with pytest.raises(CheckpointError, match='not those that the stream began with'):
-        went_on(fork(tmp_path/'run', tmp_path/'wrong', data=str(other), steps=320))
+
+    data = recorded(tmp_path / "data", "CartPole-v1")
+    config = make_config(
+        "bc", "CartPole-v1", dict(data=str(data), batch_size=32, hidden=(8,)), steps=160
+    )
+    train(start(tmp_path / "run", config), progress=False, tensorboard=False)
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    whole = went_on(tmp_path / "whole")
+    moved = data.rename(tmp_path / "elsewhere")
+    assert_same(
+        whole, went_on(fork(tmp_path / "run", tmp_path / "fork", data=str(moved), steps=320))
+    )
+    other = recorded(tmp_path / "other", "CartPole-v1", n=5)
+    with pytest.raises(CheckpointError, match="not those that the stream began with"):
+        went_on(fork(tmp_path / "run", tmp_path / "wrong", data=str(other), steps=320))
 
 
 def test_a_run_learns_from_the_recording_of_another_run(tmp_path):
-    small = '--hidden 8 --critic-hidden 8 --batch-size 16 --quiet --preset none --no-tensorboard'.split()
-    assert rollpipe('train', 'sac', 'Pendulum-v1', '--record', '--steps', 64, '--warmup', 32, '--out', tmp_path/'sac', *small) == 0
-    assert rollpipe('train', 'iql', 'Pendulum-v1', '--data', tmp_path/'sac', '--steps', 64, '--out', tmp_path/'iql', *small) == 0
-    assert load_run(tmp_path/'iql').counters['updates'] == 4
-    assert rollpipe('train', 'iql', 'Pendulum-v1', '--data', tmp_path/'iql', '--steps', 64, '--out', tmp_path/'x', *small) == 2
+    small = "--hidden 8 --critic-hidden 8 --batch-size 16 --quiet --preset none --no-tensorboard".split()
+    assert (
+        rollpipe(
+            "train",
+            "sac",
+            "Pendulum-v1",
+            "--record",
+            "--steps",
+            64,
+            "--warmup",
+            32,
+            "--out",
+            tmp_path / "sac",
+            *small,
+        )
+        == 0
+    )
+    assert (
+        rollpipe(
+            "train",
+            "iql",
+            "Pendulum-v1",
+            "--data",
+            tmp_path / "sac",
+            "--steps",
+            64,
+            "--out",
+            tmp_path / "iql",
+            *small,
+        )
+        == 0
+    )
+    assert load_run(tmp_path / "iql").counters["updates"] == 4
+    assert (
+        rollpipe(
+            "train",
+            "iql",
+            "Pendulum-v1",
+            "--data",
+            tmp_path / "iql",
+            "--steps",
+            64,
+            "--out",
+            tmp_path / "x",
+            *small,
+        )
+        == 2
+    )
 
 
 # --- mistakes
 
-@pytest.mark.parametrize('words, told', [
-    ('iql Pendulum-v1', 'there are no data to learn from. Expected a path (--data PATH)'),
-    ('iql Pendulum-v1 --data nowhere', 'nowhere: no recording here'),
-    ('bc MountainCar-v0 --data {data}', 'the data are of another environment'),
-    ('iql Pendulum-v1 --data {data} --multi-step 3', 'a memory with length >= multi_step = 3, got 1 steps'),
-    ('iql CartPole-v1 --data {data}', 'unsupported action space'),
-    ('bc CartPole-v1 --data {data} --intrinsic 1', 'bc learns from a memory'),
-    ('bc CartPole-v1 --data {data} --workers 1', 'Lanes')])
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("iql Pendulum-v1", "there are no data to learn from. Expected a path (--data PATH)"),
+        ("iql Pendulum-v1 --data nowhere", "nowhere: no recording here"),
+        ("bc MountainCar-v0 --data {data}", "the data are of another environment"),
+        (
+            "iql Pendulum-v1 --data {data} --multi-step 3",
+            "a memory with length >= multi_step = 3, got 1 steps",
+        ),
+        ("iql CartPole-v1 --data {data}", "unsupported action space"),
+        ("bc CartPole-v1 --data {data} --intrinsic 1", "bc learns from a memory"),
+        ("bc CartPole-v1 --data {data} --workers 1", "Lanes"),
+    ],
+)
 def test_mistakes_are_told_and_leave_nothing(words, told, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recorded(tmp_path/'data', 'CartPole-v1')
-    assert rollpipe('train', *words.format(data=tmp_path/'data').split(), '--steps', 64, '--quiet', '--preset', 'none') == 2
+    recorded(tmp_path / "data", "CartPole-v1")
+    assert (
+        rollpipe(
+            "train",
+            *words.format(data=tmp_path / "data").split(),
+            "--steps",
+            64,
+            "--quiet",
+            "--preset",
+            "none",
+        )
+        == 2
+    )
     assert told in capsys.readouterr().err
-    assert [x.name for x in tmp_path.iterdir() if x.name != 'runs'] == ['data'] and not [*tmp_path.glob('runs/*')]
+    assert [x.name for x in tmp_path.iterdir() if x.name != "runs"] == ["data"] and not [
+        *tmp_path.glob("runs/*")
+    ]
 
 
 def test_there_is_no_way_to_collect_faster(capsys):
-    assert rollpipe('autotune', 'bc', 'CartPole-v1', '--seconds', 1) == 2
-    assert 'bc collects nothing, so there is nothing to try' in capsys.readouterr().err
+    assert rollpipe("autotune", "bc", "CartPole-v1", "--seconds", 1) == 2
+    assert "bc collects nothing, so there is nothing to try" in capsys.readouterr().err
 
 
 def test_data_that_cannot_be_used_are_refused():
-    fragments = collected('CartPole-v1', n=1)
-    with pytest.raises(DataError, match='too few steps'): next(iter(DataSampler(Kept(fragments), length=151)))
-    with pytest.raises(DataError, match='DataSampler.*Fragments are wanted'): next(iter(DataSampler(Kept([None]))))
-    with pytest.raises(DataError, match='length'): DataSampler(Kept(fragments), length=0)
+    fragments = collected("CartPole-v1", n=1)
+    with pytest.raises(DataError, match="too few steps"):
+        next(iter(DataSampler(Kept(fragments), length=151)))
+    with pytest.raises(DataError, match="DataSampler.*Fragments are wanted"):
+        next(iter(DataSampler(Kept([None]))))
+    with pytest.raises(DataError, match="length"):
+        DataSampler(Kept(fragments), length=0)
     recurrent = random_fragment()._replace(hx=torch.zeros(1, 5, 6))
     for algorithm in PARTS:
-        with pytest.raises(DataError, match='actors with memory are not supported'): make(algorithm).update(recurrent)
+        with pytest.raises(DataError, match="actors with memory are not supported"):
+            make(algorithm).update(recurrent)

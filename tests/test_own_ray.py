@@ -1,4 +1,5 @@
 "A Ray that is started for one process, and what is told before anything is started. What a cluster promises is in `test_ray.py`."
+
 import re
 import signal
 import socket
@@ -16,42 +17,61 @@ pytestmark = pytest.mark.timeout(600)
 ray = pytest.importorskip("ray")
 
 
-def fragments(): return Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 3), 2, 0)
+def fragments():
+    return Lanes(FragmentCollector(EnvStepper(Lively, Shaky()), 3), 2, 0)
 
 
 # --- before anything is started
 
+
 def test_ray_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     error, text, _ = outcome(fragments(), RayReading(1))
-    assert isinstance(error, WorkerError) and re.match(r"RayReading: Ray is not installed. Expected pip install 'rollpipe\[ray\]'", text)
+    assert isinstance(error, WorkerError) and re.match(
+        r"RayReading: Ray is not installed. Expected pip install 'rollpipe\[ray\]'", text
+    )
 
 
-@pytest.mark.parametrize("kind", ["nobody", "somebody else", "auto", "auto, one that has ended", "auto, by a variable"])
+@pytest.mark.parametrize(
+    "kind", ["nobody", "somebody else", "auto", "auto, one that has ended", "auto, by a variable"]
+)
 def test_no_cluster_at_the_address(kind, monkeypatch):
     "It is told at once; Ray itself would try for minutes."
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray._private.services, "find_gcs_addresses", set)      # other tests may have clusters of their own
+    monkeypatch.setattr(
+        ray._private.services, "find_gcs_addresses", set
+    )  # other tests may have clusters of their own
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        if kind != "somebody else": other.close()
+        if kind != "somebody else":
+            other.close()
         ended = f"127.0.0.1:{port}" if kind == "auto, one that has ended" else None
         monkeypatch.setattr(ray._private.services, "find_bootstrap_address", lambda folder: ended)
-        if kind == "auto, by a variable": monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        if kind == "auto, by a variable":
+            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         begin = time.monotonic()
-        error, text, _ = outcome(fragments(), RayReading(1, address="auto" if "auto" in kind else f"127.0.0.1:{port}"))
-    assert isinstance(error, WorkerError) and "there is no Ray cluster that can be used" in text and time.monotonic() - begin < 10 * slack()
+        error, text, _ = outcome(
+            fragments(), RayReading(1, address="auto" if "auto" in kind else f"127.0.0.1:{port}")
+        )
+    assert (
+        isinstance(error, WorkerError)
+        and "there is no Ray cluster that can be used" in text
+        and time.monotonic() - begin < 10 * slack()
+    )
     assert not ray.is_initialized()
 
 
 def test_nothing_imports_ray_until_it_is_asked_for(tmp_path):
-    process = script(tmp_path, """
+    process = script(
+        tmp_path,
+        """
 import sys
 from rollpipe.pipes import RayReading
 from rollpipe.settings.config import make_config
 RayReading(2, address='10.0.0.7:6379')
 print('ray' in sys.modules)
-""")
+""",
+    )
     out, err = process.communicate(timeout=120)
     assert (out, err) == ("False\n", "")
 
@@ -116,23 +136,32 @@ print(Path('~/.ray').expanduser().exists())
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     one, where, left, three, where_then, seqs, left_then, kept = out.splitlines()
-    assert (one, three, seqs, kept) == ("1", "3", "[2, 0, 2, 2]", "False") and left == left_then == "[] [] set()"
-    for found in (where, where_then): assert set(found.split()) and set(found.split()) <= LOOPBACK
-    assert re.fullmatch(r"lane 1: worker 1 \(pid \d+\) on node 127.0.0.1 died \(.*\) while it collected lane 1. "
-                        r"Its lanes start anew \(restart 1 of 1\).\n", err), err
+    assert (one, three, seqs, kept) == (
+        "1",
+        "3",
+        "[2, 0, 2, 2]",
+        "False",
+    ) and left == left_then == "[] [] set()"
+    for found in (where, where_then):
+        assert set(found.split()) and set(found.split()) <= LOOPBACK
+    assert re.fullmatch(
+        r"lane 1: worker 1 \(pid \d+\) on node 127.0.0.1 died \(.*\) while it collected lane 1. "
+        r"Its lanes start anew \(restart 1 of 1\).\n",
+        err,
+    ), err
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_driver_that_is_ended_leaves_nothing(sign, start, tmp_path):
     "By Ctrl-C all environments are closed, too; all processes of Ray end soon, also those that Ray leaves to a killed driver."
-    (tmp_path/"closed").mkdir()
+    (tmp_path / "closed").mkdir()
     process = start(f"""
 from rollpipe.agents import ParallelEvaluation
 class Tells(Lively):
     def reset(self, **kwargs):
         Path({str(tmp_path)!r}, f'{{os.getpid()}}.made').touch()
         return super().reset(**kwargs)
-    def close(self): Path({str(tmp_path/'closed')!r}, str(os.getpid())).touch()
+    def close(self): Path({str(tmp_path / "closed")!r}, str(os.getpid())).touch()
 pipe = Lanes(FragmentCollector(EnvStepper(lambda: Tells(), Shaky()), 3), 2, 0)
 with ParallelEvaluation(lambda: Tells(), Shaky(), 10 ** 6, ray={{}}) as evaluation:
     evaluation.request()
@@ -147,4 +176,5 @@ with ParallelEvaluation(lambda: Tells(), Shaky(), 10 ** 6, ray={{}}) as evaluati
         process.send_signal(sign)
         process.communicate(timeout=60)
     assert process.returncode == -sign and gone(pids, 10 * slack()) == []
-    if sign == signal.SIGINT: assert len(list((tmp_path/"closed").iterdir())) == 2     # the worker, and who evaluates
+    if sign == signal.SIGINT:
+        assert len(list((tmp_path / "closed").iterdir())) == 2  # the worker, and who evaluates

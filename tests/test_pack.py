@@ -2,6 +2,7 @@
 
 The client of the hub is a stand-in; where huggingface_hub is installed, it talks to a server of the test's own as well.
 """
+
 import base64
 import hashlib
 import json
@@ -27,127 +28,240 @@ from rollpipe.runs import load_agent, pack
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.pack import PACK_FILES, card, local_copy
 
-OBS = np.array([[.1, 0., -.1, .2], [-.2, .3, .1, 0.]], np.float32)
+OBS = np.array([[0.1, 0.0, -0.1, 0.2], [-0.2, 0.3, 0.1, 0.0]], np.float32)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pack")/"run"
-    assert rollpipe("train", "a2c", "CartPole-v1", "--steps", 1024, "--eval-every", "512 steps", "--eval-episodes", 2,
-                    "--final-episodes", 2, "--out", folder, *SMALL) == 0
+    folder = tmp_path_factory.mktemp("pack") / "run"
+    assert (
+        rollpipe(
+            "train",
+            "a2c",
+            "CartPole-v1",
+            "--steps",
+            1024,
+            "--eval-every",
+            "512 steps",
+            "--eval-episodes",
+            2,
+            "--final-episodes",
+            2,
+            "--out",
+            folder,
+            *SMALL,
+        )
+        == 0
+    )
     return folder
 
 
 @pytest.fixture
-def run(trained, tmp_path): return Path(shutil.copytree(trained, tmp_path/"run"))
+def run(trained, tmp_path):
+    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def front_matter(text):
     _, front, body = text.split("---\n", 2)
-    return {name: json.loads(value) for name, _, value in (line.partition(": ") for line in front.splitlines())}, body
+    return {
+        name: json.loads(value)
+        for name, _, value in (line.partition(": ") for line in front.splitlines())
+    }, body
 
 
 def same_policy(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(a.actor.state_dict().values(), b.actor.state_dict().values())) \
-        and np.array_equal(a.actor.predict(OBS)[0], b.actor.predict(OBS)[0])
+    return all(
+        np.array_equal(x, y)
+        for x, y in zip(a.actor.state_dict().values(), b.actor.state_dict().values())
+    ) and np.array_equal(a.actor.predict(OBS)[0], b.actor.predict(OBS)[0])
 
 
 def test_what_a_pack_holds(run, capsys):
     assert rollpipe("pack", run, "--episodes", 3, "--seed", 0) == 0
-    out, has = capsys.readouterr().out, {path.name for path in (run/"pack").iterdir()}
-    assert {"README.md", "checkpoint.safetensors", "config.json", "fingerprint.json", "curve.png"} <= has <= {*PACK_FILES}
-    assert ("policy.onnx" in has) == bool(find_spec("onnx") and find_spec("onnxscript")) and "hf upload OWNER/NAME" in out
-    front, body = front_matter((run/"pack"/"README.md").read_text())
-    result, = front["model-index"][0]["results"]
-    assert front["library_name"] == "rollpipe" and {"a2c", "CartPole-v1", "reinforcement-learning"} <= {*front["tags"]}
-    assert rollpipe("evaluate", run/"pack", "--episodes", 3, "--seed", 0) == 0
-    told = capsys.readouterr().out.strip()      # the same episodes
+    out = capsys.readouterr().out
+    has = {path.name for path in (run / "pack").iterdir()}
+    assert (
+        {"README.md", "checkpoint.safetensors", "config.json", "fingerprint.json", "curve.png"}
+        <= has
+        <= {*PACK_FILES}
+    )
+    assert ("policy.onnx" in has) == bool(
+        find_spec("onnx") and find_spec("onnxscript")
+    ) and "hf upload OWNER/NAME" in out
+    front, body = front_matter((run / "pack" / "README.md").read_text())
+    (result,) = front["model-index"][0]["results"]
+    assert front["library_name"] == "rollpipe" and {
+        "a2c",
+        "CartPole-v1",
+        "reinforcement-learning",
+    } <= {*front["tags"]}
+    assert rollpipe("evaluate", run / "pack", "--episodes", 3, "--seed", 0) == 0
+    told = capsys.readouterr().out.strip()  # the same episodes
     assert told in body and result["dataset"]["name"] == "CartPole-v1"
-    assert float(result["metrics"][0]["value"].split()[0]) == pytest.approx(float(told.split()[1]), abs=.06)
-    assert "![the learning curve](curve.png)" in body and "| `n_envs` | `4` |" in body and "EnvStepper(CartPole-v1" in body
-    assert same_policy(load_agent(run), load_agent(run/"pack"))
-    found, packed = (load_checkpoint(folder/"checkpoint.safetensors") for folder in (run, run/"pack"))
-    assert packed.config == json.loads((run/"pack"/"config.json").read_text()) == found.config and packed.stream is None
+    assert float(result["metrics"][0]["value"].split()[0]) == pytest.approx(
+        float(told.split()[1]), abs=0.06
+    )
+    assert (
+        "![the learning curve](curve.png)" in body
+        and "| `n_envs` | `4` |" in body
+        and "EnvStepper(CartPole-v1" in body
+    )
+    assert same_policy(load_agent(run), load_agent(run / "pack"))
+    found, packed = (
+        load_checkpoint(folder / "checkpoint.safetensors") for folder in (run, run / "pack")
+    )
+    assert (
+        packed.config == json.loads((run / "pack" / "config.json").read_text()) == found.config
+        and packed.stream is None
+    )
 
 
 def test_no_file_of_a_pack_is_a_pickle(run):
     for path in pack(run, episodes=1).iterdir():
         head = path.read_bytes()[:4]
-        assert head[:2] != b"PK" and head[:1] != b"\x80", path      # an archive of torch, a pickle
+        assert head[:2] != b"PK" and head[:1] != b"\x80", path  # an archive of torch, a pickle
 
 
 def test_a_pack_is_made_again_and_trained_again(run, capsys, tmp_path):
-    (run/"videos").mkdir()
-    last, found = int(load_run(run).counters["updates"]), load_run(run, best=True)
+    (run / "videos").mkdir()
+    last = int(load_run(run).counters["updates"])
+    found = load_run(run, best=True)
     best = last - 2
-    write_atomically(run/"best.safetensors", found._replace(counters={**found.counters, "updates": best}).data())
-    for n in (best, last, 1_000_000, 2_000_000): (run/"videos"/f"update-{n:06}.gif").write_bytes(b"%d" % n)
-    for n, is_best in ((last, False), (best, True)):     # the film is one of this policy
-        folder = pack(run, tmp_path/"shared", best=is_best, episodes=1)
-        assert (folder/"replay.gif").read_bytes() == b"%d" % n and "![an episode](replay.gif)" in (folder/"README.md").read_text()
-    (run/"videos"/f"update-{best:06}.gif").unlink()     # or of an earlier one, or of the first one; then the card says so
+    write_atomically(
+        run / "best.safetensors",
+        found._replace(counters={**found.counters, "updates": best}).data(),
+    )
+    for n in (best, last, 1_000_000, 2_000_000):
+        (run / "videos" / f"update-{n:06}.gif").write_bytes(b"%d" % n)
+    for n, is_best in ((last, False), (best, True)):  # the film is one of this policy
+        folder = pack(run, tmp_path / "shared", best=is_best, episodes=1)
+        assert (
+            folder / "replay.gif"
+        ).read_bytes() == b"%d" % n and "![an episode](replay.gif)" in (
+            folder / "README.md"
+        ).read_text()
+    (
+        run / "videos" / f"update-{best:06}.gif"
+    ).unlink()  # or of an earlier one, or of the first one; then the card says so
     for n in (last, best - 1):
-        (run/"videos"/f"update-{n:06}.gif").write_bytes(b"%d" % n)
-        folder = pack(run, tmp_path/"shared", best=True, episodes=1)
-        text = (folder/"README.md").read_text()
-        assert (folder/"replay.gif").read_bytes() == b"%d" % n and f"![an episode of the policy after update {n}](replay.gif)" in text
+        (run / "videos" / f"update-{n:06}.gif").write_bytes(b"%d" % n)
+        folder = pack(run, tmp_path / "shared", best=True, episodes=1)
+        text = (folder / "README.md").read_text()
+        assert (
+            (folder / "replay.gif").read_bytes() == b"%d" % n
+            and f"![an episode of the policy after update {n}](replay.gif)" in text
+        )
     assert same_policy(load_agent(folder), load_agent(run, best=True))
-    shutil.rmtree(run/"videos")
-    assert pack(run, tmp_path/"shared", episodes=1) == folder and not (folder/"replay.gif").exists()
-    assert rollpipe("train", "a2c", "CartPole-v1", "--config", folder/"config.json", "--out", tmp_path/"again", "--quiet") == 0
-    assert same_policy(load_agent(tmp_path/"again"), load_agent(folder))
+    shutil.rmtree(run / "videos")
+    assert (
+        pack(run, tmp_path / "shared", episodes=1) == folder
+        and not (folder / "replay.gif").exists()
+    )
+    assert (
+        rollpipe(
+            "train",
+            "a2c",
+            "CartPole-v1",
+            "--config",
+            folder / "config.json",
+            "--out",
+            tmp_path / "again",
+            "--quiet",
+        )
+        == 0
+    )
+    assert same_policy(load_agent(tmp_path / "again"), load_agent(folder))
 
 
 def test_the_card_of_a_fork_and_of_an_edited_run_says_so(run, tmp_path):
     found = load_run(run)
     edit = dict(at=2, insert="m:scaled", kwargs=dict(by=2), was=dict(imports=[]))
-    for more, told in ((dict(forked=dict(run="base", at=1, set=dict(lr=.1))), "a fork of base after update 1, with lr=0.1"),
-                       (dict(edits=[edit]), "m:scaled(by=2) after update 2")):
-        text = card(found._replace(config={**found.config, **more}), Evaluation(*np.ones((2, 1)), np.ones(1, bool)), "", set())
-        assert f"These options alone do not train it again: {told}." in text and "trains it again" not in text
+    for more, told in (
+        (
+            dict(forked=dict(run="base", at=1, set=dict(lr=0.1))),
+            "a fork of base after update 1, with lr=0.1",
+        ),
+        (dict(edits=[edit]), "m:scaled(by=2) after update 2"),
+    ):
+        text = card(
+            found._replace(config={**found.config, **more}),
+            Evaluation(*np.ones((2, 1)), np.ones(1, bool)),
+            "",
+            set(),
+        )
+        assert (
+            f"These options alone do not train it again: {told}." in text
+            and "trains it again" not in text
+        )
 
 
 def test_a_pack_takes_the_place_of_nothing_else(run, tmp_path):
-    other = Path(shutil.copytree(run, tmp_path/"other"))
-    begun, told = tmp_path/"begun", tmp_path/"told"
-    for folder in (begun, told): folder.mkdir()
-    (told/"README.md").write_text("mine")
-    for name in ("config.json", "checkpoint.safetensors"): shutil.copy(run/name, begun/name)
-    packed = pack(run, tmp_path/"packed", episodes=1)
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    begun = tmp_path / "begun"
+    told = tmp_path / "told"
+    for folder in (begun, told):
+        folder.mkdir()
+    (told / "README.md").write_text("mine")
+    for name in ("config.json", "checkpoint.safetensors"):
+        shutil.copy(run / name, begun / name)
+    packed = pack(run, tmp_path / "packed", episodes=1)
     for source, out in ((run, other), (run, run), (run, begun), (run, told), (packed, packed)):
         before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-        with pytest.raises(DataError, match="has other files. Expected a new folder, or one that `rollpipe pack` has written"):
+        with pytest.raises(
+            DataError,
+            match="has other files. Expected a new folder, or one that `rollpipe pack` has written",
+        ):
             pack(source, out, episodes=1)
         assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------
 
+
 def test_without_the_client_the_extra_is_named(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    for words in (("evaluate", "hf://some/one"), ("pack", run, "--episodes", 1, "--push", "some/one")):
+    for words in (
+        ("evaluate", "hf://some/one"),
+        ("pack", run, "--episodes", 1, "--push", "some/one"),
+    ):
         assert rollpipe(*words) == 2
         out, err = capsys.readouterr()
-        assert "pip install 'rollpipe[hub]'" in err and not out     # before any work
-    assert local_copy("some/one") == "some/one"     # a path asks no hub
-    with pytest.raises(DataError, match="some/one: there is no such run. Expected a path, or hf://OWNER/NAME"): load_agent("some/one")
+        assert "pip install 'rollpipe[hub]'" in err and not out  # before any work
+    assert local_copy("some/one") == "some/one"  # a path asks no hub
+    with pytest.raises(
+        DataError, match="some/one: there is no such run. Expected a path, or hf://OWNER/NAME"
+    ):
+        load_agent("some/one")
 
 
 def test_a_run_goes_to_a_hub_and_back(run, monkeypatch, capsys, tmp_path):
     told = []
+
     class HfApi:
-        def create_repo(self, name, exist_ok): told.append(("create", name, exist_ok))
+        def create_repo(self, name, exist_ok):
+            told.append(("create", name, exist_ok))
+
         def upload_folder(self, *, repo_id, folder_path, allow_patterns, commit_message):
             told.append(("upload", repo_id))
-            shutil.copytree(folder_path, tmp_path/"hub")
+            shutil.copytree(folder_path, tmp_path / "hub")
             return SimpleNamespace(commit_url=f"https://hub/{repo_id}")
+
     def snapshot_download(name, *, revision, allow_patterns):
-        if name != "some/one": raise KeyError("404")
+        if name != "some/one":
+            raise KeyError("404")
         told.append(("download", revision, "policy.pt" in allow_patterns))
-        return str(tmp_path/"hub")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=HfApi, snapshot_download=snapshot_download))
-    assert rollpipe("pack", run, "--episodes", 1, "--push", "some/one") == 0 and "https://hub/some/one" in capsys.readouterr().out
-    assert 'load_agent("hf://some/one")' in (tmp_path/"hub"/"README.md").read_text()
+        return str(tmp_path / "hub")
+
+    monkeypatch.setitem(
+        sys.modules,
+        "huggingface_hub",
+        SimpleNamespace(HfApi=HfApi, snapshot_download=snapshot_download),
+    )
+    assert (
+        rollpipe("pack", run, "--episodes", 1, "--push", "some/one") == 0
+        and "https://hub/some/one" in capsys.readouterr().out
+    )
+    assert 'load_agent("hf://some/one")' in (tmp_path / "hub" / "README.md").read_text()
     assert same_policy(load_agent("hf://some/one@v2"), load_agent(run))
     assert told == [("create", "some/one", True), ("upload", "some/one"), ("download", "v2", False)]
     assert rollpipe("evaluate", "hf://some/one", "--episodes", 1) == 0
@@ -157,59 +271,113 @@ def test_a_run_goes_to_a_hub_and_back(run, monkeypatch, capsys, tmp_path):
 
 class Hub(BaseHTTPRequestHandler):
     "The few answers of a model hub that sending and fetching a small folder need."
-    files, sha = {}, "a"*40
+
+    files = {}
+    sha = "a" * 40
 
     @property
-    def own(self): return f"http://{self.headers['Host']}/some/one"
+    def own(self):
+        return f"http://{self.headers['Host']}/some/one"
 
     def answer(self, content=b"{}", code=200, **headers):
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(code)
-        for name, value in {"Content-Length": len(body), **headers}.items(): self.send_header(name.replace("_", "-"), str(value))
+        for name, value in {"Content-Length": len(body), **headers}.items():
+            self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
-        if self.command != "HEAD": self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path.endswith("/preupload/main"):
-            return self.answer(dict(files=[dict(path=x["path"], uploadMode="regular", shouldIgnore=False)
-                                           for x in json.loads(body)["files"]]))
+            return self.answer(
+                dict(
+                    files=[
+                        dict(path=x["path"], uploadMode="regular", shouldIgnore=False)
+                        for x in json.loads(body)["files"]
+                    ]
+                )
+            )
         if self.path.endswith("/commit/main"):
             for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file": self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            return self.answer(dict(commitUrl=f"{self.own}/commit/{self.sha}", commitOid=self.sha, success=True))
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return self.answer(
+                dict(commitUrl=f"{self.own}/commit/{self.sha}", commitOid=self.sha, success=True)
+            )
         self.answer(dict(url=self.own, name="some/one", id="some/one"))
 
     def do_GET(self):
         name = self.path.rpartition("/")[2]
         if "/resolve/" in self.path and name in self.files:
             data = self.files[name]
-            return self.answer(data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=self.sha)
+            return self.answer(
+                data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=self.sha
+            )
         if "/tree/" in self.path:
-            return self.answer([dict(type="file", path=x, size=len(data), oid=hashlib.sha1(data).hexdigest())
-                                for x, data in self.files.items()])
-        self.answer(dict(id="some/one", modelId="some/one", sha=self.sha, siblings=[dict(rfilename=x) for x in self.files], private=False))
+            return self.answer(
+                [
+                    dict(type="file", path=x, size=len(data), oid=hashlib.sha1(data).hexdigest())
+                    for x, data in self.files.items()
+                ]
+            )
+        self.answer(
+            dict(
+                id="some/one",
+                modelId="some/one",
+                sha=self.sha,
+                siblings=[dict(rfilename=x) for x in self.files],
+                private=False,
+            )
+        )
 
     do_HEAD = do_GET
-    def log_message(self, *args): pass
+
+    def log_message(self, *args):
+        pass
 
 
 @pytest.mark.skipif(not find_spec("huggingface_hub"), reason="needs huggingface_hub")
 def test_the_client_of_the_hub_sends_and_fetches_it(run, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = {**os.environ, **settings(), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path/"home"),
-           "HF_TOKEN": "hf_of_the_test", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*", "no_proxy": "*"}
+    env = {
+        **os.environ,
+        **settings(),
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_TOKEN": "hf_of_the_test",
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "*",
+        "no_proxy": "*",
+    }
+
     def command(*words):
-        done = subprocess.run([sys.executable, "-m", "rollpipe", *map(str, words)], env=env, text=True, capture_output=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, "-m", "rollpipe", *map(str, words)],
+            env=env,
+            text=True,
+            capture_output=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
+
     try:
-        assert "/some/one/commit/aaa" in command("pack", run, "--episodes", 2, "--seed", 0, "--push", "some/one")
-        assert {name: data for name, data in Hub.files.items()} == {p.name: p.read_bytes() for p in (run/"pack").iterdir()}
+        assert "/some/one/commit/aaa" in command(
+            "pack", run, "--episodes", 2, "--seed", 0, "--push", "some/one"
+        )
+        assert {name: data for name, data in Hub.files.items()} == {
+            p.name: p.read_bytes() for p in (run / "pack").iterdir()
+        }
         Hub.files["evil.pkl"] = b"\x80"
-        assert command("evaluate", "hf://some/one", "--episodes", 2, "--seed", 0) == command("evaluate", run, "--episodes", 2, "--seed", 0)
-        assert not [*(tmp_path/"home").rglob("evil.pkl")] and [*(tmp_path/"home").rglob("README.md")]
+        assert command("evaluate", "hf://some/one", "--episodes", 2, "--seed", 0) == command(
+            "evaluate", run, "--episodes", 2, "--seed", 0
+        )
+        assert not [*(tmp_path / "home").rglob("evil.pkl")] and [
+            *(tmp_path / "home").rglob("README.md")
+        ]
     finally:
         server.shutdown()
         server.server_close()

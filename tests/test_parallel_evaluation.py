@@ -2,6 +2,7 @@
 
 What a worker of a cluster promises as well is in `test_evaluation_contract.py`.
 """
+
 import copy
 import faulthandler
 import gc
@@ -15,7 +16,19 @@ from functools import partial
 from itertools import islice
 
 import pytest
-from evaluation_cases import PATIENCE, Constant, Fails, Locked, Pays, begun, check_same_as_here, kill, leave, same, train
+from evaluation_cases import (
+    PATIENCE,
+    Constant,
+    Fails,
+    Locked,
+    Pays,
+    begun,
+    check_same_as_here,
+    kill,
+    leave,
+    same,
+    train,
+)
 from worker_cases import descriptors, environment, gone, runs
 
 from rollpipe.agents import TRPO, ParallelEvaluation, evaluate
@@ -28,7 +41,9 @@ from rollpipe.pipes.graph.modules import version_of
 
 # what is evaluated
 
-def test_same_as_here_when_spawned(): check_same_as_here(partial(ParallelEvaluation, start_method="spawn"))
+
+def test_same_as_here_when_spawned():
+    check_same_as_here(partial(ParallelEvaluation, start_method="spawn"))
 
 
 def test_without_a_seed_episodes_are_fresh():
@@ -38,10 +53,14 @@ def test_without_a_seed_episodes_are_fresh():
         [first] = evaluation.wait(PATIENCE)
         evaluation.request()
         [second] = evaluation.wait(PATIENCE)
-    assert first.version == second.version and first.evaluation.returns.tolist() != second.evaluation.returns.tolist()
+    assert (
+        first.version == second.version
+        and first.evaluation.returns.tolist() != second.evaluation.returns.tolist()
+    )
 
 
 # who waits for what
+
 
 def test_requests_that_come_before_it_begins_are_one():
     "The process stands still meanwhile. It evaluates the weights of the latest request, once."
@@ -57,17 +76,21 @@ def test_requests_that_come_before_it_begins_are_one():
 
 
 def test_two_at_once():
-    first, second = Constant(), Constant()
+    first = Constant()
+    second = Constant()
     train(second)
     with ParallelEvaluation(Pays, first, 1) as a, ParallelEvaluation(Pays, second, 1) as b:
-        a.request(); b.request()
+        a.request()
+        b.request()
         assert [x.wait(PATIENCE)[0].evaluation.returns[0] for x in (a, b)] == [0, 1]
 
 
 def test_beside_worker_lanes():
     "Collecting, learning and evaluating in four processes; one that is killed disturbs no other."
-    actor, critic = CategoricalPolicy.for_env("CartPole-v1", hidden=(8,)), Critic.for_env("CartPole-v1", hidden=(8,))
-    trpo, versions = TRPO(actor, critic), []
+    actor = CategoricalPolicy.for_env("CartPole-v1", hidden=(8,))
+    critic = Critic.for_env("CartPole-v1", hidden=(8,))
+    trpo = TRPO(actor, critic)
+    versions = []
     pipe = on_policy("CartPole-v1", actor, critic, n_envs=2, n_steps=16, lanes=2, seed=0)
     with DataLoader2(pipe, reading_service=ProcessReading(2, start_method="fork")) as loader:
         evaluation = ParallelEvaluation("CartPole-v1", actor, 2, start_method="fork")
@@ -80,7 +103,8 @@ def test_beside_worker_lanes():
             elif k == 3:
                 os.kill(evaluation.worker.pid, signal.SIGKILL)
                 evaluation.worker.process.join()
-                with pytest.raises(WorkerError, match="SIGKILL"): evaluation.request()
+                with pytest.raises(WorkerError, match="SIGKILL"):
+                    evaluation.request()
     assert versions == [1, 2, 3] and version_of(actor) == 6
 
 
@@ -98,19 +122,29 @@ def test_an_actor_on_a_device():
 
 # faults
 
-def raising_factory(): raise ZeroDivisionError("no environment")
+
+def raising_factory():
+    raise ZeroDivisionError("no environment")
 
 
 class Broken(Constant):
-    def forward(self, *args, **kwargs): raise ZeroDivisionError("no answer")
+    def forward(self, *args, **kwargs):
+        raise ZeroDivisionError("no answer")
 
 
-@pytest.mark.parametrize("env, actor, error, match", [
-    (raising_factory, Constant, EnvError, "no environment"), (Pays, Broken, ActorError, "no answer"),
-    (Pays, Constant, EnvError, "does not end")])
+@pytest.mark.parametrize(
+    "env, actor, error, match",
+    [
+        (raising_factory, Constant, EnvError, "no environment"),
+        (Pays, Broken, ActorError, "no answer"),
+        (Pays, Constant, EnvError, "does not end"),
+    ],
+)
 def test_other_exceptions(env, actor, error, match):
     with pytest.raises(error, match=match):
-        with ParallelEvaluation(env, actor(), 3, n_envs=1, max_steps=2 if "end" in match else 100, start_method="fork") as evaluation:
+        with ParallelEvaluation(
+            env, actor(), 3, n_envs=1, max_steps=2 if "end" in match else 100, start_method="fork"
+        ) as evaluation:
             evaluation.request()
             evaluation.wait(PATIENCE)
 
@@ -120,15 +154,24 @@ def segv():
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-@pytest.mark.parametrize("function, told, method", [
-    (kill, "killed by SIGKILL", "fork"), (kill, "killed by SIGKILL", "forkserver"), (segv, "killed by SIGSEGV", "fork"),
-    (leave, "exit code 3", "fork")])
+@pytest.mark.parametrize(
+    "function, told, method",
+    [
+        (kill, "killed by SIGKILL", "fork"),
+        (kill, "killed by SIGKILL", "forkserver"),
+        (segv, "killed by SIGSEGV", "fork"),
+        (leave, "exit code 3", "fork"),
+    ],
+)
 def test_a_process_that_ends(function, told, method):
     actor = Constant()
     train(actor)
-    evaluation = ParallelEvaluation(partial(Fails, function), actor, 2, n_envs=1, start_method=method)
+    evaluation = ParallelEvaluation(
+        partial(Fails, function), actor, 2, n_envs=1, start_method=method
+    )
     evaluation.request()
-    with pytest.raises(WorkerError, match=f"evaluation .*{told} while it evaluated version 1"): evaluation.wait(PATIENCE)
+    with pytest.raises(WorkerError, match=f"evaluation .*{told} while it evaluated version 1"):
+        evaluation.wait(PATIENCE)
 
 
 def test_what_cannot_be_pickled():
@@ -148,23 +191,30 @@ def test_episodes_that_are_cut_off():
         evaluation.request()
         [found] = evaluation.wait(PATIENCE)
     expected = evaluate("CartPole-v1", policy, 5, **options)
-    assert (found.evaluation.returns == expected.returns).all() and (found.evaluation.cut_off == expected.cut_off).all()
+    assert (found.evaluation.returns == expected.returns).all() and (
+        found.evaluation.cut_off == expected.cut_off
+    ).all()
     assert found.metrics.get("eval_cut_off", 0) == expected.cut_off.sum() > 0
 
 
 # life and death
 
+
 def test_nothing_is_left():
     "Neither descriptors nor, as after every test, processes: after close, and after being forgotten."
+
     def once(close):
         evaluation = ParallelEvaluation(Pays, Constant(), 1, start_method="fork")
         evaluation.request()
         evaluation.wait(PATIENCE)
-        if close: evaluation.close()
+        if close:
+            evaluation.close()
+
     once(True)
     gc.collect()
     before = descriptors()
-    for close in (True, False): once(close)
+    for close in (True, False):
+        once(close)
     gc.collect()
     assert descriptors() == before
 
@@ -192,13 +242,23 @@ if __name__ == "__main__":
 @contextmanager
 def program(tmp_path, then):
     "A program that evaluates in a forked and a spawned process: `(program, their pids)`."
-    (tmp_path/"program.py").write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, "program.py", then], cwd=tmp_path, env=environment(), text=True, start_new_session=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
-        try: yield parent, list(map(int, parent.stdout.readline().split()))
+    (tmp_path / "program.py").write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, "program.py", then],
+        cwd=tmp_path,
+        env=environment(),
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as parent:
+        try:
+            yield parent, list(map(int, parent.stdout.readline().split()))
         finally:
-            try: os.killpg(parent.pid, signal.SIGKILL)
-            except ProcessLookupError: pass  # as it should be
+            try:
+                os.killpg(parent.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # as it should be
 
 
 def test_the_end_of_the_program(tmp_path):

@@ -1,4 +1,5 @@
 "Where an episode begins, no actor sees the action and the reward of the episode before, whatever it is and whoever asks it."
+
 from itertools import islice
 
 import numpy as np
@@ -12,36 +13,70 @@ from toys import Counting
 from rollpipe.agents import evaluate
 from rollpipe.agents.losses import vtrace_actor_critic
 from rollpipe.layers import MLPPolicy
-from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, context, rollout, rollouts
+from rollpipe.pipes import (
+    EnvStepper,
+    FragmentCollector,
+    Lanes,
+    ProcessReading,
+    context,
+    rollout,
+    rollouts,
+)
 from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
 class Onlooker:
     "Of no base class. It chooses 1, and reports the past that it is shown."
-    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
-        return torch.ones_like(stepno), (), {"act": act.clone(), "rew": rew.clone(), "fin": fin.clone()}
 
-    def reset(self, hx, at): return hx
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
+        return (
+            torch.ones_like(stepno),
+            (),
+            {"act": act.clone(), "rew": rew.clone(), "fin": fin.clone()},
+        )
+
+    def reset(self, hx, at):
+        return hx
 
 
 class NoisyOnlooker(Onlooker):
-    def draw_noise(self, lead, generator=None): return torch.rand(lead, generator=generator)
+    def draw_noise(self, lead, generator=None):
+        return torch.rand(lead, generator=generator)
 
     def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual, noise):
         new, hx, info = super().step(stepno, obs, act, rew, fin, hx=hx, virtual=virtual)
-        return new - (0 if noise is None else (noise > .9).long()), hx, info
+        return new - (0 if noise is None else (noise > 0.9).long()), hx, info
 
 
-class Blind(Onlooker): uses_past = False
+class Blind(Onlooker):
+    uses_past = False
 
 
-def fused(actor, **options): return rollouts(Counting, actor, n_envs=2, n_steps=5, lanes=2, seed=0, **options)
-def plain(actor, **options): return fused(actor, optimize=False, **options)
-def sticky(actor): return Lanes(FragmentCollector(EnvStepper(Counting, actor, 2, sticky=5), 5), 2, 0)
-def vector(actor): return rollouts("CartPole-v1", actor, n_envs=2, n_steps=9, lanes=2, seed=0, vector="sync")
-def tensors(actor): return Lanes(TensorCollector(lambda: Planned(2 * [[(3, "term"), (4, "trunc")]]), actor, 5), 2, 0)
-def manual(actor): return rollout([Counting(), Counting()], actor, 5, seed=0)
+def fused(actor, **options):
+    return rollouts(Counting, actor, n_envs=2, n_steps=5, lanes=2, seed=0, **options)
+
+
+def plain(actor, **options):
+    return fused(actor, optimize=False, **options)
+
+
+def sticky(actor):
+    return Lanes(FragmentCollector(EnvStepper(Counting, actor, 2, sticky=5), 5), 2, 0)
+
+
+def vector(actor):
+    return rollouts("CartPole-v1", actor, n_envs=2, n_steps=9, lanes=2, seed=0, vector="sync")
+
+
+def tensors(actor):
+    return Lanes(
+        TensorCollector(lambda: Planned(2 * [[(3, "term"), (4, "trunc")]]), actor, 5), 2, 0
+    )
+
+
+def manual(actor):
+    return rollout([Counting(), Counting()], actor, 5, seed=0)
 
 
 def assert_past_is_hidden(fragments):
@@ -52,12 +87,14 @@ def assert_past_is_hidden(fragments):
         assert_same(f.actor["fin"], fin)
         assert_same(f.actor["act"], f.state.act.masked_fill(fin, 0))
         assert_same(f.actor["rew"], f.state.rew.masked_fill(fin, 0))
-        shown, recorded = shown + int((f.actor["act"] > 0).sum()), recorded + int((f.state.act[fin] > 0).sum())
+        shown = shown + int((f.actor["act"] > 0).sum())
+        recorded = recorded + int((f.state.act[fin] > 0).sum())
     assert shown and recorded
 
 
 class Narrow(Onlooker):
     "It computes in float32, with its last action."
+
     def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
         assert act.dtype == torch.float32
         return (act + 1).clamp(max=2), (), {}
@@ -65,9 +102,14 @@ class Narrow(Onlooker):
 
 def test_actions_of_float64_are_shown_as_float32():
     class Wide(Counting):
-        action_space = Box(-9., 9., (1,), np.float64)
-        def number(self, action): return int(action[0])
-    assert next(iter(rollouts(Wide, Narrow(), n_envs=2, n_steps=3))).state.act[:, 0, 0].tolist() == [0, 1, 2, 2]
+        action_space = Box(-9.0, 9.0, (1,), np.float64)
+
+        def number(self, action):
+            return int(action[0])
+
+    assert next(iter(rollouts(Wide, Narrow(), n_envs=2, n_steps=3))).state.act[
+        :, 0, 0
+    ].tolist() == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize("make", [plain, fused, sticky, vector, tensors, manual])
@@ -88,7 +130,8 @@ def test_no_actor_sees_it_in_onnx_runtime(make):
 
 @pytest.mark.parametrize("kind", [Onlooker, NoisyOnlooker])
 def test_no_actor_sees_it_in_a_worker(kind):
-    with DataLoader2(plain(kind()), reading_service=ProcessReading(2)) as loader: assert_past_is_hidden(islice(loader, 8))
+    with DataLoader2(plain(kind()), reading_service=ProcessReading(2)) as loader:
+        assert_past_is_hidden(islice(loader, 8))
 
 
 def test_no_actor_sees_it_when_it_is_evaluated():
@@ -114,15 +157,19 @@ def test_who_steps_environments_himself_is_not_shown_it_either():
 def test_who_does_not_look_at_the_past_gets_it_as_it_is():
     "Which takes no time."
     fragments = list(islice(plain(Blind()), 4))
-    for f in fragments: assert_same((f.actor["act"], f.actor["rew"]), (f.state.act, f.state.rew))
+    for f in fragments:
+        assert_same((f.actor["act"], f.actor["rew"]), (f.state.act, f.state.rew))
     assert any(f.state.act[f.state.fin].any() for f in fragments)
 
 
 class Borrowed(torch.nn.Module):
     "What a policy does, with values; of no base class."
+
     def __init__(self, policy):
         super().__init__()
-        self.policy, self.dist, self.begun = policy, policy.dist, 0
+        self.policy = policy
+        self.dist = policy.dist
+        self.begun = 0
 
     def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
         assert not act[fin].any() and not rew[fin].any()
@@ -130,12 +177,14 @@ class Borrowed(torch.nn.Module):
         act, hx, info = self.policy(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual)
         return act, hx, {**info, "value": obs.sum(-1)}
 
-    def replay(self, fragment): return {**self.policy.replay(fragment), "value": fragment.state.obs[:-1].sum(-1)}
+    def replay(self, fragment):
+        return {**self.policy.replay(fragment), "value": fragment.state.obs[:-1].sum(-1)}
 
 
 def test_no_actor_sees_it_when_it_is_asked_for_values_again():
     policy = MLPPolicy.for_env("CartPole-v1", seed=0)
-    fragment, actor = next(iter(rollouts("CartPole-v1", policy, n_envs=2, n_steps=60, seed=0))), Borrowed(policy)
+    fragment = next(iter(rollouts("CartPole-v1", policy, n_envs=2, n_steps=60, seed=0)))
+    actor = Borrowed(policy)
     assert fragment.state.act[1:][fragment.state.fin[1:]].any()
     vtrace_actor_critic(fragment, actor)
     assert actor.begun

@@ -1,4 +1,5 @@
 """The base pipe: closing, messages, lengths, pickles; and the one door to torchdata."""
+
 import gc
 import pickle
 import subprocess
@@ -14,39 +15,57 @@ from torch.utils.data.datapipes.iter import Mapper
 from rollpipe.pipes.data.errors import DataError, GraphError
 from rollpipe.pipes.graph.edits import draw, find_one
 from rollpipe.pipes.graph.pipe import Pipe, Source
-from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, IterableWrapper, IterDataPipe
+from rollpipe.pipes.graph.torchdata import (
+    DataLoader2,
+    InProcessReadingService,
+    IterableWrapper,
+    IterDataPipe,
+)
 
 ROOT = Path(__file__).parents[1]
 
 
 class Toy(Source):
     "Counts up to `n`, and how often it was opened and closed."
+
     opened = closed = 0
-    def __init__(self, n=5): self.n = n
+
+    def __init__(self, n=5):
+        self.n = n
+
     def stream(self, items):
         Toy.opened += 1
-        try: yield from range(self.n)
-        finally: Toy.closed += 1
+        try:
+            yield from range(self.n)
+        finally:
+            Toy.closed += 1
 
 
 class Scale(Pipe):
     reads = 1
+
     def __init__(self, pipe, by=2, fn=None, note=None):
         super().__init__(pipe)
-        self.by, self.fn, self.note = by, fn, note
+        self.by = by
+        self.fn = fn
+        self.note = note
+
     def stream(self, items):
-        for x in items: yield x * self.by
+        for x in items:
+            yield x * self.by
 
 
 class Fragile(Pipe):
     def stream(self, items):
         for x in items:
-            if x == 2: raise DataError("two", pipe=self, got="2")
+            if x == 2:
+                raise DataError("two", pipe=self, got="2")
             yield x
 
 
 class Greedy(Pipe):
     "Reads ahead and stops early, leaving its input unfinished."
+
     def stream(self, items):
         next(items)
         yield next(items)
@@ -60,7 +79,8 @@ def all_closed():
     assert Toy.opened == Toy.closed > -1
 
 
-def open_now(): return Toy.opened - Toy.closed
+def open_now():
+    return Toy.opened - Toy.closed
 
 
 def test_exhausted():
@@ -81,39 +101,45 @@ def test_break_and_close():
     assert open_now() == 0 and list(items) == []
     items = iter(pipe)
     next(items)
-    del items                                         # without a garbage collection: no reference cycle is made
+    del items  # without a garbage collection: no reference cycle is made
     assert open_now() == 0
-    iter(pipe).close()                                # never started
+    iter(pipe).close()  # never started
     assert Toy.opened == 3
 
 
 def test_exception_in_a_pipe_and_in_the_consumer():
     for pipe in (Scale(Fragile(Scale(Toy(), by=1))), Fragile(Scale(Scale(Toy(), by=1), by=1))):
-        with pytest.raises(DataError) as kept: list(pipe)
+        with pytest.raises(DataError) as kept:
+            list(pipe)
         assert open_now() == 0, "the traceback is still held"
         assert str(kept.value) == "Fragile: two. Got 2."
     kept = None
     try:
-        for x in Scale(Toy()): raise KeyError(x)
-    except KeyError as e: kept = e
+        for x in Scale(Toy()):
+            raise KeyError(x)
+    except KeyError as e:
+        kept = e
     assert open_now() == 0 and kept.__traceback__ is not None
 
 
 def test_a_plain_message_stays_readable():
     module = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(50)])
     pipe = Scale(Scale(Scale(Fragile(Toy()), fn=module), fn=module), fn=module)
-    with pytest.raises(DataError) as e: list(pipe)
+    with pytest.raises(DataError) as e:
+        list(pipe)
     assert e.value.args == ("two",)
 
 
 def test_invalidated_iterator_closes_its_input():
-    first_toy, other = Toy(), None
+    first_toy = Toy()
+    other = None
     pipe = Scale(first_toy)
     first = iter(pipe)
     next(first)
-    other = iter(pipe)                                # torch's rule: one iterator at a time
+    other = iter(pipe)  # torch's rule: one iterator at a time
     assert next(other) == 0
-    with pytest.raises(RuntimeError, match="invalidated"): next(first)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        next(first)
     first.close()
     assert open_now() == 1
     assert list(other) == [2, 4, 6, 8]
@@ -124,7 +150,8 @@ def test_invalidated_iterator_closes_its_input():
     next(outer)
     inner = iter(pipe.pipe)
     next(inner)
-    with pytest.raises(RuntimeError, match="invalidated") as kept: next(outer)
+    with pytest.raises(RuntimeError, match="invalidated") as kept:
+        next(outer)
     assert open_now() == 1 and kept is not None
     inner.close()
     assert open_now() == 0
@@ -132,12 +159,17 @@ def test_invalidated_iterator_closes_its_input():
 
 def test_upstream_without_close_and_foreign_pipes():
     assert list(Scale(IterableWrapper([1, 2]))) == [2, 4]
+
     class Plain(IterDataPipe):
-        def __iter__(self): return iter([1, 2])
+        def __iter__(self):
+            return iter([1, 2])
+
     assert list(Scale(Plain())) == [2, 4]
-    for _ in Scale(Mapper(Scale(Toy()), abs)): break
+    for _ in Scale(Mapper(Scale(Toy()), abs)):
+        break
     assert open_now() == 0
-    with pytest.raises(DataError): list(Scale(Mapper(Fragile(Toy()), abs)))
+    with pytest.raises(DataError):
+        list(Scale(Mapper(Fragile(Toy()), abs)))
     assert open_now() == 0
 
 
@@ -147,10 +179,12 @@ def test_loader(service):
     with DataLoader2(pipe, reading_service=service) as loader:
         assert list(loader) == list(loader) == [0, 4, 8, 12, 16]
     assert open_now() == 0
-    with pytest.raises(DataError, match="two"): list(DataLoader2(Fragile(pipe.pipe.pipe), reading_service=service))
+    with pytest.raises(DataError, match="two"):
+        list(DataLoader2(Fragile(pipe.pipe.pipe), reading_service=service))
     assert open_now() == 0
     loader = DataLoader2(pipe, reading_service=service)
-    for _ in loader: break
+    for _ in loader:
+        break
     del loader, _
     gc.collect()
     assert open_now() == 0
@@ -168,106 +202,165 @@ def test_pickle_before_while_and_after():
 
 def test_validation_length_and_truth():
     for bad in ([1], None, Scale, 3):
-        with pytest.raises(TypeError, match=r"Scale reads from a pipe \(an IterDataPipe\), got"): Scale(bad)
+        with pytest.raises(TypeError, match=r"Scale reads from a pipe \(an IterDataPipe\), got"):
+            Scale(bad)
     assert len(Scale(Scale(IterableWrapper([1, 2, 3])))) == 3 and bool(Scale(IterableWrapper([])))
-    with pytest.raises(TypeError, match="Greedy has no length: the stream of its source has none"): len(Greedy(Toy()))
-    with pytest.raises(TypeError, match="Scale has no length: Toy has no length: the stream"): len(Scale(Toy()))
-    with pytest.raises(NotImplementedError, match=r"Pipe must define stream\(self, items\)"): list(Pipe(Toy()))
+    with pytest.raises(TypeError, match="Greedy has no length: the stream of its source has none"):
+        len(Greedy(Toy()))
+    with pytest.raises(TypeError, match="Scale has no length: Toy has no length: the stream"):
+        len(Scale(Toy()))
+    with pytest.raises(NotImplementedError, match=r"Pipe must define stream\(self, items\)"):
+        list(Pipe(Toy()))
     Toy.opened = Toy.closed = 0
 
 
 def test_a_stream_that_gives_nothing_is_refused_when_its_class_is_made():
     "Over an endless source it would never come back."
-    def lacks(): return pytest.raises(TypeError, match=r"^(Silent|Mixed)\.stream neither yields nor returns an iterator\. Expected")
+
+    def lacks():
+        return pytest.raises(
+            TypeError,
+            match=r"^(Silent|Mixed)\.stream neither yields nor returns an iterator\. Expected",
+        )
+
     with lacks():
+
         class Silent(Pipe):
             def stream(self, items):
-                for x in items: print(x)
+                for x in items:
+                    print(x)
+
     with lacks():
-        class Silent(Source):                                           # noqa: F811
+
+        class Silent(Source):  # noqa: F811
             def stream(self, items):
                 "Nothing."
+
     with lacks():
-        class Silent(Scale):                                            # noqa: F811
+
+        class Silent(Scale):  # noqa: F811
             def stream(self, items):
                 for x in items:
-                    if x > 3: return
-                    items = (y for y in [x])                            # that another function yields does not count
+                    if x > 3:
+                        return
+                    items = (y for y in [x])  # that another function yields does not count
                 return None
+
     class Loud:
-        def stream(self, items): list(items)
+        def stream(self, items):
+            list(items)
+
     with lacks():
-        class Mixed(Loud, Pipe): pass                                   # whoever the method comes from
+
+        class Mixed(Loud, Pipe):
+            pass  # whoever the method comes from
 
 
 def test_streams_that_return_an_iterator_raise_or_are_abstract():
     class Plus(Pipe):
-        def stream(self, items): return map(abs, items)
+        def stream(self, items):
+            return map(abs, items)
+
     class Maybe(Pipe):
-        def stream(self, items): return iter(()) if items is None else items
+        def stream(self, items):
+            return iter(()) if items is None else items
+
     class Either(Pipe):
         def stream(self, items):
-            if items is None: return
+            if items is None:
+                return
             return (x for x in items)
+
     class One(Pipe):
-        stream = lambda self, items: zip(items)                         # noqa: E731
+        stream = lambda self, items: zip(items)  # noqa: E731
+
     class Base(Pipe):
-        def stream(self, items): raise NotImplementedError("a subclass says it")
+        def stream(self, items):
+            raise NotImplementedError("a subclass says it")
+
     class Abstract(Pipe):
         @abstractmethod
         def stream(self, items): ...
+
     class Decorated(Pipe):
         @torch.no_grad()
-        def stream(self, items): yield from items
+        def stream(self, items):
+            yield from items
+
     class Foreign(Pipe):
         stream = staticmethod(partial(filter, None))
+
     source = IterableWrapper([1, 2])
-    assert list(Plus(source)) == list(Maybe(source)) == list(Either(source)) == list(Decorated(source)) == list(Foreign(source)) == [1, 2]
+    assert (
+        list(Plus(source))
+        == list(Maybe(source))
+        == list(Either(source))
+        == list(Decorated(source))
+        == list(Foreign(source))
+        == [1, 2]
+    )
     assert list(One(source)) == [(1,), (2,)]
-    with pytest.raises(NotImplementedError, match="a subclass"): list(Base(source))
+    with pytest.raises(NotImplementedError, match="a subclass"):
+        list(Base(source))
 
 
 def test_a_stream_that_returns_no_iterator_is_named():
     class Number(Pipe):
-        def stream(self, items): return 3
+        def stream(self, items):
+            return 3
+
     class Sometimes(Pipe):
         def stream(self, items):
-            if items is None: return items
+            if items is None:
+                return items
+
     for cls, got in ((Number, "3"), (Sometimes, "None")):
-        with pytest.raises(TypeError, match=f"^{cls.__name__}.stream returned {got}, expected an iterator$"): list(cls(Toy()))
-    Toy.opened = Toy.closed = 0                                          # the iterators of `Toy` were never started
+        with pytest.raises(
+            TypeError, match=f"^{cls.__name__}.stream returned {got}, expected an iterator$"
+        ):
+            list(cls(Toy()))
+    Toy.opened = Toy.closed = 0  # the iterators of `Toy` were never started
 
 
 def test_repr_is_short():
     pipe = Scale(Toy(), by=0.5, fn=torch.nn.Linear(1, 1), note="x" * 1000)
     assert repr(pipe).startswith("Scale(by=0.5, fn=Linear, note='xxx") and len(repr(pipe)) < 70
     assert str(pipe) == repr(pipe) and f"→ {pipe!r}" in str(draw(pipe))
-    with torch.autograd.profiler.profile(): assert list(Scale(Toy(2))) == [0, 2]
+    with torch.autograd.profiler.profile():
+        assert list(Scale(Toy(2))) == [0, 2]
 
 
 def test_inserter_and_replacer():
     pipe = Scale(Toy(3), by=2)
     for edit, expected in (
-        (Scale.inserter(after=Toy, by=5), [0, 10, 20]), (Scale.inserter(before=Scale, by=5), [0, 10, 20]),
-        (Scale.inserter(after=Scale), [0, 4, 8]), (Scale.replacer(Scale, by=7), [0, 7, 14]),
-        (Toy.replacer(Toy, n=2), [0, 2]), (Toy.replacer(Scale, n=2), [0, 1]),
+        (Scale.inserter(after=Toy, by=5), [0, 10, 20]),
+        (Scale.inserter(before=Scale, by=5), [0, 10, 20]),
+        (Scale.inserter(after=Scale), [0, 4, 8]),
+        (Scale.replacer(Scale, by=7), [0, 7, 14]),
+        (Toy.replacer(Toy, n=2), [0, 2]),
+        (Toy.replacer(Scale, n=2), [0, 1]),
     ):
         assert list(edit(pipe)) == list(pickle.loads(pickle.dumps(edit))(pipe)) == expected
         assert list(pipe) == [0, 2, 4]
     assert find_one(Greedy.replacer(Scale)(pipe), Greedy).pipe.n == 3
     for both in ({}, {"after": Toy, "before": Scale}):
-        with pytest.raises(TypeError, match="either"): Scale.inserter(**both)
-    with pytest.raises(TypeError, match="cannot be inserted"): Toy.inserter(after=Scale)
-    with pytest.raises(GraphError, match="cannot replace one with 0 inputs"): Scale.replacer(Toy)(pipe)
+        with pytest.raises(TypeError, match="either"):
+            Scale.inserter(**both)
+    with pytest.raises(TypeError, match="cannot be inserted"):
+        Toy.inserter(after=Scale)
+    with pytest.raises(GraphError, match="cannot replace one with 0 inputs"):
+        Scale.replacer(Toy)(pipe)
 
 
 def test_the_door_is_cheap_and_silent():
-    code = ("import sys, rollpipe.pipes.graph.torchdata\n"
-            "assert not {'torchdata', 'rollpipe.pipes.loading.loader'} & set(sys.modules)\n"
-            "from rollpipe.pipes.graph.torchdata import DataLoader2, ReadingServiceInterface\n"
-            "own = ReadingServiceInterface.__module__ == 'rollpipe.pipes.loading.loader'\n"
-            "assert own == (sys.version_info >= (3, 13))\n"
-            "assert own or 'rollpipe.pipes.loading.loader' not in sys.modules\n")
+    code = (
+        "import sys, rollpipe.pipes.graph.torchdata\n"
+        "assert not {'torchdata', 'rollpipe.pipes.loading.loader'} & set(sys.modules)\n"
+        "from rollpipe.pipes.graph.torchdata import DataLoader2, ReadingServiceInterface\n"
+        "own = ReadingServiceInterface.__module__ == 'rollpipe.pipes.loading.loader'\n"
+        "assert own == (sys.version_info >= (3, 13))\n"
+        "assert own or 'rollpipe.pipes.loading.loader' not in sys.modules\n"
+    )
     command = [sys.executable, "-W", "error::UserWarning", "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

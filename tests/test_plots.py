@@ -1,4 +1,5 @@
 "Learning curves in a notebook."
+
 import json
 import pickle
 import subprocess
@@ -28,13 +29,17 @@ print("shown:", sorted(shown), shown.get("image/png", b"")[:4])
 
 @pytest.fixture
 def run(tmp_path):
-    (tmp_path/"config.json").write_text(json.dumps(dict(algorithm="trpo", env="Toy", options={})))
-    (tmp_path/"metrics.jsonl").write_text('{"steps": 1, "return_mean": 1}\n{"steps": 2, "return_mean": 2}\n')
+    (tmp_path / "config.json").write_text(json.dumps(dict(algorithm="trpo", env="Toy", options={})))
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"steps": 1, "return_mean": 1}\n{"steps": 2, "return_mean": 2}\n'
+    )
     return tmp_path
 
 
 def test_the_first_cell_of_a_notebook_shows_a_picture(run):
-    done = subprocess.run([sys.executable, "-c", FIRST_CELL, str(run)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CELL, str(run)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "image/png" in done.stdout and "PNG" in done.stdout
 
@@ -42,10 +47,14 @@ def test_the_first_cell_of_a_notebook_shows_a_picture(run):
 def test_the_band_is_the_deviation_that_a_report_gives(tmp_path):
     "That of a sample. The band was that of a population, which is narrower: 0.82 in place of 1 for 1, 2, 3."
     for seed in range(3):
-        (folder := tmp_path/f"seed{seed}").mkdir()
-        (folder/"config.json").write_text(json.dumps(dict(algorithm="trpo", env="Toy", seed=seed, options={})))
-        (folder/"metrics.jsonl").write_text("".join(f'{{"steps": {n}, "return_mean": {seed + 1}}}\n' for n in (1, 2)))
-    band, = learning_curve(sorted(tmp_path.iterdir()), band="std").axes[0].collections
+        (folder := tmp_path / f"seed{seed}").mkdir()
+        (folder / "config.json").write_text(
+            json.dumps(dict(algorithm="trpo", env="Toy", seed=seed, options={}))
+        )
+        (folder / "metrics.jsonl").write_text(
+            "".join(f'{{"steps": {n}, "return_mean": {seed + 1}}}\n' for n in (1, 2))
+        )
+    (band,) = learning_curve(sorted(tmp_path.iterdir()), band="std").axes[0].collections
     y = band.get_paths()[0].vertices[:, 1]
     assert (y.min(), y.max()) == pytest.approx((1, 3))
     assert not learning_curve(folder, band="std").axes[0].collections
@@ -58,88 +67,171 @@ def test_a_curve_can_be_pickled(run):
 def test_names_are_no_formulas_and_none_is_left_out(run):
     "A dollar sign would begin a formula, and matplotlib leaves out what begins with `_`."
     for name in ("_a", "b $\\frac$"):
-        (run/name).mkdir()
-        (run/name/"config.json").write_text(json.dumps(dict(algorithm="trpo", env="Toy", name=name)))
-        (run/name/"metrics.jsonl").write_text((run/"metrics.jsonl").read_text())
-    text = svg(learning_curve([run/"_a", run/"b $\\frac$"]), "x")
+        (run / name).mkdir()
+        (run / name / "config.json").write_text(
+            json.dumps(dict(algorithm="trpo", env="Toy", name=name))
+        )
+        (run / name / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    text = svg(learning_curve([run / "_a", run / "b $\\frac$"]), "x")
     assert "> _a</text>" in text and ">b $\\frac$</text>" in text
 
 
 def planted(folder, records, **config):
     folder.mkdir()
-    (folder/"config.json").write_text(json.dumps(dict(dict(algorithm="ppo", env="Toy", options={}), **config)))
-    (folder/"metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "config.json").write_text(
+        json.dumps(dict(dict(algorithm="ppo", env="Toy", options={}), **config))
+    )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return folder
 
 
 def test_what_is_no_seed_is_a_line_of_its_own(tmp_path):
     "A name of one's own says nothing about environment and algorithm, and options of the run may change what is learned."
-    cases = [dict(env="Toy"), dict(env="Other"), dict(algorithm="trpo"), dict(intrinsic=.1), dict(intrinsic=.5), dict(intrinsic=0., seed=1)]
-    runs = [planted(tmp_path/str(k), [dict(steps=1, return_mean=k)], name="mine", **x) for k, x in enumerate(cases)]
-    assert [[path.name for path in group] for group in group_runs(runs).values()] == [["0", "5"], ["1"], ["2"], ["3"], ["4"]]
-    assert [*group_runs(runs[:2])] == ["mine, env=Toy", "mine, env=Other"] and [*group_runs([runs[0], runs[5]])] == ["mine"]
+    cases = [
+        dict(env="Toy"),
+        dict(env="Other"),
+        dict(algorithm="trpo"),
+        dict(intrinsic=0.1),
+        dict(intrinsic=0.5),
+        dict(intrinsic=0.0, seed=1),
+    ]
+    runs = [
+        planted(tmp_path / str(k), [dict(steps=1, return_mean=k)], name="mine", **x)
+        for k, x in enumerate(cases)
+    ]
+    assert [[path.name for path in group] for group in group_runs(runs).values()] == [
+        ["0", "5"],
+        ["1"],
+        ["2"],
+        ["3"],
+        ["4"],
+    ]
+    assert [*group_runs(runs[:2])] == ["mine, env=Toy", "mine, env=Other"] and [
+        *group_runs([runs[0], runs[5]])
+    ] == ["mine"]
 
 
-def test_an_argument_of_the_environment_may_have_the_name_of_an_option_and_a_lag_is_no_seed(tmp_path):
-    cases = [dict(env_kwargs=dict(noise=.1)), dict(env_kwargs=dict(noise=.5)),
-             *(dict(options=dict(gamma=x), env_kwargs=dict(gamma=1)) for x in (.9, .99)),
-             dict(options=dict(gamma=.9), env_kwargs=dict(gamma=2)), dict(workers=2, lag=0), dict(workers=2, lag=1), dict(lag=1)]
-    runs = [planted(tmp_path/str(k), [], **x) for k, x in enumerate(cases)]
-    assert [[path.name for path in group] for group in group_runs(runs).values()] == [["0"], ["1"], ["2"], ["3"], ["4"], ["5", "7"], ["6"]]
-    assert [*group_runs(runs[:2])] == ["ppo Toy, env_kwargs noise=0.1", "ppo Toy, env_kwargs noise=0.5"]
-    told = dict(differing_options([[Result(k, tmp_path, "", "", x, [], {}) for k, x in enumerate(cases[2:5])]]))
+def test_an_argument_of_the_environment_may_have_the_name_of_an_option_and_a_lag_is_no_seed(
+    tmp_path,
+):
+    cases = [
+        dict(env_kwargs=dict(noise=0.1)),
+        dict(env_kwargs=dict(noise=0.5)),
+        *(dict(options=dict(gamma=x), env_kwargs=dict(gamma=1)) for x in (0.9, 0.99)),
+        dict(options=dict(gamma=0.9), env_kwargs=dict(gamma=2)),
+        dict(workers=2, lag=0),
+        dict(workers=2, lag=1),
+        dict(lag=1),
+    ]
+    runs = [planted(tmp_path / str(k), [], **x) for k, x in enumerate(cases)]
+    assert [[path.name for path in group] for group in group_runs(runs).values()] == [
+        ["0"],
+        ["1"],
+        ["2"],
+        ["3"],
+        ["4"],
+        ["5", "7"],
+        ["6"],
+    ]
+    assert [*group_runs(runs[:2])] == [
+        "ppo Toy, env_kwargs noise=0.1",
+        "ppo Toy, env_kwargs noise=0.5",
+    ]
+    told = dict(
+        differing_options(
+            [[Result(k, tmp_path, "", "", x, [], {}) for k, x in enumerate(cases[2:5])]]
+        )
+    )
     assert told == {"gamma": ["0.9 | 0.99"], "env_kwargs gamma": ["1 | 2"]}
 
 
 def test_an_inserted_pipe_and_other_noise_make_no_seeds(tmp_path):
-    edit = dict(at=1, insert="my:scaled", kwargs=dict(by=.1), was=dict(imports=[]))
+    edit = dict(at=1, insert="my:scaled", kwargs=dict(by=0.1), was=dict(imports=[]))
     origin = dict(run="0", at=1, set={})
-    cases = [{}, dict(seed=1), dict(edits=[edit]), dict(forked=dict(origin, noise=1)), dict(forked=origin)]
-    runs = [planted(tmp_path/str(k), [], **x) for k, x in enumerate(cases)]
-    assert [[path.name for path in group] for group in group_runs(runs).values()] == [["0", "1", "4"], ["2"], ["3"]]
-    assert [*group_runs([runs[0], runs[2]])] == ["ppo Toy, inserted=none", "ppo Toy, inserted=my:scaled(by=0.1)"]
-    with pytest.raises(DataError, match="leaf edits: .*config.json: damaged"): group_runs([planted(tmp_path/"bad", [], edits=[3])])
+    cases = [
+        {},
+        dict(seed=1),
+        dict(edits=[edit]),
+        dict(forked=dict(origin, noise=1)),
+        dict(forked=origin),
+    ]
+    runs = [planted(tmp_path / str(k), [], **x) for k, x in enumerate(cases)]
+    assert [[path.name for path in group] for group in group_runs(runs).values()] == [
+        ["0", "1", "4"],
+        ["2"],
+        ["3"],
+    ]
+    assert [*group_runs([runs[0], runs[2]])] == [
+        "ppo Toy, inserted=none",
+        "ppo Toy, inserted=my:scaled(by=0.1)",
+    ]
+    with pytest.raises(DataError, match="leaf edits: .*config.json: damaged"):
+        group_runs([planted(tmp_path / "bad", [], edits=[3])])
 
 
 def drawn(runs, **options):
-    line, = learning_curve(runs, **options).axes[0].lines
+    (line,) = learning_curve(runs, **options).axes[0].lines
     return np.array(line.get_data()).T.tolist()
 
 
 def test_points_without_x_and_an_x_that_goes_back(tmp_path):
     "An average is over records in turn, and the line is drawn from left to right."
-    records = [dict(steps=k, seconds=10 * k, length=x, y=y) for k, (x, y) in enumerate([(3, 30), (1, 10), (2, 20), (2, 40)])]
-    a, b = (planted(tmp_path/name, [*records, dict(steps=9, y=99)]) for name in "ab")
-    for runs in ([a], [a, b]): assert drawn(runs, x="seconds", y="y")[0::len(drawn(runs, x="seconds", y="y")) - 1] == [[0, 30], [30, 40]]
+    records = [
+        dict(steps=k, seconds=10 * k, length=x, y=y)
+        for k, (x, y) in enumerate([(3, 30), (1, 10), (2, 20), (2, 40)])
+    ]
+    a, b = (planted(tmp_path / name, [*records, dict(steps=9, y=99)]) for name in "ab")
+    for runs in ([a], [a, b]):
+        assert drawn(runs, x="seconds", y="y")[0 :: len(drawn(runs, x="seconds", y="y")) - 1] == [
+            [0, 30],
+            [30, 40],
+        ]
     assert drawn([a], x="length", y="y") == [[1, 10], [2, 20], [2, 40], [3, 30]]
     assert drawn([a], x="length", y="y", window=2) == [[1, 20], [2, 15], [2, 30], [3, 30]]
     for n in (0, -1):
-        with pytest.raises(DataError, match=f"an integer window >= 1, got window={n}"): learning_curve([a], y="y", window=n)
+        with pytest.raises(DataError, match=f"an integer window >= 1, got window={n}"):
+            learning_curve([a], y="y", window=n)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 9])
 def test_a_huge_value_is_in_no_average_of_later_records(tmp_path, window):
-    y = np.array([[.1, 1e20, .3, .7, 2., 3.], [1., -1e300, 0., 1e-9, 5., 6.]])
-    slow = [[row[max(0, k - window):k].mean() for k in range(1, 7)] for row in y]
-    assert np.allclose(smooth(y, window), slow, rtol=1e-15, atol=0) and smooth(y[:, :0], window).shape == (2, 0)
-    run = planted(tmp_path/"a", [dict(steps=k, y=x) for k, x in enumerate(y[0])])
-    assert np.allclose(drawn([run], y="y", window=window), [*enumerate(slow[0])], rtol=1e-15, atol=0)
+    y = np.array([[0.1, 1e20, 0.3, 0.7, 2.0, 3.0], [1.0, -1e300, 0.0, 1e-9, 5.0, 6.0]])
+    slow = [[row[max(0, k - window) : k].mean() for k in range(1, 7)] for row in y]
+    assert np.allclose(smooth(y, window), slow, rtol=1e-15, atol=0) and smooth(
+        y[:, :0], window
+    ).shape == (2, 0)
+    run = planted(tmp_path / "a", [dict(steps=k, y=x) for k, x in enumerate(y[0])])
+    assert np.allclose(
+        drawn([run], y="y", window=window), [*enumerate(slow[0])], rtol=1e-15, atol=0
+    )
 
 
 def test_an_axis_shows_what_is_below_zero(tmp_path):
-    runs = [planted(tmp_path/str(k), [dict(steps=1, x=x, y=1.), dict(steps=2, x=x + 4, y=2.)]) for k, x in enumerate((-3., 1.))]
+    runs = [
+        planted(tmp_path / str(k), [dict(steps=1, x=x, y=1.0), dict(steps=2, x=x + 4, y=2.0)])
+        for k, x in enumerate((-3.0, 1.0))
+    ]
     assert [learning_curve([run], x="x", y="y").axes[0].get_xlim()[0] for run in runs] == [-3, 0]
 
 
 def test_the_last_evaluation_has_its_time(tmp_path):
     evaluating = dict(eval_every="128 steps", eval_episodes=1, final_episodes=1)
     config = make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=32), steps=256, **evaluating)
-    train(start(tmp_path/"run", config), progress=False, tensorboard=False)
-    found, steps = (np.array(drawn([tmp_path/"run"], x=x, y="eval_return_mean")) for x in ("seconds", "steps"))
-    assert np.isfinite(found).all() and found.shape == steps.shape == (3, 2) and found[:, 1].tolist() == steps[:, 1].tolist()
+    train(start(tmp_path / "run", config), progress=False, tensorboard=False)
+    found, steps = (
+        np.array(drawn([tmp_path / "run"], x=x, y="eval_return_mean")) for x in ("seconds", "steps")
+    )
+    assert (
+        np.isfinite(found).all()
+        and found.shape == steps.shape == (3, 2)
+        and found[:, 1].tolist() == steps[:, 1].tolist()
+    )
 
 
 def test_a_run_without_an_update_has_no_metrics(run):
-    (run/"metrics.jsonl").write_text("")
-    with pytest.raises(DataError, match="no such metric in this run. Expected the metrics of an update, got a run without an update"):
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(
+        DataError,
+        match="no such metric in this run. Expected the metrics of an update, got a run without an update",
+    ):
         learning_curve(run)

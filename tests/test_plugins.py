@@ -1,4 +1,5 @@
 "Algorithms of others: from entry points of installed packages and from imported modules."
+
 import importlib
 import json
 import re
@@ -11,7 +12,14 @@ from command_line import run_command, script
 
 from rollpipe.settings import algorithms
 from rollpipe.agents import A2C, ActorCriticLearner
-from rollpipe.settings.algorithms import ALGORITHMS, Algorithm, is_algorithm, load_plugins, options_for, register_algorithm
+from rollpipe.settings.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    is_algorithm,
+    load_plugins,
+    options_for,
+    register_algorithm,
+)
 from rollpipe.cli.main import main
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import on_policy
@@ -42,21 +50,30 @@ class Shy(A2C):
 
 algorithm = Algorithm(Shy, on_policy, MLPPolicy, Critic, dict(n_steps=16))
 """
-REGISTERS = MODULE + "\nfrom rollpipe.settings.algorithms import register_algorithm\nregister_algorithm('shy', algorithm)\n"
+REGISTERS = (
+    MODULE
+    + "\nfrom rollpipe.settings.algorithms import register_algorithm\nregister_algorithm('shy', algorithm)\n"
+)
 
 
-class Mine(A2C): "An algorithm of the test's own."
+class Mine(A2C):
+    "An algorithm of the test's own."
+
+
 mine = Algorithm(Mine, on_policy, MLPPolicy, Critic)
 no_algorithm = A2C
 
 
 class FromThePage(ActorCriticLearner):
     "The learner of docs/howto/own_algorithm.md, without more than its loss and another default."
+
     lr: float = 1e-3
 
     def loss(self, batch):
-        policy = -(batch.adv*self.actor.replay(batch)["logp"])[batch.valid].mean()
-        return policy + self.c_value*(self.critic(batch.state.obs[:-1]) - batch.ret)[batch.valid].square().mean(), {}
+        policy = -(batch.adv * self.actor.replay(batch)["logp"])[batch.valid].mean()
+        return policy + self.c_value * (self.critic(batch.state.obs[:-1]) - batch.ret)[
+            batch.valid
+        ].square().mean(), {}
 
 
 @pytest.fixture(autouse=True)
@@ -70,38 +87,89 @@ def as_before(monkeypatch):
 
 def installed(monkeypatch, **points):
     "Pretend that packages with these entry points are installed."
-    points = [EntryPoint(name.replace("_", "-"), value, "rollpipe.algorithms") for name, value in points.items()]
-    monkeypatch.setattr(algorithms, "entry_points", lambda group: [p for p in points if p.group == group])
+    points = [
+        EntryPoint(name.replace("_", "-"), value, "rollpipe.algorithms")
+        for name, value in points.items()
+    ]
+    monkeypatch.setattr(
+        algorithms, "entry_points", lambda group: [p for p in points if p.group == group]
+    )
 
 
-def test_the_learner_on_the_page_about_algorithms_has_its_options_on_the_command_line(tmp_path, monkeypatch):
-    page = (Path(__file__).resolve().parents[1]/"docs"/"howto"/"own_algorithm.md").read_text(encoding="utf-8")
-    text = next(text for text in re.findall(r"```python\n(.*?)```", page, re.S) if "(ActorCriticLearner)" in text)
-    (tmp_path/"of_the_page.py").write_text(text.partition("\nagent = ")[0])
+def test_the_learner_on_the_page_about_algorithms_has_its_options_on_the_command_line(
+    tmp_path, monkeypatch
+):
+    page = (Path(__file__).resolve().parents[1] / "docs" / "howto" / "own_algorithm.md").read_text(
+        encoding="utf-8"
+    )
+    text = next(
+        text
+        for text in re.findall(r"```python\n(.*?)```", page, re.S)
+        if "(ActorCriticLearner)" in text
+    )
+    (tmp_path / "of_the_page.py").write_text(text.partition("\nagent = ")[0])
     monkeypatch.syspath_prepend(tmp_path)
-    register_algorithm("page", Algorithm(importlib.import_module("of_the_page").GoodSurprises, on_policy, MLPPolicy, Critic))
-    assert main(["train", "page", "CartPole-v1", "--lr", "0.002", "--c-value", ".25", "--out", str(tmp_path/"run"), *SMALL]) == 0
-    assert {"lr": .002, "c_value": .25}.items() <= load_run(tmp_path/"run").config["options"].items()
+    register_algorithm(
+        "page",
+        Algorithm(
+            importlib.import_module("of_the_page").GoodSurprises, on_policy, MLPPolicy, Critic
+        ),
+    )
+    assert (
+        main(
+            [
+                "train",
+                "page",
+                "CartPole-v1",
+                "--lr",
+                "0.002",
+                "--c-value",
+                ".25",
+                "--out",
+                str(tmp_path / "run"),
+                *SMALL,
+            ]
+        )
+        == 0
+    )
+    assert {"lr": 0.002, "c_value": 0.25}.items() <= load_run(tmp_path / "run").config[
+        "options"
+    ].items()
 
 
 # -- registering -------------------------------------------------------------------------------------------------------
+
 
 def test_what_is_registered_can_be_used_by_name():
     register_algorithm("mine", mine._replace(defaults=dict(n_steps=8)))
     assert is_algorithm("mine") and {o.name: o.default for o in options_for("mine")}["n_steps"] == 8
 
 
-@pytest.mark.parametrize("name, found, told", [
-    ("ppo", mine, "name 'ppo' is taken.*rollpipe.agents.ppo.PPO"),
-    ("Mine!", mine, "cannot be the name.*'Mine!'"), ("", mine, "cannot be the name"), (3, mine, "cannot be the name.*3"),
-    ("mine", A2C, "no algorithm.*settings.algorithms.Algorithm"), ("mine", None, "no algorithm"), ("mine", tuple(mine), "no algorithm"),
-    ("mine", mine._replace(learner=3), "learner"), ("mine", mine._replace(pipeline="x"), "pipeline"),
-    ("mine", mine._replace(policy=object), "policy.*for_env"), ("mine", mine._replace(critic=3), "critic.*for_env"),
-    ("mine", mine._replace(defaults=dict(n_step=3)), "n_step.*one of .*n_steps|default of 'mine'.*n_step"),
-])
+@pytest.mark.parametrize(
+    "name, found, told",
+    [
+        ("ppo", mine, "name 'ppo' is taken.*rollpipe.agents.ppo.PPO"),
+        ("Mine!", mine, "cannot be the name.*'Mine!'"),
+        ("", mine, "cannot be the name"),
+        (3, mine, "cannot be the name.*3"),
+        ("mine", A2C, "no algorithm.*settings.algorithms.Algorithm"),
+        ("mine", None, "no algorithm"),
+        ("mine", tuple(mine), "no algorithm"),
+        ("mine", mine._replace(learner=3), "learner"),
+        ("mine", mine._replace(pipeline="x"), "pipeline"),
+        ("mine", mine._replace(policy=object), "policy.*for_env"),
+        ("mine", mine._replace(critic=3), "critic.*for_env"),
+        (
+            "mine",
+            mine._replace(defaults=dict(n_step=3)),
+            "n_step.*one of .*n_steps|default of 'mine'.*n_step",
+        ),
+    ],
+)
 def test_what_cannot_be_registered_is_told(name, found, told):
     before = dict(ALGORITHMS)
-    with pytest.raises(DataError, match=told): register_algorithm(name, found)
+    with pytest.raises(DataError, match=told):
+        register_algorithm(name, found)
     assert ALGORITHMS == before
 
 
@@ -110,62 +178,127 @@ def test_a_module_may_be_imported_again_but_not_take_a_name_of_another():
     again = type("Mine", (A2C,), dict(__module__=Mine.__module__, __qualname__="Mine"))
     register_algorithm("mine", mine._replace(learner=again))  # as after a reload
     assert ALGORITHMS["mine"].learner is again
-    with pytest.raises(DataError, match="'mine' is taken"): register_algorithm("mine", mine._replace(learner=A2C))
+    with pytest.raises(DataError, match="'mine' is taken"):
+        register_algorithm("mine", mine._replace(learner=A2C))
 
 
 # -- entry points ------------------------------------------------------------------------------------------------------
 
+
 def test_entry_points_are_loaded_and_those_that_fail_are_told_once(monkeypatch, caplog):
     here = __name__
-    installed(monkeypatch, gone="no_such_module_here:x", mine=f"{here}:mine", none=f"{here}:no_algorithm", ppo=f"{here}:mine",
-              attr=f"{here}:missing")
+    installed(
+        monkeypatch,
+        gone="no_such_module_here:x",
+        mine=f"{here}:mine",
+        none=f"{here}:no_algorithm",
+        ppo=f"{here}:mine",
+        attr=f"{here}:missing",
+    )
     load_plugins()
     load_plugins()
     told = [r.getMessage() for r in caplog.records]
-    assert len(told) == 4 and is_algorithm("mine") and not is_algorithm("gone") and ALGORITHMS["ppo"].learner.__name__ == "PPO"
-    for name, why in (("gone", "ModuleNotFoundError"), ("none", "no algorithm"), ("ppo", "is taken"), ("attr", "AttributeError")):
+    assert (
+        len(told) == 4
+        and is_algorithm("mine")
+        and not is_algorithm("gone")
+        and ALGORITHMS["ppo"].learner.__name__ == "PPO"
+    )
+    for name, why in (
+        ("gone", "ModuleNotFoundError"),
+        ("none", "no algorithm"),
+        ("ppo", "is taken"),
+        ("attr", "AttributeError"),
+    ):
         assert sum(repr(name) in text and why in text for text in told) == 1, (name, told)
 
 
-def test_an_installed_algorithm_is_on_the_command_line_and_its_runs_need_nothing_else(monkeypatch, tmp_path):
+def test_an_installed_algorithm_is_on_the_command_line_and_its_runs_need_nothing_else(
+    monkeypatch, tmp_path
+):
     installed(monkeypatch, mine=f"{__name__}:mine")
-    assert main(["train", "mine", "CartPole-v1", "--out", str(tmp_path/"run"), *SMALL]) == 0
-    assert "imports" not in json.loads((tmp_path/"run"/"config.json").read_text())
+    assert main(["train", "mine", "CartPole-v1", "--out", str(tmp_path / "run"), *SMALL]) == 0
+    assert "imports" not in json.loads((tmp_path / "run" / "config.json").read_text())
     del ALGORITHMS["mine"]
     algorithms._tried.clear()  # as in a new process
-    assert main(["evaluate", str(tmp_path/"run"), "--episodes", "1"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--episodes", "1"]) == 0
     del ALGORITHMS["mine"]
-    with pytest.raises(CheckpointError, match="the algorithm 'mine' is not known here.*installed package"): load_run(tmp_path/"run")
+    with pytest.raises(
+        CheckpointError, match="the algorithm 'mine' is not known here.*installed package"
+    ):
+        load_run(tmp_path / "run")
 
 
 # -- --import ----------------------------------------------------------------------------------------------------------
 
+
 def test_an_imported_algorithm_is_trained_resumed_evaluated_and_exported(tmp_path):
-    (tmp_path/"shy.py").write_text(REGISTERS)
-    trained = script(tmp_path, "train", "shy", "CartPole-v1", "--import", "shy", "--shyness", ".25", "--out", "run", *SMALL)
+    (tmp_path / "shy.py").write_text(REGISTERS)
+    trained = script(
+        tmp_path,
+        "train",
+        "shy",
+        "CartPole-v1",
+        "--import",
+        "shy",
+        "--shyness",
+        ".25",
+        "--out",
+        "run",
+        *SMALL,
+    )
     assert trained.returncode == 0, trained.stderr
-    config = json.loads((tmp_path/"run"/"config.json").read_text())
-    assert (config["algorithm"], config["imports"], config["options"]["shyness"]) == ("shy", ["shy"], .25)
-    assert json.loads((tmp_path/"run"/"metrics.jsonl").read_text().splitlines()[-1])["shy/factor"] == .25
-    evaluated = run_command(tmp_path, *shlex.split(trained.stdout.splitlines()[-1].partition("rollpipe ")[2]), "--episodes", 1)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["algorithm"], config["imports"], config["options"]["shyness"]) == (
+        "shy",
+        ["shy"],
+        0.25,
+    )
+    assert (
+        json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["shy/factor"]
+        == 0.25
+    )
+    evaluated = run_command(
+        tmp_path,
+        *shlex.split(trained.stdout.splitlines()[-1].partition("rollpipe ")[2]),
+        "--episodes",
+        1,
+    )
     assert evaluated.returncode == 0 and evaluated.stdout.startswith("return "), evaluated.stderr
-    for words in (["train", "--resume", "run", "--steps", 192, "--quiet", "--no-tensorboard"], ["export", "run", "--to", "torchscript"]):
+    for words in (
+        ["train", "--resume", "run", "--steps", 192, "--quiet", "--no-tensorboard"],
+        ["export", "run", "--to", "torchscript"],
+    ):
         done = run_command(tmp_path, *words, "--import=shy")
         assert done.returncode == 0, done.stderr
     without = run_command(tmp_path, "evaluate", "run")
-    assert without.returncode == 2 and "'shy' is not known here" in without.stderr and "--import shy" in without.stderr
+    assert (
+        without.returncode == 2
+        and "'shy' is not known here" in without.stderr
+        and "--import shy" in without.stderr
+    )
     assert without.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("text, told", [
-    ("raise ValueError('half written')", "half written"), ("import no_such_module_here", "no_such_module_here"),
-    (REGISTERS.replace("'shy'", "'ppo'"), "'ppo' is taken"), ("x = 3", "invalid choice: 'shy'")])
-def test_a_module_that_does_not_register_is_one_clear_line(text, told, tmp_path, monkeypatch, capsys):
-    (tmp_path/f"m{abs(hash(text))}.py").write_text(text)
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("raise ValueError('half written')", "half written"),
+        ("import no_such_module_here", "no_such_module_here"),
+        (REGISTERS.replace("'shy'", "'ppo'"), "'ppo' is taken"),
+        ("x = 3", "invalid choice: 'shy'"),
+    ],
+)
+def test_a_module_that_does_not_register_is_one_clear_line(
+    text, told, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / f"m{abs(hash(text))}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    try: code = main(["train", "shy", "CartPole-v1", "--import", f"m{abs(hash(text))}"])
-    except SystemExit as e: code = e.code
+    try:
+        code = main(["train", "shy", "CartPole-v1", "--import", f"m{abs(hash(text))}"])
+    except SystemExit as e:
+        code = e.code
     err = capsys.readouterr().err
     assert code == 2 and told in err and err.count("\n") == 1
     assert [p.suffix for p in tmp_path.iterdir() if p.is_file()] == [".py"]  # nothing was begun
@@ -173,8 +306,20 @@ def test_a_module_that_does_not_register_is_one_clear_line(text, told, tmp_path,
 
 def test_a_learner_of_ones_own_has_the_options_of_its_base_on_the_command_line(tmp_path, capsys):
     register_algorithm("page", Algorithm(FromThePage, on_policy, MLPPolicy, Critic))
-    assert {"lr": 1e-3, "c_value": .5, "decay_steps": 0}.items() <= {o.name: o.default for o in options_for("page")}.items()
-    words = "--lr 0.01 --c-value 0.25 --critic-lr 0.002 --decay-steps 256 --max-grad-norm none".split()
-    assert main(["train", "page", "CartPole-v1", *SMALL, *words, "--out", str(tmp_path/"run")]) == 0
-    agent = load_agent(tmp_path/"run")
-    assert (agent.lr, agent.c_value, agent.critic_lr, agent.decay_steps, agent.max_grad_norm) == (.01, .25, .002, 256, None)
+    assert {"lr": 1e-3, "c_value": 0.5, "decay_steps": 0}.items() <= {
+        o.name: o.default for o in options_for("page")
+    }.items()
+    words = (
+        "--lr 0.01 --c-value 0.25 --critic-lr 0.002 --decay-steps 256 --max-grad-norm none".split()
+    )
+    assert (
+        main(["train", "page", "CartPole-v1", *SMALL, *words, "--out", str(tmp_path / "run")]) == 0
+    )
+    agent = load_agent(tmp_path / "run")
+    assert (agent.lr, agent.c_value, agent.critic_lr, agent.decay_steps, agent.max_grad_norm) == (
+        0.01,
+        0.25,
+        0.002,
+        256,
+        None,
+    )

@@ -2,6 +2,7 @@
 
 What a reading service for a cluster promises as well is in `test_contract.py`.
 """
+
 import copy
 import gc
 import os
@@ -16,13 +17,33 @@ import torch
 from gymnasium.spaces import Box
 from reference import assert_same, snapshot
 from toys import Counting, Learning, Lively, Plain, Shaky
-from worker_cases import SPACES, WORLDS, change, learned, learned_serially, script, serial, slack, stream
+from worker_cases import (
+    SPACES,
+    WORLDS,
+    change,
+    learned,
+    learned_serially,
+    script,
+    serial,
+    slack,
+    stream,
+)
 
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import (
-    ActorError, DataError, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, ProcessReading, WorkerError,
-    on_policy, rollouts,
+    ActorError,
+    DataError,
+    EnvStepper,
+    FragmentCollector,
+    FragmentStacker,
+    GraphError,
+    Lanes,
+    Minibatcher,
+    ProcessReading,
+    WorkerError,
+    on_policy,
+    rollouts,
 )
 from rollpipe.pipes.graph.edits import insert_after, nodes
 from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
@@ -31,13 +52,24 @@ from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService
 
 # --- whoever collects, it is the same stream
 
-def test_torchdatas_service_makes_no_difference(): assert_same(learned(InProcessReadingService()), learned_serially())
+
+def test_torchdatas_service_makes_no_difference():
+    assert_same(learned(InProcessReadingService()), learned_serially())
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_shuffle_below_the_lanes_keeps_the_seed_of_the_recipe(num_workers):
-    def shuffled(): return rollouts(Counting, Plain(), n_envs=1, n_steps=3, lanes=3, seed=0,
-                                    edits=[lambda pipe: insert_after(pipe, Lanes, lambda x: x.shuffle(buffer_size=3))])
+    def shuffled():
+        return rollouts(
+            Counting,
+            Plain(),
+            n_envs=1,
+            n_steps=3,
+            lanes=3,
+            seed=0,
+            edits=[lambda pipe: insert_after(pipe, Lanes, lambda x: x.shuffle(buffer_size=3))],
+        )
+
     with DataLoader2(shuffled(), reading_service=ProcessReading(num_workers)) as loader:
         found = [x.lane.tolist() for x in islice(loader, 6)]
     assert found == [x.lane.tolist() for x in islice(shuffled(), 6)] != [[0, 1, 2]] * 6
@@ -50,69 +82,94 @@ def test_the_start_method_makes_no_difference(method, workers):
 
 def test_worlds_in_workers_that_get_a_pickle():
     "Of other actors, environments and pipes."
-    for world in ("recurrent", "episode_lists"): assert_same(stream(world, ProcessReading(1, start_method="forkserver")), serial(world))
+    for world in ("recurrent", "episode_lists"):
+        assert_same(stream(world, ProcessReading(1, start_method="forkserver")), serial(world))
 
 
 def test_the_parents_threads_make_no_difference():
     "Torch's threads in the parent change neither what workers collect, nor do forked workers hang on them."
     first = GaussianPolicy.for_env(SPACES, hidden=(256, 256), seed=0)
+
     def wide(lanes):
         actor = copy.deepcopy(first)
         return rollouts(Lively, actor, n_envs=64, n_steps=3, lanes=lanes, seed=3), actor
+
     expected = stream(wide, None, 2)
     torch.set_num_threads(3)
     try:
-        torch.randn(400, 400) @ torch.randn(400, 400)          # the threads are there
+        torch.randn(400, 400) @ torch.randn(400, 400)  # the threads are there
         assert_same(stream(wide, ProcessReading(2), 2), expected)
         assert_same(stream(wide, None, 2), expected)
         assert torch.get_num_threads() == 3
-    finally: torch.set_num_threads(1)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_a_worker_may_have_several_threads():
     def threads(lanes):
         actor = Plain()
-        actor.complete = lambda act, info: info | {"threads": torch.full(act.shape, torch.get_num_threads())}
+        actor.complete = lambda act, info: (
+            info | {"threads": torch.full(act.shape, torch.get_num_threads())}
+        )
         return Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), lanes), actor
-    assert [int(f.actor["threads"][0, 0]) for f in stream(threads, ProcessReading(1, worker_threads=2), 1)] == [2]
+
+    assert [
+        int(f.actor["threads"][0, 0])
+        for f in stream(threads, ProcessReading(1, worker_threads=2), 1)
+    ] == [2]
     with pytest.raises(WorkerError, match="forked worker could hang.*spawn.*2 threads"):
         ProcessReading(1, start_method="fork", worker_threads=2)
 
 
 # --- lag
 
+
 def test_lag_none_is_bounded_and_reported():
     "Never more versions behind than there are buffers; the learner's metrics tell it."
-    actor, critic = GaussianPolicy.for_env(SPACES, hidden=(8,), seed=0), Critic.for_env(SPACES, hidden=(8,), seed=0)
-    agent, told = TRPO(actor, critic, seed=0), []
+    actor = GaussianPolicy.for_env(SPACES, hidden=(8,), seed=0)
+    critic = Critic.for_env(SPACES, hidden=(8,), seed=0)
+    agent = TRPO(actor, critic, seed=0)
+    told = []
     pipe = on_policy(Lively, actor, critic, n_envs=2, n_steps=8, lanes=2, seed=5)
     with DataLoader2(pipe, reading_service=ProcessReading(2, lag=None, n_buffers=5)) as loader:
         for k, batch in enumerate(islice(loader, 8)):
             assert 0 <= k - int(batch.version.min()) <= 5
             told.append(agent.update(batch)["lag"])
             assert told[-1] == k - int(batch.version.min())
-            seam, = loader.reading_service.seams
-            loader.reading_service._pause()                    # the workers have done all they were asked for
-            assert len(seam.coordinator.schedule.pending) <= 4 and capacity(seam.coordinator.pool) == 4       # slots for two
-    assert max(told) > 0                                       # while the learner waits, workers collect in advance
+            (seam,) = loader.reading_service.seams
+            loader.reading_service._pause()  # the workers have done all they were asked for
+            assert (
+                len(seam.coordinator.schedule.pending) <= 4 and capacity(seam.coordinator.pool) == 4
+            )  # slots for two
+    assert max(told) > 0  # while the learner waits, workers collect in advance
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5])
 def test_no_fragment_is_stale_whatever_is_joined(n):
     "With lag 0 all columns of a batch of `n` fragments of 3 lanes have the newest version, under both orders; serially, they have too."
+
     def make(lanes):
-        actor = Learning(0.)
-        return FragmentStacker(Lanes(FragmentCollector(EnvStepper(Counting, actor, 2), 3), lanes, 0), n), actor
+        actor = Learning(0.0)
+        return FragmentStacker(
+            Lanes(FragmentCollector(EnvStepper(Counting, actor, 2), 3), lanes, 0), n
+        ), actor
+
     expected = stream(make, None, 5)
-    for workers in (1, 2): assert_same(stream(make, ProcessReading(workers), 5), expected)
-    for k, batch in enumerate(stream(make, ProcessReading(2, order="ready"), 5)): assert batch.version.tolist() == [k] * 2 * n
-    for k, batch in enumerate(stream(make, ProcessReading(2, lag=1), 5)): assert batch.version.tolist() == [max(0, k - 1)] * 2 * n
+    for workers in (1, 2):
+        assert_same(stream(make, ProcessReading(workers), 5), expected)
+    for k, batch in enumerate(stream(make, ProcessReading(2, order="ready"), 5)):
+        assert batch.version.tolist() == [k] * 2 * n
+    for k, batch in enumerate(stream(make, ProcessReading(2, lag=1), 5)):
+        assert batch.version.tolist() == [max(0, k - 1)] * 2 * n
 
 
 def test_minibatches_come_from_the_same_fragments():
     def make(lanes):
         actor = Shaky()
-        return Minibatcher(rollouts(Lively, actor, n_envs=2, n_steps=5, lanes=2, seed=0), 6, epochs=2, seed=1), actor
+        return Minibatcher(
+            rollouts(Lively, actor, n_envs=2, n_steps=5, lanes=2, seed=0), 6, epochs=2, seed=1
+        ), actor
+
     assert_same(stream(make, ProcessReading(2), 9), stream(make, None, 9))
 
 
@@ -129,7 +186,9 @@ def test_ready_order_gives_every_fragment_of_a_lane_once_and_in_its_order(lag):
 
 # --- memory
 
-def capacity(pool): return pool.width * len(pool.slots)
+
+def capacity(pool):
+    return pool.width * len(pool.slots)
 
 
 def test_n_buffers():
@@ -137,35 +196,56 @@ def test_n_buffers():
     for options in (dict(n_buffers=3), dict(n_buffers=6, lag=1), dict(n_buffers=4, lag=None)):
         with DataLoader2(pipe, reading_service=ProcessReading(2, **options)) as loader:
             kept = list(islice(loader, 6))
-            seam, = loader.reading_service.seams
-            assert capacity(seam.coordinator.pool) == 3 * (options["n_buffers"] // 3)          # slots for three
-        if options.get("lag", 0) is not None: assert_same([snapshot(b) for b in kept], list(map(snapshot, islice(pipe, 6))))
+            (seam,) = loader.reading_service.seams
+            assert capacity(seam.coordinator.pool) == 3 * (
+                options["n_buffers"] // 3
+            )  # slots for three
+        if options.get("lag", 0) is not None:
+            assert_same([snapshot(b) for b in kept], list(map(snapshot, islice(pipe, 6))))
     for options in (dict(n_buffers=2), dict(n_buffers=5, lag=1)):
-        with pytest.raises(DataError, match=f"ProcessReading: too few buffers.*n_buffers >= .*got n_buffers={options['n_buffers']}".replace(
-                "got", "[gG]ot")):
+        with pytest.raises(
+            DataError,
+            match=f"ProcessReading: too few buffers.*n_buffers >= .*got n_buffers={options['n_buffers']}".replace(
+                "got", "[gG]ot"
+            ),
+        ):
             next(iter(DataLoader2(pipe, reading_service=ProcessReading(2, **options))))
 
 
 def test_what_is_kept_stays_as_it_was():
     "Observations large enough to be lent, kept by the consumer, some of them views; the smallest pool."
+
     class Large(Counting):
         observation_space = Box(-np.inf, np.inf, (5000,))
-        def look(self): return np.repeat(super().look(), 1250)
+
+        def look(self):
+            return np.repeat(super().look(), 1250)
+
     pipe = Lanes(FragmentCollector(EnvStepper(lambda: Large(), Plain()), 5), 2, 0)
     expected = [snapshot(f) for f in islice(pipe, 24)]
-    kept, views = [], []
+    kept = []
+    views = []
+
     def check():
-        for k, f in kept: assert_same(snapshot(f._replace(state=f.state._replace(rew=None))), expected[k]._replace(
-            state=expected[k].state._replace(rew=None)))
-        for k, f in views: assert np.array_equal(f.numpy(), expected[k].state.obs[1:4, 0].T)
+        for k, f in kept:
+            assert_same(
+                snapshot(f._replace(state=f.state._replace(rew=None))),
+                expected[k]._replace(state=expected[k].state._replace(rew=None)),
+            )
+        for k, f in views:
+            assert np.array_equal(f.numpy(), expected[k].state.obs[1:4, 0].T)
+
     with DataLoader2(pipe, reading_service=ProcessReading(2, n_buffers=2)) as loader:
         for k, f in enumerate(islice(loader, 24)):
-            assert f.state.obs.nbytes > 2 ** 16
-            if k % 3: kept.append((k, f))
-            elif k < 20: views.append((k, f.state.obs[1:4, 0].T))
-            if k % 4 == 0: f.state.rew[:] = -1                  # it is the consumer's
+            assert f.state.obs.nbytes > 2**16
+            if k % 3:
+                kept.append((k, f))
+            elif k < 20:
+                views.append((k, f.state.obs[1:4, 0].T))
+            if k % 4 == 0:
+                f.state.rew[:] = -1  # it is the consumer's
         check()
-    check()                                                     # also afterwards
+    check()  # also afterwards
     del loader
     gc.collect()
     check()
@@ -173,12 +253,15 @@ def test_what_is_kept_stays_as_it_was():
 
 # --- graphs
 
+
 def test_pipes_below_the_fragments_stay_here():
     pipe = FragmentCollector(EnvStepper(Counting, Plain()), 2).map(where)
-    with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader: assert list(islice(loader, 3)) == [os.getpid()] * 3
+    with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader:
+        assert list(islice(loader, 3)) == [os.getpid()] * 3
 
 
-def where(item): return os.getpid()
+def where(item):
+    return os.getpid()
 
 
 def test_two_seams_in_one_graph():
@@ -193,21 +276,33 @@ def test_two_seams_in_one_graph():
 
 def test_the_users_modules_stay_their_own():
     "A worker's copy is private: not in shared memory, and nothing comes back. To change it there is an error."
+
     class Vain(Learning):
         def step(self, *args, **kwargs):
-            with torch.no_grad(): self.weight += 100
+            with torch.no_grad():
+                self.weight += 100
             return super().step(*args, **kwargs)
-    actor = Vain(0.)
-    with DataLoader2(FragmentCollector(EnvStepper(Counting, actor), 2), reading_service=ProcessReading(1)) as loader:
-        with pytest.raises(ActorError, match="parameter weight: Vain changed while a lane collected"): list(islice(loader, 3))
+
+    actor = Vain(0.0)
+    with DataLoader2(
+        FragmentCollector(EnvStepper(Counting, actor), 2), reading_service=ProcessReading(1)
+    ) as loader:
+        with pytest.raises(
+            ActorError, match="parameter weight: Vain changed while a lane collected"
+        ):
+            list(islice(loader, 3))
     assert actor.weight.tolist() == 0 and not actor.weight.is_shared()
 
 
 def test_options_out_of_range():
     "Those that only worker processes have."
     for options in (dict(n_buffers=0), dict(spin=-1)):
-        with pytest.raises(DataError, match=f"ProcessReading, leaf {list(options)[-1]}: out of range"): ProcessReading(1, **options)
-    with pytest.raises(WorkerError, match="unknown start method.*spawn.*'thread'"): ProcessReading(1, start_method="thread")
+        with pytest.raises(
+            DataError, match=f"ProcessReading, leaf {list(options)[-1]}: out of range"
+        ):
+            ProcessReading(1, **options)
+    with pytest.raises(WorkerError, match="unknown start method.*spawn.*'thread'"):
+        ProcessReading(1, start_method="thread")
 
 
 @pytest.mark.parametrize("n_cores", [1, 8])
@@ -219,39 +314,54 @@ def test_spinning_changes_nothing(lag, n_cores, monkeypatch):
     expected = [snapshot(x) for x in islice(pipe, 20)]
     with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag, spin=10)) as loader:
         items = iter(loader)
-        for x in expected: assert_same(snapshot(next(items)), x)
+        for x in expected:
+            assert_same(snapshot(next(items)), x)
         os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(WorkerError, match="worker 1 .*SIGKILL"): list(items)
+        with pytest.raises(WorkerError, match="worker 1 .*SIGKILL"):
+            list(items)
         assert time.monotonic() - start < 1 * slack()
 
 
 def test_affinity():
     def cores(lanes):
         actor = Plain()
-        actor.complete = lambda act, info: info | {"cores": torch.full(act.shape, sum(2 ** k for k in os.sched_getaffinity(0)))}
+        actor.complete = lambda act, info: (
+            info | {"cores": torch.full(act.shape, sum(2**k for k in os.sched_getaffinity(0)))}
+        )
         return Lanes(FragmentCollector(EnvStepper(Counting, actor), 2), lanes), actor
+
     mine = sorted(os.sched_getaffinity(0))
     found = stream(cores, ProcessReading(2, affinity=[mine[0], mine[-2:]]), 2, lanes=2)
-    assert [int(f.actor["cores"][0, 0]) for f in found] == [2 ** mine[0], sum(2 ** k for k in mine[-2:])]
+    assert [int(f.actor["cores"][0, 0]) for f in found] == [
+        2 ** mine[0],
+        sum(2**k for k in mine[-2:]),
+    ]
     assert sorted(os.sched_getaffinity(0)) == mine
-    with pytest.raises(DataError, match="leaf affinity.*got 4096"): stream(cores, ProcessReading(1, affinity=[4096]), 2, lanes=2)
+    with pytest.raises(DataError, match="leaf affinity.*got 4096"):
+        stream(cores, ProcessReading(1, affinity=[4096]), 2, lanes=2)
 
 
 # --- the life of a loader
+
 
 def test_iterations_that_are_left_early():
     pipe, _ = WORLDS["global_generator"](3)
     expected = [snapshot(x) for x in islice(pipe, 3)]
     with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
-        for n in (3, 1, 2, 3): assert_same([snapshot(x) for x in islice(loader, n)], expected[:n])
+        for n in (3, 1, 2, 3):
+            assert_same([snapshot(x) for x in islice(loader, n)], expected[:n])
 
 
 def test_two_loaders_at_once():
     expected = [serial("global_generator"), serial("gaussian")]
     services = ProcessReading(2, lag=1), ProcessReading(2)
-    (a, _), (b, actor) = WORLDS["global_generator"](3), WORLDS["gaussian"](3)
-    with DataLoader2(a, reading_service=services[0]) as x, DataLoader2(b, reading_service=services[1]) as y:
+    (a, _) = WORLDS["global_generator"](3)
+    (b, actor) = WORLDS["gaussian"](3)
+    with (
+        DataLoader2(a, reading_service=services[0]) as x,
+        DataLoader2(b, reading_service=services[1]) as y,
+    ):
         for k, (f, g) in enumerate(islice(zip(x, y), 4)):
             assert_same(f._replace(version=None).state.obs.numpy(), expected[0][k].state.obs)
             assert_same(snapshot(g), expected[1][k])
@@ -266,36 +376,53 @@ def test_a_loader_inside_the_loop_of_a_loader():
         for k, f in enumerate(islice(outer, 3)):
             assert_same(snapshot(f), expected[k])
             with DataLoader2(pipe, reading_service=ProcessReading(1)) as inner:
-                assert_same([snapshot(x) for x in islice(inner, k + 1)], expected[:k + 1])
+                assert_same([snapshot(x) for x in islice(inner, k + 1)], expected[: k + 1])
 
 
 def test_two_loaders_in_two_threads():
     found = {}
-    def work(k): found[k] = stream("global_generator", ProcessReading(1), 4)
+
+    def work(k):
+        found[k] = stream("global_generator", ProcessReading(1), 4)
+
     threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for t in threads: t.start()
-    for t in threads: t.join(60)
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
     for k in range(2):
-        for f, g in zip(found[k], serial("global_generator")): assert np.array_equal(f.state.act, g.state.act)
+        for f, g in zip(found[k], serial("global_generator")):
+            assert np.array_equal(f.state.act, g.state.act)
 
 
 def test_seeds():
     "`DataLoader2.seed` fixes what has no seed of its own, as in-process; a pipe's own seed takes precedence."
+
     def run(service, seed, own=None):
-        pipe = rollouts(Lively, Shaky(), n_envs=2, n_steps=4, lanes=2, seed=own).shuffle(buffer_size=2)
+        pipe = rollouts(Lively, Shaky(), n_envs=2, n_steps=4, lanes=2, seed=own).shuffle(
+            buffer_size=2
+        )
         with DataLoader2(pipe, reading_service=service) as loader:
             loader.seed(seed)
             return [snapshot(x) for _ in range(2) for x in islice(loader, 2)]
+
     expected = run(InProcessReadingService(), 7)
-    for workers in (1, 2): assert_same(run(ProcessReading(workers), 7), expected)
+    for workers in (1, 2):
+        assert_same(run(ProcessReading(workers), 7), expected)
     assert (run(ProcessReading(2), 8)[0].state.obs != expected[0].state.obs).any()
-    assert all((f.state.obs[0, 0] == start).all() for own in (4,) for start in [run(None, 1, own)[0].state.obs[0, 0]]
-               for f in run(ProcessReading(2), 2, own) if f.seq[0] == 0 and f.lane[0] == 0)
+    assert all(
+        (f.state.obs[0, 0] == start).all()
+        for own in (4,)
+        for start in [run(None, 1, own)[0].state.obs[0, 0]]
+        for f in run(ProcessReading(2), 2, own)
+        if f.seq[0] == 0 and f.lane[0] == 0
+    )
 
 
 def test_without_a_seed_every_iteration_is_fresh():
     "As far as torchdata gives one another seed: from torch's generator."
-    pipe, found = rollouts(Lively, Shaky(), n_envs=1, n_steps=4, lanes=2), []
+    pipe = rollouts(Lively, Shaky(), n_envs=1, n_steps=4, lanes=2)
+    found = []
     with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
         for _ in range(2):
             found.append(next(iter(loader)).state.obs)
@@ -331,41 +458,48 @@ def test_a_generator_abandoned_half_way_and_collected():
 
 def test_the_end_of_an_older_stream_does_not_end_a_newer_one():
     pipe = ProcessReading(2).initialize(WORLDS["memory"](2)[0])
-    seam, = (p for p in nodes(pipe) if isinstance(p, Lanes))
+    (seam,) = (p for p in nodes(pipe) if isinstance(p, Lanes))
     old = seam._run()
     next(old)
     new = seam._run()
     next(new), next(new)
     pids = [w["pid"] for w in seam.coordinator.members.health()]
     old.close()
-    assert [w["pid"] for w in seam.coordinator.members.health() if w["alive"]] == pids and next(new).seq.tolist() == [1, 1]
+    assert [w["pid"] for w in seam.coordinator.members.health() if w["alive"]] == pids and next(
+        new
+    ).seq.tolist() == [1, 1]
     new.close()
 
 
 def test_garbage_of_one_loader_in_the_workers_of_another():
     "A forked worker inherits what its parent has not collected yet; collecting it there must not harm anybody."
+
     class Collects(Counting):
         def reset(self, **kwargs):
-            if self.episode < 0: gc.collect()
+            if self.episode < 0:
+                gc.collect()
             return super().reset(**kwargs)
+
     pipe = Lanes(FragmentCollector(EnvStepper(lambda: Collects(), Plain()), 4), 2, 0)
     gc.disable()
     try:
         lost = DataLoader2(pipe, reading_service=ProcessReading(2))
         lost.itself, items = lost, iter(lost)
         next(items)
-        seam, = lost.reading_service.seams
+        (seam,) = lost.reading_service.seams
         workers = [member.process for member in seam.coordinator.members]
         del lost, items, seam
         with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
             assert len(list(islice(loader, 6))) == 6
             assert all(worker.process.is_alive() for worker in workers)
-    finally: gc.enable()
+    finally:
+        gc.enable()
     gc.collect()
     assert not any(worker.process.is_alive() for worker in workers)
 
 
 # --- programs of their own
+
 
 def done(process, timeout=120):
     out, err = process.communicate(timeout=timeout)
@@ -374,7 +508,10 @@ def done(process, timeout=120):
 
 def test_a_script_with_everything_in_it(tmp_path):
     "Lambdas and classes of `__main__`, spawned; the interpreter ends while the loader lives."
-    code, out, err = done(script(tmp_path, """
+    code, out, err = done(
+        script(
+            tmp_path,
+            """
 import multiprocessing, os
 import torch
 from itertools import islice
@@ -406,18 +543,25 @@ if __name__ == '__main__':
     try: next(iter(DataLoader2(FragmentCollector(EnvStepper(Mine, actor), 4), reading_service=ProcessReading(1, start_method='spawn'))))
     except WorkerError as e: print(e, len(multiprocessing.active_children()))
     print(*[state['pid'] for state in loader.reading_service.health()])
-"""))
+""",
+        )
+    )
     assert code == 0, err
     lines = out.splitlines()
     assert lines[:2] == ["[1.0, 2.0, 3.0, 1.0, 2.0] [2.0]", "[3.0]"], out
-    assert lines[2].startswith("EnvStepper: Own cannot be sent to a worker: TypeError: cannot pickle 'generator' object")
+    assert lines[2].startswith(
+        "EnvStepper: Own cannot be sent to a worker: TypeError: cannot pickle 'generator' object"
+    )
     assert lines[2].endswith(" 1")
     assert not os.path.exists(f"/proc/{lines[3]}") and err == ""
 
 
 def test_a_notebook(tmp_path):
     "Cells have no file; their classes and lambdas go to spawned workers all the same, without a guard."
-    code, out, err = done(script(tmp_path, """
+    code, out, err = done(
+        script(
+            tmp_path,
+            """
 import sys
 main = sys.modules['__main__']
 del main.__file__
@@ -442,14 +586,19 @@ with DataLoader2(pipe, reading_service=ProcessReading(1, start_method='spawn')) 
     for f in islice(loader, 1): print(f.state.obs[:, 0, 2].tolist(), f.state.act[1:].unique().tolist())
 '''
 for cell in cells.split('---'): exec(compile(cell, '<cell>', 'exec'), vars(main))
-"""))
+""",
+        )
+    )
     assert code == 0, err
     assert out.splitlines() == ["[1.0, 2.0, 3.0, 1.0, 2.0] [3]"] and err == ""
 
 
 def test_the_interpreter_ends_with_a_live_loader(tmp_path):
     "Forked workers, in the middle of a long step, a generator abandoned at the top level: no orphan, no complaint, and soon."
-    code, out, err = done(script(tmp_path, """
+    code, out, err = done(
+        script(
+            tmp_path,
+            """
 import sys, time
 from toys import Counting, Plain
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
@@ -464,30 +613,44 @@ items = iter(loader)
 next(items)
 print(*[state['pid'] for state in loader.reading_service.health()])
 if len(sys.argv) > 1: raise ZeroDivisionError
-"""))
+""",
+        )
+    )
     assert code == 0 and err == "", err
     assert not any(os.path.exists(f"/proc/{pid}") for pid in out.split())
 
 
-@pytest.mark.parametrize("affinity", [[999], [{0, 999}], [0, 999], [[]], ["gpu"], ["cuda:99"], [None], [0.5]])
+@pytest.mark.parametrize(
+    "affinity", [[999], [{0, 999}], [0, 999], [[]], ["gpu"], ["cuda:99"], [None], [0.5]]
+)
 def test_cores_and_devices_that_are_not_there_are_named_before_anything_starts(affinity):
-    with pytest.raises(DataError, match="ProcessReading, leaf affinity: no such cores or device"): ProcessReading(2, affinity=affinity)
+    with pytest.raises(DataError, match="ProcessReading, leaf affinity: no such cores or device"):
+        ProcessReading(2, affinity=affinity)
 
 
 # --- taps
 
-def collected(tap_ticks=lambda p: p): return FragmentCollector(tap_ticks(EnvStepper(Counting, Plain(), 2)), 3)
+
+def collected(tap_ticks=lambda p: p):
+    return FragmentCollector(tap_ticks(EnvStepper(Counting, Plain(), 2)), 3)
 
 
 def tapped(where, tap):
     "A graph with `tap` above or below `Lanes`, or at a place where `ProcessReading` puts lanes of its own."
-    if where == "above, on ticks": return Lanes(collected(tap), 2)
-    if where == "above, on fragments": return Lanes(tap(collected()), 2)
-    if where == "above lanes to come": return collected(tap)
+    if where == "above, on ticks":
+        return Lanes(collected(tap), 2)
+    if where == "above, on fragments":
+        return Lanes(tap(collected()), 2)
+    if where == "above lanes to come":
+        return collected(tap)
     return tap(Lanes(collected(), 2)) if where == "below" else tap(collected())
 
 
-TAPS = [lambda p, told: EpisodeStats(p, told), lambda p, told: Tap(p, told), lambda p, told: Throughput(p, told)]
+TAPS = [
+    lambda p, told: EpisodeStats(p, told),
+    lambda p, told: Tap(p, told),
+    lambda p, told: Throughput(p, told),
+]
 each_tap = pytest.mark.parametrize("make", TAPS, ids=["EpisodeStats", "Tap", "Throughput"])
 
 
@@ -496,10 +659,14 @@ each_tap = pytest.mark.parametrize("make", TAPS, ids=["EpisodeStats", "Tap", "Th
 def test_a_tap_whose_function_would_be_a_copy_in_a_worker_is_refused(make, where):
     told = []
     pipe = tapped(where, lambda p: make(p, told.append))
-    with pytest.raises(GraphError, match=r"^(EpisodeStats|Tap|Throughput): in a worker process .* Expected taps below `Lanes`"):
+    with pytest.raises(
+        GraphError,
+        match=r"^(EpisodeStats|Tap|Throughput): in a worker process .* Expected taps below `Lanes`",
+    ):
         iter(DataLoader2(pipe, reading_service=ProcessReading(2)))
-    for service in (None, ProcessReading(0)):                  # in one process it tells all
-        with DataLoader2(pipe, reading_service=service) as loader: list(islice(loader, 40))
+    for service in (None, ProcessReading(0)):  # in one process it tells all
+        with DataLoader2(pipe, reading_service=service) as loader:
+            list(islice(loader, 40))
         assert told
         told.clear()
 
@@ -509,8 +676,11 @@ def test_a_tap_whose_function_would_be_a_copy_in_a_worker_is_refused(make, where
 def test_a_tap_below_the_lanes_is_told_all(make, where):
     def told(workers):
         found = []
-        with DataLoader2(tapped(where, lambda p: make(p, found.append)), reading_service=ProcessReading(workers)) as loader:
+        with DataLoader2(
+            tapped(where, lambda p: make(p, found.append)), reading_service=ProcessReading(workers)
+        ) as loader:
             return found, len(list(islice(loader, 40)))
+
     for workers in (0, 2):
         found, n = told(workers)
         assert n == 40 and found

@@ -1,4 +1,5 @@
 "A recording gives the items again, bit for bit, on every edge of every recipe. Faults of disks, files and people lose nothing silently."
+
 import gzip
 import inspect
 import json
@@ -23,10 +24,30 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from rollpipe.agents import DQN, PPO, SAC, TRPO
-from rollpipe.layers import ActionCritic, Critic, MLPPolicy, QPolicy, RecurrentPolicy, SquashedPolicy
+from rollpipe.layers import (
+    ActionCritic,
+    Critic,
+    MLPPolicy,
+    QPolicy,
+    RecurrentPolicy,
+    SquashedPolicy,
+)
 from rollpipe.pipes import (
-    CheckpointError, DataError, EnvStepper, FragmentCollector, FrameStack, Lanes, ProcessReading, Recorder, Replayer, Source, ToDevice,
-    insert_after, on_policy, replace, replayed,
+    CheckpointError,
+    DataError,
+    EnvStepper,
+    FragmentCollector,
+    FrameStack,
+    Lanes,
+    ProcessReading,
+    Recorder,
+    Replayer,
+    Source,
+    ToDevice,
+    insert_after,
+    on_policy,
+    replace,
+    replayed,
 )
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.encoding import decode, encode
@@ -43,19 +64,27 @@ POLE = "CartPole-v1"
 
 
 def trpo(env=POLE, edits=()):
-    actor, critic = MLPPolicy.for_env(env, hidden=(8,), seed=0), Critic.for_env(env, hidden=(8,), seed=1)
-    pipe = on_policy(env, actor, critic, n_steps=16, n_envs=2, lanes=2, seed=0, reward_scale="learn", edits=edits)
+    actor = MLPPolicy.for_env(env, hidden=(8,), seed=0)
+    critic = Critic.for_env(env, hidden=(8,), seed=1)
+    pipe = on_policy(
+        env, actor, critic, n_steps=16, n_envs=2, lanes=2, seed=0, reward_scale="learn", edits=edits
+    )
     return pipe, TRPO(actor, critic)
 
 
 def recurrent():
-    actor, critic = RecurrentPolicy.for_env(POLE, hidden=(8,), seed=0), Critic.for_env(POLE, hidden=(8,), seed=1)
-    return on_policy(POLE, actor, critic, n_steps=24, n_envs=2, lanes=2, seed=0), PPO(actor, critic, epochs=1)
+    actor = RecurrentPolicy.for_env(POLE, hidden=(8,), seed=0)
+    critic = Critic.for_env(POLE, hidden=(8,), seed=1)
+    return on_policy(POLE, actor, critic, n_steps=24, n_envs=2, lanes=2, seed=0), PPO(
+        actor, critic, epochs=1
+    )
 
 
 class Pictures(gym.Env):
     "Shows random pictures."
-    observation_space, action_space = gym.spaces.Box(0, 255, (6, 6), np.uint8), gym.spaces.Discrete(2)
+
+    observation_space = gym.spaces.Box(0, 255, (6, 6), np.uint8)
+    action_space = gym.spaces.Discrete(2)
 
     def look(self):
         self.n = getattr(self, "n", 0) + 1
@@ -65,65 +94,120 @@ class Pictures(gym.Env):
         super().reset(seed=seed)
         return self.look()
 
-    def step(self, action): return self.look()[0], float(action), False, self.n % 7 == 0, {}
+    def step(self, action):
+        return self.look()[0], float(action), False, self.n % 7 == 0, {}
 
 
 class Blind:
     "An actor that always answers the same."
-    def step(self, stepno, *args, hx, virtual): return torch.ones_like(stepno), (), {}
-    def reset(self, hx, at): return hx
+
+    def step(self, stepno, *args, hx, virtual):
+        return torch.ones_like(stepno), (), {}
+
+    def reset(self, hx, at):
+        return hx
 
 
 class Sum:
     "A learner that adds up what it sees."
-    total = 0.
-    def state_dict(self): return dict(total=self.total)
+
+    total = 0.0
+
+    def state_dict(self):
+        return dict(total=self.total)
+
     def update(self, batch):
         self.total += batch.state.obs.float().square().sum().item()
         return dict(total=self.total)
 
 
-def images(): return FrameStack(Lanes(FragmentCollector(EnvStepper(Pictures, Blind(), 2), 8), 2, seed=0), 3), Sum()
+def images():
+    return FrameStack(
+        Lanes(FragmentCollector(EnvStepper(Pictures, Blind(), 2), 8), 2, seed=0), 3
+    ), Sum()
 
 
 def dqn():
     actor = QPolicy.for_env(POLE, hidden=(8,), seed=0)
-    pipe = replayed(POLE, actor, n_steps=8, n_envs=2, lanes=2, capacity=64, batch_size=8, warmup=16, prioritized=True, seed=0)
+    pipe = replayed(
+        POLE,
+        actor,
+        n_steps=8,
+        n_envs=2,
+        lanes=2,
+        capacity=64,
+        batch_size=8,
+        warmup=16,
+        prioritized=True,
+        seed=0,
+    )
     return pipe, DQN(actor)
 
 
 def sac():
-    actor, critic = SquashedPolicy.for_env("Pendulum-v1", hidden=(8,), seed=0), ActionCritic.for_env("Pendulum-v1", hidden=(8,), seed=1)
-    pipe = replayed("Pendulum-v1", actor, n_steps=4, n_envs=2, lanes=2, capacity=256, batch_size=8, warmup=16, seed=0)
+    actor = SquashedPolicy.for_env("Pendulum-v1", hidden=(8,), seed=0)
+    critic = ActionCritic.for_env("Pendulum-v1", hidden=(8,), seed=1)
+    pipe = replayed(
+        "Pendulum-v1",
+        actor,
+        n_steps=4,
+        n_envs=2,
+        lanes=2,
+        capacity=256,
+        batch_size=8,
+        warmup=16,
+        seed=0,
+    )
     return pipe, SAC(actor, critic, random_steps=8, seed=0)
 
 
-RECIPES = dict(trpo=trpo, tuples=partial(trpo, "Blackjack-v1"), recurrent=recurrent, images=images, dqn=dqn, sac=sac)
+RECIPES = dict(
+    trpo=trpo,
+    tuples=partial(trpo, "Blackjack-v1"),
+    recurrent=recurrent,
+    images=images,
+    dqn=dqn,
+    sac=sac,
+)
 
 
 def weights(pipe, agent, n=4):
     "The learner after `n` updates, and the numbers that it told."
     torch.manual_seed(3)
     told = [agent.update(batch) for batch in islice(pipe, n)]
-    of_memory = "seconds", "replay", "beta", "weight_min"     # and of the clock: what is told only if there is a memory
-    told = [{name: x for name, x in metrics.items() if not name.startswith(of_memory)} for metrics in told]
+    of_memory = (
+        "seconds",
+        "replay",
+        "beta",
+        "weight_min",
+    )  # and of the clock: what is told only if there is a memory
+    told = [
+        {name: x for name, x in metrics.items() if not name.startswith(of_memory)}
+        for metrics in told
+    ]
     return decode(encode(agent.state_dict(), tensors := {}), tensors), told
 
 
-def assert_equal(a, b): assert (found := first_difference(a, b)) is None, found
+def assert_equal(a, b):
+    assert (found := first_difference(a, b)) is None, found
 
 
 EDGES = [(name, type(p).__name__) for name, make in RECIPES.items() for p in nodes(make()[0])]
 
 
 @pytest.mark.parametrize("recipe,edge", EDGES)
-def test_training_from_the_recording_of_an_edge_equals_training_from_environments(recipe, edge, tmp_path):
-    make, here = RECIPES[recipe], lambda p: type(p).__name__ == edge
+def test_training_from_the_recording_of_an_edge_equals_training_from_environments(
+    recipe, edge, tmp_path
+):
+    make = RECIPES[recipe]
+    here = lambda p: type(p).__name__ == edge
     plain = weights(*make())
     pipe, agent = make()
-    assert_equal(weights(insert_after(pipe, here, partial(Recorder, path=tmp_path/"rec")), agent), plain)     # recording changes nothing
+    assert_equal(
+        weights(insert_after(pipe, here, partial(Recorder, path=tmp_path / "rec")), agent), plain
+    )  # recording changes nothing
     pipe, agent = make()
-    again = replace(pipe, here, lambda old: Replayer(tmp_path/"rec"))
+    again = replace(pipe, here, lambda old: Replayer(tmp_path / "rec"))
     assert not any(isinstance(p, EnvStepper) for p in nodes(again))
     assert_equal(weights(again, agent), plain)
 
@@ -131,7 +215,11 @@ def test_training_from_the_recording_of_an_edge_equals_training_from_environment
 def recorded(path, n=6, **options):
     "The recording of so many fragments of two lanes, above `Lanes`; and the fragments."
     actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)
-    pipe = Lanes(Recorder(FragmentCollector(EnvStepper(POLE, actor, n_envs=2), 8), path, **options), 2, seed=0)
+    pipe = Lanes(
+        Recorder(FragmentCollector(EnvStepper(POLE, actor, n_envs=2), 8), path, **options),
+        2,
+        seed=0,
+    )
     found = list(islice(items := iter(pipe), n))
     items.close()
     return found
@@ -139,41 +227,68 @@ def recorded(path, n=6, **options):
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_each_lane_records_its_part_in_a_worker(method, tmp_path):
-    found = recorded(tmp_path/"here")
+    found = recorded(tmp_path / "here")
     actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)
-    pipe = Lanes(Recorder(FragmentCollector(EnvStepper(POLE, actor, n_envs=2), 8), tmp_path/"there"), 2, seed=0)
+    pipe = Lanes(
+        Recorder(FragmentCollector(EnvStepper(POLE, actor, n_envs=2), 8), tmp_path / "there"),
+        2,
+        seed=0,
+    )
     with DataLoader2(pipe, reading_service=ProcessReading(2, start_method=method)) as loader:
-        for _ in zip(range(6), loader): pass
-    for path in (tmp_path/"here", tmp_path/"there"):
+        for _ in zip(range(6), loader):
+            pass
+    for path in (tmp_path / "here", tmp_path / "there"):
         assert sorted(p.name for p in path.iterdir()) == ["lane-0000", "lane-0001"]
-        assert_equal(list(islice(Replayer(path), 6)), found)                        # in turn, as `Lanes` yields them
+        assert_equal(list(islice(Replayer(path), 6)), found)  # in turn, as `Lanes` yields them
         assert_equal(list(islice(Lanes(Replayer(path), 2), 6)), found)
-    seeds = [json.loads((tmp_path/"here"/f"lane-000{k}"/"about.json").read_text())["seeds"] for k in (0, 1)]
+    seeds = [
+        json.loads((tmp_path / "here" / f"lane-000{k}" / "about.json").read_text())["seeds"]
+        for k in (0, 1)
+    ]
     assert seeds[0] != seeds[1]
-    with pytest.raises(DataError, match="no part of this lane.*lane-0002"): list(Lanes(Replayer(tmp_path/"here"), 3))
+    with pytest.raises(DataError, match="no part of this lane.*lane-0002"):
+        list(Lanes(Replayer(tmp_path / "here"), 3))
 
 
 # --- interrupted and resumed
 
+
 def loop(folder, until, workers=0, above=True, every=2):
     "A loop over a recorded pipeline that is saved every second update. Returns its weights."
-    actor, critic = MLPPolicy.for_env(POLE, hidden=(8,), seed=0), Critic.for_env(POLE, hidden=(8,), seed=1)
-    edit = Recorder.inserter(after=FragmentCollector if above else Lanes, path=folder/"rec", chunk=1500)
-    pipe, agent = on_policy(POLE, actor, critic, n_steps=8, n_envs=2, lanes=2, seed=0, edits=[edit]), PPO(actor, critic, epochs=1)
-    with resumed(folder/"run.safetensors", pipe, agent, ProcessReading(workers) if workers else None) as (loader, done):
+    actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)
+    critic = Critic.for_env(POLE, hidden=(8,), seed=1)
+    edit = Recorder.inserter(
+        after=FragmentCollector if above else Lanes, path=folder / "rec", chunk=1500
+    )
+    pipe = on_policy(POLE, actor, critic, n_steps=8, n_envs=2, lanes=2, seed=0, edits=[edit])
+    agent = PPO(actor, critic, epochs=1)
+    with resumed(
+        folder / "run.safetensors", pipe, agent, ProcessReading(workers) if workers else None
+    ) as (loader, done):
         for update, batch in zip(range(done, until), loader):
             agent.update(batch)
-            if update % every == every - 1: saved(folder/"run.safetensors", loader, agent, update + 1)
+            if update % every == every - 1:
+                saved(folder / "run.safetensors", loader, agent, update + 1)
 
 
 @pytest.mark.parametrize("above", [True, False])
 @pytest.mark.parametrize("workers", [(0, 0, 0), (0, 2, 1)])
 def test_a_resumed_loop_records_each_item_once(workers, above, tmp_path):
-    for name in ("whole", "parts"): (tmp_path/name).mkdir()
-    loop(tmp_path/"whole", 9, above=above)
-    for until, n in zip((3, 5, 9), workers): loop(tmp_path/"parts", until, n, above)      # the third and the fifth update are repeated
-    whole, parts = ([list(records_in(f)) for part in sorted({f.parent for f in (tmp_path/name).rglob("*.safetensors") if f.name[0] == "0"})
-                     for f in item_files(part)] for name in ("whole", "parts"))
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    loop(tmp_path / "whole", 9, above=above)
+    for until, n in zip((3, 5, 9), workers):
+        loop(tmp_path / "parts", until, n, above)  # the third and the fifth update are repeated
+    whole, parts = (
+        [
+            list(records_in(f))
+            for part in sorted(
+                {f.parent for f in (tmp_path / name).rglob("*.safetensors") if f.name[0] == "0"}
+            )
+            for f in item_files(part)
+        ]
+        for name in ("whole", "parts")
+    )
     assert_equal(sum(parts, []), sum(whole, []))
     assert len(sum(whole, [])) == 18
 
@@ -181,21 +296,32 @@ def test_a_resumed_loop_records_each_item_once(workers, above, tmp_path):
 @pytest.mark.parametrize("before", [1, 2])
 def test_a_lane_that_had_not_begun_at_the_checkpoint_records_each_item_once(before, tmp_path):
     "What it recorded after the checkpoint was taken for another recording."
+
     def items(pipe, n, state=None):
         keep_environments(pipe)
-        if state is not None: restore_stream(pipe, state)
+        if state is not None:
+            restore_stream(pipe, state)
         return islice(iter(pipe), n)
+
     actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)
-    def pipe(name): return Lanes(Recorder(FragmentCollector(EnvStepper(POLE, actor, 2), 4), tmp_path/name), 2, seed=0)
+
+    def pipe(name):
+        return Lanes(
+            Recorder(FragmentCollector(EnvStepper(POLE, actor, 2), 4), tmp_path / name), 2, seed=0
+        )
+
     whole = [*items(pipe("whole"), 6)]
     stopped = pipe("parts")
     stream = items(stopped, 6)
-    for _ in range(before): next(stream)
+    for _ in range(before):
+        next(stream)
     state = stream_state(stopped)
-    for _ in range(3): next(stream)     # which are lost
+    for _ in range(3):
+        next(stream)  # which are lost
     stream = None
-    for k, x in enumerate(items(pipe("parts"), 6 - before, state), before): assert_equal(x, whole[k])
-    assert_equal([*Lanes(Replayer(tmp_path/"parts"), 2)], whole)
+    for k, x in enumerate(items(pipe("parts"), 6 - before, state), before):
+        assert_equal(x, whole[k])
+    assert_equal([*Lanes(Replayer(tmp_path / "parts"), 2)], whole)
 
 
 KILLED = """
@@ -209,47 +335,72 @@ for k, _ in enumerate(Recorder(FragmentCollector(EnvStepper('CartPole-v1', actor
 
 
 def test_a_kill_loses_at_most_the_file_that_is_not_full(tmp_path):
-    with Forked(["-c", KILLED, tmp_path]) as child: assert child.wait(60) == -signal.SIGKILL
+    with Forked(["-c", KILLED, tmp_path]) as child:
+        assert child.wait(60) == -signal.SIGKILL
     files = item_files(tmp_path)
     assert [f.end for f in files[:-1]] == [f.first for f in files[1:]] and 15 < files[-1].end <= 20
     found = list(Replayer(tmp_path))
     actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)
-    assert_equal(found, list(islice(FragmentCollector(EnvStepper(POLE, actor, n_envs=2, seed=0), 8), len(found))))
-    with pytest.raises(DataError, match="has a recording already.*append=True"): next(iter(Recorder(IterList([1]), tmp_path)))
+    assert_equal(
+        found,
+        list(islice(FragmentCollector(EnvStepper(POLE, actor, n_envs=2, seed=0), 8), len(found))),
+    )
+    with pytest.raises(DataError, match="has a recording already.*append=True"):
+        next(iter(Recorder(IterList([1]), tmp_path)))
     assert list(Recorder(IterList([1, 2]), tmp_path, append=True)) == [1, 2]
-    assert list(Replayer(tmp_path))[-2:] == [1, 2] and len(list(Replayer(tmp_path))) == len(found) + 2
+    assert (
+        list(Replayer(tmp_path))[-2:] == [1, 2] and len(list(Replayer(tmp_path))) == len(found) + 2
+    )
 
 
 def test_a_worker_that_is_replaced_records_each_item_once(tmp_path):
-    found = recorded(tmp_path/"here", 10)
+    found = recorded(tmp_path / "here", 10)
     actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)
-    pipe = Lanes(Recorder(FragmentCollector(EnvStepper(POLE, actor, n_envs=2), 8), tmp_path/"there"), 2, seed=0)
+    pipe = Lanes(
+        Recorder(FragmentCollector(EnvStepper(POLE, actor, n_envs=2), 8), tmp_path / "there"),
+        2,
+        seed=0,
+    )
     keep_environments(pipe)
     with DataLoader2(pipe, reading_service=ProcessReading(2, restart=1)) as loader:
         for k, _ in zip(range(10), loader):
-            if k == 4: os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
+            if k == 4:
+                os.kill(loader.reading_service.health()[1]["pid"], signal.SIGKILL)
         assert max(state["restarted"] for state in loader.reading_service.health()) == 1
-    assert all(f.restarts is None for f in Replayer(tmp_path/"there"))
-    assert_equal(list(islice(Replayer(tmp_path/"there"), 10)), found)
+    assert all(f.restarts is None for f in Replayer(tmp_path / "there"))
+    assert_equal(list(islice(Replayer(tmp_path / "there"), 10)), found)
 
 
 def test_a_script_that_ends_with_an_open_iteration_records_all_of_its_items(tmp_path):
-    code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "break").replace("for k, _ in enumerate(", "items = enumerate(")
-    code = code.replace("chunk=4000)):\n    if k == 20: break", "chunk=4000))\nfor k, _ in items:\n    if k == 20: break")
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
+    code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "break").replace(
+        "for k, _ in enumerate(", "items = enumerate("
+    )
+    code = code.replace(
+        "chunk=4000)):\n    if k == 20: break",
+        "chunk=4000))\nfor k, _ in items:\n    if k == 20: break",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, "") and len(list(Replayer(tmp_path))) == 21
 
 
 class IterList(Source):
     "Items of a list."
-    def __init__(self, items): self.items = items
-    def stream(self, items): yield from self.items
+
+    def __init__(self, items):
+        self.items = items
+
+    def stream(self, items):
+        yield from self.items
 
 
 # --- a full disk
 
+
 class Full:
     "A disk that is full after `n` files."
+
     def __init__(self, monkeypatch, n):
         self.left, self.write = n, Path.write_bytes
         monkeypatch.setattr(Path, "write_bytes", lambda path, data: self.put(path, data))
@@ -257,7 +408,7 @@ class Full:
     def put(self, path, data):
         self.left -= 1
         if self.left < 0:
-            self.write(path, data[:len(data) // 2])
+            self.write(path, data[: len(data) // 2])
             raise OSError(28, "No space left on device")
         return self.write(path, data)
 
@@ -265,14 +416,33 @@ class Full:
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_full_disk_ends_the_run_or_the_recording(compress, tmp_path, monkeypatch, caplog):
     items = [np.arange(k, k + 3) for k in range(9)]
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"No space left on device: '.*000000003-000000004.safetensors"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(
+            OSError, match=r"No space left on device: '.*000000003-000000004.safetensors"
+        ),
+    ):
         Full(patch, 3)
-        list(Recorder(IterList(items), tmp_path/"a", chunk=1, compress=compress))
-    assert_equal(list(Replayer(tmp_path/"a")), items[:3])
+        list(Recorder(IterList(items), tmp_path / "a", chunk=1, compress=compress))
+    assert_equal(list(Replayer(tmp_path / "a")), items[:3])
     Full(monkeypatch, 3)
-    assert_equal(list(Recorder(IterList(items), tmp_path/"b", chunk=1, compress=compress, on_error="stop")), items)
-    assert_equal(list(Replayer(tmp_path/"b")), items[:3])
-    assert len([r for r in caplog.records if "the recording has stopped" in r.message and "000000003" in r.message]) == 1
+    assert_equal(
+        list(
+            Recorder(IterList(items), tmp_path / "b", chunk=1, compress=compress, on_error="stop")
+        ),
+        items,
+    )
+    assert_equal(list(Replayer(tmp_path / "b")), items[:3])
+    assert (
+        len(
+            [
+                r
+                for r in caplog.records
+                if "the recording has stopped" in r.message and "000000003" in r.message
+            ]
+        )
+        == 1
+    )
     assert not [*tmp_path.rglob("*.tmp")]
 
 
@@ -281,55 +451,79 @@ def test_the_oldest_files_make_room(tmp_path):
     list(Recorder(IterList(items), tmp_path, limit="50 kB", chunk="8 kB"))
     files = item_files(tmp_path)
     assert 30_000 < sum(f.path.stat().st_size for f in files) <= 50_000
-    assert_equal(list(Replayer(tmp_path)), items[files[0].first:])
+    assert_equal(list(Replayer(tmp_path)), items[files[0].first :])
 
 
 def test_a_recording_goes_on_though_the_limit_has_left_nothing_of_it(tmp_path):
     "It has removed all items from before a checkpoint, a resume those after it, and that one is killed before it writes a file."
     pipe = Recorder(IterList(list(range(9))), tmp_path, limit=900, chunk=1)
     for k, _ in enumerate(pipe):
-        if k == 2: state = stream_state(pipe)
+        if k == 2:
+            state = stream_state(pipe)
     assert item_files(tmp_path)[0].first > 3
-    def resumed(limit): return restore_stream(Recorder(IterList([3, 4]), tmp_path, limit=limit), state)
+
+    def resumed(limit):
+        return restore_stream(Recorder(IterList([3, 4]), tmp_path, limit=limit), state)
+
     for _ in range(2):
         store.ItemFolder(tmp_path, 3, True, 900).close()
         assert not item_files(tmp_path)
-    with pytest.raises(DataError, match="lacks items. Expected 3 items, got 0"): list(resumed(None))
+    with pytest.raises(DataError, match="lacks items. Expected 3 items, got 0"):
+        list(resumed(None))
     assert list(resumed(900)) == [3, 4] == list(Replayer(tmp_path))
 
 
 # --- files of strangers, and damaged ones
 
+
 def test_what_is_no_recording(tmp_path):
-    (tmp_path/"file").write_text("x")
-    for path in (tmp_path/"nowhere", tmp_path, tmp_path/"file"):
-        with pytest.raises(DataError, match="no recording here"): Replayer(path)
-    for name in ("notes.txt", "1-2.safetensors"): (tmp_path/name).write_text("x")
-    with pytest.raises(DataError, match="a folder without items"): Replayer(tmp_path)
-    (tmp_path/"000000000-000000001.safetensors").write_text("x")
-    with pytest.raises(CheckpointError, match="000000000-000000001.safetensors: damaged, or not a recording"): list(Replayer(tmp_path))
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "nowhere", tmp_path, tmp_path / "file"):
+        with pytest.raises(DataError, match="no recording here"):
+            Replayer(path)
+    for name in ("notes.txt", "1-2.safetensors"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(DataError, match="a folder without items"):
+        Replayer(tmp_path)
+    (tmp_path / "000000000-000000001.safetensors").write_text("x")
+    with pytest.raises(
+        CheckpointError, match="000000000-000000001.safetensors: damaged, or not a recording"
+    ):
+        list(Replayer(tmp_path))
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_a_changed_byte_is_told(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rec")
     compress = data.draw(st.booleans())
-    list(Recorder(IterList([dict(x=np.arange(5.), n=k) for k in range(3)]), folder, compress=compress))
-    (file,), = [item_files(folder)]
+    list(
+        Recorder(
+            IterList([dict(x=np.arange(5.0), n=k) for k in range(3)]), folder, compress=compress
+        )
+    )
+    ((file,),) = [item_files(folder)]
     content = bytearray(file.path.read_bytes())
-    place = int(data.draw(st.floats(0, 1, exclude_max=True)) * len(content))     # the length differs: the header has no order
+    place = int(
+        data.draw(st.floats(0, 1, exclude_max=True)) * len(content)
+    )  # the length differs: the header has no order
     content[place] ^= data.draw(st.integers(1, 255))
     file.path.write_bytes(content)
-    try: found = list(Replayer(folder))
-    except CheckpointError as e: assert str(file.path) in str(e)
-    else: assert compress and len(found) == 3      # a byte of the header of gzip that means nothing
+    try:
+        found = list(Replayer(folder))
+    except CheckpointError as e:
+        assert str(file.path) in str(e)
+    else:
+        assert compress and len(found) == 3  # a byte of the header of gzip that means nothing
 
 
 def test_a_bomb_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "MOST", 10**6)
-    (tmp_path/"000000000-000000001.safetensors.gz").write_bytes(gzip.compress(bytes(10**7)))
-    with pytest.raises(CheckpointError, match="more than 1,000,000 bytes"): list(Replayer(tmp_path))
+    (tmp_path / "000000000-000000001.safetensors.gz").write_bytes(gzip.compress(bytes(10**7)))
+    with pytest.raises(CheckpointError, match="more than 1,000,000 bytes"):
+        list(Replayer(tmp_path))
 
 
 def test_damaged_and_missing_files_are_skipped_by_choice(tmp_path, caplog):
@@ -337,70 +531,111 @@ def test_damaged_and_missing_files_are_skipped_by_choice(tmp_path, caplog):
     files = item_files(tmp_path)
     files[2].path.write_bytes(files[2].path.read_bytes()[:-1])
     files[5].path.unlink()
-    with pytest.raises(CheckpointError, match=re.escape(str(files[2].path))): list(Replayer(tmp_path))
+    with pytest.raises(CheckpointError, match=re.escape(str(files[2].path))):
+        list(Replayer(tmp_path))
     assert list(Replayer(tmp_path, damaged="skip")) == [0, 1, 3, 4, 6, 7]
     assert [r.message.partition(": ")[0] for r in caplog.records] == ["left out of a recording"] * 2
-    files[2].path.rename(tmp_path/"000000002-000000004.safetensors")      # another number of items than its name says
-    with pytest.raises(CheckpointError): list(Replayer(tmp_path))
+    files[2].path.rename(
+        tmp_path / "000000002-000000004.safetensors"
+    )  # another number of items than its name says
+    with pytest.raises(CheckpointError):
+        list(Replayer(tmp_path))
 
 
 class Ragged(NamedTuple):
     "An item with what cannot be stored."
+
     infos: list
 
 
 def test_an_item_that_cannot_be_stored_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"Recorder.*1\.item\.infos\.1"):
         list(Recorder(IterList([Ragged([1, 2]), Ragged([1, object()])]), tmp_path))
-    with pytest.raises(CheckpointError, match=r"infos"): list(Recorder(IterList([Ragged(np.array([None, 3]))]), tmp_path/"b"))
+    with pytest.raises(CheckpointError, match=r"infos"):
+        list(Recorder(IterList([Ragged(np.array([None, 3]))]), tmp_path / "b"))
     assert list(Replayer(tmp_path)) == [Ragged([1, 2])]
-    class Local(NamedTuple): x: int
-    with pytest.raises(CheckpointError, match="Local"): list(Recorder(IterList([Local(1)]), tmp_path/"c"))
+
+    class Local(NamedTuple):
+        x: int
+
+    with pytest.raises(CheckpointError, match="Local"):
+        list(Recorder(IterList([Local(1)]), tmp_path / "c"))
 
 
 def test_wrong_options_are_named(tmp_path):
-    for options, name in ((dict(limit="much"), "limit"), (dict(chunk=0), "chunk"), (dict(on_error="x"), "on_error")):
-        with pytest.raises(DataError, match=name): Recorder(IterList([]), tmp_path, **options)
-    list(Recorder(IterList([1]), tmp_path/"r"))
-    with pytest.raises(DataError, match="damaged"): Replayer(tmp_path/"r", damaged="x")
+    for options, name in (
+        (dict(limit="much"), "limit"),
+        (dict(chunk=0), "chunk"),
+        (dict(on_error="x"), "on_error"),
+    ):
+        with pytest.raises(DataError, match=name):
+            Recorder(IterList([]), tmp_path, **options)
+    list(Recorder(IterList([1]), tmp_path / "r"))
+    with pytest.raises(DataError, match="damaged"):
+        Replayer(tmp_path / "r", damaged="x")
 
 
 def test_a_second_pipeline_does_not_record_into_the_folder(tmp_path):
     first = iter(Recorder(IterList([1, 2]), tmp_path, chunk=1))
     next(first)
-    with pytest.raises(DataError, match="another pipeline records here"): next(iter(Recorder(IterList([1]), tmp_path, append=True)))
+    with pytest.raises(DataError, match="another pipeline records here"):
+        next(iter(Recorder(IterList([1]), tmp_path, append=True)))
     assert list(first) == [2] and list(Replayer(tmp_path)) == [1, 2]
 
 
 def test_a_new_iteration_ends_the_older_one_and_does_not_write_over_it(tmp_path):
     pipe = Recorder(IterList([1, 2, 3]), tmp_path)
     next(iter(pipe))
-    with pytest.raises(DataError, match="has a recording already"): next(iter(pipe))
+    with pytest.raises(DataError, match="has a recording already"):
+        next(iter(pipe))
     assert list(Replayer(tmp_path)) == [1]
 
 
 def test_recordings_can_be_mixed(tmp_path):
-    for name, first in (("a", 0), ("b", 10)): list(Recorder(IterList(list(range(first, first + 4))), tmp_path/name))
-    assert list(Replayer(tmp_path/"a").mux(Replayer(tmp_path/"b"))) == [0, 10, 1, 11, 2, 12, 3, 13]
+    for name, first in (("a", 0), ("b", 10)):
+        list(Recorder(IterList(list(range(first, first + 4))), tmp_path / name))
+    assert list(Replayer(tmp_path / "a").mux(Replayer(tmp_path / "b"))) == [
+        0,
+        10,
+        1,
+        11,
+        2,
+        12,
+        3,
+        13,
+    ]
     samples = pytest.importorskip("torchdata.datapipes.iter").SampleMultiplexer
-    found = list(samples({Replayer(tmp_path/"a"): .5, Replayer(tmp_path/"b"): .5}, seed=0))
-    assert sorted(found) == [0, 1, 2, 3, 10, 11, 12, 13] and [x for x in found if x < 10] == [0, 1, 2, 3]
+    found = list(samples({Replayer(tmp_path / "a"): 0.5, Replayer(tmp_path / "b"): 0.5}, seed=0))
+    assert sorted(found) == [0, 1, 2, 3, 10, 11, 12, 13] and [x for x in found if x < 10] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 # --- comparing
 
+
 def test_a_live_pipeline_that_differs_is_told_at_the_item_and_the_leaf(tmp_path):
     class Nudged(gym.ObservationWrapper):
         n = 0
+
         def observation(self, observation):
             self.n += 1
             return observation + (1e-7 if self.n == 50 else 0) * np.array([0, 0, 0, 1], np.float32)
+
     actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)
-    def live(make=POLE): return FragmentCollector(EnvStepper(make, actor, seed=0), 16)
+
+    def live(make=POLE):
+        return FragmentCollector(EnvStepper(make, actor, seed=0), 16)
+
     list(islice(items := iter(Recorder(live(), tmp_path)), 6))
     items.close()
     assert len(list(Replayer(tmp_path, against=live()))) == 6
-    with pytest.raises(DataError, match=r"leaf .state.obs\[15, 0, 3\].*item 2 differs from the recording"):
+    with pytest.raises(
+        DataError, match=r"leaf .state.obs\[15, 0, 3\].*item 2 differs from the recording"
+    ):
         list(Replayer(tmp_path, against=live(lambda: Nudged(gym.make(POLE)))))
     with pytest.raises(DataError, match="item 6: the pipe has ended|item 5: the pipe has ended"):
         list(Replayer(tmp_path, against=IterList(list(Replayer(tmp_path))[:5])))
@@ -410,19 +645,27 @@ def test_a_live_pipeline_that_differs_is_told_at_the_item_and_the_leaf(tmp_path)
 def test_items_that_the_recording_lacks_are_not_compared(stop, tmp_path, caplog):
     "The limit has removed the first items of the lanes, and others are damaged or lost. All items of the pipe come, and keep their places."
     actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)
-    def lanes(seed=0, edit=lambda p: p): return Lanes(edit(FragmentCollector(EnvStepper(POLE, actor), 4)), 2, seed=seed)
+
+    def lanes(seed=0, edit=lambda p: p):
+        return Lanes(edit(FragmentCollector(EnvStepper(POLE, actor), 4)), 2, seed=seed)
+
     wanted = list(islice(items := iter(lanes(edit=lambda p: Recorder(p, tmp_path, chunk=1))), 12))
     items.close()
-    one, two = (item_files(tmp_path/f"lane-000{k}") for k in (0, 1))
-    for file in (*one[:2], *two[:1], one[4]): file.path.unlink()
+    one, two = (item_files(tmp_path / f"lane-000{k}") for k in (0, 1))
+    for file in (*one[:2], *two[:1], one[4]):
+        file.path.unlink()
     two[-1].path.write_bytes(b"")
+
     def replayer(seed=0):
         keep_environments(pipe := Replayer(tmp_path, against=lanes(seed), damaged="skip"))
         return pipe
+
     pipe = replayer()
-    found, state = list(islice(items := iter(pipe), stop)), None if stop is None else stream_state(pipe)
+    found = list(islice(items := iter(pipe), stop))
+    state = None if stop is None else stream_state(pipe)
     items.close()
-    if stop is not None: found += restore_stream(replayer(), state)
+    if stop is not None:
+        found += restore_stream(replayer(), state)
     assert_equal(found, wanted)
     assert "lane-0000: items 0 to 1 are not recorded, so they are not compared" in caplog.text
     with pytest.raises(DataError, match="lane-0001, item 1 differs from the recording"):
@@ -432,52 +675,99 @@ def test_items_that_the_recording_lacks_are_not_compared(stop, tmp_path, caplog)
 def test_samples_are_compared_as_they_are_drawn(tmp_path):
     def make(seed):
         actor = QPolicy.for_env(POLE, hidden=(8,), seed=0)
-        return replayed(POLE, actor, n_steps=8, n_envs=2, lanes=1, capacity=64, batch_size=8, warmup=16, seed=0, edits=[]), seed
-    for item in islice(items := iter(Recorder(make(0)[0], tmp_path)), 4): list(item.samples)
+        return replayed(
+            POLE,
+            actor,
+            n_steps=8,
+            n_envs=2,
+            lanes=1,
+            capacity=64,
+            batch_size=8,
+            warmup=16,
+            seed=0,
+            edits=[],
+        ), seed
+
+    for item in islice(items := iter(Recorder(make(0)[0], tmp_path)), 4):
+        list(item.samples)
     items.close()
-    for item in islice(Replayer(tmp_path, against=make(0)[0]), 4): list(item.samples)
+    for item in islice(Replayer(tmp_path, against=make(0)[0]), 4):
+        list(item.samples)
+
     def wrong():
         for item in islice(Replayer(tmp_path, against=make(0)[0]), 4):
-            if item.memory is not None: item.memory.sampler_seed = 1
+            if item.memory is not None:
+                item.memory.sampler_seed = 1
             list(item.samples), list(item.memory.sample(8) for _ in range(1))
-    with pytest.raises(DataError, match="what it was asked for differs"): wrong()
+
+    with pytest.raises(DataError, match="what it was asked for differs"):
+        wrong()
 
 
 def test_what_is_asked_for_after_the_next_item_has_come_is_recorded(tmp_path):
     actor = QPolicy.for_env(POLE, hidden=(8,), seed=0)
-    pipe = replayed(POLE, actor, n_steps=4, n_envs=2, lanes=1, capacity=64, batch_size=8, warmup=8, n_batches=2, seed=0)
-    items = iter(ToDevice(Recorder(pipe, tmp_path/"a"), "cpu", ahead=1))
+    pipe = replayed(
+        POLE,
+        actor,
+        n_steps=4,
+        n_envs=2,
+        lanes=1,
+        capacity=64,
+        batch_size=8,
+        warmup=8,
+        n_batches=2,
+        seed=0,
+    )
+    items = iter(ToDevice(Recorder(pipe, tmp_path / "a"), "cpu", ahead=1))
     live = [list(item.samples) for item in islice(items, 6)]
     items.close()
-    again = [list(item.samples) for item in Replayer(tmp_path/"a")]
+    again = [list(item.samples) for item in Replayer(tmp_path / "a")]
     assert list(map(len, live)) == [2] * 6
     assert_equal(again[:6], live)
-    late = islice(ToDevice(Recorder(pipe, tmp_path/"b", chunk=1), "cpu", ahead=1), 6)
-    with pytest.raises(DataError, match="Recorder.*item 0 was asked for more after it was written.*greater `chunk`"):
-        for item in late: list(item.samples)
+    late = islice(ToDevice(Recorder(pipe, tmp_path / "b", chunk=1), "cpu", ahead=1), 6)
+    with pytest.raises(
+        DataError, match="Recorder.*item 0 was asked for more after it was written.*greater `chunk`"
+    ):
+        for item in late:
+            list(item.samples)
 
 
 def test_a_lane_that_is_missing_is_told(tmp_path):
-    for lane in (2, 3, 4): list(Recorder(IterList([lane]), tmp_path/f"lane-000{lane}"))      # a machine of several has such lanes
+    for lane in (2, 3, 4):
+        list(
+            Recorder(IterList([lane]), tmp_path / f"lane-000{lane}")
+        )  # a machine of several has such lanes
     assert list(Replayer(tmp_path)) == [2, 3, 4]
-    shutil.rmtree(tmp_path/"lane-0003")
-    with pytest.raises(DataError, match="a lane is missing. Expected lane-0003, got lane-0004"): Replayer(tmp_path)
+    shutil.rmtree(tmp_path / "lane-0003")
+    with pytest.raises(DataError, match="a lane is missing. Expected lane-0003, got lane-0004"):
+        Replayer(tmp_path)
 
 
 def test_no_lane_is_left_out_in_silence(tmp_path, caplog):
-    for lane in range(3): list(Recorder(IterList([lane]), tmp_path/f"lane-000{lane}"))
-    with pytest.raises(DataError, match="has more lanes. Expected Lanes.*3.*got 2 lanes"): list(Lanes(Replayer(tmp_path), 2))
-    item_files(tmp_path/"lane-0001")[0].path.unlink()
+    for lane in range(3):
+        list(Recorder(IterList([lane]), tmp_path / f"lane-000{lane}"))
+    with pytest.raises(DataError, match="has more lanes. Expected Lanes.*3.*got 2 lanes"):
+        list(Lanes(Replayer(tmp_path), 2))
+    item_files(tmp_path / "lane-0001")[0].path.unlink()
     for pipe in (Replayer(tmp_path), Lanes(Replayer(tmp_path), 3)):
-        with pytest.raises(DataError, match="lane-0001: no items of this lane"): list(pipe)
+        with pytest.raises(DataError, match="lane-0001: no items of this lane"):
+            list(pipe)
     assert list(Replayer(tmp_path, damaged="skip")) == [0, 2]
-    assert "left out of a recording" in caplog.text and "lane-0001: no items of this lane" in caplog.text
+    assert (
+        "left out of a recording" in caplog.text
+        and "lane-0001: no items of this lane" in caplog.text
+    )
 
 
 def test_many_small_items_take_a_time_in_proportion(tmp_path, monkeypatch):
     "Neither writing nor reading looks at all items of a file for each of them. Counted, because a clock would be noisy."
-    looked, nbytes = [0], torch.Tensor.nbytes
-    monkeypatch.setattr(torch.Tensor, "nbytes", property(lambda x: looked.__setitem__(0, looked[0] + 1) or nbytes.__get__(x)))
+    looked = [0]
+    nbytes = torch.Tensor.nbytes
+    monkeypatch.setattr(
+        torch.Tensor,
+        "nbytes",
+        property(lambda x: looked.__setitem__(0, looked[0] + 1) or nbytes.__get__(x)),
+    )
     items = [np.arange(3, dtype=np.float32) + k for k in range(300)]
     list(Recorder(IterList(items), tmp_path))
     assert_equal(list(Replayer(tmp_path)), items)
@@ -485,13 +775,18 @@ def test_many_small_items_take_a_time_in_proportion(tmp_path, monkeypatch):
 
 
 def test_a_signal_while_a_file_is_written_loses_no_item(tmp_path, monkeypatch):
-    write, calls = Path.write_bytes, []
+    write = Path.write_bytes
+    calls = []
+
     def interrupted(path, data):
         calls.append(path)
-        if len(calls) == 3: raise KeyboardInterrupt
+        if len(calls) == 3:
+            raise KeyboardInterrupt
         return write(path, data)
+
     monkeypatch.setattr(Path, "write_bytes", interrupted)
-    with pytest.raises(KeyboardInterrupt): list(Recorder(IterList([1, 2, 3, 4, 5]), tmp_path, chunk=1))
+    with pytest.raises(KeyboardInterrupt):
+        list(Recorder(IterList([1, 2, 3, 4, 5]), tmp_path, chunk=1))
     assert list(Replayer(tmp_path)) == [1, 2, 3] and not [*tmp_path.glob("*.tmp")]
 
 
@@ -499,18 +794,24 @@ def test_a_signal_while_a_file_is_written_loses_no_item(tmp_path, monkeypatch):
 def test_a_signal_between_two_lines_leaves_a_recording_that_can_be_read(method, place, tmp_path):
     lines, first = inspect.getsourcelines(function := getattr(store.ItemWriter, method))
     at = first + next(i for i, line in enumerate(lines) if place in line)
+
     def local(frame, event, _):
-        if event != "line" or frame.f_lineno != at or frame.f_locals["self"].n < 6: return local
+        if event != "line" or frame.f_lineno != at or frame.f_locals["self"].n < 6:
+            return local
         sys.settrace(before)
         raise KeyboardInterrupt
-    before, found = sys.gettrace(), []
+
+    before = sys.gettrace()
+    found = []
     sys.settrace(lambda frame, *_: local if frame.f_code is function.__code__ else None)
     try:
-        with pytest.raises(KeyboardInterrupt): found.extend(Recorder(IterList(list(range(10))), tmp_path, chunk=300))
-    finally: sys.settrace(before)
+        with pytest.raises(KeyboardInterrupt):
+            found.extend(Recorder(IterList(list(range(10))), tmp_path, chunk=300))
+    finally:
+        sys.settrace(before)
     got = list(Replayer(tmp_path))
     assert all(file.first < file.end for file in item_files(tmp_path))
-    assert got == [*range(len(got))] and len(found) >= 6 and got[:len(found)] == found
+    assert got == [*range(len(got))] and len(found) >= 6 and got[: len(found)] == found
 
 
 def test_a_forked_process_does_not_write(tmp_path):
@@ -518,16 +819,22 @@ def test_a_forked_process_does_not_write(tmp_path):
     items = iter(Recorder(IterList([1, 2, 3, 4]), tmp_path, chunk=1))
     assert [next(items), next(items)] == [1, 2]
     if not (pid := os.fork()):
-        try: next(items)
-        except DataError as e: os._exit(5 if "a forked process does not record" in str(e) else 6)
-        finally: items.close()
+        try:
+            next(items)
+        except DataError as e:
+            os._exit(5 if "a forked process does not record" in str(e) else 6)
+        finally:
+            items.close()
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
-    with pytest.raises(DataError, match="another pipeline records here"): next(iter(Recorder(IterList([1]), tmp_path, append=True)))
+    with pytest.raises(DataError, match="another pipeline records here"):
+        next(iter(Recorder(IterList([1]), tmp_path, append=True)))
     assert list(items) == [3, 4] and list(Replayer(tmp_path)) == [1, 2, 3, 4]
 
 
 def test_another_library_reads_the_tensors_by_name(tmp_path):
     (fragment,) = recorded(tmp_path, 1)
-    found = load_file(item_files(tmp_path/"lane-0000")[0].path)
-    assert torch.equal(found["0.item.state.obs"], fragment.state.obs) and torch.equal(found["0.item.actor.logp"], fragment.actor["logp"])
+    found = load_file(item_files(tmp_path / "lane-0000")[0].path)
+    assert torch.equal(found["0.item.state.obs"], fragment.state.obs) and torch.equal(
+        found["0.item.actor.logp"], fragment.actor["logp"]
+    )

@@ -1,4 +1,5 @@
 "Recurrent layers against runs of single episodes; replay of recorded actors; nothing of one episode reaches the next."
+
 from itertools import islice
 
 import numpy as np
@@ -26,12 +27,15 @@ CELLS = dict(gru=GRU, lstm=LSTM)
 @st.composite
 def ends(draw):
     "`fin` [T, B] with few or many episodes, or as in `sticky` fragments, where an environment stays ended after its first episode."
-    T, B = draw(st.integers(1, 9)), draw(st.integers(1, 5))
-    kind, rng = draw(st.sampled_from(['none', 'few', 'many', 'all', 'sticky'])), np.random.default_rng(draw(st.integers(0, 999)))
-    if kind == 'sticky':
+    T = draw(st.integers(1, 9))
+    B = draw(st.integers(1, 5))
+    kind = draw(st.sampled_from(["none", "few", "many", "all", "sticky"]))
+    rng = np.random.default_rng(draw(st.integers(0, 999)))
+    if kind == "sticky":
         fin = np.arange(T)[:, None] >= rng.integers(1, T + 3, B)
-        fin[0] = rng.random(B) < .5
-    else: fin = rng.random((T, B)) < dict(none=0, few=.1, many=.5, all=1)[kind]
+        fin[0] = rng.random(B) < 0.5
+    else:
+        fin = rng.random((T, B)) < dict(none=0, few=0.1, many=0.5, all=1)[kind]
     return torch.from_numpy(fin)
 
 
@@ -39,19 +43,25 @@ def case(cell, fin, layers=1, dtype=torch.float32, method=None):
     "A layer, its inputs, and the memory before row 0; inputs and memory require gradients."
     T, B = fin.shape
     rnn = CELLS[cell](3, 4, layers, method=method).to(dtype)
-    x, *hx = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((T, B, 3), (layers, B, 4), (layers, B, 4)))
-    return rnn, x, hx[0] if cell == 'gru' else tuple(hx)
+    x, *hx = (
+        torch.randn(*shape, dtype=dtype, requires_grad=True)
+        for shape in ((T, B, 3), (layers, B, 4), (layers, B, 4))
+    )
+    return rnn, x, hx[0] if cell == "gru" else tuple(hx)
 
 
 def alone(rnn, x, fin, hx):
     "The same by torch's own layer, one environment and one episode at a time."
-    columns, memories = [], []
+    columns = []
+    memories = []
     for b in range(x.shape[1]):
-        h, pieces = nested.map(lambda h, b=b: h[:, b:b + 1].contiguous(), hx), []
+        h = nested.map(lambda h, b=b: h[:, b : b + 1].contiguous(), hx)
+        pieces = []
         cuts = [0, *(t for t in range(1, len(x)) if fin[t, b]), len(x)]
         for i, j in zip(cuts, cuts[1:]):
-            if fin[i, b]: h = None
-            y, h = rnn.rnn(x[i:j, b:b + 1].contiguous(), h)
+            if fin[i, b]:
+                h = None
+            y, h = rnn.rnn(x[i:j, b : b + 1].contiguous(), h)
             pieces.append(y)
         columns.append(torch.cat(pieces))
         memories.append(h)
@@ -59,7 +69,8 @@ def alone(rnn, x, fin, hx):
 
 
 def close(a, b, tol):
-    for x, y in zip(nested.leaves(a), nested.leaves(b)): torch.testing.assert_close(x, y, rtol=tol, atol=tol)
+    for x, y in zip(nested.leaves(a), nested.leaves(b)):
+        torch.testing.assert_close(x, y, rtol=tol, atol=tol)
 
 
 @given(ends())
@@ -67,22 +78,26 @@ def close(a, b, tol):
 def test_packing_keeps_pieces_whole_and_in_order(fin):
     T, B = fin.shape
     p = pack_episodes(fin)
-    assert sorted(p.order.tolist()) == list(range(T * B)) and p.order[p.position].tolist() == list(range(T * B))
+    assert sorted(p.order.tolist()) == list(range(T * B)) and p.order[p.position].tolist() == list(
+        range(T * B)
+    )
     assert p.sizes.sum() == T * B and (p.sizes.diff() <= 0).all()
     columns = dict()  # piece -> its rows, read from the packed sequence
     for k, rows in enumerate(p.order.split(p.sizes.tolist())):
-        for piece, row in enumerate(rows.tolist()): columns.setdefault(piece, []).append(divmod(row, B))
+        for piece, row in enumerate(rows.tolist()):
+            columns.setdefault(piece, []).append(divmod(row, B))
         assert k or len(rows) == int(fin[1:].sum()) + B
     for piece, rows in columns.items():
         assert rows == [(rows[0][0] + k, rows[0][1]) for k in range(len(rows))]
         assert not any(fin[t, b] for t, b in rows[1:])
         t, b = rows[0]
         assert t == 0 or fin[t, b]
-        if t == 0: assert p.first[b] == piece
+        if t == 0:
+            assert p.first[b] == piece
 
 
-@pytest.mark.parametrize('layers', (1, 2))
-@pytest.mark.parametrize('cell', CELLS)
+@pytest.mark.parametrize("layers", (1, 2))
+@pytest.mark.parametrize("cell", CELLS)
 @given(fin=ends())
 @settings(deadline=None, max_examples=15)
 def test_both_ways_are_that_of_an_episode_alone(cell, layers, fin):
@@ -90,27 +105,32 @@ def test_both_ways_are_that_of_an_episode_alone(cell, layers, fin):
     for dtype, tol in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
         rnn, x, hx = case(cell, fin, layers, dtype)
         results = []
-        for run in ('alone', 'packed', 'step'):
+        for run in ("alone", "packed", "step"):
             rnn.method = run
-            y, h = alone(rnn, x, fin, hx) if run == 'alone' else rnn(x, fin, hx)
+            y, h = alone(rnn, x, fin, hx) if run == "alone" else rnn(x, fin, hx)
             inputs = [x, *nested.leaves(hx), *rnn.parameters()]
             loss = y.square().sum() + sum(u.sin().sum() for u in nested.leaves(h))
             grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-            results.append((y, h, [torch.zeros_like(i) if g is None else g for g, i in zip(grads, inputs)]))
+            results.append(
+                (y, h, [torch.zeros_like(i) if g is None else g for g, i in zip(grads, inputs)])
+            )
         for y, h, grads in results[1:]:
             close((y, h), results[0][:2], tol)
             close(grads, results[0][2], tol * 30)  # sums of many terms
 
 
-@pytest.mark.parametrize('method', ('step', 'packed'))
-@pytest.mark.parametrize('cell', CELLS)
+@pytest.mark.parametrize("method", ("step", "packed"))
+@pytest.mark.parametrize("cell", CELLS)
 def test_twice_differentiable(cell, method):
     fin = torch.tensor([[1, 0], [0, 0], [0, 1], [1, 0]]).bool()
     rnn, x, hx = case(cell, fin, dtype=torch.float64, method=method)
     weights = list(rnn.parameters())
-    def fn(x, *w): return torch.func.functional_call(rnn, dict(zip(names, w)), (x, fin, hx))[0]
+
+    def fn(x, *w):
+        return torch.func.functional_call(rnn, dict(zip(names, w)), (x, fin, hx))[0]
+
     names = [name for name, _ in rnn.named_parameters()]
-    if method == 'step':
+    if method == "step":
         assert torch.autograd.gradgradcheck(fn, (x, *weights))
     # the Gauss-Newton products of TRPO, against finite differences
     v = [torch.randn_like(w) for w in weights]
@@ -118,112 +138,159 @@ def test_twice_differentiable(cell, method):
     at = torch.zeros_like(y, requires_grad=True)
     g = torch.autograd.grad(y, weights, at, create_graph=True)
     tangent = torch.autograd.grad(g, at, v)[0]
+
     def moved(eps):
         with torch.no_grad():
-            for w, d in zip(weights, v): w.add_(d, alpha=eps)
+            for w, d in zip(weights, v):
+                w.add_(d, alpha=eps)
             y = rnn(x, fin, hx)[0]
-            for w, d in zip(weights, v): w.sub_(d, alpha=eps)
+            for w, d in zip(weights, v):
+                w.sub_(d, alpha=eps)
         return y
+
     close(tangent, (moved(1e-6) - moved(-1e-6)) / 2e-6, 1e-7)
 
 
-@pytest.mark.parametrize('method', ('step', 'packed'))
-@pytest.mark.parametrize('cell', CELLS)
+@pytest.mark.parametrize("method", ("step", "packed"))
+@pytest.mark.parametrize("cell", CELLS)
 def test_a_spoilt_memory_ends_with_its_episode(cell, method):
     fin = torch.tensor([[1, 0], [0, 0], [0, 1]]).bool()
     rnn, x, hx = case(cell, fin, method=method)
     with torch.no_grad():
-        for h in nested.leaves(hx): h[:, 0] = torch.nan
+        for h in nested.leaves(hx):
+            h[:, 0] = torch.nan
         y, h = rnn(x, fin, hx)
         assert all(u.isfinite().all() for u in nested.leaves((y, h)))
         x[0, 1] = torch.nan
         y, h = rnn(x, fin, hx)
-    assert y[:2, 1].isnan().all() and y[2].isfinite().all() and all(u.isfinite().all() for u in nested.leaves(h))
+    assert (
+        y[:2, 1].isnan().all()
+        and y[2].isfinite().all()
+        and all(u.isfinite().all() for u in nested.leaves(h))
+    )
 
 
-@pytest.mark.parametrize('cell', CELLS)
+@pytest.mark.parametrize("cell", CELLS)
 def test_inputs_stay_and_devices_without_data_work(cell):
     fin = torch.tensor([[1, 0], [0, 1]]).bool()
     rnn, x, hx = case(cell, fin)
     before = nested.map(torch.clone, (x, fin, hx))
     rnn(x, fin, hx), rnn(x[:1], fin[:1], hx)
-    for a, b in zip(nested.leaves(before), nested.leaves((x, fin, hx))): assert torch.equal(a, b)
-    rnn.to('meta').method = 'step'
-    y, h = rnn(*nested.map(lambda u: u.to('meta'), (x, fin, hx)))
-    assert y.is_meta and y.shape == (2, 2, 4) and all(u.is_meta and u.shape == (1, 2, 4) for u in nested.leaves(h))
-    with pytest.raises(ValueError, match='span >= 2, got 1'): CELLS[cell](3, 4, span=1)
+    for a, b in zip(nested.leaves(before), nested.leaves((x, fin, hx))):
+        assert torch.equal(a, b)
+    rnn.to("meta").method = "step"
+    y, h = rnn(*nested.map(lambda u: u.to("meta"), (x, fin, hx)))
+    assert (
+        y.is_meta
+        and y.shape == (2, 2, 4)
+        and all(u.is_meta and u.shape == (1, 2, 4) for u in nested.leaves(h))
+    )
+    with pytest.raises(ValueError, match="span >= 2, got 1"):
+        CELLS[cell](3, 4, span=1)
 
 
 # ---- replay
 
-ENVS = dict(counting=lambda: Counting([(3, 'term'), (4, 'trunc'), (1, 'trunc'), (5, 'both')]), lively=Lively)
+ENVS = dict(
+    counting=lambda: Counting([(3, "term"), (4, "trunc"), (1, "trunc"), (5, "both")]), lively=Lively
+)
 
 
-@pytest.mark.parametrize('lanes, sticky', [(1, None), (2, None), (2, 5)])
-@pytest.mark.parametrize('past', (False, True))
-@pytest.mark.parametrize('cell', CELLS)
-@pytest.mark.parametrize('env', ENVS)
+@pytest.mark.parametrize("lanes, sticky", [(1, None), (2, None), (2, 5)])
+@pytest.mark.parametrize("past", (False, True))
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("env", ENVS)
 def test_replaying_a_fragment_reproduces_what_was_recorded(env, cell, past, lanes, sticky):
     "Replay gives the recorded distributions, log-probabilities and values, across resets, rests and borders of fragments."
-    actor = RecurrentPolicy.for_env(ENVS[env], hidden=(5,), memory=6, cell=cell, past=past, layers=2, seed=1, report=True)
+    actor = RecurrentPolicy.for_env(
+        ENVS[env], hidden=(5,), memory=6, cell=cell, past=past, layers=2, seed=1, report=True
+    )
     critic = MemoryCritic.for_env(ENVS[env], memory=6, seed=1)
-    for p in actor.head.parameters(): p.data.mul_(30)  # the memory has a visible effect on the action
+    for p in actor.head.parameters():
+        p.data.mul_(30)  # the memory has a visible effect on the action
     pipe = FragmentCollector(EnvStepper(ENVS[env], actor, 3, sticky=sticky), 5)
     stream = iter(FragmentStacker(Lanes(pipe, lanes, seed=0), lanes))
     for k, f in enumerate(islice(stream, 6)):
-        assert f.state.fin[1:].any() and bool(f.valid.all()) == (sticky is None or not f.state.fin[1:-1].any())
+        assert f.state.fin[1:].any() and bool(f.valid.all()) == (
+            sticky is None or not f.state.fin[1:-1].any()
+        )
         obs = nested.getitem(f.state.obs, slice(-1))
-        for method in ('step', 'packed'):
+        for method in ("step", "packed"):
             actor.memory.method = method
-            with torch.no_grad(): seen = actor.replay(f)
-            assert set(seen) == {'dist', 'logp', 'memory'}
+            with torch.no_grad():
+                seen = actor.replay(f)
+            assert set(seen) == {"dist", "logp", "memory"}
             for a, b in zip(nested.leaves(seen), nested.leaves(nested.getitem(f.actor, slice(-1)))):
                 torch.testing.assert_close(a[f.valid], b[f.valid], rtol=1e-5, atol=1e-5)
-            with torch.no_grad(): value = critic(critic.inputs(obs, seen))
-            torch.testing.assert_close(value[f.valid], values(f, critic)[0][f.valid], rtol=1e-5, atol=1e-5)
+            with torch.no_grad():
+                value = critic(critic.inputs(obs, seen))
+            torch.testing.assert_close(
+                value[f.valid], values(f, critic)[0][f.valid], rtol=1e-5, atol=1e-5
+            )
             forgetful = actor.distribution(nested.as_seen(nested.getitem(f.state, slice(-1))), None)
             begun = f.state.fin[:-1].cummax(0)[0]
-            changed = (nested.leaves(forgetful)[0] != nested.leaves(seen['dist'])[0]).any(-1)
-            if k: assert begun.all() or changed[~begun].any()  # the memory has an effect
-            close(*(nested.getitem(d, begun) for d in (forgetful, seen['dist'])), 1e-5)
+            changed = (nested.leaves(forgetful)[0] != nested.leaves(seen["dist"])[0]).any(-1)
+            if k:
+                assert begun.all() or changed[~begun].any()  # the memory has an effect
+            close(*(nested.getitem(d, begun) for d in (forgetful, seen["dist"])), 1e-5)
     stream.close()
 
 
 def test_memory_goes_on_across_fragments():
     "The same stream in fragments of 4 steps and of 12 steps has the same records."
-    actor = RecurrentPolicy.for_env(ENVS['lively'], hidden=(5,), memory=6, past=True, seed=1)
-    streams = [iter(FragmentCollector(EnvStepper(ENVS['lively'], actor, 2, seed=3), n)) for n in (4, 12)]
-    pieces, whole = list(islice(streams[0], 3)), next(streams[1])
-    assert torch.equal(torch.cat([f.actor['logp'][:-1] for f in pieces]), whole.actor['logp'][:-1])
+    actor = RecurrentPolicy.for_env(ENVS["lively"], hidden=(5,), memory=6, past=True, seed=1)
+    streams = [
+        iter(FragmentCollector(EnvStepper(ENVS["lively"], actor, 2, seed=3), n)) for n in (4, 12)
+    ]
+    pieces = list(islice(streams[0], 3))
+    whole = next(streams[1])
+    assert torch.equal(torch.cat([f.actor["logp"][:-1] for f in pieces]), whole.actor["logp"][:-1])
     assert torch.equal(pieces[0].hx, whole.hx) and not torch.equal(pieces[1].hx, whole.hx)
-    for s in streams: s.close()
+    for s in streams:
+        s.close()
 
 
 # ---- nothing of one episode reaches the next
 
+
 class Tale(Noted):
     "Episodes of three steps. What happens in the first one depends on `secret`; the others are always the same."
-    observation_space, action_space = Box(-9, 9, (2,)), Discrete(3)
+
+    observation_space = Box(-9, 9, (2,))
+    action_space = Discrete(3)
 
     def __init__(self, secret, limit):
         super().__init__()
-        self.secret, self.limit, self.episode = secret, limit, -1
+        self.secret = secret
+        self.limit = limit
+        self.episode = -1
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.episode, self.count = self.episode + 1, 0
+        self.episode = self.episode + 1
+        self.count = 0
         return self.look(), {}
 
-    def look(self): return np.array([self.count, 0 if self.episode or not self.count else self.secret], np.float32)
+    def look(self):
+        return np.array(
+            [self.count, 0 if self.episode or not self.count else self.secret], np.float32
+        )
 
     def step(self, action):
         self.count += 1
         over = self.count == 3
-        return self.look(), self.count if self.episode else self.secret * 7., over and not self.limit, over and self.limit, {}
+        return (
+            self.look(),
+            self.count if self.episode else self.secret * 7.0,
+            over and not self.limit,
+            over and self.limit,
+            {},
+        )
 
 
 class Echo(Actor):
     "Reports the previous action and reward that it is shown; its actions never repeat."
+
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
         return (obs[..., 0] + 1).long() % 3, (), dict(act=act, rew=rew)
 
@@ -232,31 +299,42 @@ def test_an_actor_is_not_shown_what_ended_the_episode_before():
     f = next(iter(FragmentCollector(EnvStepper(lambda: Tale(1, False), Echo(), 2), 9)))
     fin = f.state.fin
     assert fin.sum() == 8  # at rows 0, 3, 6, 9
-    for name, kept in (('act', f.state.act), ('rew', f.state.rew)):
+    for name, kept in (("act", f.state.act), ("rew", f.state.rew)):
         assert torch.equal(f.actor[name], kept.masked_fill(fin, 0))
-    assert (f.state.rew[3] == 7).all() and not (f.actor['rew'][3] == 7).any()
+    assert (f.state.rew[3] == 7).all() and not (f.actor["rew"][3] == 7).any()
 
 
-@pytest.mark.parametrize('limit', (False, True))
-@pytest.mark.parametrize('cell', CELLS)
+@pytest.mark.parametrize("limit", (False, True))
+@pytest.mark.parametrize("cell", CELLS)
 def test_nothing_of_one_episode_reaches_the_next(cell, limit):
     "If two streams differ only in the first episode, the actor does the same in both from the second episode on."
-    actor = RecurrentPolicy.for_env(lambda: Tale(0, limit), hidden=(5,), memory=6, cell=cell, past=True, seed=0)
-    for p in actor.head.parameters(): p.data.mul_(100)
-    a, b = (next(iter(FragmentCollector(EnvStepper(lambda s=s: Tale(s, limit), actor, 2, seed=0), 9))) for s in (1, -1))
-    assert (a.state.rew[3] != b.state.rew[3]).all()               # the fragment keeps the reward, which the learner needs
-    assert not torch.equal(a.actor['dist'][1:3], b.actor['dist'][1:3])
+    actor = RecurrentPolicy.for_env(
+        lambda: Tale(0, limit), hidden=(5,), memory=6, cell=cell, past=True, seed=0
+    )
+    for p in actor.head.parameters():
+        p.data.mul_(100)
+    a, b = (
+        next(iter(FragmentCollector(EnvStepper(lambda s=s: Tale(s, limit), actor, 2, seed=0), 9)))
+        for s in (1, -1)
+    )
+    assert (
+        a.state.rew[3] != b.state.rew[3]
+    ).all()  # the fragment keeps the reward, which the learner needs
+    assert not torch.equal(a.actor["dist"][1:3], b.actor["dist"][1:3])
     close(nested.getitem(a.actor, slice(3, None)), nested.getitem(b.actor, slice(3, None)), 0)
     with torch.no_grad():
         a, b = (actor.replay(f) for f in (a, b))
-        assert not torch.equal(a['dist'][1:3], b['dist'][1:3])
+        assert not torch.equal(a["dist"][1:3], b["dist"][1:3])
         close(nested.getitem(a, slice(3, None)), nested.getitem(b, slice(3, None)), 1e-6)
 
 
 @given(ends())
 @settings(deadline=None, max_examples=20)
 def test_without_past(fin):
-    act = dict(a=torch.randint(1, 9, fin.shape), b=(torch.randn(*fin.shape, 2) + 5, torch.ones(*fin.shape, 2, 3, dtype=torch.bool)))
+    act = dict(
+        a=torch.randint(1, 9, fin.shape),
+        b=(torch.randn(*fin.shape, 2) + 5, torch.ones(*fin.shape, 2, 3, dtype=torch.bool)),
+    )
     rew = torch.randn(fin.shape) + 9
     new_act, new_rew = without_past(act, rew, fin)
     for x, y in zip(nested.leaves((act, rew)), nested.leaves((new_act, new_rew))):
@@ -266,8 +344,16 @@ def test_without_past(fin):
 def test_no_action_is_not_action_zero():
     spaces = Box(-1, 1, (2,)), Discrete(3)
     policy = RecurrentPolicy.for_env(spaces, past=True, seed=0)
-    state = [torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, 2), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1)]
-    dists = [policy.step(*state, torch.tensor([[fin]]), hx=None, virtual=False)[2]['dist'] for fin in (False, True)]
+    state = [
+        torch.zeros(1, 1, dtype=torch.int64),
+        torch.ones(1, 1, 2),
+        torch.zeros(1, 1, dtype=torch.int64),
+        torch.zeros(1, 1),
+    ]
+    dists = [
+        policy.step(*state, torch.tensor([[fin]]), hx=None, virtual=False)[2]["dist"]
+        for fin in (False, True)
+    ]
     assert not torch.equal(*dists)
     blind = RecurrentPolicy.for_env(spaces, seed=0)
     assert blind.past_encoder is None and not blind.uses_past and policy.uses_past
@@ -275,61 +361,87 @@ def test_no_action_is_not_action_zero():
 
 # ---- with pipes and learners
 
-@pytest.mark.parametrize('policy', (RecurrentPolicy, MLPPolicy))
+
+@pytest.mark.parametrize("policy", (RecurrentPolicy, MLPPolicy))
 def test_noise_is_drawn_on_the_host_and_goes_where_the_policy_is(policy):
     spaces = Box(-1, 1, (2,)), Dict(a=Discrete(3), b=Box(-1, 1, (4,)))
     actor = policy.for_env(spaces)
     noise = [actor.draw_noise([1, 5], torch.Generator().manual_seed(0)) for _ in range(2)]
-    assert torch.equal(noise[0]['a'], noise[1]['a'])
-    actor.to('meta')
+    assert torch.equal(noise[0]["a"], noise[1]["a"])
+    actor.to("meta")
     noise = actor.draw_noise([1, 5], torch.Generator().manual_seed(0))
-    state = nested.map(lambda x: x.to('meta'), State(torch.zeros(1, 5, dtype=torch.int64), torch.ones(1, 5, 2),
-        dict(a=torch.zeros(1, 5, dtype=torch.int64), b=torch.zeros(1, 5, 4)), torch.zeros(1, 5), torch.ones(1, 5, dtype=torch.bool)))
+    state = nested.map(
+        lambda x: x.to("meta"),
+        State(
+            torch.zeros(1, 5, dtype=torch.int64),
+            torch.ones(1, 5, 2),
+            dict(a=torch.zeros(1, 5, dtype=torch.int64), b=torch.zeros(1, 5, 4)),
+            torch.zeros(1, 5),
+            torch.ones(1, 5, dtype=torch.bool),
+        ),
+    )
     act, hx, info = actor.step(*state, hx=None, virtual=False, noise=noise)
-    assert all(x.is_meta for x in nested.leaves((noise, act, hx, info))) and act['b'].shape == (1, 5, 4)
+    assert all(x.is_meta for x in nested.leaves((noise, act, hx, info))) and act["b"].shape == (
+        1,
+        5,
+        4,
+    )
 
 
-@pytest.mark.parametrize('cell', CELLS)
+@pytest.mark.parametrize("cell", CELLS)
 def test_training_evaluation_and_checkpoints(cell, tmp_path):
-    make = lambda seed: RecurrentPolicy.for_env(ENVS['lively'], hidden=(5,), memory=6, cell=cell, past=True, seed=seed)
-    actor, critic = make(0), Critic.for_env(ENVS['lively'], hidden=(5,), seed=0)
-    agent = TRPO(actor, critic, fvp_subsample=.5)
-    stream = iter(on_policy(ENVS['lively'], actor, critic, n_envs=4, n_steps=20, lanes=2, seed=0))
+    make = lambda seed: RecurrentPolicy.for_env(
+        ENVS["lively"], hidden=(5,), memory=6, cell=cell, past=True, seed=seed
+    )
+    actor = make(0)
+    critic = Critic.for_env(ENVS["lively"], hidden=(5,), seed=0)
+    agent = TRPO(actor, critic, fvp_subsample=0.5)
+    stream = iter(on_policy(ENVS["lively"], actor, critic, n_envs=4, n_steps=20, lanes=2, seed=0))
     for f in islice(stream, 3):
         before = [p.clone() for p in actor.memory.parameters()]
         metrics = agent.update(f)
-        assert metrics['accepted'] and 0 < metrics['kl'] <= agent.max_kl and metrics['surrogate_before'] < 1e-5
+        assert (
+            metrics["accepted"]
+            and 0 < metrics["kl"] <= agent.max_kl
+            and metrics["surrogate_before"] < 1e-5
+        )
         assert all(not torch.equal(p, q) for p, q in zip(before, actor.memory.parameters()))
     stream.close()
-    save_checkpoint(tmp_path / 'x', agent, {}, {})
-    other = TRPO(make(1), Critic.for_env(ENVS['lively'], hidden=(5,), seed=1))
-    other.load_state_dict(load_checkpoint(tmp_path / 'x').agent_state)
-    results = [evaluate(ENVS['lively'], x.actor, 5, seed=0) for x in (agent, other)]
+    save_checkpoint(tmp_path / "x", agent, {}, {})
+    other = TRPO(make(1), Critic.for_env(ENVS["lively"], hidden=(5,), seed=1))
+    other.load_state_dict(load_checkpoint(tmp_path / "x").agent_state)
+    results = [evaluate(ENVS["lively"], x.actor, 5, seed=0) for x in (agent, other)]
     assert np.array_equal(results[0].returns, results[1].returns)
 
 
 def test_a_critic_that_sees_the_memory_takes_any_encoder_whose_features_are_known():
-    critic = MemoryCritic(Box(-1, 1, (3,)), memory=2, hidden=(4,), encoder=lambda space: torch.nn.Linear(3, 5))
-    assert critic.net.n_in == 5 + 2 and critic(dict(obs=torch.zeros(6, 3), memory=torch.zeros(6, 2))).shape == (6,)
+    critic = MemoryCritic(
+        Box(-1, 1, (3,)), memory=2, hidden=(4,), encoder=lambda space: torch.nn.Linear(3, 5)
+    )
+    assert critic.net.n_in == 5 + 2 and critic(
+        dict(obs=torch.zeros(6, 3), memory=torch.zeros(6, 2))
+    ).shape == (6,)
 
 
-@pytest.mark.parametrize('sticky', (False, True))
+@pytest.mark.parametrize("sticky", (False, True))
 def test_a_critic_that_sees_the_memory(sticky):
     "The critic gets the memory of each row, at truncated ends the memory of that moment, and is trained on the same inputs."
-    env = ENVS['counting']
+    env = ENVS["counting"]
     actor = RecurrentPolicy.for_env(env, hidden=(5,), memory=6, report=True, seed=0)
     critic = MemoryCritic.for_env(env, memory=6, hidden=(5,), seed=0)
     agent = TRPO(actor, critic, critic_lr=1e-2)
-    stream = iter(on_policy(env, actor, critic, n_envs=4, n_steps=20, gamma=.9, sticky=sticky, seed=0))
+    stream = iter(
+        on_policy(env, actor, critic, n_envs=4, n_steps=20, gamma=0.9, sticky=sticky, seed=0)
+    )
     for k, f in enumerate(islice(stream, 3)):
         v = critic(critic.inputs(f.state.obs, f.actor)).detach()
-        ends = critic(dict(obs=f.final.obs, memory=f.final.actor['memory'])).detach()
+        ends = critic(dict(obs=f.final.obs, memory=f.final.actor["memory"])).detach()
         _, v_tp1 = values(f, critic)
         assert (len(ends) or not k) and torch.equal(v_tp1[f.final.t, f.final.b], ends)
-        delta = f.state.rew[1:] + .9 * v_tp1 * ~f.term[1:] - v[:-1]
+        delta = f.state.rew[1:] + 0.9 * v_tp1 * ~f.term[1:] - v[:-1]
         last = f.state.fin[1:] & f.valid  # the last step of its episode
         torch.testing.assert_close(f.adv[last], delta[last])
-        assert agent.update(f)['critic_loss'] > 0 and int(critic.ret_count) > 0
+        assert agent.update(f)["critic_loss"] > 0 and int(critic.ret_count) > 0
     stream.close()
     with pytest.raises(DataError, match=r"reports no memory.*report=True"):
         next(iter(on_policy(env, RecurrentPolicy.for_env(env), critic, n_envs=1, n_steps=5)))
@@ -342,8 +454,9 @@ def test_the_question_is_asked_after_the_delay():
     for t in range(4):
         obs, rew, term, trunc, _ = env.step(env.cue)
         shown.append(obs)
-        assert (rew, term, trunc) == ((1., True, False) if t == 3 else (0., False, False))
+        assert (rew, term, trunc) == ((1.0, True, False) if t == 3 else (0.0, False, False))
     assert np.argmax(shown, 1).tolist() == [1 + env.cue, 0, 0, 3, 0]
     env.reset()
-    for _ in range(3): env.step(0)
+    for _ in range(3):
+        env.step(0)
     assert env.step(1 - env.cue)[1] == -1

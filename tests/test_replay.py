@@ -1,4 +1,5 @@
 "Replay against a memory in the most naive Python: a list of steps, each of which knows its own two rows and who follows it."
+
 from functools import cache, partial
 from itertools import chain, islice, pairwise
 
@@ -14,8 +15,23 @@ from reference import assert_same, snapshot
 from toys import WORLDS, Constant, Counting, Lively, Memory, Plain, Shaky
 
 from rollpipe.pipes import (
-    DataError, EnvStepper, EpisodeCollector, Fragment, FragmentCollector, FragmentStacker, FrameStack, GraphError, Lanes, ObservationCast,
-    Pipe, Replay, ReplayMemory, find_one, nested, replayed, rollouts,
+    DataError,
+    EnvStepper,
+    EpisodeCollector,
+    Fragment,
+    FragmentCollector,
+    FragmentStacker,
+    FrameStack,
+    GraphError,
+    Lanes,
+    ObservationCast,
+    Pipe,
+    Replay,
+    ReplayMemory,
+    find_one,
+    nested,
+    replayed,
+    rollouts,
 )
 from rollpipe.pipes.data.fragment_ops import columns, join
 from rollpipe.pipes.invariants import check_alignment
@@ -37,35 +53,59 @@ def collected(world="plain", lane=0, n_envs=2, n_steps=4, n=12, sticky=None):
     return [f._replace(lane=torch.full((n_envs,), lane)) for f in islice(pipe, n)]
 
 
-def at(tree, *index): return snapshot(nested.map(lambda x: x[index], tree))
+def at(tree, *index):
+    return snapshot(nested.map(lambda x: x[index], tree))
 
 
 class Naive:
     "Steps in the order of their arrival."
-    def __init__(self, capacity): self.capacity, self.steps, self.ends, self.n = capacity, [], {}, 0
+
+    def __init__(self, capacity):
+        self.capacity = capacity
+        self.steps = []
+        self.ends = {}
+        self.n = 0
 
     def add(self, f):
         "`f` may be joined of lanes and of several fragments of a lane; in the order of `seq`, then of the columns."
-        whose = list(zip(f.seq.tolist(), range(f.n_envs))) if f.seq is not None else [(None, b) for b in range(f.n_envs)]
+        whose = (
+            list(zip(f.seq.tolist(), range(f.n_envs)))
+            if f.seq is not None
+            else [(None, b) for b in range(f.n_envs)]
+        )
         column = {}  # (lane, seq) -> columns so far
         for seq, b in sorted(whose, key=lambda x: x[0] or 0):
             lane = 0 if f.lane is None else int(f.lane[b])
             number = column[lane, seq] = column.get((lane, seq), -1) + 1
             self._column(f, b, (lane, number), seq)
-        self.steps = self.steps[-self.capacity:]
+        self.steps = self.steps[-self.capacity :]
 
     def _column(self, f, b, stream, seq):
         cuts = {int(t): k for k, (t, c) in enumerate(zip(f.final.t, f.final.b)) if c == b}
-        end, begins = self.ends.get(stream), int(f.state.stepno[0, b])
-        before = end[0] if end and seq is not None and end[1] == seq - 1 and end[2] == begins else None
+        end = self.ends.get(stream)
+        begins = int(f.state.stepno[0, b])
+        before = (
+            end[0] if end and seq is not None and end[1] == seq - 1 and end[2] == begins else None
+        )
         for t in range(f.n_steps):
             row = lambda t: dict(state=at(f.state, t, b), term=at(f.term, t, b))
-            step = dict(serial=self.n, row=row(t), ahead=row(t + 1), actor=at(f.actor, t, b), env=at(f.env, t, b), then=None,
-                        who=at((f.lane, f.seq, f.version), b), hx=snapshot(nested.map(lambda x: x[:, b], f.hx)) if t == 0 else None,
-                        final=(at(f.final.obs, cuts[t]), at(f.final.actor, cuts[t])) if t in cuts else None, valid=bool(f.valid[t, b]))
-            if before: before["then"] = step
+            step = dict(
+                serial=self.n,
+                row=row(t),
+                ahead=row(t + 1),
+                actor=at(f.actor, t, b),
+                env=at(f.env, t, b),
+                then=None,
+                who=at((f.lane, f.seq, f.version), b),
+                hx=snapshot(nested.map(lambda x: x[:, b], f.hx)) if t == 0 else None,
+                final=(at(f.final.obs, cuts[t]), at(f.final.actor, cuts[t])) if t in cuts else None,
+                valid=bool(f.valid[t, b]),
+            )
+            if before:
+                before["then"] = step
             self.steps.append(step)
-            before, self.n = step, self.n + 1
+            before = step
+            self.n = self.n + 1
         self.ends[stream] = before, seq, int(f.state.stepno[-1, b])
 
     def segments(self, length, stored):
@@ -73,9 +113,15 @@ class Naive:
         found = {}
         for step in self.steps:
             steps = [step]
-            while steps[-1] and len(steps) < length: steps.append(steps[-1]["then"])
-            counts = any(s and s["valid"] for s in steps) and step["hx"] is not None if stored else step["valid"]
-            if steps[-1] and counts: found[step["serial"]] = steps
+            while steps[-1] and len(steps) < length:
+                steps.append(steps[-1]["then"])
+            counts = (
+                any(s and s["valid"] for s in steps) and step["hx"] is not None
+                if stored
+                else step["valid"]
+            )
+            if steps[-1] and counts:
+                found[step["serial"]] = steps
         return found
 
 
@@ -83,15 +129,24 @@ def check_column(fragment, i, steps, zero_state):
     "Column `i` of a sample is the segment `steps`."
     states = nested.stack([s["row"] for s in steps] + [steps[-1]["ahead"]])
     assert_same(at(dict(state=fragment.state, term=fragment.term), slice(None), i), states)
-    assert_same(at(nested.map(lambda x: x[:-1], fragment.actor), slice(None), i), nested.stack([s["actor"] for s in steps]))
-    assert_same(at((fragment.env, fragment.valid), slice(None), i), nested.stack([(s["env"], np.bool_(s["valid"])) for s in steps]))
+    assert_same(
+        at(nested.map(lambda x: x[:-1], fragment.actor), slice(None), i),
+        nested.stack([s["actor"] for s in steps]),
+    )
+    assert_same(
+        at((fragment.env, fragment.valid), slice(None), i),
+        nested.stack([(s["env"], np.bool_(s["valid"])) for s in steps]),
+    )
     assert_same(at((fragment.lane, fragment.seq, fragment.version), i), steps[0]["who"])
     ends = {int(t): k for k, (t, b) in enumerate(zip(fragment.final.t, fragment.final.b)) if b == i}
     assert sorted(ends) == [t for t, s in enumerate(steps) if s["final"] is not None]
-    for t, k in ends.items(): assert_same(at((fragment.final.obs, fragment.final.actor), k), steps[t]["final"])
+    for t, k in ends.items():
+        assert_same(at((fragment.final.obs, fragment.final.actor), k), steps[t]["final"])
     hx = nested.map(lambda x: x[:, i], fragment.hx)
-    if zero_state: assert all(not x.any() for x in nested.leaves(hx))
-    else: assert_same(snapshot(hx), steps[0]["hx"] if steps[0]["hx"] is not None else ())
+    if zero_state:
+        assert all(not x.any() for x in nested.leaves(hx))
+    else:
+        assert_same(snapshot(hx), steps[0]["hx"] if steps[0]["hx"] is not None else ())
 
 
 def check(memory, naive):
@@ -99,43 +154,60 @@ def check(memory, naive):
     stored = memory.store.keep_hx
     segments = naive.segments(memory.length, stored)
     if not segments:
-        with pytest.raises(DataError, match="nothing to sample from"): memory.sample(1)
+        with pytest.raises(DataError, match="nothing to sample from"):
+            memory.sample(1)
         return
     fragment, weight, index = memory.sample(30 * len(segments))
-    assert fragment.n_steps == memory.length and fragment.n_envs == len(weight) == len(index) == 30 * len(segments)
+    assert fragment.n_steps == memory.length and fragment.n_envs == len(weight) == len(
+        index
+    ) == 30 * len(segments)
     assert (weight.dtype, index.dtype) == (torch.float32, torch.int64) and weight.max() == 1
     assert set(index.tolist()) == set(segments)
     check_alignment(fragment)
     first = {serial: i for i, serial in reversed(list(enumerate(index.tolist())))}
-    for serial, i in islice(first.items(), 12): check_column(fragment, i, segments[serial], not stored)
+    for serial, i in islice(first.items(), 12):
+        check_column(fragment, i, segments[serial], not stored)
 
 
 @st.composite
 def arrivals(draw):
     "World, options of the memory, and lists of fragments that arrive joined."
     world = draw(st.sampled_from(list(WORLDS)))
-    n_steps, n_lanes, sticky = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.booleans())
+    n_steps = draw(st.integers(1, 5))
+    n_lanes = draw(st.integers(1, 3))
+    sticky = draw(st.booleans())
     zero = draw(st.booleans())
     length = draw(st.integers(1 if world == "plain" or zero else n_steps, n_steps + 4))
     n_envs = [1 + lane % 2 for lane in range(n_lanes)]
-    lanes = [collected(world, lane, n_envs[lane], n_steps, 8, n_steps if sticky else None) for lane in range(n_lanes)]
-    position, groups = [0] * n_lanes, []
+    lanes = [
+        collected(world, lane, n_envs[lane], n_steps, 8, n_steps if sticky else None)
+        for lane in range(n_lanes)
+    ]
+    position = [0] * n_lanes
+    groups = []
     for _ in range(draw(st.integers(1, 10))):
         group = []
         for lane in draw(st.lists(st.integers(0, n_lanes - 1), min_size=1, max_size=3)):
-            if draw(st.integers(0, 9)) == 0: position[lane] = draw(st.integers(0, 7))  # a gap, or a new beginning
+            if draw(st.integers(0, 9)) == 0:
+                position[lane] = draw(st.integers(0, 7))  # a gap, or a new beginning
             group.append(lanes[lane][position[lane] % 8])
             position[lane] += 1
-        if len({(int(f.lane[0]), int(f.seq[0])) for f in group}) == len(group): groups.append(group)
-    capacity = draw(st.integers(max([length] + [sum(f.valid.numel() for f in g) for g in groups]), 90))
-    return dict(capacity=capacity, length=length, zero_state=zero, prioritized=draw(st.booleans()), seed=0), groups
+        if len({(int(f.lane[0]), int(f.seq[0])) for f in group}) == len(group):
+            groups.append(group)
+    capacity = draw(
+        st.integers(max([length] + [sum(f.valid.numel() for f in g) for g in groups]), 90)
+    )
+    return dict(
+        capacity=capacity, length=length, zero_state=zero, prioritized=draw(st.booleans()), seed=0
+    ), groups
 
 
 @settings(deadline=None, max_examples=40)
 @given(arrivals())
 def test_it_is_the_naive_memory(case):
     options, groups = case
-    memory, naive = ReplayMemory(**options), Naive(options["capacity"])
+    memory = ReplayMemory(**options)
+    naive = Naive(options["capacity"])
     for group in groups:
         memory.add(join(group))
         naive.add(join(group))
@@ -144,8 +216,11 @@ def test_it_is_the_naive_memory(case):
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_episodes_of_any_length(length):
-    pipe = EpisodeCollector(EnvStepper(partial(Counting, EPISODES), Plain(), 2, seed=0, terminal_obs=True))
-    memory, naive = ReplayMemory(23, length=length, seed=0), Naive(23)
+    pipe = EpisodeCollector(
+        EnvStepper(partial(Counting, EPISODES), Plain(), 2, seed=0, terminal_obs=True)
+    )
+    memory = ReplayMemory(23, length=length, seed=0)
+    naive = Naive(23)
     for f in chain.from_iterable(islice(pipe, 14)):
         memory.add(f)
         naive.add(f)
@@ -153,7 +228,8 @@ def test_episodes_of_any_length(length):
 
 
 def test_fragments_without_provenance_stand_alone():
-    memory, naive = ReplayMemory(100, length=3, seed=0), Naive(100)
+    memory = ReplayMemory(100, length=3, seed=0)
+    naive = Naive(100)
     for f in collected():
         f = f._replace(lane=None, seq=None, version=None)
         memory.add(f)
@@ -168,24 +244,38 @@ def test_columns_of_other_environments_do_not_follow_though_their_numbers_do(swa
     makes = [partial(Counting, [(9, "term")], tag=tag) for tag in (0, 1)]
     first, second = islice(FragmentCollector(EnvStepper(makes, Plain(), seed=0), 3), 2)
     memory = ReplayMemory(100, length=3, seed=0)
-    for f in first, (columns(second, torch.tensor([1, 0])) if swapped else second): memory.add(f)
+    for f in first, (columns(second, torch.tensor([1, 0])) if swapped else second):
+        memory.add(f)
     sample = memory.sample(200).fragment
     assert (sample.state.obs[:, :, 0] == sample.state.obs[0, :, 0]).all()
-    assert (sample.state.stepno[0] == 1).any() != swapped      # the segment of steps 1, 2 and 3 lies across the border
+    assert (
+        sample.state.stepno[0] == 1
+    ).any() != swapped  # the segment of steps 1, 2 and 3 lies across the border
 
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_fragments_made_of_steps_keep_what_led_to_their_borders(length):
     "`from_steps` knows no action, reward or termination before row 0. The fragment before does."
+
     def part(k, over=False):
         "Steps 2 k and 2 k + 1: step `t` is at `t`, takes action `t + 1`, and is paid `10 t`; the last one may terminate."
-        t, ends = torch.arange(2 * k, 2 * k + 3.), torch.tensor([[False], [over]])
-        return Fragment.from_steps(t[:, None, None], t[:2, None].long() + 1, 10 * t[:2, None], ends, stepno=2 * k % 6,
-                                   lane=torch.tensor([0]), seq=torch.tensor([k]))
+        t = torch.arange(2 * k, 2 * k + 3.0)
+        ends = torch.tensor([[False], [over]])
+        return Fragment.from_steps(
+            t[:, None, None],
+            t[:2, None].long() + 1,
+            10 * t[:2, None],
+            ends,
+            stepno=2 * k % 6,
+            lane=torch.tensor([0]),
+            seq=torch.tensor([k]),
+        )
+
     memory = ReplayMemory(6, length=length, seed=0)
     for k in range(5):
         memory.add(part(k, over=k == 2))
-        if not k: continue
+        if not k:
+            continue
         f = memory.sample(100).fragment
         at = f.state.obs[:-1, :, 0]
         assert len({*at[0].tolist()}) == min(6, 2 * k + 2) + 1 - length
@@ -196,9 +286,11 @@ def test_fragments_made_of_steps_keep_what_led_to_their_borders(length):
 def test_advantages_are_kept_if_there_are_any():
     f = collected()[0]
     memory = ReplayMemory(100, seed=0)
-    memory.add(f._replace(adv=torch.arange(8.).view(4, 2), ret=torch.zeros(4, 2)))
+    memory.add(f._replace(adv=torch.arange(8.0).view(4, 2), ret=torch.zeros(4, 2)))
     sample = memory.sample(50)
-    assert torch.equal(sample.fragment.adv[0], (sample.index % 4 * 2 + sample.index // 4).float()) and sample.fragment.ret.shape == (1, 50)
+    assert torch.equal(
+        sample.fragment.adv[0], (sample.index % 4 * 2 + sample.index // 4).float()
+    ) and sample.fragment.ret.shape == (1, 50)
 
 
 def test_the_capacity_is_exact_and_the_oldest_go_first():
@@ -208,7 +300,8 @@ def test_the_capacity_is_exact_and_the_oldest_go_first():
         assert len(memory) == min(21, 8 * k)
     assert set(memory.sample(2000).index.tolist()) == set(range(96 - 21, 96))
     memory = ReplayMemory(8)
-    for f in collected()[:3]: memory.add(f)
+    for f in collected()[:3]:
+        memory.add(f)
     assert len(memory) == 8
 
 
@@ -220,16 +313,18 @@ def test_an_observation_is_stored_once():
         store = memory.store
         assert len(store.records) == 30 and store.links.look_ahead.n_used == 2
         assert store.hxs.n_used <= 30 // 4 + 1
-        assert store.finals.n_used == (store.records["final"][:store.ring.n_filled] >= 0).sum()
+        assert store.finals.n_used == (store.records["final"][: store.ring.n_filled] >= 0).sum()
     assert len(memory.store.links.look_ahead.records) == 16  # it did not grow
 
 
 def test_a_sample_is_a_copy():
     memory = ReplayMemory(16, seed=0)
-    for f in collected()[:2]: memory.add(f)
+    for f in collected()[:2]:
+        memory.add(f)
     sample = memory.sample(20)
     before = snapshot(sample)
-    for f in collected(): memory.add(f)
+    for f in collected():
+        memory.add(f)
     memory.sample(20)
     assert_same(snapshot(sample), before)
 
@@ -249,14 +344,20 @@ def test_any_dtype(dtype):
 
 # --- what it is made of
 
+
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=6))
 def test_a_ring_keeps_the_newest(capacity, arrivals):
-    ring, slots, n = Ring(capacity), {}, 0     # slot -> serial number
+    # slot -> serial number
+    ring = Ring(capacity)
+    slots = {}
+    n = 0
     for more in (min(k, capacity) for k in arrivals):
         serial, replaced = ring.take(more)
         assert serial.tolist() == list(range(n, n + more))
-        assert replaced.tolist() == [i % capacity for i in range(n, n + more) if i % capacity in slots]
+        assert replaced.tolist() == [
+            i % capacity for i in range(n, n + more) if i % capacity in slots
+        ]
         slots.update({i % capacity: i for i in range(n, n + more)})
         n += more
         assert ring.n_filled == len(slots) and ring.oldest == min(slots.values(), default=0)
@@ -268,7 +369,9 @@ def test_a_ring_keeps_the_newest(capacity, arrivals):
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8))
 def test_a_side_table_is_a_dict_with_numbers_of_its_own(changes):
-    table, known, n = SideTable(np.int64), {}, 0
+    table = SideTable(np.int64)
+    known = {}
+    n = 0
     for more, fewer in changes:
         numbers = table.put(np.arange(n, n + more))
         assert not known.keys() & set(numbers.tolist())
@@ -276,18 +379,23 @@ def test_a_side_table_is_a_dict_with_numbers_of_its_own(changes):
         n += more
         gone = list(known)[:fewer]
         table.release(np.array(gone, np.int64))
-        for number in gone: del known[number]
-        assert table.n_used == len(known) and [table.records[k] for k in known] == list(known.values())
+        for number in gone:
+            del known[number]
+        assert table.n_used == len(known) and [table.records[k] for k in known] == list(
+            known.values()
+        )
 
 
 @settings(deadline=None, max_examples=50)
 @given(fragments(), st.data())
 def test_what_is_packed_comes_out_again(f, data):
     "In any order of the environments, with nested leaves, final rows and recurrent states."
-    layout, order = FragmentLayout(unbatched(f)), np.array(data.draw(st.permutations(range(f.n_envs))))
+    layout = FragmentLayout(unbatched(f))
+    order = np.array(data.draw(st.permutations(range(f.n_envs))))
     records = layout.pack(f, order)
     place = np.argsort(order)[f.final.b.numpy()], f.final.t.numpy()
-    records["final"][place], records["hx"][:, 0] = np.arange(len(f.final.t)), np.arange(f.n_envs)
+    records["final"][place] = np.arange(len(f.final.t))
+    records["hx"][:, 0] = np.arange(f.n_envs)
     back = layout.unpack(records.T, layout.pack_final(f), layout.pack_hx(f, order))
     expected = columns(f, torch.from_numpy(order))
     by_time = np.lexsort((expected.final.b, expected.final.t))
@@ -296,27 +404,34 @@ def test_what_is_packed_comes_out_again(f, data):
 
 # --- what is drawn
 
+
 def chi_square(counts, expected):
     "How far counts are from what was expected, in standard deviations of the chi-square statistic."
     k = len(counts) - 1
-    return (((counts - expected) ** 2 / expected).sum() - k) / (2 * k) ** .5
+    return (((counts - expected) ** 2 / expected).sum() - k) / (2 * k) ** 0.5
 
 
 @pytest.mark.parametrize("sticky", [False, True])
 def test_all_segments_are_equally_likely(sticky):
     memory = ReplayMemory(1000, seed=0)
     fragments = collected(n_steps=8, n=12, sticky=8) if sticky else collected()
-    for f in fragments: memory.add(f)
+    for f in fragments:
+        memory.add(f)
     counts = np.bincount(memory.sample(40_000).index, minlength=memory.store.ring.next_serial)
     possible = np.concatenate([f.valid.T.flatten().numpy() for f in fragments])
-    assert possible.sum() == len(memory) and not counts[~possible].any() and (not sticky or 2 * len(memory) < len(possible))
+    assert (
+        possible.sum() == len(memory)
+        and not counts[~possible].any()
+        and (not sticky or 2 * len(memory) < len(possible))
+    )
     assert abs(chi_square(counts[possible], 40_000 / possible.sum())) < 4
 
 
-@pytest.mark.parametrize("alpha", [0., .6, 1.])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
 def test_priorities_decide_how_often(alpha):
-    memory = ReplayMemory(1000, prioritized=True, alpha=alpha, beta=.7, seed=0)
-    for f in collected(): memory.add(f)
+    memory = ReplayMemory(1000, prioritized=True, alpha=alpha, beta=0.7, seed=0)
+    for f in collected():
+        memory.add(f)
     error = torch.rand(96, generator=torch.Generator().manual_seed(0)) * 3
     memory.prioritize(torch.arange(96), error)
     share = (error.double().numpy() + 1e-6) ** alpha
@@ -325,67 +440,80 @@ def test_priorities_decide_how_often(alpha):
     for _ in range(400):
         _, weight, index = memory.sample(100)
         counts += np.bincount(index, minlength=96)
-        expected = (96 * share[index]) ** -.7
+        expected = (96 * share[index]) ** -0.7
         np.testing.assert_allclose(weight, expected / expected.max(), rtol=1e-5)
     assert chi_square(counts, 40_000 * share) < 4  # strata: closer than chance
-    assert counts.max() - 40_000 * share.max() < 4 * (40_000 * share.max()) ** .5
+    assert counts.max() - 40_000 * share.max() < 4 * (40_000 * share.max()) ** 0.5
 
 
 def test_new_segments_have_the_greatest_priority_so_far():
-    memory = ReplayMemory(1000, prioritized=True, alpha=.5, seed=0)
+    memory = ReplayMemory(1000, prioritized=True, alpha=0.5, seed=0)
     first, second, third = collected()[:3]
     memory.add(first)
-    assert memory.sampler.tree[np.arange(8)].tolist() == [1.] * 8
-    memory.prioritize(np.arange(8), np.arange(8.))
+    assert memory.sampler.tree[np.arange(8)].tolist() == [1.0] * 8
+    memory.prioritize(np.arange(8), np.arange(8.0))
     memory.add(second)
     memory.prioritize(np.arange(8), np.zeros(8))
     memory.add(third)
-    np.testing.assert_allclose(memory.sampler.tree[np.arange(8, 24)], 7 ** .5, rtol=1e-6)
+    np.testing.assert_allclose(memory.sampler.tree[np.arange(8, 24)], 7**0.5, rtol=1e-6)
     np.testing.assert_allclose(memory.sampler.tree[np.arange(8)], 1e-3, rtol=1e-6)
 
 
 def test_priorities_of_what_is_gone_are_left_out():
-    memory = ReplayMemory(16, prioritized=True, alpha=1., seed=0)
-    for f in collected()[:2]: memory.add(f)
+    memory = ReplayMemory(16, prioritized=True, alpha=1.0, seed=0)
+    for f in collected()[:2]:
+        memory.add(f)
     index = memory.sample(200).index
     memory.add(collected()[2])
-    memory.prioritize(index, torch.full((200,), 5.))
-    assert memory.sampler.tree[np.arange(8)].tolist() == [1.] * 8  # new steps, in the slots of old ones
+    memory.prioritize(index, torch.full((200,), 5.0))
+    assert (
+        memory.sampler.tree[np.arange(8)].tolist() == [1.0] * 8
+    )  # new steps, in the slots of old ones
     np.testing.assert_allclose(memory.sampler.tree[np.arange(8, 16)], 5, rtol=1e-6)
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.integers(1, 70), st.integers(0, 2 ** 32 - 1))
+@given(st.integers(1, 70), st.integers(0, 2**32 - 1))
 def test_sum_tree(size, seed):
     rng = np.random.default_rng(seed)
-    tree, priority = SumTree(size), np.zeros(size)
+    tree = SumTree(size)
+    priority = np.zeros(size)
     for _ in range(5):
         index = rng.integers(size, size=rng.integers(1, 200))
         value = rng.integers(0, 9, size=len(index)) / 8  # sums without rounding
         tree[index] = value
-        for i, x in zip(index, value): priority[i] = x
+        for i, x in zip(index, value):
+            priority[i] = x
         assert tree.total == priority.sum()
         np.testing.assert_array_equal(tree[np.arange(size)], priority)
-        if tree.total == 0: continue
+        if tree.total == 0:
+            continue
         sums = rng.integers(0, int(8 * tree.total), size=40) / 8
-        np.testing.assert_array_equal(tree.find(sums), np.searchsorted(priority.cumsum(), sums, side="right"))
+        np.testing.assert_array_equal(
+            tree.find(sums), np.searchsorted(priority.cumsum(), sums, side="right")
+        )
 
 
 def test_a_sum_beyond_all_priorities_by_rounding_finds_one_of_them():
     tree = SumTree(5)
-    tree[np.arange(5)] = [.1, .2, .3, 1e-6, 1e-6]
+    tree[np.arange(5)] = [0.1, 0.2, 0.3, 1e-6, 1e-6]
     assert (tree.find(np.full(3, tree.total * (1 + 1e-15))) == 4).all()
 
 
-@pytest.mark.parametrize("options", [{}, dict(prioritized=True), dict(length=4), dict(prioritized=True, length=4)])
+@pytest.mark.parametrize(
+    "options", [{}, dict(prioritized=True), dict(length=4), dict(prioritized=True, length=4)]
+)
 def test_a_seed_fixes_the_samples(options, tmp_path):
     def drawn(seed, path=None):
-        memory, samples = ReplayMemory(50, seed=seed, path=path, **options), []
+        memory = ReplayMemory(50, seed=seed, path=path, **options)
+        samples = []
         for f in collected("memory" if "length" in options else "plain"):
             memory.add(f)
             samples.append(memory.sample(7))
-            if memory.prioritized: memory.prioritize(samples[-1].index, samples[-1].index % 5)
+            if memory.prioritized:
+                memory.prioritize(samples[-1].index, samples[-1].index % 5)
         return [snapshot(x) for x in samples]
+
     assert_same(drawn(3), drawn(3))
     assert_same(drawn(3), drawn(3, tmp_path))
     assert any((a.index != b.index).any() for a, b in zip(drawn(3), drawn(4)))
@@ -393,41 +521,65 @@ def test_a_seed_fixes_the_samples(options, tmp_path):
 
 def test_mapped_to_a_file(tmp_path):
     memory, again = (ReplayMemory(50, seed=0, path=tmp_path / "new" / "folder") for _ in range(2))
-    for f in collected()[:3]: memory.add(f)
+    for f in collected()[:3]:
+        memory.add(f)
     assert [p.name for p in (tmp_path / "new" / "folder").iterdir()] == ["steps.npy"]
     rows = np.load(tmp_path / "new" / "folder" / "steps.npy", mmap_mode="r", allow_pickle=False)
     expected = torch.cat([f.state.obs[:-1, b] for f in collected()[:3] for b in range(2)])
     np.testing.assert_array_equal(rows["fragment.state.obs"][:24], expected)
     memory.close()
-    again.add(collected()[0])  # a second one in the same folder takes the place of the first, which goes on
+    again.add(
+        collected()[0]
+    )  # a second one in the same folder takes the place of the first, which goes on
     assert len(np.unique(memory.sample(500).index)) == 24
 
 
 # --- the pipe
 
-def options(**kwargs): return {**dict(n_envs=2, n_steps=4, lanes=2, seed=0, capacity=200, batch_size=5, warmup=30, n_batches=3), **kwargs}
+
+def options(**kwargs):
+    return {
+        **dict(
+            n_envs=2, n_steps=4, lanes=2, seed=0, capacity=200, batch_size=5, warmup=30, n_batches=3
+        ),
+        **kwargs,
+    }
 
 
 def test_the_recipe_is_the_pipeline_built_by_hand():
     recipe = replayed(Counting, Plain(), **options(prioritized=True))
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain(), 2, terminal_obs=True), 4), 2, 0)
-    pipe = Replay(FragmentStacker(pipe, 2), 200, 5, 3, 30, prioritized=True, seed=find_one(recipe, Replay).seed)
+    pipe = Replay(
+        FragmentStacker(pipe, 2),
+        200,
+        5,
+        3,
+        30,
+        prioritized=True,
+        seed=find_one(recipe, Replay).seed,
+    )
     for k, (a, b) in enumerate(islice(zip(recipe, pipe), 4)):
         assert_same(snapshot(a.fresh), snapshot(b.fresh))
         samples = list(a.samples)
         assert len(samples) == (0 if k == 0 else 3) and list(a.samples) == []
         assert_same([snapshot(x) for x in samples], [snapshot(x) for x in b.samples])
         assert len(a.memory) == 16 * (k + 1)
-    for a, f in islice(zip(recipe, rollouts(Counting, Plain(), n_envs=2, n_steps=4, lanes=2, seed=0, terminal_obs=True)), 3):
+    for a, f in islice(
+        zip(
+            recipe,
+            rollouts(Counting, Plain(), n_envs=2, n_steps=4, lanes=2, seed=0, terminal_obs=True),
+        ),
+        3,
+    ):
         assert_same(snapshot(a.fresh), snapshot(f))
 
 
 def test_samples_are_drawn_when_they_are_asked_for():
     "So the second one knows the priorities that were set after the first."
-    pipe = replayed(Counting, Plain(), **options(prioritized=True, warmup=16, alpha=1.))
+    pipe = replayed(Counting, Plain(), **options(prioritized=True, warmup=16, alpha=1.0))
     item = next(iter(pipe))
     index = next(item.samples).index
-    item.memory.prioritize(np.arange(16), np.where(np.arange(16) == 3, 1e9, 0.))
+    item.memory.prioritize(np.arange(16), np.where(np.arange(16) == 3, 1e9, 0.0))
     assert next(item.samples).index.tolist() == [3] * 5 and len(index) == 5
 
 
@@ -436,64 +588,104 @@ def test_each_iteration_begins_anew_and_the_seed_fixes_it():
     run = lambda pipe: [snapshot((x.fresh, list(x.samples))) for x in islice(pipe, 4)]
     first = run(pipe)
     assert_same(first, run(pipe))
-    with DataLoader2(pipe) as loader: assert_same(first, run(loader))
+    with DataLoader2(pipe) as loader:
+        assert_same(first, run(loader))
     assert [len(x) for _, x in first] == [0, 3, 3, 3]
 
 
 class Drawn(Pipe):
     "The fragments of the samples."
+
     def stream(self, items):
         for item in items:
-            for sample in item.samples: yield sample.fragment
+            for sample in item.samples:
+                yield sample.fragment
 
-    def not_kept(self): return "it yields several fragments for an item"
+    def not_kept(self):
+        return "it yields several fragments for an item"
 
 
 @pytest.mark.parametrize("length", [1, 5])
 def test_the_contract_of_pipes(length):
-    check_pipe(lambda: Drawn(replayed(partial(Counting, EPISODES), Memory(), **options(length=length, zero_state=True))), n_items=6)
+    check_pipe(
+        lambda: Drawn(
+            replayed(
+                partial(Counting, EPISODES), Memory(), **options(length=length, zero_state=True)
+            )
+        ),
+        n_items=6,
+    )
 
 
 def test_edits_of_the_recipe():
-    edits = [FragmentStacker.inserter(before=Replay, n=2), Replay.replacer(Replay, capacity=64, warmup=0, batch_size=9)]
+    edits = [
+        FragmentStacker.inserter(before=Replay, n=2),
+        Replay.replacer(Replay, capacity=64, warmup=0, batch_size=9),
+    ]
     pipe = replayed(Counting, Plain(), **options(), edits=edits)
     item = next(iter(pipe))
-    assert item.fresh.n_envs == 8 and [x.fragment.n_envs for x in item.samples] == [9] and item.memory.capacity == 64
+    assert (
+        item.fresh.n_envs == 8
+        and [x.fragment.n_envs for x in item.samples] == [9]
+        and item.memory.capacity == 64
+    )
 
 
 def test_sizes_may_be_integers_of_numpy():
     pipe = FragmentCollector(EnvStepper(Counting, Plain()), 4)
-    sizes = dict(capacity=np.int32(100), batch_size=np.int64(3), warmup=np.uint8(4), length=np.int16(2))
+    sizes = dict(
+        capacity=np.int32(100), batch_size=np.int64(3), warmup=np.uint8(4), length=np.int16(2)
+    )
     item = next(iter(replay := Replay(pipe, prioritized=True, **sizes)))
-    assert [x.fragment.valid.shape for x in item.samples] == [(2, 3)] and {type(getattr(replay, name)) for name in sizes} == {int}
+    assert [x.fragment.valid.shape for x in item.samples] == [(2, 3)] and {
+        type(getattr(replay, name)) for name in sizes
+    } == {int}
 
 
 # --- mistakes
 
-@pytest.mark.parametrize("kwargs, text", [
-    (dict(capacity=0), "capacity >= 1"), (dict(capacity=1.5), "capacity >= 1"), (dict(length=0), "length >= 1"),
-    (dict(length=101), "capacity >= length=101"), (dict(alpha=-1), "0 <= alpha <= 1"), (dict(beta=2), "0 <= beta <= 1"),
-])
+
+@pytest.mark.parametrize(
+    "kwargs, text",
+    [
+        (dict(capacity=0), "capacity >= 1"),
+        (dict(capacity=1.5), "capacity >= 1"),
+        (dict(length=0), "length >= 1"),
+        (dict(length=101), "capacity >= length=101"),
+        (dict(alpha=-1), "0 <= alpha <= 1"),
+        (dict(beta=2), "0 <= beta <= 1"),
+    ],
+)
 def test_options_out_of_range(kwargs, text):
-    with pytest.raises(DataError, match=f"ReplayMemory.*{text}"): ReplayMemory(**{"capacity": 100, **kwargs})
+    with pytest.raises(DataError, match=f"ReplayMemory.*{text}"):
+        ReplayMemory(**{"capacity": 100, **kwargs})
     pipe = FragmentCollector(EnvStepper(Counting, Plain()), 4)
-    with pytest.raises(DataError, match=text): Replay(pipe, **{"capacity": 100, "warmup": 0, **kwargs})
+    with pytest.raises(DataError, match=text):
+        Replay(pipe, **{"capacity": 100, "warmup": 0, **kwargs})
 
 
-@pytest.mark.parametrize("kwargs, text", [
-    (dict(batch_size=0), "batch_size >= 1"), (dict(n_batches=-1), "n_batches >= 0"), (dict(warmup=-1), "warmup >= 0"),
-    (dict(warmup=101), "warmup <= capacity=100"),
-])
+@pytest.mark.parametrize(
+    "kwargs, text",
+    [
+        (dict(batch_size=0), "batch_size >= 1"),
+        (dict(n_batches=-1), "n_batches >= 0"),
+        (dict(warmup=-1), "warmup >= 0"),
+        (dict(warmup=101), "warmup <= capacity=100"),
+    ],
+)
 def test_options_of_the_pipe_out_of_range(kwargs, text):
     pipe = FragmentCollector(EnvStepper(Counting, Plain()), 4)
-    with pytest.raises(DataError, match=f"Replay.*{text}"): Replay(pipe, **{"capacity": 100, "warmup": 0, **kwargs})
+    with pytest.raises(DataError, match=f"Replay.*{text}"):
+        Replay(pipe, **{"capacity": 100, "warmup": 0, **kwargs})
 
 
 def test_what_does_not_fit():
     f = collected()[0]
     memory = ReplayMemory(100, seed=0)
-    with pytest.raises(DataError, match="nothing to sample"): memory.sample(1)
-    with pytest.raises(DataError, match="Fragment.*Tick|wanted here"): memory.add("fragment")
+    with pytest.raises(DataError, match="nothing to sample"):
+        memory.sample(1)
+    with pytest.raises(DataError, match="Fragment.*Tick|wanted here"):
+        memory.add("fragment")
     memory.add(f)
     with pytest.raises(DataError, match=r"ReplayMemory, leaf fragment\.state\.obs: wrong dtype"):
         memory.add(f._replace(state=f.state._replace(obs=f.state.obs.double())))
@@ -501,58 +693,78 @@ def test_what_does_not_fit():
         memory.add(f._replace(actor={**f.actor, "obs": f.actor["obs"][..., :2]}))
     with pytest.raises(DataError, match=r"missing fragment\.env\['parts'\]\['half'\]"):
         memory.add(f._replace(env={**f.env, "parts": {"at": f.env["parts"]["at"]}}))
-    with pytest.raises(DataError, match="at most 7 steps.*8"): ReplayMemory(7).add(f)
-    with pytest.raises(DataError, match="n >= 1"): memory.sample(0)
+    with pytest.raises(DataError, match="at most 7 steps.*8"):
+        ReplayMemory(7).add(f)
+    with pytest.raises(DataError, match="n >= 1"):
+        memory.sample(0)
     assert len(memory) == 8 and len(memory.sample(3).index) == 3
 
 
 def test_a_recurrent_state_must_be_known():
     f = collected("memory")[0]
-    with pytest.raises(DataError, match="length >= n_steps=4, or zero_state.*length=3"): ReplayMemory(100, length=3).add(f)
+    with pytest.raises(DataError, match="length >= n_steps=4, or zero_state.*length=3"):
+        ReplayMemory(100, length=3).add(f)
 
 
 class Pixels(Counting):
     observation_space = Box(0, 255, (2, 2), np.uint8)
-    def look(self): return np.full((2, 2), self.count, np.uint8)
+
+    def look(self):
+        return np.full((2, 2), self.count, np.uint8)
 
 
 def test_stacks_are_refused():
     pipe = FrameStack(FragmentCollector(EnvStepper(Pixels, Constant(0), 1, seed=0), 4), 3)
-    with pytest.raises(DataError, match="stacks of frames"): ReplayMemory(100).add(next(iter(pipe)))
+    with pytest.raises(DataError, match="stacks of frames"):
+        ReplayMemory(100).add(next(iter(pipe)))
 
 
 def test_priorities_that_are_none():
     f = collected()[0]
-    with pytest.raises(DataError, match="prioritized=True"): ReplayMemory(100).prioritize([0], [1.])
+    with pytest.raises(DataError, match="prioritized=True"):
+        ReplayMemory(100).prioritize([0], [1.0])
     memory = ReplayMemory(100, prioritized=True)
-    with pytest.raises(DataError, match="index < 0"): memory.prioritize([0], [1.])
+    with pytest.raises(DataError, match="index < 0"):
+        memory.prioritize([0], [1.0])
     memory.add(f)
-    for errors in ([-1.], [float("nan")], [float("inf")], [1., 2.]):
-        with pytest.raises(DataError, match="not absolute TD errors"): memory.prioritize([0], errors)
+    for errors in ([-1.0], [float("nan")], [float("inf")], [1.0, 2.0]):
+        with pytest.raises(DataError, match="not absolute TD errors"):
+            memory.prioritize([0], errors)
     for index in ([-1], [8]):
-        with pytest.raises(DataError, match="index < 8"): memory.prioritize(index, [1.])
-    with pytest.raises(DataError, match="integers 0 <= index < 8, got float32"): memory.prioritize(torch.zeros(1), [1.])
+        with pytest.raises(DataError, match="index < 8"):
+            memory.prioritize(index, [1.0])
+    with pytest.raises(DataError, match="integers 0 <= index < 8, got float32"):
+        memory.prioritize(torch.zeros(1), [1.0])
     memory.prioritize([0], torch.ones(1, dtype=torch.bfloat16))
 
 
 def test_above_lanes():
     pipe = Replay(FragmentCollector(EnvStepper(Counting, Plain()), 4), 100, warmup=0)
-    with pytest.raises(GraphError, match="`Lanes` above `Replay`"): next(iter(Lanes(pipe)))
+    with pytest.raises(GraphError, match="`Lanes` above `Replay`"):
+        next(iter(Lanes(pipe)))
 
 
 def test_a_full_memory_is_warm_though_not_all_of_its_rows_are_steps():
     "A vector has rows in which it resets."
     make = lambda: gym.vector.SyncVectorEnv([partial(Counting, EPISODES)] * 2)
-    pipe = replayed(make, Plain(), n_envs=None, n_steps=4, capacity=80, warmup=79, batch_size=8, seed=0)
+    pipe = replayed(
+        make, Plain(), n_envs=None, n_steps=4, capacity=80, warmup=79, batch_size=8, seed=0
+    )
     drawn = [(len(list(item.samples)), len(item.memory)) for item in islice(pipe, 20)]
     assert [n for n, _ in drawn] == [0] * 9 + [1] * 11 and max(n for _, n in drawn) < 79
 
 
-@pytest.mark.parametrize("more", [dict(n_batches=2), dict(samples_per_step=.1)])
+@pytest.mark.parametrize("more", [dict(n_batches=2), dict(samples_per_step=0.1)])
 def test_a_memory_in_which_no_segment_fits_is_told(more):
-    pipe = replayed(Counting, Plain(), **options(n_envs=8, length=40, capacity=280, n_batches=1) | more)
-    with pytest.raises(DataError, match="Replay, leaf capacity: no segment.*more than 40 steps of each environment, got 280"):
-        for item in islice(pipe, 20): list(item.samples)
+    pipe = replayed(
+        Counting, Plain(), **options(n_envs=8, length=40, capacity=280, n_batches=1) | more
+    )
+    with pytest.raises(
+        DataError,
+        match="Replay, leaf capacity: no segment.*more than 40 steps of each environment, got 280",
+    ):
+        for item in islice(pipe, 20):
+            list(item.samples)
 
 
 def test_agents_that_rest_for_long_are_no_error():
@@ -561,7 +773,9 @@ def test_agents_that_rest_for_long_are_no_error():
     assert [len(list(item.samples)) for item in pipe] == [0] * 10 + [1] * 2
 
 
-@pytest.mark.parametrize("capacity, warmup, n", [(1001, 1001, 2), (1000, 1000, 3), (100, 98, 3), (100, 90, 3)])
+@pytest.mark.parametrize(
+    "capacity, warmup, n", [(1001, 1001, 2), (1000, 1000, 3), (100, 98, 3), (100, 90, 3)]
+)
 def test_a_rank_can_be_as_warm_as_it_is_large(capacity, warmup, n):
     pipe = Replay(FragmentCollector(EnvStepper(Counting, Plain()), 4), capacity, 12, warmup=warmup)
     pipe.divide(n)
@@ -570,13 +784,28 @@ def test_a_rank_can_be_as_warm_as_it_is_large(capacity, warmup, n):
 
 def test_samples_of_warm_up_are_not_drawn_late():
     "A consumer that is one fragment ahead gets the samples that one gets who draws at once."
+
     def counts(ahead):
-        items = iter(replayed(Counting, Plain(), n_envs=1, n_steps=5, warmup=10, batch_size=2, samples_per_step=1., seed=0))
-        if ahead: return [len(list(item.samples)) for item, _ in islice(pairwise(items), 5)]
+        items = iter(
+            replayed(
+                Counting,
+                Plain(),
+                n_envs=1,
+                n_steps=5,
+                warmup=10,
+                batch_size=2,
+                samples_per_step=1.0,
+                seed=0,
+            )
+        )
+        if ahead:
+            return [len(list(item.samples)) for item, _ in islice(pairwise(items), 5)]
         return [len(list(item.samples)) for item in islice(items, 5)]
+
     assert counts(False) == counts(True) == [0, 5, 5, 5, 5]
 
 
-@pytest.mark.parametrize("ratio", ["0.5", -1, float("nan"), float("inf"), [1.]])
+@pytest.mark.parametrize("ratio", ["0.5", -1, float("nan"), float("inf"), [1.0]])
 def test_a_ratio_that_is_no_number_of_samples(ratio):
-    with pytest.raises(DataError, match="samples_per_step.*a number from 0"): replayed(Counting, Plain(), n_envs=1, samples_per_step=ratio)
+    with pytest.raises(DataError, match="samples_per_step.*a number from 0"):
+        replayed(Counting, Plain(), n_envs=1, samples_per_step=ratio)

@@ -2,6 +2,7 @@
 
 The state goes through the encoding of checkpoints, in which nothing can be executed.
 """
+
 import json
 import os
 import re
@@ -27,9 +28,29 @@ from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.intrinsic.rnd import RND
 from rollpipe.layers import CategoricalPolicy, Critic, GaussianPolicy, RecurrentPolicy
 from rollpipe.pipes import (
-    CheckInvariants, CheckpointError, EnvError, EnvStepper, EpisodeCollector, EpisodeStats, FragmentCollector,
-    FragmentStacker, FrameStack, Lanes, Minibatcher, NStep, ObservationCast, Pipe, PipeError, ProcessReading, RewardScaler, StepMerger, Tap,
-    ToDevice, WorkerError, find, rollouts,
+    CheckInvariants,
+    CheckpointError,
+    EnvError,
+    EnvStepper,
+    EpisodeCollector,
+    EpisodeStats,
+    FragmentCollector,
+    FragmentStacker,
+    FrameStack,
+    Lanes,
+    Minibatcher,
+    NStep,
+    ObservationCast,
+    Pipe,
+    PipeError,
+    ProcessReading,
+    RewardScaler,
+    StepMerger,
+    Tap,
+    ToDevice,
+    WorkerError,
+    find,
+    rollouts,
 )
 from rollpipe.pipes.envs.sources import Acting
 from rollpipe.pipes.graph.states import restore_stream, stream_state, unknown_states
@@ -44,7 +65,7 @@ from rollpipe.testing import check_pipe
 pytestmark = pytest.mark.timeout(300)
 
 
-KEEPERS = {}     # world -> how the environments of each source are kept
+KEEPERS = {}  # world -> how the environments of each source are kept
 
 
 def encoded(state):
@@ -56,18 +77,24 @@ def encoded(state):
 
 def told(pipe):
     "The state of a stream: of its iteration, and of the pipes that learn."
-    return encoded((stream_state(pipe), {name: p.state_dict() for name, p in learning_pipes(pipe).items()}))
+    return encoded(
+        (stream_state(pipe), {name: p.state_dict() for name, p in learning_pipes(pipe).items()})
+    )
 
 
 def part(world, n, start=0, state=None, service=None, lanes=2, states=None):
     "`n` batches from the `start`-th one on, after each of which the actor changes, and the state after them; a list `states` gets all."
     pipe, actor = world(lanes)
-    if world not in KEEPERS: KEEPERS[world] = [*keep_environments(pipe).values()]
-    for source, keeper in zip(find(pipe, Acting), KEEPERS[world]): source.keeper = keeper
+    if world not in KEEPERS:
+        KEEPERS[world] = [*keep_environments(pipe).values()]
+    for source, keeper in zip(find(pipe, Acting), KEEPERS[world]):
+        source.keeper = keeper
     assert not unknown_states(pipe)
-    for _ in range(start): change(actor)
+    for _ in range(start):
+        change(actor)
     if state is not None:
-        for name, p in learning_pipes(pipe).items(): p.load_state_dict(state[1][name])
+        for name, p in learning_pipes(pipe).items():
+            p.load_state_dict(state[1][name])
         restore_stream(pipe, state[0])
     found = []
     with DataLoader2(pipe, reading_service=service) as loader:
@@ -75,11 +102,13 @@ def part(world, n, start=0, state=None, service=None, lanes=2, states=None):
         for _ in range(n):
             found.append(snapshot(without_source(next(items))))
             change(actor)
-            if states is not None: states.append(told(loader.datapipe))
+            if states is not None:
+                states.append(told(loader.datapipe))
         return found, told(loader.datapipe)
 
 
-def without_source(x): return x._replace(source=None) if 'source' in getattr(x, '_fields', ()) else x
+def without_source(x):
+    return x._replace(source=None) if "source" in getattr(x, "_fields", ()) else x
 
 
 def resumes(world, n=6, cuts=None, **options):
@@ -96,144 +125,287 @@ def resumes(world, n=6, cuts=None, **options):
 
 class LateInfos(Lively):
     "The first episodes have no infos, and the dtype of one grows."
+
     def step(self, action):
         *answer, _ = super().step(action)
         self.count = getattr(self, "count", 0) + 1
-        more = {} if self.count < 15 else {"late": 1 if self.count < 40 else .5}
-        return *answer, {"count": self.count, **more, **({"rare": np.float32([1, 2])} if self.count % 11 == 0 else {})}
+        more = {} if self.count < 15 else {"late": 1 if self.count < 40 else 0.5}
+        return *answer, {
+            "count": self.count,
+            **more,
+            **({"rare": np.float32([1, 2])} if self.count % 11 == 0 else {}),
+        }
 
 
 class FromNumpy(gym.Env):
     "Draws from numpy's global generator, also when it is made."
-    observation_space, action_space = Box(-np.inf, np.inf, (4,)), Discrete(5)
-    def __init__(self): self.map = np.random.random(3)
-    def reset(self, *, seed=None, options=None): return self.look(), {}
-    def look(self): return np.random.random(4).astype(np.float32)
-    def step(self, action): return self.look(), np.random.normal(), np.random.random() < .1, False, {}
+
+    observation_space = Box(-np.inf, np.inf, (4,))
+    action_space = Discrete(5)
+
+    def __init__(self):
+        self.map = np.random.random(3)
+
+    def reset(self, *, seed=None, options=None):
+        return self.look(), {}
+
+    def look(self):
+        return np.random.random(4).astype(np.float32)
+
+    def step(self, action):
+        return self.look(), np.random.normal(), np.random.random() < 0.1, False, {}
 
 
-def normalized(): return gym.wrappers.NormalizeObservation(gym.wrappers.TimeLimit(Lively(), 7))
-def gaussian(): return GaussianPolicy.for_env(SPACES, hidden=(8,), seed=0)
+def normalized():
+    return gym.wrappers.NormalizeObservation(gym.wrappers.TimeLimit(Lively(), 7))
+
+
+def gaussian():
+    return GaussianPolicy.for_env(SPACES, hidden=(8,), seed=0)
 
 
 # --- single pipes
+
 
 def of_ticks(make, source=Lively, actor=Shaky, **options):
     def world(lanes):
         mine = actor()
         return make(EnvStepper(source, mine, 2, seed=3, **options)), mine
+
     return world
 
 
 def of_fragments(make, source=Lively, actor=Shaky, **options):
-    return lambda lanes: _above(source, actor(), lanes, lambda p: make(FragmentCollector(p, 5)), **options)
+    return lambda lanes: _above(
+        source, actor(), lanes, lambda p: make(FragmentCollector(p, 5)), **options
+    )
 
 
 def below(make, source=Lively, actor=Shaky, **options):
     def world(lanes):
         pipe, mine = _above(source, actor(), lanes, lambda p: FragmentCollector(p, 5), **options)
         return make(pipe), mine
+
     return world
 
 
 PIPES = dict(
-    ticks=of_ticks(lambda p: p), sticky=of_ticks(lambda p: FragmentCollector(p, 8), sticky=4),
-    scaled_ticks=of_ticks(RewardScaler), scaled_fragments=of_fragments(lambda p: RewardScaler(p, gamma=.9)),
-    scaled_below=below(lambda p: RewardScaler(p, gamma=.9)), scaled_batches=below(lambda p: RewardScaler(FragmentStacker(p, 2))),
+    ticks=of_ticks(lambda p: p),
+    sticky=of_ticks(lambda p: FragmentCollector(p, 8), sticky=4),
+    scaled_ticks=of_ticks(RewardScaler),
+    scaled_fragments=of_fragments(lambda p: RewardScaler(p, gamma=0.9)),
+    scaled_below=below(lambda p: RewardScaler(p, gamma=0.9)),
+    scaled_batches=below(lambda p: RewardScaler(FragmentStacker(p, 2))),
     frames=of_fragments(lambda p: FrameStack(p, 3), Images, lambda: WORLDS["frames"](1)[1]),
-    frames_below=below(lambda p: FrameStack(FragmentStacker(p, 2), 4), Images, lambda: WORLDS["frames"](1)[1]),
+    frames_below=below(
+        lambda p: FrameStack(FragmentStacker(p, 2), 4), Images, lambda: WORLDS["frames"](1)[1]
+    ),
     episodes=of_ticks(lambda p: EpisodeCollector(p, 2, pad=True), LateInfos, terminal_obs=True),
     episode_lists=of_ticks(lambda p: EpisodeCollector(p, 3), Counting, Memory, terminal_obs=True),
     every_episode=of_ticks(EpisodeCollector, Counting, Plain, terminal_obs=True),
-    steps=of_fragments(Steps), steps_of_batches=below(lambda p: Steps(FragmentStacker(p, 2))),
-    fragments=below(lambda p: Fragments(Steps(p), 3)), merged=below(lambda p: StepMerger(Steps(p), 3)),
+    steps=of_fragments(Steps),
+    steps_of_batches=below(lambda p: Steps(FragmentStacker(p, 2))),
+    fragments=below(lambda p: Fragments(Steps(p), 3)),
+    merged=below(lambda p: StepMerger(Steps(p), 3)),
     minibatches=below(lambda p: Minibatcher(p, 4, 2, seed=5)),
     columns=below(lambda p: Minibatcher(p, 4, 2, seed=5), Counting, Memory),
-    checked=below(lambda p: CheckInvariants(p, rate=.6), actor=gaussian),
+    checked=below(lambda p: CheckInvariants(p, rate=0.6), actor=gaussian),
     taps=below(lambda p: Throughput(EpisodeStats(Tap(p, id), id), id, 2)),
     cast=of_fragments(lambda p: NStep(ObservationCast(ToDevice(p, "cpu"), torch.float64), 3)),
-    novelty=below(lambda p: RND(p, Distillation.for_env(SPACES, hidden=(4,), seed=0)), actor=gaussian, terminal_obs=True),
+    novelty=below(
+        lambda p: RND(p, Distillation.for_env(SPACES, hidden=(4,), seed=0)),
+        actor=gaussian,
+        terminal_obs=True,
+    ),
     tensors=lambda lanes: (Lanes(TensorCollector(CartPole, mine := cart(), 5, 3), lanes, 1), mine),
-    tensor_ends=lambda lanes: (TensorCollector(lambda n_envs: Pendulum(n_envs, max_steps=3), mine := Turning(), 4, 2, seed=1), mine),
+    tensor_ends=lambda lanes: (
+        TensorCollector(
+            lambda n_envs: Pendulum(n_envs, max_steps=3), mine := Turning(), 4, 2, seed=1
+        ),
+        mine,
+    ),
 )
 
 
 class Turning(Memory):
     "Actions in Box(1) from the memory."
-    def look(self, obs): return obs[..., 0].round()
-    def choose(self, number): return (number % 5)[..., None] / 2. - 1
+
+    def look(self, obs):
+        return obs[..., 0].round()
+
+    def choose(self, number):
+        return (number % 5)[..., None] / 2.0 - 1
 
 
-def cart(): return CategoricalPolicy.for_env((CartPole.observation_space, CartPole.action_space), hidden=(4,), seed=0)
+def cart():
+    return CategoricalPolicy.for_env(
+        (CartPole.observation_space, CartPole.action_space), hidden=(4,), seed=0
+    )
 
 
 @pytest.mark.parametrize("name", PIPES)
-def test_a_pipe_goes_on(name): resumes(PIPES[name], 7)
+def test_a_pipe_goes_on(name):
+    resumes(PIPES[name], 7)
 
 
-@pytest.mark.parametrize("name", [name for name in PIPES if name != "novelty"])     # which goes on learning when it is iterated again
-def test_a_pipe_keeps_all_rules(name): check_pipe(lambda: PIPES[name](2)[0])
+@pytest.mark.parametrize(
+    "name", [name for name in PIPES if name != "novelty"]
+)  # which goes on learning when it is iterated again
+def test_a_pipe_keeps_all_rules(name):
+    check_pipe(lambda: PIPES[name](2)[0])
 
 
-@pytest.mark.parametrize("name", ["episodes", "merged", "steps_of_batches", "minibatches", "fragments"])
+@pytest.mark.parametrize(
+    "name", ["episodes", "merged", "steps_of_batches", "minibatches", "fragments"]
+)
 def test_a_pipe_goes_on_within_what_it_cuts_or_joins(name):
     "Longer, so that many items lie between two reads."
     whole, _ = part(PIPES[name], 45, states=(states := []))
-    for k in range(3, 45, 5): assert_same(whole[k:], part(PIPES[name], 45 - k, k, states[k - 1])[0])
+    for k in range(3, 45, 5):
+        assert_same(whole[k:], part(PIPES[name], 45 - k, k, states[k - 1])[0])
 
 
 # --- whole pipelines
 
-def scaled(lanes): return _recipe(actor := gaussian(), critic=Critic.for_env(SPACES, seed=0), reward_scale="learn", lanes=lanes)[0], actor
+
+def scaled(lanes):
+    return _recipe(
+        actor := gaussian(),
+        critic=Critic.for_env(SPACES, seed=0),
+        reward_scale="learn",
+        lanes=lanes,
+    )[0], actor
+
+
 def above_lanes(lanes):
-    return _recipe(gaussian(), rollouts, lanes=lanes, edits=[RewardScaler.inserter(after=FragmentCollector)])
-def rests(lanes): return _recipe(gaussian(), rollouts, lanes=lanes, sticky=True)
-def infos(lanes): return _recipe(gaussian(), rollouts, LateInfos, lanes=lanes)
-def wrapped(lanes): return _recipe(gaussian(), rollouts, normalized, lanes=lanes)
-def numpy_env(lanes): return _recipe(Plain(), rollouts, FromNumpy, lanes=lanes)
-def several(lanes): return _recipe(gaussian(), rollouts, [Lively, LateInfos], lanes=lanes)
-def onnx(lanes): return _recipe(gaussian(), rollouts, lanes=lanes, engine="onnxruntime")
+    return _recipe(
+        gaussian(), rollouts, lanes=lanes, edits=[RewardScaler.inserter(after=FragmentCollector)]
+    )
+
+
+def rests(lanes):
+    return _recipe(gaussian(), rollouts, lanes=lanes, sticky=True)
+
+
+def infos(lanes):
+    return _recipe(gaussian(), rollouts, LateInfos, lanes=lanes)
+
+
+def wrapped(lanes):
+    return _recipe(gaussian(), rollouts, normalized, lanes=lanes)
+
+
+def numpy_env(lanes):
+    return _recipe(Plain(), rollouts, FromNumpy, lanes=lanes)
+
+
+def several(lanes):
+    return _recipe(gaussian(), rollouts, [Lively, LateInfos], lanes=lanes)
+
+
+def onnx(lanes):
+    return _recipe(gaussian(), rollouts, lanes=lanes, engine="onnxruntime")
+
+
 def onnx_memory(lanes):
-    return _recipe(RecurrentPolicy.for_env(SPACES, hidden=(5,), memory=6, past=True, seed=1), rollouts, lanes=lanes, engine="onnxruntime")
+    return _recipe(
+        RecurrentPolicy.for_env(SPACES, hidden=(5,), memory=6, past=True, seed=1),
+        rollouts,
+        lanes=lanes,
+        engine="onnxruntime",
+    )
+
+
 def stacked(lanes):
-    return _above(Images, WORLDS["frames"](1)[1], lanes, lambda p: Minibatcher(FrameStack(FragmentCollector(p, 5), 3), 4))
-def stacked_steps(lanes): return _above(Images, WORLDS["frames"](1)[1], lanes, lambda p: Steps(FrameStack(FragmentCollector(p, 5), 3)))
-def of_tensors(lanes): return _recipe(cart(), rollouts, CartPole, lanes=lanes)
+    return _above(
+        Images,
+        WORLDS["frames"](1)[1],
+        lanes,
+        lambda p: Minibatcher(FrameStack(FragmentCollector(p, 5), 3), 4),
+    )
 
 
-MORE = dict(scaled=scaled, above_lanes=above_lanes, rests=rests, infos=infos, wrapped=wrapped, numpy_env=numpy_env, several=several,
-            onnx=onnx, onnx_memory=onnx_memory, stacked=stacked, stacked_steps=stacked_steps, of_tensors=of_tensors)
-ALL = {**{name: world for name, world in WORLDS.items() if name not in ("finite", "unequal")}, **MORE}
+def stacked_steps(lanes):
+    return _above(
+        Images,
+        WORLDS["frames"](1)[1],
+        lanes,
+        lambda p: Steps(FrameStack(FragmentCollector(p, 5), 3)),
+    )
+
+
+def of_tensors(lanes):
+    return _recipe(cart(), rollouts, CartPole, lanes=lanes)
+
+
+MORE = dict(
+    scaled=scaled,
+    above_lanes=above_lanes,
+    rests=rests,
+    infos=infos,
+    wrapped=wrapped,
+    numpy_env=numpy_env,
+    several=several,
+    onnx=onnx,
+    onnx_memory=onnx_memory,
+    stacked=stacked,
+    stacked_steps=stacked_steps,
+    of_tensors=of_tensors,
+)
+ALL = {
+    **{name: world for name, world in WORLDS.items() if name not in ("finite", "unequal")},
+    **MORE,
+}
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_pipeline_goes_on(name):
-    if name.startswith("onnx"): pytest.importorskip("onnxruntime")
+    if name.startswith("onnx"):
+        pytest.importorskip("onnxruntime")
     resumes(ALL[name], 5, cuts=[2, 3])
 
 
-SERVICES = dict(none=lambda **options: None, one=partial(ProcessReading, 1), two=partial(ProcessReading, 2),
-                spawned=partial(ProcessReading, 1, start_method="spawn"))
+SERVICES = dict(
+    none=lambda **options: None,
+    one=partial(ProcessReading, 1),
+    two=partial(ProcessReading, 2),
+    spawned=partial(ProcessReading, 1, start_method="spawn"),
+)
 
 
-@pytest.mark.parametrize("name, services", [
-    ("scaled", ["none", "two", "one"]), ("recurrent", ["two", "none", "one"]), ("wrapped", ["one", "two", "none"]),
-    ("infos", ["two", "one", "none"]), ("frames", ["two", "none", "two"]), ("episodes", ["one", "none", "two"]),
-    ("global_env", ["two", "none", "one"]), ("vector", ["one", "two", "none"]), ("global_generator", ["two", "spawned", "none"]),
-    ("stacked", ["two", "one", "none"]), ("of_tensors", ["two", "none", "one"])])
+@pytest.mark.parametrize(
+    "name, services",
+    [
+        ("scaled", ["none", "two", "one"]),
+        ("recurrent", ["two", "none", "one"]),
+        ("wrapped", ["one", "two", "none"]),
+        ("infos", ["two", "one", "none"]),
+        ("frames", ["two", "none", "two"]),
+        ("episodes", ["one", "none", "two"]),
+        ("global_env", ["two", "none", "one"]),
+        ("vector", ["one", "two", "none"]),
+        ("global_generator", ["two", "spawned", "none"]),
+        ("stacked", ["two", "one", "none"]),
+        ("of_tensors", ["two", "none", "one"]),
+    ],
+)
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_number_of_workers_changes(name, services, lag):
     "A part of two batches with each service, after a part of one batch with the first one."
     whole, _ = part(ALL[name], 7, service=ProcessReading(2, lag=lag) if lag else None, lanes=3)
-    found, state = part(ALL[name], 1, service=SERVICES[services[0] if not lag else "two"](lag=lag), lanes=3)
+    found, state = part(
+        ALL[name], 1, service=SERVICES[services[0] if not lag else "two"](lag=lag), lanes=3
+    )
     for service in services:
-        if lag and service in ("none", "spawned"): service = "one"
+        if lag and service in ("none", "spawned"):
+            service = "one"
         more, state = part(ALL[name], 2, len(found), state, SERVICES[service](lag=lag), lanes=3)
         found += more
     assert_same(whole, found)
 
 
-def without_lanes(lanes): return FragmentCollector(EnvStepper(Lively, mine := Shaky(), 2, seed=1), 4), mine
+def without_lanes(lanes):
+    return FragmentCollector(EnvStepper(Lively, mine := Shaky(), 2, seed=1), 4), mine
 
 
 def test_without_lanes_in_a_worker():
@@ -241,11 +413,15 @@ def test_without_lanes_in_a_worker():
     whole, _ = part(without_lanes, 5)
     first, state = part(without_lanes, 2)
     assert_same(whole, first + part(without_lanes, 3, 2, state, ProcessReading(1))[0])
-    with pytest.raises(CheckpointError, match=r"one state cannot be that of several lanes. Expected `Lanes`.*got num_workers=2"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"one state cannot be that of several lanes. Expected `Lanes`.*got num_workers=2",
+    ):
         part(without_lanes, 3, 2, state, ProcessReading(2))
 
 
-def single_items(lanes): return Lanes(FragmentCollector(EnvStepper(Lively, mine := Shaky(), 2), 4), lanes, 1), mine
+def single_items(lanes):
+    return Lanes(FragmentCollector(EnvStepper(Lively, mine := Shaky(), 2), 4), lanes, 1), mine
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -255,7 +431,14 @@ def test_what_was_collected_ahead_is_handed_out_over_several_parts(workers):
     found, state = part(single_items, 2, service=ProcessReading(2, lag=2), lanes=3)
     waiting = [len(state[0]["Lanes"]["pending"])]
     while len(found) < 4:
-        one, state = part(single_items, 1, len(found), state, ProcessReading(1, lag=2) if workers else None, lanes=3)
+        one, state = part(
+            single_items,
+            1,
+            len(found),
+            state,
+            ProcessReading(1, lag=2) if workers else None,
+            lanes=3,
+        )
         waiting.append(len(state[0]["Lanes"]["pending"]))
         found += one
     assert_same(whole[:4], found)
@@ -264,8 +447,12 @@ def test_what_was_collected_ahead_is_handed_out_over_several_parts(workers):
 
 class Ends(Pipe):
     "Lane k gives 2 k + 1 items."
+
     lane = 0
-    def set_lane(self, lane, seed): self.lane = lane
+
+    def set_lane(self, lane, seed):
+        self.lane = lane
+
     def stream(self, items):
         kept = self.keep(n=0)
         while kept["n"] < 2 * self.lane + 1:
@@ -273,7 +460,8 @@ class Ends(Pipe):
             yield next(items)
 
 
-def ending(lanes): return _above(Counting, Plain(), lanes, lambda p: Ends(FragmentCollector(p, 3)))
+def ending(lanes):
+    return _above(Counting, Plain(), lanes, lambda p: Ends(FragmentCollector(p, 3)))
 
 
 @pytest.mark.parametrize("service", ["none", "one", "two"])
@@ -282,7 +470,8 @@ def test_lanes_that_have_ended(service):
     for k in (1, 4, 5, 8):
         first, state = part(ending, k, service=SERVICES[service](), lanes=3)
         assert_same(whole, first + part(ending, 9 - k, k, state, SERVICES[service](), lanes=3)[0])
-    with pytest.raises(StopIteration): part(ending, 2, 8, state, SERVICES[service](), lanes=3)
+    with pytest.raises(StopIteration):
+        part(ending, 2, 8, state, SERVICES[service](), lanes=3)
 
 
 @pytest.mark.parametrize("k", [2, 8])
@@ -294,21 +483,32 @@ def test_lanes_whose_end_was_collected_ahead(k):
     assert_same(whole, first + part(ending, 9 - k, k, state, ahead(), lanes=3)[0])
     for service in (ahead(), None):
         assert len(part(ending, 9 - k, k, state, service, lanes=3)[0]) == 9 - k
-        with pytest.raises(StopIteration): part(ending, 10 - k, k, state, service, lanes=3)
+        with pytest.raises(StopIteration):
+            part(ending, 10 - k, k, state, service, lanes=3)
 
 
 def test_sinks_of_taps():
     "A sink with a state of its own goes on, and any other function sees each item once."
-    seen, metrics = [], []
+    seen = []
+    metrics = []
+
     def world(lanes):
         pipe, mine = _above(Lively, Shaky(), lanes, lambda p: FragmentCollector(p, 5))
         meter = Meter(lambda end: dict(ret=end.ret))
-        pipe = Throughput(Tap(EpisodeStats(EpisodeStats(pipe, seen.append), meter), meters := Meter(lambda f: dict(rew=f.state.rew.sum()))),
-                          lambda rate: seen.append((rate.items, rate.steps)), every=3)
+        pipe = Throughput(
+            Tap(
+                EpisodeStats(EpisodeStats(pipe, seen.append), meter),
+                meters := Meter(lambda f: dict(rew=f.state.rew.sum())),
+            ),
+            lambda rate: seen.append((rate.items, rate.steps)),
+            every=3,
+        )
         metrics.append((meter, meters))
         return pipe, mine
+
     part(world, 8)
-    whole, mean = seen.copy(), [meter.metrics() for meter in metrics[-1]]
+    whole = seen.copy()
+    mean = [meter.metrics() for meter in metrics[-1]]
     for k in (1, 4, 6):
         seen.clear()
         _, state = part(world, k)
@@ -318,21 +518,29 @@ def test_sinks_of_taps():
 
 def test_the_time_of_a_rate_goes_on():
     "The seconds before the cut count, and those until the stream goes on do not."
-    clock, told = count(step=.5), []
-    def rates(pipe): return Throughput(pipe, told.append, every=3, clock=lambda: next(clock))
+    clock = count(step=0.5)
+    told = []
+
+    def rates(pipe):
+        return Throughput(pipe, told.append, every=3, clock=lambda: next(clock))
+
     def make():
         pipe = rates(FragmentCollector(EnvStepper(Counting, Plain(), 2), 3))
         keep_environments(pipe)
         return pipe
+
     stream = iter(pipe := make())
-    for _ in range(2): next(stream)
+    for _ in range(2):
+        next(stream)
     state = stream_state(pipe)
-    for _ in range(100): next(clock)
+    for _ in range(100):
+        next(clock)
     next(iter(restore_stream(make(), state)))
     assert len(told) == 1 and told[0].items == 3 and 2 < told[0].seconds < 5
 
 
 # --- what does not fit
+
 
 def lanes_of(n_envs=2, n=2, actor=gaussian, source=Lively, wrap=lambda p: p):
     pipe = Lanes(wrap(FragmentCollector(EnvStepper(source, actor(), n_envs), 4)), n, 0)
@@ -342,53 +550,114 @@ def lanes_of(n_envs=2, n=2, actor=gaussian, source=Lively, wrap=lambda p: p):
 
 def state_of(pipe, n=3):
     stream = iter(pipe)
-    for _ in range(n): next(stream)
+    for _ in range(n):
+        next(stream)
     return encoded(stream_state(pipe))
 
 
 def refused(pipe, state, kind, match):
-    with pytest.raises(kind, match=match): next(iter(restore_stream(pipe, state)))
+    with pytest.raises(kind, match=match):
+        next(iter(restore_stream(pipe, state)))
 
 
-def memory(): return RecurrentPolicy.for_env(SPACES, hidden=(5,), memory=6, seed=1)
+def memory():
+    return RecurrentPolicy.for_env(SPACES, hidden=(5,), memory=6, seed=1)
 
 
 def test_a_state_of_something_else_is_refused():
     state = state_of(lanes_of())
-    refused(lanes_of(n_envs=3), state, EnvError, r"EnvStepper, lane \d: the state is that of other environments. Expected 3 of them, got 2")
-    refused(lanes_of(n=3), state, CheckpointError, r"the state has other lanes. Expected \[0, 1, 2\], got \[0, 1\]")
-    refused(lanes_of(n=1), state, CheckpointError, r"the state has other lanes. Expected \[0\], got \[0, 1\]")
-    refused(lanes_of(actor=memory), state, EnvError, r"EnvStepper, lane \d: state has the wrong structure: missing state")
-    refused(lanes_of(source=normalized), state, PipeError, "the state does not fit this environment")
-    refused(FragmentStacker(lanes_of(), 2), dict(state, Other={}), CheckpointError, "lacks pipes that kept something. Expected Other, got")
+    refused(
+        lanes_of(n_envs=3),
+        state,
+        EnvError,
+        r"EnvStepper, lane \d: the state is that of other environments. Expected 3 of them, got 2",
+    )
+    refused(
+        lanes_of(n=3),
+        state,
+        CheckpointError,
+        r"the state has other lanes. Expected \[0, 1, 2\], got \[0, 1\]",
+    )
+    refused(
+        lanes_of(n=1),
+        state,
+        CheckpointError,
+        r"the state has other lanes. Expected \[0\], got \[0, 1\]",
+    )
+    refused(
+        lanes_of(actor=memory),
+        state,
+        EnvError,
+        r"EnvStepper, lane \d: state has the wrong structure: missing state",
+    )
+    refused(
+        lanes_of(source=normalized), state, PipeError, "the state does not fit this environment"
+    )
+    refused(
+        FragmentStacker(lanes_of(), 2),
+        dict(state, Other={}),
+        CheckpointError,
+        "lacks pipes that kept something. Expected Other, got",
+    )
     lacking = dict(state["Lanes"], lanes={0: state["Lanes"]["lanes"][0]})
-    refused(lanes_of(), {"Lanes": lacking}, CheckpointError, r"the state has other lanes. Expected \[0, 1\], got \[0\]")
-    damaged = dict(state["Lanes"]["lanes"][1]["pipes"], EnvStepper=dict(state["Lanes"]["lanes"][1]["pipes"]["EnvStepper"], graph="[]"))
+    refused(
+        lanes_of(),
+        {"Lanes": lacking},
+        CheckpointError,
+        r"the state has other lanes. Expected \[0, 1\], got \[0\]",
+    )
+    damaged = dict(
+        state["Lanes"]["lanes"][1]["pipes"],
+        EnvStepper=dict(state["Lanes"]["lanes"][1]["pipes"]["EnvStepper"], graph="[]"),
+    )
     lanes = {**state["Lanes"]["lanes"], 1: dict(state["Lanes"]["lanes"][1], pipes=damaged)}
     refused(lanes_of(), {"Lanes": dict(state["Lanes"], lanes=lanes)}, EnvError, "damaged")
 
 
 def test_a_state_of_another_class_is_refused():
     state = state_of(lanes_of(wrap=RewardScaler))
+
     class Renamed(Pipe):
         state_name = "RewardScaler"
+
         def stream(self, items):
             kept = self.keep(total=0)
-            for item in items: yield item, kept
-    refused(lanes_of(wrap=Renamed), state, CheckpointError, "the state is that of another pipe. Expected total, got moments, lanes")
+            for item in items:
+                yield item, kept
+
+    refused(
+        lanes_of(wrap=Renamed),
+        state,
+        CheckpointError,
+        "the state is that of another pipe. Expected total, got moments, lanes",
+    )
+
     class Silent(Pipe):
         state_name = "RewardScaler"
-        def stream(self, items): yield from items
-    refused(lanes_of(wrap=Silent), state, CheckpointError, "Silent keeps nothing, and got a state to go on from")
+
+        def stream(self, items):
+            yield from items
+
+    refused(
+        lanes_of(wrap=Silent),
+        state,
+        CheckpointError,
+        "Silent keeps nothing, and got a state to go on from",
+    )
 
 
 def test_what_an_environment_draws_when_it_is_made_is_not_drawn_again():
     "By a lane that goes on: its generators have the state after that."
-    def world(): return Lanes(FragmentCollector(EnvStepper(FromNumpy, Plain(), 2), 5), 1, seed=0)
-    pipe, new = world(), world()
+
+    def world():
+        return Lanes(FragmentCollector(EnvStepper(FromNumpy, Plain(), 2), 5), 1, seed=0)
+
+    pipe = world()
+    new = world()
     ways = [keeper.name for keeper in keep_environments(pipe).values()]
     next(stream := iter(pipe))
-    state, expected = stream_state(pipe), next(stream)
+    state = stream_state(pipe)
+    expected = next(stream)
     keep_as(new, ways)
     assert_same(next(iter(restore_stream(new, state))), expected)
 
@@ -398,19 +667,33 @@ def test_what_is_no_plain_data_is_refused_when_it_is_told():
         def stream(self, items):
             self.keep(clock=count())
             yield from items
+
     pipe = Clings(IterableWrapper([1, 2]))
     stream = iter(pipe)
     next(stream)
-    with pytest.raises(CheckpointError, match="Clings.*: a pipe keeps what is no plain data. Got itertools.count"): stream_state(pipe)
+    with pytest.raises(
+        CheckpointError, match="Clings.*: a pipe keeps what is no plain data. Got itertools.count"
+    ):
+        stream_state(pipe)
 
 
-@pytest.mark.parametrize("make, why", [
-    (lambda: ToDevice(lanes_of(), "cpu", ahead=1), "it has read 1 items ahead"),
-    (lambda: EnvStepper(Counting, Plain()), "it was not tested whether its environments can be kept"),
-    (lambda: lanes_of(source=[Lively()], n_envs=None, n=1), "its environments cannot be kept .*lent"),
-    (lambda: IterableWrapper([1]), "a pipe of torch")])
+@pytest.mark.parametrize(
+    "make, why",
+    [
+        (lambda: ToDevice(lanes_of(), "cpu", ahead=1), "it has read 1 items ahead"),
+        (
+            lambda: EnvStepper(Counting, Plain()),
+            "it was not tested whether its environments can be kept",
+        ),
+        (
+            lambda: lanes_of(source=[Lively()], n_envs=None, n=1),
+            "its environments cannot be kept .*lent",
+        ),
+        (lambda: IterableWrapper([1]), "a pipe of torch"),
+    ],
+)
 def test_what_cannot_be_told_is_named(make, why):
-    found, = unknown_states(make())
+    (found,) = unknown_states(make())
     assert re.search(why, found)
 
 
@@ -418,21 +701,29 @@ def test_what_cannot_be_told_is_named(make, why):
 def test_a_stream_that_depends_on_the_clock_is_named(options):
     with DataLoader2(lanes_of(), reading_service=ProcessReading(2, **options)) as loader:
         next(iter(loader))
-        found, = unknown_states(loader.datapipe)
+        (found,) = unknown_states(loader.datapipe)
         assert re.match("WorkerLanes.*: its stream depends on the speed of its workers", found)
 
 
 # --- workers that die
 
+
 class Mortal(Lively):
     "Kills its worker at the `at`-th step, unless the file is there."
+
     def __init__(self, path, at):
         super().__init__()
-        self.path, self.at, self.steps = str(path), at, 0
+        self.path = str(path)
+        self.at = at
+        self.steps = 0
 
     def step(self, action):
         self.steps += 1
-        if self.steps == self.at and current_process().name == "worker 1" and not os.path.exists(self.path):
+        if (
+            self.steps == self.at
+            and current_process().name == "worker 1"
+            and not os.path.exists(self.path)
+        ):
             open(self.path, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
@@ -440,7 +731,13 @@ class Mortal(Lively):
 
 def mortal(path, at):
     def world(lanes):
-        return _above(lambda: Mortal(path, at), mine := memory(), lanes, lambda p: RewardScaler(FragmentCollector(p, 5)))[0], mine
+        return _above(
+            lambda: Mortal(path, at),
+            mine := memory(),
+            lanes,
+            lambda p: RewardScaler(FragmentCollector(p, 5)),
+        )[0], mine
+
     return world
 
 
@@ -448,22 +745,33 @@ def mortal(path, at):
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_restarted_worker_goes_on_where_it_was(at, lag, tmp_path, caplog):
     "It equals the stream without the fault, and so does what goes on from its state."
-    whole, _ = part(mortal(tmp_path/"none", 10 ** 9), 12, service=ProcessReading(2, lag=lag), lanes=3)
-    world, service = mortal(tmp_path/"died", at), ProcessReading(2, lag=lag, restart=1)
+    whole, _ = part(
+        mortal(tmp_path / "none", 10**9), 12, service=ProcessReading(2, lag=lag), lanes=3
+    )
+    world = mortal(tmp_path / "died", at)
+    service = ProcessReading(2, lag=lag, restart=1)
     first, state = part(world, 9, service=service, lanes=3)
-    assert os.path.exists(tmp_path/"died") and "go on where they were (restart 1 of 1)" in caplog.text
+    assert (
+        os.path.exists(tmp_path / "died")
+        and "go on where they were (restart 1 of 1)" in caplog.text
+    )
     assert_same(whole, first + part(world, 3, 9, state, ProcessReading(1, lag=lag), lanes=3)[0])
 
 
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("restart", [0, 1])
 def test_a_worker_that_dies_while_the_state_is_asked_for(lag, restart, tmp_path):
-    whole, _ = part(mortal(tmp_path/"none", 10 ** 9), 9, service=ProcessReading(2, lag=lag), lanes=3)
-    pipe, actor = mortal(tmp_path/"none", 10 ** 9)(3)
+    whole, _ = part(
+        mortal(tmp_path / "none", 10**9), 9, service=ProcessReading(2, lag=lag), lanes=3
+    )
+    pipe, actor = mortal(tmp_path / "none", 10**9)(3)
     keep_environments(pipe)
     found = []
-    with DataLoader2(pipe, reading_service=ProcessReading(2, lag=lag, restart=restart, grace=0)) as loader:
-        items, service = iter(loader), loader.reading_service
+    with DataLoader2(
+        pipe, reading_service=ProcessReading(2, lag=lag, restart=restart, grace=0)
+    ) as loader:
+        items = iter(loader)
+        service = loader.reading_service
         for k in range(9):
             found.append(snapshot(next(items)))
             change(actor)
@@ -471,12 +779,19 @@ def test_a_worker_that_dies_while_the_state_is_asked_for(lag, restart, tmp_path)
                 process = next(x for x in service.health() if x["worker"] == 1)["pid"]
                 os.kill(process, signal.SIGKILL)
                 if not restart:
-                    with pytest.raises(WorkerError, match="worker 1"): told(loader.datapipe)
+                    with pytest.raises(WorkerError, match="worker 1"):
+                        told(loader.datapipe)
                     return
                 state = told(loader.datapipe)
         assert_same(whole, found)
         assert service.health()[0]["restarted"] == 1
-    assert_same(whole, found[:5] + part(mortal(tmp_path/"none", 10 ** 9), 4, 5, state, ProcessReading(1, lag=lag), lanes=3)[0])
+    assert_same(
+        whole,
+        found[:5]
+        + part(mortal(tmp_path / "none", 10**9), 4, 5, state, ProcessReading(1, lag=lag), lanes=3)[
+            0
+        ],
+    )
 
 
 def test_lanes_that_cannot_tell_are_named_and_go_on():
@@ -485,22 +800,43 @@ def test_lanes_that_cannot_tell_are_named_and_go_on():
     with DataLoader2(pipe, reading_service=ProcessReading(1)) as loader:
         items = iter(loader)
         one = snapshot(next(items))
-        with pytest.raises(CheckpointError, match="the lanes cannot tell their states. Got EnvStepper.*not tested"): told(loader.datapipe)
+        with pytest.raises(
+            CheckpointError, match="the lanes cannot tell their states. Got EnvStepper.*not tested"
+        ):
+            told(loader.datapipe)
         assert_same([one, snapshot(next(items))], expected)
 
 
 # --- shapes
 
+
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(1, 3), st.integers(1, 7), st.integers(1, 3), st.integers(1, 4), st.booleans(), st.data())
+@given(
+    st.integers(1, 3),
+    st.integers(1, 7),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.booleans(),
+    st.data(),
+)
 def test_any_shape_and_any_cuts(n_envs, n_steps, lanes, joined, stacks, data):
-    n, merged = 6, data.draw(st.booleans(), label="merged")
+    n = 6
+    merged = data.draw(st.booleans(), label="merged")
+
     def world(lanes):
-        pipe = Lanes(RewardScaler(FragmentCollector(EnvStepper(LateInfos, mine := memory(), n_envs), n_steps)), lanes, 7)
+        pipe = Lanes(
+            RewardScaler(
+                FragmentCollector(EnvStepper(LateInfos, mine := memory(), n_envs), n_steps)
+            ),
+            lanes,
+            7,
+        )
         pipe = FragmentStacker(pipe, joined) if stacks else Fragments(Steps(pipe), joined)
         return StepMerger(Steps(pipe), joined) if merged else pipe, mine
+
     whole, _ = part(world, n, lanes=lanes)
-    found, state = [], None
+    found = []
+    state = None
     for k in [*sorted(data.draw(st.sets(st.integers(1, n - 1)), label="cuts")), n]:
         more, state = part(world, k - len(found), len(found), state, lanes=lanes)
         found += more

@@ -1,4 +1,5 @@
 "Signals outside of `main`: while the command line is imported, and in scripts that call `train`."
+
 import multiprocessing
 import os
 import signal
@@ -38,31 +39,33 @@ finally: print("the script went on", flush=True)
 OWN = "def own(number, frame): sys.exit(7)\nsignal.signal(signal.SIGTERM, own)"
 
 
-def script(folder, handler=""): return Forked(["-c", SCRIPT.format(handler=handler)], cwd=folder)
+def script(folder, handler=""):
+    return Forked(["-c", SCRIPT.format(handler=handler)], cwd=folder)
 
 
 @contextmanager
 def python(folder, *words, **kwargs):
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     child = subprocess.Popen([sys.executable, *map(str, words)], cwd=folder, **pipes, **kwargs)
-    try: yield child
+    try:
+        yield child
     finally:
         child.kill()
         child.communicate()
 
 
 def records(folder):
-    file = folder/"run"/"metrics.jsonl"
+    file = folder / "run" / "metrics.jsonl"
     return file.read_text().count("\n") if file.exists() else 0
 
 
 @pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
 def test_a_signal_during_the_imports_ends_the_command(tmp_path, name, code, monkeypatch):
-    (tmp_path/"slow"/"torch").mkdir(parents=True)
-    (tmp_path/"slow"/"torch"/"__init__.py").write_text(SLOW)
+    (tmp_path / "slow" / "torch").mkdir(parents=True)
+    (tmp_path / "slow" / "torch" / "__init__.py").write_text(SLOW)
     program = "import sys; sys.path.insert(0, 'slow'); from rollpipe.cli.start import main; sys.exit(main())"
     with python(tmp_path, "-c", program, "train", "trpo", "CartPole-v1") as child:
-        wait_for((tmp_path/"importing").exists, child)
+        wait_for((tmp_path / "importing").exists, child)
         child.send_signal(getattr(signal, name))
         out, err = child.communicate(timeout=20)
     assert (child.returncode, out, err) == (code, "", "\ninterrupted\n")
@@ -70,23 +73,36 @@ def test_a_signal_during_the_imports_ends_the_command(tmp_path, name, code, monk
 
 
 def test_nohup_is_respected_during_the_imports(tmp_path):
-    (tmp_path/"slow"/"torch").mkdir(parents=True)
-    (tmp_path/"slow"/"torch"/"__init__.py").write_text(SLOW)
+    (tmp_path / "slow" / "torch").mkdir(parents=True)
+    (tmp_path / "slow" / "torch" / "__init__.py").write_text(SLOW)
     program = "import sys; sys.path.insert(0, 'slow'); from rollpipe.cli.start import main; sys.exit(main())"
-    with python(tmp_path, "-c", program, "train", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as child:
-        wait_for((tmp_path/"importing").exists, child)
+    with python(
+        tmp_path,
+        "-c",
+        program,
+        "train",
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    ) as child:
+        wait_for((tmp_path / "importing").exists, child)
         child.send_signal(signal.SIGHUP)
-        time.sleep(.5)
+        time.sleep(0.5)
         assert child.poll() is None
 
 
-def interpreter(folder): return python(folder, "-c", SCRIPT.format(handler=""))
+def interpreter(folder):
+    return python(folder, "-c", SCRIPT.format(handler=""))
 
 
-@pytest.mark.parametrize("name, begin, code, told", [
-    ("SIGTERM", script, -signal.SIGTERM, None), ("SIGHUP", script, -signal.SIGHUP, None),
-    ("SIGTERM", lambda folder: script(folder, OWN), 7, ""), ("SIGINT", interpreter, -signal.SIGINT, "KeyboardInterrupt")],
-    ids=["ends", "hangs up", "has a handler of its own", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "name, begin, code, told",
+    [
+        ("SIGTERM", script, -signal.SIGTERM, None),
+        ("SIGHUP", script, -signal.SIGHUP, None),
+        ("SIGTERM", lambda folder: script(folder, OWN), 7, ""),
+        ("SIGINT", interpreter, -signal.SIGINT, "KeyboardInterrupt"),
+    ],
+    ids=["ends", "hangs up", "has a handler of its own", "Ctrl-C"],
+)
 def test_train_in_a_script_saves_before_the_signal_takes_effect(name, begin, code, told, tmp_path):
     "A script that handles it goes on: by a function of its own, or as by any `KeyboardInterrupt`, which the interpreter tells at the end."
     with begin(tmp_path) as child:
@@ -95,7 +111,9 @@ def test_train_in_a_script_saves_before_the_signal_takes_effect(name, begin, cod
         out, err = child.communicate(timeout=60)
     assert child.returncode == code, err
     assert "Traceback" not in err if told is None else "the script went on" in out and told in err
-    assert load_run(tmp_path/"run").counters["steps"] == read_metrics(tmp_path/"run")["steps"][-1]
+    assert (
+        load_run(tmp_path / "run").counters["steps"] == read_metrics(tmp_path / "run")["steps"][-1]
+    )
 
 
 def test_handlers_are_put_back():
@@ -113,31 +131,35 @@ def collect(delays):
         with uninterrupted() as delay:
             delay.collecting()
             begun = time.monotonic()
-            for seconds in (*delays, .5):
-                while time.monotonic() < begun + seconds: time.sleep(.01)
-                if seconds != .5: signal.raise_signal(signal.SIGINT)
+            for seconds in (*delays, 0.5):
+                while time.monotonic() < begun + seconds:
+                    time.sleep(0.01)
+                if seconds != 0.5:
+                    signal.raise_signal(signal.SIGINT)
             told.append("the batch is complete")
-    except KeyboardInterrupt: told.append("interrupted")
+    except KeyboardInterrupt:
+        told.append("interrupted")
     return told
 
 
 def test_two_signals_in_a_moment_are_one_wish(monkeypatch):
     "A terminal sends Ctrl-C to a run and to its parent, which passes it on. The run is not stopped within a batch by that."
-    assert collect([.1, .2]) == ["the batch is complete", "interrupted"]
-    monkeypatch.setattr(signals, "ONE_WISH", .05)
-    assert collect([.1, .2]) == ["interrupted"]
-    monkeypatch.setattr(signals, "PATIENCE", .1)
-    assert collect([.1]) == ["interrupted"]
+    assert collect([0.1, 0.2]) == ["the batch is complete", "interrupted"]
+    monkeypatch.setattr(signals, "ONE_WISH", 0.05)
+    assert collect([0.1, 0.2]) == ["interrupted"]
+    monkeypatch.setattr(signals, "PATIENCE", 0.1)
+    assert collect([0.1]) == ["interrupted"]
 
 
 # -- the processes of a training end -----------------------------------------------------------------------------------
 
-PLANNED = []     # what happens in the next step of an environment of this process
+PLANNED = []  # what happens in the next step of an environment of this process
 
 
 class Eventful(CartPoleEnv):
     def step(self, action):
-        while PLANNED: PLANNED.pop()()
+        while PLANNED:
+            PLANNED.pop()()
         return super().step(action)
 
 
@@ -147,7 +169,12 @@ gymnasium.register("Eventful-v0", Eventful, max_episode_steps=500)
 def small_run(folder, **run):
     "A run of 12 updates, with checkpoints after 5, 10 and 12."
     options = dict(n_steps=16, n_envs=2, hidden=(8,), critic_hidden=(8,), epochs=1, engine="torch")
-    return start(folder, make_config("ppo", "Eventful-v0", options, steps=12 * 32, checkpoint_every=5, eval_episodes=1, **run))
+    return start(
+        folder,
+        make_config(
+            "ppo", "Eventful-v0", options, steps=12 * 32, checkpoint_every=5, eval_episodes=1, **run
+        ),
+    )
 
 
 def strike(number, reaches_all=True):
@@ -155,29 +182,51 @@ def strike(number, reaches_all=True):
     for child in multiprocessing.active_children():
         os.kill(child.pid, number)
         child.join(10)
-    if reaches_all: signal.raise_signal(number)
+    if reaches_all:
+        signal.raise_signal(number)
 
 
 def struck(run, event, error):
     "Train, with an event in update 6. Returns the checkpoint."
-    def callback(run, record): return event() if record["updates"] == 6 else None
-    with stop_signals(), pytest.raises(error): train(run, progress=False, tensorboard=False, callback=callback)
+
+    def callback(run, record):
+        return event() if record["updates"] == 6 else None
+
+    with stop_signals(), pytest.raises(error):
+        train(run, progress=False, tensorboard=False, callback=callback)
     return load_checkpoint(run.checkpoint)
 
 
-@pytest.mark.parametrize("number, reaches_all, error", [(signal.SIGKILL, False, WorkerError), (signal.SIGTERM, True, Stopped)])
-def test_an_evaluation_that_ends_within_a_batch_leaves_learner_and_stream_together(number, reaches_all, error, tmp_path):
-    twin, one = small_run(tmp_path/"twin", exact=True), small_run(tmp_path/"one", exact=True, eval_every=1)
+@pytest.mark.parametrize(
+    "number, reaches_all, error",
+    [(signal.SIGKILL, False, WorkerError), (signal.SIGTERM, True, Stopped)],
+)
+def test_an_evaluation_that_ends_within_a_batch_leaves_learner_and_stream_together(
+    number, reaches_all, error, tmp_path
+):
+    twin = small_run(tmp_path / "twin", exact=True)
+    one = small_run(tmp_path / "one", exact=True, eval_every=1)
     train(twin, progress=False, tensorboard=False)
     found = struck(one, lambda: PLANNED.append(partial(strike, number, reaches_all)), error)
-    last = (7, 8) if error is WorkerError else (7,)     # an answer that was sent before the strike is taken first
+    last = (
+        (7, 8) if error is WorkerError else (7,)
+    )  # an answer that was sent before the strike is taken first
     assert found.counters["updates"] in last and found.stream is not None
     train(resume(one.folder), progress=False, tensorboard=False)
-    assert first_difference(*(load_checkpoint(run.checkpoint).agent_state for run in (twin, one))) is None
+    assert (
+        first_difference(*(load_checkpoint(run.checkpoint).agent_state for run in (twin, one)))
+        is None
+    )
 
 
 @pytest.mark.parametrize("is_exact, updates", [(True, 5), (False, 6)])
-def test_a_signal_that_has_ended_the_workers_while_the_learner_learned_is_reported_as_a_signal(is_exact, updates, tmp_path):
+def test_a_signal_that_has_ended_the_workers_while_the_learner_learned_is_reported_as_a_signal(
+    is_exact, updates, tmp_path
+):
     "The states of their environments are lost. The last update is saved without them, unless that would replace an exact checkpoint."
-    found = struck(small_run(tmp_path/"run", exact=is_exact, workers=1), partial(strike, signal.SIGTERM), Stopped)
+    found = struck(
+        small_run(tmp_path / "run", exact=is_exact, workers=1),
+        partial(strike, signal.SIGTERM),
+        Stopped,
+    )
     assert (found.counters["updates"], found.stream is not None) == (updates, is_exact)

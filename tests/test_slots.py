@@ -1,4 +1,5 @@
 "Items in shared memory: whatever they consist of, they arrive as they were, stay as they are, and nothing grows."
+
 import gc
 import multiprocessing
 import os
@@ -40,53 +41,115 @@ class Record:
     value: Any
 
 
-TORCH = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-         torch.bool, torch.complex64, torch.complex128]
-NUMPY = ["f4", "f8", "f2", ">f4", "i8", "i1", "u2", "?", "c8", "U7", "S3", "M8[s]", [("a", "i4"), ("b", "f8", (2,))]]
+TORCH = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+NUMPY = [
+    "f4",
+    "f8",
+    "f2",
+    ">f4",
+    "i8",
+    "i1",
+    "u2",
+    "?",
+    "c8",
+    "U7",
+    "S3",
+    "M8[s]",
+    [("a", "i4"), ("b", "f8", (2,))],
+]
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @st.composite
 def tensors(draw):
     "Of any dtype and layout: contiguous, transposed, every second element, expanded, conjugated, negated."
-    dtype, shape = draw(st.sampled_from(TORCH)), draw(shapes)
+    dtype = draw(st.sampled_from(TORCH))
+    shape = draw(shapes)
     x = torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
-    if dtype.is_complex: x = x * (1 + 2j)
+    if dtype.is_complex:
+        x = x * (1 + 2j)
     form = draw(st.sampled_from(["plain", "t", "step", "expand", "conj", "neg", "flip"]))
-    if form == "t" and x.ndim > 1: x = x.transpose(0, -1)
-    if form == "step" and x.ndim: x = x[::2]
-    if form == "expand": x = x[None].expand(3, *x.shape)
-    if form == "conj" and dtype.is_complex: x = x.conj()
-    if form == "conj" and dtype == torch.complex64: x = x.imag
-    if form == "neg" and dtype.is_floating_point: x = torch._neg_view(x)
-    if form == "flip" and x.ndim: x = x[1:]
+    if form == "t" and x.ndim > 1:
+        x = x.transpose(0, -1)
+    if form == "step" and x.ndim:
+        x = x[::2]
+    if form == "expand":
+        x = x[None].expand(3, *x.shape)
+    if form == "conj" and dtype.is_complex:
+        x = x.conj()
+    if form == "conj" and dtype == torch.complex64:
+        x = x.imag
+    if form == "neg" and dtype.is_floating_point:
+        x = torch._neg_view(x)
+    if form == "flip" and x.ndim:
+        x = x[1:]
     return x
 
 
 @st.composite
 def arrays(draw):
-    dtype, shape = np.dtype(draw(st.sampled_from(NUMPY))), draw(shapes)
+    dtype = np.dtype(draw(st.sampled_from(NUMPY)))
+    shape = draw(shapes)
     x = np.zeros(shape, dtype)
-    if dtype.kind in "fiuc": x[...] = np.random.randint(0, 100, shape)
-    if dtype.kind in "US": x[...] = "wort"
+    if dtype.kind in "fiuc":
+        x[...] = np.random.randint(0, 100, shape)
+    if dtype.kind in "US":
+        x[...] = "wort"
     form = draw(st.sampled_from(["plain", "fortran", "step", "back", "read-only"]))
-    if form == "fortran": x = np.asfortranarray(x) if x.ndim else x
-    if form == "step" and x.ndim: x = x[::2]
-    if form == "back" and x.ndim: x = x[::-1]
-    if form == "read-only": x.flags.writeable = False
+    if form == "fortran":
+        x = np.asfortranarray(x) if x.ndim else x
+    if form == "step" and x.ndim:
+        x = x[::2]
+    if form == "back" and x.ndim:
+        x = x[::-1]
+    if form == "read-only":
+        x.flags.writeable = False
     return x
 
 
 def containers(leaf):
-    return st.recursive(leaf, lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple), st.builds(Pair, inner, inner), st.builds(Record, inner, inner),
-        st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
-        st.dictionaries(st.text(max_size=3), inner, max_size=2).map(OrderedDict)), max_leaves=8)
+    return st.recursive(
+        leaf,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.builds(Pair, inner, inner),
+            st.builds(Record, inner, inner),
+            st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
+            st.dictionaries(st.text(max_size=3), inner, max_size=2).map(OrderedDict),
+        ),
+        max_leaves=8,
+    )
 
 
-others = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(), st.just(np.float32(3)),
-                   st.just(np.array([{"an": "object"}, None])), st.just(torch.float32), st.just(torch.Size([2, 3])))
-items = containers(st.one_of(tensors(), arrays(), others)) | containers(st.one_of(tensors(), arrays(), st.none()))
+others = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
+    st.just(np.float32(3)),
+    st.just(np.array([{"an": "object"}, None])),
+    st.just(torch.float32),
+    st.just(torch.Size([2, 3])),
+)
+items = containers(st.one_of(tensors(), arrays(), others)) | containers(
+    st.one_of(tensors(), arrays(), st.none())
+)
 
 
 def same(x, y, order=True):
@@ -94,45 +157,63 @@ def same(x, y, order=True):
     assert type(x) is type(y), (x, y)
     if isinstance(x, dict):
         assert {(type(k), k) for k in x} == {(type(k), k) for k in y}
-        if order or type(x) is not dict: assert list(x) == list(y)
+        if order or type(x) is not dict:
+            assert list(x) == list(y)
         assert getattr(x, "default_factory", None) is getattr(y, "default_factory", None)
-        for k in x: same(x[k], y[k], order)
+        for k in x:
+            same(x[k], y[k], order)
     elif isinstance(x, (list, tuple, deque)) and not isinstance(x, torch.Size):
         assert len(x) == len(y) and getattr(x, "maxlen", None) == getattr(y, "maxlen", None)
-        for a, b in zip(x, y): same(a, b, order)
-    elif isinstance(x, Record): same((x.name, x.value), (y.name, y.value), order)
-    elif isinstance(x, torch.Tensor): assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
+        for a, b in zip(x, y):
+            same(a, b, order)
+    elif isinstance(x, Record):
+        same((x.name, x.value), (y.name, y.value), order)
+    elif isinstance(x, torch.Tensor):
+        assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y)
     elif isinstance(x, np.ndarray):
         assert x.dtype == y.dtype and x.shape == y.shape
         assert x.tolist() == y.tolist() if x.dtype.hasobject else x.tobytes() == y.tobytes()
-    else: assert x == y
+    else:
+        assert x == y
 
 
 class Line:
     "One writer and its reader; what the writer tells is pickled on the way."
-    def __init__(self, *slots): self.slots, self.writer, self.formats = slots, SlotWriter(slots), {}
+
+    def __init__(self, *slots):
+        self.slots = slots
+        self.writer = SlotWriter(slots)
+        self.formats = {}
 
     def write(self, item, slot=0, position=0, layout=EMPTY_LAYOUT):
         self.writer.begin(slot, position, layout)
         return self.written(item)
 
-    def written(self, item): return Reply(*pickle.loads(pickle.dumps(tuple(self.writer.write(item)))))
+    def written(self, item):
+        return Reply(*pickle.loads(pickle.dumps(tuple(self.writer.write(item)))))
 
     def send(self, item, on_release=None, slot=0, position=0, layout=EMPTY_LAYOUT):
         "What the reader finds of the item."
-        return self.slots[slot].read(format_of(self.write(item, slot, position, layout), self.formats), position, layout, on_release)
+        return self.slots[slot].read(
+            format_of(self.write(item, slot, position, layout), self.formats),
+            position,
+            layout,
+            on_release,
+        )
 
 
-def through(slot, item): return Line(slot).send(item)
+def through(slot, item):
+    return Line(slot).send(item)
 
 
 @settings(deadline=None, max_examples=150)
 @given(item=items, lends=st.booleans())
 def test_anything_arrives_as_it_was(item, lends):
-    line, given_back = Line(Slot()), []
+    line = Line(Slot())
+    given_back = []
     found = line.send(item, (lambda: given_back.append(1)) if lends else None)
     same(found, item)
-    assert given_back == ([1] if lends else [])                 # all of it is small
+    assert given_back == ([1] if lends else [])  # all of it is small
     line.send(torch.full((10_000,), 255, dtype=torch.uint8))
     same(found, item)
     line.slots[0].close()
@@ -142,21 +223,30 @@ def test_anything_arrives_as_it_was(item, lends):
 @given(batch=st.lists(items, min_size=2, max_size=6))
 def test_a_slot_takes_one_item_after_the_other(batch):
     line = Line(Slot())
-    for item in batch: same(line.send(item), item, order=False)
+    for item in batch:
+        same(line.send(item), item, order=False)
     line.slots[0].close()
 
 
-VIEWS = {"conjugate": torch.conj, "negative": torch._neg_view, "imaginary part": lambda x: x.conj().imag, "transposed": lambda x: x.mT,
-         "expanded": lambda x: x[:1].expand(x.shape), "negative conjugate": lambda x: torch._neg_view(x.conj())}
+VIEWS = {
+    "conjugate": torch.conj,
+    "negative": torch._neg_view,
+    "imaginary part": lambda x: x.conj().imag,
+    "transposed": lambda x: x.mT,
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "negative conjugate": lambda x: torch._neg_view(x.conj()),
+}
 
 
 @pytest.mark.parametrize("size", [2, 100])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_tensors_whose_memory_is_not_what_they_show(view, size):
     "Alone, beside an array, and in what is pickled; small and large."
-    line, x = Line(Slot()), torch.randn(size, size, dtype=torch.complex64)
+    line = Line(Slot())
+    x = torch.randn(size, size, dtype=torch.complex64)
     for item in ([view(x)], [view(x), np.ones(2)], [view(x), "text"]):
-        for lend in (None, lambda: None): same(line.send(item, lend), item)
+        for lend in (None, lambda: None):
+            same(line.send(item, lend), item)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -171,19 +261,27 @@ def test_fragments(world):
         if world == "frames":
             obs = found.state.obs
             assert type(obs) is Stacks and torch.equal(obs.frames, fragment.state.obs.frames)
-            assert slot.item_memory[0].size < 3 * obs.frames.nbytes + 10 ** 5
+            assert slot.item_memory[0].size < 3 * obs.frames.nbytes + 10**5
     slot.close()
 
 
 # --- forms
 
+
 def is_plain(item):
     "Does it consist of arrays and containers?"
-    return all(type(x) is torch.Tensor or type(x) is np.ndarray and not x.dtype.hasobject for x in nested.leaves(item))
+    return all(
+        type(x) is torch.Tensor or type(x) is np.ndarray and not x.dtype.hasobject
+        for x in nested.leaves(item)
+    )
 
 
 @settings(deadline=None, max_examples=60)
-@given(pool=st.lists(items, min_size=1, max_size=6), turns=st.lists(st.integers(0, 5), min_size=1, max_size=15), n=st.integers(1, 4))
+@given(
+    pool=st.lists(items, min_size=1, max_size=6),
+    turns=st.lists(st.integers(0, 5), min_size=1, max_size=15),
+    n=st.integers(1, 4),
+)
 def test_items_of_changing_form(pool, turns, n):
     "Whatever comes after what, and however few forms are remembered; a form that was just told is not told again."
     line = Line(Slot())
@@ -194,48 +292,80 @@ def test_items_of_changing_form(pool, turns, n):
             written = line.write(item)
             same(line.slots[0].read(format_of(written, line.formats)), item, order=False)
             assert (written.format_id is not None) == is_plain(item)
-            if repeated and is_plain(item): assert written.new_format is None
+            if repeated and is_plain(item):
+                assert written.new_format is None
         assert len(line.formats) <= n
     line.slots[0].close()
 
 
-MANY = [lambda a, b: {"a": a, "b": b}, lambda a, b: {"a": b, "b": a},
-        lambda a, b: OrderedDict(a=a, b=b), lambda a, b: OrderedDict(b=b, a=a), lambda a, b: [a, b], lambda a, b: (a, [b]), Pair,
-        lambda a, b: [Pair(b, None), {}, a], lambda a, b: deque([a, b], 2), lambda a, b: deque([a, b])]
+MANY = [
+    lambda a, b: {"a": a, "b": b},
+    lambda a, b: {"a": b, "b": a},
+    lambda a, b: OrderedDict(a=a, b=b),
+    lambda a, b: OrderedDict(b=b, a=a),
+    lambda a, b: [a, b],
+    lambda a, b: (a, [b]),
+    Pair,
+    lambda a, b: [Pair(b, None), {}, a],
+    lambda a, b: deque([a, b], 2),
+    lambda a, b: deque([a, b]),
+]
 
 
 def numbered(k, rng):
     "An item of form `k`; all of them differ."
-    make, k = MANY[k % len(MANY)], k // len(MANY)
-    return make(torch.full((k % 4, k // 4 + 1), rng.random()), np.full((k,), rng.randrange(99), ["i8", "f8", "u1"][k % 3]))
+    make = MANY[k % len(MANY)]
+    k = k // len(MANY)
+    return make(
+        torch.full((k % 4, k // 4 + 1), rng.random()),
+        np.full((k,), rng.randrange(99), ["i8", "f8", "u1"][k % 3]),
+    )
 
 
 @settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 10 ** 6), n_forms=st.sampled_from([SlotWriter.MAX_FORMATS, 3 * SlotWriter.MAX_FORMATS]))
+@given(
+    seed=st.integers(0, 10**6),
+    n_forms=st.sampled_from([SlotWriter.MAX_FORMATS, 3 * SlotWriter.MAX_FORMATS]),
+)
 def test_many_forms_back_and_forth(seed, n_forms):
     "Each costs only a number when it was just told. If all can be remembered, each is told once."
-    rng, line, before, told = random.Random(seed), Line(Slot()), [0], []
+    rng = random.Random(seed)
+    line = Line(Slot())
+    before = [0]
+    told = []
     for _ in range(400):
         k = rng.choice([before[-1], rng.choice(before[-6:]), rng.randrange(n_forms)])
         written = line.write(item := numbered(k, rng))
         same(line.slots[0].read(format_of(written, line.formats)), item)
-        if written.new_format is not None: told.append(k)
-        else: assert len(pickle.dumps(tuple(written))) < 50
-        if told: assert k in told
+        if written.new_format is not None:
+            told.append(k)
+        else:
+            assert len(pickle.dumps(tuple(written))) < 50
+        if told:
+            assert k in told
         before.append(k)
         again = line.write(item := numbered(k, rng))
         same(line.slots[0].read(format_of(again, line.formats)), item)
         assert again.new_format is None and again.format_id == written.format_id
-        assert 0 <= written.format_id < SlotWriter.MAX_FORMATS and len(line.formats) <= SlotWriter.MAX_FORMATS
-    if n_forms <= SlotWriter.MAX_FORMATS: assert len(told) == len(set(told))
+        assert (
+            0 <= written.format_id < SlotWriter.MAX_FORMATS
+            and len(line.formats) <= SlotWriter.MAX_FORMATS
+        )
+    if n_forms <= SlotWriter.MAX_FORMATS:
+        assert len(told) == len(set(told))
     line.slots[0].close()
 
 
-class Attributed(namedtuple("Attributed", "x")): "A named tuple that takes attributes."
+class Attributed(namedtuple("Attributed", "x")):
+    "A named tuple that takes attributes."
 
 
-LIKE = {"other order of keys": (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)), "structures": (torch.eye(3).max(0), torch.eye(3).min(0)),
-        "other factory": (defaultdict(int, a=1), defaultdict(list, a=1)), "other length": (deque([1], 2), deque([1], 3))}
+LIKE = {
+    "other order of keys": (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+    "structures": (torch.eye(3).max(0), torch.eye(3).min(0)),
+    "other factory": (defaultdict(int, a=1), defaultdict(list, a=1)),
+    "other length": (deque([1], 2), deque([1], 3)),
+}
 
 
 @pytest.mark.parametrize("first, second", LIKE.values(), ids=LIKE)
@@ -260,20 +390,25 @@ def test_attributes_of_containers():
     line = Line(Slot())
     for note in ("x", "y", None, "z", None):
         item = Attributed(torch.ones(2))
-        if note: item.note = note
+        if note:
+            item.note = note
         found = line.send([item])[0]
         assert type(found) is Attributed and getattr(found, "note", None) == note
 
 
 def test_what_was_prepared_belongs_to_one_item():
     "The reader may make memory for the next item beforehand."
-    line, item = Line(Slot()), {"a": torch.ones(3), "b": np.ones(2), "c": torch.ones(SMALL)}
-    form, found = format_of(line.write(item), line.formats), []
+    line = Line(Slot())
+    item = {"a": torch.ones(3), "b": np.ones(2), "c": torch.ones(SMALL)}
+    form = format_of(line.write(item), line.formats)
+    found = []
     for k in range(4):
-        for _ in range(k % 3): form.prepare()
+        for _ in range(k % 3):
+            form.prepare()
         line.write(nested.map(lambda x, k=k: x * k, item))
         found.append(line.slots[0].read(form))
-    for k, x in enumerate(found): same(x, nested.map(lambda x, k=k: x * k, item))
+    for k, x in enumerate(found):
+        same(x, nested.map(lambda x, k=k: x * k, item))
 
 
 # --- lent memory
@@ -281,26 +416,39 @@ def test_what_was_prepared_belongs_to_one_item():
 LARGE = SMALL // 4
 
 
-KEEPERS = {"all": lambda x: x, "tensor": lambda x: x["a"], "slice": lambda x: x["a"][5:7], "numpy of it": lambda x: x["a"].numpy()[::3],
-           "other dtype": lambda x: x["a"].view(torch.int32), "array": lambda x: x["n"], "its slice": lambda x: x["n"][3:].T,
-           "its memory": lambda x: memoryview(x["n"]), "tensor of it": lambda x: torch.from_numpy(x["n"])[1],
-           "stacks": lambda x: x["s"].frames[0]}
+KEEPERS = {
+    "all": lambda x: x,
+    "tensor": lambda x: x["a"],
+    "slice": lambda x: x["a"][5:7],
+    "numpy of it": lambda x: x["a"].numpy()[::3],
+    "other dtype": lambda x: x["a"].view(torch.int32),
+    "array": lambda x: x["n"],
+    "its slice": lambda x: x["n"][3:].T,
+    "its memory": lambda x: memoryview(x["n"]),
+    "tensor of it": lambda x: torch.from_numpy(x["n"])[1],
+    "stacks": lambda x: x["s"].frames[0],
+}
 
 
 @pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS)
 def test_a_slot_is_lent_until_the_last_of_it_is_gone(keep):
     "Large arrays are not copied; whatever refers to them counts."
-    line, given_back = Line(Slot()), []
+    line = Line(Slot())
+    given_back = []
     frames = torch.arange(LARGE * 4, dtype=torch.float32).view(-1, 2, 2)
-    item = dict(a=torch.arange(LARGE, dtype=torch.float32), n=np.arange(2 * LARGE, dtype="f4").reshape(-1, 2), small=torch.arange(9),
-                s=Stacks(frames, frames[:0], torch.arange(6).view(1, 2, 3)))
+    item = dict(
+        a=torch.arange(LARGE, dtype=torch.float32),
+        n=np.arange(2 * LARGE, dtype="f4").reshape(-1, 2),
+        small=torch.arange(9),
+        s=Stacks(frames, frames[:0], torch.arange(6).view(1, 2, 3)),
+    )
     found = line.send(item, lambda: given_back.append(1))
     small = found["small"]
     kept = keep(found)
     assert given_back == []
     del found
     gc.collect()
-    assert given_back == []                                     # what is small is a copy and does not keep the slot
+    assert given_back == []  # what is small is a copy and does not keep the slot
     del kept
     gc.collect()
     assert given_back == [1]
@@ -309,23 +457,39 @@ def test_a_slot_is_lent_until_the_last_of_it_is_gone(keep):
     line.slots[0].close()
 
 
-BESIDE = {"whole numbers": lambda x: x["i"], "row of them": lambda x: x["i"][1], "numpy of them": lambda x: x["i"].numpy()[1:],
-          "joined": lambda x: nested.cat([x["i"]], dim=1, view=True), "floats": lambda x: x["f"][:, 1:], "both": lambda x: (x["f"], x["a"])}
+BESIDE = {
+    "whole numbers": lambda x: x["i"],
+    "row of them": lambda x: x["i"][1],
+    "numpy of them": lambda x: x["i"].numpy()[1:],
+    "joined": lambda x: nested.cat([x["i"]], dim=1, view=True),
+    "floats": lambda x: x["f"][:, 1:],
+    "both": lambda x: (x["f"], x["a"]),
+}
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("keep", (BESIDE | {k: v for k, v in KEEPERS.items() if k != "stacks"}).values(),
-                         ids=[*BESIDE, *(k for k in KEEPERS if k != "stacks")])
+@pytest.mark.parametrize(
+    "keep",
+    (BESIDE | {k: v for k, v in KEEPERS.items() if k != "stacks"}).values(),
+    ids=[*BESIDE, *(k for k in KEEPERS if k != "stacks")],
+)
 def test_what_lies_in_the_layout_is_lent_too(keep, n):
     "The slot is given back once, when everything is gone that lies in one or the other part of its memory."
-    item = dict(a=torch.arange(LARGE, dtype=torch.float32), n=np.arange(2 * LARGE, dtype="f4").reshape(-1, 2), small=torch.arange(9),
-                i=torch.arange(LARGE).view(2, 4, -1), f=torch.arange(2. * LARGE).view(2, 4, -1))
+    item = dict(
+        a=torch.arange(LARGE, dtype=torch.float32),
+        n=np.arange(2 * LARGE, dtype="f4").reshape(-1, 2),
+        small=torch.arange(9),
+        i=torch.arange(LARGE).view(2, 4, -1),
+        f=torch.arange(2.0 * LARGE).view(2, 4, -1),
+    )
     layout = Layout(n, [(tuple(item[k].shape), item[k].dtype) for k in "fi"])
-    line, given_back = Line(Slot(n)), []
+    line = Line(Slot(n))
+    given_back = []
     line.slots[0].layout_memory.reserve(layout.size)
     found = line.send(item, lambda: given_back.append(1), position=n - 1, layout=layout)
     same(found, item)
-    small, kept = found["small"], keep(found)
+    small = found["small"]
+    kept = keep(found)
     del found
     gc.collect()
     assert given_back == []
@@ -340,11 +504,12 @@ def test_what_lies_in_the_layout_is_lent_too(keep, n):
 def test_what_is_lent_is_the_memory_itself():
     line = Line(slot := Slot())
     form = format_of(line.write(torch.zeros(LARGE)), line.formats)
-    a, b = slot.read(form, on_release=lambda: None), slot.read(form)
-    a[0] = 5.
-    assert slot.read(form)[0] == 5. and b[0] == 0.
+    a = slot.read(form, on_release=lambda: None)
+    b = slot.read(form)
+    a[0] = 5.0
+    assert slot.read(form)[0] == 5.0 and b[0] == 0.0
     slot.close()
-    assert a[0] == 5. and len(a.tolist()) == LARGE               # it stays valid, also when the slot is closed
+    assert a[0] == 5.0 and len(a.tolist()) == LARGE  # it stays valid, also when the slot is closed
     a += 1
 
 
@@ -353,29 +518,40 @@ def test_what_is_lent_is_the_memory_itself():
 DTYPES = [torch.uint8, torch.bool, torch.int64, torch.float32]
 
 
-def numpy_dtype(dtype): return torch.empty(0, dtype=dtype).numpy().dtype
+def numpy_dtype(dtype):
+    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 class Leaf(NamedTuple):
     shape: tuple
     dtype: torch.dtype
-    how: str     # 'made' by the writer, 'plain', or 'turned': not contiguous
+    how: str  # 'made' by the writer, 'plain', or 'turned': not contiguous
 
     def values(self, seed):
         "Random numbers."
-        values = np.random.default_rng(seed).integers(0, 2 if self.dtype is torch.bool else 100, self.shape, np.uint8)
+        values = np.random.default_rng(seed).integers(
+            0, 2 if self.dtype is torch.bool else 100, self.shape, np.uint8
+        )
         return torch.from_numpy(values).to(self.dtype)
 
     def array(self, writer, values):
         "An array of that kind with the `values`."
-        if self.how == "made": return torch.from_numpy(writer.entries.empty(self.shape, numpy_dtype(self.dtype))).copy_(values)
-        return values.transpose(0, 1).contiguous().transpose(0, 1) if self.how == "turned" else values.clone()
+        if self.how == "made":
+            return torch.from_numpy(
+                writer.entries.empty(self.shape, numpy_dtype(self.dtype))
+            ).copy_(values)
+        return (
+            values.transpose(0, 1).contiguous().transpose(0, 1)
+            if self.how == "turned"
+            else values.clone()
+        )
 
 
 @st.composite
 def large(draw):
     "Shape [T, B, ...] and dtype of an array of at least SMALL bytes."
-    dtype, rest = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([(), (3,), (4, 2)]))
+    dtype = draw(st.sampled_from(DTYPES))
+    rest = draw(st.sampled_from([(), (3,), (4, 2)]))
     lead = draw(st.sampled_from([1, 2, 7])), draw(st.integers(1, 3)), *rest
     return (*lead, -(-SMALL // (prod(lead) * dtype.itemsize))), dtype
 
@@ -386,19 +562,26 @@ def groups(draw):
     n = draw(st.integers(1, 4))
     given = draw(st.lists(large(), min_size=1, max_size=2))
     layout = Layout(n, draw(st.lists(st.sampled_from(given), max_size=3)))
-    kinds, found = draw(st.lists(st.sampled_from(given) | large(), min_size=1, max_size=3)), []
+    kinds = draw(st.lists(st.sampled_from(given) | large(), min_size=1, max_size=3))
+    found = []
     for _ in range(n):
         leaves = []
         for (t, b, *rest), dtype in kinds:
-            if draw(st.integers(0, 9)) == 0: b = draw(st.integers(1, 4))
-            leaves.append(Leaf((t, b, *rest), dtype, draw(st.sampled_from(["made", "made", "plain", "turned"]))))
+            if draw(st.integers(0, 9)) == 0:
+                b = draw(st.integers(1, 4))
+            leaves.append(
+                Leaf(
+                    (t, b, *rest), dtype, draw(st.sampled_from(["made", "made", "plain", "turned"]))
+                )
+            )
         found.append((leaves, draw(st.integers(0, 9)) == 0))
     return layout, found
 
 
 def places(layout, leaves, named):
     "Where each leaf should lie, None if not in the layout: the first fit, and first come those that were made there."
-    free, found = list(range(len(layout.arrays))), [None] * len(leaves)
+    free = list(range(len(layout.arrays)))
+    found = [None] * len(leaves)
     for made in (True, False):
         for j, x in enumerate(leaves):
             fit = [k for k in free if layout.arrays[k] == (x.shape, x.dtype)]
@@ -417,35 +600,65 @@ def test_items_side_by_side(group, rounds, data):
     slot.layout_memory.reserve(layout.size)
     lines = [Line(slot) for _ in range(data.draw(st.integers(1, 2)))]
     for turn in range(rounds):
-        items, forms = {}, {}
+        items = {}
+        forms = {}
         for position in data.draw(st.permutations(range(n))):
-            (leaves, named), line = kinds[position], lines[position % len(lines)]
+            (leaves, named) = kinds[position]
+            line = lines[position % len(lines)]
             line.writer.begin(0, position, layout)
             values = [x.values((turn, position, j)) for j, x in enumerate(leaves)]
-            item = dict(x=[x.array(line.writer, y) for x, y in zip(leaves, values)], small=torch.tensor([turn, position]))
+            item = dict(
+                x=[x.array(line.writer, y) for x, y in zip(leaves, values)],
+                small=torch.tensor([turn, position]),
+            )
             items[position] = dict(x=values, small=item["small"].clone())
-            if named: item["name"] = items[position]["name"] = "a text"
+            if named:
+                item["name"] = items[position]["name"] = "a text"
             written = line.written(item)
             forms[position] = format_of(written, line.formats)
-            where, big = places(layout, leaves, named), [x.nbytes >= SMALL for x in values]
+            where = places(layout, leaves, named)
+            big = [x.nbytes >= SMALL for x in values]
             if not named:
-                assert written.unplaced == tuple((x.shape, x.dtype) for x, k, b in zip(leaves, where, big) if k is None and b)
+                assert written.unplaced == tuple(
+                    (x.shape, x.dtype) for x, k, b in zip(leaves, where, big) if k is None and b
+                )
                 # what was made in its place was not copied
-                assert written.copied_bytes >= sum(x.nbytes for x, y, k in zip(values, leaves, where) if k is None or y.how != "made")
-                assert written.copied_bytes < 64 * (2 + len(leaves)) + sum(x.nbytes for x, y, k in zip(values, leaves, where)
-                                                                     if k is None or y.how != "made")
+                assert written.copied_bytes >= sum(
+                    x.nbytes
+                    for x, y, k in zip(values, leaves, where)
+                    if k is None or y.how != "made"
+                )
+                assert written.copied_bytes < 64 * (2 + len(leaves)) + sum(
+                    x.nbytes
+                    for x, y, k in zip(values, leaves, where)
+                    if k is None or y.how != "made"
+                )
             del item
-            for p in forms: same(slot.read(forms[p], p, layout), items[p])
+            for p in forms:
+                same(slot.read(forms[p], p, layout), items[p])
         lends = [data.draw(st.integers(0, 9)) > 0 for _ in range(n)]
-        found = [slot.read(forms[p], p, layout, (lambda: None) if lends[p] else None) for p in range(n)]
-        for p in range(n): same(found[p], items[p])
+        found = [
+            slot.read(forms[p], p, layout, (lambda: None) if lends[p] else None) for p in range(n)
+        ]
+        for p in range(n):
+            same(found[p], items[p])
         order = data.draw(st.just(range(n)) | st.permutations(range(n)))
         for j in range(len(kinds[0][0])):
-            parts, wanted = [found[p]["x"][j] for p in order], torch.cat([items[p]["x"][j] for p in order], 1)
+            parts = [found[p]["x"][j] for p in order]
+            wanted = torch.cat([items[p]["x"][j] for p in order], 1)
             same(joined := nested.cat(parts, dim=1, view=True), wanted)
-            ks, leaf = {places(layout, *kinds[p])[j] for p in range(n)}, kinds[0][0][j]
-            side_by_side = leaf.dtype is not torch.float32 or leaf.shape[0] == 1      # floats of one step are so, too
-            at_once = side_by_side and len(ks) == 1 and None not in ks and all(lends) and list(order) == list(range(n))
+            ks = {places(layout, *kinds[p])[j] for p in range(n)}
+            leaf = kinds[0][0][j]
+            side_by_side = (
+                leaf.dtype is not torch.float32 or leaf.shape[0] == 1
+            )  # floats of one step are so, too
+            at_once = (
+                side_by_side
+                and len(ks) == 1
+                and None not in ks
+                and all(lends)
+                and list(order) == list(range(n))
+            )
             assert (joined.data_ptr() == parts[0].data_ptr()) == (n == 1 or at_once)
         del found, parts, joined
     slot.close()
@@ -453,45 +666,91 @@ def test_items_side_by_side(group, rounds, data):
 
 SQUARE = (64, 64, 32), torch.uint8
 CHANGES = {
-    "sliced": lambda x: [x[1:]], "its first rows": lambda x: [x[:40]], "every second": lambda x: [x[::2]], "a row": lambda x: [x[0, 0], x],
-    "transposed": lambda x: [x.transpose(0, 1)], "transposed and as it was": lambda x: [x.transpose(0, 1), x],
-    "used twice": lambda x: [x, x], "aliased": lambda x: [x.view(x.shape), x], "in another shape": lambda x: [x, x.flatten(1)],
-    "another dtype": lambda x: [x.view(torch.int8), x], "expanded": lambda x: [x[:1].expand(x.shape), x],
-    "flipped": lambda x: [x.flip(0), x], "three times": lambda x: [x.transpose(0, 1), x.flip(1), x],
-    "copied": lambda x: [x.clone()], "with its copy": lambda x: [x.clone(), x], "not used": lambda x: [torch.ones_like(x)],
-    "an array": lambda x: [x.numpy(), x], "an array turned": lambda x: [x.numpy()[::-1].T], "with a name": lambda x: ["a name", x, x[3:]],
-    "a parameter": lambda x: [torch.nn.Parameter(x, requires_grad=False).data, x]}
+    "sliced": lambda x: [x[1:]],
+    "its first rows": lambda x: [x[:40]],
+    "every second": lambda x: [x[::2]],
+    "a row": lambda x: [x[0, 0], x],
+    "transposed": lambda x: [x.transpose(0, 1)],
+    "transposed and as it was": lambda x: [x.transpose(0, 1), x],
+    "used twice": lambda x: [x, x],
+    "aliased": lambda x: [x.view(x.shape), x],
+    "in another shape": lambda x: [x, x.flatten(1)],
+    "another dtype": lambda x: [x.view(torch.int8), x],
+    "expanded": lambda x: [x[:1].expand(x.shape), x],
+    "flipped": lambda x: [x.flip(0), x],
+    "three times": lambda x: [x.transpose(0, 1), x.flip(1), x],
+    "copied": lambda x: [x.clone()],
+    "with its copy": lambda x: [x.clone(), x],
+    "not used": lambda x: [torch.ones_like(x)],
+    "an array": lambda x: [x.numpy(), x],
+    "an array turned": lambda x: [x.numpy()[::-1].T],
+    "with a name": lambda x: ["a name", x, x[3:]],
+    "a parameter": lambda x: [torch.nn.Parameter(x, requires_grad=False).data, x],
+}
 
 
 @pytest.mark.parametrize("n_places", [1, 2])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_was_made_in_place_may_be_changed_in_form(change, n, n_places):
-    line, layout = Line(slot := Slot(n)), Layout(n, [SQUARE] * n_places)
+    line = Line(slot := Slot(n))
+    layout = Layout(n, [SQUARE] * n_places)
     slot.layout_memory.reserve(layout.size)
-    items, forms = [], []
+    items = []
+    forms = []
     for position in range(n):
         line.writer.begin(0, position, layout)
-        x = torch.from_numpy(line.writer.entries.empty(SQUARE[0], np.uint8)).copy_(torch.randint(0, 255, SQUARE[0]))
+        x = torch.from_numpy(line.writer.entries.empty(SQUARE[0], np.uint8)).copy_(
+            torch.randint(0, 255, SQUARE[0])
+        )
         item = [*change(x), torch.tensor(position)]
-        items.append([y.clone() if isinstance(y, torch.Tensor) else y.copy() if isinstance(y, np.ndarray) else y for y in item])
+        items.append(
+            [
+                y.clone()
+                if isinstance(y, torch.Tensor)
+                else y.copy()
+                if isinstance(y, np.ndarray)
+                else y
+                for y in item
+            ]
+        )
         forms.append(format_of(line.written(item), line.formats))
         for lend in (None, lambda: None):
-            for p in range(position + 1): same(slot.read(forms[p], p, layout, lend), items[p])
+            for p in range(position + 1):
+                same(slot.read(forms[p], p, layout, lend), items[p])
     slot.close()
 
 
 @settings(deadline=None, max_examples=60)
-@given(turns=st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=5)), max_size=6), n=st.integers(1, 4))
+@given(
+    turns=st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=5)),
+        max_size=6,
+    ),
+    n=st.integers(1, 4),
+)
 def test_layouts_change_from_item_to_item(turns, n):
     "However few forms are remembered; small ones lie elsewhere then, though their form stays the same."
-    line, other = Line(slot := Slot()), ((2, SMALL), torch.float32)
+    line = Line(slot := Slot())
+    other = ((2, SMALL), torch.float32)
     layouts = Layout(), Layout(1, [SQUARE]), Layout(1, [other, SQUARE])
     slot.layout_memory.reserve(layouts[-1].size)
     line.writer.MAX_FORMATS = n
     for k, (number, layout) in enumerate((number, layouts[j]) for number, js in turns for j in js):
-        arrays = [torch.full((3,), k), torch.full(SQUARE[0], k, dtype=SQUARE[1]), torch.full(other[0], k, dtype=other[1])]
-        item = arrays[:1] if number == 0 else arrays[:2] if number == 1 else arrays if number == 2 else arrays[:1] + arrays[:0:-1]
+        arrays = [
+            torch.full((3,), k),
+            torch.full(SQUARE[0], k, dtype=SQUARE[1]),
+            torch.full(other[0], k, dtype=other[1]),
+        ]
+        item = (
+            arrays[:1]
+            if number == 0
+            else arrays[:2]
+            if number == 1
+            else arrays
+            if number == 2
+            else arrays[:1] + arrays[:0:-1]
+        )
         same(line.send(item, (lambda: None) if k % 2 else None, layout=layout), item)
         assert len(line.formats) <= n
     slot.close()
@@ -500,8 +759,10 @@ def test_layouts_change_from_item_to_item(turns, n):
 @pytest.mark.parametrize("n", [1, 2])
 def test_what_was_made_for_one_item_may_be_in_others(n):
     "It is copied to where they are read."
-    line, layout = Line(*(Slot(n) for _ in range(3))), Layout(n, [SQUARE, SQUARE])
-    for slot in line.slots: slot.layout_memory.reserve(layout.size)
+    line = Line(*(Slot(n) for _ in range(3)))
+    layout = Layout(n, [SQUARE, SQUARE])
+    for slot in line.slots:
+        slot.layout_memory.reserve(layout.size)
     made = []
     for k in range(3):
         line.writer.begin(k, n - 1, layout)
@@ -509,15 +770,20 @@ def test_what_was_made_for_one_item_may_be_in_others(n):
         written = line.written([*made[::-1], made[0]])
         found = line.slots[k].read(format_of(written, line.formats), n - 1, layout)
         same(found, [torch.full(SQUARE[0], j, dtype=SQUARE[1]) for j in (*range(k, -1, -1), 0)])
-    for k, x in enumerate(made): assert (x == k).all()
-    for slot in line.slots: slot.close()
+    for k, x in enumerate(made):
+        assert (x == k).all()
+    for slot in line.slots:
+        slot.close()
 
 
 def test_what_cannot_be_joined_has_no_place():
     "Proposed are large tensors with a dimension 1."
-    line, big = Line(Slot()), torch.zeros(2, SMALL)
+    line = Line(Slot())
+    big = torch.zeros(2, SMALL)
     item = [big.view(-1), big.numpy(), big[:, :3], big, big[0], big.view(2, -1, 4), big.double()]
-    assert line.write(item).unplaced == tuple((tuple(x.shape), x.dtype) for x in (item[3], item[5], item[6]))
+    assert line.write(item).unplaced == tuple(
+        (tuple(x.shape), x.dtype) for x in (item[3], item[5], item[6])
+    )
     assert line.write([*item, "text"]).unplaced == ()
 
 
@@ -528,8 +794,14 @@ def test_memory_of_any_kind_is_made(dtype):
     slot.layout_memory.reserve((layout := Layout(2, [((SMALL, 2), torch.float32)])).size)
     writer.begin(0, 1, layout)
     for shape in ((3, 2), (SMALL, 2), (SMALL, 2), (0, 5), ()):
-        x, like = writer.entries.empty(shape, dtype), np.empty(shape, dtype)
-        assert type(x) is np.ndarray and x.shape == like.shape and x.dtype == like.dtype and x.flags.writeable
+        x = writer.entries.empty(shape, dtype)
+        like = np.empty(shape, dtype)
+        assert (
+            type(x) is np.ndarray
+            and x.shape == like.shape
+            and x.dtype == like.dtype
+            and x.flags.writeable
+        )
 
 
 # --- other processes
@@ -554,19 +826,29 @@ def stop(process, link):
 def test_slots_of_other_processes():
     "One writes more and more, the other reads; then the roles change."
     slot = Slot()
+
     def child(link):
-        line, formats = Line(slot), {}
-        for k in range(1, 8): link.send(tuple(line.write({"x": torch.full((10 ** k // 4,), k), "k": k if k % 2 else torch.tensor(k)})))
+        line = Line(slot)
+        formats = {}
+        for k in range(1, 8):
+            link.send(
+                tuple(
+                    line.write(
+                        {"x": torch.full((10**k // 4,), k), "k": k if k % 2 else torch.tensor(k)}
+                    )
+                )
+            )
         link.send(int(slot.read(format_of(Reply(*link.recv()), formats)).sum()))
+
     process, ours = start(fork, child)
     formats = {}
     for k in range(1, 8):
         form = format_of(Reply(*ours.recv()), formats)
         if k == 7:
             found = slot.read(form)
-            assert found["k"] == 7 and (found["x"] == 7).all() and len(found["x"]) == 10 ** 7 // 4
-    ours.send(tuple(Line(slot).write(torch.ones(10 ** 7))))
-    assert ours.recv() == 10 ** 7
+            assert found["k"] == 7 and (found["x"] == 7).all() and len(found["x"]) == 10**7 // 4
+    ours.send(tuple(Line(slot).write(torch.ones(10**7))))
+    assert ours.recv() == 10**7
     process.join()
     slot.close()
 
@@ -578,62 +860,96 @@ def fill(link, slot, position):
         number, layout = message
         line.writer.begin(0, position, Layout(*layout))
         x = torch.from_numpy(line.writer.entries.empty((3, 2, SMALL), np.uint8)).fill_(number)
-        link.send(tuple(line.writer.write({"x": x, "f": torch.full((3, 2, SMALL), 1. * number), "k": torch.tensor([number, position])})))
+        link.send(
+            tuple(
+                line.writer.write(
+                    {
+                        "x": x,
+                        "f": torch.full((3, 2, SMALL), 1.0 * number),
+                        "k": torch.tensor([number, position]),
+                    }
+                )
+            )
+        )
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_two_processes_fill_one_slot(method):
     "The layout comes later than the processes, and the first of them is replaced. What is read is what was written last."
-    slot, context = Slot(2), multiprocessing.get_context(method)
+    slot = Slot(2)
+    context = multiprocessing.get_context(method)
     large = [((3, 2, SMALL), torch.uint8), ((3, 2, SMALL), torch.float32)]
     workers = [(*start(context, fill, slot, position), {}) for position in range(2)]
     try:
-        for number, layout in enumerate((Layout(2), Layout(2, large[:1]), Layout(2, large), Layout(2, large), Layout(2, large))):
+        for number, layout in enumerate(
+            (Layout(2), Layout(2, large[:1]), Layout(2, large), Layout(2, large), Layout(2, large))
+        ):
             if number == 3:
                 stop(*workers[0][:2])
                 workers[0] = *start(context, fill, slot, 0), {}
             slot.layout_memory.reserve(layout.size)
-            for _, link, _ in workers: link.send((number, (layout.n, layout.arrays)))
+            for _, link, _ in workers:
+                link.send((number, (layout.n, layout.arrays)))
             found = []
             for position, (_, link, formats) in enumerate(workers):
                 written = Reply(*link.recv())
-                assert written.unplaced == tuple(large[len(layout.arrays):][::-1])
+                assert written.unplaced == tuple(large[len(layout.arrays) :][::-1])
                 found.append(slot.read(format_of(written, formats), position, layout, lambda: None))
             for position, item in enumerate(found):
-                same(item, {"x": torch.full((3, 2, SMALL), number, dtype=torch.uint8), "f": torch.full((3, 2, SMALL), 1. * number),
-                            "k": torch.tensor([number, position])})
+                same(
+                    item,
+                    {
+                        "x": torch.full((3, 2, SMALL), number, dtype=torch.uint8),
+                        "f": torch.full((3, 2, SMALL), 1.0 * number),
+                        "k": torch.tensor([number, position]),
+                    },
+                )
             joined = nested.cat([item["x"] for item in found], dim=1, view=True)
-            assert (joined == number).all() and (joined.data_ptr() == found[0]["x"].data_ptr()) == bool(layout.arrays)
+            assert (joined == number).all() and (
+                joined.data_ptr() == found[0]["x"].data_ptr()
+            ) == bool(layout.arrays)
             del found, item, joined
     finally:
-        for process, link, _ in workers: stop(process, link)
+        for process, link, _ in workers:
+            stop(process, link)
         slot.close()
 
 
 # --- what cannot be sent
 
+
 def test_what_cannot_be_pickled_is_named():
     slot = Slot()
     item = Pair({"good": torch.zeros(2), "bad": [1, (x for x in ())]}, None)
     told = r"leaf Pair.left\['bad'\]\[1\]: .*cannot pickle 'generator' object.*[Gg]ot generator"
-    with pytest.raises(DataError, match=told): through(slot, item)
-    with pytest.raises(DataError, match="leaf generator.*cannot be pickled"): through(slot, (x for x in ()))
+    with pytest.raises(DataError, match=told):
+        through(slot, item)
+    with pytest.raises(DataError, match="leaf generator.*cannot be pickled"):
+        through(slot, (x for x in ()))
 
 
-UNSENT = {"graph of gradients": lambda x: x.clone().requires_grad_(), "result": lambda x: x.clone().requires_grad_() * 2,
-          "on meta": lambda x: x.to("meta"), "sparse": lambda x: x.to_sparse()}
+UNSENT = {
+    "graph of gradients": lambda x: x.clone().requires_grad_(),
+    "result": lambda x: x.clone().requires_grad_() * 2,
+    "on meta": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse(),
+}
 
 
 @pytest.mark.parametrize("size", [3, 200])
 @pytest.mark.parametrize("told", UNSENT)
 def test_tensors_that_cannot_be_sent(told, size):
     "At once, after others of the same shape and dtype, and among what is pickled; afterwards the writer goes on."
-    line, good = Line(Slot()), torch.eye(size)
+    line = Line(Slot())
+    good = torch.eye(size)
     bad = UNSENT[told](good)
     told = "graph of gradients" if told == "result" else told
     for k in range(3):
         for item in ({"x": bad}, {"x": bad, "n": "name"}):
-            with pytest.raises(DataError, match=f"^a tensor cannot be sent to another process.*{told}"): line.write(item)
+            with pytest.raises(
+                DataError, match=f"^a tensor cannot be sent to another process.*{told}"
+            ):
+                line.write(item)
         same(line.send({"x": good + k}), {"x": good + k})
 
 
@@ -641,49 +957,71 @@ def test_a_tensor_that_begins_to_require_gradients():
     "The very same one, after it was sent without."
     for x in (torch.zeros(2), torch.zeros(2, SMALL)):
         line = Line(Slot())
-        for _ in range(2): same(line.send([x]), [x])
+        for _ in range(2):
+            same(line.send([x]), [x])
         x.requires_grad_()
-        with pytest.raises(DataError, match="graph of gradients"): line.send([x])
+        with pytest.raises(DataError, match="graph of gradients"):
+            line.send([x])
         same(line.send([x.detach()]), [x.detach()])
 
 
 def test_classes_of_a_notebook_travel():
     class Local(NamedTuple):
         x: Any
+
     namespace = {"__name__": "__main__"}
     exec("class Own:\n def __init__(self, x): self.x = x", namespace)
     line = Line(Slot())
     for k in range(3):
-        assert line.send(Local(torch.arange(k))).x.tolist() == line.send(namespace["Own"](torch.arange(k))).x.tolist() == [*range(k)]
-        assert line.write(Local(torch.arange(k))).new_format is None      # containers of arrays are not pickled again
+        assert (
+            line.send(Local(torch.arange(k))).x.tolist()
+            == line.send(namespace["Own"](torch.arange(k))).x.tolist()
+            == [*range(k)]
+        )
+        assert (
+            line.write(Local(torch.arange(k))).new_format is None
+        )  # containers of arrays are not pickled again
 
 
 def test_the_form_is_small():
     "Arrays do not travel in it, and next time it is a number."
     fragments = WORLDS["gaussian"](1)[0]
     form, arrays, size = pickle_item(next(iter(fragments)))
-    assert len(form) < 3000 and len(arrays) > 10 and size == sum(x.nbytes + -x.nbytes % 64 for _, x in arrays)
+    assert (
+        len(form) < 3000
+        and len(arrays) > 10
+        and size == sum(x.nbytes + -x.nbytes % 64 for _, x in arrays)
+    )
     line = Line(Slot())
-    sizes = [len(pickle.dumps(tuple(line.write(fragment._replace(final=()))))) for fragment in islice(fragments, 3)]
+    sizes = [
+        len(pickle.dumps(tuple(line.write(fragment._replace(final=())))))
+        for fragment in islice(fragments, 3)
+    ]
     assert sizes[0] < 6000 and max(sizes[1:]) < 50
 
 
 def test_fragments_of_changing_size():
     "Some have many rows of `final`, most have none: memory is that of the largest, not of the largest possible."
     line = Line(slot := Slot())
-    for k in (0, 500, 3): same(line.send({"final": torch.zeros(k, 100)}), {"final": torch.zeros(k, 100)})
-    assert 500 * 400 <= slot.item_memory[0].size < 500 * 400 + 2 ** 17
+    for k in (0, 500, 3):
+        same(line.send({"final": torch.zeros(k, 100)}), {"final": torch.zeros(k, 100)})
+    assert 500 * 400 <= slot.item_memory[0].size < 500 * 400 + 2**17
     slot.close()
 
 
 # --- nothing grows
+
 
 def n_objects():
     gc.collect()
     return len(gc.get_objects())
 
 
-FACTORY = {"dict": dict, "not to be pickled": lambda x: defaultdict(lambda: 0, x), "pickled": lambda x: {**x, "name": "text"}}
+FACTORY = {
+    "dict": dict,
+    "not to be pickled": lambda x: defaultdict(lambda: 0, x),
+    "pickled": lambda x: {**x, "name": "text"},
+}
 
 
 @pytest.mark.parametrize("make", FACTORY.values(), ids=FACTORY)
@@ -691,7 +1029,8 @@ def test_a_writer_and_its_reader_do_not_grow(make):
     "Over thousands of forms."
     line = Line(Slot())
     for k in range(3000):
-        if k == 1000: before = n_objects()
+        if k == 1000:
+            before = n_objects()
         found = line.send(make({"x": torch.zeros(k), "y": np.zeros((k % 7, 2))}))
         assert found["x"].shape == (k,)
     assert n_objects() < before + 5000
@@ -700,50 +1039,76 @@ def test_a_writer_and_its_reader_do_not_grow(make):
 
 class Numbers(Source):
     "Small items without end; those with a number of Python are pickled."
-    def __init__(self, number=int): self.number = number
+
+    def __init__(self, number=int):
+        self.number = number
 
     def stream(self, items):
         k = 0
         while True:
-            yield {"k": self.number(k), "x": torch.full((10 + k % 50,), k), "y": np.full((3, 4), k, np.float32)}
+            yield {
+                "k": self.number(k),
+                "x": torch.full((10 + k % 50,), k),
+                "y": np.full((3, 4), k, np.float32),
+            }
             k += 1
 
 
 def usage(pids):
     "Resident bytes, descriptors and mappings of each process."
+
     def of(pid):
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return pages * resource.getpagesize(), len(os.listdir(f"/proc/{pid}/fd")), Path(f"/proc/{pid}/maps").read_text().count("\n")
+        return (
+            pages * resource.getpagesize(),
+            len(os.listdir(f"/proc/{pid}/fd")),
+            Path(f"/proc/{pid}/maps").read_text().count("\n"),
+        )
+
     return [of(pid) for pid in pids]
 
 
 @pytest.mark.parametrize("lag, number", [(0, int), (None, torch.tensor)])
 def test_nothing_grows_over_ten_thousand_items(lag, number):
-    with DataLoader2(Lanes(Numbers(number), 2, 0), reading_service=ProcessReading(2, lag=lag)) as loader:
+    with DataLoader2(
+        Lanes(Numbers(number), 2, 0), reading_service=ProcessReading(2, lag=lag)
+    ) as loader:
         stream = iter(loader)
         kept = []
         for k, item in enumerate(islice(stream, 2000)):
-            if k % 100 == 0: kept.append(item)
-        loader.reading_service.records = deque(maxlen=10)        # these are meant to be kept
+            if k % 100 == 0:
+                kept.append(item)
+        loader.reading_service.records = deque(maxlen=10)  # these are meant to be kept
         pids = [os.getpid(), *(state["pid"] for state in loader.reading_service.health())]
         before = usage(pids)
         item = deque(islice(stream, 10_000), maxlen=1)[0]
         after = usage(pids)
         assert item["k"] == 5999 or lag is None
-        for k, item in enumerate(kept): assert item["k"] == 50 * k and (item["x"] == 50 * k).all() and (item["y"] == 50 * k).all()
+        for k, item in enumerate(kept):
+            assert (
+                item["k"] == 50 * k and (item["x"] == 50 * k).all() and (item["y"] == 50 * k).all()
+            )
     for (rss, fds, maps), (rss_after, fds_after, maps_after) in zip(before, after):
-        assert rss_after - rss < 3 * 2 ** 20 and fds_after <= fds and maps_after <= maps + 5
+        assert rss_after - rss < 3 * 2**20 and fds_after <= fds and maps_after <= maps + 5
     gc.collect()
 
 
 def test_nothing_grows_over_many_loaders():
     pipe = Lanes(Numbers(), 2, 0)
+
     def once():
-        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader: return next(iter(loader))
-    for _ in range(3): once()
+        with DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
+            return next(iter(loader))
+
+    for _ in range(3):
+        once()
     gc.collect()
     before = descriptors(), Path("/proc/self/maps").read_text().count("rollpipe")
     there = weakref.ref(once()["x"])
-    for _ in range(15): once()
+    for _ in range(15):
+        once()
     gc.collect()
-    assert there() is None and (descriptors(), Path("/proc/self/maps").read_text().count("rollpipe")) <= before
+    assert (
+        there() is None
+        and (descriptors(), Path("/proc/self/maps").read_text().count("rollpipe")) <= before
+    )

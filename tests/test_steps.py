@@ -1,4 +1,5 @@
 """Single steps against the naive engine, torchdata's own pipes on them, and fragments regained from them."""
+
 import copy
 import inspect
 from collections import defaultdict
@@ -15,8 +16,21 @@ from reference import Solo, apply, assert_same, flatten
 from toys import Constant, Counting, Limit, Memory, Nested, NestedMemory, Plain, judge
 
 from rollpipe.pipes import (
-    AdvantageBuffer, DataError, DataLoader2, EnvError, EnvStepper, EpisodeCollector, Fragment, FragmentCollector, FragmentStacker, Lanes,
-    Minibatcher, NStep, State, StepMerger, WithImage,
+    AdvantageBuffer,
+    DataError,
+    DataLoader2,
+    EnvError,
+    EnvStepper,
+    EpisodeCollector,
+    Fragment,
+    FragmentCollector,
+    FragmentStacker,
+    Lanes,
+    Minibatcher,
+    NStep,
+    State,
+    StepMerger,
+    WithImage,
 )
 from rollpipe.pipes.data.fragment import Final, Tick
 from rollpipe.pipes.replay.merged_steps import MergedStep
@@ -28,42 +42,80 @@ MIXED = ((3, "term"), (4, "trunc"), (1, "both"), (2, "trunc"))
 
 
 def collector(plans=(MIXED,), n_steps=5, env=Counting, actor=Plain):
-    return FragmentCollector(EnvStepper([lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)], actor()), n_steps)
+    return FragmentCollector(
+        EnvStepper(
+            [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)], actor()
+        ),
+        n_steps,
+    )
 
 
-def numbers(step): return int(step.proc_id), int(step.env_id), int(step.episode_n), int(step.step_n)
+def numbers(step):
+    return int(step.proc_id), int(step.env_id), int(step.episode_n), int(step.step_n)
 
 
 @fast
 @given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 7))
 @pytest.mark.parametrize("actor", [Plain, Memory])
 def test_every_field_against_the_naive_engine(actor, plans, n_steps):
-    n, n_envs = 3 * n_steps, len(plans)
+    n = 3 * n_steps
+    n_envs = len(plans)
     steps = list(islice(Steps(collector(plans, n_steps, actor=actor)), n * n_envs))
     for b, plan in enumerate(plans):
         column = Solo(Counting(plan, b), actor(), np.int64(0)).collect(n)
         finals = {t: obs for t, obs, _ in column["finals"]}
-        total, episode = 0., 0
+        total, episode = 0.0, 0
         for t, step in enumerate(steps[b::n_envs]):
             stepno, obs, _, _, _ = column["states"][t]
             _, after, act, rew, fin = column["states"][t + 1]
             term = bool(column["terms"][t + 1])
             total += float(np.float32(rew))
             assert numbers(step) == (0, b, episode, stepno)
-            assert np.array_equal(step.state, obs) and step.action == int(act) and step.reward == np.float32(rew)
+            assert (
+                np.array_equal(step.state, obs)
+                and step.action == int(act)
+                and step.reward == np.float32(rew)
+            )
             assert bool(step.terminated) is term and bool(step.truncated) is bool(fin and not term)
-            assert np.array_equal(step.next_state, finals[t] if t in finals else obs if fin else after)
-            assert step.total_reward == pytest.approx(total) and step.advantage is None and step.image is None
-            if fin: total, episode = 0., episode + 1
+            assert np.array_equal(
+                step.next_state, finals[t] if t in finals else obs if fin else after
+            )
+            assert (
+                step.total_reward == pytest.approx(total)
+                and step.advantage is None
+                and step.image is None
+            )
+            if fin:
+                total = 0.0
+                episode = episode + 1
 
 
 def test_types_and_shapes_are_those_documented():
-    for step in (next(iter(Steps(AdvantageBuffer(collector(), judge)))), Step.random(seed=3, env=Counting)):
-        got = {name: (x.dtype, list(x.shape)) for name, x in step._asdict().items() if x is not None}
-        f, i, yes = (torch.float32, []), (torch.int64, []), (torch.bool, [])
+    for step in (
+        next(iter(Steps(AdvantageBuffer(collector(), judge)))),
+        Step.random(seed=3, env=Counting),
+    ):
+        got = {
+            name: (x.dtype, list(x.shape)) for name, x in step._asdict().items() if x is not None
+        }
+        f = (torch.float32, [])
+        i = (torch.int64, [])
+        yes = (torch.bool, [])
         obs = torch.float32, [4]
-        assert got == dict(state=obs, action=i, next_state=obs, terminated=yes, truncated=yes, reward=f, total_reward=f, advantage=f,
-                           env_id=i, proc_id=i, step_n=i, episode_n=i)
+        assert got == dict(
+            state=obs,
+            action=i,
+            next_state=obs,
+            terminated=yes,
+            truncated=yes,
+            reward=f,
+            total_reward=f,
+            advantage=f,
+            env_id=i,
+            proc_id=i,
+            step_n=i,
+            episode_n=i,
+        )
 
 
 def test_order_is_time_by_time_then_environment_by_environment():
@@ -77,7 +129,8 @@ def test_lanes_go_on_each_for_itself_and_joining_them_changes_nothing():
     steps = list(islice(Steps(pipe), 5 * 2 * 3 * 4))
     for n in (2, 3, 4):
         joined = islice(Steps(FragmentStacker(pipe, n)), len(steps))
-        for a, b in zip(steps, joined): assert_same(a._asdict(), b._asdict())
+        for a, b in zip(steps, joined):
+            assert_same(a._asdict(), b._asdict())
     for lane in range(3):
         own = [s for s in steps if s.proc_id == lane and s.env_id == 0]
         assert [int(s.episode_n) for s in own[:12]] == [0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 4, 4]
@@ -107,35 +160,55 @@ def test_the_totals_of_an_episode_whose_beginning_was_not_seen_are_unknown():
     whole = {numbers(s): float(s.total_reward) for s in Steps(IterableWrapper(fragments))}
     for step in Steps(IterableWrapper(fragments[1:])):
         _, env, episode, n = numbers(step)
-        if (env, episode) == (0, 0): assert n >= 5 and torch.isnan(step.total_reward)
-        else: assert float(step.total_reward) == whole[0, env, episode + env, n]
+        if (env, episode) == (0, 0):
+            assert n >= 5 and torch.isnan(step.total_reward)
+        else:
+            assert float(step.total_reward) == whole[0, env, episode + env, n]
 
 
-@pytest.mark.parametrize("break_it", [lambda a, b, c: [a, c], lambda a, b, c: [a, a], lambda a, b, c: [b, a],
-                                      lambda a, b, c: list(islice(Minibatcher(IterableWrapper([a]), 2), 3)),
-                                      lambda a, b, c: list(Minibatcher(IterableWrapper([a, b, c]), 5, seed=0))])
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda a, b, c: [a, c],
+        lambda a, b, c: [a, a],
+        lambda a, b, c: [b, a],
+        lambda a, b, c: list(islice(Minibatcher(IterableWrapper([a]), 2), 3)),
+        lambda a, b, c: list(Minibatcher(IterableWrapper([a, b, c]), 5, seed=0)),
+    ],
+)
 def test_refuses_fragments_out_of_order(break_it):
     fragments = break_it(*islice(collector(), 3))
-    with pytest.raises(DataError, match="Steps, lane 0: fragments must come whole and in the order of collecting"):
+    with pytest.raises(
+        DataError, match="Steps, lane 0: fragments must come whole and in the order of collecting"
+    ):
         list(Steps(IterableWrapper(fragments)))
 
 
 def test_refuses_other_items():
-    with pytest.raises(DataError, match="Fragments are wanted here"): list(Steps(EnvStepper(Counting, Plain())))
-    with pytest.raises(DataError, match="Steps are wanted here"): list(Fragments(collector(), 2))
-    with pytest.raises(TypeError): len(Steps(collector()))
+    with pytest.raises(DataError, match="Fragments are wanted here"):
+        list(Steps(EnvStepper(Counting, Plain())))
+    with pytest.raises(DataError, match="Steps are wanted here"):
+        list(Fragments(collector(), 2))
+    with pytest.raises(TypeError):
+        len(Steps(collector()))
 
 
 # --- the helpers of Step
 
+
 def test_clone_detach_to():
     step = Step.random(seed=1, env=Nested)
     same = step.clone()
-    for (_, x), (_, y) in zip(flatten(step._asdict()), flatten(same._asdict())): assert torch.equal(x, y) and x.data_ptr() != y.data_ptr()
+    for (_, x), (_, y) in zip(flatten(step._asdict()), flatten(same._asdict())):
+        assert torch.equal(x, y) and x.data_ptr() != y.data_ptr()
     grad = step._replace(reward=torch.ones((), requires_grad=True) * 2)
     assert grad.detach().reward.grad_fn is None and grad.reward.grad_fn is not None
     half = step.to(torch.float64)
-    assert half.reward.dtype is torch.float64 and half.terminated.dtype is torch.bool and half.step_n.dtype is torch.int64
+    assert (
+        half.reward.dtype is torch.float64
+        and half.terminated.dtype is torch.bool
+        and half.step_n.dtype is torch.int64
+    )
     assert half.state["pair"][1]["pixels"].dtype is torch.uint8
     assert all(x.device.type == "meta" for _, x in flatten(step.to("meta")._asdict()))
 
@@ -145,53 +218,83 @@ def test_random_is_fixed_by_its_seed_and_fits_the_spaces(env):
     before = torch.get_rng_state()
     assert_same(Step.random(5, env)._asdict(), Step.random(5, env)._asdict())
     assert torch.equal(torch.get_rng_state(), before)
-    some = [Step.random(seed, env, reward=torch.tensor(2.)) for seed in range(20)]
-    assert {float(s.reward) for s in some} == {2.} and len({numbers(s) for s in some}) > 10
-    assert {bool(s.terminated) for s in some} == {True, False} and not any(s.terminated & s.truncated for s in some)
+    some = [Step.random(seed, env, reward=torch.tensor(2.0)) for seed in range(20)]
+    assert {float(s.reward) for s in some} == {2.0} and len({numbers(s) for s in some}) > 10
+    assert {bool(s.terminated) for s in some} == {True, False} and not any(
+        s.terminated & s.truncated for s in some
+    )
     assert not any(torch.equal(a.total_reward, b.total_reward) for a, b in zip(some, some[1:]))
-    if env is Nested: assert_same(apply(lambda x: x * 0, some[0].state), apply(lambda x: x * 0, next(iter(nested_steps())).state))
+    if env is Nested:
+        assert_same(
+            apply(lambda x: x * 0, some[0].state),
+            apply(lambda x: x * 0, next(iter(nested_steps())).state),
+        )
 
 
-def nested_steps(): return Steps(collector(env=Nested, actor=NestedMemory))
+def nested_steps():
+    return Steps(collector(env=Nested, actor=NestedMemory))
 
 
 def test_nested_observations_and_actions():
     for step, other in zip(nested_steps(), Steps(collector())):
         assert torch.equal(step.state["place"][1:3], other.state[1:3])
-        assert step.next_state["exact"].dtype is torch.float64 and set(step.action) == {"gear", "steer"}
-        if step.truncated: return
+        assert step.next_state["exact"].dtype is torch.float64 and set(step.action) == {
+            "gear",
+            "steer",
+        }
+        if step.truncated:
+            return
         assert not step.terminated or torch.equal(step.next_state["place"], step.state["place"])
 
 
 # --- torchdata's own pipes
 
-def finished(step): return bool(step.terminated | step.truncated)
-def whose(step): return numbers(step)[:3]
+
+def finished(step):
+    return bool(step.terminated | step.truncated)
+
+
+def whose(step):
+    return numbers(step)[:3]
 
 
 def test_filter_shuffle_and_batch():
     lengths = {s.step_n.item() + 1 for s in islice(Steps(collector()).filter(finished), 8)}
     assert lengths == {3, 4, 1, 2}
     all_steps = [numbers(s) for s in islice(Steps(collector([MIXED] * 2)), 40)]
-    shuffled = IterableWrapper(list(islice(Steps(collector([MIXED] * 2)), 40)), deepcopy=False).shuffle().set_seed(3)
+    shuffled = (
+        IterableWrapper(list(islice(Steps(collector([MIXED] * 2)), 40)), deepcopy=False)
+        .shuffle()
+        .set_seed(3)
+    )
     batches = list(shuffled.batch(16, wrapper_class=Step.stack))
     assert [b.reward.shape[0] for b in batches] == [16, 16, 8] and batches[0].state.shape == (16, 4)
-    seen = [tuple(map(int, row)) for b in batches for row in zip(b.proc_id, b.env_id, b.episode_n, b.step_n)]
+    seen = [
+        tuple(map(int, row))
+        for b in batches
+        for row in zip(b.proc_id, b.env_id, b.episode_n, b.step_n)
+    ]
     assert seen != all_steps and sorted(seen) == sorted(all_steps)
 
 
 def test_n_step_groups_hold_successive_steps_of_one_episode():
-    steps = IterableWrapper(list(islice(Steps(Lanes(collector([MIXED] * 2), 2)), 80)), deepcopy=False)
+    steps = IterableWrapper(
+        list(islice(Steps(Lanes(collector([MIXED] * 2), 2)), 80)), deepcopy=False
+    )
     groups = list(steps.groupby(whose, group_size=2))
     assert sum(map(len, groups)) == 80
     for group in groups:
-        assert [int(s.step_n) for s in group] == list(range(int(group[0].step_n), int(group[0].step_n) + len(group)))
+        assert [int(s.step_n) for s in group] == list(
+            range(int(group[0].step_n), int(group[0].step_n) + len(group))
+        )
         assert all(torch.equal(a.next_state, b.state) for a, b in zip(group, group[1:]))
         assert not any(finished(s) for s in group[:-1]) and len({whose(s) for s in group}) == 1
     # first to last: the sum of the rewards is the growth of the total
     for group in groups:
         before = float(group[0].total_reward - group[0].reward)
-        assert float(sum(s.reward for s in group)) == pytest.approx(float(group[-1].total_reward) - before, abs=1e-3)
+        assert float(sum(s.reward for s in group)) == pytest.approx(
+            float(group[-1].total_reward) - before, abs=1e-3
+        )
 
 
 # --- back to fragments
@@ -200,25 +303,38 @@ SAME = ("state", "term", "valid", "lane", "seq")
 
 
 def same_final(a, b):
-    for name in ("t", "b", "obs"): assert_same(getattr(a.final, name), getattr(b.final, name))
+    for name in ("t", "b", "obs"):
+        assert_same(getattr(a.final, name), getattr(b.final, name))
 
 
 @fast
-@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 7), lanes=st.integers(1, 2))
+@given(
+    plans=st.lists(episodes, min_size=1, max_size=3),
+    n_steps=st.integers(1, 7),
+    lanes=st.integers(1, 2),
+)
 def test_back_to_fragments_of_any_length(plans, n_steps, lanes):
-    pipe = Steps(AdvantageBuffer(Lanes(collector(plans, 4), lanes), judge, lam=0.))  # TD errors do not depend on the cut
+    pipe = Steps(
+        AdvantageBuffer(Lanes(collector(plans, 4), lanes), judge, lam=0.0)
+    )  # TD errors do not depend on the cut
     direct = defaultdict(list)
-    for f in islice(AdvantageBuffer(Lanes(collector(plans, n_steps), lanes), judge, lam=0.), 3 * lanes): direct[int(f.lane[0])].append(f)
+    for f in islice(
+        AdvantageBuffer(Lanes(collector(plans, n_steps), lanes), judge, lam=0.0), 3 * lanes
+    ):
+        direct[int(f.lane[0])].append(f)
     for fragment in islice(Fragments(pipe, n_steps), 2 * lanes):
         other = direct[int(fragment.lane[0])][int(fragment.seq[0])]
-        for name in SAME: assert_same(getattr(fragment, name), getattr(other, name))
+        for name in SAME:
+            assert_same(getattr(fragment, name), getattr(other, name))
         same_final(fragment, other)
         assert torch.equal(fragment.adv[~fragment.term[1:]], other.adv[~fragment.term[1:]])
 
 
 def test_what_is_left_makes_shorter_last_fragments():
     steps = list(islice(Steps(collector([MIXED] * 2)), 2 * 11))
-    fragments = list(Fragments(IterableWrapper(steps[:-1], deepcopy=False), 4))  # the last environment lacks one step
+    fragments = list(
+        Fragments(IterableWrapper(steps[:-1], deepcopy=False), 4)
+    )  # the last environment lacks one step
     assert [f.n_steps for f in fragments] == [4, 4, 2] and fragments[0].adv is None
     total = sum(float(f.state.rew[1:].sum()) for f in fragments)
     assert total == pytest.approx(sum(float(s.reward) for s in steps[:20]))
@@ -231,34 +347,46 @@ def test_refuses_environments_that_take_unequal_numbers_of_steps(plan, n_steps):
     envs = [lambda plan=plan: Counting(plan) for plan in ([(100, "term")], plan)]
     pipe = FragmentCollector(EnvStepper(envs, Plain(), sticky=5), 5)
     text = r"Fragments, lane 0, environment 1: it takes fewer steps than others, .* Expected \d+ steps since the last fragment, got \d+"
-    with pytest.raises(DataError, match=text): list(Fragments(Steps(Limit(pipe, 9)), n_steps))
+    with pytest.raises(DataError, match=text):
+        list(Fragments(Steps(Limit(pipe, 9)), n_steps))
 
 
 def test_regained_fragments_are_fit_for_the_pipes_below():
-    again = FragmentStacker(AdvantageBuffer(Fragments(Steps(Lanes(collector([MIXED] * 2), 2)), 5), judge), 2)
+    again = FragmentStacker(
+        AdvantageBuffer(Fragments(Steps(Lanes(collector([MIXED] * 2), 2)), 5), judge), 2
+    )
     direct = FragmentStacker(AdvantageBuffer(Lanes(collector([MIXED] * 2), 2), judge), 2)
     for a, b in zip(islice(again, 3), direct):
         assert_same(a.adv, b.adv)
         assert [m.n_envs for m in Minibatcher(IterableWrapper([a]), 8, seed=0)] == [8, 8, 4]
 
 
-@pytest.mark.parametrize("break_it", [lambda s: s[1:2] + s[:1], lambda s: s[:1] + s[2:], lambda s: s[:3] + s[4:]])
+@pytest.mark.parametrize(
+    "break_it", [lambda s: s[1:2] + s[:1], lambda s: s[:1] + s[2:], lambda s: s[:3] + s[4:]]
+)
 def test_refuses_steps_that_do_not_follow_one_another(break_it):
     steps = break_it(list(islice(Steps(collector()), 8)))
-    with pytest.raises(DataError, match=r"lane 0, environment 0: the steps of an environment must follow one another. Expected step \d"):
+    with pytest.raises(
+        DataError,
+        match=r"lane 0, environment 0: the steps of an environment must follow one another. Expected step \d",
+    ):
         list(Fragments(IterableWrapper(steps, deepcopy=False), 3))
 
 
 def test_refuses_batches_late_environments_and_bad_lengths():
     steps = list(islice(Steps(collector()), 6))
-    with pytest.raises(DataError, match="env_id: single steps"): list(Fragments(IterableWrapper([Step.stack(steps)]), 3))
+    with pytest.raises(DataError, match="env_id: single steps"):
+        list(Fragments(IterableWrapper([Step.stack(steps)]), 3))
     late = [*steps, steps[0]._replace(env_id=torch.tensor(1))]
-    with pytest.raises(DataError, match="a new environment among"): list(Fragments(IterableWrapper(late, deepcopy=False), 3))
-    for n in (0, 2., True):
-        with pytest.raises(DataError, match="n_steps >= 1"): Fragments(Steps(collector()), n)
+    with pytest.raises(DataError, match="a new environment among"):
+        list(Fragments(IterableWrapper(late, deepcopy=False), 3))
+    for n in (0, 2.0, True):
+        with pytest.raises(DataError, match="n_steps >= 1"):
+            Fragments(Steps(collector()), n)
 
 
 # --- what else yields fragments
+
 
 def test_whole_episodes():
     plan = ((3, "trunc"), (4, "trunc"), (1, "trunc"))
@@ -266,8 +394,13 @@ def test_whole_episodes():
     steps = list(islice(Steps(pipe), 3 + 4 + 1 + 3))
     assert [int(s.step_n) for s in steps] == [0, 1, 2, 0, 1, 2, 3, 0, 0, 1, 2]
     assert [int(s.episode_n) for s in steps] == [0] * 3 + [1] * 4 + [2] + [3] * 3
-    for step in steps: assert step.next_state[2] == step.step_n + 1 and step.next_state[1] == step.episode_n
-    assert [bool(s.truncated) for s in steps] == [False, False, True] + [False] * 3 + [True] * 2 + [False, False, True]
+    for step in steps:
+        assert step.next_state[2] == step.step_n + 1 and step.next_state[1] == step.episode_n
+    assert [bool(s.truncated) for s in steps] == [False, False, True] + [False] * 3 + [True] * 2 + [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_a_terminal_observation_that_was_recorded_is_the_next_state():
@@ -277,30 +410,47 @@ def test_a_terminal_observation_that_was_recorded_is_the_next_state():
 
 
 def test_resting_environments_take_no_steps():
-    makers = [lambda plan=plan, tag=tag: Counting(plan, tag) for tag, plan in enumerate([MIXED, ((9, "trunc"),)])]
+    makers = [
+        lambda plan=plan, tag=tag: Counting(plan, tag)
+        for tag, plan in enumerate([MIXED, ((9, "trunc"),)])
+    ]
     steps = list(islice(Steps(FragmentCollector(EnvStepper(makers, Plain(), sticky=6), 6)), 40))
     other = [s for s in islice(Steps(collector([MIXED])), 60)]
     own = [s for s in steps if s.env_id == 0]
     assert len(own) < len(steps) / 2
-    for a, b in zip(own, other): assert numbers(a) == numbers(b) and a.total_reward == b.total_reward and a.truncated == b.truncated
+    for a, b in zip(own, other):
+        assert (
+            numbers(a) == numbers(b)
+            and a.total_reward == b.total_reward
+            and a.truncated == b.truncated
+        )
 
 
 # --- copies and pictures
 
+
 def test_run_in_a_loader():
-    pipe = Limit(Steps(Lanes(collector(), 2, seed=0)), 20).filter(finished).batch(2, wrapper_class=Step.stack)
-    with DataLoader2(pipe) as loader: loaded = list(loader)
+    pipe = (
+        Limit(Steps(Lanes(collector(), 2, seed=0)), 20)
+        .filter(finished)
+        .batch(2, wrapper_class=Step.stack)
+    )
+    with DataLoader2(pipe) as loader:
+        loaded = list(loader)
     assert_same([b._asdict() for b in loaded], [b._asdict() for b in pipe])
 
 
 def test_survive_a_copy_of_the_graph():
     for pipe in (Limit(Steps(collector()), 12), Limit(Fragments(Steps(collector()), 3), 3)):
-        for a, b in zip(pipe, copy.deepcopy(pipe)): assert_same(a._asdict(), b._asdict())
+        for a, b in zip(pipe, copy.deepcopy(pipe)):
+            assert_same(a._asdict(), b._asdict())
 
 
 class Painted(Counting):
     render_mode = "rgb_array"
-    def render(self): return np.full((2, 3, 3), 10 * self.episode + self.count, np.uint8)
+
+    def render(self):
+        return np.full((2, 3, 3), 10 * self.episode + self.count, np.uint8)
 
 
 def test_pictures_show_the_moment_after_the_step():
@@ -309,12 +459,16 @@ def test_pictures_show_the_moment_after_the_step():
     assert [int(s.image[0, 0, 0]) for s in steps] == [1, 2, 3, 11, 12, 13, 14, 21]
     assert steps[0].image.shape == (2, 3, 3) and steps[0].image.dtype is torch.uint8
     assert next(iter(Steps(pipe))).image is None
-    with pytest.raises(DataError, match=r"env\['picture'\]: no such info"): list(Steps(pipe, image="picture"))
-    with pytest.raises(EnvError, match="draws no pictures"): WithImage(Counting())
-    with pytest.raises(EnvError, match="rgb_array"): WithImage(gym.make("CartPole-v1"))
+    with pytest.raises(DataError, match=r"env\['picture'\]: no such info"):
+        list(Steps(pipe, image="picture"))
+    with pytest.raises(EnvError, match="draws no pictures"):
+        WithImage(Counting())
+    with pytest.raises(EnvError, match="rgb_array"):
+        WithImage(gym.make("CartPole-v1"))
 
 
 # --- torch's own loader
+
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("env, actor", [(Counting, Plain), (Nested, NestedMemory)])
@@ -324,7 +478,7 @@ def test_torchs_loader_joins_steps_to_batches(env, actor, num_workers):
     loader = torch.utils.data.DataLoader(steps, batch_size=5, num_workers=num_workers)
     expected = list(islice(steps, 15))
     for batch, start in zip(loader, range(0, 15, 5)):
-        assert_same(batch, Step.stack(expected[start:start + 5]))
+        assert_same(batch, Step.stack(expected[start : start + 5]))
         assert type(batch) is Step and batch.reward.shape == (5,) and batch.advantage is None
 
 
@@ -337,45 +491,77 @@ def test_what_a_field_means_stands_at_the_field():
 
 # --- merged steps
 
+
 def naive_merged(steps, i, n, gamma):
     "(sum, discount, number, last step) of the transition that begins at the i-th of the `steps` of one environment, in float64."
-    total, weight, m = 0., 1., 0
-    for step in steps[i:i + n]:
-        total, weight, m = total + weight * float(step.reward), weight * gamma, m + 1
-        if step.terminated: return total, 0., m, step
-        if step.truncated: break
+    total = 0.0
+    weight = 1.0
+    m = 0
+    for step in steps[i : i + n]:
+        total = total + weight * float(step.reward)
+        weight = weight * gamma
+        m = m + 1
+        if step.terminated:
+            return total, 0.0, m, step
+        if step.truncated:
+            break
     return total, weight, m, steps[i + m - 1]
 
 
 @fast
-@given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 6), n=st.integers(1, 9),
-       gamma=st.sampled_from([0., .5, .99, 1.]), lanes=st.integers(1, 2), joined=st.integers(1, 2))
+@given(
+    plans=st.lists(episodes, min_size=1, max_size=3),
+    n_steps=st.integers(1, 6),
+    n=st.integers(1, 9),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    lanes=st.integers(1, 2),
+    joined=st.integers(1, 2),
+)
 def test_merged_steps_against_the_sum(plans, n_steps, n, gamma, lanes, joined):
     "Over several fragments, lanes and environments; at the end of the stream, too."
-    def source(): return Limit(Steps(FragmentStacker(Lanes(collector(plans, n_steps), lanes, seed=0), joined)), 40)
-    columns, merged = defaultdict(list), defaultdict(list)
-    for step in source(): columns[numbers(step)[:2]].append(step)
-    for x in StepMerger(source(), n, gamma): merged[numbers(x)[:2]].append(x)
+
+    def source():
+        return Limit(
+            Steps(FragmentStacker(Lanes(collector(plans, n_steps), lanes, seed=0), joined)), 40
+        )
+
+    columns = defaultdict(list)
+    merged = defaultdict(list)
+    for step in source():
+        columns[numbers(step)[:2]].append(step)
+    for x in StepMerger(source(), n, gamma):
+        merged[numbers(x)[:2]].append(x)
     assert merged.keys() == columns.keys()
     for key, steps in columns.items():
         assert len(merged[key]) == len(steps)
         for i, (step, x) in enumerate(zip(steps, merged[key])):
             total, discount, m, last = naive_merged(steps, i, n, gamma)
-            assert numbers(x) == numbers(step) and x.n_steps == m and numbers(last)[:3] == numbers(x)[:3]
-            assert x.reward.dtype is x.discount.dtype is torch.float32 and x.n_steps.dtype is torch.int64
+            assert (
+                numbers(x) == numbers(step)
+                and x.n_steps == m
+                and numbers(last)[:3] == numbers(x)[:3]
+            )
+            assert (
+                x.reward.dtype is x.discount.dtype is torch.float32
+                and x.n_steps.dtype is torch.int64
+            )
             np.testing.assert_allclose([x.reward, x.discount], [total, discount], rtol=1e-6)
             assert torch.equal(x.state, step.state) and torch.equal(x.action, step.action)
             assert torch.equal(x.next_state, last.next_state)
-            assert (bool(x.terminated), bool(x.truncated)) == (bool(last.terminated), bool(last.truncated))
+            assert (bool(x.terminated), bool(x.truncated)) == (
+                bool(last.terminated),
+                bool(last.truncated),
+            )
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_merged_steps_are_the_n_step_returns_of_fragments(n):
     "Where a sum does not reach the fragment's end; `NStep` computes it from other arrays."
-    plans, n_steps = (MIXED, ((6, "trunc"), (5, "term"))), 12
-    s = next(iter(NStep(collector(plans, n_steps), n, .9)))
+    plans = (MIXED, ((6, "trunc"), (5, "term")))
+    n_steps = 12
+    s = next(iter(NStep(collector(plans, n_steps), n, 0.9)))
     target = s.target(judge(s.fragment.state.obs), judge(s.fragment.final.obs))
-    merged = list(islice(StepMerger(Steps(collector(plans, n_steps)), n, .9), 4 * n_steps))
+    merged = list(islice(StepMerger(Steps(collector(plans, n_steps)), n, 0.9), 4 * n_steps))
     for b in range(len(plans)):
         for t, x in zip(range(n_steps - n), (x for x in merged if x.env_id == b)):
             assert x.n_steps == s.n_steps[t, b]
@@ -384,10 +570,12 @@ def test_merged_steps_are_the_n_step_returns_of_fragments(n):
 
 def test_merged_steps_by_hand():
     "Rewards 1, 2, 3 | 101, 102 and a bit for the action, which the actor `Constant(0)` leaves out; the second episode is cut off."
-    source = Steps(FragmentCollector(EnvStepper(lambda: Counting(((3, "term"), (2, "trunc"))), Constant(0)), 4))
-    rows = list(islice(StepMerger(source, 3, .5), 5))
-    assert [x.reward.item() for x in rows] == [1 + 1 + .75, 2 + 1.5, 3, 101 + 51, 102]
-    assert [x.discount.item() for x in rows] == [0, 0, 0, .25, .5]
+    source = Steps(
+        FragmentCollector(EnvStepper(lambda: Counting(((3, "term"), (2, "trunc"))), Constant(0)), 4)
+    )
+    rows = list(islice(StepMerger(source, 3, 0.5), 5))
+    assert [x.reward.item() for x in rows] == [1 + 1 + 0.75, 2 + 1.5, 3, 101 + 51, 102]
+    assert [x.discount.item() for x in rows] == [0, 0, 0, 0.25, 0.5]
     assert [x.next_state[:3].tolist() for x in rows[3:]] == [[0, 1, 2], [0, 1, 2]]
     assert [x.n_steps.item() for x in rows] == [3, 2, 1, 2, 1]
 
@@ -396,38 +584,72 @@ def test_merged_steps_of_containers_are_stacked_and_leave_the_steps_alone():
     steps = list(Limit(Steps(collector((MIXED, MIXED), env=Nested, actor=NestedMemory)), 30))
     before = copy.deepcopy(steps)
     merged = list(StepMerger(IterableWrapper(steps, deepcopy=False), 3))
-    for x in merged: x.reward.zero_(), x.discount.zero_(), x.n_steps.zero_()
+    for x in merged:
+        x.reward.zero_(), x.discount.zero_(), x.n_steps.zero_()
     assert_same(steps, before)
-    batch = next(iter(torch.utils.data.DataLoader(StepMerger(IterableWrapper(steps), 3), batch_size=7)))
-    assert type(batch) is MergedStep and batch.reward.shape == (7,) and batch.state["place"].shape == (7, 4)
+    batch = next(
+        iter(torch.utils.data.DataLoader(StepMerger(IterableWrapper(steps), 3), batch_size=7))
+    )
+    assert (
+        type(batch) is MergedStep
+        and batch.reward.shape == (7,)
+        and batch.state["place"].shape == (7, 4)
+    )
 
 
 def test_steps_that_cannot_be_merged_are_refused():
     steps = list(Limit(Steps(collector()), 9))
-    def merged(steps, **kwargs): return list(StepMerger(IterableWrapper(steps), **{"n": 2, **kwargs}))
-    with pytest.raises(DataError, match="StepMerger, lane 0, environment 0: the steps of an environment must .* step 1 of episode 0"):
+
+    def merged(steps, **kwargs):
+        return list(StepMerger(IterableWrapper(steps), **{"n": 2, **kwargs}))
+
+    with pytest.raises(
+        DataError,
+        match="StepMerger, lane 0, environment 0: the steps of an environment must .* step 1 of episode 0",
+    ):
         merged(steps[:1] + steps[2:])
-    with pytest.raises(DataError, match="must follow one another"): merged(steps[:2] + steps[1:])
-    with pytest.raises(DataError, match="must follow one another"): merged(steps[::-1])
-    with pytest.raises(DataError, match="single steps are wanted here, not a batch"): merged([Step.stack(steps)])
-    with pytest.raises(DataError, match="StepMerger.*Expected"): merged(collector())
-    with pytest.raises(DataError, match="Expected an integer n >= 1, got n=0"): merged(steps, n=0)
-    for gamma in (-.1, 1.1, float("nan")):
-        with pytest.raises(DataError, match=f"Expected 0 <= gamma <= 1, got gamma={gamma}"): merged(steps, gamma=gamma)
+    with pytest.raises(DataError, match="must follow one another"):
+        merged(steps[:2] + steps[1:])
+    with pytest.raises(DataError, match="must follow one another"):
+        merged(steps[::-1])
+    with pytest.raises(DataError, match="single steps are wanted here, not a batch"):
+        merged([Step.stack(steps)])
+    with pytest.raises(DataError, match="StepMerger.*Expected"):
+        merged(collector())
+    with pytest.raises(DataError, match="Expected an integer n >= 1, got n=0"):
+        merged(steps, n=0)
+    for gamma in (-0.1, 1.1, float("nan")):
+        with pytest.raises(DataError, match=f"Expected 0 <= gamma <= 1, got gamma={gamma}"):
+            merged(steps, gamma=gamma)
 
 
 @pytest.mark.parametrize("kind", ["whole episodes", "resting environments"])
 def test_merged_steps_of_other_fragments(kind):
     "Padding and rest are no steps, and no sum is missing one."
+
     def source():
-        makers = [lambda plan=plan, tag=tag: Counting(plan, tag) for tag, plan in enumerate([MIXED, ((5, "trunc"),)])]
-        if kind == "whole episodes": return Steps(EpisodeCollector(EnvStepper(makers, Plain(), terminal_obs=True), batch=2, pad=True))
+        makers = [
+            lambda plan=plan, tag=tag: Counting(plan, tag)
+            for tag, plan in enumerate([MIXED, ((5, "trunc"),)])
+        ]
+        if kind == "whole episodes":
+            return Steps(
+                EpisodeCollector(EnvStepper(makers, Plain(), terminal_obs=True), batch=2, pad=True)
+            )
         return Steps(FragmentCollector(EnvStepper(makers, Plain(), sticky=6), 6))
+
     columns = defaultdict(list)
-    for step in islice(source(), 50): columns[int(step.env_id)].append(step)
-    merged = list(islice(StepMerger(source(), 3, .5), 40))
+    for step in islice(source(), 50):
+        columns[int(step.env_id)].append(step)
+    merged = list(islice(StepMerger(source(), 3, 0.5), 40))
     for env, steps in columns.items():
         for i, x in enumerate(x for x in merged if x.env_id == env):
-            total, discount, m, last = naive_merged(steps, i, 3, .5)
-            assert (numbers(x), int(x.n_steps), float(x.discount)) == (numbers(steps[i]), m, discount)
-            assert float(x.reward) == pytest.approx(total) and torch.equal(x.next_state, last.next_state)
+            total, discount, m, last = naive_merged(steps, i, 3, 0.5)
+            assert (numbers(x), int(x.n_steps), float(x.discount)) == (
+                numbers(steps[i]),
+                m,
+                discount,
+            )
+            assert float(x.reward) == pytest.approx(total) and torch.equal(
+                x.next_state, last.next_state
+            )

@@ -1,4 +1,5 @@
 "A training that stops before it has made all of its steps says why, counts as complete, and is the beginning of one that does not stop."
+
 import json
 import time
 
@@ -24,8 +25,15 @@ EVERY = dict(eval_every="256 steps", eval_episodes=4, final_episodes=4)
 
 
 def made(folder, steps=2048, **run):
-    config = make_config("ppo", "CartPole-v1", dict(n_envs=2, n_steps=32, epochs=4, lr=3e-3), steps=steps, seed=1,
-                         checkpoint_every=3, **run)
+    config = make_config(
+        "ppo",
+        "CartPole-v1",
+        dict(n_envs=2, n_steps=32, epochs=4, lr=3e-3),
+        steps=steps,
+        seed=1,
+        checkpoint_every=3,
+        **run,
+    )
     return start(folder, config)
 
 
@@ -36,12 +44,17 @@ def quietly(run, **kwargs):
 
 def check_goes_on(whole, other):
     "A run that was stopped and went on has all numbers of one that was not, and one line more: that of its end."
-    one, two = load_run(whole), load_run(other)
+    one = load_run(whole)
+    two = load_run(other)
     assert diff(whole, other).is_equal and one.counters["updates"] == two.counters["updates"]
-    assert first_difference(one.agent_state, two.agent_state) is None and first_difference(one.stream, two.stream) is None
+    assert (
+        first_difference(one.agent_state, two.agent_state) is None
+        and first_difference(one.stream, two.stream) is None
+    )
 
 
-def means(folder): return [r["mean"] for r in read_evaluations(folder) if r["kind"] == "training"]
+def means(folder):
+    return [r["mean"] for r in read_evaluations(folder) if r["kind"] == "training"]
 
 
 # -- the rules ---------------------------------------------------------------------------------------------------------
@@ -49,12 +62,27 @@ def means(folder): return [r["mean"] for r in read_evaluations(folder) if r["kin
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("config, found, why", [
-    (dict(stop_at_return=3.), [], None), (dict(stop_at_return=3.), [4., 2.9], None), (dict(stop_at_return=3.), [1., 3.], "return 3 has"),
-    (dict(stop_at_return=-3.), [-4., -2.], "stop_at_return=-3"), (dict(stop_at_return=0.), [NAN], None),
-    (dict(patience=2), [1., 2., 1.], None), (dict(patience=2), [1., 2., 1., 2.], "no evaluation since the mean return 2 was better"),
-    (dict(patience=2), [NAN, 1., NAN], None), (dict(patience=1), [NAN, NAN], "since the mean return nan"), (dict(patience=1), [1.], None),
-    (dict(patience=0), [3., 2., 1.], None), ({}, [1.], None)])
+@pytest.mark.parametrize(
+    "config, found, why",
+    [
+        (dict(stop_at_return=3.0), [], None),
+        (dict(stop_at_return=3.0), [4.0, 2.9], None),
+        (dict(stop_at_return=3.0), [1.0, 3.0], "return 3 has"),
+        (dict(stop_at_return=-3.0), [-4.0, -2.0], "stop_at_return=-3"),
+        (dict(stop_at_return=0.0), [NAN], None),
+        (dict(patience=2), [1.0, 2.0, 1.0], None),
+        (
+            dict(patience=2),
+            [1.0, 2.0, 1.0, 2.0],
+            "no evaluation since the mean return 2 was better",
+        ),
+        (dict(patience=2), [NAN, 1.0, NAN], None),
+        (dict(patience=1), [NAN, NAN], "since the mean return nan"),
+        (dict(patience=1), [1.0], None),
+        (dict(patience=0), [3.0, 2.0, 1.0], None),
+        ({}, [1.0], None),
+    ],
+)
 def test_evaluations_that_are_enough(config, found, why):
     told = why_enough(config, found)
     assert told is None if why is None else why in told
@@ -62,8 +90,10 @@ def test_evaluations_that_are_enough(config, found, why):
 
 # -- a run that stops --------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory): return quietly(made(tmp_path_factory.mktemp("whole")/"run", **EVERY))
+def whole(tmp_path_factory):
+    return quietly(made(tmp_path_factory.mktemp("whole") / "run", **EVERY))
 
 
 def goal_of(whole):
@@ -75,139 +105,239 @@ def goal_of(whole):
 
 def test_at_a_return_it_stops_says_why_and_is_complete(whole, tmp_path, monkeypatch, capsys):
     goal, k = goal_of(whole)
-    words = "train ppo CartPole-v1 --n-envs 2 --n-steps 32 --epochs 4 --lr 3e-3 --steps 2048 --seed 1 --checkpoint-every 3 " \
-            "--preset none --quiet --no-tensorboard --eval-episodes 4 --final-episodes 4 --out run --continue --engine".split()
-    words += [whole.config["options"]["engine"], "--eval-every", "256 steps", "--stop-at-return", repr(goal)]
+    words = (
+        "train ppo CartPole-v1 --n-envs 2 --n-steps 32 --epochs 4 --lr 3e-3 --steps 2048 --seed 1 --checkpoint-every 3 "
+        "--preset none --quiet --no-tensorboard --eval-episodes 4 --final-episodes 4 --out run --continue --engine".split()
+    )
+    words += [
+        whole.config["options"]["engine"],
+        "--eval-every",
+        "256 steps",
+        "--stop-at-return",
+        repr(goal),
+    ]
     monkeypatch.chdir(tmp_path)
     assert rollpipe(*words) == 0
-    found, why = load_run("run"), f"the mean return {goal:g} has reached stop_at_return={goal:g}"
+    found = load_run("run")
+    why = f"the mean return {goal:g} has reached stop_at_return={goal:g}"
     assert f"\nstopped: {why}\n" in capsys.readouterr().out
-    assert found.config["stopped"] == json.loads((tmp_path/"run"/"config.json").read_text())["stopped"] == why
-    assert means("run") == means(whole.folder)[:k + 1] and found.counters["steps"] == 256 * k
-    assert {r["kind"] for r in read_evaluations("run") if r["steps"] == 256 * k} == {"training", "last", "best"}
-    before = content(tmp_path/"run")
-    assert rollpipe(*words) == 0                        # a second time there is nothing to do
-    assert f"run is complete, with {found.counters['steps']} steps, and was stopped: {why}" in capsys.readouterr().out
-    assert rollpipe("train", "--resume", "run") == 2 and "run is complete" in capsys.readouterr().err
-    assert content(tmp_path/"run") == before and verify("run", 99).is_equal
-    assert rollpipe("train", "--resume", "run", "--steps", "2048", "--quiet", "--no-tensorboard") == 0      # to go on is a wish of its own
+    assert (
+        found.config["stopped"]
+        == json.loads((tmp_path / "run" / "config.json").read_text())["stopped"]
+        == why
+    )
+    assert means("run") == means(whole.folder)[: k + 1] and found.counters["steps"] == 256 * k
+    assert {r["kind"] for r in read_evaluations("run") if r["steps"] == 256 * k} == {
+        "training",
+        "last",
+        "best",
+    }
+    before = content(tmp_path / "run")
+    assert rollpipe(*words) == 0  # a second time there is nothing to do
+    assert (
+        f"run is complete, with {found.counters['steps']} steps, and was stopped: {why}"
+        in capsys.readouterr().out
+    )
+    assert (
+        rollpipe("train", "--resume", "run") == 2 and "run is complete" in capsys.readouterr().err
+    )
+    assert content(tmp_path / "run") == before and verify("run", 99).is_equal
+    assert (
+        rollpipe("train", "--resume", "run", "--steps", "2048", "--quiet", "--no-tensorboard") == 0
+    )  # to go on is a wish of its own
     assert load_run("run").config["stopped"] is load_run("run").config["stop_at_return"] is None
-    check_goes_on(whole.folder, tmp_path/"run")
+    check_goes_on(whole.folder, tmp_path / "run")
 
 
 def test_a_run_that_is_interrupted_stops_where_it_would_have_stopped(whole, tmp_path):
     _, k = goal_of(whole)
     goal = dict(EVERY, stop_at_return=means(whole.folder)[k])
-    quietly(one := made(tmp_path/"one", **goal))
-    for n, at in enumerate((1, 4 * k - 1)):             # updates of 64 steps
+    quietly(one := made(tmp_path / "one", **goal))
+    for n, at in enumerate((1, 4 * k - 1)):  # updates of 64 steps
+
         def end(run, record, at=at):
-            if record["updates"] == at: raise KeyboardInterrupt
-        other = tmp_path/f"other{n}"
-        with pytest.raises(KeyboardInterrupt): quietly(made(other, **goal), callback=end)
+            if record["updates"] == at:
+                raise KeyboardInterrupt
+
+        other = tmp_path / f"other{n}"
+        with pytest.raises(KeyboardInterrupt):
+            quietly(made(other, **goal), callback=end)
         quietly(resume(other))
         check_same(one.folder, other)
         assert load_run(other).config["stopped"] == one.config["stopped"]
     # killed between the evaluation and the saving of the stop: the next start only has to say so
     config = {**load_run(one.folder).config, "stopped": None}
-    run = start(tmp_path/"again", {**config, "stop_at_return": None, "steps": 256 * k})
+    run = start(tmp_path / "again", {**config, "stop_at_return": None, "steps": 256 * k})
     quietly(run)
     run.config.update(config)
     run.save()
     quietly(again := resume(run.folder))
-    assert again.counters["updates"] == 4 * k and load_run(run.folder).config["stopped"] == one.config["stopped"]
+    assert (
+        again.counters["updates"] == 4 * k
+        and load_run(run.folder).config["stopped"] == one.config["stopped"]
+    )
 
 
 def test_patience(tmp_path):
-    run = quietly(made(tmp_path/"run", patience=2, steps=10_000, **EVERY))
+    run = quietly(made(tmp_path / "run", patience=2, steps=10_000, **EVERY))
     found = means(run.folder)
     best = found.index(max(found))
-    assert len(found) == best + 3 and run.config["stopped"].startswith("patience=2: no evaluation since the mean return")
+    assert len(found) == best + 3 and run.config["stopped"].startswith(
+        "patience=2: no evaluation since the mean return"
+    )
     assert verify(run.folder, 5).is_equal
 
 
-class Killed(BaseException): "Stands for the end of the process."
+class Killed(BaseException):
+    "Stands for the end of the process."
 
 
 @pytest.mark.parametrize("place, name", [(Run, "save"), (files, "write_json")])
-def test_a_run_that_is_killed_while_its_stop_is_saved_is_complete_later(tmp_path, monkeypatch, place, name):
+def test_a_run_that_is_killed_while_its_stop_is_saved_is_complete_later(
+    tmp_path, monkeypatch, place, name
+):
     real = getattr(place, name)
+
     def end(*args):
-        if (args[0].config if place is Run else args[1]).get("stopped"): raise Killed
+        if (args[0].config if place is Run else args[1]).get("stopped"):
+            raise Killed
         return real(*args)
-    run = made(tmp_path/"run", patience=2, steps=10_000, **EVERY)
+
+    run = made(tmp_path / "run", patience=2, steps=10_000, **EVERY)
     with monkeypatch.context() as context:
         context.setattr(place, name, end)
-        with pytest.raises(Killed): quietly(run)
+        with pytest.raises(Killed):
+            quietly(run)
     assert rollpipe("train", "--resume", run.folder, "--quiet", "--no-tensorboard") == 0
     found = read_result(run.folder, 1)
-    assert found.state == "complete" and load_run(run.folder).config["stopped"] == found.config["stopped"] == run.config["stopped"]
+    assert (
+        found.state == "complete"
+        and load_run(run.folder).config["stopped"]
+        == found.config["stopped"]
+        == run.config["stopped"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["training", "last", "best"])
 def test_a_kill_after_one_of_the_last_evaluations_loses_no_record(kind, tmp_path, monkeypatch):
-    quietly(whole := made(tmp_path/"whole", steps=256, **EVERY))
+    quietly(whole := made(tmp_path / "whole", steps=256, **EVERY))
     real = evaluations.write_evaluations
 
     def end(folder, records):
         real(folder, records)
-        if (records[-1]["kind"], records[-1]["steps"]) == (kind, 256): raise Killed
-    run = made(tmp_path/"run", steps=256, **EVERY)
+        if (records[-1]["kind"], records[-1]["steps"]) == (kind, 256):
+            raise Killed
+
+    run = made(tmp_path / "run", steps=256, **EVERY)
     with monkeypatch.context() as context:
         context.setattr(evaluations, "write_evaluations", end)
-        with pytest.raises(Killed): quietly(run)
-    assert rollpipe("train", "--resume", run.folder, "--quiet", "--no-tensorboard") == (2 if kind == "best" else 0)     # it is complete
-    one, two = ([(r["updates"], r.get("eval_return_mean")) for r in read_records(x.folder)] for x in (whole, run))
+        with pytest.raises(Killed):
+            quietly(run)
+    assert rollpipe("train", "--resume", run.folder, "--quiet", "--no-tensorboard") == (
+        2 if kind == "best" else 0
+    )  # it is complete
+    one, two = (
+        [(r["updates"], r.get("eval_return_mean")) for r in read_records(x.folder)]
+        for x in (whole, run)
+    )
     assert one == two and one[-1] == (4, means(run.folder)[-1])
 
 
 def test_after_some_time_it_stops(tmp_path, monkeypatch):
-    run = made(tmp_path/"run", stop_after="0.5 s", steps=10**6)
-    quietly(run, callback=lambda run, record: time.sleep(.1))
+    run = made(tmp_path / "run", stop_after="0.5 s", steps=10**6)
+    quietly(run, callback=lambda run, record: time.sleep(0.1))
     made_so_far = [r["seconds"] for r in read_records(run.folder)]
-    assert made_so_far[-1] >= .5 > made_so_far[-2] and run.config["stopped"] == "0.5 s of training have passed"
-    with pytest.raises(DataError, match="is complete"): resume(run.folder)
+    assert (
+        made_so_far[-1] >= 0.5 > made_so_far[-2]
+        and run.config["stopped"] == "0.5 s of training have passed"
+    )
+    with pytest.raises(DataError, match="is complete"):
+        resume(run.folder)
     gone_on = quietly(resume(run.folder, run.counters["steps"] + 128))
-    assert gone_on.config["stop_after"] is None and gone_on.counters["updates"] == run.counters["updates"] + 2
+    assert (
+        gone_on.config["stop_after"] is None
+        and gone_on.counters["updates"] == run.counters["updates"] + 2
+    )
 
 
 # -- wishes of a callback ----------------------------------------------------------------------------------------------
+
 
 def test_a_callback_may_wish_to_save_or_to_stop(whole, tmp_path):
     saved = []
 
     def callback(run, record):
         saved.append(load_run(run.folder).counters["updates"])
-        if record["updates"] == 4: return Wish({"my/number": 4.}, save=True)
-        if record["updates"] == 7: return Wish(stop="seven is enough")
-    run = quietly(made(tmp_path/"run", **EVERY), callback=callback)
-    assert saved == [0, 0, 0, 3, 4, 4, 6] and run.counters["updates"] == load_run(run.folder).counters["updates"] == 7
-    assert read_records(run.folder)[3]["my/number"] == 4. and load_run(run.folder).config["stopped"] == "seven is enough"
+        if record["updates"] == 4:
+            return Wish({"my/number": 4.0}, save=True)
+        if record["updates"] == 7:
+            return Wish(stop="seven is enough")
+
+    run = quietly(made(tmp_path / "run", **EVERY), callback=callback)
+    assert (
+        saved == [0, 0, 0, 3, 4, 4, 6]
+        and run.counters["updates"] == load_run(run.folder).counters["updates"] == 7
+    )
+    assert (
+        read_records(run.folder)[3]["my/number"] == 4.0
+        and load_run(run.folder).config["stopped"] == "seven is enough"
+    )
     quietly(resume(run.folder, 2048))
     check_goes_on(whole.folder, run.folder)
     assert means(run.folder) == means(whole.folder)
 
 
 def test_a_wish_to_stop_may_be_a_comparison(tmp_path):
-    run = quietly(made(tmp_path/"run", **EVERY), callback=lambda run, record: Wish(stop=np.float64(record["updates"]) > 6))
-    assert run.counters["updates"] == load_run(run.folder).counters["updates"] == 7 and load_run(run.folder).config["stopped"] == "True"
+    run = quietly(
+        made(tmp_path / "run", **EVERY),
+        callback=lambda run, record: Wish(stop=np.float64(record["updates"]) > 6),
+    )
+    assert (
+        run.counters["updates"] == load_run(run.folder).counters["updates"] == 7
+        and load_run(run.folder).config["stopped"] == "True"
+    )
 
 
 def test_a_fork_of_a_stopped_run_may_go_on(whole, tmp_path):
-    run = quietly(made(tmp_path/"run", **EVERY), callback=lambda run, record: Wish(stop="enough") if record["updates"] == 9 else None)
-    quietly(resume(fork(run.folder, tmp_path/"fork")))
-    check_same(whole.folder, tmp_path/"fork")
-    with pytest.raises(DataError, match="leaf stop_at_return: the training stops only by evaluations for which it waits"):
-        fork(run.folder, tmp_path/"other", eval_every=0, stop_at_return=9.)
+    run = quietly(
+        made(tmp_path / "run", **EVERY),
+        callback=lambda run, record: Wish(stop="enough") if record["updates"] == 9 else None,
+    )
+    quietly(resume(fork(run.folder, tmp_path / "fork")))
+    check_same(whole.folder, tmp_path / "fork")
+    with pytest.raises(
+        DataError,
+        match="leaf stop_at_return: the training stops only by evaluations for which it waits",
+    ):
+        fork(run.folder, tmp_path / "other", eval_every=0, stop_at_return=9.0)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("run, text", [
-    (dict(stop_at_return=9.), "leaf stop_at_return: .* Expected eval_every in steps, as by --eval-every '20_000 steps', got eval_every=0"),
-    (dict(patience=2, eval_every=10), "leaf patience: the training stops only by evaluations for which it waits.*got eval_every=10"),
-    (dict(patience=-1), "patience"), (dict(stop_at_return="high"), "leaf stop_at_return: the run: wrong type of value. Expected float"),
-    (dict(stop_at_return=NAN), "stop_at_return"), (dict(stop_after="2 weeks"), "leaf stop_after: not a duration. Expected such as '45 s'"),
-    (dict(stop_after="0 h"), "leaf stop_after"), (dict(stop_after=2), "leaf stop_after: the run: wrong type of value")])
+
+@pytest.mark.parametrize(
+    "run, text",
+    [
+        (
+            dict(stop_at_return=9.0),
+            "leaf stop_at_return: .* Expected eval_every in steps, as by --eval-every '20_000 steps', got eval_every=0",
+        ),
+        (
+            dict(patience=2, eval_every=10),
+            "leaf patience: the training stops only by evaluations for which it waits.*got eval_every=10",
+        ),
+        (dict(patience=-1), "patience"),
+        (
+            dict(stop_at_return="high"),
+            "leaf stop_at_return: the run: wrong type of value. Expected float",
+        ),
+        (dict(stop_at_return=NAN), "stop_at_return"),
+        (dict(stop_after="2 weeks"), "leaf stop_after: not a duration. Expected such as '45 s'"),
+        (dict(stop_after="0 h"), "leaf stop_after"),
+        (dict(stop_after=2), "leaf stop_after: the run: wrong type of value"),
+    ],
+)
 def test_rules_that_could_not_work_are_refused(run, text, tmp_path):
-    with pytest.raises(DataError, match=text): made(tmp_path/"run", **run)
-    assert not (tmp_path/"run").exists()
+    with pytest.raises(DataError, match=text):
+        made(tmp_path / "run", **run)
+    assert not (tmp_path / "run").exists()

@@ -1,4 +1,5 @@
 """The contract kit: sound things pass, and for every rule there is an example that breaks this rule and no other."""
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -8,7 +9,17 @@ from toys import Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky, V
 
 from rollpipe import testing
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Minibatcher, Pipe, PipeError, on_policy
+from rollpipe.pipes import (
+    AdvantageBuffer,
+    EnvStepper,
+    FragmentCollector,
+    FragmentStacker,
+    Lanes,
+    Minibatcher,
+    Pipe,
+    PipeError,
+    on_policy,
+)
 from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.pipes.graph.torchdata import IterableWrapper, IterDataPipe
 from rollpipe.testing import ContractError, check_actor, check_env, check_pipe
@@ -19,10 +30,13 @@ COVERED = {}
 
 def broken(check, *only):
     "Register a toy under the name of the rules that it breaks."
+
     def register(toy):
-        for name in only: COVERED.setdefault(name, []).append(toy)
+        for name in only:
+            COVERED.setdefault(name, []).append(toy)
         CASES.append(pytest.param(check, toy, set(only), id=f"{'-'.join(only)}:{toy.__name__}"))
         return toy
+
     return register
 
 
@@ -31,89 +45,109 @@ CASES = []
 
 # --- environments
 
+
 class Sound(gym.Env):
-    observation_space, action_space = Box(-1, 1, (2,)), Discrete(2)
+    observation_space = Box(-1, 1, (2,))
+    action_space = Discrete(2)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.count = 0
         return self.look(), {}
 
-    def look(self): return self.np_random.uniform(-1, 1, 2).astype(np.float32)
+    def look(self):
+        return self.np_random.uniform(-1, 1, 2).astype(np.float32)
 
     def step(self, action):
         self.count += 1
-        return self.look(), 1., False, self.count == 7, {"count": self.count, "at": np.zeros(2)}
+        return self.look(), 1.0, False, self.count == 7, {"count": self.count, "at": np.zeros(2)}
 
 
 @pytest.mark.parametrize("space", [Box(0, 1000, (2,), np.uint16), MultiDiscrete([5, 6], np.uint32)])
 def test_unsigned_observations(space):
     class Unsigned(Sound):
         observation_space = space
-        def look(self): return self.np_random.integers(0, 5, 2).astype(space.dtype)
+
+        def look(self):
+            return self.np_random.integers(0, 5, 2).astype(space.dtype)
+
     check_env(Unsigned)
 
 
 def changed(i, value):
     "A `step` whose i-th result is replaced by `value(env, result)`."
+
     def step(self, action):
         out = list(Sound.step(self, action))
         out[i] = value(self, out[i])
         return tuple(out)
+
     return step
 
 
 @broken(check_env, "ENV_SPACES")
-class Speaks(Sound): action_space = Text(3)
+class Speaks(Sound):
+    action_space = Text(3)
 
 
 @broken(check_env, "ENV_MADE")
 class CannotBeMade(Sound):
-    def __init__(self): raise OSError("no display")
+    def __init__(self):
+        raise OSError("no display")
 
 
 @broken(check_env, "ENV_MADE")
-def many_at_once(): return gym.vector.SyncVectorEnv([Sound])
+def many_at_once():
+    return gym.vector.SyncVectorEnv([Sound])
 
 
 @broken(check_env, "ENV_RESET")
 class OldReset(Sound):
-    def reset(self, *, seed=None, options=None): return super().reset(seed=seed)[0]
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0]
 
 
 @broken(check_env, "ENV_RESET")
 class TakesNoSeed(Sound):
-    def reset(self): return super().reset()
+    def reset(self):
+        return super().reset()
 
 
 @broken(check_env, "ENV_STEP")
 class FourAnswers(Sound):
-    def step(self, action): return super().step(action)[1:]
+    def step(self, action):
+        return super().step(action)[1:]
 
 
 @broken(check_env, "ENV_STEP")
-class NoInfo(Sound): step = changed(4, lambda env, info: None)
+class NoInfo(Sound):
+    step = changed(4, lambda env, info: None)
 
 
 @broken(check_env, "ENV_STEP")
-class FailsLater(Sound): step = changed(1, lambda env, rew: rew / (5 - env.count))
+class FailsLater(Sound):
+    step = changed(1, lambda env, rew: rew / (5 - env.count))
 
 
 @broken(check_env, "ENV_OBS_LIKE_SPACE")
 class WrongShape(Sound):
-    def look(self): return super().look()[:1]
+    def look(self):
+        return super().look()[:1]
 
 
 @broken(check_env, "ENV_OBS_LIKE_SPACE")
-class WrongContainer(Sound): observation_space = Dict(place=Sound.observation_space)
+class WrongContainer(Sound):
+    observation_space = Dict(place=Sound.observation_space)
 
 
 @broken(check_env, "ENV_OBS_FINITE")
-class Infinite(Sound): step = changed(0, lambda env, obs: obs * (np.inf if env.count == 3 else 1))
+class Infinite(Sound):
+    step = changed(0, lambda env, obs: obs * (np.inf if env.count == 3 else 1))
 
 
 @broken(check_env, "ENV_OBS_WITHIN_BOUNDS")
-class Outside(Sound): step = changed(0, lambda env, obs: obs + 2)
+class Outside(Sound):
+    step = changed(0, lambda env, obs: obs + 2)
 
 
 @broken(check_env, "ENV_LAST_OBS")
@@ -125,27 +159,33 @@ class OneArray(Sound):
 
 
 @broken(check_env, "ENV_REWARD")
-class VectorReward(Sound): step = changed(1, lambda env, rew: np.ones(1))
+class VectorReward(Sound):
+    step = changed(1, lambda env, rew: np.ones(1))
 
 
 @broken(check_env, "ENV_REWARD")
-class NoReward(Sound): step = changed(1, lambda env, rew: float("nan"))
+class NoReward(Sound):
+    step = changed(1, lambda env, rew: float("nan"))
 
 
 @broken(check_env, "ENV_FLAGS")
-class NumberForFlag(Sound): step = changed(2, lambda env, term: 0)
+class NumberForFlag(Sound):
+    step = changed(2, lambda env, term: 0)
 
 
 @broken(check_env, "ENV_INFO_STAYS")
-class GrowingInfo(Sound): step = changed(4, lambda env, info: {"at": np.zeros(env.count)})
+class GrowingInfo(Sound):
+    step = changed(4, lambda env, info: {"at": np.zeros(env.count)})
 
 
 @broken(check_env, "ENV_INFO_STAYS")
-class InfoBecomesText(Sound): step = changed(4, lambda env, info: {"at": 1 if env.count < 3 else "far"})
+class InfoBecomesText(Sound):
+    step = changed(4, lambda env, info: {"at": 1 if env.count < 3 else "far"})
 
 
 @broken(check_env, "ENV_INFO_STAYS")
-class LateInfoGrows(Sound): step = changed(4, lambda env, info: {"at": np.zeros(env.count)} if env.count > 2 else {})
+class LateInfoGrows(Sound):
+    step = changed(4, lambda env, info: {"at": np.zeros(env.count)} if env.count > 2 else {})
 
 
 @broken(check_env, "ENV_SPACES_STAY")
@@ -157,13 +197,16 @@ class ChangingSpace(Sound):
 
 @broken(check_env, "ENV_SEED")
 class IgnoresItsSeed(Sound):
-    def look(self): return np.random.uniform(-1, 1, 2).astype(np.float32)
+    def look(self):
+        return np.random.uniform(-1, 1, 2).astype(np.float32)
 
 
 @broken(check_env, "ENV_SEED")
 class PaysByChance(Sound):
     "In one array, which both runs use again."
+
     paid = np.zeros(())
+
     def step(self, action):
         obs, _, *rest = super().step(action)
         self.paid[...] = np.random.uniform()
@@ -172,26 +215,36 @@ class PaysByChance(Sound):
 
 @broken(check_env, "ENV_CLOSE")
 class DoesNotClose(Sound):
-    def close(self): raise OSError("still busy")
+    def close(self):
+        raise OSError("still busy")
 
 
 @broken(check_env, "ENV_RESUMABLE")
 class ForgetsItsGenerator(Sound):
-    def get_state(self): return self.count
-    def set_state(self, count): self.count = count
+    def get_state(self):
+        return self.count
+
+    def set_state(self, count):
+        self.count = count
 
 
 # --- actors
 
+
 class Base:
-    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual): return (obs[..., 0] > 0).long(), (), {"value": obs.sum(-1)}
-    def reset(self, hx, at): return hx
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
+        return (obs[..., 0] > 0).long(), (), {"value": obs.sum(-1)}
+
+    def reset(self, hx, at):
+        return hx
 
 
 class Recurrent(Base):
     "A running sum of the observations, which starts from zero where `fin`."
+
     def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
-        sums, sum = [], obs.new_zeros(1, fin.shape[1], 1) if hx is None else hx
+        sums = []
+        sum = obs.new_zeros(1, fin.shape[1], 1) if hx is None else hx
         for x, end in zip(obs.sum(-1), fin):
             sum = torch.where(end[None, :, None], 0, sum) + x[None, :, None]
             sums.append(sum[0, :, 0])
@@ -204,59 +257,76 @@ class Recurrent(Base):
 
 
 class Noisy(Base):
-    def draw_noise(self, lead, generator): return torch.rand(lead, generator=generator)
+    def draw_noise(self, lead, generator):
+        return torch.rand(lead, generator=generator)
+
     def step(self, *state, hx, virtual, noise):
         act, hx, info = super().step(*state, hx=hx, virtual=virtual)
-        return (act if noise is None else (noise > .5).long()), hx, info
+        return (act if noise is None else (noise > 0.5).long()), hx, info
 
 
 def answers(**parts):
     "A `step` that applies functions to parts of the sound answer."
+
     def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
-        answer = dict(zip(("act", "hx", "info"), Base.step(self, stepno, obs, act, rew, fin, hx=hx, virtual=virtual)))
+        answer = dict(
+            zip(
+                ("act", "hx", "info"),
+                Base.step(self, stepno, obs, act, rew, fin, hx=hx, virtual=virtual),
+            )
+        )
         return tuple({**answer, **{k: fn(answer[k]) for k, fn in parts.items()}}.values())
+
     return step
 
 
 @broken(check_actor, "ACTOR_METHODS")
 class Mute:
-    def step(self): pass
+    def step(self):
+        pass
 
 
 @broken(check_actor, "ACTOR_STEP")
 class TwoAnswers(Base):
-    def step(self, *state, hx, virtual): return super().step(*state, hx=hx, virtual=virtual)[:2]
+    def step(self, *state, hx, virtual):
+        return super().step(*state, hx=hx, virtual=virtual)[:2]
 
 
 @broken(check_actor, "ACTOR_STEP")
 class NeedsMemory(Base):
-    def step(self, *state, hx, virtual): return super().step(*state, hx=len(hx), virtual=virtual)
+    def step(self, *state, hx, virtual):
+        return super().step(*state, hx=len(hx), virtual=virtual)
 
 
 @broken(check_actor, "ACTOR_ACT")
-class ForgetsTime(Base): step = answers(act=lambda act: act[0])
+class ForgetsTime(Base):
+    step = answers(act=lambda act: act[0])
 
 
 @broken(check_actor, "ACTOR_ACT")
-class FloatAction(Base): step = answers(act=lambda act: act.float())
+class FloatAction(Base):
+    step = answers(act=lambda act: act.float())
 
 
 @broken(check_actor, "ACTOR_ACT_IN_SPACE")
-class ThirdAction(Base): step = answers(act=lambda act: act + 1)
+class ThirdAction(Base):
+    step = answers(act=lambda act: act + 1)
 
 
 @broken(check_actor, "ACTOR_INFO")
-class ScalarInfo(Base): step = answers(info=lambda info: {"value": 1.})
+class ScalarInfo(Base):
+    step = answers(info=lambda info: {"value": 1.0})
 
 
 @broken(check_actor, "ACTOR_HX")
-class BatchFirst(Base): step = answers(hx=lambda hx: torch.zeros(8, 1))
+class BatchFirst(Base):
+    step = answers(hx=lambda hx: torch.zeros(8, 1))
 
 
 @broken(check_actor, "ACTOR_INPUTS_KEPT")
 class ScalesInPlace(Base):
     def step(self, stepno, obs, *state, hx, virtual):
-        obs.clamp_(-.5, .5)
+        obs.clamp_(-0.5, 0.5)
         return super().step(stepno, obs, *state, hx=hx, virtual=virtual)
 
 
@@ -270,6 +340,7 @@ class ResetsInPlace(Recurrent):
 @broken(check_actor, "ACTOR_FRESH")
 class OneBuffer(Base):
     buffers = {}
+
     def step(self, *state, hx, virtual):
         act, hx, info = super().step(*state, hx=hx, virtual=virtual)
         buffer = self.buffers.setdefault(tuple(act.shape), torch.zeros(act.shape))
@@ -278,12 +349,14 @@ class OneBuffer(Base):
 
 @broken(check_actor, "ACTOR_NOISE")
 class OtherGenerator(Noisy):
-    def draw_noise(self, lead, generator): return torch.rand(lead)
+    def draw_noise(self, lead, generator):
+        return torch.rand(lead)
 
 
 @broken(check_actor, "ACTOR_NOISE")
 class OneNoise(Noisy):
-    def draw_noise(self, lead, generator): return torch.rand(1, generator=generator)
+    def draw_noise(self, lead, generator):
+        return torch.rand(1, generator=generator)
 
 
 @broken(check_actor, "ACTOR_NOISE")
@@ -296,14 +369,18 @@ class DrawsMore(Noisy):
 @broken(check_actor, "ACTOR_REPEATS", "ACTOR_UNCHANGED")
 class Tires(Base):
     n = 0
+
     def step(self, *state, hx, virtual):
         self.n += not virtual
-        return answers(info=lambda info: {"value": info["value"] + self.n})(self, *state, hx=hx, virtual=virtual)
+        return answers(info=lambda info: {"value": info["value"] + self.n})(
+            self, *state, hx=hx, virtual=virtual
+        )
 
 
 @broken(check_actor, "ACTOR_UNCHANGED")
 class Numbers(Base):
     n = 0
+
     def step(self, *state, hx, virtual):
         self.n += 1
         return super().step(*state, hx=hx, virtual=virtual)
@@ -312,13 +389,17 @@ class Numbers(Base):
 @broken(check_actor, "ACTOR_VIRTUAL", "ACTOR_UNCHANGED")
 class RemembersVirtual(Base):
     n = 0
+
     def step(self, *state, hx, virtual):
         self.n += virtual
-        return answers(info=lambda info: {"value": info["value"] + self.n})(self, *state, hx=hx, virtual=virtual)
+        return answers(info=lambda info: {"value": info["value"] + self.n})(
+            self, *state, hx=hx, virtual=virtual
+        )
 
 
 @broken(check_actor, "ACTOR_COLUMNS")
-class ComparesColumns(Base): step = answers(info=lambda info: {"value": info["value"] - info["value"].mean(1, keepdim=True)})
+class ComparesColumns(Base):
+    step = answers(info=lambda info: {"value": info["value"] - info["value"].mean(1, keepdim=True)})
 
 
 @broken(check_actor, "ACTOR_NEW_EPISODE")
@@ -330,17 +411,20 @@ class LooksBack(Base):
 
 @broken(check_actor, "ACTOR_RESET")
 class ResetsAll(Recurrent):
-    def reset(self, hx, at): return torch.zeros_like(hx)
+    def reset(self, hx, at):
+        return torch.zeros_like(hx)
 
 
 @broken(check_actor, "ACTOR_RESET")
 class ResetReshapes(Recurrent):
-    def reset(self, hx, at): return super().reset(hx, at).double()
+    def reset(self, hx, at):
+        return super().reset(hx, at).double()
 
 
 @broken(check_actor, "ACTOR_RESET_FORGETS")
 class NeverForgets(Recurrent):
-    def reset(self, hx, at): return hx.clone()
+    def reset(self, hx, at):
+        return hx.clone()
 
 
 @broken(check_actor, "ACTOR_REPLAY")
@@ -350,12 +434,16 @@ class IgnoresEnds(Recurrent):
 
 
 @broken(check_actor, "ACTOR_REPLAY")
-class CountsRows(Base): step = answers(info=lambda info: {"value": info["value"] + torch.arange(len(info["value"]))[:, None]})
+class CountsRows(Base):
+    step = answers(
+        info=lambda info: {"value": info["value"] + torch.arange(len(info["value"]))[:, None]}
+    )
 
 
 @broken(check_actor, "ACTOR_RESUMABLE")
 class Anchored(Base):
     "What it sees first stays with it."
+
     def step(self, *args, **kwargs):
         act, hx, info = super().step(*args, **kwargs)
         self.anchor = getattr(self, "anchor", info["value"][0, 0].clone())
@@ -364,39 +452,50 @@ class Anchored(Base):
 
 # --- pipes
 
-def collector(seed=0): return FragmentCollector(EnvStepper(Sound, Base(), 2, seed=seed), 5)
+
+def collector(seed=0):
+    return FragmentCollector(EnvStepper(Sound, Base(), 2, seed=seed), 5)
 
 
 class Edited(Pipe):
     "Fragments with other fields."
+
     def __init__(self, pipe, edit):
         super().__init__(pipe)
         self.edit = edit
 
     def stream(self, items):
-        for fragment in items: yield fragment._replace(**self.edit(fragment))
+        for fragment in items:
+            yield fragment._replace(**self.edit(fragment))
 
 
 class Finite(Pipe):
     def stream(self, items):
-        for _ in range(3): yield next(items)
+        for _ in range(3):
+            yield next(items)
 
 
 @broken(check_pipe, "PIPE_MADE")
-def makes_a_list(): return [1, 2]
+def makes_a_list():
+    return [1, 2]
 
 
 @broken(check_pipe, "PIPE_RUNS")
-def fails_at_once(): return Edited(collector(), lambda f: 1 / 0)
+def fails_at_once():
+    return Edited(collector(), lambda f: 1 / 0)
 
 
 @broken(check_pipe, "PIPE_SEEDED", "PIPE_BEGINS_ANEW", "PIPE_COPIES")
-def has_no_seed(): return collector(seed=None)
+def has_no_seed():
+    return collector(seed=None)
 
 
 class Continues(IterDataPipe):
     "Continues where the last iteration stopped."
-    def __init__(self): self.n = 0
+
+    def __init__(self):
+        self.n = 0
+
     def __iter__(self):
         while True:
             self.n += 1
@@ -404,13 +503,19 @@ class Continues(IterDataPipe):
 
 
 @broken(check_pipe, "PIPE_BEGINS_ANEW")
-def continues(): return Continues()
+def continues():
+    return Continues()
 
 
 class Forgets(IterDataPipe):
-    def __init__(self): self.n = 2
-    def __iter__(self): yield from [self.n] * 9
-    def __reduce__(self): return Forgets.copied, ()
+    def __init__(self):
+        self.n = 2
+
+    def __iter__(self):
+        yield from [self.n] * 9
+
+    def __reduce__(self):
+        return Forgets.copied, ()
 
     @staticmethod
     def copied():
@@ -420,96 +525,127 @@ class Forgets(IterDataPipe):
 
 
 @broken(check_pipe, "PIPE_COPIES")
-def forgets_in_copies(): return Forgets()
+def forgets_in_copies():
+    return Forgets()
 
 
 class Overwrites(Pipe):
     def stream(self, items):
         out = torch.zeros(5, 2)
-        for fragment in items: yield out.copy_(fragment.state.obs[1:, :, 0])
+        for fragment in items:
+            yield out.copy_(fragment.state.obs[1:, :, 0])
 
 
 @broken(check_pipe, "PIPE_ITEMS_KEPT")
-def overwrites(): return Overwrites(collector())
+def overwrites():
+    return Overwrites(collector())
 
 
 class Clings(IterDataPipe):
-    def __init__(self, pipe): self.pipe = pipe
+    def __init__(self, pipe):
+        self.pipe = pipe
+
     def __iter__(self):
         self.held = iter(self.pipe)
         yield from (next(self.held) for _ in range(9))
 
 
 @broken(check_pipe, "PIPE_CLOSES")
-def holds_on_to_its_input(): return Clings(collector())
+def holds_on_to_its_input():
+    return Clings(collector())
 
 
 class Sums(Pipe):
     def stream(self, items):
-        total = 0.
+        total = 0.0
         for fragment in items:
             total = total + fragment.state.rew.sum()
             yield fragment._replace(env={"total": total.expand(5, 2)})
 
 
 @broken(check_pipe, "PIPE_RESUMABLE")
-def keeps_a_sum(): return Sums(collector())
+def keeps_a_sum():
+    return Sums(collector())
 
 
 class HalfTold(Sums):
     def stream(self, items):
-        kept, last = self.keep(total=0.), None
+        kept = self.keep(total=0.0)
+        last = None
         for fragment in items:
             kept["total"] = kept["total"] + fragment.state.rew.sum()
-            yield fragment._replace(env={"total": kept["total"].expand(5, 2), "last": torch.full((5, 2), last is None)})
+            yield fragment._replace(
+                env={"total": kept["total"].expand(5, 2), "last": torch.full((5, 2), last is None)}
+            )
             last = fragment
 
 
 @broken(check_pipe, "PIPE_RESUMABLE")
-def tells_a_part(): return HalfTold(collector())
+def tells_a_part():
+    return HalfTold(collector())
 
 
 @broken(check_pipe, "PIPE_RESUMABLE")
-def keeps_an_iterator(): return KeepsAnIterator(collector())
+def keeps_an_iterator():
+    return KeepsAnIterator(collector())
 
 
 class KeepsAnIterator(Pipe):
     "What it keeps is no plain data, so its state is refused."
+
     def stream(self, items):
         kept = self.keep(numbers=iter(range(9)))
-        for fragment in items: yield fragment._replace(env={"n": torch.full((5, 2), next(kept["numbers"]))})
+        for fragment in items:
+            yield fragment._replace(env={"n": torch.full((5, 2), next(kept["numbers"]))})
 
 
 class Boasts(Finite):
-    def __len__(self): return 4
+    def __len__(self):
+        return 4
 
 
 @broken(check_pipe, "PIPE_LENGTH")
-def says_it_is_longer(): return Boasts(collector())
+def says_it_is_longer():
+    return Boasts(collector())
 
 
 @broken(check_pipe, "FRAGMENT_SHAPES")
-def lacks_a_row(): return Edited(collector(), lambda f: dict(adv=f.state.rew))
+def lacks_a_row():
+    return Edited(collector(), lambda f: dict(adv=f.state.rew))
 
 
 @broken(check_pipe, "FRAGMENT_TERM")
-def terminates_in_between(): return Edited(collector(), lambda f: dict(term=~f.state.fin))
+def terminates_in_between():
+    return Edited(collector(), lambda f: dict(term=~f.state.fin))
 
 
 @broken(check_pipe, "FRAGMENT_FINAL")
-def drops_final(): return Edited(collector(), lambda f: dict(final=f.final._replace(t=f.final.t[:0], b=f.final.b[:0], obs=f.final.obs[:0],
-                                                                                actor={"value": f.final.actor["value"][:0]})))
+def drops_final():
+    return Edited(
+        collector(),
+        lambda f: dict(
+            final=f.final._replace(
+                t=f.final.t[:0],
+                b=f.final.b[:0],
+                obs=f.final.obs[:0],
+                actor={"value": f.final.actor["value"][:0]},
+            )
+        ),
+    )
 
 
 @broken(check_pipe, "FRAGMENT_FINAL")
-def moves_final(): return Edited(collector(), lambda f: dict(final=f.final._replace(t=(f.final.t + 1) % 5)))
+def moves_final():
+    return Edited(collector(), lambda f: dict(final=f.final._replace(t=(f.final.t + 1) % 5)))
 
 
 @broken(check_pipe, "FRAGMENT_STEPNO")
-def counts_on(): return Edited(collector(), lambda f: dict(state=f.state._replace(stepno=f.state.stepno + 1)))
+def counts_on():
+    return Edited(collector(), lambda f: dict(state=f.state._replace(stepno=f.state.stepno + 1)))
 
 
 # ---
+
 
 def violations(check, toy):
     args = (toy(), Sound) if check is check_actor else (toy,)
@@ -520,33 +656,51 @@ def violations(check, toy):
 def test_a_broken_rule_is_named(check, toy, only):
     found = violations(check, toy)
     assert {v.rule for v in found} == {RULES[name] for name in only}, found
-    with pytest.raises(ContractError) as e: check(*((toy(), Sound) if check is check_actor else (toy,)))
-    assert [v.rule for v in e.value.violations] == [v.rule for v in found] and isinstance(e.value, (PipeError, AssertionError))
-    assert all(f"- {RULES[name]}: " in str(e.value) for name in only) and toy.__name__ in str(e.value)
+    with pytest.raises(ContractError) as e:
+        check(*((toy(), Sound) if check is check_actor else (toy,)))
+    assert [v.rule for v in e.value.violations] == [v.rule for v in found] and isinstance(
+        e.value, (PipeError, AssertionError)
+    )
+    assert all(f"- {RULES[name]}: " in str(e.value) for name in only) and toy.__name__ in str(
+        e.value
+    )
 
 
-def test_there_is_an_example_for_every_rule():     # those of a `TensorEnv` are in test_tensor_envs
+def test_there_is_an_example_for_every_rule():  # those of a `TensorEnv` are in test_tensor_envs
     assert set(COVERED) == {name for name in RULES if not name.startswith("TENSOR_ENV_")}
 
 
-@pytest.mark.parametrize("env", [Sound, Counting, Nested, Lively, "CartPole-v1", "Pendulum-v1", "Acrobot-v1", "FrozenLake-v1"])
-def test_sound_environments_pass(env): assert check_env(env) == []
+@pytest.mark.parametrize(
+    "env",
+    [Sound, Counting, Nested, Lively, "CartPole-v1", "Pendulum-v1", "Acrobot-v1", "FrozenLake-v1"],
+)
+def test_sound_environments_pass(env):
+    assert check_env(env) == []
 
 
 def test_an_environment_that_is_lent_stays_open():
     class Watched(Sound):
         closed = 0
-        def close(self): self.closed += 1
+
+        def close(self):
+            self.closed += 1
+
     env = Watched()
     assert check_env(env) == [] and env.closed == 0
 
 
-ACTORS = {"base": (Base, Sound), "recurrent": (Recurrent, Sound), "noisy": (Noisy, Sound), "plain": (Plain, Counting),
-          "valued": (Valued, Counting), "shaky": (Shaky, Lively),
-          "cartpole": (lambda: CategoricalPolicy.for_env("CartPole-v1"), "CartPole-v1"),
-          "pendulum": (lambda: GaussianPolicy.for_env("Pendulum-v1"), "Pendulum-v1"),
-          "memory": (lambda: RecurrentPolicy.for_env("CartPole-v1"), "CartPole-v1"),
-          "lively": (lambda: MLPPolicy.for_env(Lively), Lively)}
+ACTORS = {
+    "base": (Base, Sound),
+    "recurrent": (Recurrent, Sound),
+    "noisy": (Noisy, Sound),
+    "plain": (Plain, Counting),
+    "valued": (Valued, Counting),
+    "shaky": (Shaky, Lively),
+    "cartpole": (lambda: CategoricalPolicy.for_env("CartPole-v1"), "CartPole-v1"),
+    "pendulum": (lambda: GaussianPolicy.for_env("Pendulum-v1"), "Pendulum-v1"),
+    "memory": (lambda: RecurrentPolicy.for_env("CartPole-v1"), "CartPole-v1"),
+    "lively": (lambda: MLPPolicy.for_env(Lively), Lively),
+}
 
 
 @pytest.mark.parametrize("name", ACTORS)
@@ -562,15 +716,23 @@ def test_actors_that_rely_on_being_reset_cannot_be_replayed(make, env):
     assert {v.rule for v in check_actor(make(), env, raises=False)} == {testing.ACTOR_REPLAY}
 
 
-PIPES = {"ticks": lambda: EnvStepper(Lively, Shaky(), 2, seed=1), "fragments": collector,
-         "lanes": lambda: Lanes(collector(None), 3, seed=2),
-         "memory": lambda: FragmentCollector(EnvStepper(Nested, NestedMemory(), 2, seed=0), 4),
-         "batches": lambda: FragmentStacker(AdvantageBuffer(Lanes(collector(None), 2, seed=2), lambda obs: obs.sum(-1)), 2),
-         "minibatches": lambda: Minibatcher(collector(), 4, epochs=2, seed=3), "steps": lambda: Steps(collector()),
-         "regained": lambda: Fragments(Steps(collector()), 3), "finite": lambda: Finite(collector()),
-         "wrapped": lambda: IterableWrapper(range(3)),
-         "recipe": lambda: on_policy(Counting, Plain(), judge, n_envs=2, n_steps=5, lanes=2, seed=0)}
+PIPES = {
+    "ticks": lambda: EnvStepper(Lively, Shaky(), 2, seed=1),
+    "fragments": collector,
+    "lanes": lambda: Lanes(collector(None), 3, seed=2),
+    "memory": lambda: FragmentCollector(EnvStepper(Nested, NestedMemory(), 2, seed=0), 4),
+    "batches": lambda: FragmentStacker(
+        AdvantageBuffer(Lanes(collector(None), 2, seed=2), lambda obs: obs.sum(-1)), 2
+    ),
+    "minibatches": lambda: Minibatcher(collector(), 4, epochs=2, seed=3),
+    "steps": lambda: Steps(collector()),
+    "regained": lambda: Fragments(Steps(collector()), 3),
+    "finite": lambda: Finite(collector()),
+    "wrapped": lambda: IterableWrapper(range(3)),
+    "recipe": lambda: on_policy(Counting, Plain(), judge, n_envs=2, n_steps=5, lanes=2, seed=0),
+}
 
 
 @pytest.mark.parametrize("name", PIPES)
-def test_sound_pipes_pass(name): assert check_pipe(PIPES[name]) == []
+def test_sound_pipes_pass(name):
+    assert check_pipe(PIPES[name]) == []

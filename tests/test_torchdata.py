@@ -1,4 +1,5 @@
 "The one door to torchdata: looking at a graph in one thread while another copies, pickles, looks or forks."
+
 import copy
 import gc
 import multiprocessing
@@ -18,17 +19,33 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from toys import Counting, Learning, Lively, Shaky
 
 from rollpipe.pipes import (
-    AdvantageBuffer, EnvStepper, FragmentCollector, FragmentStacker, GraphError, Lanes, Minibatcher, ProcessReading,
+    AdvantageBuffer,
+    EnvStepper,
+    FragmentCollector,
+    FragmentStacker,
+    GraphError,
+    Lanes,
+    Minibatcher,
+    ProcessReading,
 )
 from rollpipe.pipes.graph.edits import copy_graph, nodes
 from rollpipe.pipes.graph.pipe import Pipe
-from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper, IterDataPipe, MapDataPipe, Mapper, traverse_dps
+from rollpipe.pipes.graph.torchdata import (
+    DataLoader2,
+    IterableWrapper,
+    IterDataPipe,
+    MapDataPipe,
+    Mapper,
+    traverse_dps,
+)
 
 try:
     from torchdata.dataloader2 import MultiProcessingReadingService, SequentialReadingService
     from torchdata.dataloader2.graph import find_dps, remove_dp, replace_dp
+
     there = True
-except ModuleNotFoundError: there = False
+except ModuleNotFoundError:
+    there = False
 
 needs_torchdata = pytest.mark.skipif(not there, reason="torchdata has no loader here")
 SERVICES = ["torch", pytest.param("torchdata", marks=needs_torchdata)]
@@ -36,25 +53,34 @@ SERVICES = ["torch", pytest.param("torchdata", marks=needs_torchdata)]
 HERE = Path(__file__).parent
 
 
-def judge_zero(obs): return torch.zeros(obs.shape[:-1])
+def judge_zero(obs):
+    return torch.zeros(obs.shape[:-1])
 
 
 class Times(Pipe):
     def __init__(self, pipe, by=2):
         super().__init__(pipe)
         self.by = by
+
     def stream(self, items):
-        for x in items: yield x * self.by
+        for x in items:
+            yield x * self.by
 
 
 class Row(MapDataPipe):
-    def __init__(self, rows, first=0): self.rows, self.first = rows, first
-    def __getitem__(self, k): return self.rows[k] + self.first
-    def __len__(self): return len(self.rows)
+    def __init__(self, rows, first=0):
+        self.rows, self.first = rows, first
+
+    def __getitem__(self, k):
+        return self.rows[k] + self.first
+
+    def __len__(self):
+        return len(self.rows)
 
 
 class Waiting(list):
     "Whoever pickles this stops in the middle until it is let go."
+
     def __reduce_ex__(self, protocol):
         begun.set()
         assert let_go.wait(30)
@@ -63,10 +89,15 @@ class Waiting(list):
 
 class Looked(IterDataPipe):
     "torch looks at it for as long as `Waiting` waits."
-    def __init__(self): self.source, self.waiting, self.also = IterableWrapper([1]), Waiting(), Mapper(IterableWrapper([1]), abs)
+
+    def __init__(self):
+        self.source = IterableWrapper([1])
+        self.waiting = Waiting()
+        self.also = Mapper(IterableWrapper([1]), abs)
 
 
-begun, let_go = threading.Event(), threading.Event()
+begun = threading.Event()
+let_go = threading.Event()
 
 
 @contextmanager
@@ -82,38 +113,55 @@ def another_thread_looks_at_a_graph():
     finally:
         let_go.set()
         thread.join()
-    (_, sources), = found[0].values()
-    assert [type(p).__name__ for p, _ in sources.values()] == ["IterableWrapperIterDataPipe", "MapperIterDataPipe"], "its walk is whole"
+    ((_, sources),) = found[0].values()
+    assert [type(p).__name__ for p, _ in sources.values()] == [
+        "IterableWrapperIterDataPipe",
+        "MapperIterDataPipe",
+    ], "its walk is whole"
 
 
-def pipes(): return Times(Mapper(Times(IterableWrapper([1, 2, 3]), by=5), abs)), Mapper(Times(IterableWrapper([1, 2, 3]), by=10), abs)
+def pipes():
+    return Times(Mapper(Times(IterableWrapper([1, 2, 3]), by=5), abs)), Mapper(
+        Times(IterableWrapper([1, 2, 3]), by=10), abs
+    )
 
 
 COPIES = dict(
-    pickle=lambda p: pickle.loads(pickle.dumps(p)), cloudpickle=lambda p: pickle.loads(cloudpickle.dumps(p)),
-    deepcopy=copy.deepcopy, copy=copy.copy, copy_graph=copy_graph, loader=lambda p: DataLoader2(p).datapipe,
+    pickle=lambda p: pickle.loads(pickle.dumps(p)),
+    cloudpickle=lambda p: pickle.loads(cloudpickle.dumps(p)),
+    deepcopy=copy.deepcopy,
+    copy=copy.copy,
+    copy_graph=copy_graph,
+    loader=lambda p: DataLoader2(p).datapipe,
 )
 
 
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_are_whole_while_another_thread_looks_at_a_graph(how):
     for pipe in pipes():
-        with another_thread_looks_at_a_graph(): made = COPIES[how](pipe)
+        with another_thread_looks_at_a_graph():
+            made = COPIES[how](pipe)
         assert [type(p) for p in nodes(made)] == [type(p) for p in nodes(pipe)]
         assert list(made) == [10, 20, 30]
-    with another_thread_looks_at_a_graph(): rows = pickle.loads(pickle.dumps(Row([1, 2], first=5)))
+    with another_thread_looks_at_a_graph():
+        rows = pickle.loads(pickle.dumps(Row([1, 2], first=5)))
     assert rows[1] == 7
 
 
 def test_two_threads_look_at_graphs_at_the_same_time():
-    def shape(graph): return [(type(p).__name__, shape(above)) for p, above in graph.values()]
+    def shape(graph):
+        return [(type(p).__name__, shape(above)) for p, above in graph.values()]
+
     for pipe in pipes():
-        with another_thread_looks_at_a_graph(): found = traverse_dps(pipe)
+        with another_thread_looks_at_a_graph():
+            found = traverse_dps(pipe)
         assert shape(found) == shape(traverse_dps(pipe)) and len(shape(found)[0][1]) == 1
 
 
 def test_a_process_that_is_forked_meanwhile_pickles_as_ever():
-    def child(link): link.send_bytes(pickle.dumps(pipes()[0]))
+    def child(link):
+        link.send_bytes(pickle.dumps(pipes()[0]))
+
     link, theirs = multiprocessing.Pipe()
     with another_thread_looks_at_a_graph():
         process = multiprocessing.get_context("fork").Process(target=child, args=(theirs,))
@@ -125,22 +173,31 @@ def test_a_process_that_is_forked_meanwhile_pickles_as_ever():
 
 def test_looking_at_a_graph_leaves_no_hooks_behind():
     class Broken(list):
-        def __reduce_ex__(self, protocol): raise ValueError("no")
+        def __reduce_ex__(self, protocol):
+            raise ValueError("no")
+
     pipe = Looked()
     pipe.waiting = Broken()
-    with pytest.raises(ValueError, match="no"): traverse_dps(pipe)
-    for cls in (IterDataPipe, MapDataPipe): assert cls.reduce_ex_hook is None and cls.getstate_hook is None
-    for made in (pickle.loads(pickle.dumps(p)) for p in pipes()): assert list(made) == [10, 20, 30]
+    with pytest.raises(ValueError, match="no"):
+        traverse_dps(pipe)
+    for cls in (IterDataPipe, MapDataPipe):
+        assert cls.reduce_ex_hook is None and cls.getstate_hook is None
+    for made in (pickle.loads(pickle.dumps(p)) for p in pipes()):
+        assert list(made) == [10, 20, 30]
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 def test_workers_start_whole_while_another_thread_looks_at_a_graph(start_method):
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, Learning(), 2), 3), 2, seed=0)
-    with DataLoader2(pipe, reading_service=ProcessReading(2, start_method=start_method)) as loader, another_thread_looks_at_a_graph():
+    with (
+        DataLoader2(pipe, reading_service=ProcessReading(2, start_method=start_method)) as loader,
+        another_thread_looks_at_a_graph(),
+    ):
         assert next(iter(loader)).valid.shape == (3, 2)
 
 
 # --- the loaders of torch and torchdata
+
 
 def collect(n_lanes=4, seed=0):
     return Lanes(FragmentCollector(EnvStepper(Lively, Shaky(), 2), 3), n_lanes, seed)
@@ -149,22 +206,28 @@ def collect(n_lanes=4, seed=0):
 def per_lane(fragments):
     "lane -> its fragments"
     found = {}
-    for f in fragments: found.setdefault(int(f.lane[0]), []).append(snapshot(f))
+    for f in fragments:
+        found.setdefault(int(f.lane[0]), []).append(snapshot(f))
     return found
 
 
-def torch_loader(pipe, n): return torch.utils.data.DataLoader(pipe, batch_size=None, num_workers=n)
+def torch_loader(pipe, n):
+    return torch.utils.data.DataLoader(pipe, batch_size=None, num_workers=n)
 
 
 @contextmanager
 def torchdata_loader(pipe, n):
     "Without reading ahead in this process: torchdata's `shutdown` may hang while its thread reads an endless stream."
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")             # in the workers, too: they are forked
-        loader = DataLoader2(pipe, reading_service=MultiProcessingReadingService(n, main_prefetch_cnt=0))
+        warnings.simplefilter("ignore")  # in the workers, too: they are forked
+        loader = DataLoader2(
+            pipe, reading_service=MultiProcessingReadingService(n, main_prefetch_cnt=0)
+        )
         loader.seed(3)
-        try: yield loader
-        finally: loader.shutdown()
+        try:
+            yield loader
+        finally:
+            loader.shutdown()
 
 
 @pytest.fixture
@@ -177,7 +240,8 @@ def unheard():
 
 def assert_part_of(found, expected):
     "Each lane gives its own first fragments."
-    for lane, fragments in found.items(): assert_same(fragments, expected[lane][:len(fragments)])
+    for lane, fragments in found.items():
+        assert_same(fragments, expected[lane][: len(fragments)])
 
 
 @pytest.mark.parametrize("n_workers, n_lanes", [(0, 2), (1, 2), (2, 1), (2, 4), (2, 3), (3, 5)])
@@ -187,14 +251,16 @@ def test_torchs_workers_divide_the_lanes(n_workers, n_lanes, unheard):
     told = [(int(f.lane[0]), int(f.seq[0])) for f in found]
     assert len(set(told)) == 12, "nothing comes twice"
     assert_part_of(per_lane(found), expected)
-    if n_lanes % max(1, n_workers) == 0: assert told == [(k % n_lanes, k // n_lanes) for k in range(12)], "the serial stream"
+    if n_lanes % max(1, n_workers) == 0:
+        assert told == [(k % n_lanes, k // n_lanes) for k in range(12)], "the serial stream"
 
 
 @needs_torchdata
 @pytest.mark.parametrize("n_workers, n_lanes", [(1, 2), (2, 4), (2, 3)])
 def test_the_workers_of_torchdata_divide_the_lanes(n_workers, n_lanes):
     expected = per_lane(islice(collect(n_lanes), 24 * n_lanes))
-    with torchdata_loader(collect(n_lanes), n_workers) as loader: found = list(islice(loader, 12))
+    with torchdata_loader(collect(n_lanes), n_workers) as loader:
+        found = list(islice(loader, 12))
     assert len({(int(f.lane[0]), int(f.seq[0])) for f in found}) == 12
     assert_part_of(per_lane(found), expected)
 
@@ -202,21 +268,30 @@ def test_the_workers_of_torchdata_divide_the_lanes(n_workers, n_lanes):
 @pytest.mark.parametrize("service", SERVICES)
 def test_without_a_seed_no_two_lanes_are_alike(service, unheard):
     pipe = collect(4, seed=None)
-    if service == "torch": found = list(islice(torch_loader(pipe, 2), 8))
+    if service == "torch":
+        found = list(islice(torch_loader(pipe, 2), 8))
     else:
-        with torchdata_loader(pipe, 2) as loader: found = list(islice(loader, 8))
+        with torchdata_loader(pipe, 2) as loader:
+            found = list(islice(loader, 8))
     assert len({tuple(f.state.obs[:, b].ravel().tolist()) for f in found for b in range(2)}) == 16
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_graph_without_lanes_is_refused_where_all_workers_would_collect_the_same(service, unheard):
+def test_a_graph_without_lanes_is_refused_where_all_workers_would_collect_the_same(
+    service, unheard
+):
     pipe = FragmentCollector(EnvStepper(Lively, Shaky(), seed=1), 3)
-    for n in (0, 1): assert next(iter(torch_loader(pipe, n))).valid.shape == (3, 1)
-    with pytest.raises(RuntimeError, match="EnvStepper.*2 processes would collect the same.*Expected `Lanes`"):
-        if service == "torch": next(iter(torch_loader(pipe, 2)))
+    for n in (0, 1):
+        assert next(iter(torch_loader(pipe, n))).valid.shape == (3, 1)
+    with pytest.raises(
+        RuntimeError, match="EnvStepper.*2 processes would collect the same.*Expected `Lanes`"
+    ):
+        if service == "torch":
+            next(iter(torch_loader(pipe, 2)))
         else:
-            with torchdata_loader(pipe, 2) as loader: next(iter(loader))
-    gc.collect()                                     # torch's loader ends its workers when it is collected
+            with torchdata_loader(pipe, 2) as loader:
+                next(iter(loader))
+    gc.collect()  # torch's loader ends its workers when it is collected
 
 
 WARNS = """
@@ -235,7 +310,10 @@ if which == "torchdata":
 """
 
 
-@pytest.mark.parametrize("which, times", [("torch", 1), pytest.param("torchdata", 1, marks=needs_torchdata), ("in one process", 0)])
+@pytest.mark.parametrize(
+    "which, times",
+    [("torch", 1), pytest.param("torchdata", 1, marks=needs_torchdata), ("in one process", 0)],
+)
 def test_it_is_told_once_that_weights_do_not_reach_torchs_workers(which, times):
     done = run_forked(["-c", WARNS, which], cwd=HERE)
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
@@ -255,7 +333,10 @@ def test_divisions_add_up():
             assert copied.own_lanes() == lanes.own_lanes() and collect(12).own_lanes() == range(12)
     assert found == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
     pipe = ProcessReading(2).initialize(lanes)
-    with pytest.raises(GraphError, match="WorkerLanes: the lanes are divided among processes already"): next(iter(pipe))
+    with pytest.raises(
+        GraphError, match="WorkerLanes: the lanes are divided among processes already"
+    ):
+        next(iter(pipe))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -265,17 +346,23 @@ def test_workers_collect_the_lanes_of_their_machine(rank, order):
         pipe = collect(5)
         pipe.apply_sharding(2, rank, SHARDING_PRIORITIES.DISTRIBUTED)
         return pipe
+
     expected = [snapshot(f) for f in islice(divided(), 9)]
     with DataLoader2(divided(), reading_service=ProcessReading(2, order=order)) as loader:
         found = [snapshot(f) for f in islice(loader, 9)]
-        assert {record.lane for record in loader.reading_service.records} == set(divided().own_lanes())
-    if order == "canonical": assert_same(found, expected)
+        assert {record.lane for record in loader.reading_service.records} == set(
+            divided().own_lanes()
+        )
+    if order == "canonical":
+        assert_same(found, expected)
 
 
 @needs_torchdata
 def test_reading_services_in_a_row():
     expected = [snapshot(f) for f in islice(collect(), 8)]
-    with DataLoader2(collect(), reading_service=SequentialReadingService(ProcessReading(2))) as loader:
+    with DataLoader2(
+        collect(), reading_service=SequentialReadingService(ProcessReading(2))
+    ) as loader:
         stream = iter(loader)
         assert_same([snapshot(next(stream)) for _ in range(2)], expected[:2])
         loader._pause()
@@ -292,10 +379,15 @@ def test_reading_services_in_a_row():
 def test_the_graph_tools_of_torchdata():
     pipe = FragmentStacker(AdvantageBuffer(collect(), judge_zero), 2)
     graph = traverse_dps(pipe)
-    [lanes], [stepper] = find_dps(graph, Lanes), find_dps(graph, EnvStepper)
-    assert lanes is pipe.pipe.pipe and lanes.pipe.pipe is stepper and find_dps(graph, Minibatcher) == []
+    [lanes] = find_dps(graph, Lanes)
+    [stepper] = find_dps(graph, EnvStepper)
+    assert (
+        lanes is pipe.pipe.pipe
+        and lanes.pipe.pipe is stepper
+        and find_dps(graph, Minibatcher) == []
+    )
     expected = [snapshot(f) for f in islice(FragmentStacker(collect(), 2), 2)]
-    graph = remove_dp(graph, pipe.pipe)                                   # these tools change the graph in place
+    graph = remove_dp(graph, pipe.pipe)  # these tools change the graph in place
     assert [type(p) for p in nodes(pipe)] == [EnvStepper, FragmentCollector, Lanes, FragmentStacker]
     assert_same([snapshot(f) for f in islice(pipe, 2)], expected)
     graph = replace_dp(graph, lanes, two := Lanes(lanes.pipe, 2, seed=7))

@@ -1,4 +1,5 @@
 "Every planted change of a training is told at its leaf, equal trainings are equal everywhere, and a difference is found in its update."
+
 import errno
 import functools
 import json
@@ -45,24 +46,51 @@ from rollpipe.traces.journal import Journal, cut, read_journal
 # -- planted changes ---------------------------------------------------------------------------------------------------
 
 
-def made(hidden=(8,), activation=torch.nn.Tanh, env_kwargs=None, nudge=None, edit=None, pipeline=None, **options):
+def made(
+    hidden=(8,),
+    activation=torch.nn.Tanh,
+    env_kwargs=None,
+    nudge=None,
+    edit=None,
+    pipeline=None,
+    **options,
+):
     "The fingerprint of a small training."
     env = dict(env_kwargs=env_kwargs)
     actor = MLPPolicy.for_env("CartPole-v1", seed=0, hidden=hidden, activation=activation, **env)
     critic = Critic.for_env("CartPole-v1", seed=1, hidden=(8,), **env)
     if nudge:
-        with torch.no_grad(): x = dict(actor.named_parameters(), **dict(critic.named_buffers()))[nudge].view(-1)
-        x.data[0] = torch.nextafter(x[0].detach(), torch.tensor(9.))
-    pipe = on_policy("CartPole-v1", actor, critic, **{"n_envs": 2, "n_steps": 8, "seed": 0, **(pipeline or {}), **env})
+        with torch.no_grad():
+            x = dict(actor.named_parameters(), **dict(critic.named_buffers()))[nudge].view(-1)
+        x.data[0] = torch.nextafter(x[0].detach(), torch.tensor(9.0))
+    pipe = on_policy(
+        "CartPole-v1",
+        actor,
+        critic,
+        **{"n_envs": 2, "n_steps": 8, "seed": 0, **(pipeline or {}), **env},
+    )
     return fingerprint(pipe if edit is None else edit(pipe), PPO(actor, critic, **options))
 
 
-OPTIONS = dict(clip=.1, epochs=2, minibatch=8, lr=1e-4, critic_lr=1e-4, max_grad_norm=None, c_entropy=.01, c_value=.4, clip_value=.2,
-               target_kl=.1, normalize_adv="minibatch", decay_steps=1000)
+OPTIONS = dict(
+    clip=0.1,
+    epochs=2,
+    minibatch=8,
+    lr=1e-4,
+    critic_lr=1e-4,
+    max_grad_norm=None,
+    c_entropy=0.01,
+    c_value=0.4,
+    clip_value=0.2,
+    target_kl=0.1,
+    normalize_adv="minibatch",
+    decay_steps=1000,
+)
 
 
 @pytest.fixture(scope="module")
-def base(): return made()
+def base():
+    return made()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -71,28 +99,34 @@ def test_an_option_of_the_learner_is_told(base, name):
 
 
 def test_options_and_their_values_are_shown(base):
-    assert str(base.differs(made(clip=.1))) == "settings/clip: 0.2 != 0.1"
+    assert str(base.differs(made(clip=0.1))) == "settings/clip: 0.2 != 0.1"
 
 
-@pytest.mark.parametrize("change, leaf", [
-    (dict(seed=5), "seeds/learner"),
-    (dict(pipeline=dict(seed=1)), "seeds/Lanes"),
-    (dict(pipeline=dict(n_envs=3)), "graph/EnvStepper/n_envs"),
-    (dict(pipeline=dict(n_steps=9)), "graph/FragmentCollector/n_steps"),
-    (dict(pipeline=dict(lanes=2)), "graph/Lanes/n"),
-    (dict(pipeline=dict(gamma=.9)), "graph/AdvantageBuffer/gamma"),
-    (dict(pipeline=dict(lam=.9)), "graph/AdvantageBuffer/lam"),
-    (dict(pipeline=dict(sticky=2)), "graph/EnvStepper/sticky"),
-    (dict(pipeline=dict(terminal_obs=True)), "graph/EnvStepper/terminal_obs"),
-    (dict(pipeline=dict(engine="onnxruntime")), "graph/EnvStepper/engine"),
-    (dict(env_kwargs=dict(max_episode_steps=9)), "graph/EnvStepper/env_kwargs/max_episode_steps"),
-    (dict(hidden=(9,)), "networks/actor/trunk/n_out"),
-    (dict(hidden=(8, 8)), "networks/actor/trunk.hidden.1"),
-    (dict(activation=torch.nn.ReLU), "networks/actor/trunk.activation/class"),
-    (dict(nudge="trunk.hidden.0.weight"), "weights/actor/trunk.hidden.0.weight"),
-    (dict(nudge="head.logits.bias"), "weights/actor/head.logits.bias"),
-    (dict(nudge="ret_std"), "weights/critic/ret_std"),
-])
+@pytest.mark.parametrize(
+    "change, leaf",
+    [
+        (dict(seed=5), "seeds/learner"),
+        (dict(pipeline=dict(seed=1)), "seeds/Lanes"),
+        (dict(pipeline=dict(n_envs=3)), "graph/EnvStepper/n_envs"),
+        (dict(pipeline=dict(n_steps=9)), "graph/FragmentCollector/n_steps"),
+        (dict(pipeline=dict(lanes=2)), "graph/Lanes/n"),
+        (dict(pipeline=dict(gamma=0.9)), "graph/AdvantageBuffer/gamma"),
+        (dict(pipeline=dict(lam=0.9)), "graph/AdvantageBuffer/lam"),
+        (dict(pipeline=dict(sticky=2)), "graph/EnvStepper/sticky"),
+        (dict(pipeline=dict(terminal_obs=True)), "graph/EnvStepper/terminal_obs"),
+        (dict(pipeline=dict(engine="onnxruntime")), "graph/EnvStepper/engine"),
+        (
+            dict(env_kwargs=dict(max_episode_steps=9)),
+            "graph/EnvStepper/env_kwargs/max_episode_steps",
+        ),
+        (dict(hidden=(9,)), "networks/actor/trunk/n_out"),
+        (dict(hidden=(8, 8)), "networks/actor/trunk.hidden.1"),
+        (dict(activation=torch.nn.ReLU), "networks/actor/trunk.activation/class"),
+        (dict(nudge="trunk.hidden.0.weight"), "weights/actor/trunk.hidden.0.weight"),
+        (dict(nudge="head.logits.bias"), "weights/actor/head.logits.bias"),
+        (dict(nudge="ret_std"), "weights/critic/ret_std"),
+    ],
+)
 def test_a_change_of_the_training_is_told(base, change, leaf):
     assert leaf in base.differs(made(**change))
 
@@ -108,7 +142,11 @@ def test_a_version_is_told(base, package, monkeypatch):
 
 
 def test_python_the_source_the_spec_and_the_machine_are_told(base, monkeypatch):
-    targets = {"platform.python_version": "versions/python", "source_digest": "versions/rollpipe", "_processor": "machine/processor"}
+    targets = {
+        "platform.python_version": "versions/python",
+        "source_digest": "versions/rollpipe",
+        "_processor": "machine/processor",
+    }
     for target, leaf in targets.items():
         with monkeypatch.context() as m:
             m.setattr(f"rollpipe.traces.fingerprint.{target}", lambda: "another")
@@ -117,19 +155,26 @@ def test_python_the_source_the_spec_and_the_machine_are_told(base, monkeypatch):
         m.setattr(gym.registry["CartPole-v1"], "max_episode_steps", 9)
         assert list(base.differs(made())) == ["versions/CartPole-v1/max_episode_steps"]
     torch.set_num_threads(2)
-    try: assert list(base.differs(made())) == ["machine/threads"]
-    finally: torch.set_num_threads(1)
+    try:
+        assert list(base.differs(made())) == ["machine/threads"]
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_the_engine_of_an_environment_has_its_version(tmp_path, monkeypatch):
     "A package as in site-packages, with an environment that imports another one."
-    place = tmp_path/"site-packages"
-    texts = dict(an_engine="__version__ = '1'", its_envs="import an_engine, gymnasium as g\n__version__ = '5'\nclass Env(g.Env): pass")
+    place = tmp_path / "site-packages"
+    texts = dict(
+        an_engine="__version__ = '1'",
+        its_envs="import an_engine, gymnasium as g\n__version__ = '5'\nclass Env(g.Env): pass",
+    )
     for name, text in texts.items():
-        (place/name).mkdir(parents=True)
-        (place/name/"__init__.py").write_text(text)
+        (place / name).mkdir(parents=True)
+        (place / name / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(str(place))
-    monkeypatch.setitem(gym.registry, "Its-v0", gym.envs.registration.EnvSpec("Its-v0", entry_point="its_envs:Env"))
+    monkeypatch.setitem(
+        gym.registry, "Its-v0", gym.envs.registration.EnvSpec("Its-v0", entry_point="its_envs:Env")
+    )
     pipe = Pretending()
     found = fingerprint(pipe)
     assert (found.leaves["versions/an_engine"], found.leaves["versions/its_envs"]) == ("1", "5")
@@ -140,82 +185,152 @@ def test_the_engine_of_an_environment_has_its_version(tmp_path, monkeypatch):
 
 class Pretending(Pipe):
     "A pipe that is said to make environments by their id."
-    def __init__(self): self.factories = [type("Factory", (), dict(source="Its-v0"))]
-    def stream(self, items): yield 1
+
+    def __init__(self):
+        self.factories = [type("Factory", (), dict(source="Its-v0"))]
+
+    def stream(self, items):
+        yield 1
 
 
 # -- planted changes of code -------------------------------------------------------------------------------------------
 
-FACTOR, TABLE = 2, {"a": 1}
+FACTOR = 2
+TABLE = {"a": 1}
 
 
-def helper(x): return x + 1
-def calls(item): return helper(item)
-def reads(item): return item * FACTOR
-def looks_up(item): return TABLE["a"]
-def default(item, by=2): return item * by
-def keyword(item, *, by=2): return item * by
-def closure(k): return lambda item: item * k
-def nested(k): return lambda item: [x * k for x in item]
+def helper(x):
+    return x + 1
+
+
+def calls(item):
+    return helper(item)
+
+
+def reads(item):
+    return item * FACTOR
+
+
+def looks_up(item):
+    return TABLE["a"]
+
+
+def default(item, by=2):
+    return item * by
+
+
+def keyword(item, *, by=2):
+    return item * by
+
+
+def closure(k):
+    return lambda item: item * k
+
+
+def nested(k):
+    return lambda item: [x * k for x in item]
 
 
 class Scale:
     "Something that is called."
+
     unit = 1
-    def __init__(self, by, of=None): self.by, self.of = by, of
-    def __call__(self, item): return item * self.by
-    def method(self, item): return item
+
+    def __init__(self, by, of=None):
+        self.by, self.of = by, of
+
+    def __call__(self, item):
+        return item * self.by
+
+    def method(self, item):
+        return item
 
 
 class Child(Scale):
-    def method(self, item): return item + 1
+    def method(self, item):
+        return item + 1
 
 
-def tap(see): return made(edit=lambda pipe: Tap.inserter(after=Lanes, see=see)(pipe))
+def tap(see):
+    return made(edit=lambda pipe: Tap.inserter(after=Lanes, see=see)(pipe))
 
 
-@pytest.mark.parametrize("a, b, leaf", [
-    (lambda item: item + 1, lambda item: item + 2, "graph/Tap/see"),
-    (lambda item: item + 1, lambda item: item - 1, "graph/Tap/see"),
-    (lambda item: "a", lambda item: "b", "graph/Tap/see"),
-    (lambda item: item.rew, lambda item: item.obs, "graph/Tap/see"),
-    (lambda item: item in {"a", "b"}, lambda item: item in {"a", "c"}, "graph/Tap/see"),
-    (lambda item: [x + 1 for x in item], lambda item: [x + 2 for x in item], "graph/Tap/see"),
-    (closure(1), closure(2), "graph/Tap/see/k"),
-    (closure(np.zeros(2)), closure(np.ones(2)), "graph/Tap/see/k"),
-    (closure({"a", "b"}), closure({"a", "c"}), "graph/Tap/see/k"),
-    (closure([1, 2]), closure([1, 3]), "graph/Tap/see/k/1"),
-    (closure(list(range(100))), closure([*range(99), 0]), "graph/Tap/see/k"),
-    (nested(1), nested(2), "graph/Tap/see/k"),
-    (functools.partial(default, by=3), functools.partial(default, by=4), "graph/Tap/see/keywords/by"),
-    (Scale(1), Scale(2), "graph/Tap/see/by"),
-    (Scale(1, {"x": 1.}), Scale(1, {"x": 2.}), "graph/Tap/see/of/x"),
-    (Scale(1, torch.tensor([1., 2.])), Scale(1, torch.tensor([1., 3.])), "graph/Tap/see/of"),
-    (Scale(1, Scale(1)), Scale(1, Scale(2)), "graph/Tap/see/of/by"),
-    (Scale(1, np.random.default_rng(1)), Scale(1, np.random.default_rng(2)), "seeds/Tap/see/of"),
-    (Scale(1, torch.float32), Scale(1, torch.float64), "graph/Tap/see/of"),
-    (Scale(1).method, Scale(2).method, "graph/Tap/see/of/by"),
-    (Scale(1), Child(1), "graph/Tap/see/class"),
-    (len, sum, "graph/Tap/see"),
-    (torch.sum, torch.mean, "graph/Tap/see"),
-    (1 .__add__, 2 .__add__, "graph/Tap/see/of"),
-])
+@pytest.mark.parametrize(
+    "a, b, leaf",
+    [
+        (lambda item: item + 1, lambda item: item + 2, "graph/Tap/see"),
+        (lambda item: item + 1, lambda item: item - 1, "graph/Tap/see"),
+        (lambda item: "a", lambda item: "b", "graph/Tap/see"),
+        (lambda item: item.rew, lambda item: item.obs, "graph/Tap/see"),
+        (lambda item: item in {"a", "b"}, lambda item: item in {"a", "c"}, "graph/Tap/see"),
+        (lambda item: [x + 1 for x in item], lambda item: [x + 2 for x in item], "graph/Tap/see"),
+        (closure(1), closure(2), "graph/Tap/see/k"),
+        (closure(np.zeros(2)), closure(np.ones(2)), "graph/Tap/see/k"),
+        (closure({"a", "b"}), closure({"a", "c"}), "graph/Tap/see/k"),
+        (closure([1, 2]), closure([1, 3]), "graph/Tap/see/k/1"),
+        (closure(list(range(100))), closure([*range(99), 0]), "graph/Tap/see/k"),
+        (nested(1), nested(2), "graph/Tap/see/k"),
+        (
+            functools.partial(default, by=3),
+            functools.partial(default, by=4),
+            "graph/Tap/see/keywords/by",
+        ),
+        (Scale(1), Scale(2), "graph/Tap/see/by"),
+        (Scale(1, {"x": 1.0}), Scale(1, {"x": 2.0}), "graph/Tap/see/of/x"),
+        (
+            Scale(1, torch.tensor([1.0, 2.0])),
+            Scale(1, torch.tensor([1.0, 3.0])),
+            "graph/Tap/see/of",
+        ),
+        (Scale(1, Scale(1)), Scale(1, Scale(2)), "graph/Tap/see/of/by"),
+        (
+            Scale(1, np.random.default_rng(1)),
+            Scale(1, np.random.default_rng(2)),
+            "seeds/Tap/see/of",
+        ),
+        (Scale(1, torch.float32), Scale(1, torch.float64), "graph/Tap/see/of"),
+        (Scale(1).method, Scale(2).method, "graph/Tap/see/of/by"),
+        (Scale(1), Child(1), "graph/Tap/see/class"),
+        (len, sum, "graph/Tap/see"),
+        (torch.sum, torch.mean, "graph/Tap/see"),
+        ((1).__add__, (2).__add__, "graph/Tap/see/of"),
+    ],
+)
 def test_a_change_of_an_edit_is_told(a, b, leaf):
     one, other = (tap(a), tap(b)) if callable(a) else (a, b)
     assert leaf in one.differs(other) and not one.differs(tap(a))
 
 
-@pytest.mark.parametrize("see, change, leaf", [
-    (calls, lambda m: m.setattr(sys.modules[__name__], "helper", lambda x: x + 2), "graph/Tap/see/helper"),
-    (reads, lambda m: m.setattr(sys.modules[__name__], "FACTOR", 3), "graph/Tap/see/FACTOR"),
-    (looks_up, lambda m: m.setitem(TABLE, "a", 2), "graph/Tap/see/TABLE/a"),
-    (default, lambda m: m.setattr(default, "__defaults__", (3,)), "graph/Tap/see/by"),
-    (keyword, lambda m: m.setattr(keyword, "__kwdefaults__", dict(by=3)), "graph/Tap/see/by"),
-    (Scale(1), lambda m: m.setattr(Scale, "__call__", lambda self, item: 0), "graph/Tap/see/class/__call__"),
-    (Scale(1), lambda m: m.setattr(Scale, "unit", 2), "graph/Tap/see/class/unit"),
-    (Child(1), lambda m: m.setattr(Scale, "__call__", lambda self, item: 0), "graph/Tap/see/class/Scale.__call__"),
-    (functools.lru_cache(helper), lambda m: m.setattr(helper, "__code__", (lambda x: x + 2).__code__), "graph/Tap/see"),
-])
+@pytest.mark.parametrize(
+    "see, change, leaf",
+    [
+        (
+            calls,
+            lambda m: m.setattr(sys.modules[__name__], "helper", lambda x: x + 2),
+            "graph/Tap/see/helper",
+        ),
+        (reads, lambda m: m.setattr(sys.modules[__name__], "FACTOR", 3), "graph/Tap/see/FACTOR"),
+        (looks_up, lambda m: m.setitem(TABLE, "a", 2), "graph/Tap/see/TABLE/a"),
+        (default, lambda m: m.setattr(default, "__defaults__", (3,)), "graph/Tap/see/by"),
+        (keyword, lambda m: m.setattr(keyword, "__kwdefaults__", dict(by=3)), "graph/Tap/see/by"),
+        (
+            Scale(1),
+            lambda m: m.setattr(Scale, "__call__", lambda self, item: 0),
+            "graph/Tap/see/class/__call__",
+        ),
+        (Scale(1), lambda m: m.setattr(Scale, "unit", 2), "graph/Tap/see/class/unit"),
+        (
+            Child(1),
+            lambda m: m.setattr(Scale, "__call__", lambda self, item: 0),
+            "graph/Tap/see/class/Scale.__call__",
+        ),
+        (
+            functools.lru_cache(helper),
+            lambda m: m.setattr(helper, "__code__", (lambda x: x + 2).__code__),
+            "graph/Tap/see",
+        ),
+    ],
+)
 def test_a_change_of_code_and_of_what_it_reads_is_told(see, change, leaf, monkeypatch):
     before = tap(see)
     change(monkeypatch)
@@ -223,21 +338,31 @@ def test_a_change_of_code_and_of_what_it_reads_is_told(see, change, leaf, monkey
 
 
 class First(Pipe):
-    def stream(self, items): yield from items
+    def stream(self, items):
+        yield from items
 
 
-class Second(First): pass
+class Second(First):
+    pass
 
 
 def test_a_pipe_its_place_and_its_code_are_told(base, monkeypatch):
     def both(*kinds):
         def edit(pipe):
-            for kind in kinds: pipe = kind.inserter(after=Lanes)(pipe)
+            for kind in kinds:
+                pipe = kind.inserter(after=Lanes)(pipe)
             return pipe
+
         return made(edit=edit)
-    assert str(base.differs(both(First))) == "graph/AdvantageBuffer/inputs: Lanes != First; graph/First: missing != First"
+
+    assert (
+        str(base.differs(both(First)))
+        == "graph/AdvantageBuffer/inputs: Lanes != First; graph/First: missing != First"
+    )
     found = both(First, Second).differs(both(Second, First))
-    assert {"graph/First/inputs", "graph/Second/inputs"} <= set(found) and all(path.endswith("/inputs") for path in found)
+    assert {"graph/First/inputs", "graph/Second/inputs"} <= set(found) and all(
+        path.endswith("/inputs") for path in found
+    )
     before = both(First)
     monkeypatch.setattr(First, "stream", lambda self, items: iter(items))
     assert set(before.differs(both(First))) == {"graph/First/class/stream"}
@@ -245,16 +370,23 @@ def test_a_pipe_its_place_and_its_code_are_told(base, monkeypatch):
 
 def test_what_cannot_be_known_never_equals(base):
     found = tap(Scale(1, threading.Lock()))
-    assert list(found.differs(found)) == ["graph/Tap/see/of"] and found != found and "(unknown)" in repr(found)
+    assert (
+        list(found.differs(found)) == ["graph/Tap/see/of"]
+        and found != found
+        and "(unknown)" in repr(found)
+    )
     unseeded = made(pipeline=dict(seed=None))
     assert set(unseeded.differs(unseeded)) == {"seeds/EnvStepper", "seeds/Lanes"} and base == base
     assert tap(Scale(1, {1, threading.Lock()})) != tap(Scale(1))
 
 
 def test_comments_addresses_and_the_order_of_sets_make_no_difference():
-    def one(item): return item + 1
+    def one(item):
+        return item + 1
+
     def other(item):
-        return item + 1     # the same
+        return item + 1  # the same
+
     other.__qualname__ = one.__qualname__
     assert not tap(one).differs(tap(other))
     assert not tap(Scale(1, object())).differs(tap(Scale(1, object())))
@@ -263,8 +395,14 @@ def test_comments_addresses_and_the_order_of_sets_make_no_difference():
 
 def test_a_fingerprint_is_stored_as_json(base):
     again = Fingerprint(json.loads(json.dumps(base.leaves)))
-    assert again == base and repr(again) == repr(base) and len(repr(base)) < 140 and "\n" not in repr(base)
-    with pytest.raises(DataError, match="not the leaves of a fingerprint"): Fingerprint({"a": None})
+    assert (
+        again == base
+        and repr(again) == repr(base)
+        and len(repr(base)) < 140
+        and "\n" not in repr(base)
+    )
+    with pytest.raises(DataError, match="not the leaves of a fingerprint"):
+        Fingerprint({"a": None})
 
 
 PROGRAM = "import json, torch; torch.set_num_threads(1); import test_traces as t; print(json.dumps([x.leaves for x in t.several()]))"
@@ -279,9 +417,12 @@ def test_two_processes_agree():
     "With another seed of hashes, and so another order of sets; and with other addresses."
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
-    for leaves, here in zip(json.loads(done.stdout), several(), strict=True): assert not Fingerprint(leaves).differs(here)
+    for leaves, here in zip(json.loads(done.stdout), several(), strict=True):
+        assert not Fingerprint(leaves).differs(here)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -290,114 +431,174 @@ SMALL = dict(lanes=2, n_envs=3, n_steps=256, epochs=1, engine="torch")
 
 
 def configured(algorithm="ppo", steps=6000, options=None, **run):
-    return make_config(algorithm, "CartPole-v1", SMALL if options is None else {"engine": "torch", **options}, steps=steps, **run)
+    return make_config(
+        algorithm,
+        "CartPole-v1",
+        SMALL if options is None else {"engine": "torch", **options},
+        steps=steps,
+        **run,
+    )
 
 
 def trained(folder, *args, edits=(), **kwargs):
-    train(edited(start(folder, configured(*args, **kwargs)), *edits), progress=False, tensorboard=False)
+    train(
+        edited(start(folder, configured(*args, **kwargs)), *edits),
+        progress=False,
+        tensorboard=False,
+    )
     return folder
 
 
 class Nudge(Pipe):
     "Changes one number of one observation of an item by one unit in the last place."
+
     reads = 1
+
     def __init__(self, pipe, item, at):
         super().__init__(pipe)
         self.item, self.at = item, at
 
     def stream(self, items):
         for n, item in enumerate(items):
-            if n == self.item: item.state.obs[self.at] = torch.nextafter(item.state.obs[self.at], torch.tensor(9.))
+            if n == self.item:
+                item.state.obs[self.at] = torch.nextafter(
+                    item.state.obs[self.at], torch.tensor(9.0)
+                )
             yield item
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory): return trained(tmp_path_factory.mktemp("whole")/"run")
+def whole(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("whole") / "run")
 
 
 def test_one_unit_in_the_last_place_is_found(whole, tmp_path):
     "The sixth item is lane 1's part of the third update; its columns 3, 4 and 5 of the batch are the environments 0, 1 and 2."
-    other = trained(tmp_path/"run", edits=[Nudge.inserter(after=Lanes, item=5, at=(77, 2, 1))])
+    other = trained(tmp_path / "run", edits=[Nudge.inserter(after=Lanes, item=5, at=(77, 2, 1))])
     found = diff(whole, other)
     at = found.parting
     assert (at.after, at.by, at.leaves[0], at.place) == (2, 3, ".state.obs", (77, 5, 1, 2))
-    assert str(found).endswith("update 3: .state.obs differs first (row 77, column 5: lane 1, environment 2 of it), "
-                               "the weights were equal before: collection differs")
+    assert str(found).endswith(
+        "update 3: .state.obs differs first (row 77, column 5: lane 1, environment 2 of it), "
+        "the weights were equal before: collection differs"
+    )
     assert list(found.fingerprints) == ["graph/AdvantageBuffer/inputs", "graph/Nudge"]
     assert str(verify(whole, 2)) == "fingerprints are equal\nall updates are equal up to 2"
-    assert verify(other, 3).parting.by == 3 and verify(other, 3, Nudge.inserter(after=Lanes, item=5, at=(77, 2, 1))).is_equal
+    assert (
+        verify(other, 3).parting.by == 3
+        and verify(other, 3, Nudge.inserter(after=Lanes, item=5, at=(77, 2, 1))).is_equal
+    )
 
 
 def test_a_change_in_learning_is_told_from_one_in_collection(whole, tmp_path):
-    run = start(tmp_path/"run", configured())
+    run = start(tmp_path / "run", configured())
+
     def callback(run, record):
-        if record["updates"] == 2: run.agent.lr = run.agent.optimizer.param_groups[0]["lr"] = .01
+        if record["updates"] == 2:
+            run.agent.lr = run.agent.optimizer.param_groups[0]["lr"] = 0.01
+
     train(run, progress=False, tensorboard=False, callback=callback)
-    assert str(diff(whole, run.folder).parting) == "update 3: the weights of actor, critic differ, and the batches do not: learning differs"
-    with pytest.raises(DataError, match="does not repeat here"): numbers(whole, run.folder, diff(whole, run.folder).parting)
+    assert (
+        str(diff(whole, run.folder).parting)
+        == "update 3: the weights of actor, critic differ, and the batches do not: learning differs"
+    )
+    with pytest.raises(DataError, match="does not repeat here"):
+        numbers(whole, run.folder, diff(whole, run.folder).parting)
 
 
-@pytest.mark.parametrize("algorithm, options, told", [
-    ("ppo", dict(seed=3), r"update 1: batch\.state\.obs\[0, 0, 0\]"),
-    ("ppo", dict(lr=1e-4), r"the weights after it: \['actor'\]\['head\.logits\.bias'\]\[0\]"),
-    ("dqn", dict(lr=1e-4), r"update \d+: batch\.actor\['q'\]\[0, 0, 0\]"),
-])
-def test_both_numbers_are_told_when_both_runs_make_them_once_more(algorithm, options, told, tmp_path):
+@pytest.mark.parametrize(
+    "algorithm, options, told",
+    [
+        ("ppo", dict(seed=3), r"update 1: batch\.state\.obs\[0, 0, 0\]"),
+        ("ppo", dict(lr=1e-4), r"the weights after it: \['actor'\]\['head\.logits\.bias'\]\[0\]"),
+        ("dqn", dict(lr=1e-4), r"update \d+: batch\.actor\['q'\]\[0, 0, 0\]"),
+    ],
+)
+def test_both_numbers_are_told_when_both_runs_make_them_once_more(
+    algorithm, options, told, tmp_path
+):
     base = dict(SMALL) if algorithm == "ppo" else dict(warmup=100)
-    steps, seed = (1536 if algorithm == "ppo" else 4200), dict(seed=options.get("seed", 0))
+    steps = 1536 if algorithm == "ppo" else 4200
+    seed = dict(seed=options.get("seed", 0))
     options = {name: x for name, x in options.items() if name != "seed"}
-    a, b = trained(tmp_path/"a", algorithm, steps, base), trained(tmp_path/"b", algorithm, steps, {**base, **options}, **seed)
+    a = trained(tmp_path / "a", algorithm, steps, base)
+    b = trained(tmp_path / "b", algorithm, steps, {**base, **options}, **seed)
     at = diff(a, b).parting
     found = re.fullmatch(told + r": (\S+) != (\S+)", numbers(a, b, at))
     assert found and float(found[1]) != float(found[2])
     assert numbers(a, a, at) == "the updates are equal when they are made once more"
 
 
-@pytest.mark.parametrize("algorithm, options, method", [("ppo", None, "spawn"), ("dqn", dict(lanes=2, n_envs=2, warmup=100), "forkserver")])
+@pytest.mark.parametrize(
+    "algorithm, options, method",
+    [("ppo", None, "spawn"), ("dqn", dict(lanes=2, n_envs=2, warmup=100), "forkserver")],
+)
 def test_repeats_are_equal_with_any_workers(algorithm, options, method, tmp_path, monkeypatch):
-    a = trained(tmp_path/"a", algorithm, 2000, options)
+    a = trained(tmp_path / "a", algorithm, 2000, options)
     for workers, how in ((1, method), (2, "fork")):
-        monkeypatch.setattr(training, "reading_for", lambda config: ProcessReading(config["workers"], start_method=how))    # noqa: B023
-        b = trained(tmp_path/how, algorithm, 2000, options, workers=workers)
+        monkeypatch.setattr(
+            training,
+            "reading_for",
+            lambda config: ProcessReading(config["workers"], start_method=how),  # noqa: B023
+        )
+        b = trained(tmp_path / how, algorithm, 2000, options, workers=workers)
         found = diff(a, b)
-        assert found.is_equal and not found.fingerprints and found.common > 1 and (a/JOURNAL).read_bytes() == (b/JOURNAL).read_bytes()
+        assert (
+            found.is_equal
+            and not found.fingerprints
+            and found.common > 1
+            and (a / JOURNAL).read_bytes() == (b / JOURNAL).read_bytes()
+        )
 
 
 def test_small_batches_have_lines_by_steps_and_at_checkpoints(tmp_path):
-    a = trained(tmp_path/"a", "dqn", 10_000, dict(warmup=100), checkpoint_every=1000)
-    lines = read_journal(a/JOURNAL)
-    assert [e.steps for e in lines if e.place] == [4096, 8192] and [e.updates for e in lines] == [128, 256, 313]
-    b = trained(tmp_path/"b", "dqn", 10_000, dict(warmup=100, lr=1e-4), checkpoint_every=50)
+    a = trained(tmp_path / "a", "dqn", 10_000, dict(warmup=100), checkpoint_every=1000)
+    lines = read_journal(a / JOURNAL)
+    assert [e.steps for e in lines if e.place] == [4096, 8192] and [e.updates for e in lines] == [
+        128,
+        256,
+        313,
+    ]
+    b = trained(tmp_path / "b", "dqn", 10_000, dict(warmup=100, lr=1e-4), checkpoint_every=50)
     at = diff(a, b).parting
-    assert (at.after, at.by) == (0, 128) and str(at).startswith("between the updates 1 and 128: .state.") and "collection" not in str(at)
+    assert (
+        (at.after, at.by) == (0, 128)
+        and str(at).startswith("between the updates 1 and 128: .state.")
+        and "collection" not in str(at)
+    )
 
 
 def test_the_weights_after_the_last_of_small_batches_are_compared(tmp_path):
     "They are in no batch that follows. A run of so few steps has no regular line."
     options = dict(n_envs=2, n_steps=16)
-    a = trained(tmp_path/"a", "ppo", 320, options)
-    b = fork(a, tmp_path/"b", 9, lr=.5)
-    assert [(e.updates, e.place) for e in read_journal(a/JOURNAL)] == [(10, None)]
+    a = trained(tmp_path / "a", "ppo", 320, options)
+    b = fork(a, tmp_path / "b", 9, lr=0.5)
+    assert [(e.updates, e.place) for e in read_journal(a / JOURNAL)] == [(10, None)]
     train(resume(b), progress=False, tensorboard=False)
     assert not diff(a, b).is_equal and str(diff(a, b)).endswith(
-        "update 10: the weights of actor, critic differ, and the batches do not: learning differs")
-    other = trained(tmp_path/"other", "ppo", 320, {**options, "lr": 1e-2}, checkpoint_every=1)
-    same = trained(tmp_path/"same", "ppo", 320, options, checkpoint_every=1)
-    assert str(diff(same, other).parting) == "update 1: the weights of actor, critic differ, and the batches do not: learning differs"
+        "update 10: the weights of actor, critic differ, and the batches do not: learning differs"
+    )
+    other = trained(tmp_path / "other", "ppo", 320, {**options, "lr": 1e-2}, checkpoint_every=1)
+    same = trained(tmp_path / "same", "ppo", 320, options, checkpoint_every=1)
+    assert (
+        str(diff(same, other).parting)
+        == "update 1: the weights of actor, critic differ, and the batches do not: learning differs"
+    )
     assert verify(a, 10).is_equal and diff(a, same).is_equal
 
 
 def test_what_differs_is_blamed_only_where_the_weights_before_are_known(tmp_path):
     def written(name, weight, obs):
         net = torch.nn.Linear(1, 1)
-        with Journal(tmp_path/name, START, dict(net=net)) as journal:
+        with Journal(tmp_path / name, START, dict(net=net)) as journal:
             for n in (1, 2):
                 torch.nn.init.constant_(net.weight, 0 if n == 2 else weight)
                 torch.nn.init.constant_(net.bias, 0)
                 journal.saw(dict(x=np.full(3, obs * (n == 2))), 10 * n)
                 journal.learned(dict(START, updates=n, steps=10 * n))
                 journal.mark()
-        return read_journal(tmp_path/name)
+        return read_journal(tmp_path / name)
+
     lines = {key: written("x", *key) for key in [(0, 0), (0, 1), (1, 1)]}
     collection = "update 2: ['x'] differs first, the weights were equal before: collection differs"
     assert str(parting(lines[0, 0], lines[0, 1])) == collection
@@ -405,107 +606,155 @@ def test_what_differs_is_blamed_only_where_the_weights_before_are_known(tmp_path
 
 
 def test_an_interrupted_journal_goes_on_as_if_nothing_had_been(whole, tmp_path):
-    run = start(tmp_path/"run", configured())
+    run = start(tmp_path / "run", configured())
+
     def callback(run, record):
-        if record["updates"] == 2: raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): train(run, progress=False, tensorboard=False, callback=callback)
-    path = run.folder/JOURNAL
+        if record["updates"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run, progress=False, tensorboard=False, callback=callback)
+    path = run.folder / JOURNAL
     before = path.read_text()
-    assert before == "".join((whole/JOURNAL).read_text().splitlines(True)[:2])
-    path.write_text(before + before.splitlines()[0][:40])     # killed while it wrote a line
+    assert before == "".join((whole / JOURNAL).read_text().splitlines(True)[:2])
+    path.write_text(before + before.splitlines()[0][:40])  # killed while it wrote a line
     train(resume(run.folder), progress=False, tensorboard=False)
-    assert path.read_bytes() == (whole/JOURNAL).read_bytes() and verify(run.folder, 9).is_equal
+    assert path.read_bytes() == (whole / JOURNAL).read_bytes() and verify(run.folder, 9).is_equal
 
 
 @pytest.mark.parametrize("lacks", [{}, dict(RND={})])
 def test_a_training_that_has_ended_is_resumed_and_not_trained_again(lacks, tmp_path):
     "Its folder is not locked any more. It was interrupted, or it could not begin."
-    run = start(tmp_path/"run", configured(steps=3072))
-    def callback(run, record): raise KeyboardInterrupt
+    run = start(tmp_path / "run", configured(steps=3072))
+
+    def callback(run, record):
+        raise KeyboardInterrupt
+
     with pytest.raises(DataError if lacks else KeyboardInterrupt):
         train(run._replace(waiting=lacks), progress=False, tensorboard=False, callback=callback)
-    with pytest.raises(DataError, match="this training has ended. Expected .*resume"): train(run, progress=False, tensorboard=False)
+    with pytest.raises(DataError, match="this training has ended. Expected .*resume"):
+        train(run, progress=False, tensorboard=False)
     train(resume(run.folder), progress=False, tensorboard=False)
     assert verify(run.folder, 9).common == 2
 
 
 def test_small_batches_go_on_in_the_middle_of_a_line(tmp_path):
     options = "a2c", 9000, dict(n_envs=4, n_steps=32)
-    whole, run = trained(tmp_path/"whole", *options), start(tmp_path/"run", configured(*options))
+    whole = trained(tmp_path / "whole", *options)
+    run = start(tmp_path / "run", configured(*options))
+
     def callback(run, record):
-        if record["updates"] == 43: raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): train(run, progress=False, tensorboard=False, callback=callback)
+        if record["updates"] == 43:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run, progress=False, tensorboard=False, callback=callback)
     train(resume(run.folder), progress=False, tensorboard=False)
-    a, b = ({e.updates: e for e in read_journal(x/JOURNAL)} for x in (whole, run.folder))
+    a, b = ({e.updates: e for e in read_journal(x / JOURNAL)} for x in (whole, run.folder))
     assert b.keys() - a.keys() == {43} and all(a[n] == b[n] for n in a) and {32, 64} < a.keys()
 
 
 def test_new_episodes_are_told(whole, tmp_path):
-    run = start(tmp_path/"run", configured(steps=3072))
-    train(run._replace(stream=None), progress=False, tensorboard=False)      # the checkpoint has no state of the stream
+    run = start(tmp_path / "run", configured(steps=3072))
+    train(
+        run._replace(stream=None), progress=False, tensorboard=False
+    )  # the checkpoint has no state of the stream
     train(resume(run.folder, 6000), progress=False, tensorboard=False)
-    assert [(e.updates, e.resumes) for e in read_journal(run.folder/JOURNAL)] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    assert [(e.updates, e.resumes) for e in read_journal(run.folder / JOURNAL)] == [
+        (1, 0),
+        (2, 0),
+        (3, 1),
+        (4, 1),
+    ]
     found = diff(whole, run.folder)
-    assert found.parting.by == 3 and found.notes == [f"{run.folder} was resumed after update 2, with new episodes"]
+    assert found.parting.by == 3 and found.notes == [
+        f"{run.folder} was resumed after update 2, with new episodes"
+    ]
     assert verify(run.folder, 9).common == 2
 
 
 def test_a_resumed_run_says_what_changed(tmp_path, monkeypatch, caplog):
-    run = start(tmp_path/"run", configured(steps=1536))
+    run = start(tmp_path / "run", configured(steps=1536))
     train(run, progress=False, tensorboard=False)
     with caplog.at_level(logging.WARNING, "rollpipe"):
         train(resume(run.folder, 3072), progress=False, tensorboard=False)
         assert not caplog.records and list(read_fingerprints(run.folder)) == [0]
         monkeypatch.setattr(np, "__version__", "9.9")
         train(resume(run.folder, 4608), progress=False, tensorboard=False)
-    assert f"{run.folder} goes on, but not as it was: versions/numpy: " in caplog.text and caplog.text.strip().endswith("!= 9.9")
+    assert (
+        f"{run.folder} goes on, but not as it was: versions/numpy: " in caplog.text
+        and caplog.text.strip().endswith("!= 9.9")
+    )
     assert list(read_fingerprints(run.folder)) == [0, 2]
-    (run.folder/FINGERPRINTS).write_text("{")
-    with pytest.raises(DataError, match="fingerprint.json: damaged"): read_fingerprints(run.folder)
+    (run.folder / FINGERPRINTS).write_text("{")
+    with pytest.raises(DataError, match="fingerprint.json: damaged"):
+        read_fingerprints(run.folder)
 
 
 class OfAProcess(gym.Wrapper):
     "Observations that depend on the process, which no test within one process can find."
+
     def step(self, action):
         obs, *rest = self.env.step(action)
         return obs * np.float32(1 + os.getpid() % 1000 / 1e6), *rest
 
 
-gym.register("OfAProcess-v0", lambda **_: OfAProcess(gym.make("CartPole-v1").unwrapped), max_episode_steps=500)
+gym.register(
+    "OfAProcess-v0",
+    lambda **_: OfAProcess(gym.make("CartPole-v1").unwrapped),
+    max_episode_steps=500,
+)
 
 
 def killed(folder, **run):
     "A training in another process, which is killed in its fifth update and has a checkpoint after the second one, and after the fourth."
+
     def main():
         def callback(run, record):
-            if record["updates"] == 5: os.kill(os.getpid(), signal.SIGKILL)
-        config = make_config("ppo", "OfAProcess-v0", SMALL, steps=12_000, checkpoint_every=2, keep=9, **run)
+            if record["updates"] == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        config = make_config(
+            "ppo", "OfAProcess-v0", SMALL, steps=12_000, checkpoint_every=2, keep=9, **run
+        )
         train(start(folder, config), progress=False, tensorboard=False, callback=callback)
+
     child = multiprocessing.get_context("fork").Process(target=main)
     child.start()
     child.join(60)
-    assert child.exitcode == -signal.SIGKILL and [e.updates for e in read_journal(folder/JOURNAL)] == [1, 2, 3, 4, 5]
+    assert child.exitcode == -signal.SIGKILL and [
+        e.updates for e in read_journal(folder / JOURNAL)
+    ] == [1, 2, 3, 4, 5]
     return folder
 
 
 def test_what_goes_on_otherwise_in_a_new_process_is_told(tmp_path, caplog):
     "The fifth update is made once more, and its numbers are others, in the first row after the state that was restored."
-    run = resume(killed(tmp_path/"run"))
+    run = resume(killed(tmp_path / "run"))
     assert run.config["inexact"] is None
-    with caplog.at_level(logging.WARNING, "rollpipe"): train(run, progress=False, tensorboard=False)
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        train(run, progress=False, tensorboard=False)
     (record,) = caplog.records
-    assert record.message == (f"{run.folder} does not go on as it did before: update 5: .state.obs differs first (row 1, column 0: lane 0, "
-                              "environment 0 of it), the weights were equal before: collection differs")
+    assert record.message == (
+        f"{run.folder} does not go on as it did before: update 5: .state.obs differs first (row 1, column 0: lane 0, "
+        "environment 0 of it), the weights were equal before: collection differs"
+    )
     assert [r.get("inexact", 0) for r in read_records(run.folder)] == [0] * 4 + [1] * 4
 
 
 def test_an_exact_run_does_not_go_on_otherwise(tmp_path):
-    run = killed(tmp_path/"run", exact=True)
-    before = (run/JOURNAL).read_bytes(), (run/"checkpoint.safetensors").read_bytes()
+    run = killed(tmp_path / "run", exact=True)
+    before = (run / JOURNAL).read_bytes(), (run / "checkpoint.safetensors").read_bytes()
     for _ in range(2):
-        with pytest.raises(DataError, match="leaf exact: .* does not go on as it did before: update 5: .state.obs differs first .row 1"):
+        with pytest.raises(
+            DataError,
+            match="leaf exact: .* does not go on as it did before: update 5: .state.obs differs first .row 1",
+        ):
             train(resume(run), progress=False, tensorboard=False)
-        assert ((run/JOURNAL).read_bytes(), (run/"checkpoint.safetensors").read_bytes()) == before
+        assert (
+            (run / JOURNAL).read_bytes(),
+            (run / "checkpoint.safetensors").read_bytes(),
+        ) == before
     again = resume(run)
     again.config["exact"] = False
     assert train(again, progress=False, tensorboard=False)["inexact"] == 1
@@ -513,87 +762,141 @@ def test_an_exact_run_does_not_go_on_otherwise(tmp_path):
 
 def test_an_exact_run_of_small_batches_does_not_go_on_otherwise(tmp_path):
     "Its journal has a line at a checkpoint. The line that differed was written at the second try, at the end, and so was the checkpoint."
-    config = make_config("ppo", "OfAProcess-v0", dict(SMALL, n_steps=8), steps=160, checkpoint_every=2, keep=9, exact=True)
-    def main(): train(start(tmp_path/"run", config), progress=False, tensorboard=False)
+    config = make_config(
+        "ppo",
+        "OfAProcess-v0",
+        dict(SMALL, n_steps=8),
+        steps=160,
+        checkpoint_every=2,
+        keep=9,
+        exact=True,
+    )
+
+    def main():
+        train(start(tmp_path / "run", config), progress=False, tensorboard=False)
+
     child = multiprocessing.get_context("fork").Process(target=main)
     child.start()
     child.join(60)
-    first = min((tmp_path/"run"/"checkpoints").iterdir())
+    first = min((tmp_path / "run" / "checkpoints").iterdir())
     for k in range(2):
         with pytest.raises(DataError, match="leaf exact: .* does not go on as it did before"):
-            train(resume(tmp_path/"run" if k else first), progress=False, tensorboard=False)
-        assert load_run(tmp_path/"run").counters["updates"] == 2
+            train(resume(tmp_path / "run" if k else first), progress=False, tensorboard=False)
+        assert load_run(tmp_path / "run").counters["updates"] == 2
 
 
 def test_a_resume_that_fails_leaves_the_lock_of_a_run_that_has_begun(tmp_path):
-    run = start(tmp_path/"run", configured(steps=3072))
-    with pytest.raises(DataError, match="workers"): resume(run.folder, workers=50)
+    run = start(tmp_path / "run", configured(steps=3072))
+    with pytest.raises(DataError, match="workers"):
+        resume(run.folder, workers=50)
     assert owner_of(run.folder) == str(os.getpid())
     discard(run)
     assert not owner_of(run.folder)
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_an_exact_run_that_is_stopped_within_a_batch_keeps_its_checkpoint(whole, tmp_path, monkeypatch, exact):
+def test_an_exact_run_that_is_stopped_within_a_batch_keeps_its_checkpoint(
+    whole, tmp_path, monkeypatch, exact
+):
     "Then it goes on from there. Others begin new episodes after the last complete update."
-    run, broken = start(tmp_path/"run", configured(checkpoint_every=2, exact=exact)), []
+    run = start(tmp_path / "run", configured(checkpoint_every=2, exact=exact))
+    broken = []
+
     def step(self, action, step=CartPoleEnv.step):
-        if broken: raise RuntimeError("planted")
+        if broken:
+            raise RuntimeError("planted")
         return step(self, action)
-    def callback(run, record): broken.extend([1] * (record["updates"] == 3))
+
+    def callback(run, record):
+        broken.extend([1] * (record["updates"] == 3))
+
     monkeypatch.setattr(CartPoleEnv, "step", step)
-    with pytest.raises(EnvError, match="planted"): train(run, progress=False, tensorboard=False, callback=callback)
+    with pytest.raises(EnvError, match="planted"):
+        train(run, progress=False, tensorboard=False, callback=callback)
     monkeypatch.undo()
     found = load_run(run.folder)
-    assert (found.stream is not None, found.counters["updates"]) == ((True, 2) if exact else (False, 3))
+    assert (found.stream is not None, found.counters["updates"]) == (
+        (True, 2) if exact else (False, 3)
+    )
     train(resume(run.folder), progress=False, tensorboard=False)
     assert (diff(whole, run.folder).parting is None) == exact
 
 
 def test_an_exact_run_is_not_resumed_from_its_best_checkpoint(tmp_path, caplog):
     "It has no state of the stream. What the message names goes on from there."
-    folders = [tmp_path/"exact", tmp_path/"other"]
-    for x in folders: trained(x, steps=1600, exact=x == folders[0], eval_every="1536 steps", eval_episodes=1, final_episodes=1)
-    before = (folders[0]/"checkpoint.safetensors").read_bytes()
-    with pytest.raises(DataError, match="exact: .* cannot go on exactly.* `rollpipe fork .*best.* got the best checkpoint has no") as e:
-        resume(folders[0]/"best.safetensors", steps=3000)
+    folders = [tmp_path / "exact", tmp_path / "other"]
+    for x in folders:
+        trained(
+            x,
+            steps=1600,
+            exact=x == folders[0],
+            eval_every="1536 steps",
+            eval_episodes=1,
+            final_episodes=1,
+        )
+    before = (folders[0] / "checkpoint.safetensors").read_bytes()
+    with pytest.raises(
+        DataError,
+        match="exact: .* cannot go on exactly.* `rollpipe fork .*best.* got the best checkpoint has no",
+    ) as e:
+        resume(folders[0] / "best.safetensors", steps=3000)
     words = shlex.split(re.search("`rollpipe (.* --out) OUT`", str(e.value))[1])
-    assert (folders[0]/"checkpoint.safetensors").read_bytes() == before
-    assert main([*words, str(tmp_path/"out"), "--steps", "3000"]) == 0
-    train(resume(tmp_path/"out"), progress=False, tensorboard=False)
-    assert load_run(tmp_path/"out").stream and diff(folders[0], tmp_path/"out").is_equal
-    resume(folders[1]/"best.safetensors", steps=3000)
-    assert caplog.messages[-1] == "The run begins new episodes: the best checkpoint has no state of the stream"
+    assert (folders[0] / "checkpoint.safetensors").read_bytes() == before
+    assert main([*words, str(tmp_path / "out"), "--steps", "3000"]) == 0
+    train(resume(tmp_path / "out"), progress=False, tensorboard=False)
+    assert load_run(tmp_path / "out").stream and diff(folders[0], tmp_path / "out").is_equal
+    resume(folders[1] / "best.safetensors", steps=3000)
+    assert (
+        caplog.messages[-1]
+        == "The run begins new episodes: the best checkpoint has no state of the stream"
+    )
 
 
 def test_a_run_without_a_journal_begins_one(whole, tmp_path):
-    run = start(tmp_path/"run", configured(steps=3072))
+    run = start(tmp_path / "run", configured(steps=3072))
     train(run, progress=False, tensorboard=False)
-    for name in (JOURNAL, FINGERPRINTS): (run.folder/name).unlink()
+    for name in (JOURNAL, FINGERPRINTS):
+        (run.folder / name).unlink()
     train(resume(run.folder, 4608), progress=False, tensorboard=False)
-    assert [(e.updates, e.since) for e in read_journal(run.folder/JOURNAL)] == [(3, 2)]
-    assert str(diff(whole, run.folder)) == "no fingerprint to compare\nthe journals have no line of the same update"
-    with pytest.raises(DataError, match="a journal from the first update on"): verify(run.folder)
+    assert [(e.updates, e.since) for e in read_journal(run.folder / JOURNAL)] == [(3, 2)]
+    assert (
+        str(diff(whole, run.folder))
+        == "no fingerprint to compare\nthe journals have no line of the same update"
+    )
+    with pytest.raises(DataError, match="a journal from the first update on"):
+        verify(run.folder)
 
 
 def test_a_journal_that_has_lost_lines_is_told_and_not_called_equal(whole, tmp_path, caplog):
-    run = start(tmp_path/"run", configured(steps=4608, keep=9, checkpoint_every=1))
+    run = start(tmp_path / "run", configured(steps=4608, keep=9, checkpoint_every=1))
     train(run, progress=False, tensorboard=False)
-    path = run.folder/JOURNAL
+    path = run.folder / JOURNAL
     lines = path.read_text().splitlines(True)
     path.write_text(lines[0])
-    with pytest.raises(DataError, match="lost lines of its journal. Expected at most 1, got 20, and checksums of the updates up to 1 of 3"):
+    with pytest.raises(
+        DataError,
+        match="lost lines of its journal. Expected at most 1, got 20, and checksums of the updates up to 1 of 3",
+    ):
         verify(run.folder)
     assert verify(run.folder, 1).common == 1 and not caplog.messages
     train(resume(run.folder, 6000), progress=False, tensorboard=False)
-    assert caplog.messages == [f"{path} has lost what comes after update 1; its checksums begin anew after update 3"]
+    assert caplog.messages == [
+        f"{path} has lost what comes after update 1; its checksums begin anew after update 3"
+    ]
     assert [(e.updates, e.since) for e in read_journal(path)] == [(1, 0), (4, 3)]
-    with pytest.raises(DataError, match="checksums of the updates up to 1 of 4"): verify(run.folder, 60)
+    with pytest.raises(DataError, match="checksums of the updates up to 1 of 4"):
+        verify(run.folder, 60)
     assert verify(run.folder, 1).common == 1
     caplog.clear()
-    first, *_ = kept_checkpoints(run.folder/"checkpoints").values()      # the journal still reaches this one
+    first, *_ = kept_checkpoints(
+        run.folder / "checkpoints"
+    ).values()  # the journal still reaches this one
     train(resume(first, 6000), progress=False, tensorboard=False)
-    assert path.read_text() == (whole/JOURNAL).read_text() and not caplog.messages and verify(run.folder, 60).common == 4
+    assert (
+        path.read_text() == (whole / JOURNAL).read_text()
+        and not caplog.messages
+        and verify(run.folder, 60).common == 4
+    )
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -602,7 +905,9 @@ START = dict(updates=0, steps=0, resumes=0)
 
 
 def written(path, n, begin=0):
-    with Journal(path, dict(START, updates=begin, steps=2048 * begin), dict(net=torch.nn.Identity())) as journal:
+    with Journal(
+        path, dict(START, updates=begin, steps=2048 * begin), dict(net=torch.nn.Identity())
+    ) as journal:
         for k in range(begin + 1, begin + n + 1):
             journal.saw(dict(x=np.full(3, k)), 2048 * k)
             journal.learned(dict(START, updates=k, steps=2048 * k))
@@ -610,17 +915,19 @@ def written(path, n, begin=0):
 
 
 def test_every_damage_is_named(tmp_path):
-    path = tmp_path/JOURNAL
+    path = tmp_path / JOURNAL
     text = written(path, 6)
     lines = text.splitlines(True)
-    for k in range(0, len(lines[0]) - 1, 7):     # one letter of the third line
+    for k in range(0, len(lines[0]) - 1, 7):  # one letter of the third line
         for letter in "5x":
-            bad = lines[2][:k] + (letter if lines[2][k] != letter else "6") + lines[2][k + 1:]
+            bad = lines[2][:k] + (letter if lines[2][k] != letter else "6") + lines[2][k + 1 :]
             path.write_text("".join([*lines[:2], bad, *lines[3:]]))
-            with pytest.raises(DataError, match="journal.jsonl, line [34]: damaged"): read_journal(path)
+            with pytest.raises(DataError, match="journal.jsonl, line [34]: damaged"):
+                read_journal(path)
     path.write_text("".join(lines[:2] + lines[3:]))
-    with pytest.raises(DataError, match="line 3: damaged, or a line before it is missing"): read_journal(path)
-    for k in range(len(lines[2])):      # a kill at any byte
+    with pytest.raises(DataError, match="line 3: damaged, or a line before it is missing"):
+        read_journal(path)
+    for k in range(len(lines[2])):  # a kill at any byte
         path.write_text("".join(lines[:2]) + lines[2][:k])
         assert [e.updates for e in read_journal(path)] == [1, 2]
     assert cut(path, 1)[0].updates == 1 and path.read_text() == lines[0]
@@ -628,52 +935,66 @@ def test_every_damage_is_named(tmp_path):
 
 
 def test_a_full_disk_ends_the_training_and_leaves_a_journal_that_goes_on(tmp_path):
-    path = tmp_path/JOURNAL
+    path = tmp_path / JOURNAL
     with pytest.raises(OSError, match="No space") as e, Journal(path, START, {}) as journal:
         for k in (1, 2):
-            if k == 2: journal.file = Full(journal.file)
+            if k == 2:
+                journal.file = Full(journal.file)
             journal.saw(dict(x=np.full(3, k)), 2048 * k)
             journal.learned(dict(START, updates=k, steps=2048 * k))
     assert e.value.filename == str(path) and [e.updates for e in read_journal(path)] == [1]
     text = path.read_text()
-    assert text != "".join(text.splitlines(True)[:1])      # a part of the second line was written
+    assert text != "".join(text.splitlines(True)[:1])  # a part of the second line was written
     written(path, 2, begin=1)
     assert [e.updates for e in read_journal(path)] == [1, 2, 3]
 
 
 class Full:
     "A file that has room for a few more bytes."
-    def __init__(self, file): self.file, self.name = file, file.name
-    def write(self, text): self.file.write(text[:9])
+
+    def __init__(self, file):
+        self.file, self.name = file, file.name
+
+    def write(self, text):
+        self.file.write(text[:9])
 
     def flush(self):
         self.file.flush()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def close(self): self.file.close()
+    def close(self):
+        self.file.close()
 
 
 def test_an_update_that_fails_does_not_count(tmp_path):
-    with pytest.raises(ValueError), Journal(tmp_path/JOURNAL, START, {}) as journal:
+    with pytest.raises(ValueError), Journal(tmp_path / JOURNAL, START, {}) as journal:
         journal.saw(dict(x=np.ones(3)), 10)
         journal.learned(dict(START, updates=1, steps=10))
         try:
             journal.saw(dict(x=np.zeros(3)), 20)
             raise ValueError
-        finally: journal.mark()
-    entry, = read_journal(tmp_path/JOURNAL)
-    with Journal(tmp_path/"other", START, {}) as journal:
+        finally:
+            journal.mark()
+    (entry,) = read_journal(tmp_path / JOURNAL)
+    with Journal(tmp_path / "other", START, {}) as journal:
         journal.saw(dict(x=np.ones(3)), 10)
         journal.learned(dict(START, updates=1, steps=10))
         journal.mark()
-    assert entry == read_journal(tmp_path/"other")[0] and entry.updates == 1
+    assert entry == read_journal(tmp_path / "other")[0] and entry.updates == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.float64, torch.complex64],
+)
 def test_places_and_checksums_of_every_dtype(dtype):
     x = torch.ones(4, 2, 3).to(dtype)
     y = x.clone()
     y[2, 1, 0] = 0
-    assert journals.running(0, x) != journals.running(0, y) and first_difference(x, y).at == (2, 1, 0)
+    assert journals.running(0, x) != journals.running(0, y) and first_difference(x, y).at == (
+        2,
+        1,
+        0,
+    )
     sums = journals._sums(dict(x=x)) != journals._sums(dict(x=y))
     assert np.argwhere(sums).tolist() == [[2, 1]]

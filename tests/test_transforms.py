@@ -1,4 +1,5 @@
 "Rewards, casts, n-step returns, stacked frames and devices against plain loops and other libraries."
+
 import copy
 import math
 import pickle
@@ -12,13 +13,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import episodes as plans
 from reference import apply, assert_same, snapshot
-from toys import Counting, Limit, Memory, Nested, NestedMemory, Noted, Plain, Present, judge, factories
+from toys import (
+    Counting,
+    Limit,
+    Memory,
+    Nested,
+    NestedMemory,
+    Noted,
+    Plain,
+    Present,
+    judge,
+    factories,
+)
 
 from rollpipe.runs.states import load_states, states_of
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
-    AdvantageBuffer, CheckInvariants, DataError, EnvStepper, EpisodeStats, FragmentCollector, FragmentStacker, FrameStack, GraphError,
-    Lanes, Minibatcher, NStep, ObservationCast, Pipe, RewardScaler, Tap, ToDevice, find_one, insert_after, on_policy, profile, rollouts,
+    AdvantageBuffer,
+    CheckInvariants,
+    DataError,
+    EnvStepper,
+    EpisodeStats,
+    FragmentCollector,
+    FragmentStacker,
+    FrameStack,
+    GraphError,
+    Lanes,
+    Minibatcher,
+    NStep,
+    ObservationCast,
+    Pipe,
+    RewardScaler,
+    Tap,
+    ToDevice,
+    find_one,
+    insert_after,
+    on_policy,
+    profile,
+    rollouts,
 )
 from rollpipe.pipes.advantage import values
 from rollpipe.pipes import frames
@@ -31,36 +63,55 @@ fast = settings(deadline=None, max_examples=20)
 
 
 def fragments(each, n_steps, sticky=None, actor=None):
-    return FragmentCollector(EnvStepper(factories(Counting, each), actor or Present(), sticky=sticky), n_steps)
+    return FragmentCollector(
+        EnvStepper(factories(Counting, each), actor or Present(), sticky=sticky), n_steps
+    )
 
 
 # --- rewards
 
+
 class Normalizer:
     "VecNormalize's treatment of rewards, for a list of all returns so far: no running formulas."
-    def __init__(self, gamma): self.gamma, self.returns, self.seen = gamma, {}, []
+
+    def __init__(self, gamma):
+        self.gamma = gamma
+        self.returns = {}
+        self.seen = []
 
     def step(self, rews, ends, valid):
         "One step of all environments; the scaled rewards."
         for b, r in enumerate(rews):
-            if not valid[b]: continue
-            self.returns[b] = self.returns.get(b, 0.) * self.gamma + float(r)
+            if not valid[b]:
+                continue
+            self.returns[b] = self.returns.get(b, 0.0) * self.gamma + float(r)
             self.seen.append(self.returns[b])
-            if ends[b]: self.returns[b] = 0.
-        return [max(-10., min(10., float(r) / math.sqrt(self.var() + 1e-8))) for r in rews]
+            if ends[b]:
+                self.returns[b] = 0.0
+        return [max(-10.0, min(10.0, float(r) / math.sqrt(self.var() + 1e-8))) for r in rews]
 
     def var(self):
         "Variance of what was seen and of 1e-4 observations of N(0, 1)."
-        n, count = len(self.seen), len(self.seen) + 1e-4
+        n = len(self.seen)
+        count = len(self.seen) + 1e-4
         mean = sum(self.seen) / count
-        return (sum((x - mean) ** 2 for x in self.seen) + 1e-4 * (1 + mean ** 2)) / count if n else 1.
+        return (
+            (sum((x - mean) ** 2 for x in self.seen) + 1e-4 * (1 + mean**2)) / count if n else 1.0
+        )
 
 
 @fast
-@given(each=st.lists(plans, min_size=1, max_size=3), gamma=st.sampled_from([0., .5, .99, 1.]), sticky=st.sampled_from([None, 3]))
+@given(
+    each=st.lists(plans, min_size=1, max_size=3),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    sticky=st.sampled_from([None, 3]),
+)
 def test_ticks_are_scaled_as_by_vec_normalize(each, gamma, sticky):
-    def source(): return EnvStepper(factories(Counting, each), Present(), sticky=sticky)
-    naive, before = Normalizer(gamma), np.zeros(len(each), np.float32)
+    def source():
+        return EnvStepper(factories(Counting, each), Present(), sticky=sticky)
+
+    naive = Normalizer(gamma)
+    before = np.zeros(len(each), np.float32)
     for raw, tick in zip(islice(source(), 25), RewardScaler(source(), gamma=gamma)):
         expected = naive.step(raw.next.rew, raw.next.fin, raw.valid)
         np.testing.assert_allclose(tick.next.rew, expected, rtol=1e-5)
@@ -70,15 +121,30 @@ def test_ticks_are_scaled_as_by_vec_normalize(each, gamma, sticky):
 
 
 @fast
-@given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 6), gamma=st.sampled_from([0., .9, 1.]),
-       joined=st.integers(1, 3), sticky=st.booleans())
-def test_fragments_are_scaled_with_all_that_is_known_after_them(each, n_steps, gamma, joined, sticky):
-    def source(): return fragments(each, n_steps, n_steps if sticky else None)
-    naive, before = Normalizer(gamma), torch.zeros(len(each))
+@given(
+    each=st.lists(plans, min_size=1, max_size=3),
+    n_steps=st.integers(1, 6),
+    gamma=st.sampled_from([0.0, 0.9, 1.0]),
+    joined=st.integers(1, 3),
+    sticky=st.booleans(),
+)
+def test_fragments_are_scaled_with_all_that_is_known_after_them(
+    each, n_steps, gamma, joined, sticky
+):
+    def source():
+        return fragments(each, n_steps, n_steps if sticky else None)
+
+    naive = Normalizer(gamma)
+    before = torch.zeros(len(each))
     scaled = RewardScaler(FragmentStacker(source(), joined), gamma=gamma)
-    parts = [f for batch in islice(scaled, 4) for f in zip(*(x.split(len(each), 1) for x in (batch.state.rew,)))]
+    parts = [
+        f
+        for batch in islice(scaled, 4)
+        for f in zip(*(x.split(len(each), 1) for x in (batch.state.rew,)))
+    ]
     for raw, (rew,) in zip(source(), parts):
-        for t in range(n_steps): naive.step(raw.state.rew[t + 1], raw.state.fin[t + 1], raw.valid[t])
+        for t in range(n_steps):
+            naive.step(raw.state.rew[t + 1], raw.state.fin[t + 1], raw.valid[t])
         expected = (raw.state.rew[1:] / math.sqrt(naive.var() + 1e-8)).clamp(-10, 10)
         torch.testing.assert_close(rew[1:], expected, rtol=1e-4, atol=1e-6)
         assert torch.equal(rew[0], before)
@@ -87,9 +153,13 @@ def test_fragments_are_scaled_with_all_that_is_known_after_them(each, n_steps, g
 
 def test_lanes_share_a_scale_below_and_not_above():
     plan = [[(3, "term")]]
-    def rows(pipe): return [f.state.rew for f in islice(pipe, 6)]
+
+    def rows(pipe):
+        return [f.state.rew for f in islice(pipe, 6)]
+
     above = rows(Lanes(RewardScaler(fragments(plan, 4)), 2, seed=0))
-    for a, b in zip(above[::2], above[1::2]): assert torch.equal(a, b)
+    for a, b in zip(above[::2], above[1::2]):
+        assert torch.equal(a, b)
     below = rows(RewardScaler(Lanes(fragments(plan, 4), 2, seed=0)))
     assert torch.equal(below[0][1:], above[0][1:]) and not torch.equal(below[2][1:], above[2][1:])
     assert torch.equal(below[2][0], below[0][-1]) and torch.equal(below[3][0], below[1][-1])
@@ -97,29 +167,55 @@ def test_lanes_share_a_scale_below_and_not_above():
 
 @pytest.mark.parametrize("unit", ["ticks", "fragments"])
 def test_a_constant_scale(unit):
-    def source(): return EnvStepper(lambda: Counting([(3, "trunc")]), Present())
-    scaled = FragmentCollector(RewardScaler(source(), .25), 5) if unit == "ticks" else RewardScaler(FragmentCollector(source(), 5), .25)
+    def source():
+        return EnvStepper(lambda: Counting([(3, "trunc")]), Present())
+
+    scaled = (
+        FragmentCollector(RewardScaler(source(), 0.25), 5)
+        if unit == "ticks"
+        else RewardScaler(FragmentCollector(source(), 5), 0.25)
+    )
     for raw, f in zip(islice(FragmentCollector(source(), 5), 4), scaled):
-        assert torch.equal(f.state.rew, raw.state.rew * .25)
+        assert torch.equal(f.state.rew, raw.state.rew * 0.25)
         rest = lambda x: x.state._replace(rew=())
         assert_same(rest(f), rest(raw))
 
 
-@pytest.mark.parametrize("scale", [None, "sign", .5, 1])
+@pytest.mark.parametrize("scale", [None, "sign", 0.5, 1])
 def test_an_actor_never_sees_other_rewards_than_its_learner(scale):
     memory = RecurrentPolicy.for_env("CartPole-v1", hidden=(4,), memory=4, past=True)
     for above in (False, True):
         lanes = [RewardScaler.inserter(**{"before" if above else "after": Lanes}, scale=scale)]
         pipe = rollouts("CartPole-v1", memory, n_envs=2, n_steps=4, lanes=2, seed=0, edits=lanes)
-        if scale == 1: next(iter(pipe))
+        if scale == 1:
+            next(iter(pipe))
         else:
-            with pytest.raises(GraphError, match="RewardScaler: the actor sees its past rewards.*Expected .*scale=1"): next(iter(pipe))
-        next(iter(rollouts("CartPole-v1", MLPPolicy.for_env("CartPole-v1"), n_envs=2, n_steps=4, lanes=2, seed=0, edits=lanes)))
+            with pytest.raises(
+                GraphError,
+                match="RewardScaler: the actor sees its past rewards.*Expected .*scale=1",
+            ):
+                next(iter(pipe))
+        next(
+            iter(
+                rollouts(
+                    "CartPole-v1",
+                    MLPPolicy.for_env("CartPole-v1"),
+                    n_envs=2,
+                    n_steps=4,
+                    lanes=2,
+                    seed=0,
+                    edits=lanes,
+                )
+            )
+        )
 
 
 def test_rewards_do_not_change_below_their_advantages():
     pipe = AdvantageBuffer(fragments([[(3, "term")]], 4), judge)
-    with pytest.raises(DataError, match="RewardScaler.*the advantages are those of other rewards.*Expected this pipe before `Adv"):
+    with pytest.raises(
+        DataError,
+        match="RewardScaler.*the advantages are those of other rewards.*Expected this pipe before `Adv",
+    ):
         next(iter(RewardScaler(pipe)))
     next(iter(AdvantageBuffer(RewardScaler(fragments([[(3, "term")]], 4)), judge)))
 
@@ -129,25 +225,45 @@ def test_limits():
         def step(self, action):
             obs, _, *rest = super().step(action)
             return obs, 1e6 if self.count == 3 and self.episode > 20 else 1e-3, *rest
-    def greatest(clip): return max(t.next.rew.max() for t in islice(RewardScaler(EnvStepper(Jackpot, Present()), clip=clip), 400))
-    assert greatest(3.) == 3 and greatest(None) > 5
+
+    def greatest(clip):
+        return max(
+            t.next.rew.max()
+            for t in islice(RewardScaler(EnvStepper(Jackpot, Present()), clip=clip), 400)
+        )
+
+    assert greatest(3.0) == 3 and greatest(None) > 5
 
 
-def learning(reward_scale="learn"): return on_policy("Pendulum-v1", MLPPolicy.for_env("Pendulum-v1", seed=0), Critic.for_env("Pendulum-v1"),
-                                                  n_envs=2, n_steps=8, lanes=2, seed=0, reward_scale=reward_scale)
+def learning(reward_scale="learn"):
+    return on_policy(
+        "Pendulum-v1",
+        MLPPolicy.for_env("Pendulum-v1", seed=0),
+        Critic.for_env("Pendulum-v1"),
+        n_envs=2,
+        n_steps=8,
+        lanes=2,
+        seed=0,
+        reward_scale=reward_scale,
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_scale_of_a_pipeline_is_known_whoever_iterates_it(workers):
-    pipe, rewards = learning(), []
+    pipe = learning()
+    rewards = []
     with DataLoader2(pipe, reading_service=ProcessReading(workers) if workers else None) as loader:
-        for batch in islice(loader, 3): rewards += [env_rewards(batch)]
+        for batch in islice(loader, 3):
+            rewards += [env_rewards(batch)]
     state = states_of(pipe)["RewardScaler"]
     assert state["count"] == 3 * 32 + 1e-4
     other = learning()
     assert load_states(other, {"RewardScaler": state}) == {}
-    first, again = next(iter(other)), next(iter(other))
-    assert states_of(other)["RewardScaler"]["count"] == state["count"] + 32      # both iterations begin at the same place
+    first = next(iter(other))
+    again = next(iter(other))
+    assert (
+        states_of(other)["RewardScaler"]["count"] == state["count"] + 32
+    )  # both iterations begin at the same place
     torch.testing.assert_close(first.state.rew, again.state.rew, rtol=0, atol=0)
     torch.testing.assert_close(env_rewards(first), rewards[0], rtol=0, atol=0)
 
@@ -164,136 +280,217 @@ def test_the_scale_is_that_of_the_iteration_that_goes_on():
     assert states_of(pipe)["RewardScaler"]["count"] == before["RewardScaler"]["count"] + 32
 
 
-@pytest.mark.parametrize("state", [{}, dict(count=1., mean=0.), *(dict(count=1., mean=0., var=x) for x in (math.nan, math.inf))])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        dict(count=1.0, mean=0.0),
+        *(dict(count=1.0, mean=0.0, var=x) for x in (math.nan, math.inf)),
+    ],
+)
 def test_a_state_that_is_none_of_a_scale(state):
-    with pytest.raises(DataError, match="not the state of this scale"): find_one(learning(), RewardScaler).load_state_dict(state)
-    with pytest.raises(DataError, match="finite nothing"): RewardScaler(learning(None), 2.).load_state_dict(dict(count=1.))
+    with pytest.raises(DataError, match="not the state of this scale"):
+        find_one(learning(), RewardScaler).load_state_dict(state)
+    with pytest.raises(DataError, match="finite nothing"):
+        RewardScaler(learning(None), 2.0).load_state_dict(dict(count=1.0))
 
 
 # --- observations
 
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_casts(dtype):
     "Floating leaves only, here of a fragment with truncated ends."
-    def source(): return FragmentCollector(EnvStepper(lambda: Nested([(2, "trunc")]), NestedMemory(), 2), 3)
-    raw, f = next(iter(source())), next(iter(ObservationCast(source(), dtype)))
+
+    def source():
+        return FragmentCollector(EnvStepper(lambda: Nested([(2, "trunc")]), NestedMemory(), 2), 3)
+
+    raw = next(iter(source()))
+    f = next(iter(ObservationCast(source(), dtype)))
     for a, b in ((raw.state.obs, f.state.obs), (raw.final.obs, f.final.obs)):
         assert b["place"].dtype is b["exact"].dtype is dtype
         assert torch.equal(b["exact"], a["exact"].to(dtype))
         assert_same((b["pair"]), (a["pair"]))
-    assert_same(f._replace(state=f.state._replace(obs=()), final=()), raw._replace(state=raw.state._replace(obs=()), final=()))
+    assert_same(
+        f._replace(state=f.state._replace(obs=()), final=()),
+        raw._replace(state=raw.state._replace(obs=()), final=()),
+    )
 
 
 def test_casts_of_ticks():
-    def source(): return EnvStepper(lambda: Nested([(2, "trunc")]), NestedMemory(), 2)
+    def source():
+        return EnvStepper(lambda: Nested([(2, "trunc")]), NestedMemory(), 2)
+
     a = next(iter(FragmentCollector(ObservationCast(source(), torch.float32), 5)))
     b = next(iter(ObservationCast(FragmentCollector(source(), 5), torch.float32)))
     assert_same(a, b)
-    with pytest.raises(DataError, match="ObservationCast, lane 0: .*float32 or float64, got torch.float16"):
+    with pytest.raises(
+        DataError, match="ObservationCast, lane 0: .*float32 or float64, got torch.float16"
+    ):
         next(iter(ObservationCast(source(), torch.float16)))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, "float32", np.float32, None])
 def test_dtypes(dtype):
-    with pytest.raises(DataError, match="ObservationCast: .*a floating torch.dtype"): ObservationCast(fragments([[(1, "term")]], 2), dtype)
+    with pytest.raises(DataError, match="ObservationCast: .*a floating torch.dtype"):
+        ObservationCast(fragments([[(1, "term")]], 2), dtype)
 
 
 # --- n steps
 
+
 def naive_n_step(f, n, gamma, t, b, v, v_final):
     "(sum, discount, steps, what was reached, target) of one row, in float64."
-    total, weight, m = 0., 1., 0
+    total = 0.0
+    weight = 1.0
+    m = 0
     final = {at: k for k, at in enumerate(zip(f.final.t.tolist(), f.final.b.tolist()))}
     for k in range(t, min(t + n, f.n_steps)):
-        if not f.valid[k, b]: break
-        total, weight, m = total + weight * float(f.state.rew[k + 1, b]), weight * gamma, m + 1
+        if not f.valid[k, b]:
+            break
+        total = total + weight * float(f.state.rew[k + 1, b])
+        weight = weight * gamma
+        m = m + 1
         if f.state.fin[k + 1, b]:
-            if f.term[k + 1, b]: return total, 0., m, None, total
+            if f.term[k + 1, b]:
+                return total, 0.0, m, None, total
             last = final[k, b]
             return total, weight, m, f.final.obs[last], total + weight * float(v_final[last])
-    if not m: return 0., 0., 0, None, 0.
+    if not m:
+        return 0.0, 0.0, 0, None, 0.0
     return total, weight, m, f.state.obs[t + m, b], total + weight * float(v[t + m, b])
 
 
 @fast
-@given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 7), n=st.integers(1, 9), gamma=st.sampled_from([0., .5, .99]),
-       sticky=st.booleans())
+@given(
+    each=st.lists(plans, min_size=1, max_size=3),
+    n_steps=st.integers(1, 7),
+    n=st.integers(1, 9),
+    gamma=st.sampled_from([0.0, 0.5, 0.99]),
+    sticky=st.booleans(),
+)
 def test_n_step_returns(each, n_steps, n, gamma, sticky):
     for s in islice(NStep(fragments(each, n_steps, n_steps if sticky else None), n, gamma), 3):
         f = s.fragment
-        v, v_final = judge(f.state.obs), judge(f.final.obs)
-        reached, target = s.reached(f.state.obs, f.final.obs), s.target(v, v_final)
-        assert s.rew.dtype is s.discount.dtype is target.dtype is torch.float32 and s.n_steps.dtype is s.row.dtype is torch.int64
+        v = judge(f.state.obs)
+        v_final = judge(f.final.obs)
+        reached = s.reached(f.state.obs, f.final.obs)
+        target = s.target(v, v_final)
+        assert (
+            s.rew.dtype is s.discount.dtype is target.dtype is torch.float32
+            and s.n_steps.dtype is s.row.dtype is torch.int64
+        )
         for t in range(n_steps):
             for b in range(len(each)):
                 total, discount, m, obs, expected = naive_n_step(f, n, gamma, t, b, v, v_final)
-                np.testing.assert_allclose([s.rew[t, b], s.discount[t, b], target[t, b]], [total, discount, expected], rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(
+                    [s.rew[t, b], s.discount[t, b], target[t, b]],
+                    [total, discount, expected],
+                    rtol=1e-4,
+                    atol=1e-4,
+                )
                 assert s.n_steps[t, b] == m and (obs is None or torch.equal(reached[t, b], obs))
 
 
 def test_one_step_is_the_td_target_and_many_are_the_lambda_return():
     "Identities with what `AdvantageBuffer` computes."
     source = fragments([[(3, "trunc"), (4, "term")], [(2, "both"), (5, "trunc")]], 8)
-    for n, lam in ((1, 0.), (8, 1.)):
-        s, f = next(iter(NStep(source, n, .9))), next(iter(AdvantageBuffer(source, judge, .9, lam)))
-        torch.testing.assert_close(s.target(judge(f.state.obs), judge(f.final.obs)), f.ret, rtol=1e-5, atol=1e-4)
+    for n, lam in ((1, 0.0), (8, 1.0)):
+        s = next(iter(NStep(source, n, 0.9)))
+        f = next(iter(AdvantageBuffer(source, judge, 0.9, lam)))
+        torch.testing.assert_close(
+            s.target(judge(f.state.obs), judge(f.final.obs)), f.ret, rtol=1e-5, atol=1e-4
+        )
     v_t, v_tp1 = values(f, judge)
-    one = next(iter(NStep(source, 1, .9)))
+    one = next(iter(NStep(source, 1, 0.9)))
     alive = ~f.term[1:]
     assert torch.equal(one.reached(judge(f.state.obs), judge(f.final.obs))[alive], v_tp1[alive])
 
 
 def test_n_step_returns_alias_nothing():
-    s = next(iter(NStep(fragments([[(9, "trunc")]], 5), 1, 1.)))
+    s = next(iter(NStep(fragments([[(9, "trunc")]], 5), 1, 1.0)))
     before = snapshot(s.fragment)
-    for x in (s.rew, s.discount, s.n_steps, s.row, s.reached(s.fragment.state.obs, s.fragment.final.obs)): x.zero_()
+    for x in (
+        s.rew,
+        s.discount,
+        s.n_steps,
+        s.row,
+        s.reached(s.fragment.state.obs, s.fragment.final.obs),
+    ):
+        x.zero_()
     assert_same(s.fragment, before)
 
 
 # --- frames
 
+
 class Film(Noted):
     "Pictures that tell the environment, the episode and the step."
-    observation_space, action_space = gym.spaces.Box(0, 255, (2, 3), np.uint8), gym.spaces.Discrete(5)
+
+    observation_space = gym.spaces.Box(0, 255, (2, 3), np.uint8)
+    action_space = gym.spaces.Discrete(5)
 
     def __init__(self, plan, tag=0):
         super().__init__()
-        self.plan, self.tag, self.episode = plan, tag, -1
+        self.plan = plan
+        self.tag = tag
+        self.episode = -1
 
-    def look(self): return np.array([[self.tag, self.episode, self.count], [self.count, 7, 1]], np.uint8)
+    def look(self):
+        return np.array([[self.tag, self.episode, self.count], [self.count, 7, 1]], np.uint8)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.episode, self.count = self.episode + 1, 0
+        self.episode = self.episode + 1
+        self.count = 0
         return self.look(), {}
 
     def step(self, action):
         self.count += 1
         length, end = self.plan[self.episode % len(self.plan)]
         over = self.count == length
-        return self.look(), 1., over and end != "trunc", over and end != "term", {}
+        return self.look(), 1.0, over and end != "trunc", over and end != "term", {}
 
 
 class Idle:
-    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual): return torch.zeros_like(stepno), (), {}
-    def reset(self, hx, at): return hx
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
+        return torch.zeros_like(stepno), (), {}
+
+    def reset(self, hx, at):
+        return hx
 
 
 def film(each, n_steps, stack=None, sticky=None):
     def make(plan, tag):
-        return Film(plan, tag) if stack is None else gym.wrappers.FrameStackObservation(Film(plan, tag), stack, padding_type="reset")
+        return (
+            Film(plan, tag)
+            if stack is None
+            else gym.wrappers.FrameStackObservation(Film(plan, tag), stack, padding_type="reset")
+        )
+
     return FragmentCollector(EnvStepper(factories(make, each), Idle(), sticky=sticky), n_steps)
 
 
 @fast
-@given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 7), n=st.integers(1, 5), lanes=st.integers(1, 2),
-       joined=st.integers(1, 3), below=st.booleans(), sticky=st.booleans())
+@given(
+    each=st.lists(plans, min_size=1, max_size=3),
+    n_steps=st.integers(1, 7),
+    n=st.integers(1, 5),
+    lanes=st.integers(1, 2),
+    joined=st.integers(1, 3),
+    below=st.booleans(),
+    sticky=st.booleans(),
+)
 def test_stacks_are_those_of_gymnasium(each, n_steps, n, lanes, joined, below, sticky):
     "Whatever the lanes, above and below the pipe that joins fragments."
     rest = n_steps if sticky else None
     wide = FragmentStacker(Lanes(film(each, n_steps, n, rest), lanes, seed=0), joined)
     plain = Lanes(film(each, n_steps, None, rest), lanes, seed=0)
-    pipe = FrameStack(FragmentStacker(plain, joined), n) if below else FragmentStacker(FrameStack(plain, n), joined)
+    pipe = (
+        FrameStack(FragmentStacker(plain, joined), n)
+        if below
+        else FragmentStacker(FrameStack(plain, n), joined)
+    )
     for a, b in zip(islice(wide, 4), pipe):
         assert isinstance(b.state.obs, Stacks) and b.state.obs.shape == a.state.obs.shape
         assert torch.equal(b.state.obs, a.state.obs)
@@ -303,8 +500,15 @@ def test_stacks_are_those_of_gymnasium(each, n_steps, n, lanes, joined, below, s
 def test_minibatches_of_stacks():
     "Shuffled transitions stay small until they are used."
     each = [[(3, "trunc"), (5, "term")], [(4, "both")]]
-    for a, b in zip(islice(Minibatcher(film(each, 6, 4), 5, 2, seed=0), 8), Minibatcher(FrameStack(film(each, 6), 4), 5, 2, seed=0)):
-        assert isinstance(b.state.obs, Stacks) and torch.equal(b.state.obs, a.state.obs) and torch.equal(b.final.obs, a.final.obs)
+    for a, b in zip(
+        islice(Minibatcher(film(each, 6, 4), 5, 2, seed=0), 8),
+        Minibatcher(FrameStack(film(each, 6), 4), 5, 2, seed=0),
+    ):
+        assert (
+            isinstance(b.state.obs, Stacks)
+            and torch.equal(b.state.obs, a.state.obs)
+            and torch.equal(b.final.obs, a.final.obs)
+        )
 
 
 def stacks():
@@ -314,34 +518,63 @@ def stacks():
 
 
 LAZY = {
-    "rows": lambda x: x[1:4], "one row": lambda x: x[2], "last": lambda x: x[:-1], "columns": lambda x: x[:, 1:],
-    "mask": lambda x: x[:, [True, False, True]], "index": lambda x: x[torch.tensor([0, 4, 4])],
+    "rows": lambda x: x[1:4],
+    "one row": lambda x: x[2],
+    "last": lambda x: x[:-1],
+    "columns": lambda x: x[:, 1:],
+    "mask": lambda x: x[:, [True, False, True]],
+    "index": lambda x: x[torch.tensor([0, 4, 4])],
     "index of columns": lambda x: x[:, torch.tensor([2, 0])],
-    "pairs": lambda x: x[torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 2])], "rows and columns": lambda x: x[1:3, 0],
-    "new": lambda x: x[None], "mask of both": lambda x: x[torch.arange(15).view(5, 3) % 2 == 0],
-    "join": lambda x: torch.cat([x, x[:, :2]], 1), "join rows": lambda x: torch.cat([x, x]), "clone": lambda x: x.clone(),
-    "detach": lambda x: x.detach(), "move": lambda x: x.to("cpu"), "new from the end": lambda x: x.unsqueeze(-5),
-    "rows from the end": lambda x: x.narrow(-5, 1, 3), "column from the end": lambda x: x.select(-4, 2),
-    "join from the end": lambda x: torch.cat([x, x], -5), "join of three from the end": lambda x: torch.cat([x[None], x[None]], -4),
+    "pairs": lambda x: x[torch.tensor([[0, 1], [1, 2]]), torch.tensor([0, 2])],
+    "rows and columns": lambda x: x[1:3, 0],
+    "new": lambda x: x[None],
+    "mask of both": lambda x: x[torch.arange(15).view(5, 3) % 2 == 0],
+    "join": lambda x: torch.cat([x, x[:, :2]], 1),
+    "join rows": lambda x: torch.cat([x, x]),
+    "clone": lambda x: x.clone(),
+    "detach": lambda x: x.detach(),
+    "move": lambda x: x.to("cpu"),
+    "new from the end": lambda x: x.unsqueeze(-5),
+    "rows from the end": lambda x: x.narrow(-5, 1, 3),
+    "column from the end": lambda x: x.select(-4, 2),
+    "join from the end": lambda x: torch.cat([x, x], -5),
+    "join of three from the end": lambda x: torch.cat([x[None], x[None]], -4),
 }
 DENSE = {
-    "float": lambda x: x.float(), "sum": lambda x: x.sum(), "arithmetic": lambda x: 2 * x + 1, "one frame": lambda x: x[:, :, 1],
-    "pixel": lambda x: x[..., 0], "every second": lambda x: x[:, :, ::2], "flatten": lambda x: x.flatten(0, 1),
-    "reshape": lambda x: x.reshape(15, -1), "permute": lambda x: x.permute(1, 0, 2, 3, 4),
+    "float": lambda x: x.float(),
+    "sum": lambda x: x.sum(),
+    "arithmetic": lambda x: 2 * x + 1,
+    "one frame": lambda x: x[:, :, 1],
+    "pixel": lambda x: x[..., 0],
+    "every second": lambda x: x[:, :, ::2],
+    "flatten": lambda x: x.flatten(0, 1),
+    "reshape": lambda x: x.reshape(15, -1),
+    "permute": lambda x: x.permute(1, 0, 2, 3, 4),
     "frames of all": lambda x: x[0, 1, torch.tensor([0, 1])],
     "join with plain": lambda x: torch.cat([x, x.dense() if isinstance(x, Stacks) else x]),
-    "join stacks": lambda x: torch.cat([x, x], 2), "stack": lambda x: torch.stack([x, x]), "divide": lambda x: x / 255,
-    "long": lambda x: x.to(torch.int64), "split": lambda x: x.split(2)[0], "new before the stack": lambda x: x.unsqueeze(-4),
-    "new at the front, from the end": lambda x: x[0, 0].unsqueeze(-4), "one frame from the end": lambda x: x.select(-3, 1),
+    "join stacks": lambda x: torch.cat([x, x], 2),
+    "stack": lambda x: torch.stack([x, x]),
+    "divide": lambda x: x / 255,
+    "long": lambda x: x.to(torch.int64),
+    "split": lambda x: x.split(2)[0],
+    "new before the stack": lambda x: x.unsqueeze(-4),
+    "new at the front, from the end": lambda x: x[0, 0].unsqueeze(-4),
+    "one frame from the end": lambda x: x.select(-3, 1),
 }
 
 
 @pytest.mark.parametrize("name", [*LAZY, *DENSE])
 def test_stacks_are_tensors(name):
     "Every operation gives what it gives on the dense tensor; those on leading dimensions do not put frames together."
-    x, op = stacks(), {**LAZY, **DENSE}[name]
-    came, expected = op(x), op(x.dense())
-    assert torch.equal(came, expected) and came.shape == expected.shape and came.dtype is expected.dtype
+    x = stacks()
+    op = {**LAZY, **DENSE}[name]
+    came = op(x)
+    expected = op(x.dense())
+    assert (
+        torch.equal(came, expected)
+        and came.shape == expected.shape
+        and came.dtype is expected.dtype
+    )
     assert isinstance(came, Stacks) == (name in LAZY)
 
 
@@ -355,12 +588,22 @@ def test_steps_lead_to_the_stacks_of_gymnasium(each, n_steps, n):
         assert torch.equal(b, a)
 
 
-@pytest.mark.parametrize("op", [
-    lambda x: x.add_(1), lambda x: x.__setitem__(0, 7), lambda x: x.__setitem__(x > 3, 0), lambda x: x.zero_(),
-    lambda x: torch.add(x, 1, out=x), lambda x: x.copy_(x.dense()), lambda x: torch._foreach_add_([x], 1),
-    lambda x: x.index_put_((torch.tensor([0]),), x[1:2])])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: x.add_(1),
+        lambda x: x.__setitem__(0, 7),
+        lambda x: x.__setitem__(x > 3, 0),
+        lambda x: x.zero_(),
+        lambda x: torch.add(x, 1, out=x),
+        lambda x: x.copy_(x.dense()),
+        lambda x: torch._foreach_add_([x], 1),
+        lambda x: x.index_put_((torch.tensor([0]),), x[1:2]),
+    ],
+)
 def test_stacks_refuse_to_be_changed_in_place(op):
-    with pytest.raises(DataError, match="stacks of frames cannot be changed in place"): op(stacks())
+    with pytest.raises(DataError, match="stacks of frames cannot be changed in place"):
+        op(stacks())
 
 
 def test_stacks_can_be_copied_into_a_tensor():
@@ -369,48 +612,76 @@ def test_stacks_can_be_copied_into_a_tensor():
 
 
 def test_stacks_share_the_memory_of_their_parts():
-    x, y = stacks(), stacks()
+    x = stacks()
+    y = stacks()
     assert not x.is_shared() and x.share_memory_() is x and x.is_shared() and torch.equal(x, y)
     assert all(part.is_shared() for part in (x.frames, x.past, x.rows))
 
 
 def test_stacks_travel():
     x = stacks()
-    for y in (pickle.loads(pickle.dumps(x)), copy.copy(x)): assert isinstance(y, Stacks) and torch.equal(x, y)
-    assert x.to("meta").shape == x.shape and isinstance(x.to("meta"), Stacks) and (x.to("meta") * 2).shape == x.shape
-    assert np.array_equal(x.detach().numpy(), x.dense().numpy()) and np.array_equal(np.asarray(x), x.dense().numpy())
+    for y in (pickle.loads(pickle.dumps(x)), copy.copy(x)):
+        assert isinstance(y, Stacks) and torch.equal(x, y)
+    assert (
+        x.to("meta").shape == x.shape
+        and isinstance(x.to("meta"), Stacks)
+        and (x.to("meta") * 2).shape == x.shape
+    )
+    assert np.array_equal(x.detach().numpy(), x.dense().numpy()) and np.array_equal(
+        np.asarray(x), x.dense().numpy()
+    )
     assert repr(x) == "Stacks(uint8 [5, 3, 4, 2, 3], 12 frames)"
 
 
 def test_each_frame_is_stored_once():
-    seen, frames = [], []
+    seen = []
+    frames = []
+
     class See(Pipe):
         def stream(self, items):
             for f in items:
                 seen.append(f.state.obs)
                 yield f
-    for f in islice(FrameStack(See(film([[(30, "term")]] * 2, 16)), 4), 3): frames.append(f.state.obs)
+
+    for f in islice(FrameStack(See(film([[(30, "term")]] * 2, 16)), 4), 3):
+        frames.append(f.state.obs)
     for x, stack in zip(seen, frames):
-        assert stack.frames.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()  # no copy
+        assert (
+            stack.frames.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        )  # no copy
         assert len(stack.frames) == 17 * 2 and len(stack.past) == 3 * 2
 
 
-@pytest.mark.parametrize("pipe", [lambda p: FrameStack(p, 3), RewardScaler, lambda p: EpisodeStats(p, id)])
+@pytest.mark.parametrize(
+    "pipe", [lambda p: FrameStack(p, 3), RewardScaler, lambda p: EpisodeStats(p, id)]
+)
 def test_two_sources_with_the_same_lane_are_refused(pipe):
     "Each begins anew in its turn, as a lane does, but then goes on at a number that the other one has had."
-    one, other = ([f for f in islice(Lanes(film([[(length, "trunc")]], 4), 1, seed=0), 6)] for length in (6, 7))
+    one, other = (
+        [f for f in islice(Lanes(film([[(length, "trunc")]], 4), 1, seed=0), 6)]
+        for length in (6, 7)
+    )
     mixed = [f for both in zip(one, other) for f in both]
-    with pytest.raises(DataError, match="two sources have the same lane.*seq >= .*one `Lanes` for all"):
-        for _ in pipe(IterableWrapper(mixed)): pass
+    with pytest.raises(
+        DataError, match="two sources have the same lane.*seq >= .*one `Lanes` for all"
+    ):
+        for _ in pipe(IterableWrapper(mixed)):
+            pass
 
 
 @pytest.mark.parametrize("joined", [1, 2, 3])
 def test_a_lane_that_begins_anew_is_no_other_source(joined):
     "It lost its worker, and its fragments may be joined with those from before."
     one, other = (list(islice(film([[(6, "trunc")]], 4), 3)) for _ in range(2))
-    lane, stats = IterableWrapper([*one, *(with_restarts(f, 1) for f in other)]), []
-    for pipe in (FrameStack(FragmentStacker(lane, joined), 3), RewardScaler(FragmentStacker(lane, joined))): list(pipe)
-    for _ in EpisodeStats(FragmentStacker(lane, joined), stats.append): pass
+    lane = IterableWrapper([*one, *(with_restarts(f, 1) for f in other)])
+    stats = []
+    for pipe in (
+        FrameStack(FragmentStacker(lane, joined), 3),
+        RewardScaler(FragmentStacker(lane, joined)),
+    ):
+        list(pipe)
+    for _ in EpisodeStats(FragmentStacker(lane, joined), stats.append):
+        pass
     assert [end.length for end in stats] == [6, 6, 6, 6]
 
 
@@ -418,28 +689,52 @@ def test_frames_that_are_missing():
     class Dropping(Pipe):
         def stream(self, items):
             for k, item in enumerate(items):
-                if k != 1: yield item
-    with pytest.raises(DataError, match="FrameStack, lane 0, leaf seq: a fragment is missing.*Expected seq=1, got seq=2"):
+                if k != 1:
+                    yield item
+
+    with pytest.raises(
+        DataError,
+        match="FrameStack, lane 0, leaf seq: a fragment is missing.*Expected seq=1, got seq=2",
+    ):
         list(islice(FrameStack(Dropping(film([[(30, "term")]], 4)), 4), 2))
-    with pytest.raises(DataError, match="there are no images"): next(iter(FrameStack(fragments([[(1, "term")]], 2))))
+    with pytest.raises(DataError, match="there are no images"):
+        next(iter(FrameStack(fragments([[(1, "term")]], 2))))
 
 
-@pytest.mark.parametrize("make", [
-    lambda p: FrameStack(p, 0), lambda p: NStep(p, 0), lambda p: NStep(p, 1.5), lambda p: NStep(p, 3, 2),
-    lambda p: RewardScaler(p, gamma=-1), lambda p: RewardScaler(p, clip=0), lambda p: RewardScaler(p, "sing"),
-    lambda p: RewardScaler(p, math.nan), lambda p: RewardScaler(p, math.inf), lambda p: ToDevice(p, "abacus"),
-    lambda p: ToDevice(p, "cpu", ahead=-1)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: FrameStack(p, 0),
+        lambda p: NStep(p, 0),
+        lambda p: NStep(p, 1.5),
+        lambda p: NStep(p, 3, 2),
+        lambda p: RewardScaler(p, gamma=-1),
+        lambda p: RewardScaler(p, clip=0),
+        lambda p: RewardScaler(p, "sing"),
+        lambda p: RewardScaler(p, math.nan),
+        lambda p: RewardScaler(p, math.inf),
+        lambda p: ToDevice(p, "abacus"),
+        lambda p: ToDevice(p, "cpu", ahead=-1),
+    ],
+)
 def test_arguments(make):
-    with pytest.raises(DataError, match=r"(FrameStack|NStep|RewardScaler|ToDevice): .*Expected"): make(film([[(1, "term")]], 2))
+    with pytest.raises(DataError, match=r"(FrameStack|NStep|RewardScaler|ToDevice): .*Expected"):
+        make(film([[(1, "term")]], 2))
 
 
 # --- devices
 
+
 def test_to_meta():
     "All tensors of a fragment, of n steps and of stacks, nothing else."
     plan = [[(2, "trunc")]]
-    for pipe in (fragments(plan, 3, actor=Memory()), NStep(fragments(plan, 3), 2), FrameStack(film(plan, 3), 2)):
-        item, moved = next(iter(pipe)), next(iter(ToDevice(pipe, "meta")))
+    for pipe in (
+        fragments(plan, 3, actor=Memory()),
+        NStep(fragments(plan, 3), 2),
+        FrameStack(film(plan, 3), 2),
+    ):
+        item = next(iter(pipe))
+        moved = next(iter(ToDevice(pipe, "meta")))
         assert type(moved) is type(item)
         apply(lambda x: x.is_meta or pytest.fail("a leaf stayed"), moved)
         shapes = lambda tree: apply(lambda x: (tuple(x.shape), str(x.dtype)), tree)
@@ -449,11 +744,13 @@ def test_to_meta():
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_items_are_fetched_ahead_and_stay_in_order(ahead):
     fetched = []
+
     class Fetched(Pipe):
         def stream(self, items):
             for f in items:
                 fetched.append(int(f.seq[0]))
                 yield f
+
     source = Limit(fragments([[(3, "trunc")]], 4), 6)
     for k, f in enumerate(ToDevice(Fetched(source), "cpu", ahead)):
         assert f.seq.tolist() == [k] and len(fetched) == min(6, k + 1 + ahead)
@@ -461,13 +758,15 @@ def test_items_are_fetched_ahead_and_stay_in_order(ahead):
 
 
 def test_a_device_that_is_not_there():
-    if torch.cuda.is_available(): pytest.skip("it is there")
+    if torch.cuda.is_available():
+        pytest.skip("it is there")
     with pytest.raises(DataError, match="ToDevice: no such device here. Expected CUDA, got cuda:1"):
         next(iter(ToDevice(fragments([[(2, "trunc")]], 3), "cuda:1")))
 
 
 def test_ticks_stay():
-    with pytest.raises(DataError, match="ToDevice: ticks cannot be moved"): next(iter(ToDevice(EnvStepper(Counting, Plain()), "cpu")))
+    with pytest.raises(DataError, match="ToDevice: ticks cannot be moved"):
+        next(iter(ToDevice(EnvStepper(Counting, Plain()), "cpu")))
 
 
 @pytest.mark.gpu
@@ -477,19 +776,34 @@ def test_to_cuda(ahead):
     for raw, f in zip(islice(fragments(each, 64), 6), ToDevice(fragments(each, 64), "cuda", ahead)):
         assert f.state.rew.is_cuda
         assert_same(apply(lambda x: x.cpu(), f), raw)
-    for raw, f in zip(islice(FrameStack(film(each, 16), 4), 3), ToDevice(FrameStack(film(each, 16), 4), "cuda", ahead)):
+    for raw, f in zip(
+        islice(FrameStack(film(each, 16), 4), 3),
+        ToDevice(FrameStack(film(each, 16), 4), "cuda", ahead),
+    ):
         assert f.state.obs.is_cuda and torch.equal(f.state.obs.cpu(), raw.state.obs)
 
 
 def test_transforms_keep_the_rules():
     each = [[(2, "trunc"), (5, "term")], [(3, "both")]]
     pipe = ObservationCast(RewardScaler(fragments(each, 4)), torch.float64)
-    for _ in islice(CheckInvariants(AdvantageBuffer(pipe, lambda obs: obs.float()[..., 2]), rate=1), 6): pass
-    for _ in islice(CheckInvariants(FrameStack(film(each, 4), 3), rate=1), 6): pass
+    for _ in islice(
+        CheckInvariants(AdvantageBuffer(pipe, lambda obs: obs.float()[..., 2]), rate=1), 6
+    ):
+        pass
+    for _ in islice(CheckInvariants(FrameStack(film(each, 4), 3), rate=1), 6):
+        pass
 
 
 def test_the_memory_of_all_parts_of_stacks_is_protected():
     "A CUDA stream that made them must not use their memory again while another one reads. Only a GPU has the operation itself."
-    stacks, recorded = next(iter(FrameStack(film([[(5, "term")]], 16), 4))).state.obs, []
-    assert frames._LAZY[torch.ops.aten.record_stream.default](lambda x, stream: recorded.append(x), stacks, None) is stacks
-    assert [x.data_ptr() for x in recorded] == [x.data_ptr() for x in (stacks.frames, stacks.past, stacks.rows)]
+    stacks = next(iter(FrameStack(film([[(5, "term")]], 16), 4))).state.obs
+    recorded = []
+    assert (
+        frames._LAZY[torch.ops.aten.record_stream.default](
+            lambda x, stream: recorded.append(x), stacks, None
+        )
+        is stacks
+    )
+    assert [x.data_ptr() for x in recorded] == [
+        x.data_ptr() for x in (stacks.frames, stacks.past, stacks.rows)
+    ]

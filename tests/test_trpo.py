@@ -1,4 +1,5 @@
 "TRPO against the formula: dense Fisher matrices from sums over actions, torch.distributions, loops written out."
+
 import copy
 import itertools
 import math
@@ -23,62 +24,85 @@ from rollpipe.pipes import nested, on_policy
 from rollpipe.pipes.data.fragment import Final, Fragment, State
 from rollpipe.pipes.data.errors import ActorError, DataError
 
-N_OBS, KINDS = 3, ('categorical', 'gaussian', 'nested')
-HERMITE = [(math.sqrt(2) * x, w / math.sqrt(math.pi)) for x, w in zip(*np.polynomial.hermite.hermgauss(3))]
-DISTS = dict(categorical=Categorical(3), gaussian=Gaussian((2,)),
-             nested=Joint(dict(a=Categorical(2), b=(Gaussian((1,)), Categorical(3)))))
+N_OBS = 3
+KINDS = ("categorical", "gaussian", "nested")
+HERMITE = [
+    (math.sqrt(2) * x, w / math.sqrt(math.pi)) for x, w in zip(*np.polynomial.hermite.hermgauss(3))
+]
+DISTS = dict(
+    categorical=Categorical(3),
+    gaussian=Gaussian((2,)),
+    nested=Joint(dict(a=Categorical(2), b=(Gaussian((1,)), Categorical(3)))),
+)
 
 
 # ---- a tiny policy in double precision, and what torch.distributions makes of its outputs
 
+
 class Net(nn.Module):
     "Observations [..., 3] -> parameters of the distribution `DISTS[kind]`, float64; two or three dozen weights."
+
     def __init__(self, kind):
         super().__init__()
-        self.kind, self.n_std = kind, dict(categorical=0, gaussian=2, nested=1)[kind]
-        self.hidden, self.out = nn.Linear(N_OBS, 3).double(), nn.Linear(3, dict(categorical=3, gaussian=2, nested=6)[kind]).double()
-        if self.n_std: self.log_std = nn.Parameter(torch.linspace(-.5, .3, self.n_std, dtype=torch.double))
+        self.kind = kind
+        self.n_std = dict(categorical=0, gaussian=2, nested=1)[kind]
+        self.hidden = nn.Linear(N_OBS, 3).double()
+        self.out = nn.Linear(3, dict(categorical=3, gaussian=2, nested=6)[kind]).double()
+        if self.n_std:
+            self.log_std = nn.Parameter(torch.linspace(-0.5, 0.3, self.n_std, dtype=torch.double))
 
-    def forward(self, obs): return self.head(self.hidden(obs.double()).tanh())
+    def forward(self, obs):
+        return self.head(self.hidden(obs.double()).tanh())
 
     def head(self, x):
         y = self.out(x)
-        if self.kind == 'categorical': return y
-        if self.kind == 'gaussian': return GaussianParams(y, self.log_std.expand_as(y))
+        if self.kind == "categorical":
+            return y
+        if self.kind == "gaussian":
+            return GaussianParams(y, self.log_std.expand_as(y))
         mean = y[..., 2:3]
-        return dict(a=y[..., :2], b=(GaussianParams(mean, self.log_std.expand_as(mean)), y[..., 3:]))
+        return dict(
+            a=y[..., :2], b=(GaussianParams(mean, self.log_std.expand_as(mean)), y[..., 3:])
+        )
 
 
 class Tiny(Policy):
     "Without memory."
+
     def __init__(self, kind):
         super().__init__()
-        self.net, self.dist, self.shapes = Net(kind), DISTS[kind], []
+        self.net = Net(kind)
+        self.dist = DISTS[kind]
+        self.shapes = []
 
     def params(self, obs, act, rew, fin, *, hx, stepno):
         self.shapes.append(tuple(fin.shape))
         return self.net(obs), ()
 
-    def observe(self, obs, valid=None): pass
+    def observe(self, obs, valid=None):
+        pass
 
 
 class Inert(Tiny):
     "With a recurrent state that changes nothing."
+
     def params(self, obs, act, rew, fin, *, hx, stepno):
         return super().params(obs, act, rew, fin, hx=(), stepno=stepno)[0], hx + 1
 
 
 class Recurrent(Tiny):
     "The hidden layer has a memory, which begins anew where `fin` is set."
+
     def __init__(self, kind):
         super().__init__(kind)
         self.cell = nn.GRUCell(N_OBS, 3).double()
 
     def params(self, obs, act, rew, fin, *, hx, stepno):
         self.shapes.append(tuple(fin.shape))
-        h, outs = hx[0], []
+        h = hx[0]
+        outs = []
         for x, new in zip(obs.double(), fin):
-            h = self.cell(x, torch.where(new[:, None], 0., h))
+            h = self.cell(x, torch.where(new[:, None], 0.0, h))
             outs.append(self.net.head(h))
         return nested.stack(outs), h[None]
 
@@ -86,10 +110,12 @@ class Recurrent(Tiny):
 def torch_dists(kind, p):
     "The independent parts of the joint distribution, made by torch.distributions, and the matching parts of an action."
     normal = lambda g: td.Independent(td.Normal(g.mean, g.log_std.exp()), 1)
-    if kind == 'categorical': return [td.Categorical(logits=p)], lambda act: [act]
-    if kind == 'gaussian': return [normal(p)], lambda act: [act]
-    parts = [td.Categorical(logits=p['a']), normal(p['b'][0]), td.Categorical(logits=p['b'][1])]
-    return parts, lambda act: [act['a'], act['b'][0], act['b'][1]]
+    if kind == "categorical":
+        return [td.Categorical(logits=p)], lambda act: [act]
+    if kind == "gaussian":
+        return [normal(p)], lambda act: [act]
+    parts = [td.Categorical(logits=p["a"]), normal(p["b"][0]), td.Categorical(logits=p["b"][1])]
+    return parts, lambda act: [act["a"], act["b"][0], act["b"][1]]
 
 
 def log_prob(kind, p, act):
@@ -98,53 +124,89 @@ def log_prob(kind, p, act):
 
 
 def kl(kind, p, q):
-    return sum(td.kl_divergence(a, b) for a, b in zip(torch_dists(kind, p)[0], torch_dists(kind, q)[0]))
+    return sum(
+        td.kl_divergence(a, b) for a, b in zip(torch_dists(kind, p)[0], torch_dists(kind, q)[0])
+    )
 
 
 def sample(kind, p):
     xs = [d.sample() for d in torch_dists(kind, p)[0]]
-    return xs[0] if kind != 'nested' else dict(a=xs[0], b=(xs[1], xs[2]))
+    return xs[0] if kind != "nested" else dict(a=xs[0], b=(xs[1], xs[2]))
 
 
 def weighted_actions(d):
     """Actions and weights [N] of one distribution by which the mean of a polynomial up to degree 5 is exact: all
     actions, or the nodes of Gauss-Hermite quadrature."""
     if isinstance(d, td.Categorical):
-        for a in range(d.logits.shape[-1]): yield torch.full(d.logits.shape[:-1], a), d.probs[..., a].detach()
+        for a in range(d.logits.shape[-1]):
+            yield torch.full(d.logits.shape[:-1], a), d.probs[..., a].detach()
         return
-    mean, std = d.base_dist.loc.detach(), d.base_dist.scale.detach()
+    mean = d.base_dist.loc.detach()
+    std = d.base_dist.scale.detach()
     for nodes in itertools.product(HERMITE, repeat=mean.shape[-1]):
-        z, w = torch.tensor([x for x, _ in nodes], dtype=torch.double), math.prod(w for _, w in nodes)
+        z = torch.tensor([x for x, _ in nodes], dtype=torch.double)
+        w = math.prod(w for _, w in nodes)
         yield mean + std * z, torch.full(mean.shape[:-1], w, dtype=torch.double)
 
 
-def make_fragment(policy, T=5, B=4, seed=0, share=.7, behaviour=None):
+def make_fragment(policy, T=5, B=4, seed=0, share=0.7, behaviour=None):
     "Random numbers in the shape of a fragment; actions are drawn from `behaviour` (default: the policy itself)."
     torch.manual_seed(seed)
-    obs, hx = torch.randn(T + 1, B, N_OBS), () if type(policy) is Tiny else torch.randn(1, B, 3).double()
-    fin, valid = torch.rand(T + 1, B) < .2, torch.rand(T, B) < share
+    obs = torch.randn(T + 1, B, N_OBS)
+    hx = () if type(policy) is Tiny else torch.randn(1, B, 3).double()
+    fin = torch.rand(T + 1, B) < 0.2
+    valid = torch.rand(T, B) < share
     valid[0, 0] = True
     kind = policy.net.kind
-    with torch.no_grad(): p = (behaviour or policy).params(obs, None, None, fin, hx=hx, stepno=None)[0]
+    with torch.no_grad():
+        p = (behaviour or policy).params(obs, None, None, fin, hx=hx, stepno=None)[0]
     policy.shapes.clear()
     reacted = sample(kind, p)  # at row t; recorded one row later
-    state = State(torch.arange(T + 1)[:, None].expand(-1, B), obs, nested.map(lambda x: x.roll(1, 0), reacted),
-                  torch.randn(T + 1, B), fin)
+    state = State(
+        torch.arange(T + 1)[:, None].expand(-1, B),
+        obs,
+        nested.map(lambda x: x.roll(1, 0), reacted),
+        torch.randn(T + 1, B),
+        fin,
+    )
     logp = log_prob(kind, p, reacted)
-    final = Final(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0, N_OBS), {})
+    final = Final(
+        torch.zeros(0, dtype=torch.long),
+        torch.zeros(0, dtype=torch.long),
+        torch.zeros(0, N_OBS),
+        {},
+    )
     adv = torch.randn(T, B).double()
-    return Fragment(state, dict(dist=p, logp=logp), {}, hx, fin & False, final, valid, adv, adv.float() * 2 + 1,
-                    torch.zeros(B, dtype=torch.long), torch.zeros(B, dtype=torch.long), torch.zeros(B, dtype=torch.long))
+    return Fragment(
+        state,
+        dict(dist=p, logp=logp),
+        {},
+        hx,
+        fin & False,
+        final,
+        valid,
+        adv,
+        adv.float() * 2 + 1,
+        torch.zeros(B, dtype=torch.long),
+        torch.zeros(B, dtype=torch.long),
+        torch.zeros(B, dtype=torch.long),
+    )
 
 
 def rows_of(f):
     "Observation, action taken, normalised advantage, and old log-probability of the valid rows of a stateless fragment."
     adv = f.adv[f.valid]
     act = nested.map(lambda x: x[1:][f.valid], f.state.act)
-    return f.state.obs[:-1][f.valid], act, (adv - adv.mean()) / adv.std(correction=0), f.actor['logp'][:-1][f.valid]
+    return (
+        f.state.obs[:-1][f.valid],
+        act,
+        (adv - adv.mean()) / adv.std(correction=0),
+        f.actor["logp"][:-1][f.valid],
+    )
 
 
-def vector(module): return torch.cat([p.detach().flatten() for p in module.parameters()])
+def vector(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def flat_grad(y, module, **kw):
@@ -154,7 +216,8 @@ def flat_grad(y, module, **kw):
 
 def oracle(policy, f, only=None):
     "Gradient [D] of the plain loss and the exact Fisher matrix [D, D] (from the rows `only`): mean of score score'."
-    kind, (obs, act, adv, old) = policy.net.kind, rows_of(f)
+    kind = policy.net.kind
+    (obs, act, adv, old) = rows_of(f)
     loss = ((log_prob(kind, policy.net(obs), act) - old).exp() * adv).mean()
     g = flat_grad(loss, policy)
     obs = obs if only is None else obs[only]
@@ -169,48 +232,62 @@ def oracle(policy, f, only=None):
     return g, F
 
 
-def close(a, b, tol=1e-6): torch.testing.assert_close(a, b, rtol=tol, atol=tol * float(torch.as_tensor(b).abs().max()))
+def close(a, b, tol=1e-6):
+    torch.testing.assert_close(a, b, rtol=tol, atol=tol * float(torch.as_tensor(b).abs().max()))
 
 
 def updated(policy, f, **kw):
     "Metrics of one update, the change of the parameters [D], and the length of the step relative to a full one."
-    agent, before = TRPO(policy, **dict(dict(max_kl=1e-4), **kw)), vector(policy)
+    agent = TRPO(policy, **dict(dict(max_kl=1e-4), **kw))
+    before = vector(policy)
     m = agent.update(f)
-    return m, vector(policy) - before, agent.backtrack ** m['backtracks']
+    return m, vector(policy) - before, agent.backtrack ** m["backtracks"]
 
 
 # ---- gradient, Fisher matrix, natural gradient
 
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('off_policy', [False, True])
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("off_policy", [False, True])
 def test_one_cg_iteration_steps_along_the_gradient_of_the_plain_loss(kind, off_policy):
-    policy, behaviour = Tiny(kind), Tiny(kind) if off_policy else None
+    policy = Tiny(kind)
+    behaviour = Tiny(kind) if off_policy else None
     f = make_fragment(policy, behaviour=behaviour)
     g, F = oracle(policy, f)
-    m, delta, scale = updated(policy, f, cg_iters=1, damping=.3)
-    gFg = g @ F @ g + .3 * g @ g
-    assert m['accepted'] == 1 and m['grad_norm'] == pytest.approx(float(g.norm()), rel=1e-6)
-    assert m['curvature'] == pytest.approx(float((g @ g) ** 2 / gFg), rel=1e-6) and m['cg_iterations'] == 1
+    m, delta, scale = updated(policy, f, cg_iters=1, damping=0.3)
+    gFg = g @ F @ g + 0.3 * g @ g
+    assert m["accepted"] == 1 and m["grad_norm"] == pytest.approx(float(g.norm()), rel=1e-6)
+    assert (
+        m["curvature"] == pytest.approx(float((g @ g) ** 2 / gFg), rel=1e-6)
+        and m["cg_iterations"] == 1
+    )
     close(delta, scale * g * (2e-4 / gFg).sqrt())
 
 
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('damping', [.1, 1.])
-@pytest.mark.parametrize('off_policy', [False, True])
-@pytest.mark.parametrize('precondition', [0, 6])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damping", [0.1, 1.0])
+@pytest.mark.parametrize("off_policy", [False, True])
+@pytest.mark.parametrize("precondition", [0, 6])
 def test_update_is_the_dense_natural_gradient_step(kind, damping, off_policy, precondition):
-    policy, behaviour = Tiny(kind), Tiny(kind) if off_policy else None
+    policy = Tiny(kind)
+    behaviour = Tiny(kind) if off_policy else None
     f = make_fragment(policy, T=9, behaviour=behaviour)
     g, F = oracle(policy, f)
     damped = F + damping * torch.eye(len(g), dtype=torch.double)
     x = torch.linalg.solve(damped, g)
-    m, delta, scale = updated(policy, f, cg_iters=10 * len(g), damping=damping, precondition=precondition)
-    assert m['accepted'] == 1 and m['cg_residual'] < 1e-8 and m.get('precondition_rows', 0) == precondition
-    assert m['curvature'] == pytest.approx(float(x @ damped @ x), rel=1e-6)
+    m, delta, scale = updated(
+        policy, f, cg_iters=10 * len(g), damping=damping, precondition=precondition
+    )
+    assert (
+        m["accepted"] == 1
+        and m["cg_residual"] < 1e-8
+        and m.get("precondition_rows", 0) == precondition
+    )
+    assert m["curvature"] == pytest.approx(float(x @ damped @ x), rel=1e-6)
     close(delta, scale * x * math.sqrt(2e-4 / float(x @ damped @ x)))
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_cg_iterations_are_those_of_a_loop_over_twice_back_propagated_kl(kind):
     policy = Tiny(kind)
     f = make_fragment(policy)
@@ -218,205 +295,311 @@ def test_cg_iterations_are_those_of_a_loop_over_twice_back_propagated_kl(kind):
     p = policy.net(obs)
     divergence = kl(kind, nested.map(torch.Tensor.detach, p), p).mean()
     slope = flat_grad(divergence, policy, create_graph=True)
-    def product(v): return flat_grad(slope @ v, policy, retain_graph=True) + .2 * v
+
+    def product(v):
+        return flat_grad(slope @ v, policy, retain_graph=True) + 0.2 * v
+
     g = flat_grad(((log_prob(kind, p, act) - old).exp() * adv).mean(), policy, retain_graph=True)
-    x, r = torch.zeros_like(g), g
+    x = torch.zeros_like(g)
+    r = g
     d = r
     for _ in range(4):
         alpha = r @ r / (d @ product(d))
-        x, r_next = x + alpha * d, r - alpha * product(d)
-        d, r = r_next + (r_next @ r_next) / (r @ r) * d, r_next
+        x = x + alpha * d
+        r_next = r - alpha * product(d)
+        d = r_next + (r_next @ r_next) / (r @ r) * d
+        r = r_next
     step = x * (2e-4 / (x @ product(x))).sqrt()
-    m, delta, scale = updated(policy, f, cg_iters=4, damping=.2)
-    assert m['cg_iterations'] == 4 and m['cg_residual'] == pytest.approx(float(r.norm() / g.norm()), rel=1e-5)
+    m, delta, scale = updated(policy, f, cg_iters=4, damping=0.2)
+    assert m["cg_iterations"] == 4 and m["cg_residual"] == pytest.approx(
+        float(r.norm() / g.norm()), rel=1e-5
+    )
     close(delta, scale * step)
 
 
 # ---- fewer products
 
-@pytest.mark.parametrize('kind', KINDS)
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_preconditioner_is_made_of_the_scores_of_the_actions_taken(kind):
     policy = Tiny(kind)
     f = make_fragment(policy, T=16, share=1.1)
-    agent, rows = TRPO(policy, precondition=10, damping=.2, seed=7), policy_rows(f)
+    agent = TRPO(policy, precondition=10, damping=0.2, seed=7)
+    rows = policy_rows(f)
     picked = subsample(rows, 10 / 64, torch.Generator().manual_seed(7))
     kept = nested.map(lambda x: x[0], (picked.state.obs, picked.act))
-    S = torch.stack([flat_grad(log_prob(kind, policy.net(obs[None]), nested.map(lambda x: x[None], act))[0], policy)
-                     for obs, act in ((kept[0][i], nested.getitem(kept[1], i)) for i in range(10))])
+    S = torch.stack(
+        [
+            flat_grad(
+                log_prob(kind, policy.net(obs[None]), nested.map(lambda x: x[None], act))[0], policy
+            )
+            for obs, act in ((kept[0][i], nested.getitem(kept[1], i)) for i in range(10))
+        ]
+    )
     r = torch.randn(S.shape[1]).double()
-    close(agent.preconditioner(rows)(r), torch.linalg.solve(S.T @ S / 10 + .2 * torch.eye(len(r)).double(), r))
+    close(
+        agent.preconditioner(rows)(r),
+        torch.linalg.solve(S.T @ S / 10 + 0.2 * torch.eye(len(r)).double(), r),
+    )
 
 
-@pytest.mark.parametrize('env, share', [('CartPole-v1', .999), ('Pendulum-v1', .99)])
+@pytest.mark.parametrize("env, share", [("CartPole-v1", 0.999), ("Pendulum-v1", 0.99)])
 def test_five_products_predict_what_ten_plain_ones_do(env, share):
-    actor, critic = MLPPolicy.for_env(env, seed=0), Critic.for_env(env, seed=1)
+    actor = MLPPolicy.for_env(env, seed=0)
+    critic = Critic.for_env(env, seed=1)
     agent = TRPO(actor, critic, precondition=512, cg_iters=5)
     plain = TRPO(actor)
     for batch in itertools.islice(on_policy(env, actor, critic, n_envs=8, n_steps=256, seed=0), 8):
         rows = policy_rows(with_standardized_adv(batch))
         five, ten = (x.direction(rows) for x in (agent, plain))
-        predicted = [float(at.gradient @ at.cg.x) / math.sqrt(at.cg.curvature) for at in (five, ten)]
+        predicted = [
+            float(at.gradient @ at.cg.x) / math.sqrt(at.cg.curvature) for at in (five, ten)
+        ]
         assert five.cg.iterations <= 5 and predicted[0] >= share * predicted[1]
         agent.update(batch)
 
 
-@pytest.mark.parametrize('rows, options, found', [
-    (4095, {}, dict(precondition=0)), (4096, {}, dict(precondition=512, cg_iters=5)),
-    (4096, dict(cg_iters=3), dict(precondition=512, cg_iters=2)), (4096, dict(fvp_subsample=.999), dict(precondition=0)),
-    (8192, dict(fvp_subsample=.5), dict(precondition=512, cg_iters=5)), (4096, dict(damping=0.), dict(precondition=0))])
+@pytest.mark.parametrize(
+    "rows, options, found",
+    [
+        (4095, {}, dict(precondition=0)),
+        (4096, {}, dict(precondition=512, cg_iters=5)),
+        (4096, dict(cg_iters=3), dict(precondition=512, cg_iters=2)),
+        (4096, dict(fvp_subsample=0.999), dict(precondition=0)),
+        (8192, dict(fvp_subsample=0.5), dict(precondition=512, cg_iters=5)),
+        (4096, dict(damping=0.0), dict(precondition=0)),
+    ],
+)
 def test_the_number_of_rows_decides_about_the_preconditioner(rows, options, found):
-    policy = Tiny('gaussian')
-    f, other = make_fragment(policy, T=rows, B=1, share=1.1), copy.deepcopy(policy)
+    policy = Tiny("gaussian")
+    f = make_fragment(policy, T=rows, B=1, share=1.1)
+    other = copy.deepcopy(policy)
     m, delta, _ = updated(policy, f, **options)
     n, want, _ = updated(other, f, **options | found)
     assert clean(m) == clean(n) and torch.equal(delta, want)
-    assert m.get('precondition_rows', 0) == found['precondition']
-    assert m['cg_iterations'] == (dict(cg_iters=10) | options | found)['cg_iters']
+    assert m.get("precondition_rows", 0) == found["precondition"]
+    assert m["cg_iterations"] == (dict(cg_iters=10) | options | found)["cg_iters"]
 
 
 def test_without_a_preconditioner_the_iterations_are_all_there():
-    policy = Recurrent('categorical')
+    policy = Recurrent("categorical")
     m, _, _ = updated(policy, make_fragment(policy, T=2, B=4200, share=1.1))
-    assert m['cg_iterations'] == 10 and 'precondition_rows' not in m
+    assert m["cg_iterations"] == 10 and "precondition_rows" not in m
 
 
 def test_without_damping_or_with_memory_the_iterations_are_the_plain_ones():
-    for policy, kw in ((Tiny('gaussian'), dict(damping=0.)), (Recurrent('gaussian'), {}), (Inert('categorical'), {})):
-        f, other = make_fragment(policy), copy.deepcopy(policy)
+    for policy, kw in (
+        (Tiny("gaussian"), dict(damping=0.0)),
+        (Recurrent("gaussian"), {}),
+        (Inert("categorical"), {}),
+    ):
+        f = make_fragment(policy)
+        other = copy.deepcopy(policy)
         m, delta, _ = updated(policy, f, precondition=100, **kw)
         n, want, _ = updated(other, f, **kw)
         assert clean(m) == clean(n) and torch.equal(delta, want)
 
 
 def test_a_policy_with_convolutions_falls_back_too():
-    policy = MLPPolicy(gym.spaces.Box(0, 255, (36, 36, 1), np.uint8), gym.spaces.Discrete(2), encoder=dict(images='conv'))
-    obs, zero = torch.randint(256, (5, 4, 36, 36, 1)).byte(), torch.zeros(5, 4)
-    f = Fragment.from_steps(obs, zero[1:].long(), zero[1:], actor=dict(logp=zero), adv=torch.randn(4, 4), ret=zero[1:])
+    policy = MLPPolicy(
+        gym.spaces.Box(0, 255, (36, 36, 1), np.uint8),
+        gym.spaces.Discrete(2),
+        encoder=dict(images="conv"),
+    )
+    obs = torch.randint(256, (5, 4, 36, 36, 1)).byte()
+    zero = torch.zeros(5, 4)
+    f = Fragment.from_steps(
+        obs, zero[1:].long(), zero[1:], actor=dict(logp=zero), adv=torch.randn(4, 4), ret=zero[1:]
+    )
     assert TRPO(policy, precondition=8).preconditioner(policy_rows(f)) is None
-    assert TRPO(policy, precondition=8).update(f)['cg_iterations'] > 0
+    assert TRPO(policy, precondition=8).update(f)["cg_iterations"] > 0
 
 
 # ---- the certificate
 
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('max_kl', [1e-3, .05, 3.])
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_kl", [1e-3, 0.05, 3.0])
 def test_certificate_recomputed(kind, max_kl):
     policy = Tiny(kind)
     f = make_fragment(policy, T=8, behaviour=Tiny(kind))
     before = copy.deepcopy(policy)
     obs, act, adv, old = rows_of(f)
-    def surrogate(policy): return ((log_prob(kind, policy.net(obs), act) - old).exp() * adv).mean()
+
+    def surrogate(policy):
+        return ((log_prob(kind, policy.net(obs), act) - old).exp() * adv).mean()
+
     g = flat_grad(surrogate(policy), policy)
     m, delta, _ = updated(policy, f, max_kl=max_kl)
-    p, q = before.net(obs), policy.net(obs)
-    assert m['accepted'] == 1 and m['kl'] <= max_kl
-    want = dict(kl=kl(kind, p, q).mean(), surrogate_before=surrogate(before), surrogate_after=surrogate(policy),
-                actual_improvement=surrogate(policy) - surrogate(before), predicted_improvement=g @ delta,
-                step_size=delta.norm(), grad_norm=g.norm(),
-                entropy=sum(d.entropy() for d in torch_dists(kind, p)[0]).mean())
-    assert {k: m[k] for k in want} == pytest.approx({k: float(v.detach()) for k, v in want.items()}, rel=1e-5, abs=1e-9)
-    assert m['actual_improvement'] >= .1 * m['predicted_improvement'] > 0
+    p = before.net(obs)
+    q = policy.net(obs)
+    assert m["accepted"] == 1 and m["kl"] <= max_kl
+    want = dict(
+        kl=kl(kind, p, q).mean(),
+        surrogate_before=surrogate(before),
+        surrogate_after=surrogate(policy),
+        actual_improvement=surrogate(policy) - surrogate(before),
+        predicted_improvement=g @ delta,
+        step_size=delta.norm(),
+        grad_norm=g.norm(),
+        entropy=sum(d.entropy() for d in torch_dists(kind, p)[0]).mean(),
+    )
+    assert {k: m[k] for k in want} == pytest.approx(
+        {k: float(v.detach()) for k, v in want.items()}, rel=1e-5, abs=1e-9
+    )
+    assert m["actual_improvement"] >= 0.1 * m["predicted_improvement"] > 0
 
 
 def test_a_large_trust_region_is_backtracked_and_a_small_one_predicts_well():
-    m, _, scale = updated(Tiny('gaussian'), make_fragment(Tiny('gaussian')), max_kl=50.)
-    assert m['backtracks'] > 0 and 0 < scale < 1
-    policy = Tiny('gaussian')
+    m, _, scale = updated(Tiny("gaussian"), make_fragment(Tiny("gaussian")), max_kl=50.0)
+    assert m["backtracks"] > 0 and 0 < scale < 1
+    policy = Tiny("gaussian")
     m, _, _ = updated(policy, make_fragment(policy), max_kl=1e-7)
-    assert m['actual_improvement'] == pytest.approx(m['predicted_improvement'], rel=1e-2) and m['backtracks'] == 0
+    assert (
+        m["actual_improvement"] == pytest.approx(m["predicted_improvement"], rel=1e-2)
+        and m["backtracks"] == 0
+    )
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**31 - 1), st.floats(.2, 1))
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(0, 2**31 - 1),
+    st.floats(0.2, 1),
+)
 def test_every_update_is_within_the_trust_region_or_undone(kind, T, B, seed, share):
     policy = Tiny(kind)
     f = make_fragment(policy, T, B, seed, share)
-    m, delta, _ = updated(policy, f, max_kl=.02)
-    assert all(math.isfinite(v) for v in m.values()) and m['kl'] <= .02
-    assert bool(m['accepted']) == (m['actual_improvement'] > 0) == bool(delta.any())
+    m, delta, _ = updated(policy, f, max_kl=0.02)
+    assert all(math.isfinite(v) for v in m.values()) and m["kl"] <= 0.02
+    assert bool(m["accepted"]) == (m["actual_improvement"] > 0) == bool(delta.any())
 
 
 class Value(nn.Module):
     "A critic with the least that TRPO asks for."
+
     def __init__(self):
         super().__init__()
         self.net = nn.Linear(N_OBS, 1)
 
-    def forward(self, obs): return self.net(obs).squeeze(-1)
-    def observe(self, obs, valid=None): pass
-    def observe_returns(self, ret, valid=None): pass
+    def forward(self, obs):
+        return self.net(obs).squeeze(-1)
+
+    def observe(self, obs, valid=None):
+        pass
+
+    def observe_returns(self, ret, valid=None):
+        pass
 
 
 # ---- rows that do not count, recurrent state, subsampling
 
 SPACES = dict(
-    categorical=gym.spaces.Discrete(3), gaussian=gym.spaces.Box(-2, 2, (2,)),
-    nested=gym.spaces.Dict(a=gym.spaces.Discrete(2), b=gym.spaces.Tuple((gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(3)))))
+    categorical=gym.spaces.Discrete(3),
+    gaussian=gym.spaces.Box(-2, 2, (2,)),
+    nested=gym.spaces.Dict(
+        a=gym.spaces.Discrete(2),
+        b=gym.spaces.Tuple((gym.spaces.Box(-1, 1, (1,)), gym.spaces.Discrete(3))),
+    ),
+)
 
 
 def make_agent(kind, **kw):
     "The ready-made policy and critic with their normalisers, and a fragment for them."
     spaces = gym.spaces.Box(-np.inf, np.inf, (N_OBS,)), SPACES[kind]
-    policy, critic = MLPPolicy.for_env(spaces, seed=3, hidden=(4,)), Critic.for_env(spaces, seed=4, hidden=(4,))
+    policy = MLPPolicy.for_env(spaces, seed=3, hidden=(4,))
+    critic = Critic.for_env(spaces, seed=4, hidden=(4,))
     f = make_fragment(Tiny(kind), T=6)
     with torch.no_grad():
         s = f.state
         dist, _ = policy.params(s.obs, s.act, s.rew, s.fin, hx=(), stepno=s.stepno)
         floats = nested.map(lambda x: x.float() if x.dtype == torch.double else x, s.act)
         logp = policy.dist.log_prob(dist, nested.map(lambda x: x.roll(-1, 0), floats))
-    dist = nested.map(lambda x: x.detach().clone(), dist)  # the deviation is a view of the parameter
-    f = f._replace(state=s._replace(act=floats), actor=dict(dist=dist, logp=logp), adv=f.adv.float())
+    dist = nested.map(
+        lambda x: x.detach().clone(), dist
+    )  # the deviation is a view of the parameter
+    f = f._replace(
+        state=s._replace(act=floats), actor=dict(dist=dist, logp=logp), adv=f.adv.float()
+    )
     return TRPO(policy, critic, **kw), f
 
 
-def tensors(state): return [x for x in nested.leaves(state) if isinstance(x, torch.Tensor)]
-def same(a, b): return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b)))
-def clean(m): return {k: v for k, v in m.items() if not k.startswith('seconds')}
+def tensors(state):
+    return [x for x in nested.leaves(state) if isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('junk', [1e3, math.inf, math.nan])
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b)))
+
+
+def clean(m):
+    return {k: v for k, v in m.items() if not k.startswith("seconds")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("junk", [1e3, math.inf, math.nan])
 def test_invalid_rows_have_no_influence(kind, junk):
-    (a, f), (b, _) = make_agent(kind), make_agent(kind)
+    (a, f) = make_agent(kind)
+    (b, _) = make_agent(kind)
     assert not f.valid.all()
-    spoil = lambda x: torch.where((~f.valid).view(f.valid.shape + (1,) * (x.ndim - 2)), torch.tensor(junk).to(x.dtype), x)
+    spoil = lambda x: torch.where(
+        (~f.valid).view(f.valid.shape + (1,) * (x.ndim - 2)), torch.tensor(junk).to(x.dtype), x
+    )
     T = f.n_steps
-    obs, act = f.state.obs.clone(), nested.map(torch.clone, f.state.act)
+    obs = f.state.obs.clone()
+    act = nested.map(torch.clone, f.state.act)
     obs[:T] = spoil(obs[:T])
     for x in nested.leaves(act):
-        if x.is_floating_point(): x[1:] = spoil(x[1:])
-        else: x[1:][~f.valid] = 0
-    logp = torch.cat([spoil(f.actor['logp'][:T]), f.actor['logp'][T:]])
-    spoiled = f._replace(state=f.state._replace(obs=obs, act=act), actor=dict(f.actor, logp=logp), adv=spoil(f.adv), ret=spoil(f.ret))
+        if x.is_floating_point():
+            x[1:] = spoil(x[1:])
+        else:
+            x[1:][~f.valid] = 0
+    logp = torch.cat([spoil(f.actor["logp"][:T]), f.actor["logp"][T:]])
+    spoiled = f._replace(
+        state=f.state._replace(obs=obs, act=act),
+        actor=dict(f.actor, logp=logp),
+        adv=spoil(f.adv),
+        ret=spoil(f.ret),
+    )
     assert clean(a.update(f)) == clean(b.update(spoiled))
     assert same(a.state_dict(), b.state_dict())
 
 
-@pytest.mark.parametrize('junk', [1e3, math.inf, math.nan])
+@pytest.mark.parametrize("junk", [1e3, math.inf, math.nan])
 def test_invalid_rows_of_a_recurrent_policy_have_no_influence(junk):
-    policy = Recurrent('gaussian')
-    f, other = make_fragment(policy), copy.deepcopy(policy)
+    policy = Recurrent("gaussian")
+    f = make_fragment(policy)
+    other = copy.deepcopy(policy)
     assert not f.valid.all()
-    adv, logp, act = f.adv.clone(), f.actor['logp'].clone(), f.state.act.clone()
-    adv[~f.valid], logp[:-1][~f.valid], act[1:][~f.valid] = junk, -junk, junk
+    adv = f.adv.clone()
+    logp = f.actor["logp"].clone()
+    act = f.state.act.clone()
+    adv[~f.valid] = junk
+    logp[:-1][~f.valid] = -junk
+    act[1:][~f.valid] = junk
     a = updated(policy, f)
     b = updated(other, f._replace(adv=adv, actor=dict(logp=logp), state=f.state._replace(act=act)))
     assert clean(a[0]) == clean(b[0]) and torch.equal(a[1], b[1])
 
 
 def test_actions_that_begin_elsewhere_than_at_zero():
-    policy = Recurrent('categorical')
-    f, other = make_fragment(policy), copy.deepcopy(policy)
+    policy = Recurrent("categorical")
+    f = make_fragment(policy)
+    other = copy.deepcopy(policy)
     assert not f.valid.all()
     other.dist = Categorical(3, start=5)
-    a, b = updated(policy, f), updated(other, f._replace(state=f.state._replace(act=f.state.act + 5)))
+    a = updated(policy, f)
+    b = updated(other, f._replace(state=f.state._replace(act=f.state.act + 5)))
     assert clean(a[0]) == clean(b[0]) and torch.equal(a[1], b[1])
 
 
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('share', [.7, 1.])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [0.7, 1.0])
 def test_an_inert_memory_changes_nothing_and_the_time_axis_is_kept(kind, share):
-    plain, inert = Tiny(kind), Inert(kind)
+    plain = Tiny(kind)
+    inert = Inert(kind)
     inert.load_state_dict(plain.state_dict())
     f = make_fragment(inert, share=share)
     m, delta, _ = updated(plain, f._replace(hx=()))
@@ -427,59 +610,76 @@ def test_an_inert_memory_changes_nothing_and_the_time_axis_is_kept(kind, share):
 
 
 def test_recurrent_gradient_is_that_of_a_loop_over_environments():
-    policy = Recurrent('categorical')
+    policy = Recurrent("categorical")
     f = make_fragment(policy, T=7, B=3)
-    kept, loss = f.adv[f.valid], 0.
+    kept = f.adv[f.valid]
+    loss = 0.0
     adv = (f.adv - kept.mean()) / kept.std(correction=0)
     for b in range(f.n_envs):
         h = f.hx[0, b]
         for t in range(f.n_steps):
-            if f.state.fin[t, b]: h = torch.zeros(3).double()
+            if f.state.fin[t, b]:
+                h = torch.zeros(3).double()
             h = policy.cell(f.state.obs[t, b].double(), h)
-            ratio = (policy.net.head(h).log_softmax(-1)[f.state.act[t + 1, b]] - f.actor['logp'][t, b]).exp()
-            if f.valid[t, b]: loss = loss + ratio * adv[t, b] / int(f.valid.sum())
+            ratio = (
+                policy.net.head(h).log_softmax(-1)[f.state.act[t + 1, b]] - f.actor["logp"][t, b]
+            ).exp()
+            if f.valid[t, b]:
+                loss = loss + ratio * adv[t, b] / int(f.valid.sum())
     g = flat_grad(loss, policy, allow_unused=True, materialize_grads=True)
     m, delta, _ = updated(policy, f, cg_iters=1)
-    assert m['accepted'] == 1 and m['grad_norm'] == pytest.approx(float(g.norm()), rel=1e-5)
+    assert m["accepted"] == 1 and m["grad_norm"] == pytest.approx(float(g.norm()), rel=1e-5)
     close(delta / delta.norm(), g / g.norm(), 1e-5)
 
 
 def test_a_recurrent_policy_gives_every_environment_its_own_state():
     "Many environments are worked through in blocks; each must meet its own recurrent state there."
-    policy = Recurrent('gaussian')
-    f = make_fragment(policy, T=3, B=2000, share=1.)
+    policy = Recurrent("gaussian")
+    f = make_fragment(policy, T=3, B=2000, share=1.0)
     q = copy.deepcopy(policy)
     m, delta, _ = updated(policy, f)
     with torch.no_grad():
-        old, new = (x.params(f.state.obs[:-1], None, None, f.state.fin[:-1], hx=f.hx, stepno=None)[0] for x in (q, policy))
-    assert m['surrogate_before'] == pytest.approx(0, abs=1e-6) and delta.any()
-    assert m['kl'] == pytest.approx(float(kl('gaussian', old, new).mean()), rel=1e-4)
+        old, new = (
+            x.params(f.state.obs[:-1], None, None, f.state.fin[:-1], hx=f.hx, stepno=None)[0]
+            for x in (q, policy)
+        )
+    assert m["surrogate_before"] == pytest.approx(0, abs=1e-6) and delta.any()
+    assert m["kl"] == pytest.approx(float(kl("gaussian", old, new).mean()), rel=1e-4)
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_subsampling_thins_the_fisher_matrix_and_nothing_else(kind):
     policy = Tiny(kind)
-    f, before = make_fragment(policy), copy.deepcopy(policy)
-    n, (obs, act, adv, old) = int(f.valid.sum()), rows_of(f)
+    f = make_fragment(policy)
+    before = copy.deepcopy(policy)
+    n = int(f.valid.sum())
+    (obs, act, adv, old) = rows_of(f)
     curvatures = []
     for row in range(n):
         g, F = oracle(policy, f, only=[row])
-        curvatures.append(float((g @ g) ** 2 / (g @ F @ g + .1 * g @ g)))
+        curvatures.append(float((g @ g) ** 2 / (g @ F @ g + 0.1 * g @ g)))
     m, delta, _ = updated(policy, f, cg_iters=1, fvp_subsample=1 / n)
-    assert m['accepted'] == 1 and any(m['curvature'] == pytest.approx(c, rel=1e-6) for c in curvatures)
+    assert m["accepted"] == 1 and any(
+        m["curvature"] == pytest.approx(c, rel=1e-6) for c in curvatures
+    )
     close(delta / delta.norm(), g / g.norm())
-    p, q = before.net(obs), policy.net(obs)
-    assert m['grad_norm'] == pytest.approx(float(g.norm()), rel=1e-6)
-    assert m['kl'] == pytest.approx(float(kl(kind, p, q).mean().detach()), rel=1e-5)
+    p = before.net(obs)
+    q = policy.net(obs)
+    assert m["grad_norm"] == pytest.approx(float(g.norm()), rel=1e-6)
+    assert m["kl"] == pytest.approx(float(kl(kind, p, q).mean().detach()), rel=1e-5)
     after = ((log_prob(kind, q, act) - old).exp() * adv).mean()
-    assert m['surrogate_after'] == pytest.approx(float(after.detach()), rel=1e-5)
-    assert m['entropy'] == pytest.approx(float(sum(d.entropy() for d in torch_dists(kind, p)[0]).mean().detach()), rel=1e-5)
+    assert m["surrogate_after"] == pytest.approx(float(after.detach()), rel=1e-5)
+    assert m["entropy"] == pytest.approx(
+        float(sum(d.entropy() for d in torch_dists(kind, p)[0]).mean().detach()), rel=1e-5
+    )
 
 
 def test_thinned_rows_are_a_sample_without_replacement_and_change_from_update_to_update():
-    policy = Tiny('categorical')
-    rows, g = policy_rows(make_fragment(policy, T=20, share=1.)), torch.Generator().manual_seed(0)
-    few, others = subsample(rows, .25, g), subsample(rows, .25, g)
+    policy = Tiny("categorical")
+    rows = policy_rows(make_fragment(policy, T=20, share=1.0))
+    g = torch.Generator().manual_seed(0)
+    few = subsample(rows, 0.25, g)
+    others = subsample(rows, 0.25, g)
     assert few.adv.shape == (1, 20) and few.weight == pytest.approx(1 / 20)
     index = [(rows.adv[0] == a).nonzero().item() for a in few.adv[0]]
     assert len(set(index)) == 20 and torch.equal(few.state.obs[0], rows.state.obs[0, index])
@@ -487,84 +687,105 @@ def test_thinned_rows_are_a_sample_without_replacement_and_change_from_update_to
 
 
 def test_thinned_environments_of_a_recurrent_policy_stay_whole():
-    policy = Recurrent('gaussian')
+    policy = Recurrent("gaussian")
     f = make_fragment(policy, T=6, B=8)
     rows = policy_rows(f)
-    few = subsample(rows, .5, torch.Generator().manual_seed(1))
-    assert few.adv.shape == (6, 4) and few.hx.shape == (1, 4, 3) and float(few.weight.sum()) == pytest.approx(1)
+    few = subsample(rows, 0.5, torch.Generator().manual_seed(1))
+    assert (
+        few.adv.shape == (6, 4)
+        and few.hx.shape == (1, 4, 3)
+        and float(few.weight.sum()) == pytest.approx(1)
+    )
     columns = [(f.hx[0] == h).all(-1).nonzero().item() for h in few.hx[0]]
     assert torch.equal(few.state.obs, f.state.obs[:-1, columns])
     assert torch.equal(few.weight > 0, f.valid[:, columns])
-    m, _, _ = updated(policy, f, fvp_subsample=.5)
-    assert m['accepted'] == 1
+    m, _, _ = updated(policy, f, fvp_subsample=0.5)
+    assert m["accepted"] == 1
 
 
 def test_thinned_environments_have_valid_rows():
-    policy = Recurrent('gaussian')
-    f = make_fragment(policy, T=6, B=8, share=1.)
+    policy = Recurrent("gaussian")
+    f = make_fragment(policy, T=6, B=8, share=1.0)
     valid = torch.zeros_like(f.valid)
     valid[:, 2] = True
-    m, _, _ = updated(policy, f._replace(valid=valid), cg_iters=1, fvp_subsample=.1)
-    assert m['curvature'] < .99 * m['grad_norm'] ** 2 / .1  # which it would be with damping alone
+    m, _, _ = updated(policy, f._replace(valid=valid), cg_iters=1, fvp_subsample=0.1)
+    assert m["curvature"] < 0.99 * m["grad_norm"] ** 2 / 0.1  # which it would be with damping alone
 
 
 # ---- when nothing is to be done, or something is wrong
 
-@pytest.mark.parametrize('kind', KINDS)
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_line_search_restores_every_bit(kind):
     agent, f = make_agent(kind, accept_ratio=1e9, max_backtracks=4)
     before = vector(agent.actor)
     m = agent.update(f)
     assert torch.equal(vector(agent.actor), before)
-    want = dict(accepted=0, kl=0, step_size=0, predicted_improvement=0, actual_improvement=0, backtracks=4)
-    assert {k: m[k] for k in want} == want and m['surrogate_after'] == m['surrogate_before']
-    assert m['grad_norm'] > 0 and m['curvature'] > 0
+    want = dict(
+        accepted=0, kl=0, step_size=0, predicted_improvement=0, actual_improvement=0, backtracks=4
+    )
+    assert {k: m[k] for k in want} == want and m["surrogate_after"] == m["surrogate_before"]
+    assert m["grad_norm"] > 0 and m["curvature"] > 0
 
 
-@pytest.mark.parametrize('value', [0., .1, -7.3, 1e4])
-@pytest.mark.parametrize('n', [1, 2, 7, 23])
+@pytest.mark.parametrize("value", [0.0, 0.1, -7.3, 1e4])
+@pytest.mark.parametrize("n", [1, 2, 7, 23])
 def test_constant_advantages_teach_nothing(value, n):
-    agent, f = make_agent('gaussian')
+    agent, f = make_agent("gaussian")
     valid = torch.zeros_like(f.valid).flatten()
     valid[:n] = True
     before = vector(agent.actor)
     m = agent.update(f._replace(adv=torch.full_like(f.adv, value), valid=valid.view_as(f.valid)))
-    assert torch.equal(vector(agent.actor), before) and m['accepted'] == 0
-    assert m['surrogate_before'] == m['surrogate_after'] == 0
+    assert torch.equal(vector(agent.actor), before) and m["accepted"] == 0
+    assert m["surrogate_before"] == m["surrogate_after"] == 0
 
 
 def test_frozen_parameters_stay():
-    agent, f = make_agent('gaussian')
+    agent, f = make_agent("gaussian")
     agent.actor.head.log_std.requires_grad_(False)
     agent = TRPO(agent.actor, agent.critic)
-    frozen, before = agent.actor.head.log_std.clone(), vector(agent.actor)
-    assert agent.update(f)['accepted'] == 1
-    assert torch.equal(agent.actor.head.log_std, frozen) and not torch.equal(vector(agent.actor), before)
+    frozen = agent.actor.head.log_std.clone()
+    before = vector(agent.actor)
+    assert agent.update(f)["accepted"] == 1
+    assert torch.equal(agent.actor.head.log_std, frozen) and not torch.equal(
+        vector(agent.actor), before
+    )
 
 
 # ---- clear errors
 
+
 def test_a_critic_with_weights_of_the_policy_is_refused():
     "Its fit would move the policy beyond the trust region."
-    actor, critic = (cls.for_env('CartPole-v1', hidden=(8,), seed=0) for cls in (MLPPolicy, Critic))
+    actor, critic = (cls.for_env("CartPole-v1", hidden=(8,), seed=0) for cls in (MLPPolicy, Critic))
     critic.net.hidden = actor.trunk.hidden
-    with pytest.raises(DataError, match=r'critic.net.hidden.0.weight: TRPO: a step of the critic would'): TRPO(actor, critic)
+    with pytest.raises(
+        DataError, match=r"critic.net.hidden.0.weight: TRPO: a step of the critic would"
+    ):
+        TRPO(actor, critic)
 
 
 def test_an_actor_without_a_distribution_is_refused():
-    with pytest.raises(ActorError, match="needs an actor with `params`.*Policy.*Linear"): TRPO(nn.Linear(2, 2))
+    with pytest.raises(ActorError, match="needs an actor with `params`.*Policy.*Linear"):
+        TRPO(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_kl_next_is_between_the_policies_that_collect(env):
     "Also after the normaliser has moved: recomputed with torch.distributions from copies of the actor."
-    actor, critic = MLPPolicy.for_env(env, seed=3), Critic.for_env(env, seed=4)
+    actor = MLPPolicy.for_env(env, seed=3)
+    critic = Critic.for_env(env, seed=4)
     agent = TRPO(actor, critic)
     for batch in itertools.islice(on_policy(env, actor, critic, n_envs=4, n_steps=64, seed=5), 3):
         before = copy.deepcopy(actor)
         metrics = agent.update(batch)
-        with torch.no_grad(): old, new = (a.replay(batch)["dist"] for a in (before, actor))
-        if env == "CartPole-v1": p, q = (td.Categorical(logits=x) for x in (old, new))
-        else: p, q = (td.Independent(td.Normal(x.mean, x.log_std.exp()), 1) for x in (old, new))
-        assert metrics["kl_next"] == pytest.approx(td.kl_divergence(p, q).mean().item(), rel=1e-3, abs=1e-6)
+        with torch.no_grad():
+            old, new = (a.replay(batch)["dist"] for a in (before, actor))
+        if env == "CartPole-v1":
+            p, q = (td.Categorical(logits=x) for x in (old, new))
+        else:
+            p, q = (td.Independent(td.Normal(x.mean, x.log_std.exp()), 1) for x in (old, new))
+        assert metrics["kl_next"] == pytest.approx(
+            td.kl_divergence(p, q).mean().item(), rel=1e-3, abs=1e-6
+        )
     assert metrics["kl_next"] != metrics["kl"]

@@ -1,4 +1,5 @@
 "What an actor changes in itself while a lane collects is an error or a warning that names it, with and without worker processes."
+
 import logging
 import random
 from collections import Counter
@@ -11,56 +12,98 @@ import torch
 from toys import Counting, Plain
 
 from rollpipe.layers import GaussianPolicy, MLPPolicy, RecurrentPolicy
-from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, FragmentStacker, Lanes, Pipe, ProcessReading, rollouts
+from rollpipe.pipes import (
+    ActorError,
+    EnvStepper,
+    FragmentCollector,
+    FragmentStacker,
+    Lanes,
+    Pipe,
+    ProcessReading,
+    rollouts,
+)
 from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.testing import ContractError, check_actor
 
-READINGS = [None, dict(num_workers=1), dict(num_workers=2, lag=1), dict(num_workers=1, start_method="forkserver")]
+READINGS = [
+    None,
+    dict(num_workers=1),
+    dict(num_workers=2, lag=1),
+    dict(num_workers=1, start_method="forkserver"),
+]
 NAMES = ["here", "1 worker", "2 workers, lag", "forkserver"]
 
 
 class Changing(Plain):
     "Something in it changes at each step, or at each virtual reaction."
+
     def __init__(self, change, virtual=False):
         super().__init__()
-        self.change, self.virtual, self.weight = change, virtual, torch.nn.Parameter(torch.zeros(2))
+        self.change = change
+        self.virtual = virtual
+        self.weight = torch.nn.Parameter(torch.zeros(2))
         self.inner = torch.nn.Module()
         self.inner.register_buffer("count", torch.zeros(1))
-        self.n, self.items, self.seen, self.rng = 0, [], {"a": np.zeros(2)}, np.random.default_rng(0)
-        self.other, self.python, self.space = torch.Generator(), random.Random(0), gym.spaces.Discrete(3, seed=0)
+        self.n = 0
+        self.items = []
+        self.seen = {"a": np.zeros(2)}
+        self.rng = np.random.default_rng(0)
+        self.other = torch.Generator()
+        self.python = random.Random(0)
+        self.space = gym.spaces.Discrete(3, seed=0)
 
     def forward(self, *args, virtual, **kwargs):
-        if virtual == self.virtual: CHANGES[self.change](self)
+        if virtual == self.virtual:
+            CHANGES[self.change](self)
         return super().forward(*args, virtual=virtual, **kwargs)
 
 
-def new_buffer(actor): actor.inner.count = actor.inner.count + 1
-def count(actor): actor.n += 1
+def new_buffer(actor):
+    actor.inner.count = actor.inner.count + 1
+
+
+def count(actor):
+    actor.n += 1
 
 
 CHANGES = {
-    "buffer inner.count": lambda a: a.inner.count.add_(1), "buffer inner.count, new": new_buffer,
-    "parameter weight": lambda a: a.weight.add_(1), "buffer inner.late": lambda a: a.inner.register_buffer("late", torch.zeros(1)),
-    "attribute n": count, "attribute items": lambda a: a.items.append(1), "attribute seen": lambda a: a.seen["a"].__iadd__(1),
-    "attribute rng": lambda a: a.rng.random(), "attribute other": lambda a: torch.rand(1, generator=a.other),
-    "attribute python": lambda a: a.python.random(), "attribute space": lambda a: a.space.sample(),
+    "buffer inner.count": lambda a: a.inner.count.add_(1),
+    "buffer inner.count, new": new_buffer,
+    "parameter weight": lambda a: a.weight.add_(1),
+    "buffer inner.late": lambda a: a.inner.register_buffer("late", torch.zeros(1)),
+    "attribute n": count,
+    "attribute items": lambda a: a.items.append(1),
+    "attribute seen": lambda a: a.seen["a"].__iadd__(1),
+    "attribute rng": lambda a: a.rng.random(),
+    "attribute other": lambda a: torch.rand(1, generator=a.other),
+    "attribute python": lambda a: a.python.random(),
+    "attribute space": lambda a: a.space.sample(),
 }
 TENSORS = [name for name in CHANGES if not name.startswith("attribute")]
 ATTRIBUTES = [name for name in CHANGES if name.startswith("attribute")]
 
 
 def collect(actor, reading=None, n=12, n_steps=3, lanes=2, wrap=lambda pipe: pipe):
-    pipe = FragmentStacker(Lanes(wrap(FragmentCollector(EnvStepper(Counting, actor, 2), n_steps)), lanes, seed=0), lanes)
-    if reading is None: return list(islice(pipe, n))
-    with DataLoader2(pipe, reading_service=ProcessReading(**reading)) as loader: return list(islice(loader, n))
+    pipe = FragmentStacker(
+        Lanes(wrap(FragmentCollector(EnvStepper(Counting, actor, 2), n_steps)), lanes, seed=0),
+        lanes,
+    )
+    if reading is None:
+        return list(islice(pipe, n))
+    with DataLoader2(pipe, reading_service=ProcessReading(**reading)) as loader:
+        return list(islice(loader, n))
 
 
 @pytest.mark.parametrize("reading", READINGS, ids=NAMES)
 @pytest.mark.parametrize("change", TENSORS)
 def test_a_tensor_that_changes_is_an_error(change, reading):
-    with pytest.raises(ActorError) as e: collect(Changing(change), reading)
-    assert f"leaf {change.split(',')[0]}: Changing changed" in str(e.value) and e.value.lane in (0, 1), str(e.value)
+    with pytest.raises(ActorError) as e:
+        collect(Changing(change), reading)
+    assert f"leaf {change.split(',')[0]}: Changing changed" in str(e.value) and e.value.lane in (
+        0,
+        1,
+    ), str(e.value)
 
 
 @pytest.mark.parametrize("virtual, n_steps", [(False, 1), (True, 3)])
@@ -75,9 +118,11 @@ def test_a_batch_norm_that_keeps_itself_in_training_mode(reading):
         def __init__(self):
             super().__init__()
             self.norm = torch.nn.BatchNorm1d(4)
+
         def forward(self, obs, *args, **kwargs):
             self.norm.train()(obs[0])
             return super().forward(obs, *args, **kwargs)
+
     with pytest.raises(ActorError, match="buffer norm.num_batches_tracked: Moving changed"):
         collect(Moving(), reading)
 
@@ -88,15 +133,21 @@ def test_changes_that_torch_does_not_count(reading):
         def __init__(self):
             super().__init__()
             self.register_buffer("count", torch.zeros((), dtype=torch.bfloat16))
+
         def forward(self, *args, **kwargs):
             self.count.data += 1
             return super().forward(*args, **kwargs)
-    with pytest.raises(ActorError, match="buffer count: Sly changed"): collect(Sly(), reading)
+
+    with pytest.raises(ActorError, match="buffer count: Sly changed"):
+        collect(Sly(), reading)
 
 
-@pytest.mark.parametrize("change, reading", [*product(ATTRIBUTES, READINGS[:3]), ("attribute n", READINGS[3])])
+@pytest.mark.parametrize(
+    "change, reading", [*product(ATTRIBUTES, READINGS[:3]), ("attribute n", READINGS[3])]
+)
 def test_an_attribute_that_changes_is_named_once_in_each_process(change, reading, caplog):
-    with caplog.at_level(logging.WARNING, "rollpipe"): collect(Changing(change), reading)
+    with caplog.at_level(logging.WARNING, "rollpipe"):
+        collect(Changing(change), reading)
     told = Counter(r.getMessage().split(" changed")[0].split(": ")[-1] for r in caplog.records)
     assert told == {f"{change} of Changing": reading["num_workers"] if reading else 1}, caplog.text
 
@@ -105,12 +156,18 @@ def test_an_attribute_that_changes_later_is_noticed(caplog):
     class Late(Plain):
         def __init__(self):
             super().__init__()
-            self.n, self.late = [0], 0.
-        def __getstate__(self): return vars(self)
+            self.n = [0]
+            self.late = 0.0
+
+        def __getstate__(self):
+            return vars(self)
+
         def forward(self, *args, **kwargs):
             clock["now"] += 1
-            if clock["now"] > 300: self.late += 1
+            if clock["now"] > 300:
+                self.late += 1
             return super().forward(*args, **kwargs)
+
     clock = {"now": 0}
     with caplog.at_level(logging.WARNING, "rollpipe"):
         collect(Late(), n=10)
@@ -122,11 +179,15 @@ def test_an_attribute_that_changes_later_is_noticed(caplog):
 def test_what_is_computed_once_is_no_change(caplog):
     class Cached(Plain):
         table = None
+
         def forward(self, *args, **kwargs):
-            if self.table is None: self.table = torch.arange(5)
+            if self.table is None:
+                self.table = torch.arange(5)
             return super().forward(*args, **kwargs)
+
     with caplog.at_level(logging.WARNING, "rollpipe"):
-        for reading in READINGS[:2]: collect(Cached(), reading)
+        for reading in READINGS[:2]:
+            collect(Cached(), reading)
     assert not caplog.records
 
 
@@ -135,19 +196,22 @@ def test_a_lazy_layer_may_get_its_weights_while_the_first_item_is_collected():
         def __init__(self):
             super().__init__()
             self.net = torch.nn.LazyLinear(3)
+
         def forward(self, obs, *args, **kwargs):
             self.net(obs)
             return super().forward(obs, *args, **kwargs)
+
     assert len(collect(Lazy(), n=3)) == 3
 
 
 def test_learning_between_items_is_no_change(caplog):
     actor = Changing("nothing")
-    actor.change, actor.virtual = "nothing", None     # which no step equals
+    actor.change, actor.virtual = "nothing", None  # which no step equals
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, actor, 2), 3), 2, seed=0)
     with caplog.at_level(logging.WARNING, "rollpipe"):
         for _ in islice(pipe, 20):
-            with torch.no_grad(): actor.weight += 1
+            with torch.no_grad():
+                actor.weight += 1
             new_buffer(actor)
             count(actor)
             bump_version(actor)
@@ -157,13 +221,16 @@ def test_learning_between_items_is_no_change(caplog):
 def test_a_pipe_that_changes_the_actor_is_found_too():
     class Exploring(Pipe):
         "Lowers a buffer of the actor from above the lanes."
+
         def __init__(self, pipe, actor):
             super().__init__(pipe)
             self.actor = actor
+
         def stream(self, items):
             for item in items:
                 self.actor.inner.count -= 1
                 yield item
+
     actor = Changing("nothing", virtual=None)
     with pytest.raises(ActorError, match="buffer inner.count: Changing changed"):
         collect(actor, wrap=lambda pipe: Exploring(pipe, actor))
@@ -171,16 +238,29 @@ def test_a_pipe_that_changes_the_actor_is_found_too():
 
 @pytest.mark.parametrize("policy", [MLPPolicy, GaussianPolicy, RecurrentPolicy])
 def test_ordinary_actors_are_left_alone(policy, caplog):
-    actor = policy.for_env("Pendulum-v1", normalize=True) if policy is MLPPolicy else policy.for_env("Pendulum-v1")
+    actor = (
+        policy.for_env("Pendulum-v1", normalize=True)
+        if policy is MLPPolicy
+        else policy.for_env("Pendulum-v1")
+    )
     with caplog.at_level(logging.WARNING, "rollpipe"):
-        assert len(list(islice(rollouts("Pendulum-v1", actor, n_envs=2, n_steps=8, lanes=2, seed=0), 10))) == 10
+        assert (
+            len(
+                list(
+                    islice(rollouts("Pendulum-v1", actor, n_envs=2, n_steps=8, lanes=2, seed=0), 10)
+                )
+            )
+            == 10
+        )
     assert not caplog.records
 
 
 @pytest.mark.parametrize("change", [name for name in CHANGES if "late" not in name])
 @pytest.mark.parametrize("virtual", [False, True])
 def test_the_contract_names_what_changes(change, virtual):
-    with pytest.raises(ContractError, match=f"an actor does not change itself.*{change.split(',')[0]}"):
+    with pytest.raises(
+        ContractError, match=f"an actor does not change itself.*{change.split(',')[0]}"
+    ):
         check_actor(Changing(change, virtual), Counting)
 
 
@@ -189,10 +269,13 @@ def test_the_contract_finds_changes_that_torch_does_not_count():
         def __init__(self):
             super().__init__()
             self.register_buffer("count", torch.zeros(1))
+
         def forward(self, *args, **kwargs):
             self.count.data += 1
             return super().forward(*args, **kwargs)
-    with pytest.raises(ContractError, match="an actor does not change itself.*buffer count"): check_actor(Sly(), Counting)
+
+    with pytest.raises(ContractError, match="an actor does not change itself.*buffer count"):
+        check_actor(Sly(), Counting)
 
 
 def test_the_contract_asks_in_evaluation_mode():
@@ -200,8 +283,10 @@ def test_the_contract_asks_in_evaluation_mode():
         def __init__(self):
             super().__init__()
             self.norm = torch.nn.BatchNorm1d(4)
+
         def forward(self, obs, *args, **kwargs):
             self.norm(obs.flatten(0, -2))
             return super().forward(obs, *args, **kwargs)
+
     actor = Normed()
     assert check_actor(actor, Counting) == [] and actor.norm.training

@@ -1,4 +1,5 @@
 """Environments and actors whose every number can be predicted, and pipes that count or fail; used by many tests."""
+
 from copy import deepcopy
 
 import gymnasium as gym
@@ -15,18 +16,24 @@ ENDS = ("term", "trunc", "both")
 
 class Ledger:
     "What happened to the environments of this process; `clear` it at the start of a test that looks."
-    made, closed, seeds = [], [], []
+
+    made = []
+    closed = []
+    seeds = []
 
     @classmethod
     def clear(cls):
-        for log in (cls.made, cls.closed, cls.seeds): log.clear()
+        for log in (cls.made, cls.closed, cls.seeds):
+            log.clear()
 
     @classmethod
-    def open(cls): return len(cls.made) - len(cls.closed)
+    def open(cls):
+        return len(cls.made) - len(cls.closed)
 
 
 class Noted(gym.Env):
     "An environment that writes into the `Ledger` when it is made, seeded and closed."
+
     def __init__(self):
         Ledger.made.append(self)
         self.is_closed = False
@@ -44,6 +51,7 @@ class Noted(gym.Env):
 
 class Stepped(gym.Env):
     "Subclasses say what is seen and paid in step `count` of an episode, and when it ends. Here 1 is paid, and there is no end."
+
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.count = 0
@@ -54,10 +62,17 @@ class Stepped(gym.Env):
         self.count += 1
         return self.look(), self.pay(action), *self.ends(), {}
 
-    def begin(self): pass
-    def look(self): return np.full(self.observation_space.shape, self.count, np.float32)
-    def pay(self, action): return 1.
-    def ends(self): return False, False     # terminated, truncated
+    def begin(self):
+        pass
+
+    def look(self):
+        return np.full(self.observation_space.shape, self.count, np.float32)
+
+    def pay(self, action):
+        return 1.0
+
+    def ends(self):
+        return False, False  # terminated, truncated
 
 
 class Counting(Noted):
@@ -66,42 +81,61 @@ class Counting(Noted):
     The observation is [tag, number of the episode, step within it, last action]; the reward of a step tells the
     same moment: 100 * episode + step (of the state reached) + action / 10.
     """
-    observation_space, action_space = Box(-np.inf, np.inf, (4,)), Discrete(5)
+
+    observation_space = Box(-np.inf, np.inf, (4,))
+    action_space = Discrete(5)
 
     def __init__(self, episodes=((3, "term"), (4, "trunc")), tag=0):
         super().__init__()
-        self.episodes, self.tag, self.episode, self.last = episodes, tag, -1, 0
+        self.episodes = episodes
+        self.tag = tag
+        self.episode = -1
+        self.last = 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.episode, self.count = self.episode + 1, 0
+        self.episode = self.episode + 1
+        self.count = 0
         return self.look(), {"count": 0}
 
-    def look(self): return np.array([self.tag, self.episode, self.count, self.last], np.float32)
+    def look(self):
+        return np.array([self.tag, self.episode, self.count, self.last], np.float32)
 
     def step(self, action):
-        self.last, self.count = self.number(action), self.count + 1
+        self.last = self.number(action)
+        self.count = self.count + 1
         length, end = self.episodes[self.episode % len(self.episodes)]
         over = self.count >= length
-        info = {"count": self.count, "parts": {"half": self.count / 2, "at": np.array([self.tag, self.last])},
-                "name": f"step {self.count}", "none": None}
+        info = {
+            "count": self.count,
+            "parts": {"half": self.count / 2, "at": np.array([self.tag, self.last])},
+            "name": f"step {self.count}",
+            "none": None,
+        }
         reward = 100 * self.episode + self.count + self.last / 10
         return self.look(), reward, over and end != "trunc", over and end != "term", info
 
-    def number(self, action): return int(action)
+    def number(self, action):
+        return int(action)
 
 
 class Nested(Counting):
     "`Counting` with containers for observations and actions, of several dtypes."
-    observation_space = Dict(place=Box(-np.inf, np.inf, (4,)),
-                             pair=Tuple((Discrete(10_000), Dict(pixels=Box(0, 255, (2, 2), np.uint8)))),
-                             exact=Box(-np.inf, np.inf, (), np.float64))
+
+    observation_space = Dict(
+        place=Box(-np.inf, np.inf, (4,)),
+        pair=Tuple((Discrete(10_000), Dict(pixels=Box(0, 255, (2, 2), np.uint8)))),
+        exact=Box(-np.inf, np.inf, (), np.float64),
+    )
     action_space = Dict(gear=Discrete(3, start=1), steer=Tuple((Box(-9, 9, (2,)), MultiBinary(2))))
 
     def look(self):
         place = super().look()
-        return {"place": place, "exact": np.asarray(self.count / 3 + self.last),
-                "pair": (np.int64(self.episode), {"pixels": np.full((2, 2), self.count, np.uint8)})}
+        return {
+            "place": place,
+            "exact": np.asarray(self.count / 3 + self.last),
+            "pair": (np.int64(self.episode), {"pixels": np.full((2, 2), self.count, np.uint8)}),
+        }
 
     def number(self, action):
         assert self.action_space.contains(action), action
@@ -111,7 +145,9 @@ class Nested(Counting):
 
 class Thrifty(Counting):
     "`Counting` whose answers are the same objects again and again, also in resets and in all environments. With `fresh`, they are copies."
-    at, info = np.zeros(4, np.float32), {"place": np.zeros(2), "parts": [np.zeros(1), 0]}
+
+    at = np.zeros(4, np.float32)
+    info = {"place": np.zeros(2), "parts": [np.zeros(1), 0]}
 
     paid = np.zeros(())
 
@@ -123,9 +159,14 @@ class Thrifty(Counting):
         self.at[:], self.paid[...] = obs, reward
         self.info["n"], self.info["parts"][1] = self.count, self.count
         self.info["place"][:] = self.info["parts"][0][:] = self.count
-        return deepcopy((self.at, self.paid, self.info)) if self.fresh else (self.at, self.paid, self.info)
+        return (
+            deepcopy((self.at, self.paid, self.info))
+            if self.fresh
+            else (self.at, self.paid, self.info)
+        )
 
-    def reset(self, **kwargs): return self.again(super().reset(**kwargs)[0], -1)[::2]
+    def reset(self, **kwargs):
+        return self.again(super().reset(**kwargs)[0], -1)[::2]
 
     def step(self, action):
         obs, reward, *ends, _ = super().step(action)
@@ -135,7 +176,9 @@ class Thrifty(Counting):
 
 class Lively(Noted):
     "Everything is random: where episodes start, how long they are, how they end, what is paid."
-    observation_space, action_space = Box(-np.inf, np.inf, (3,)), Box(-1, 1, (2,))
+
+    observation_space = Box(-np.inf, np.inf, (3,))
+    action_space = Box(-1, 1, (2,))
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -144,10 +187,16 @@ class Lively(Noted):
 
     def step(self, action):
         assert self.action_space.contains(action), action
-        self.x = .9 * self.x + .3 * self.np_random.normal(size=3)
+        self.x = 0.9 * self.x + 0.3 * self.np_random.normal(size=3)
         self.x[:2] += action
         chance = self.np_random.random()
-        return self.x.astype(np.float32), float(self.x.sum()), bool(chance < .1), bool(.05 < chance < .2), {}
+        return (
+            self.x.astype(np.float32),
+            float(self.x.sum()),
+            bool(chance < 0.1),
+            bool(0.05 < chance < 0.2),
+            {},
+        )
 
 
 class Recall(Remembered, Noted):
@@ -156,6 +205,7 @@ class Recall(Remembered, Noted):
 
 # --- actors; all arithmetic is on small integers, so results do not depend on how rows are batched
 
+
 def _report(stepno, obs, act, rew, fin, virtual):
     "What the actor was shown, to be recorded, and whether it was told that this reaction is virtual."
     return dict(obs=obs, act=act, seen=(stepno, rew, fin), virtual=torch.full(fin.shape, virtual))
@@ -163,6 +213,7 @@ def _report(stepno, obs, act, rew, fin, virtual):
 
 class Plain(Actor):
     "Discrete(5) actions from what is seen now; no memory."
+
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
         assert hx is None or hx == ()
         new = (obs[..., 2].long() + 2 * obs[..., 1].long() + (rew * (~fin)).long() + stepno) % 5
@@ -171,9 +222,11 @@ class Plain(Actor):
 
 class Present(Plain):
     "As `Plain`, but past actions and rewards do not matter to it."
+
     uses_past = False
 
-    def forward(self, obs, act, rew, fin, **context): return super().forward(obs, act, torch.zeros_like(rew), fin, **context)
+    def forward(self, obs, act, rew, fin, **context):
+        return super().forward(obs, act, torch.zeros_like(rew), fin, **context)
 
 
 class Memory(Actor):
@@ -181,44 +234,56 @@ class Memory(Actor):
 
     `hx = {'sum': [2, B, 3] float32, 'n': [1, B] int64}`. It relies on `reset` and does not look at `fin`.
     """
-    def initial(self, n):
-        return {"sum": torch.full((2, n, 3), 7.), "n": torch.ones(1, n, dtype=torch.int64)}
 
-    def look(self, obs): return obs[..., 2] + 3 * obs[..., 1]
+    def initial(self, n):
+        return {"sum": torch.full((2, n, 3), 7.0), "n": torch.ones(1, n, dtype=torch.int64)}
+
+    def look(self, obs):
+        return obs[..., 2] + 3 * obs[..., 1]
 
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
         lead = fin.shape
-        if hx is None: hx = self.initial(lead[1])
-        total, n, before = hx["sum"], hx["n"], []
+        if hx is None:
+            hx = self.initial(lead[1])
+        total = hx["sum"]
+        n = hx["n"]
+        before = []
         for x in self.look(obs):
             before.append(total[0, :, 0] + n[0])
-            total, n = (total + (x + n[0])[None, :, None]) % 1009, n + 1
+            total = (total + (x + n[0])[None, :, None]) % 1009
+            n = n + 1
         memory = torch.stack(before)
         number = (memory + rew.floor() * (~fin) + stepno).long()
         info = {**_report(stepno, obs, act, rew, fin, virtual), "memory": memory}
         return self.choose(number), {"sum": total, "n": n}, info
 
-    def choose(self, number): return number % 5
+    def choose(self, number):
+        return number % 5
 
     def reset(self, hx, at):
         new = {k: x.clone() for k, x in hx.items()}
-        new["sum"][:, at], new["n"][:, at] = 7., 1
+        new["sum"][:, at], new["n"][:, at] = 7.0, 1
         return new
 
 
 class NestedMemory(Memory):
     "`Memory` for the spaces of `Nested`."
+
     def look(self, obs):
         assert obs["exact"].dtype is torch.float32  # actors are shown float32 for float64
         return obs["place"][..., 2] + 3 * obs["pair"][0] + obs["pair"][1]["pixels"][..., 1, 0]
 
     def choose(self, number):
         steer = torch.stack([number % 7, number % 4], -1).float()
-        return {"gear": number % 3 + 1, "steer": (steer, torch.stack([number % 2, number // 2 % 2], -1).to(torch.int8))}
+        return {
+            "gear": number % 3 + 1,
+            "steer": (steer, torch.stack([number % 2, number // 2 % 2], -1).to(torch.int8)),
+        }
 
 
 class Valued(Plain):
     "`Plain` that reports a value."
+
     def forward(self, obs, act, rew, fin, **context):
         new, hx, info = super().forward(obs, act, rew, fin, **context)
         return new, hx, {**info, "value": judge(obs)}
@@ -226,6 +291,7 @@ class Valued(Plain):
 
 class Shaky(Actor):
     "Draws from torch's global generator, for Box(2) actions; reports what it drew."
+
     uses_past = False
 
     def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
@@ -235,6 +301,7 @@ class Shaky(Actor):
 
 class Constant(Actor):
     "Always answers with `answer`, an action for one environment."
+
     def __init__(self, answer):
         super().__init__()
         self.answer = torch.as_tensor(answer)
@@ -245,7 +312,8 @@ class Constant(Actor):
 
 class Learning(torch.nn.Module):
     "No `Actor`: anything with `step` and `reset`. Reports its one parameter, and chooses the remainder by 5."
-    def __init__(self, answer=0.):
+
+    def __init__(self, answer=0.0):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.tensor(float(answer)))
 
@@ -253,7 +321,8 @@ class Learning(torch.nn.Module):
         number = self.weight.expand(fin.shape).clone()
         return number.long() % 5, (), {"weight": number}
 
-    def reset(self, hx, at): return hx
+    def reset(self, hx, at):
+        return hx
 
 
 def judge(obs):
@@ -263,36 +332,47 @@ def judge(obs):
 
 # --- pipes
 
+
 class Limit(Pipe):
     "The first `n` items."
+
     def __init__(self, pipe, n):
         super().__init__(pipe)
         self.n = n
 
     def stream(self, items):
-        for _ in range(self.n): yield next(items)
+        for _ in range(self.n):
+            yield next(items)
 
 
 class Failing(Pipe):
     "Passes `n` items on, then fails."
+
     def __init__(self, pipe, n):
         super().__init__(pipe)
         self.n = n
 
     def stream(self, items):
         for k, item in enumerate(items):
-            if k == self.n: raise ZeroDivisionError("downstream")
+            if k == self.n:
+                raise ZeroDivisionError("downstream")
             yield item
 
 
 class Brief(Lively):
     "`Lively` whose episodes never terminate."
+
     def step(self, action):
         obs, rew, term, trunc, info = super().step(action)
         return obs, rew, False, term or trunc, info
 
 
-WORLDS = {"plain": (Counting, Plain), "memory": (Counting, Memory), "nested": (Nested, NestedMemory)}
+WORLDS = {
+    "plain": (Counting, Plain),
+    "memory": (Counting, Memory),
+    "nested": (Nested, NestedMemory),
+}
 
 
-def factories(env, plans): return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)]
+def factories(env, plans):
+    return [lambda tag=tag, plan=plan: env(plan, tag) for tag, plan in enumerate(plans)]

@@ -3,6 +3,7 @@
 A case is a generator function without parameters. It yields pairs of a label and a container: batches, metrics, weights. Every leaf
 is recorded by its path, its form (dtype and shape) and the sha256 of its bytes. Cases use only the public names of README and tutorials.
 """
+
 import importlib.util
 import inspect
 import json
@@ -19,20 +20,36 @@ import torch
 # and a path or a message of `REV` that has the old name counts as one with the new. Options go through `tools.named`.
 RENAMED: dict = {}
 # New module -> old module, of those that the cases import. `REV` is asked for the old one.
-MOVED: dict = {"cli.main": "cli", "pipes.data.fragment_ops": "pipes.fragment_ops", "pipes.graph.modules": "pipes.modules",
-               "pipes.graph.torchdata": "pipes.torchdata"}
+MOVED: dict = {
+    "cli.main": "cli",
+    "pipes.data.fragment_ops": "pipes.fragment_ops",
+    "pipes.graph.modules": "pipes.modules",
+    "pipes.graph.torchdata": "pipes.torchdata",
+}
 # Old phrase -> new phrase, of messages that were reworded on purpose.
-REWORDED: dict = {"an id of gymnasium's registry, got": "an id of gymnasium's registry; or one of your own, which a module registers "
-                  "(`gymnasium.register`) that is imported first: `import MODULE`, `--import MODULE`, or the id 'MODULE:NoSuchEnv-v0', got"}
+REWORDED: dict = {
+    "an id of gymnasium's registry, got": "an id of gymnasium's registry; or one of your own, which a module registers "
+    "(`gymnasium.register`) that is imported first: `import MODULE`, `--import MODULE`, or the id 'MODULE:NoSuchEnv-v0', got"
+}
 # New fields, of which `REV` knows nothing. Where one of them is None, that is no difference.
-ADDED: tuple = ("restarts", *(f"config['options']['{name}']" for name in ("action_mask", "reward_scale")))
+ADDED: tuple = (
+    "restarts",
+    *(f"config['options']['{name}']" for name in ("action_mask", "reward_scale")),
+)
 # The groups, by the processes in which they run.
-PROCESSES = (("gradients", "replay", "commands"), ("streams", "episodes", "vector", "transforms", "faults"), ("fork",), ("spawn",))
+PROCESSES = (
+    ("gradients", "replay", "commands"),
+    ("streams", "episodes", "vector", "transforms", "faults"),
+    ("fork",),
+    ("spawn",),
+)
 
 
 def _compare():
     "`rollpipe.pipes.data.compare` of this working tree, whichever package the cases run against."
-    spec = importlib.util.spec_from_file_location("compare", Path(__file__).resolve().parents[2]/"rollpipe/pipes/data/compare.py")
+    spec = importlib.util.spec_from_file_location(
+        "compare", Path(__file__).resolve().parents[2] / "rollpipe/pipes/data/compare.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -44,19 +61,28 @@ leaf, leaves = compare.leaf, compare.leaves
 
 def record(case) -> dict:
     "`dict(leaves=...)` of a case, or `dict(error=..., trace=...)` if it failed."
-    random.seed(0); np.random.seed(0); torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     found = []
     try:
-        for label, tree in case(): found += leaves(label, tree)
-        if len({path for path, *_ in found}) < len(found): raise ValueError("two leaves have the same path")
-    except Exception as e: return dict(error=f"{type(e).__name__}: {e}", trace=traceback.format_exc())
+        for label, tree in case():
+            found += leaves(label, tree)
+        if len({path for path, *_ in found}) < len(found):
+            raise ValueError("two leaves have the same path")
+    except Exception as e:
+        return dict(error=f"{type(e).__name__}: {e}", trace=traceback.format_exc())
     return dict(leaves=found) if found else dict(error="the case yielded nothing", trace="")
 
 
 def cases(group) -> dict:
     "The cases of a group by their names, `group.case`."
     module = importlib.import_module(f"{__name__}.{group}")
-    found = {name: f for name, f in vars(module).items() if inspect.isgeneratorfunction(f) and not name.startswith("_")}
+    found = {
+        name: f
+        for name, f in vars(module).items()
+        if inspect.isgeneratorfunction(f) and not name.startswith("_")
+    }
     return {f"{group}.{name}": f for name, f in found.items() if f.__module__ == module.__name__}
 
 
@@ -68,20 +94,26 @@ def is_wanted(name, only) -> bool:
 def move():
     "Let the modules of an old package be imported by their new names, too."
     for new, old in MOVED.items():
-        try: importlib.import_module(f"rollpipe.{new}")
-        except ModuleNotFoundError: sys.modules[f"rollpipe.{new}"] = importlib.import_module(f"rollpipe.{old}")
+        try:
+            importlib.import_module(f"rollpipe.{new}")
+        except ModuleNotFoundError:
+            sys.modules[f"rollpipe.{new}"] = importlib.import_module(f"rollpipe.{old}")
 
 
 def rename(package):
     "Add the new names to the public modules of an old package, beside the old ones."
-    for module in map(importlib.import_module, (f"{package}.pipes", f"{package}.layers", f"{package}.agents")):
+    for module in map(
+        importlib.import_module, (f"{package}.pipes", f"{package}.layers", f"{package}.agents")
+    ):
         for old, new in RENAMED.items():
-            if hasattr(module, old) and not hasattr(module, new): setattr(module, new, getattr(module, old))
+            if hasattr(module, old) and not hasattr(module, new):
+                setattr(module, new, getattr(module, old))
 
 
 def run(root, out, groups, only):
     "Write a line of JSON for each case of the groups, run against the package in the folder `root`, to the file `out`."
     import rollpipe
+
     if Path(root).resolve() not in Path(rollpipe.__file__).resolve().parents:
         sys.exit(f"rollpipe was imported from {rollpipe.__file__}, and not from {root}")
     move()
@@ -89,4 +121,5 @@ def run(root, out, groups, only):
     torch.set_num_threads(1)
     with open(out, "w") as file:
         for name, case in (item for group in groups for item in cases(group).items()):
-            if is_wanted(name, only): print(json.dumps({name: record(case)}), file=file, flush=True)
+            if is_wanted(name, only):
+                print(json.dumps({name: record(case)}), file=file, flush=True)

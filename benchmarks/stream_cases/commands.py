@@ -1,4 +1,5 @@
 "What the command line leaves in its folder, with the defaults of each algorithm."
+
 import inspect
 import json
 import os
@@ -17,34 +18,115 @@ def _run(*commands):
         before = os.getcwd()
         os.chdir(folder)
         try:
-            for command in commands: yield f"exit code of {command.replace(ENGINE, '')}", main(command.split())
-        finally: os.chdir(before)
+            for command in commands:
+                yield f"exit code of {command.replace(ENGINE, '')}", main(command.split())
+        finally:
+            os.chdir(before)
         run = Path(folder, "run")
-        if not run.exists(): return  # the exit code is part of the record
-        config = json.loads((run/"config.json").read_text())
-        new = ("optimize", "engine", "precondition", "cg_gain", "recurrent", "state_size", "span", "past", "episode_seeds",
-               "n_sampled_goal", "shared", "frames", "average_policy")
-        for option in new: config["options"].pop(option, None)
-        for name in ("exact", "kept", "inexact", "record", "record_limit", "stop_at_return", "patience", "stop_after"):
-            config.pop(name, None)      # they are new, too
-        for name in ("keep", "video_every", "device", "preset", "of_preset", "eval_episodes", "final_episodes"): config.pop(name, None)
+        if not run.exists():
+            return  # the exit code is part of the record
+        config = json.loads((run / "config.json").read_text())
+        new = (
+            "optimize",
+            "engine",
+            "precondition",
+            "cg_gain",
+            "recurrent",
+            "state_size",
+            "span",
+            "past",
+            "episode_seeds",
+            "n_sampled_goal",
+            "shared",
+            "frames",
+            "average_policy",
+        )
+        for option in new:
+            config["options"].pop(option, None)
+        for name in (
+            "exact",
+            "kept",
+            "inexact",
+            "record",
+            "record_limit",
+            "stop_at_return",
+            "patience",
+            "stop_after",
+        ):
+            config.pop(name, None)  # they are new, too
+        for name in (
+            "keep",
+            "video_every",
+            "device",
+            "preset",
+            "of_preset",
+            "eval_episodes",
+            "final_episodes",
+        ):
+            config.pop(name, None)
         yield "config", config
-        for k, line in enumerate((run/"metrics.jsonl").read_text().splitlines()):
-            yield f"record {k}", {name: x for name, x in json.loads(line).items() if "seconds" not in name and "_per_s" not in name}
-        weights = load_file(run/"checkpoint.safetensors")
-        yield "weights", {name: x for name, x in weights.items() if not name.startswith("stream.")}  # the state of the stream is new
+        for k, line in enumerate((run / "metrics.jsonl").read_text().splitlines()):
+            yield (
+                f"record {k}",
+                {
+                    name: x
+                    for name, x in json.loads(line).items()
+                    if "seconds" not in name and "_per_s" not in name
+                },
+            )
+        weights = load_file(run / "checkpoint.safetensors")
+        yield (
+            "weights",
+            {name: x for name, x in weights.items() if not name.startswith("stream.")},
+        )  # the state of the stream is new
 
 
-ENGINE = " --engine torch" if "engine" in inspect.signature(rollouts).parameters else ""  # ONNX Runtime has other last bits
+ENGINE = (
+    " --engine torch" if "engine" in inspect.signature(rollouts).parameters else ""
+)  # ONNX Runtime has other last bits
 
 
-def _train(algorithm, env="CartPole-v1"): return _run(f"train {algorithm} {env} --steps 1k --seed 0 --out run{ENGINE}")
-def trpo(): yield from _train("trpo", "Pendulum-v1")
-def npg(): yield from _train("npg")
-def reinforce(): yield from _train("reinforce")
-def a2c(): yield from _train("a2c")
-def ppo(): yield from _train("ppo")
-def vtrace(): yield from _train("vtrace")
-def dqn(): yield from _train("dqn")
-def workers(): yield from _run("train ppo CartPole-v1 --steps 1k --seed 0 --lanes 2 --n-steps 32 --workers 2 --lag 1 --out run" + ENGINE)
-def resumed(): yield from _run("train a2c CartPole-v1 --steps 500 --seed 0 --out run" + ENGINE, "train --resume run --steps 1k")
+def _train(algorithm, env="CartPole-v1"):
+    return _run(f"train {algorithm} {env} --steps 1k --seed 0 --out run{ENGINE}")
+
+
+def trpo():
+    yield from _train("trpo", "Pendulum-v1")
+
+
+def npg():
+    yield from _train("npg")
+
+
+def reinforce():
+    yield from _train("reinforce")
+
+
+def a2c():
+    yield from _train("a2c")
+
+
+def ppo():
+    yield from _train("ppo")
+
+
+def vtrace():
+    yield from _train("vtrace")
+
+
+def dqn():
+    yield from _train("dqn")
+
+
+def workers():
+    yield from _run(
+        "train ppo CartPole-v1 --steps 1k --seed 0 --lanes 2 --n-steps 32 --workers 2 --lag 1 --out run"
+        + ENGINE
+    )
+
+
+def resumed():
+    yield from _run(
+        "train a2c CartPole-v1 --steps 500 --seed 0 --out run" + ENGINE,
+        "train --resume run --steps 1k",
+    )

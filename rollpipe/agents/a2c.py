@@ -18,7 +18,8 @@ class A2C(ScaledAdvantages, ActorCriticLearner):
     Source: Mnih et al. 2016, "Asynchronous Methods for Deep Reinforcement Learning", https://arxiv.org/abs/1602.01783; here with
     one learner for all environments, Adam, and generalised advantages.
     """
-    normalize_adv: bool = False     # in a short batch, normalisation mostly amplifies noise
+
+    normalize_adv: bool = False  # in a short batch, normalisation mostly amplifies noise
     lr: float = 1e-3
     critic_lr: float | None = 1e-2
 

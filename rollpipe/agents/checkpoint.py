@@ -7,7 +7,8 @@ __all__ = ['FORMAT_VERSION', 'Checkpoint', 'save_checkpoint', 'load_checkpoint',
            'keep_checkpoint']
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #845fdc30
-import math, re
+import math
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class Checkpoint(NamedTuple):
         pipes: name -> state of a pipe that learns; None: there is none
         stream: state of the stream, with which a resumed training goes on exactly; None: it begins new episodes
     """
+
     config: dict
     counters: dict
     agent_state: dict
@@ -41,11 +43,22 @@ class Checkpoint(NamedTuple):
         "The bytes of the file. Raises `CheckpointError` for a leaf that cannot be stored."
         optional = dict(evaluated=self.evaluated, pipes=self.pipes or None, stream=self.stream)
         more = {name: x for name, x in optional.items() if x is not None}
-        return pack("checkpoint", FORMAT_VERSION, dict(config=self.config, counters=self.counters, agent=self.agent_state, **more))
+        return pack(
+            "checkpoint",
+            FORMAT_VERSION,
+            dict(config=self.config, counters=self.counters, agent=self.agent_state, **more),
+        )
 
 
-def save_checkpoint(path: str | Path, agent: Any, config: dict | None = None, counters: dict | None = None, evaluated: dict | None = None,
-                    pipes: dict | None = None, stream: dict | None = None) -> None:
+def save_checkpoint(
+    path: str | Path,
+    agent: Any,
+    config: dict | None = None,
+    counters: dict | None = None,
+    evaluated: dict | None = None,
+    pipes: dict | None = None,
+    stream: dict | None = None,
+) -> None:
     """Write a `Checkpoint` into one safetensors file, atomically. Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`.
 
     Args:
@@ -53,7 +66,12 @@ def save_checkpoint(path: str | Path, agent: Any, config: dict | None = None, co
         agent: has `state_dict()`: actor, critic, optimisers, normalisers, random state
         config: see `Checkpoint`, like the others; None: an empty one
     """
-    write_atomically(path, Checkpoint(config or {}, counters or {}, agent.state_dict(), evaluated, pipes, stream).data())
+    write_atomically(
+        path,
+        Checkpoint(
+            config or {}, counters or {}, agent.state_dict(), evaluated, pipes, stream
+        ).data(),
+    )
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #1ab5452f
 def load_checkpoint(path: str | Path) -> Checkpoint:
@@ -63,13 +81,20 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     Args:
         path: file that `save_checkpoint` wrote
     """
-    try: found = unpack(path, "checkpoint", FORMAT_VERSION)
+    try:
+        found = unpack(path, "checkpoint", FORMAT_VERSION)
     except CheckpointError as e:
-        if kept := last_kept(Path(path).parent/"checkpoints"): e.problem += f"; beside it, {kept} is the newest that was kept"
+        if kept := last_kept(Path(path).parent / "checkpoints"):
+            e.problem += f"; beside it, {kept} is the newest that was kept"
         raise
     if lacking := {"config", "counters", "agent"} - found.keys():
         raise CheckpointError(f"{path}: damaged metadata ({', '.join(sorted(lacking))} is missing)")
-    return Checkpoint(found["config"], found["counters"], found["agent"], *map(found.get, ("evaluated", "pipes", "stream")))
+    return Checkpoint(
+        found["config"],
+        found["counters"],
+        found["agent"],
+        *map(found.get, ("evaluated", "pipes", "stream")),
+    )
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #0e6bc062
 class Snapshot:
@@ -79,11 +104,13 @@ class Snapshot:
         agent: has `state_dict()`
         pipes: name -> state of a pipe that learns
     """
+
     def __init__(self, agent: Any, pipes: dict | None = None):
         tensors: dict = {}
         self.state, self.pipes = decode(encode((agent.state_dict(), pipes), tensors), tensors)
 
-    def state_dict(self) -> dict: return self.state
+    def state_dict(self) -> dict:
+        return self.state
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #6929a3cd
 _KEPT = re.compile(r"checkpoint-(\d{9,})\.safetensors")  # the number of steps
@@ -98,7 +125,11 @@ def kept_checkpoints(folder: str | Path) -> dict:
     Returns:
         dict: number of steps -> path, in ascending order
     """
-    found = [(int(match[1]), path) for path in Path(folder).glob("*") if (match := _KEPT.fullmatch(path.name))]
+    found = [
+        (int(match[1]), path)
+        for path in Path(folder).glob("*")
+        if (match := _KEPT.fullmatch(path.name))
+    ]
     return dict(sorted(found))
 
 
@@ -109,7 +140,9 @@ def last_kept(folder: str | Path, steps: float = math.inf) -> Path | None:
         folder: it need not exist
         steps: largest number of steps that it may have
     """
-    return next((path for n, path in reversed(kept_checkpoints(folder).items()) if n <= steps), None)
+    return next(
+        (path for n, path in reversed(kept_checkpoints(folder).items()) if n <= steps), None
+    )
 
 
 def keep_checkpoint(folder: str | Path, data: bytes, steps: int, n: int) -> None:
@@ -122,5 +155,6 @@ def keep_checkpoint(folder: str | Path, data: bytes, steps: int, n: int) -> None
         n: number of checkpoints that stay
     """
     Path(folder).mkdir(exist_ok=True)
-    write_atomically(Path(folder)/f"checkpoint-{steps:09}.safetensors", data)
-    for path in list(kept_checkpoints(folder).values())[:-n]: path.unlink(missing_ok=True)
+    write_atomically(Path(folder) / f"checkpoint-{steps:09}.safetensors", data)
+    for path in list(kept_checkpoints(folder).values())[:-n]:
+        path.unlink(missing_ok=True)

@@ -28,10 +28,12 @@ def explained_variance(pred: Tensor, target: Tensor) -> float:
         pred: values [N]
         target: returns [N]
     """
-    if not target.numel(): return float('nan')
-    pred, target = pred.detach().double(), target.double()
+    if not target.numel():
+        return float("nan")
+    pred = pred.detach().double()
+    target = target.double()
     spread = float(target.var(correction=0))
-    return 1 - float((target - pred).var(correction=0)) / spread if spread > 0 else float('nan')
+    return 1 - float((target - pred).var(correction=0)) / spread if spread > 0 else float("nan")
 
 # %% ../../nbs/agents/04_critics.ipynb #dcc1462c
 def valid_rows(tree: Any, valid: Tensor | None, dims: int) -> Any:
@@ -42,14 +44,16 @@ def valid_rows(tree: Any, valid: Tensor | None, dims: int) -> Any:
         valid: which rows count, bool [*lead]; None: all
         dims: number of leading dimensions
     """
-    if valid is None: return nested.map(lambda x: x.flatten(0, dims - 1), tree)
+    if valid is None:
+        return nested.map(lambda x: x.flatten(0, dims - 1), tree)
     return nested.map(lambda x: x[valid], tree)
 
 # %% ../../nbs/agents/04_critics.ipynb #30b1d943
 @torch.enable_grad()
 def _step(critic, optimizer, params, obs, target, scale) -> None:
     "One step of the optimiser on the rows of all ranks. The rows of this rank are `obs` [M, ...] and `target` [M]."
-    for p in params: p.grad = None     # as `zero_grad`, but 7 us faster: REINFORCE's update takes 4 % less
+    for p in params:
+        p.grad = None  # as `zero_grad`, but 7 us faster: REINFORCE's update takes 4 % less
     loss = ((critic(obs) - target) / scale).square().mean()
     loss.backward()
     ranks.mean_of_all(loss, len(target), params=params)
@@ -62,36 +66,62 @@ def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float
     parts = [slice(i, i + rows) for i in range(0, len(target), rows)]
     pred = torch.cat([critic(nested.getitem(obs, part)) for part in parts])
     if pred.shape != target.shape:
-        raise DataError('critic: wrong shape', expected=f'one value per row {list(target.shape)}', got=describe(pred))
+        raise DataError(
+            "critic: wrong shape",
+            expected=f"one value per row {list(target.shape)}",
+            got=describe(pred),
+        )
     pred, target = ranks.joined(pred, target)
     return float(((pred - target) / scale).square().mean()), explained_variance(pred, target)
 
 # %% ../../nbs/agents/04_critics.ipynb #3252c931
 class _Kept:
     "A copy of the parameters and the state of an optimiser, which can be restored."
+
     def __init__(self, optimizer):
         self.optimizer = optimizer
-        self.state = nested.map(lambda x: x.clone() if isinstance(x, Tensor) else x, optimizer.state_dict())
-        self.params = [p for group in optimizer.param_groups for p in group['params']]
+        self.state = nested.map(
+            lambda x: x.clone() if isinstance(x, Tensor) else x, optimizer.state_dict()
+        )
+        self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.values = [p.detach().clone() for p in self.params]
 
     def is_finite(self) -> bool:
         "Are the parameters, and the optimiser's averages, finite now? An infinite average of squares would stop learning for ever."
-        states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        states = [
+            x
+            for state in self.optimizer.state.values()
+            for x in state.values()
+            if isinstance(x, Tensor)
+        ]
         return all(bool(x.isfinite().all()) for x in (*self.params, *states))
 
     @torch.no_grad()
     def restore(self) -> None:
-        for p, value in zip(self.params, self.values): p.copy_(value)
+        for p, value in zip(self.params, self.values):
+            p.copy_(value)
         self.optimizer.load_state_dict(self.state)
 
     def error(self, target, when) -> DataError:
-        return DataError(f"the critic's error is not finite {when}", leaf='critic_loss', expected="a finite mean of squares",
-                         got=f"returns of up to {float(target.abs().amax()):.1e}")
+        return DataError(
+            f"the critic's error is not finite {when}",
+            leaf="critic_loss",
+            expected="a finite mean of squares",
+            got=f"returns of up to {float(target.abs().amax()):.1e}",
+        )
 
 # %% ../../nbs/agents/04_critics.ipynb #e7b5d0d8
-def fit_critic(critic: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer, obs: Any, target: Tensor, *, valid: Tensor | None = None,
-               epochs: int = 4, minibatch: int | None = None, generator: torch.Generator | None = None) -> dict[str, float]:
+def fit_critic(
+    critic: Callable[[Any], Tensor],
+    optimizer: torch.optim.Optimizer,
+    obs: Any,
+    target: Tensor,
+    *,
+    valid: Tensor | None = None,
+    epochs: int = 4,
+    minibatch: int | None = None,
+    generator: torch.Generator | None = None,
+) -> dict[str, float]:
     """Minimise the mean squared error of `critic` on `target`, in units of `critic.ret_std` where there is one.
 
     Returns `critic_loss_before`, `critic_loss` (both in those units), `explained_variance` (before),
@@ -112,12 +142,17 @@ def fit_critic(critic: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer
             stay finite; then the critic keeps its old weights.
     """
     place, n = ranks.places(torch.ones_like(target, dtype=torch.bool) if valid is None else valid)
-    obs, target = valid_rows(obs, valid, target.ndim), valid_rows(target, valid, target.ndim)
-    if not len(target): raise DataError('no valid row to fit the critic on')
-    if not target.isfinite().all(): raise DataError('non-finite value', leaf='target', expected='finite returns')
-    scale = float(getattr(critic, 'ret_std', 1.0))
-    before, kept = _measure(critic, obs, target, scale), _Kept(optimizer)
-    if not isfinite(before[0]): raise kept.error(target, "before it is fitted")
+    obs = valid_rows(obs, valid, target.ndim)
+    target = valid_rows(target, valid, target.ndim)
+    if not len(target):
+        raise DataError("no valid row to fit the critic on")
+    if not target.isfinite().all():
+        raise DataError("non-finite value", leaf="target", expected="finite returns")
+    scale = float(getattr(critic, "ret_std", 1.0))
+    before = _measure(critic, obs, target, scale)
+    kept = _Kept(optimizer)
+    if not isfinite(before[0]):
+        raise kept.error(target, "before it is fitted")
     parts = max(1, round(n / (minibatch or min(max(n // 64, 128), 512))))
     for _ in range(epochs):
         order = torch.randperm(n, generator=generator).to(target.device)
@@ -128,8 +163,13 @@ def fit_critic(critic: Callable[[Any], Tensor], optimizer: torch.optim.Optimizer
     if not (isfinite(after[0]) and kept.is_finite()):
         kept.restore()
         raise kept.error(target, "while it is fitted; it has its former weights")
-    return dict(critic_loss_before=before[0], critic_loss=after[0], explained_variance=before[1],
-                explained_variance_after=after[1], critic_steps=float(epochs * parts))
+    return dict(
+        critic_loss_before=before[0],
+        critic_loss=after[0],
+        explained_variance=before[1],
+        explained_variance_after=after[1],
+        critic_steps=float(epochs * parts),
+    )
 
 # %% ../../nbs/agents/04_critics.ipynb #90bf5c53
 def critic_inputs(critic: Any, batch: Fragment) -> Any:
@@ -140,16 +180,25 @@ def critic_inputs(critic: Any, batch: Fragment) -> Any:
         batch: [T, B]
     """
     obs = observations(batch)
-    return critic.inputs(obs, nested.getitem(batch.actor, slice(-1))) if hasattr(critic, 'inputs') else obs
+    return (
+        critic.inputs(obs, nested.getitem(batch.actor, slice(-1)))
+        if hasattr(critic, "inputs")
+        else obs
+    )
 
 
 def check_apart(owner: Any, actor: torch.nn.Module, critic: torch.nn.Module | None) -> None:
     "Raise `DataError` if a weight that learns is in both networks. The `owner` takes steps of each of them apart from the other."
     mine = {id(p) for p in actor.parameters() if p.requires_grad}
     for name, p in critic.named_parameters() if critic is not None else ():
-        if id(p) not in mine: continue
-        raise DataError(f"{type(owner).__name__}: a step of the critic would change the policy, too", leaf=f"critic.{name}",
-                        expected="a network of its own", got="a weight of the policy")
+        if id(p) not in mine:
+            continue
+        raise DataError(
+            f"{type(owner).__name__}: a step of the critic would change the policy, too",
+            leaf=f"critic.{name}",
+            expected="a network of its own",
+            got="a weight of the policy",
+        )
 
 
 def observations(batch: Fragment) -> Any:

@@ -26,8 +26,11 @@ class DQN(DeepQLearner):
     Args:
         huber: TD errors beyond this limit count linearly; None: all errors are squared
     """
+
     huber: float | None = number(1.0, 1e-6, inf, changes=True)
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "See `td`."
-        return td(fragment, self.actor, self.target, weight=weight, huber=self.huber, **self.td_options)
+        return td(
+            fragment, self.actor, self.target, weight=weight, huber=self.huber, **self.td_options
+        )

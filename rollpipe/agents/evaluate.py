@@ -38,7 +38,7 @@ def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
         n_episodes: total number of episodes
         n_envs: number of environments side by side
     """
-    return np.array([n_episodes//n_envs + (b < n_episodes % n_envs) for b in range(n_envs)])
+    return np.array([n_episodes // n_envs + (b < n_episodes % n_envs) for b in range(n_envs)])
 
 # %% ../../nbs/agents/10_evaluate.ipynb #5eeb8d56
 class _Episodes(NamedTuple):
@@ -52,11 +52,18 @@ class Evaluation(_Episodes):
 
     An episode that was cut off after `max_steps` steps has a partial return: the sum of its rewards up to there.
     """
+
     cut_off: np.ndarray
     trace: Trace | None
 
-    def __new__(cls, returns: np.ndarray, lengths: np.ndarray, terminated: np.ndarray, cut_off: np.ndarray | None = None,
-                trace: Trace | None = None) -> "Evaluation":
+    def __new__(
+        cls,
+        returns: np.ndarray,
+        lengths: np.ndarray,
+        terminated: np.ndarray,
+        cut_off: np.ndarray | None = None,
+        trace: Trace | None = None,
+    ) -> "Evaluation":
         """The result of `evaluate`.
 
         Args:
@@ -67,35 +74,50 @@ class Evaluation(_Episodes):
             trace: the single steps, if asked for
         """
         self = super().__new__(cls, returns, lengths, terminated)
-        self.cut_off, self.trace = np.zeros(len(returns), bool) if cut_off is None else cut_off, trace
+        self.cut_off = np.zeros(len(returns), bool) if cut_off is None else cut_off
+        self.trace = trace
         return self
 
     def _replace(self, **fields: Any) -> "Evaluation":  # pyright: ignore[reportIncompatibleMethodOverride]  it keeps `cut_off` and `trace`
         return Evaluation(*super()._replace(**fields), self.cut_off, self.trace)
 
     @property
-    def mean(self) -> float: return float(self.returns.mean()) if len(self.returns) else float("nan")
+    def mean(self) -> float:
+        return float(self.returns.mean()) if len(self.returns) else float("nan")
+
     @property
-    def median(self) -> float: return float(np.median(self.returns)) if len(self.returns) else float("nan")
+    def median(self) -> float:
+        return float(np.median(self.returns)) if len(self.returns) else float("nan")
+
     @property
     def std(self) -> float:
         "Sample standard deviation of one episode's return; `nan` for a single episode."
         return float(self.returns.std(ddof=1)) if len(self.returns) > 1 else float("nan")
+
     @property
     def stderr(self) -> float:
         "Standard error of `mean`."
-        return self.std/max(1, len(self.returns))**.5
+        return self.std / max(1, len(self.returns)) ** 0.5
+
     def __str__(self):
-        if not len(self.returns): return "no whole episode"
+        if not len(self.returns):
+            return "no whole episode"
         if len(self.returns) == 1:
-            return f"return {self.mean:.1f} of one episode of {self.lengths[0]} steps" + (", cut off" if self.cut_off[0] else "")
-        text = (f"return {self.mean:.1f} +- {self.stderr:.1f} (mean, standard error of {len(self.returns)} episodes; "
-                f"min {self.returns.min():.1f}, max {self.returns.max():.1f}; mean length {self.lengths.mean():.1f}")
-        return text + (f"; {self.cut_off.sum()} cut off, with partial returns)" if self.cut_off.any() else ")")
+            return f"return {self.mean:.1f} of one episode of {self.lengths[0]} steps" + (
+                ", cut off" if self.cut_off[0] else ""
+            )
+        text = (
+            f"return {self.mean:.1f} +- {self.stderr:.1f} (mean, standard error of {len(self.returns)} episodes; "
+            f"min {self.returns.min():.1f}, max {self.returns.max():.1f}; mean length {self.lengths.mean():.1f}"
+        )
+        return text + (
+            f"; {self.cut_off.sum()} cut off, with partial returns)" if self.cut_off.any() else ")"
+        )
 
 # %% ../../nbs/agents/10_evaluate.ipynb #aa4d7049
 class _CutOff(gym.Wrapper):
     "Truncates an episode after `max_steps` steps; `cut` tells whether this limit ended the episode at the last step."
+
     cut = False
 
     def __init__(self, env, max_steps):
@@ -115,16 +137,25 @@ class _CutOff(gym.Wrapper):
 
 class _Cutter:
     "A factory of one environment whose episodes are cut off after `max_steps` steps."
+
     def __init__(self, factory, max_steps, closes):
-        self.factory, self.max_steps, self.closes = factory, max_steps, closes
-        self.__name__ = getattr(factory, 'name', None) or factory.__name__
+        self.factory = factory
+        self.max_steps = max_steps
+        self.closes = closes
+        self.__name__ = getattr(factory, "name", None) or factory.__name__
 
     def __call__(self, seed=None):
         env = self.factory(seed)
         if is_vector(env):
-            if self.closes: env.close()
-            raise EnvError("the episodes of a vector cannot be cut off", leaf="on_limit", env=self.__name__,
-                           expected="on_limit='raise', or single environments", got=type(env).__name__)
+            if self.closes:
+                env.close()
+            raise EnvError(
+                "the episodes of a vector cannot be cut off",
+                leaf="on_limit",
+                env=self.__name__,
+                expected="on_limit='raise', or single environments",
+                got=type(env).__name__,
+            )
         self.env = _CutOff(env, self.max_steps)
         return self.env
 
@@ -133,22 +164,31 @@ def _play(ticks: Iterable, quota, max_steps, rows=None) -> Iterator:
     "Yield `(environment, return, length, terminated)` of each episode, until every environment has finished its `quota` `[n_envs]`."
     sums = EpisodeSums(len(quota))
     for tick in ticks:
-        if rows: rows.add(tick, tick.valid & (sums.count < quota))
+        if rows:
+            rows.add(tick, tick.valid & (sums.count < quota))
         sums.add(tick.next.rew, tick.valid)
         for b, ret, length in sums.end(tick.next.fin & tick.valid):
-            if sums.count[b] <= quota[b]: yield b, ret, length, bool(tick.term[b])
-        if (sums.count >= quota).all(): return
+            if sums.count[b] <= quota[b]:
+                yield b, ret, length, bool(tick.term[b])
+        if (sums.count >= quota).all():
+            return
         if (too_long := (sums.length >= max_steps) & (sums.count < quota)).any():
-            raise EnvError("the episode does not end", env=int(np.argmax(too_long)), got=f"{max_steps} steps",
-                           expected="a time limit in the environment, on_limit='cut', or a larger max_steps")
+            raise EnvError(
+                "the episode does not end",
+                env=int(np.argmax(too_long)),
+                got=f"{max_steps} steps",
+                expected="a time limit in the environment, on_limit='cut', or a larger max_steps",
+            )
 
 
 def _until_closed(ticks: Iterator, window: Window) -> Iterator:
     "The ticks until the user closes the window."
     try:
-        while not window.closed: yield next(ticks)
+        while not window.closed:
+            yield next(ticks)
     except EnvError:
-        if not window.closed: raise
+        if not window.closed:
+            raise
 
 # %% ../../nbs/agents/10_evaluate.ipynb #a3d33c41
 def check_limit(max_steps: int, on_limit: str, pipe: Any = None) -> None:
@@ -161,21 +201,44 @@ def check_limit(max_steps: int, on_limit: str, pipe: Any = None) -> None:
     """
     check_integer("max_steps", max_steps, pipe=pipe, leaf="max_steps")
     if on_limit not in ("raise", "cut"):
-        raise DataError("out of range", pipe=pipe, leaf="on_limit", expected="'raise' or 'cut'", got=describe(on_limit))
+        raise DataError(
+            "out of range",
+            pipe=pipe,
+            leaf="on_limit",
+            expected="'raise' or 'cut'",
+            got=describe(on_limit),
+        )
 
 
 def _sources(env, n_episodes, n_envs, env_kwargs, render=None):
     "One factory for each environment of `evaluate`."
     sources = list(env) if isinstance(env, (list, tuple)) else [env]
-    if n_envs is None and render: n_envs = len(sources)
-    elif n_envs is None and not instances_in(sources): n_envs = max(len(sources), min(n_episodes, 8)//len(sources)*len(sources))
+    if n_envs is None and render:
+        n_envs = len(sources)
+    elif n_envs is None and not instances_in(sources):
+        n_envs = max(len(sources), min(n_episodes, 8) // len(sources) * len(sources))
     return env_sources(sources, n_envs, env_kwargs)
 
 # %% ../../nbs/agents/10_evaluate.ipynb #b885e91a
-def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None = None, deterministic: bool = True, seed: int | None = None,
-             record: str | Path | None = None, record_episodes: int = 1, env_kwargs: dict | None = None, render: str | None = None,
-             max_steps: int = 100_000, on_limit: str = "raise", trace: bool = False, on_episode: Callable | None = None, close: bool = True,
-             device: Any = None) -> Evaluation:
+def evaluate(
+    env: Any,
+    actor: Any,
+    n_episodes: int = 20,
+    *,
+    n_envs: int | None = None,
+    deterministic: bool = True,
+    seed: int | None = None,
+    record: str | Path | None = None,
+    record_episodes: int = 1,
+    env_kwargs: dict | None = None,
+    render: str | None = None,
+    max_steps: int = 100_000,
+    on_limit: str = "raise",
+    trace: bool = False,
+    on_episode: Callable | None = None,
+    close: bool = True,
+    device: Any = None,
+) -> Evaluation:
     """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and the errors of `EnvStepper`.
 
     If the window is closed, the result holds the episodes that have ended by then, perhaps none. The global random generators of Python,
@@ -200,34 +263,67 @@ def evaluate(env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None =
         device: the actor's device, if not the host
     """
     check_limit(max_steps, on_limit)
-    if n_episodes < 1: raise DataError("nothing to evaluate", expected="n_episodes >= 1", got=str(n_episodes))
+    if n_episodes < 1:
+        raise DataError("nothing to evaluate", expected="n_episodes >= 1", got=str(n_episodes))
     if render not in (None, "human") or render and record is not None:
-        raise DataError("out of range", leaf="render", expected="'human' without record, or None", got=describe(render))
-    sources, recorders, window, cutters = _sources(env, n_episodes, n_envs, env_kwargs, render), [], None, None
+        raise DataError(
+            "out of range",
+            leaf="render",
+            expected="'human' without record, or None",
+            got=describe(render),
+        )
+    sources = _sources(env, n_episodes, n_envs, env_kwargs, render)
+    recorders = []
+    window = None
+    cutters = None
     quota = quotas(n_episodes, sum(source.n_envs for source in sources))
     if record is not None:
         check_film(record)
-        record = Path(record).absolute()     # an environment may change the current folder
+        record = Path(record).absolute()  # an environment may change the current folder
         check_integer("record_episodes", record_episodes)
-        sources = recorders = [FilmRecorder(factory, close, 0 if i else record_episodes) for i, factory in enumerate(sources)]
-    elif render: sources = [window := Window(sources[0], close), *sources[1:]]
-    if on_limit == "cut": sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
-    stepper = EnvStepper(sources, actor, info_keys=(), seed=seed, explore=not deterministic, close=close, device=device)
-    done, rows = [[] for _ in quota], TraceRows(len(quota)) if trace else None
-    states = GlobalRandomStates(stepper.seed_sequence())     # for environments that draw from global generators
+        sources = recorders = [
+            FilmRecorder(factory, close, 0 if i else record_episodes)
+            for i, factory in enumerate(sources)
+        ]
+    elif render:
+        sources = [window := Window(sources[0], close), *sources[1:]]
+    if on_limit == "cut":
+        sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
+    stepper = EnvStepper(
+        sources,
+        actor,
+        info_keys=(),
+        seed=seed,
+        explore=not deterministic,
+        close=close,
+        device=device,
+    )
+    done = [[] for _ in quota]
+    rows = TraceRows(len(quota)) if trace else None
+    states = GlobalRandomStates(
+        stepper.seed_sequence()
+    )  # for environments that draw from global generators
     with states, EvalMode(actor), closing(iter(stepper)) as ticks:  # pyright: ignore[reportArgumentType]  an iterator of a pipe can be closed
-        for b, *episode in _play(_until_closed(ticks, window) if window else ticks, quota, max_steps, rows):
+        for b, *episode in _play(
+            _until_closed(ticks, window) if window else ticks, quota, max_steps, rows
+        ):
             done[b].append((*episode, cutters is not None and cutters[b].env.cut))
-            if on_episode: on_episode(*episode[:2])
-    if record is not None: recorders[0].save(record)
-    columns = list(zip(*(episode for episodes in done for episode in episodes))) or [()]*4
-    columns = [np.array(column, dtype) for column, dtype in zip(columns, (float, np.int64, bool, bool))]
-    return Evaluation(*columns, trace=rows.trace(quota > [len(episodes) for episodes in done]) if rows else None)
+            if on_episode:
+                on_episode(*episode[:2])
+    if record is not None:
+        recorders[0].save(record)
+    columns = list(zip(*(episode for episodes in done for episode in episodes))) or [()] * 4
+    columns = [
+        np.array(column, dtype) for column, dtype in zip(columns, (float, np.int64, bool, bool))
+    ]
+    return Evaluation(
+        *columns, trace=rows.trace(quota > [len(episodes) for episodes in done]) if rows else None
+    )
 
 # %% ../../nbs/agents/10_evaluate.ipynb #a153348b
 def policy_of(agent: Any) -> Any:
     "The policy of a learner that is evaluated and exported: the mean of its weights (`average.policy`) if it keeps one, or else its actor."
-    return agent.actor if getattr(agent, 'average', None) is None else agent.average.policy
+    return agent.actor if getattr(agent, "average", None) is None else agent.average.policy
 
 # %% ../../nbs/agents/10_evaluate.ipynb #27bbf9e4
 class RandomActor(Actor):
@@ -240,16 +336,31 @@ class RandomActor(Actor):
         seed: seed of the actor's own generator; None: torch's global generator, whose state differs between lanes
         action_mask: where the observations say which actions are allowed; None: all are
     """
+
     uses_past = False
 
-    def __init__(self, action_space: gym.Space, seed: int | None = None, action_mask: ActionMask | None = None):
+    def __init__(
+        self,
+        action_space: gym.Space,
+        seed: int | None = None,
+        action_mask: ActionMask | None = None,
+    ):
         super().__init__()
         self.action_mask = action_mask
-        self.space, self.is_seeded = copy.deepcopy(action_space), seed is not None
-        if self.is_seeded: self.space.seed(seed)
+        self.space = copy.deepcopy(action_space)
+        self.is_seeded = seed is not None
+        if self.is_seeded:
+            self.space.seed(seed)
 
     @classmethod
-    def for_env(cls, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None, action_mask: str | None = None) -> "RandomActor":
+    def for_env(
+        cls,
+        env: Any,
+        *,
+        env_kwargs: dict | None = None,
+        seed: int | None = None,
+        action_mask: str | None = None,
+    ) -> "RandomActor":
         """The random actor for an environment.
 
         Args:
@@ -259,18 +370,40 @@ class RandomActor(Actor):
             action_mask: which entry of the observations says which actions are allowed; None: all are
         """
         spaces = spaces_of(env, env_kwargs)
-        actor = cls(spaces[1], seed, None if action_mask is None else ActionMask.of(action_mask, *spaces, cls.__name__))
-        actor.observation_space, actor.action_space = copy.deepcopy(spaces)     # copies, because an environment draws from its own spaces
+        actor = cls(
+            spaces[1],
+            seed,
+            None if action_mask is None else ActionMask.of(action_mask, *spaces, cls.__name__),
+        )
+        actor.observation_space, actor.action_space = copy.deepcopy(
+            spaces
+        )  # copies, because an environment draws from its own spaces
         return actor
 
-    def forward(self, obs: Any, act: Any, rew: Any, fin: torch.Tensor, *, hx: Any, stepno: Any, virtual: bool) -> tuple:
+    def forward(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Any,
+        fin: torch.Tensor,
+        *,
+        hx: Any,
+        stepno: Any,
+        virtual: bool,
+    ) -> tuple:
         space = self.space
         if not self.is_seeded:
-            space = copy.deepcopy(space)    # a copy, because an actor must not change while it acts
-            space.seed(int(torch.randint(2 ** 31, ())))
+            space = copy.deepcopy(space)  # a copy, because an actor must not change while it acts
+            space.seed(int(torch.randint(2**31, ())))
         rows = [nested.map(np.asarray, space.sample()) for _ in range(fin.numel())]
         if (mask := self.action_mask) is not None:
-            masks = mask.opened({mask.name: nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), obs[mask.name])})
+            masks = mask.opened(
+                {mask.name: nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), obs[mask.name])}
+            )
             rows = [mask.draw(space, act, nested.getitem(masks, k)) for k, act in enumerate(rows)]
         rows = nested.stack(rows)
-        return nested.map(lambda x: torch.as_tensor(x).reshape(*fin.shape, *x.shape[1:]), rows), (), {}
+        return (
+            nested.map(lambda x: torch.as_tensor(x).reshape(*fin.shape, *x.shape[1:]), rows),
+            (),
+            {},
+        )

@@ -36,10 +36,12 @@ def clip_gradients(grads: list, max_norm: float | None) -> float:
         grads: tensors, changed in place
         max_norm: largest norm of all of them together; None: no limit
     """
-    if not grads: return 0.
+    if not grads:
+        return 0.0
     norms = torch._foreach_norm(grads)
     norm = torch.linalg.vector_norm(torch.stack([x.to(norms[0].device) for x in norms])).item()
-    if max_norm is not None and max_norm < norm < inf: torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
+    if max_norm is not None and max_norm < norm < inf:
+        torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
     return norm
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #3535ad03
@@ -50,6 +52,7 @@ class _Known(NamedTuple):
         states: the averages of each parameter; None: it has none yet
         counts: the number of steps of each parameter that has averages, 0-dim views of `all_counts`
     """
+
     params: list
     states: list
     counts: list
@@ -58,35 +61,51 @@ class _Known(NamedTuple):
 
 def _known(group, state) -> _Known | None:
     "The `_Known` of a group; None if torch must do its steps. The step counts in `state` become views of one tensor."
-    params = list(group['params'])
-    if len({(p.device, p.dtype) for p in params}) != 1 or params[0].is_complex(): return None
+    params = list(group["params"])
+    if len({(p.device, p.dtype) for p in params}) != 1 or params[0].is_complex():
+        return None
     states = [state.get(p) or None for p in params]
     found = [x for x in states if x is not None]
-    all_counts = torch.stack([x['step'] for x in found]) if found else torch.empty(0)
+    all_counts = torch.stack([x["step"] for x in found]) if found else torch.empty(0)
     counts = list(all_counts.unbind())
-    for x, count in zip(found, counts): x['step'] = count
+    for x, count in zip(found, counts):
+        x["step"] = count
     return _Known(params, states, counts, all_counts)
 
 
 def _first_state(p) -> dict:
     "The initial state of torch's fused Adam for a parameter. To make it, torch would import its compiler, which takes a second."
-    return dict(step=torch.zeros((), dtype=torch.float32, device=p.device), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    return dict(
+        step=torch.zeros((), dtype=torch.float32, device=p.device),
+        exp_avg=torch.zeros_like(p),
+        exp_avg_sq=torch.zeros_like(p),
+    )
 
 
 def _is_plain(group) -> bool:
     "Does the group have only options that `Adam` supports?"
-    return group['fused'] and isinstance(group['lr'], float) and not (
-        group['amsgrad'] or group['maximize'] or group['capturable'] or group['differentiable'] or group.get('decoupled_weight_decay'))
+    return (
+        group["fused"]
+        and isinstance(group["lr"], float)
+        and not (
+            group["amsgrad"]
+            or group["maximize"]
+            or group["capturable"]
+            or group["differentiable"]
+            or group.get("decoupled_weight_decay")
+        )
+    )
 
 
 def _unwrapped(method: Any) -> Any:
     "An optimiser's method without torch's decorator, which would import torch's compiler; that takes a second."
-    return getattr(method, '__wrapped__', method)
+    return getattr(method, "__wrapped__", method)
 
 
 def _count_change(params) -> None:
     "Count a change of each parameter, which torch's fused kernels leave out. A `VersionCounter` relies on it."
-    for p in params: increment_version(p)
+    for p in params:
+        increment_version(p)
 
 
 def _same(xs, ys) -> bool:
@@ -101,74 +120,129 @@ class Adam(torch.optim.Adam):
 
     Hooks, closures and rare options (such as `amsgrad`) work as well; then torch does the step.
     """
-    _groups: list = []          # what is known about each group
-    _states: list = []          # the values of `state` for which `_groups` was made
+
+    _groups: list = []  # what is known about each group
+    _states: list = []  # the values of `state` for which `_groups` was made
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         "One step; a parameter without gradient stays. Returns what `closure` returns, if there is one."
         work = self._work() if closure is None and not self._is_watched() else None
-        if work is None: return self._step_of_torch(closure)
+        if work is None:
+            return self._step_of_torch(closure)
         for group, known, rows in work:
             params, grads, states = map(list, zip(*rows))
-            counts = [x['step'] for x in states]
-            if len(counts) == len(known.counts): known.all_counts.add_(1)
-            else: torch._foreach_add_(counts, 1)
-            beta1, beta2 = group['betas']
+            counts = [x["step"] for x in states]
+            if len(counts) == len(known.counts):
+                known.all_counts.add_(1)
+            else:
+                torch._foreach_add_(counts, 1)
+            beta1, beta2 = group["betas"]
             torch._fused_adam_(
-                params, grads, [x['exp_avg'] for x in states], [x['exp_avg_sq'] for x in states], [], counts, lr=group['lr'], beta1=beta1,
-                beta2=beta2, weight_decay=group['weight_decay'], eps=group['eps'], amsgrad=False, maximize=False)
+                params,
+                grads,
+                [x["exp_avg"] for x in states],
+                [x["exp_avg_sq"] for x in states],
+                [],
+                counts,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )
             _count_change(params)
 
     # torch would wrap `step` in a record for the profiler, which takes longer than the step itself.
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    add_param_group, zero_grad = _unwrapped(torch.optim.Adam.add_param_group), _unwrapped(torch.optim.Adam.zero_grad)
+    add_param_group = _unwrapped(torch.optim.Adam.add_param_group)
+    zero_grad = _unwrapped(torch.optim.Adam.zero_grad)
     state_dict = _unwrapped(torch.optim.Adam.state_dict)
 
     def load_state_dict(self, state_dict: dict) -> None:
         "As torch's, also from an `Adam` that has these parameters in other groups, because other learning rates are equal."
-        known = iter([group | dict(params=[p]) for group in state_dict['param_groups'] for p in group['params']])
-        parts = [list(islice(known, len(group['params']))) for group in self.param_groups]
-        groups = [part[0] | dict(params=[p for x in part for p in x['params']]) for part in parts if part]
-        _unwrapped(torch.optim.Adam.load_state_dict)(self, state_dict | dict(param_groups=[*groups, *known]))
+        known = iter(
+            [
+                group | dict(params=[p])
+                for group in state_dict["param_groups"]
+                for p in group["params"]
+            ]
+        )
+        parts = [list(islice(known, len(group["params"]))) for group in self.param_groups]
+        groups = [
+            part[0] | dict(params=[p for x in part for p in x["params"]]) for part in parts if part
+        ]
+        _unwrapped(torch.optim.Adam.load_state_dict)(
+            self, state_dict | dict(param_groups=[*groups, *known])
+        )
 
     def _is_watched(self) -> bool:
         "Does anything else take part in a step: a hook, or a scaler of gradients in half precision?"
-        hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-        return any(hooks) or hasattr(self, 'grad_scale')
+        hooks = (
+            self._optimizer_step_pre_hooks,
+            self._optimizer_step_post_hooks,
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+        return any(hooks) or hasattr(self, "grad_scale")
 
     def _step_of_torch(self, closure):
         step = torch.optim.Adam.step
-        found = (step if hasattr(step, 'hooked') else torch.optim.Optimizer.profile_hook_step(step))(self, closure)
-        for group in self.param_groups: _count_change(p for p in group['params'] if p.grad is not None)
+        found = (
+            step if hasattr(step, "hooked") else torch.optim.Optimizer.profile_hook_step(step)
+        )(self, closure)
+        for group in self.param_groups:
+            _count_change(p for p in group["params"] if p.grad is not None)
         return found
 
     def _work(self) -> list | None:
         "`(group, _Known, [(parameter, gradient, averages), ...])` for each group with gradients; None if torch must do the step."
         if not self._is_known():
-            self._groups, self._states = [_known(group, self.state) for group in self.param_groups], [*self.state.values()]
+            self._groups, self._states = (
+                [_known(group, self.state) for group in self.param_groups],
+                [*self.state.values()],
+            )
         work = []
         for group, known in zip(self.param_groups, self._groups):
-            if known is None or not _is_plain(group): return None
-            rows = [(p, g, x) for p, x in zip(known.params, known.states) if (g := p.grad) is not None]
-            if any(g.is_sparse for _, g, _ in rows): return None
+            if known is None or not _is_plain(group):
+                return None
+            rows = [
+                (p, g, x) for p, x in zip(known.params, known.states) if (g := p.grad) is not None
+            ]
+            if any(g.is_sparse for _, g, _ in rows):
+                return None
             if new := [p for p, _, x in rows if x is None]:
-                for p in new: self.state[p] = _first_state(p)
+                for p in new:
+                    self.state[p] = _first_state(p)
                 return self._work()
-            if rows: work.append((group, known, rows))
+            if rows:
+                work.append((group, known, rows))
         return work
 
     def _is_known(self) -> bool:
         "Do parameters and state still consist of the objects in `_groups`? After `load_state_dict` or a change by hand they do not."
-        if len(self._groups) != len(self.param_groups) or not _same(self.state.values(), self._states): return False
-        return all(known is None or _same(group['params'], known.params) and
-                   _same([x['step'] for x in known.states if x is not None], known.counts)
-                   for group, known in zip(self.param_groups, self._groups))
+        if len(self._groups) != len(self.param_groups) or not _same(
+            self.state.values(), self._states
+        ):
+            return False
+        return all(
+            known is None
+            or _same(group["params"], known.params)
+            and _same([x["step"] for x in known.states if x is not None], known.counts)
+            for group, known in zip(self.param_groups, self._groups)
+        )
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #cca0c256
-def adam_for(actor: torch.nn.Module, critic: torch.nn.Module | None, lr: float, critic_lr: float,
-             apart: bool = False) -> tuple[list, Adam]:
+def adam_for(
+    actor: torch.nn.Module,
+    critic: torch.nn.Module | None,
+    lr: float,
+    critic_lr: float,
+    apart: bool = False,
+) -> tuple[list, Adam]:
     """The trainable parameters of actor and critic, each once, and an `Adam` for them.
 
     Args:
@@ -176,22 +250,39 @@ def adam_for(actor: torch.nn.Module, critic: torch.nn.Module | None, lr: float, 
         critic_lr: learning rate of the parameters that only the critic has
         apart: make two groups even if the two learning rates are equal, because they will not stay so
     """
-    params, groups = [], {}
+    params = []
+    groups = {}
     for module, rate in ((actor, lr), (critic, critic_lr)):
         known = {id(p) for p in params}
-        new = [p for p in module.parameters() if p.requires_grad and id(p) not in known] if module is not None else []
-        if new: groups.setdefault((rate, apart and module is critic), []).extend(new)
+        new = (
+            [p for p in module.parameters() if p.requires_grad and id(p) not in known]
+            if module is not None
+            else []
+        )
+        if new:
+            groups.setdefault((rate, apart and module is critic), []).extend(new)
         params += new
-    return params, Adam([dict(params=group, lr=rate) for (rate, _), group in groups.items()], lr=lr, fused=True)
+    return params, Adam(
+        [dict(params=group, lr=rate) for (rate, _), group in groups.items()], lr=lr, fused=True
+    )
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #10a5d892
 def _laid_out(g, p):
     "The gradient in the memory layout of its parameter, which torch's fused kernels do not check. That of a convolution may have another."
-    return g if g is None or g.is_sparse or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+    return (
+        g if g is None or g.is_sparse or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+    )
 
 
-def descend(params: list, optimizer: torch.optim.Optimizer, max_norm: float | None, loss: torch.Tensor, name: str = 'loss',
-            metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:
+def descend(
+    params: list,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None,
+    loss: torch.Tensor,
+    name: str = "loss",
+    metrics: dict | None = None,
+    n: int | torch.Tensor | None = None,
+) -> dict:
     """One step of `optimizer` that lowers `loss`. Returns the metrics and `grad_norm`, the norm of the gradient before clipping.
 
     If several ranks learn together, the step lowers the mean over the rows of all ranks, and the metrics are those of all rows.
@@ -205,12 +296,20 @@ def descend(params: list, optimizer: torch.optim.Optimizer, max_norm: float | No
         metrics: dict of metric -> number or 0-dim tensor, over the same rows
         n: number of these rows; only several ranks need it
     """
-    for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True)): p.grad = g
+    for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True)):
+        p.grad = g
     loss, metrics = ranks.mean_of_all(loss.detach(), n, metrics, params)
-    for p in params: p.grad = _laid_out(p.grad, p)
-    if not isfinite(loss.item()): raise DataError("non-finite loss", leaf=name, expected="a finite number", got=describe(loss))
+    for p in params:
+        p.grad = _laid_out(p.grad, p)
+    if not isfinite(loss.item()):
+        raise DataError(
+            "non-finite loss", leaf=name, expected="a finite number", got=describe(loss)
+        )
     norm = clip_gradients([p.grad for p in params if p.grad is not None], max_norm)
-    if not norm < inf: raise DataError("non-finite gradient", leaf=name, expected="finite numbers", got=f"norm {norm}")
+    if not norm < inf:
+        raise DataError(
+            "non-finite gradient", leaf=name, expected="finite numbers", got=f"norm {norm}"
+        )
     optimizer.step()
     return metrics | dict(grad_norm=norm)
 
@@ -220,36 +319,54 @@ class GradientLearner(ByAdam, Learner):
 
     `params` are the trainable parameters of actor and critic, each once. `fit` uses the same optimiser.
     """
+
     def __post_init__(self):
         super().__post_init__()
-        apart = 'critic_lr' in self.schedules or 'lr' in self.schedules and self.critic_lr is not None
-        self.params, self.optimizer = adam_for(self.actor, self.critic, self.lr, self.lr_of_critic, apart)
+        apart = (
+            "critic_lr" in self.schedules or "lr" in self.schedules and self.critic_lr is not None
+        )
+        self.params, self.optimizer = adam_for(
+            self.actor, self.critic, self.lr, self.lr_of_critic, apart
+        )
 
     def rates(self) -> list:
         "The group of the actor, if it has something to learn, and that of a critic with a learning rate of its own."
-        names = ['lr'] * any(p.requires_grad for p in self.actor.parameters()) + ['lr' if self.critic_lr is None else 'critic_lr']
+        names = ["lr"] * any(p.requires_grad for p in self.actor.parameters()) + [
+            "lr" if self.critic_lr is None else "critic_lr"
+        ]
         return [*zip(self.optimizer.param_groups, names)]
 
     def set_option(self, name: str, value: Any) -> None:
         "As `ScheduledLearner.set_option`. Raises `DataError` for `lr` if it is `critic_lr`, too, in one group of the optimiser."
-        if name == 'lr' and self.critic_lr is not None and self.shares_group:
-            raise DataError(f"{type(self).__name__}: lr and critic_lr were equal when it was made, so they cannot part", leaf=name,
-                            expected="a learner with another critic_lr, or with None for one that follows lr", got=repr(value))
+        if name == "lr" and self.critic_lr is not None and self.shares_group:
+            raise DataError(
+                f"{type(self).__name__}: lr and critic_lr were equal when it was made, so they cannot part",
+                leaf=name,
+                expected="a learner with another critic_lr, or with None for one that follows lr",
+                got=repr(value),
+            )
         super().set_option(name, value)
 
     @property
     def shares_group(self) -> bool:
         "Have the actor and a critic with parameters of its own one group of the optimiser?"
-        known, groups = {id(p) for p in self.actor.parameters()}, self.optimizer.param_groups
-        return len(groups) == 1 and len({id(p) in known for p in groups[0]['params']}) == 2
+        known = {id(p) for p in self.actor.parameters()}
+        groups = self.optimizer.param_groups
+        return len(groups) == 1 and len({id(p) in known for p in groups[0]["params"]}) == 2
 
-    def step(self, loss: torch.Tensor, name: str = 'loss', metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:
+    def step(
+        self,
+        loss: torch.Tensor,
+        name: str = "loss",
+        metrics: dict | None = None,
+        n: int | torch.Tensor | None = None,
+    ) -> dict:
         "Lower `loss` by one step, with the gradient clipped to `max_grad_norm`. Arguments and result are those of `descend`."
         return descend(self.params, self.optimizer, self.max_grad_norm, loss, name, metrics, n)
 
     def rng(self) -> np.random.Generator:
         "A generator for the order of an update's minibatches. Its seed is drawn from `generator`, which is part of the learner's state."
-        return np.random.default_rng(int(torch.randint(2 ** 62, (), generator=self.generator)))
+        return np.random.default_rng(int(torch.randint(2**62, (), generator=self.generator)))
 
 # %% ../../nbs/agents/09_gradient_learner.ipynb #49a60a42
 class ActorCriticLearner(EntropyBonus, GradientLearner):
@@ -260,14 +377,20 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
         critic: `critic(obs) -> value` (see `Critic`); None: the `value` that the actor reports
         c_value: weight of the critic's loss
     """
+
     c_value: float = number(0.5, changes=True)
     critic_epochs: int = not_offered(0)
-    joins_ranks = True      # see `ranks.distributed`
-    batch_needs = ('adv', 'ret', 'logp')        # value targets without a critic, too: the actor may report values
+    joins_ranks = True  # see `ranks.distributed`
+    batch_needs = (
+        "adv",
+        "ret",
+        "logp",
+    )  # value targets without a critic, too: the actor may report values
 
     def update(self, batch: Fragment) -> dict:
         "One update of policy and critic from a batch; returns metrics (see `METRICS`). Raises `DataError` as `check_batch` does."
-        begun, start = self.begin(batch), perf_counter()
+        begun = self.begin(batch)
+        start = perf_counter()
         metrics = self.explained(batch)
         self.tell_critic(batch)
         metrics |= self.improve(batch)
@@ -289,4 +412,5 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
     def count(self) -> None:
         "Count the update: the versions of actor and critic rise by one."
         bump_version(self.actor)
-        if self.critic is not None: bump_version(self.critic)
+        if self.critic is not None:
+            bump_version(self.critic)

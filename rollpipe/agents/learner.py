@@ -27,7 +27,9 @@ from ..pipes.graph.modules import bump_version, version_of
 from ..pipes.workers.entry import keep_freed_memory
 
 # %% ../../nbs/agents/08_learner.ipynb #a8950165
-LARGEST = torch.finfo(torch.float32).max ** 0.5     # the square of a larger number is infinite; as float16 it is infinite itself
+LARGEST = (
+    torch.finfo(torch.float32).max ** 0.5
+)  # the square of a larger number is infinite; as float16 it is infinite itself
 
 
 def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
@@ -41,34 +43,72 @@ def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
         name: name of the learner in messages
     """
     check_item(batch, Fragment, name)
-    logp = batch.actor.get('logp') if isinstance(batch.actor, dict) else None
-    for need, what in dict(adv='advantages', ret='value targets').items():
+    logp = batch.actor.get("logp") if isinstance(batch.actor, dict) else None
+    for need, what in dict(adv="advantages", ret="value targets").items():
         if need in needs and getattr(batch, need) is None:
-            raise DataError(f"{name}.update needs {what}", leaf=need, expected="an AdvantageBuffer in the pipeline", got="None")
-    if 'logp' in needs and logp is None:
-        raise DataError(f"{name}.update needs log-probabilities", leaf="actor['logp']", expected="float32 [T+1, B]",
-                        got=f"leaves {nested.paths(batch.actor, 'actor')}")
-    if logp is not None: check_logp(logp[:-1], batch.valid, "actor['logp']")
-    if not batch.valid.any(): raise DataError("no valid row in the batch", pipe=name, leaf='valid')
-    rows = {'obs': nested.getitem(batch.state.obs, slice(-1)), 'act': nested.getitem(batch.state.act, slice(1, None)),
-            'rew': batch.state.rew[1:], 'adv': batch.adv, 'ret': batch.ret, "actor['logp']": None if logp is None else logp[:-1]}
+            raise DataError(
+                f"{name}.update needs {what}",
+                leaf=need,
+                expected="an AdvantageBuffer in the pipeline",
+                got="None",
+            )
+    if "logp" in needs and logp is None:
+        raise DataError(
+            f"{name}.update needs log-probabilities",
+            leaf="actor['logp']",
+            expected="float32 [T+1, B]",
+            got=f"leaves {nested.paths(batch.actor, 'actor')}",
+        )
+    if logp is not None:
+        check_logp(logp[:-1], batch.valid, "actor['logp']")
+    if not batch.valid.any():
+        raise DataError("no valid row in the batch", pipe=name, leaf="valid")
+    rows = {
+        "obs": nested.getitem(batch.state.obs, slice(-1)),
+        "act": nested.getitem(batch.state.act, slice(1, None)),
+        "rew": batch.state.rew[1:],
+        "adv": batch.adv,
+        "ret": batch.ret,
+        "actor['logp']": None if logp is None else logp[:-1],
+    }
     for what, tree in rows.items():
         for k, leaf in enumerate(nested.leaves(tree)):
-            if not leaf.is_floating_point() or not leaf.numel() or leaf.abs().amax() < LARGEST: continue
-            wrong = ~(leaf.abs() < LARGEST) & batch.valid.reshape(*batch.valid.shape, *[1] * (leaf.ndim - 2))
-            if not wrong.any(): continue
+            if not leaf.is_floating_point() or not leaf.numel() or leaf.abs().amax() < LARGEST:
+                continue
+            wrong = ~(leaf.abs() < LARGEST) & batch.valid.reshape(
+                *batch.valid.shape, *[1] * (leaf.ndim - 2)
+            )
+            if not wrong.any():
+                continue
             t, b, *rest = wrong.nonzero()[0].tolist()
-            got, lane = leaf[(t, b, *rest)].item(), None if batch.lane is None else int(batch.lane[b])
-            problem, expected = ("too large a", f"at most {LARGEST:.1e}, whose square is finite") if isfinite(got) else (
-                                 "non-finite", "finite numbers where valid")
-            raise DataError(f"{problem} value in the batch", pipe=name, lane=lane, expected=expected, got=str(got),
-                            leaf=f"{nested.paths(tree, what)[k]}{[t, b, *rest]}")
+            got = leaf[(t, b, *rest)].item()
+            lane = None if batch.lane is None else int(batch.lane[b])
+            problem, expected = (
+                ("too large a", f"at most {LARGEST:.1e}, whose square is finite")
+                if isfinite(got)
+                else ("non-finite", "finite numbers where valid")
+            )
+            raise DataError(
+                f"{problem} value in the batch",
+                pipe=name,
+                lane=lane,
+                expected=expected,
+                got=str(got),
+                leaf=f"{nested.paths(tree, what)[k]}{[t, b, *rest]}",
+            )
 
 # %% ../../nbs/agents/08_learner.ipynb #bad4f107
 def _state(x: Any) -> Any:
     "The state of a part of a learner."
-    if isinstance(x, dict): return {name: _state(y) for name, y in x.items()}
-    return dict(x.state_dict()) if hasattr(x, 'state_dict') else x.detach().clone() if isinstance(x, torch.Tensor) else x
+    if isinstance(x, dict):
+        return {name: _state(y) for name, y in x.items()}
+    return (
+        dict(x.state_dict())
+        if hasattr(x, "state_dict")
+        else x.detach().clone()
+        if isinstance(x, torch.Tensor)
+        else x
+    )
 
 
 @torch.no_grad()
@@ -76,10 +116,15 @@ def _restored(x: Any, state: Any) -> Any:
     "The part with this state. Modules, optimisers and tensors are changed in place."
     if isinstance(x, dict):
         if lacking := x.keys() - state.keys():
-            raise DataError("the state lacks a part of the learner", leaf=min(lacking), got=f"parts {sorted(state)}")
+            raise DataError(
+                "the state lacks a part of the learner",
+                leaf=min(lacking),
+                got=f"parts {sorted(state)}",
+            )
         return {name: _restored(y, state[name]) for name, y in x.items()}
-    if not hasattr(x, 'load_state_dict'): return x.copy_(state) if isinstance(x, torch.Tensor) else type(x)(state)
-    x.load_state_dict(copy.deepcopy(state))     # because an optimiser would change these tensors
+    if not hasattr(x, "load_state_dict"):
+        return x.copy_(state) if isinstance(x, torch.Tensor) else type(x)(state)
+    x.load_state_dict(copy.deepcopy(state))  # because an optimiser would change these tensors
     return x
 
 
@@ -92,46 +137,86 @@ class LearnerState(Changing):
         seed: seed of what an update draws, such as the order of minibatches
         average_policy: about how many updates the policy that is evaluated and exported averages its weights over; 0: it has the last ones
     """
+
     actor: Any = field(kw_only=False, repr=False)
     critic: Any = field(default=None, kw_only=False, repr=False)
     seed: int = integer(0, 0)
     average_policy: int = integer(0, 0)
-    actor_needs, actor_kind = ('replay',), 'a `rollpipe.layers.Policy`'     # methods that the actor must have, and a class that has them
-    keeps = ('critic', 'optimizer')     # attributes that are part of the state: modules, optimisers, tensors, numbers, dicts of them
-    trained = ''                        # of a learner that was loaded: in what and for how long; `repr` shows it
+    # methods that the actor must have, and a class that has them
+    actor_needs = ("replay",)
+    actor_kind = "a `rollpipe.layers.Policy`"
+    keeps = (
+        "critic",
+        "optimizer",
+    )  # attributes that are part of the state: modules, optimisers, tensors, numbers, dicts of them
+    trained = ""  # of a learner that was loaded: in what and for how long; `repr` shows it
 
     def __post_init__(self):
-        name, actor, critic = type(self).__name__, self.actor, self.critic
-        keep_freed_memory()      # each update needs as much memory as the one before
+        name = type(self).__name__
+        actor = self.actor
+        critic = self.critic
+        keep_freed_memory()  # each update needs as much memory as the one before
         for method in self.actor_needs:
             if not hasattr(actor, method):
-                raise ActorError(f"{name} needs an actor with `{method}`", expected=self.actor_kind, got=describe(actor).partition('(')[0])
+                raise ActorError(
+                    f"{name} needs an actor with `{method}`",
+                    expected=self.actor_kind,
+                    got=describe(actor).partition("(")[0],
+                )
         if critic is not None and not isinstance(critic, torch.nn.Module):
-            raise DataError(f"{name} fits its critic", leaf='critic', expected="a torch.nn.Module, or None", got=describe(critic))
+            raise DataError(
+                f"{name} fits its critic",
+                leaf="critic",
+                expected="a torch.nn.Module, or None",
+                got=describe(critic),
+            )
         self.plan()
-        self.generator, self.steps = torch.Generator().manual_seed(self.seed), 0
-        self.optimizer: Any = None      # a subclass sets it; it is part of the state
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.steps = 0
+        self.optimizer: Any = None  # a subclass sets it; it is part of the state
         self.average = PolicyAverage(actor, self.average_policy) if self.average_policy else None
 
     def state_dict(self) -> dict:
         "All that is needed to resume training: weights, normalisers, optimiser, version, steps, random state."
-        state = dict(actor=self.actor.state_dict(), version=version_of(self.actor), steps=self.steps, generator=self.generator.get_state())
-        return state | {name: _state(x) for name in (*self.keeps, 'average') if (x := getattr(self, name)) is not None}
+        state = dict(
+            actor=self.actor.state_dict(),
+            version=version_of(self.actor),
+            steps=self.steps,
+            generator=self.generator.get_state(),
+        )
+        return state | {
+            name: _state(x)
+            for name in (*self.keeps, "average")
+            if (x := getattr(self, name)) is not None
+        }
 
     def load_state_dict(self, state: dict) -> None:
         "Restore what `state_dict` returned. An average of the policy that is not in it begins with the weights that are."
-        self.actor.load_state_dict(state['actor'])
-        self.generator.set_state(state['generator'])
-        self.steps = state['steps']
-        bump_version(self.actor, to=state['version'])
+        self.actor.load_state_dict(state["actor"])
+        self.generator.set_state(state["generator"])
+        self.steps = state["steps"]
+        bump_version(self.actor, to=state["version"])
         mine = {name: x for name in self.keeps if (x := getattr(self, name)) is not None}
-        for name, x in _restored(mine, state).items(): setattr(self, name, x)
-        if self.average is not None: self.average.restore(state.get('average'), self.actor)
+        for name, x in _restored(mine, state).items():
+            setattr(self, name, x)
+        if self.average is not None:
+            self.average.restore(state.get("average"), self.actor)
 
     def __repr__(self):
-        if not self.trained: return super().__repr__()
-        networks = {name: network for name in ('actor', 'critic') if isinstance(network := getattr(self, name), torch.nn.Module)}
-        return "\n  ".join([super().__repr__(), f"trained: {self.trained}", *(f"{k}: {_network(x)}" for k, x in networks.items())])
+        if not self.trained:
+            return super().__repr__()
+        networks = {
+            name: network
+            for name in ("actor", "critic")
+            if isinstance(network := getattr(self, name), torch.nn.Module)
+        }
+        return "\n  ".join(
+            [
+                super().__repr__(),
+                f"trained: {self.trained}",
+                *(f"{k}: {_network(x)}" for k, x in networks.items()),
+            ]
+        )
 
 
 def _network(module):
@@ -146,9 +231,10 @@ class ScheduledLearner(LearnerState):
     Args:
         decay_steps: environment steps in which learning rates and trust regions fall linearly to 0; 0: they do not fall
     """
+
     decay_steps: int = number(0)
-    falling = ()            # the other options that fall by `decay_steps`
-    way_down = 'linear'     # how they fall, see `Schedule`
+    falling = ()  # the other options that fall by `decay_steps`
+    way_down = "linear"  # how they fall, see `Schedule`
 
     def rates(self) -> list:
         "Pairs of a group of an optimiser and the option that is its learning rate, or None."
@@ -157,39 +243,57 @@ class ScheduledLearner(LearnerState):
     def set_rates(self) -> dict:
         "Set the options that change, and the learning rates, for the next update. Returns metrics."
         if (n := self.decay_steps) and self.steps >= n:
-            raise DataError(f"{type(self).__name__}: the learning rates have fallen to 0", leaf='decay_steps',
-                            expected=f"more than the {self.steps} steps that it has learned from, or 0", got=str(n))
+            raise DataError(
+                f"{type(self).__name__}: the learning rates have fallen to 0",
+                leaf="decay_steps",
+                expected=f"more than the {self.steps} steps that it has learned from, or 0",
+                got=str(n),
+            )
         now = self.advance()
         for group, name in self.rates():
             schedule = self.schedules.get(name) or n and self.fall_of(group)
-            if schedule: group.update(initial_lr=group.get('initial_lr', group['lr']), lr=schedule(self.steps))
+            if schedule:
+                group.update(
+                    initial_lr=group.get("initial_lr", group["lr"]), lr=schedule(self.steps)
+                )
         told = {f"option/{name}": x for name, x in now.items() if x is not None}
-        return dict(rate_left=Schedule(self.way_down, 1., 0., n)(self.steps)) | told if n else told
+        return (
+            dict(rate_left=Schedule(self.way_down, 1.0, 0.0, n)(self.steps)) | told if n else told
+        )
 
     def fall_of(self, group: dict) -> Schedule | None:
         "How the learning rate of a group falls by `decay_steps`; None: it stays."
-        return Schedule(self.way_down, group.get('initial_lr', group['lr']), 0., self.decay_steps)
+        return Schedule(self.way_down, group.get("initial_lr", group["lr"]), 0.0, self.decay_steps)
 
     def fall(self, name: str, value: Any) -> Schedule | None:
         "How another option falls by `decay_steps`; None: it stays."
-        if self.decay_steps and name in self.falling and value is not None: return Schedule(self.way_down, value, 0., self.decay_steps)
+        if self.decay_steps and name in self.falling and value is not None:
+            return Schedule(self.way_down, value, 0.0, self.decay_steps)
 
     def set_option(self, name: str, value: Any) -> None:
         "As `Changing.set_option`; a learning rate reaches its optimiser. Raises `DataError` for a critic without one of its own."
         groups = [group for group, option in self.rates() if option == name]
-        if name == 'critic_lr' and (value is None or not groups):
-            raise DataError(f"{type(self).__name__}: the critic has no learning rate of its own to change", leaf=name, got=repr(value),
-                            expected="lr, or a number for a learner that was made with a critic and a critic_lr")
+        if name == "critic_lr" and (value is None or not groups):
+            raise DataError(
+                f"{type(self).__name__}: the critic has no learning rate of its own to change",
+                leaf=name,
+                got=repr(value),
+                expected="lr, or a number for a learner that was made with a critic and a critic_lr",
+            )
         super().set_option(name, value)
-        for group in groups: group.update({key: getattr(self, name) for key in ('lr', 'initial_lr') if key in group})
+        for group in groups:
+            group.update({key: getattr(self, name) for key in ("lr", "initial_lr") if key in group})
 
     def load_state_dict(self, state: dict) -> None:
         "As `LearnerState.load_state_dict`. The learning rates are those of this learner: they are options, and no state."
         super().load_state_dict(state)
         for group, name in [x for x in self.rates() if x[1]]:
-            if not (name in self.schedules or self.decay_steps and self.fall_of(group)): group.pop('initial_lr', None)
-            if 'initial_lr' not in group: group['lr'] = getattr(self, name)
-            elif name not in self.schedules: group['initial_lr'] = getattr(self, name)
+            if not (name in self.schedules or self.decay_steps and self.fall_of(group)):
+                group.pop("initial_lr", None)
+            if "initial_lr" not in group:
+                group["lr"] = getattr(self, name)
+            elif name not in self.schedules:
+                group["initial_lr"] = getattr(self, name)
 
 # %% ../../nbs/agents/08_learner.ipynb #91cfde47
 class Learner(ScheduledLearner):
@@ -198,38 +302,61 @@ class Learner(ScheduledLearner):
     Args:
         critic_epochs: passes of the critic over each batch
     """
+
     critic_epochs: int = integer(4)
-    batch_needs = ('adv', 'logp')       # leaves that a batch must have; with 'adv' and a critic, 'ret', too
+    batch_needs = (
+        "adv",
+        "logp",
+    )  # leaves that a batch must have; with 'adv' and a critic, 'ret', too
 
     def __post_init__(self):
         super().__post_init__()
-        if self.critic is None and {'adv', 'ret'} & {*self.batch_needs} == {'adv'} and isinstance(self.actor, SharedPolicy):
-            raise DataError(f"{type(self).__name__} would never fit the values that this policy reports", leaf='actor',
-                            expected="a critic, or a policy without values", got=describe(self.actor))
+        if (
+            self.critic is None
+            and {"adv", "ret"} & {*self.batch_needs} == {"adv"}
+            and isinstance(self.actor, SharedPolicy)
+        ):
+            raise DataError(
+                f"{type(self).__name__} would never fit the values that this policy reports",
+                leaf="actor",
+                expected="a critic, or a policy without values",
+                got=describe(self.actor),
+            )
 
     def update(self, batch: Fragment) -> dict:
         "One update of actor and critic from a batch; returns metrics (see `METRICS`). Raises `DataError` as `check_batch` does."
-        begun, start = self.begin(batch), perf_counter()
+        begun = self.begin(batch)
+        start = perf_counter()
         found = self.improve(batch)
         self.tell_actor(batch)
         metrics = self.report(found)
         bump_version(self.actor)
         policy_done = perf_counter()
-        if self.critic is not None: metrics |= self.fit(batch, self.critic_epochs)
+        if self.critic is not None:
+            metrics |= self.fit(batch, self.critic_epochs)
         self.count_steps(batch)
         self.end()
-        return metrics | begun | dict(seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
+        return (
+            metrics
+            | begun
+            | dict(seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
+        )
 
     def begin(self, batch: Fragment, may_rest: bool = False) -> dict:
         "Check a batch, and set the learning rates for it. Returns metrics. One that `may_rest` may have no valid row: it is only counted."
-        needs = *self.batch_needs, *['ret'] * ('adv' in self.batch_needs and self.critic is not None)
-        if not may_rest or batch.valid.any(): self.check(batch, *needs)
+        needs = (
+            *self.batch_needs,
+            *["ret"] * ("adv" in self.batch_needs and self.critic is not None),
+        )
+        if not may_rest or batch.valid.any():
+            self.check(batch, *needs)
         ranks.check_batches(batch, type(self).__name__)
         return self.provenance(batch) | self.set_rates()
 
     def end(self) -> None:
         "What comes last in an update: its weights count in the average of the policy, and the ranks compare their states."
-        if self.average is not None: self.average.update(self.actor)
+        if self.average is not None:
+            self.average.update(self.actor)
         ranks.check_state(self)
 
     def count_steps(self, batch: Fragment) -> int:
@@ -252,28 +379,45 @@ class Learner(ScheduledLearner):
     def provenance(self, batch: Fragment) -> dict:
         "Metrics of where the batches of all ranks come from: the largest `lag`, and the sum of `lane_restarts` if a lane was lost."
         lag, lost = zip(*ranks.gathered_objects((lag_of(batch, self.actor), lane_restarts(batch))))
-        return dict(lag=max(lag)) | (dict(lane_restarts=sum(x.get('lane_restarts', 0) for x in lost)) if any(lost) else {})
+        return dict(lag=max(lag)) | (
+            dict(lane_restarts=sum(x.get("lane_restarts", 0) for x in lost)) if any(lost) else {}
+        )
 
     def tell_actor(self, batch: Fragment) -> None:
         "Update the actor's normaliser, if it has one, with the observations of a batch. Called once per batch, after its last use."
-        if hasattr(self.actor, 'observe'): self.actor.observe(observations(batch), batch.valid)
+        if hasattr(self.actor, "observe"):
+            self.actor.observe(observations(batch), batch.valid)
 
     def tell_critic(self, batch: Fragment) -> None:
         "Update the critic's normalisers of inputs and of returns, if it has them, once per batch; `tell_actor` updates a shared one."
-        critic, norm = self.critic, getattr(self.critic, 'obs_norm', None)
-        is_shared = norm is not None and norm is getattr(self.actor, 'obs_norm', None)
-        if hasattr(critic, 'observe') and not is_shared: critic.observe(critic_inputs(critic, batch), batch.valid)
-        if hasattr(critic, 'observe_returns') and batch.ret is not None: critic.observe_returns(batch.ret, batch.valid)
+        critic = self.critic
+        norm = getattr(self.critic, "obs_norm", None)
+        is_shared = norm is not None and norm is getattr(self.actor, "obs_norm", None)
+        if hasattr(critic, "observe") and not is_shared:
+            critic.observe(critic_inputs(critic, batch), batch.valid)
+        if hasattr(critic, "observe_returns") and batch.ret is not None:
+            critic.observe_returns(batch.ret, batch.valid)
 
     def explained(self, batch: Fragment) -> dict:
         "Metric: how well the values behind the advantages explain the returns."
-        return dict(explained_variance=explained_variance(*ranks.joined((batch.ret - batch.adv)[batch.valid], batch.ret[batch.valid])))
+        return dict(
+            explained_variance=explained_variance(
+                *ranks.joined((batch.ret - batch.adv)[batch.valid], batch.ret[batch.valid])
+            )
+        )
 
     def fit(self, batch: Fragment, epochs: int) -> dict:
         "Update the critic's normalisers, and regress it on `batch.ret` for `epochs` passes, with `optimizer`. Returns metrics."
         explained = self.explained(batch)
         self.tell_critic(batch)
-        fitted = fit_critic(self.critic, self.optimizer, critic_inputs(self.critic, batch), batch.ret, valid=batch.valid, epochs=epochs,
-                            generator=self.generator)
+        fitted = fit_critic(
+            self.critic,
+            self.optimizer,
+            critic_inputs(self.critic, batch),
+            batch.ret,
+            valid=batch.valid,
+            epochs=epochs,
+            generator=self.generator,
+        )
         bump_version(self.critic)
-        return dict(critic_loss=fitted['critic_loss']) | explained
+        return dict(critic_loss=fitted["critic_loss"]) | explained

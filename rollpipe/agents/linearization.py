@@ -30,14 +30,16 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     "Views into `vector` [D] with the shapes of the tensors in `like`; ValueError if their sizes do not add up to D."
     sizes = [x.numel() for x in like]
-    if vector.shape != (sum(sizes),): raise ValueError(f'expected a vector of {sum(sizes)}, got {list(vector.shape)}')
+    if vector.shape != (sum(sizes),):
+        raise ValueError(f"expected a vector of {sum(sizes)}, got {list(vector.shape)}")
     return [part.view(x.shape) for part, x in zip(vector.split(sizes), like)]
 
 
 @torch.no_grad()
 def assign(params: Sequence[Tensor], vector: Tensor) -> None:
     "Copy `vector` [D] into `params`, in place and bit for bit."
-    for x, value in zip(params, unflatten(vector, params)): x.copy_(value)
+    for x, value in zip(params, unflatten(vector, params)):
+        x.copy_(value)
 
 # %% ../../nbs/agents/01_linearization.ipynb #32bcbbdb
 def _replace_leaves(tree: Any, values) -> Any:
@@ -47,12 +49,16 @@ def _replace_leaves(tree: Any, values) -> Any:
     def replace(x):
         value = next(values)
         return torch.zeros_like(x) if value is None else value
+
     return nested.map(replace, tree)
 
 
 def _grad(outputs, cotangents, inputs, **options):
     "The gradients of the inner product of two lists of tensors. With `grad_outputs`, torch would import sympy, which takes 0.35 s."
-    with torch.enable_grad(): product: Any = sum(torch.dot(x.reshape(-1), c.reshape(-1)) for x, c in zip(outputs, cotangents))
+    with torch.enable_grad():
+        product: Any = sum(
+            torch.dot(x.reshape(-1), c.reshape(-1)) for x, c in zip(outputs, cotangents)
+        )
     return grad(product, inputs, allow_unused=True, **options)
 
 # %% ../../nbs/agents/01_linearization.ipynb #cf499da6
@@ -70,13 +76,17 @@ class Linearization:
     Raises:
         ValueError: if no output depends on a tensor that requires a gradient.
     """
+
     def __init__(self, outputs: Any, params: Sequence[Tensor]):
         # Copies without the graph, because an output that is a view of a parameter would change with it.
         self.outputs = nested.map(lambda x: x.detach().clone(), outputs)
         leaves = nested.leaves(outputs)
-        self._params, self._live = list(params), [i for i, x in enumerate(leaves) if x.requires_grad]
-        if not self._live: raise ValueError('no output depends on a parameter: were they computed under no_grad?')
-        self._graph, self._transpose = [leaves[i] for i in self._live], None
+        self._params = list(params)
+        self._live = [i for i, x in enumerate(leaves) if x.requires_grad]
+        if not self._live:
+            raise ValueError("no output depends on a parameter: were they computed under no_grad?")
+        self._graph = [leaves[i] for i in self._live]
+        self._transpose = None
 
     def vjp(self, cotangent: Any) -> Tensor:
         "J'c [D] for the `cotangent` c, which has the structure and the shapes of `outputs`."
@@ -89,7 +99,8 @@ class Linearization:
         at, pulled = self._transposed()
         values: list[Tensor | None] = [None] * len(nested.leaves(self.outputs))
         if pulled.requires_grad:
-            for i, t in zip(self._live, _grad([pulled], [tangent], at, retain_graph=True)): values[i] = t
+            for i, t in zip(self._live, _grad([pulled], [tangent], at, retain_graph=True)):
+                values[i] = t
         return _replace_leaves(self.outputs, values)
 
     def _transposed(self):
@@ -111,7 +122,9 @@ class Linearization:
         return value.detach(), self.vjp(_replace_leaves(self.outputs, cotangents))
 
 # %% ../../nbs/agents/01_linearization.ipynb #59afec18
-def fisher_product(lin: Linearization, metric: Callable[[Any, Any], Any], weights: float | Tensor) -> Callable[[Tensor], Tensor]:
+def fisher_product(
+    lin: Linearization, metric: Callable[[Any, Any], Any], weights: float | Tensor
+) -> Callable[[Tensor], Tensor]:
     """The function v [D] -> F v [D], with F = sum over the rows of weight * J' metric J, by one `jvp` and one `vjp`.
 
     Args:
@@ -119,11 +132,20 @@ def fisher_product(lin: Linearization, metric: Callable[[Any, Any], Any], weight
         metric: (parameters, tangent) -> Fisher information of each row times tangent
         weights: weights of the rows: one number (1/N for the mean), or a tensor [N] or of the rows' leading shape
     """
+
     def product(v: Tensor) -> Tensor:
-        with torch.no_grad(): pulled = metric(lin.outputs, lin.jvp(v))
-        if not isinstance(weights, Tensor): return lin.vjp(pulled) * weights
+        with torch.no_grad():
+            pulled = metric(lin.outputs, lin.jvp(v))
+        if not isinstance(weights, Tensor):
+            return lin.vjp(pulled) * weights
         per_row = weights
-        return lin.vjp(nested.map(lambda x: x * per_row.reshape(per_row.shape + (1,) * (x.ndim - per_row.ndim)), pulled))
+        return lin.vjp(
+            nested.map(
+                lambda x: x * per_row.reshape(per_row.shape + (1,) * (x.ndim - per_row.ndim)),
+                pulled,
+            )
+        )
+
     return product
 
 # %% ../../nbs/agents/01_linearization.ipynb #84db0d18
@@ -138,10 +160,13 @@ def in_row_blocks(fn: Callable[[Any], Any], tree: Any, size: int = 2048, dim: in
     """
     n = nested.leaves(tree)[0].shape[dim]
     parts = max(1, round(n / size))
-    if parts == 1: return fn(tree)
+    if parts == 1:
+        return fn(tree)
     cuts = [n * i // parts for i in range(parts + 1)]
     before = (slice(None),) * dim
-    return nested.cat([fn(nested.getitem(tree, (*before, slice(i, j)))) for i, j in zip(cuts, cuts[1:])], dim)
+    return nested.cat(
+        [fn(nested.getitem(tree, (*before, slice(i, j)))) for i, j in zip(cuts, cuts[1:])], dim
+    )
 
 # %% ../../nbs/agents/01_linearization.ipynb #c0315cd3
 class LayerCall(NamedTuple):
@@ -152,6 +177,7 @@ class LayerCall(NamedTuple):
         x: input [..., n_in]; None: the output is the weight, repeated
         out: output [..., n_out]
     """
+
     weight: Tensor
     bias: Tensor | None
     x: Tensor | None
@@ -160,18 +186,23 @@ class LayerCall(NamedTuple):
 
 class LayerCalls(TorchFunctionMode):
     "While this mode is active, it records in `calls` each call of a torch function that uses one of `params` like a `LayerCall`."
+
     def __init__(self, params: Sequence[Tensor]):
         super().__init__()
         self.calls: list[LayerCall] = []
         self._known = {id(p) for p in params}
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
+    ) -> Any:
         "Call the function, and record the call if it is a `LayerCall`."
         out = func(*args, **(kwargs or {}))
         given: list[Any] = [*args, None, None, None]
         first, weight, bias = given[:3]
-        if func is functional.linear and id(weight) in self._known: self.calls.append(LayerCall(weight, bias, first, out))
-        elif func in (Tensor.expand, Tensor.expand_as) and id(first) in self._known: self.calls.append(LayerCall(first, None, None, out))
+        if func is functional.linear and id(weight) in self._known:
+            self.calls.append(LayerCall(weight, bias, first, out))
+        elif func in (Tensor.expand, Tensor.expand_as) and id(first) in self._known:
+            self.calls.append(LayerCall(first, None, None, out))
         return out
 
 # %% ../../nbs/agents/01_linearization.ipynb #294a316f
@@ -184,38 +215,56 @@ class ScoreLayer(NamedTuple):
         x: inputs [m, n_in]; 1 for a parameter that is repeated
         g: gradients of the log-probabilities with respect to the outputs, [m, n_out]
     """
+
     weight: int
     bias: int | None
     x: Tensor
     g: Tensor
 
 
-def score_layers(log_prob: Callable[[], Tensor], params: Sequence[Tensor]) -> list[ScoreLayer] | None:
+def score_layers(
+    log_prob: Callable[[], Tensor], params: Sequence[Tensor]
+) -> list[ScoreLayer] | None:
     """The scores of m rows, layer by layer. None if a parameter is used twice, or in another way than in a `LayerCall`.
 
     Args:
         log_prob: computes m log-probabilities in any shape, each from its own row only
         params: tensors that require a gradient
     """
-    with torch.enable_grad(), LayerCalls(params) as record: logp = log_prob()
-    m, place, layers = logp.numel(), {id(p): i for i, p in enumerate(params)}, []
+    with torch.enable_grad(), LayerCalls(params) as record:
+        logp = log_prob()
+    m = logp.numel()
+    place = {id(p): i for i, p in enumerate(params)}
+    layers = []
     gs = grad(logp.sum(), [*(call.out for call in record.calls), *params], allow_unused=True)
-    missing = {i: g for i, g in enumerate(gs[len(record.calls):]) if g is not None}
+    missing = {i: g for i, g in enumerate(gs[len(record.calls) :]) if g is not None}
     for call, g in zip(record.calls, gs):
-        if g is None: continue
+        if g is None:
+            continue
         x = call.out.new_ones(m, 1) if call.x is None else call.x.detach()
-        if g.numel() * x.shape[-1] != m * call.weight.numel() or x.numel() != m * x.shape[-1]: return None
-        weight, bias = place[id(call.weight)], None if call.bias is None else place.get(id(call.bias))
+        if g.numel() * x.shape[-1] != m * call.weight.numel() or x.numel() != m * x.shape[-1]:
+            return None
+        weight = place[id(call.weight)]
+        bias = None if call.bias is None else place.get(id(call.bias))
         layer = ScoreLayer(weight, bias, x.reshape(m, -1), g.reshape(m, -1))
         for i, part in (weight, layer.g.T @ layer.x), (bias, layer.g.sum(0)):
-            if i is None: continue
-            whole = missing.pop(i, None)    # equal to `part` if the parameter is used in this layer only
-            if whole is None or not (part.view_as(whole) - whole).abs().max() <= 1e-3 * whole.abs().max(): return None
+            if i is None:
+                continue
+            whole = missing.pop(
+                i, None
+            )  # equal to `part` if the parameter is used in this layer only
+            if (
+                whole is None
+                or not (part.view_as(whole) - whole).abs().max() <= 1e-3 * whole.abs().max()
+            ):
+                return None
         layers.append(layer)
     return None if missing else layers
 
 # %% ../../nbs/agents/01_linearization.ipynb #08129255
-def score_preconditioner(layers: Sequence[ScoreLayer], params: Sequence[Tensor], damping: float) -> Callable[[Tensor], Tensor] | None:
+def score_preconditioner(
+    layers: Sequence[ScoreLayer], params: Sequence[Tensor], damping: float
+) -> Callable[[Tensor], Tensor] | None:
     """The function r [D] -> (S'S/m + λI)^-1 r for the scores S [m, D] of m rows; None if they are not finite.
 
     Args:
@@ -225,18 +274,24 @@ def score_preconditioner(layers: Sequence[ScoreLayer], params: Sequence[Tensor],
     """
     m = len(layers[0].g)
     K = layers[0].g.new_zeros(m, m)
-    for i in range(0, m, 128):  # only the lower triangle is used: 0.65 ms in place of 0.86 ms for a layer of 64 and 512 rows
-        rows, columns = slice(i, i + 128), slice(i + 128)
+    for i in range(
+        0, m, 128
+    ):  # only the lower triangle is used: 0.65 ms in place of 0.86 ms for a layer of 64 and 512 rows
+        rows = slice(i, i + 128)
+        columns = slice(i + 128)
         for part in layers:
             inputs = part.x[rows] @ part.x[columns].T
-            if part.bias is not None: inputs += 1
+            if part.bias is not None:
+                inputs += 1
             K[rows, columns].addcmul_(inputs, part.g[rows] @ part.g[columns].T)
     K.diagonal().add_(m * damping)
     L, failed = torch.linalg.cholesky_ex(K)
-    if failed or not L.diagonal().isfinite().all(): return None
+    if failed or not L.diagonal().isfinite().all():
+        return None
 
     def solve(r: Tensor) -> Tensor:
-        v, along = unflatten(r, params), K.new_zeros(m)
+        v = unflatten(r, params)
+        along = K.new_zeros(m)
         for part in layers:
             out = part.x @ v[part.weight].reshape(part.g.shape[1], -1).T
             along += ((out if part.bias is None else out + v[part.bias]) * part.g).sum(1)
@@ -245,6 +300,8 @@ def score_preconditioner(layers: Sequence[ScoreLayer], params: Sequence[Tensor],
         for part in layers:
             g = part.g * u
             back[part.weight] = (g.T @ part.x).view_as(v[part.weight])
-            if part.bias is not None: back[part.bias] = g.sum(0)
+            if part.bias is not None:
+                back[part.bias] = g.sum(0)
         return (r - flatten(back)) / damping
+
     return solve

@@ -29,35 +29,54 @@ def _given(fragment, leaf, replay, loss):
     "`fragment.adv` or `fragment.ret` (named by `leaf`) at the replayed steps, `[N]`. The error names the `loss` that needs it."
     x = getattr(fragment, leaf)
     if x is None:
-        raise DataError(f"{loss} needs {'advantages' if leaf == 'adv' else 'value targets'}", leaf=leaf, got="None",
-                        expected="an AdvantageBuffer(pipe, critic, gamma, lam) in the pipeline, which adds `adv` and `ret` (with lam=1 "
-                                 "`adv` is the return minus the critic's value), or fragment._replace(adv=..., ret=...), float32 [T, B]")
+        raise DataError(
+            f"{loss} needs {'advantages' if leaf == 'adv' else 'value targets'}",
+            leaf=leaf,
+            got="None",
+            expected="an AdvantageBuffer(pipe, critic, gamma, lam) in the pipeline, which adds `adv` and `ret` (with lam=1 "
+            "`adv` is the return minus the critic's value), or fragment._replace(adv=..., ret=...), float32 [T, B]",
+        )
     if x.shape != fragment.valid.shape:
-        raise DataError(f"{loss}: wrong shape", leaf=leaf, expected=f"[T, B] = {list(fragment.valid.shape)}", got=describe(x))
+        raise DataError(
+            f"{loss}: wrong shape",
+            leaf=leaf,
+            expected=f"[T, B] = {list(fragment.valid.shape)}",
+            got=describe(x),
+        )
     return replay.pick(x)
 
 # %% ../../nbs/agents/06_losses.ipynb #e7052ec1
 def _mean_entropy(replay, dist, weight):
     "Mean entropy of the policy, 0-dim, with a graph if its `weight` is not 0."
-    params = replay.info['dist']
+    params = replay.info["dist"]
     return dist.entropy(params if weight else nested.map(Tensor.detach, params)).mean()
 
 
-def _total(loss_policy, entropy, c_entropy, loss_value=None, c_value=0.):
+def _total(loss_policy, entropy, c_entropy, loss_value=None, c_value=0.0):
     "`(loss, terms)`: the weighted sum, and its terms by name; a `loss_value` of None is left out."
-    loss, terms = loss_policy, dict(loss_policy=loss_policy, entropy=entropy)
-    if c_entropy: loss = loss - c_entropy * entropy
-    if loss_value is not None: loss, terms['loss_value'] = loss + c_value * loss_value, loss_value
+    loss = loss_policy
+    terms = dict(loss_policy=loss_policy, entropy=entropy)
+    if c_entropy:
+        loss = loss - c_entropy * entropy
+    if loss_value is not None:
+        loss = loss + c_value * loss_value
+        terms["loss_value"] = loss_value
     return loss, dict(loss=loss, **terms)
 
 
 def _metrics(fragment, actor, replay, terms, **others) -> dict:
     "The `terms` of a loss and the `others` without gradients, and how far the policy has moved from the one that acted."
-    with torch.no_grad(): moved = approx_kl(replay.logp, replay.logp_old)
-    return {name: x.detach() for name, x in (others | terms).items()} | {'approx_kl': moved, 'lag': float(lag_of(fragment, actor))}
+    with torch.no_grad():
+        moved = approx_kl(replay.logp, replay.logp_old)
+    return {name: x.detach() for name, x in (others | terms).items()} | {
+        "approx_kl": moved,
+        "lag": float(lag_of(fragment, actor)),
+    }
 
 # %% ../../nbs/agents/06_losses.ipynb #3f22e589
-def reinforce(fragment: Fragment, actor: Any, *, c_rho: float = 1.0, c_entropy: float = 0.01) -> tuple[Tensor, dict]:
+def reinforce(
+    fragment: Fragment, actor: Any, *, c_rho: float = 1.0, c_entropy: float = 0.01
+) -> tuple[Tensor, dict]:
     """REINFORCE with importance weights and a baseline: `mean[-min(ρₜ, c_rho) Aₜ log π(aₜ|sₜ)] - c_entropy * mean entropy`.
 
     No gradient flows through the weights. Source: Williams 1992, *Simple statistical gradient-following algorithms for
@@ -71,30 +90,54 @@ def reinforce(fragment: Fragment, actor: Any, *, c_rho: float = 1.0, c_entropy: 
         c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
-    adv, rho = _given(fragment, 'adv', replay, 'reinforce'), replay.ratios().detach()
+    adv = _given(fragment, "adv", replay, "reinforce")
+    rho = replay.ratios().detach()
     loss_policy = -(rho.clamp(max=c_rho) * adv * replay.logp).mean()
     loss, terms = _total(loss_policy, _mean_entropy(replay, actor.dist, c_entropy), c_entropy)
-    return loss, _metrics(fragment, actor, replay, terms, adv_mean=adv.mean(), rho_mean=rho.mean(), rho_max=rho.max(),
-                          rho_clipped=(rho > c_rho).float().mean())
+    return loss, _metrics(
+        fragment,
+        actor,
+        replay,
+        terms,
+        adv_mean=adv.mean(),
+        rho_mean=rho.mean(),
+        rho_max=rho.max(),
+        rho_clipped=(rho > c_rho).float().mean(),
+    )
 
 # %% ../../nbs/agents/06_losses.ipynb #3cb782d4
 def _present_values(fragment, replay, critic):
     "Values `[N]` of the replayed steps with gradients, or None. `critic.inputs` gets the reports that the actor made at collection."
-    if critic is None: return replay.info.get('value')
-    def seen(tree): return replay.pick(nested.getitem(tree, slice(-1)))
+    if critic is None:
+        return replay.info.get("value")
+
+    def seen(tree):
+        return replay.pick(nested.getitem(tree, slice(-1)))
+
     obs = nested.as_seen(seen(fragment.state.obs))
-    v = critic(critic.inputs(obs, seen(fragment.actor)) if hasattr(critic, 'inputs') else obs)
+    v = critic(critic.inputs(obs, seen(fragment.actor)) if hasattr(critic, "inputs") else obs)
     if v.shape != replay.logp.shape:
-        raise DataError("critic: wrong shape", expected=f"one value per row {list(replay.logp.shape)}", got=describe(v))
+        raise DataError(
+            "critic: wrong shape",
+            expected=f"one value per row {list(replay.logp.shape)}",
+            got=describe(v),
+        )
     return v
 
 
 def _square_error(v, target, critic):
     "Squared errors `[N]`, in units of `critic.ret_std` where there is one."
-    return ((v - target) / getattr(critic, 'ret_std', 1.)).square()
+    return ((v - target) / getattr(critic, "ret_std", 1.0)).square()
 
 # %% ../../nbs/agents/06_losses.ipynb #9082098e
-def a2c(fragment: Fragment, actor: Any, critic: Any = None, *, c_value: float = 0.5, c_entropy: float = 0.01) -> tuple[Tensor, dict]:
+def a2c(
+    fragment: Fragment,
+    actor: Any,
+    critic: Any = None,
+    *,
+    c_value: float = 0.5,
+    c_entropy: float = 0.01,
+) -> tuple[Tensor, dict]:
     """Advantage actor-critic: `mean[-Aₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - retₜ)²] - c_entropy * mean entropy`.
 
     Source: Mnih et al. 2016, *Asynchronous methods for deep reinforcement learning*, https://arxiv.org/abs/1602.01783. There is no
@@ -108,9 +151,20 @@ def a2c(fragment: Fragment, actor: Any, critic: Any = None, *, c_value: float = 
         c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
-    adv, v = _given(fragment, 'adv', replay, 'a2c'), _present_values(fragment, replay, critic)
-    loss_value = None if v is None else _square_error(v, _given(fragment, 'ret', replay, 'a2c'), critic).mean()
-    loss, terms = _total(-(adv * replay.logp).mean(), _mean_entropy(replay, actor.dist, c_entropy), c_entropy, loss_value, c_value)
+    adv = _given(fragment, "adv", replay, "a2c")
+    v = _present_values(fragment, replay, critic)
+    loss_value = (
+        None
+        if v is None
+        else _square_error(v, _given(fragment, "ret", replay, "a2c"), critic).mean()
+    )
+    loss, terms = _total(
+        -(adv * replay.logp).mean(),
+        _mean_entropy(replay, actor.dist, c_entropy),
+        c_entropy,
+        loss_value,
+        c_value,
+    )
     return loss, _metrics(fragment, actor, replay, terms, rho_mean=replay.ratios().detach().mean())
 
 # %% ../../nbs/agents/06_losses.ipynb #32041aaa
@@ -120,7 +174,9 @@ def clipped_surrogate(ratio: Tensor, adv: Tensor, clip: float) -> tuple[Tensor, 
     ρ is the importance `ratio` `[N]`, A the advantage `adv` `[N]`, and ε is `clip`: the surrogate does not grow for a ratio beyond it.
     """
     clipped = ratio.clamp(1 - clip, 1 + clip)
-    return -torch.minimum(ratio * adv, clipped * adv).mean(), (clipped != ratio).mean(dtype=ratio.dtype)
+    return -torch.minimum(ratio * adv, clipped * adv).mean(), (clipped != ratio).mean(
+        dtype=ratio.dtype
+    )
 
 # %% ../../nbs/agents/06_losses.ipynb #609d96b8
 def standardized(x: Tensor, valid: Tensor) -> Tensor:
@@ -131,8 +187,10 @@ def standardized(x: Tensor, valid: Tensor) -> Tensor:
         valid: bool [T, B]
     """
     kept = ranks.joined(x[valid])[0].double()
-    mean, std = kept.mean(), kept.std(correction=0)
-    if std <= 1e-6 * kept.abs().max(): return torch.zeros_like(x)
+    mean = kept.mean()
+    std = kept.std(correction=0)
+    if std <= 1e-6 * kept.abs().max():
+        return torch.zeros_like(x)
     return ((x - mean) / std).to(x.dtype)
 
 
@@ -152,26 +210,43 @@ def with_old_values(fragment: Fragment) -> Fragment:
     `clip_value` of `ppo` needs them if the critic is a separate module. Add them before the advantages are normalised.
     """
     v = fragment.ret - fragment.adv
-    return fragment._replace(actor={**fragment.actor, 'value': torch.cat([v, torch.zeros_like(v[:1])])})
+    return fragment._replace(
+        actor={**fragment.actor, "value": torch.cat([v, torch.zeros_like(v[:1])])}
+    )
 
 
 def _old_values(fragment, replay):
     "The values `[N]` that the advantages of the replayed steps were computed with."
-    if 'value' in fragment.actor: return replay.pick(fragment.actor['value'][:-1])
-    raise DataError("ppo: clip_value needs the values before the update", leaf="actor['value']",
-                    expected="an actor that reports them, or `with_old_values(fragment)`, float32 [T+1, B]",
-                    got=f"leaves {nested.paths(fragment.actor, 'actor')}")
+    if "value" in fragment.actor:
+        return replay.pick(fragment.actor["value"][:-1])
+    raise DataError(
+        "ppo: clip_value needs the values before the update",
+        leaf="actor['value']",
+        expected="an actor that reports them, or `with_old_values(fragment)`, float32 [T+1, B]",
+        got=f"leaves {nested.paths(fragment.actor, 'actor')}",
+    )
 
 
 def _clipped_square_error(v, v_old, target, critic, clip_value):
     "`(errors [N], clip_fraction_value)`: the greater error of two values: `v`, and `v_old` moved towards `v` by at most `clip_value`."
-    limit = clip_value * getattr(critic, 'ret_std', 1.)
-    error = torch.maximum(_square_error(v, target, critic), _square_error(v_old + (v - v_old).clamp(-limit, limit), target, critic))
+    limit = clip_value * getattr(critic, "ret_std", 1.0)
+    error = torch.maximum(
+        _square_error(v, target, critic),
+        _square_error(v_old + (v - v_old).clamp(-limit, limit), target, critic),
+    )
     return error, ((v.detach() - v_old).abs() > limit).float().mean()
 
 # %% ../../nbs/agents/06_losses.ipynb #beb1af90
-def ppo(fragment: Fragment, actor: Any, critic: Any = None, *, clip: float = 0.2, clip_value: float | None = None, c_value: float = 0.5,
-        c_entropy: float = 0.0) -> tuple[Tensor, dict]:
+def ppo(
+    fragment: Fragment,
+    actor: Any,
+    critic: Any = None,
+    *,
+    clip: float = 0.2,
+    clip_value: float | None = None,
+    c_value: float = 0.5,
+    c_entropy: float = 0.0,
+) -> tuple[Tensor, dict]:
     """Proximal policy optimisation, the clipped surrogate: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, with value and entropy as in `a2c`.
 
     Source: Schulman et al. 2017, *Proximal policy optimization algorithms*, https://arxiv.org/abs/1707.06347, equation 7. With
@@ -189,31 +264,67 @@ def ppo(fragment: Fragment, actor: Any, critic: Any = None, *, clip: float = 0.2
         c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
-    adv, v = _given(fragment, 'adv', replay, 'ppo'), _present_values(fragment, replay, critic)
-    ratio, loss_value, others = replay.ratios(), None, {}
+    adv = _given(fragment, "adv", replay, "ppo")
+    v = _present_values(fragment, replay, critic)
+    ratio = replay.ratios()
+    loss_value = None
+    others = {}
     loss_policy, clip_fraction = clipped_surrogate(ratio, adv, clip)
     if v is not None:
-        ret = _given(fragment, 'ret', replay, 'ppo')
-        if clip_value is None: error = _square_error(v, ret, critic)
-        else: error, others['clip_fraction_value'] = _clipped_square_error(v, _old_values(fragment, replay), ret, critic, clip_value)
+        ret = _given(fragment, "ret", replay, "ppo")
+        if clip_value is None:
+            error = _square_error(v, ret, critic)
+        else:
+            error, others["clip_fraction_value"] = _clipped_square_error(
+                v, _old_values(fragment, replay), ret, critic, clip_value
+            )
         loss_value = error.mean()
-    loss, terms = _total(loss_policy, _mean_entropy(replay, actor.dist, c_entropy), c_entropy, loss_value, c_value)
-    return loss, _metrics(fragment, actor, replay, terms, rho_mean=ratio.detach().mean(), clip_fraction=clip_fraction, **others)
+    loss, terms = _total(
+        loss_policy, _mean_entropy(replay, actor.dist, c_entropy), c_entropy, loss_value, c_value
+    )
+    return loss, _metrics(
+        fragment,
+        actor,
+        replay,
+        terms,
+        rho_mean=ratio.detach().mean(),
+        clip_fraction=clip_fraction,
+        **others,
+    )
 
 # %% ../../nbs/agents/06_losses.ipynb #945688e3
 def _values_of_both_ends(fragment, actor, critic, replay):
     "`(v [N], v_tp1 [T, B])`: values of the replayed steps with gradients, and of the next states without gradients (0 if terminal)."
     v = _present_values(fragment, replay, critic)
     if v is None:
-        raise DataError("vtrace_actor_critic: there is no critic and the actor reports no value", leaf="replay(fragment)['value']",
-                        expected="float32 [T, B]", got=f"leaves {nested.paths(replay.info, 'info')}")
-    if critic is not None: v_tp1 = values(fragment, critic)[1]
-    else: v_tp1 = answers_reached(lambda state, hx: actor.step(*state.without_past(), hx=hx, virtual=True)[2]['value'], fragment)
-    return v, v_tp1.masked_fill(fragment.term[1:] | ~fragment.valid, 0.)
+        raise DataError(
+            "vtrace_actor_critic: there is no critic and the actor reports no value",
+            leaf="replay(fragment)['value']",
+            expected="float32 [T, B]",
+            got=f"leaves {nested.paths(replay.info, 'info')}",
+        )
+    if critic is not None:
+        v_tp1 = values(fragment, critic)[1]
+    else:
+        v_tp1 = answers_reached(
+            lambda state, hx: actor.step(*state.without_past(), hx=hx, virtual=True)[2]["value"],
+            fragment,
+        )
+    return v, v_tp1.masked_fill(fragment.term[1:] | ~fragment.valid, 0.0)
 
 # %% ../../nbs/agents/06_losses.ipynb #f84fc308
-def vtrace_actor_critic(fragment: Fragment, actor: Any, critic: Any = None, *, gamma: float = 0.99, lam: float = 1.0, rho_clip: float = 1.0,
-                        c_clip: float = 1.0, c_value: float = 0.5, c_entropy: float = 0.01) -> tuple[Tensor, dict]:
+def vtrace_actor_critic(
+    fragment: Fragment,
+    actor: Any,
+    critic: Any = None,
+    *,
+    gamma: float = 0.99,
+    lam: float = 1.0,
+    rho_clip: float = 1.0,
+    c_clip: float = 1.0,
+    c_value: float = 0.5,
+    c_entropy: float = 0.01,
+) -> tuple[Tensor, dict]:
     """V-trace actor-critic: `mean[-advₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - vsₜ)²] - c_entropy * mean entropy`.
 
     `adv` and `vs` come from `rollpipe.pipes.data.returns.vtrace` for the present policy and values. No gradient flows through them. `adv`
@@ -232,13 +343,40 @@ def vtrace_actor_critic(fragment: Fragment, actor: Any, critic: Any = None, *, g
         c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
-    rho, (v, v_tp1) = replay.ratios().detach(), _values_of_both_ends(fragment, actor, critic, replay)
+    rho = replay.ratios().detach()
+    (v, v_tp1) = _values_of_both_ends(fragment, actor, critic, replay)
+
     # Rows that are not valid hold 0, and `is_cut` keeps them from the rows before them.
-    def spread(x): return torch.zeros_like(v_tp1).masked_scatter(fragment.valid, x.detach())
-    targets = vtrace(fragment.state.rew[1:], spread(v), v_tp1, gamma * ~fragment.term[1:], spread(rho), lam, c_clip, rho_clip,
-                     is_cut(fragment))
+    def spread(x):
+        return torch.zeros_like(v_tp1).masked_scatter(fragment.valid, x.detach())
+
+    targets = vtrace(
+        fragment.state.rew[1:],
+        spread(v),
+        v_tp1,
+        gamma * ~fragment.term[1:],
+        spread(rho),
+        lam,
+        c_clip,
+        rho_clip,
+        is_cut(fragment),
+    )
     vs, adv = replay.pick(tuple(targets))
-    loss, terms = _total(-(adv * replay.logp).mean(), _mean_entropy(replay, actor.dist, c_entropy), c_entropy,
-                         _square_error(v, vs, critic).mean(), c_value)
-    return loss, _metrics(fragment, actor, replay, terms, adv_mean=adv.mean(), value_mean=v.detach().mean(), rho_mean=rho.mean(),
-                          rho_max=rho.max(), rho_clipped=(rho > rho_clip).float().mean())
+    loss, terms = _total(
+        -(adv * replay.logp).mean(),
+        _mean_entropy(replay, actor.dist, c_entropy),
+        c_entropy,
+        _square_error(v, vs, critic).mean(),
+        c_value,
+    )
+    return loss, _metrics(
+        fragment,
+        actor,
+        replay,
+        terms,
+        adv_mean=adv.mean(),
+        value_mean=v.detach().mean(),
+        rho_mean=rho.mean(),
+        rho_max=rho.max(),
+        rho_clipped=(rho > rho_clip).float().mean(),
+    )

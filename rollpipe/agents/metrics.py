@@ -65,9 +65,9 @@ METRICS |= dict(
     loss="what the optimiser minimises: loss_policy + c_value * loss_value - c_entropy * entropy",
     loss_policy="the term of the loss that improves the policy",
     loss_value="mean squared (or Huber, or clipped) error of values or action values over valid rows, with the replay weights; values in "
-               "units of the returns' standard deviation if the critic keeps one",
+    "units of the returns' standard deviation if the critic keeps one",
     approx_kl="mean of ratio - 1 - log ratio over valid rows, ratio = new / old: KL(old || new) estimated from the actions taken "
-              "(k3 of Schulman 2020, http://joschu.net/blog/kl-approx.html) [nat]",
+    "(k3 of Schulman 2020, http://joschu.net/blog/kl-approx.html) [nat]",
     clip_fraction="fraction of valid rows whose ratio is further from 1 than PPO's clip",
     clip_fraction_value="fraction of valid rows whose value moved further from the old one than PPO's clip_value",
     rho_mean="mean importance ratio over valid rows (probability now / when collecting), not clipped; 1 if the data are fresh",
@@ -131,33 +131,70 @@ def check_metrics(metrics: dict, own: bool = False) -> dict[str, float]:
     """
     unknown = [name for name in metrics if name not in METRICS]
     if unknown and not own:
-        raise DataError("unknown metric name", leaf=str(unknown[0]),
-                        expected="one of rollpipe.agents.metrics.METRICS", got=", ".join(map(repr, unknown)))
-    for name in unknown: _check_own_name(name)
+        raise DataError(
+            "unknown metric name",
+            leaf=str(unknown[0]),
+            expected="one of rollpipe.agents.metrics.METRICS",
+            got=", ".join(map(repr, unknown)),
+        )
+    for name in unknown:
+        _check_own_name(name)
     return {name: _number(name, value) for name, value in metrics.items()}
 
 
 def _check_own_name(name):
-    if isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable() and name[0] != "_" and name == name.strip(): return
-    raise DataError("this cannot be the name of a metric", leaf=str(name)[:40], got=repr(name)[:80], expected="printable text of at most "
-                    f"{LONGEST_NAME} characters, such as 'my/temperature', that begins with no underscore or space")
+    if (
+        isinstance(name, str)
+        and 0 < len(name) <= LONGEST_NAME
+        and name.isprintable()
+        and name[0] != "_"
+        and name == name.strip()
+    ):
+        return
+    raise DataError(
+        "this cannot be the name of a metric",
+        leaf=str(name)[:40],
+        got=repr(name)[:80],
+        expected="printable text of at most "
+        f"{LONGEST_NAME} characters, such as 'my/temperature', that begins with no underscore or space",
+    )
 
 
 def _number(name, value):
     try:
-        if isinstance(value, (str, bytes)): raise TypeError
+        if isinstance(value, (str, bytes)):
+            raise TypeError
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError):
-        raise DataError("a metric must be one number", leaf=name, expected="a number", got=repr(value)[:80]) from None
+        raise DataError(
+            "a metric must be one number", leaf=name, expected="a number", got=repr(value)[:80]
+        ) from None
 
 
 def near_metric(name: str) -> str | None:
     "The name in `METRICS` that `name` probably misspells, or None. A name with a slash is never a misspelling."
-    return next(iter(difflib.get_close_matches(name, METRICS, 1, cutoff=0.8)), None) if "/" not in name else None
+    return (
+        next(iter(difflib.get_close_matches(name, METRICS, 1, cutoff=0.8)), None)
+        if "/" not in name
+        else None
+    )
 
 # %% ../../nbs/agents/00_metrics.ipynb #09027376
-OF_THE_LOOP = ("steps", "updates", "episodes", "seconds", "steps_per_s", "return_mean", "return_min", "return_max", "length_mean",
-               "workers", "restarts", "seconds_collect", *(name for name in METRICS if name.startswith("eval_")))
+OF_THE_LOOP = (
+    "steps",
+    "updates",
+    "episodes",
+    "seconds",
+    "steps_per_s",
+    "return_mean",
+    "return_min",
+    "return_max",
+    "length_mean",
+    "workers",
+    "restarts",
+    "seconds_collect",
+    *(name for name in METRICS if name.startswith("eval_")),
+)
 
 
 def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
@@ -169,13 +206,20 @@ def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
         source: name of the part that reports them, for messages
         taken: names that they must not have
     """
-    if metrics is None: return record
+    if metrics is None:
+        return record
     if not isinstance(metrics, dict):
-        raise DataError(f"{source} reports no metrics", expected="a dict name -> number", got=repr(metrics)[:80])
+        raise DataError(
+            f"{source} reports no metrics", expected="a dict name -> number", got=repr(metrics)[:80]
+        )
     clash = [name for name in metrics if name in record or name in taken]
     if clash:
-        raise DataError(f"{source} reports a metric whose name is taken", leaf=str(clash[0]), got=", ".join(map(repr, clash)),
-                        expected=f"another name, such as 'my/{clash[0]}'")
+        raise DataError(
+            f"{source} reports a metric whose name is taken",
+            leaf=str(clash[0]),
+            got=", ".join(map(repr, clash)),
+            expected=f"another name, such as 'my/{clash[0]}'",
+        )
     return {**record, **metrics}
 
 # %% ../../nbs/agents/00_metrics.ipynb #5cda97ac
@@ -187,10 +231,14 @@ def mean_metrics(records: list) -> dict[str, float]:
     """
     found = {}
     for record in records:
-        for name, value in record.items(): found.setdefault(name, []).append(value)
+        for name, value in record.items():
+            found.setdefault(name, []).append(value)
     # A stack reaches the host in one transfer.
-    return {name: sum(torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in values]).tolist()) / len(values)
-            for name, values in found.items()}
+    return {
+        name: sum(torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in values]).tolist())
+        / len(values)
+        for name, values in found.items()
+    }
 
 # %% ../../nbs/agents/00_metrics.ipynb #60fa9fa1
 class EpisodeReturns:
@@ -203,8 +251,12 @@ class EpisodeReturns:
     Args:
         episodes: number of episodes that finished before, in a resumed run
     """
+
     def __init__(self, episodes: int = 0):
-        self.episodes, self.steps, self._account, self._ended = episodes, 0, EpisodeAccount(), []
+        self.episodes = episodes
+        self.steps = 0
+        self._account = EpisodeAccount()
+        self._ended = []
 
     def add(self, fragment: Fragment) -> int:
         """Account for one fragment.
@@ -217,19 +269,32 @@ class EpisodeReturns:
         """
         # Sorting is stable: the episodes of each lane stay in the order of time.
         self._ended += sorted(self._account.see_fragment(fragment), key=lambda end: end.lane)
-        n, ends = map(int, ranks.totals(fragment.valid.sum(), (fragment.state.fin[1:] & fragment.valid).sum()))
+        n, ends = map(
+            int, ranks.totals(fragment.valid.sum(), (fragment.state.fin[1:] & fragment.valid).sum())
+        )
         self.steps += n
         self.episodes += ends
         return n
 
     def pop(self) -> tuple[np.ndarray, np.ndarray]:
         "Returns and lengths, two arrays [n], of the episodes that ended since the last `pop`, in order of time within a lane."
-        ended, self._ended = self._ended, []
-        return np.array([end.ret for end in ended], float), np.array([end.length for end in ended], int)
+        ended = self._ended
+        self._ended = []
+        return np.array([end.ret for end in ended], float), np.array(
+            [end.length for end in ended], int
+        )
 
     def metrics(self) -> dict[str, float]:
         "A summary over all ranks of what `pop` returns, named as in `METRICS`; only the number of episodes if none has finished."
         ret, length = map(np.concatenate, zip(*ranks.gathered_objects(self.pop())))
-        known = dict(return_mean=ret.mean(), return_min=ret.min(), return_max=ret.max(),
-                     length_mean=length.mean()) if len(ret) else {}
+        known = (
+            dict(
+                return_mean=ret.mean(),
+                return_min=ret.min(),
+                return_max=ret.max(),
+                length_mean=length.mean(),
+            )
+            if len(ret)
+            else {}
+        )
         return check_metrics(dict(episodes=self.episodes, **known))

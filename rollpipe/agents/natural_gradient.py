@@ -17,7 +17,13 @@ from .gradient_learner import Adam
 from .learner import Learner
 from .losses import with_standardized_adv
 from .policy_replay import check_memory_known
-from .linearization import Linearization, fisher_product, in_row_blocks, score_layers, score_preconditioner
+from rollpipe.agents.linearization import (
+    Linearization,
+    fisher_product,
+    in_row_blocks,
+    score_layers,
+    score_preconditioner,
+)
 from .shared_options import ScaledAdvantages, integer, number
 from .trust_region import CGResult, conjugate_gradients
 from ..pipes.data import nested
@@ -38,6 +44,7 @@ class PolicyRows(NamedTuple):
         weight: 1/N, or float32 [R, C]: 1/N where valid, else 0; N is the number of valid steps
         place: int64 [N]: index of each row in the joined batch of all ranks; None: a single rank
     """
+
     state: State
     hx: Any
     act: Any
@@ -49,15 +56,25 @@ class PolicyRows(NamedTuple):
 
 def policy_rows(fragment: Fragment) -> PolicyRows:
     "The `PolicyRows` of a fragment that has advantages."
-    valid, whole = fragment.valid, bool(fragment.valid.all())
+    valid = fragment.valid
+    whole = bool(fragment.valid.all())
     place, n = ranks.places(valid)
-    state, act = nested.getitem(fragment.state, slice(-1)), nested.getitem(fragment.state.act, slice(1, None))
-    rows = PolicyRows(nested.as_seen(state), fragment.hx, act, fragment.adv, fragment.actor['logp'][:-1], 1 / n)
+    state = nested.getitem(fragment.state, slice(-1))
+    act = nested.getitem(fragment.state.act, slice(1, None))
+    rows = PolicyRows(
+        nested.as_seen(state), fragment.hx, act, fragment.adv, fragment.actor["logp"][:-1], 1 / n
+    )
     if nested.leaves(fragment.hx):
         # Fill invalid rows, because 0 * nan is nan. The states stay, because the memory of later rows depends on them.
-        def filled(x): return x if whole else x.index_put((~valid,), x[valid][0])
-        return rows._replace(weight=valid / n, **nested.map(filled, dict(act=act, adv=rows.adv, logp=rows.logp)))
-    flat = nested.map(lambda x: (x.flatten(0, 1) if whole else x[valid])[None], rows._replace(weight=None))
+        def filled(x):
+            return x if whole else x.index_put((~valid,), x[valid][0])
+
+        return rows._replace(
+            weight=valid / n, **nested.map(filled, dict(act=act, adv=rows.adv, logp=rows.logp))
+        )
+    flat = nested.map(
+        lambda x: (x.flatten(0, 1) if whole else x[valid])[None], rows._replace(weight=None)
+    )
     return flat._replace(weight=1 / n, place=place)
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #faa5d8b4
@@ -68,13 +85,23 @@ def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> 
         fraction: fraction of the rows that is kept, 0 < fraction <= 1
         generator: generator that chooses them
     """
-    if not isinstance(rows.weight, torch.Tensor):      # all ranks draw the same rows of the joined batch, and have them all
-        index = torch.randperm(n := rows_of_all(rows), generator=generator)[:max(1, round(fraction * n))].sort()[0]
+    if not isinstance(
+        rows.weight, torch.Tensor
+    ):  # all ranks draw the same rows of the joined batch, and have them all
+        index = torch.randperm(n := rows_of_all(rows), generator=generator)[
+            : max(1, round(fraction * n))
+        ].sort()[0]
         mine = ranks.own(index, rows.place, n)
-        picked = nested.map(lambda x: ranks.joined(x[0, mine])[0][None], rows._replace(weight=None, place=None))
+        picked = nested.map(
+            lambda x: ranks.joined(x[0, mine])[0][None], rows._replace(weight=None, place=None)
+        )
         return picked._replace(weight=1 / len(index))
     pool = (rows.weight > 0).any(0).nonzero()[:, 0]
-    index = pool[torch.randperm(len(pool), generator=generator)[:max(1, round(fraction * len(pool)))].sort()[0]]
+    index = pool[
+        torch.randperm(len(pool), generator=generator)[
+            : max(1, round(fraction * len(pool)))
+        ].sort()[0]
+    ]
     picked = nested.map(lambda x: x[:, index], rows._replace(weight=None))
     weight = rows.weight[:, index]
     return picked._replace(weight=weight / weight.sum())
@@ -92,10 +119,15 @@ def weighted_mean(x: torch.Tensor, rows: PolicyRows) -> torch.Tensor:
 
 def distribution_on(actor: Any, rows: PolicyRows) -> Any:
     "Parameters of the distribution of the policy `actor` in the states of `rows`, `[R, C, ...]`, with gradients where they are enabled."
-    def params(part): return actor.distribution(*part)
+
+    def params(part):
+        return actor.distribution(*part)
+
     # Blocks that fit into the cache: a later product on 25,000 rows takes 24 ms in place of 33 ms (`benchmarks/plain_forms.py`).
     # Blocks below 256 columns would mean too many short steps.
-    return in_row_blocks(params, (rows.state, rows.hx), size=max(256, 2048 // rows.adv.shape[0]), dim=1)
+    return in_row_blocks(
+        params, (rows.state, rows.hx), size=max(256, 2048 // rows.adv.shape[0]), dim=1
+    )
 
 
 def surrogate(dist: Any, params: Any, rows: PolicyRows) -> torch.Tensor:
@@ -112,7 +144,9 @@ def effect(actor: Any, rows: PolicyRows, old: Any) -> tuple[torch.Tensor, torch.
         old: parameters of its distribution before, [R, C, ...]
     """
     new = distribution_on(actor, rows)
-    return ranks.totals(surrogate(actor.dist, new, rows), weighted_mean(actor.dist.kl(old, new), rows))  # pyright: ignore[reportReturnType]
+    return ranks.totals(
+        surrogate(actor.dist, new, rows), weighted_mean(actor.dist.kl(old, new), rows)
+    )  # pyright: ignore[reportReturnType]
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #0c69862a
 class Direction(NamedTuple):
@@ -125,6 +159,7 @@ class Direction(NamedTuple):
         before: the surrogate, 0-dim
         precondition: rows that the preconditioner was made from, 0 without one
     """
+
     gradient: torch.Tensor
     cg: CGResult
     old: Any
@@ -132,7 +167,9 @@ class Direction(NamedTuple):
     precondition: int = 0
 
 # %% ../../nbs/agents/13_natural_gradient.ipynb #820de35a
-SCORES, WORTH_IT = 512, 4096  # rows of the automatic preconditioner; fewest rows of the Fisher matrix with which it saves time
+# rows of the automatic preconditioner; fewest rows of the Fisher matrix with which it saves time
+SCORES = 512
+WORTH_IT = 4096
 
 
 class NaturalGradientLearner(ScaledAdvantages, Learner):
@@ -154,26 +191,29 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         precondition: rows for the preconditioner; 0: none; auto: 512 if the Fisher matrix has at least 4096, with half of the iterations
         critic_lr: learning rate of the critic (Adam)
     """
+
     damping: float = number(0.1, changes=True)
     cg_iters: int = integer(10)
     cg_gain: float = number(0.0, changes=True)
     fvp_subsample: float = number(1.0, 1e-12, 1, changes=True)
-    precondition: int | str = 'auto'
+    precondition: int | str = "auto"
     critic_lr: float = number(1e-3, changes=True)
-    falling = ('max_kl', 'lr')
-    actor_needs = ('params', 'dist', 'distribution')
-    joins_ranks = True      # see `ranks.distributed`
+    falling = ("max_kl", "lr")
+    actor_needs = ("params", "dist", "distribution")
+    joins_ranks = True  # see `ranks.distributed`
 
     def __post_init__(self):
         super().__post_init__()
         check_apart(self, self.actor, self.critic)
-        if self.precondition != 'auto': check_integer("precondition (or 'auto')", self.precondition, 0, pipe=self)
+        if self.precondition != "auto":
+            check_integer("precondition (or 'auto')", self.precondition, 0, pipe=self)
         self.params = [p for p in self.actor.parameters() if p.requires_grad]
-        if self.critic is not None: self.optimizer = Adam(self.critic.parameters(), lr=self.critic_lr, fused=True)
+        if self.critic is not None:
+            self.optimizer = Adam(self.critic.parameters(), lr=self.critic_lr, fused=True)
 
     def rates(self) -> list:
         "The critic's group. The step of the policy has no optimiser."
-        return [(group, 'critic_lr') for group, _ in super().rates()]
+        return [(group, "critic_lr") for group, _ in super().rates()]
 
     def improve(self, batch: Fragment) -> tuple:
         "Update the policy. Returns `(metrics, old, rows)`, from which `report` makes the metrics."
@@ -188,40 +228,64 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
     def report(self, found: tuple) -> dict:
         "The metrics of the step. The update of the normaliser changes the policy once more; `kl_next` is the divergence after both."
         metrics, old, rows = found
-        if getattr(self.actor, 'obs_norm', None) is not None: metrics['kl_next'] = float(effect(self.actor, rows, old)[1])
+        if getattr(self.actor, "obs_norm", None) is not None:
+            metrics["kl_next"] = float(effect(self.actor, rows, old)[1])
         return metrics
 
     def check_ranks(self) -> None:
         "Raise `DataError` if several ranks learn together and the Fisher matrix is estimated from some rows."
         if self.fvp_subsample < 1 and ranks.active():
-            raise DataError("cannot estimate the Fisher matrix from some rows over several ranks", leaf='fvp_subsample', expected="1",
-                            got=str(self.fvp_subsample))
+            raise DataError(
+                "cannot estimate the Fisher matrix from some rows over several ranks",
+                leaf="fvp_subsample",
+                expected="1",
+                got=str(self.fvp_subsample),
+            )
 
     @torch.enable_grad()
     def direction(self, rows: PolicyRows) -> Direction:
         "Gradient and natural gradient at the present parameters."
-        self.check_ranks()     # the fraction may have changed since the block `distributed` began
+        self.check_ranks()  # the fraction may have changed since the block `distributed` began
         lin = curved = Linearization(distribution_on(self.actor, rows), self.params)
-        before, g = ranks.totals(*lin.gradient(lambda params: surrogate(self.actor.dist, params, rows)))
-        for name, x in (('surrogate', before), ('gradient of the surrogate', g)):
-            if not x.isfinite().all(): raise DataError(f"{type(self).__name__}: non-finite {name}", leaf='actor', expected="finite numbers")
+        before, g = ranks.totals(
+            *lin.gradient(lambda params: surrogate(self.actor.dist, params, rows))
+        )
+        for name, x in (("surrogate", before), ("gradient of the surrogate", g)):
+            if not x.isfinite().all():
+                raise DataError(
+                    f"{type(self).__name__}: non-finite {name}",
+                    leaf="actor",
+                    expected="finite numbers",
+                )
         weight = rows.weight
         if self.fvp_subsample < 1:
             few = subsample(rows, self.fvp_subsample, self.generator)
-            curved, weight = Linearization(distribution_on(self.actor, few), self.params), few.weight
+            curved = Linearization(distribution_on(self.actor, few), self.params)
+            weight = few.weight
         solve = self.preconditioner(rows)
-        iters = -(-self.cg_iters // 2) if solve and self.precondition == 'auto' else self.cg_iters
+        iters = -(-self.cg_iters // 2) if solve and self.precondition == "auto" else self.cg_iters
         product = fisher_product(curved, self.actor.dist.fisher, weight)
-        cg = conjugate_gradients(lambda v: ranks.total(product(v)), g, iters, damping=self.damping,
-                                 gain_tol=self.cg_gain, preconditioner=solve)
+        cg = conjugate_gradients(
+            lambda v: ranks.total(product(v)),
+            g,
+            iters,
+            damping=self.damping,
+            gain_tol=self.cg_gain,
+            preconditioner=solve,
+        )
         # Only the outputs of `lin` are kept, because the parameters cannot be changed while its graph exists.
-        return Direction(g, cg, lin.outputs, before, self.rows_to_precondition(rows) if solve else 0)
+        return Direction(
+            g, cg, lin.outputs, before, self.rows_to_precondition(rows) if solve else 0
+        )
 
     def rows_to_precondition(self, rows: PolicyRows) -> int:
         "Number of `rows` for the preconditioner. It is 0 (no preconditioner) for a policy with memory, and without damping."
-        if nested.leaves(rows.hx) or not self.damping: return 0
-        wanted, n = self.precondition, rows_of_all(rows)
-        if isinstance(wanted, str): return SCORES if n * self.fvp_subsample >= WORTH_IT else 0
+        if nested.leaves(rows.hx) or not self.damping:
+            return 0
+        wanted = self.precondition
+        n = rows_of_all(rows)
+        if isinstance(wanted, str):
+            return SCORES if n * self.fvp_subsample >= WORTH_IT else 0
         return min(wanted, n // 4)
 
     def preconditioner(self, rows: PolicyRows) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -230,14 +294,26 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         None if `rows_to_precondition` is 0, or if the network has parts other than linear layers.
         """
         m = self.rows_to_precondition(rows)
-        if not m: return None
+        if not m:
+            return None
         few = subsample(rows, m / rows_of_all(rows), self.generator)
-        layers = score_layers(lambda: self.actor.dist.log_prob(self.actor.distribution(few.state, ()), few.act), self.params)
+        layers = score_layers(
+            lambda: self.actor.dist.log_prob(self.actor.distribution(few.state, ()), few.act),
+            self.params,
+        )
         return score_preconditioner(layers, self.params, self.damping) if layers else None
 
     def certificate(self, rows: PolicyRows, found: Direction) -> dict:
         "The metrics that do not depend on the length of the step."
-        cg, entropy = found.cg, ranks.total(weighted_mean(self.actor.dist.entropy(found.old), rows))
+        cg = found.cg
+        entropy = ranks.total(weighted_mean(self.actor.dist.entropy(found.old), rows))
         used = dict(precondition_rows=found.precondition) if found.precondition else {}
-        return dict(surrogate_before=float(found.before), cg_residual=cg.residual, cg_iterations=cg.iterations, curvature=cg.curvature,
-                    grad_norm=float(found.gradient.norm()), entropy=float(entropy), **used)
+        return dict(
+            surrogate_before=float(found.before),
+            cg_residual=cg.residual,
+            cg_iterations=cg.iterations,
+            curvature=cg.curvature,
+            grad_norm=float(found.gradient.norm()),
+            entropy=float(entropy),
+            **used,
+        )

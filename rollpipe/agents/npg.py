@@ -25,6 +25,7 @@ class NPG(NaturalGradientLearner):
         max_kl: target of the mean KL divergence of a step, to second order [nat]; it is not enforced
         lr: fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is used
     """
+
     max_kl: float = number(0.01, 1e-12, changes=True)
     lr: float | None = number(None, changes=True)
 
@@ -33,14 +34,22 @@ class NPG(NaturalGradientLearner):
 
         A step after which surrogate or divergence are not finite is undone.
         """
-        at, theta = self.direction(rows), flatten(self.params)
+        at = self.direction(rows)
+        theta = flatten(self.params)
         step = at.cg.x * (step_size(self.max_kl, at.cg.curvature) if self.lr is None else self.lr)
         assign(self.params, theta + step)
         after, kl = map(float, effect(self.actor, rows, at.old))
         taken = math.isfinite(after) and math.isfinite(kl)
         if not taken:
             assign(self.params, theta)
-            after, kl, step = float(at.before), 0., step * 0
+            after = float(at.before)
+            kl = 0.0
+            step = step * 0
         return self.certificate(rows, at) | dict(
-            surrogate_after=after, predicted_improvement=float(at.gradient @ step), actual_improvement=after - float(at.before), kl=kl,
-            accepted=float(taken), step_size=float(step.norm())), at.old
+            surrogate_after=after,
+            predicted_improvement=float(at.gradient @ step),
+            actual_improvement=after - float(at.before),
+            kl=kl,
+            accepted=float(taken),
+            step_size=float(step.norm()),
+        ), at.old

@@ -6,7 +6,10 @@
 __all__ = ['Evaluated', 'evaluated', 'Evaluator', 'serve', 'EvaluationProcess', 'ParallelEvaluation']
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #4536922a
-import math, os, time, weakref
+import math
+import os
+import time
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +34,7 @@ class Evaluated(NamedTuple):
         version: version of the weights, see `version_of`
         seconds: duration in its process [s]
     """
+
     version: int
     evaluation: Evaluation
     seconds: float
@@ -39,9 +43,15 @@ class Evaluated(NamedTuple):
     def metrics(self) -> dict:
         "The `METRICS` of a record."
         found = self.evaluation
-        return dict(eval_version=float(self.version), eval_return_mean=found.mean, eval_return_median=found.median,
-                    eval_return_std=found.std, eval_return_min=float(found.returns.min()), eval_return_max=float(found.returns.max()),
-                    **(dict(eval_cut_off=float(found.cut_off.sum())) if found.cut_off.any() else {}))
+        return dict(
+            eval_version=float(self.version),
+            eval_return_mean=found.mean,
+            eval_return_median=found.median,
+            eval_return_std=found.std,
+            eval_return_min=float(found.returns.min()),
+            eval_return_max=float(found.returns.max()),
+            **(dict(eval_cut_off=float(found.cut_off.sum())) if found.cut_off.any() else {}),
+        )
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #905ad2c6
 def evaluated(actor: Any, options: dict) -> Evaluated:
@@ -50,8 +60,9 @@ def evaluated(actor: Any, options: dict) -> Evaluated:
     Args:
         options: options of `evaluate`; `{version}` in `record` stands for the version of the actor
     """
-    begin, version = time.monotonic(), version_of(actor)
-    play = partial(_filmed, version=version) if options.get('record') else evaluate
+    begin = time.monotonic()
+    version = version_of(actor)
+    play = partial(_filmed, version=version) if options.get("record") else evaluate
     return Evaluated(version, play(actor=actor, **options), time.monotonic() - begin)
 
 
@@ -62,7 +73,8 @@ def _filmed(actor, version, *, record, **options):
     try:
         found = evaluate(actor=actor, record=unfinished, **options)
         os.replace(unfinished, path)
-    finally: unfinished.unlink(missing_ok=True)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return found
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #98b2d3b6
@@ -74,8 +86,11 @@ class Evaluator:
         actor: this process's copy of the actor
         options: options of `evaluate`
     """
+
     def __init__(self, subscriber: Any, actor: Any, options: dict):
-        self.subscriber, self.actor, self.options = subscriber, actor, options
+        self.subscriber = subscriber
+        self.actor = actor
+        self.options = options
         subscriber.attach([actor])
 
     def __call__(self) -> tuple:
@@ -91,9 +106,8 @@ def serve(link: Any, *args: Any) -> None:
         *args: arguments of `Evaluator`
     """
     evaluator = Evaluator(*args)
-    while link.recv() is not None: link.send(evaluator())
-
-
+    while link.recv() is not None:
+        link.send(evaluator())
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #4b31ce31
 class EvaluationProcess:
@@ -105,14 +119,20 @@ class EvaluationProcess:
         silence: seconds that an evaluation may take before `on_silence` applies
         on_silence: 'warn', or 'raise' a `WorkerError`
     """
+
     def __init__(self, publisher: WeightPublisher, worker: Any, silence: float, on_silence: str):
-        self.publisher, self.worker, self.silence, self.on_silence = publisher, worker, silence, on_silence
+        self.publisher = publisher
+        self.worker = worker
+        self.silence = silence
+        self.on_silence = on_silence
         weakref.finalize(self, publisher.close).atexit = False
-        self.answers, self.error = [], None
-        self.asked: Any = None     # version of the weights when the request under way was sent; None: no request is under way
+        self.answers = []
+        self.error = None
+        self.asked: Any = None  # version of the weights when the request under way was sent; None: no request is under way
         self._hear()
 
-    def __repr__(self): return f"{type(self).__name__}({self.worker})"
+    def __repr__(self):
+        return f"{type(self).__name__}({self.worker})"
 
     @property
     def busy(self) -> bool:
@@ -122,16 +142,21 @@ class EvaluationProcess:
     def request(self) -> None:
         "Ask for an evaluation of the present weights. During an evaluation, the next one uses the weights of the latest request."
         self._listen()
-        if self.error is not None: raise self.error
+        if self.error is not None:
+            raise self.error
         self.publisher.publish()
-        if not self.busy: self._ask()
-        if self.error is not None: raise self.error
+        if not self.busy:
+            self._ask()
+        if self.error is not None:
+            raise self.error
 
     def poll(self) -> list:
         "The answers that have arrived since the last `poll`, a list of `Evaluated`. It does not wait."
         self._listen()
-        if self.error is not None and not self.answers: raise self.error
-        answers, self.answers = self.answers, []
+        if self.error is not None and not self.answers:
+            raise self.error
+        answers = self.answers
+        self.answers = []
         return answers
 
     def wait(self, timeout: float | None = None) -> list:
@@ -139,22 +164,28 @@ class EvaluationProcess:
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         self._listen()
         while self.busy and (left := deadline - time.monotonic()) > 0:
-            self._listen(min(left, max(0, self.heard + self.patience - time.monotonic()), 60.))
+            self._listen(min(left, max(0, self.heard + self.patience - time.monotonic()), 60.0))
         return self.poll()
 
     def close(self) -> None:
         "End the process, also during an evaluation. Raises an error that has occurred since the last call."
-        if self.error is not None: return
+        if self.error is not None:
+            return
         self._listen()
-        if self.error is not None: raise self.error
-        if (error := self._end(WorkerError("this evaluation is closed"))) is not None: raise error
+        if self.error is not None:
+            raise self.error
+        if (error := self._end(WorkerError("this evaluation is closed"))) is not None:
+            raise error
 
-    def __enter__(self) -> "EvaluationProcess": return self
+    def __enter__(self) -> "EvaluationProcess":
+        return self
 
     def __exit__(self, kind, e, tb) -> None:
-        try: self.close()
+        try:
+            self.close()
         except Exception:
-            if kind is None: raise     # otherwise the exception of the block is more useful
+            if kind is None:
+                raise  # otherwise the exception of the block is more useful
 
     def _hear(self):
         "Note that the process has just said something, or had no reason to."
@@ -163,34 +194,49 @@ class EvaluationProcess:
     def _ask(self):
         "Send a request for the latest publication."
         self._hear()
-        try: self.worker.send('evaluate')
-        except Exception as e: self._lost(e)
-        else: [self.asked] = self.publisher.versions()
+        try:
+            self.worker.send("evaluate")
+        except Exception as e:
+            self._lost(e)
+        else:
+            [self.asked] = self.publisher.versions()
 
-    def _listen(self, timeout=0.):
+    def _listen(self, timeout=0.0):
         "Read the messages of the process; wait at most `timeout` seconds for the first one."
-        if self.error is not None: return
+        if self.error is not None:
+            return
         try:
             while self.error is None and self.worker.poll(timeout):
-                message, timeout = self.worker.take(), 0.
+                message = self.worker.take()
+                timeout = 0.0
                 self._hear()
-                if message is NOTHING: continue
+                if message is NOTHING:
+                    continue
                 self.asked, (publication, answer) = None, message
                 self.answers.append(answer)
-                if publication < self.publisher.publication: self._ask()      # there was a request meanwhile
-        except Exception as e: self._lost(e)
+                if publication < self.publisher.publication:
+                    self._ask()  # there was a request meanwhile
+        except Exception as e:
+            self._lost(e)
         self._check_silence()
 
     def _check_silence(self):
         "Report that the process has been silent for too long."
-        if not self.busy or (silent := time.monotonic() - self.heard) < self.patience: return
-        try: report_silence(self.worker, silent, self.on_silence)
-        except WorkerError as e: self._end(e)
+        if not self.busy or (silent := time.monotonic() - self.heard) < self.patience:
+            return
+        try:
+            report_silence(self.worker, silent, self.on_silence)
+        except WorkerError as e:
+            self._end(e)
         self.patience *= 2
 
     def _lost(self, error):
         "End because of an error of the process, which names the version that was under evaluation."
-        if isinstance(error, WorkerError) and self.asked is not None and not isinstance(error, WorkerNotStarted):
+        if (
+            isinstance(error, WorkerError)
+            and self.asked is not None
+            and not isinstance(error, WorkerNotStarted)
+        ):
             later = "" if self.publisher.versions() == [self.asked] else " or a later one"
             error.problem += f" while it evaluated version {self.asked}{later}"
         self._end(error)
@@ -237,27 +283,81 @@ class ParallelEvaluation(EvaluationProcess):
         on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before the process is killed
     """
-    def __init__(self, env: Any, actor: Any, n_episodes: int = 20, *, n_envs: int | None = None, deterministic: bool = True,
-                 seed: int | None = None, env_kwargs: dict | None = None, max_steps: int = 100_000, on_limit: str = 'raise',
-                 close: bool = True, record: str | Path | None = None, ray: dict | None = None, start_method: str | None = None,
-                 worker_threads: int = 1, silence: float = 60., on_silence: str = 'warn', grace: float = 5.):
-        for name, x, ok, expected in (('n_episodes', n_episodes, n_episodes >= 1, "an integer >= 1"),
-                                      ('silence', silence, silence > 0, "seconds > 0"),
-                                      ('on_silence', on_silence, on_silence in ('warn', 'raise'), "'warn' or 'raise'"),
-                                      ('grace', grace, grace >= 0, "seconds >= 0"),
-                                      ('record', record, ray is None or record is None, "no film: it would stay on the node of the worker"),
-                                      ('start_method', start_method, ray is None or start_method is None, "None: Ray starts the worker")):
-            if not ok: raise DataError("out of range", pipe=self, leaf=name, expected=expected, got=describe(x))
+
+    def __init__(
+        self,
+        env: Any,
+        actor: Any,
+        n_episodes: int = 20,
+        *,
+        n_envs: int | None = None,
+        deterministic: bool = True,
+        seed: int | None = None,
+        env_kwargs: dict | None = None,
+        max_steps: int = 100_000,
+        on_limit: str = "raise",
+        close: bool = True,
+        record: str | Path | None = None,
+        ray: dict | None = None,
+        start_method: str | None = None,
+        worker_threads: int = 1,
+        silence: float = 60.0,
+        on_silence: str = "warn",
+        grace: float = 5.0,
+    ):
+        for name, x, ok, expected in (
+            ("n_episodes", n_episodes, n_episodes >= 1, "an integer >= 1"),
+            ("silence", silence, silence > 0, "seconds > 0"),
+            ("on_silence", on_silence, on_silence in ("warn", "raise"), "'warn' or 'raise'"),
+            ("grace", grace, grace >= 0, "seconds >= 0"),
+            (
+                "record",
+                record,
+                ray is None or record is None,
+                "no film: it would stay on the node of the worker",
+            ),
+            (
+                "start_method",
+                start_method,
+                ray is None or start_method is None,
+                "None: Ray starts the worker",
+            ),
+        ):
+            if not ok:
+                raise DataError(
+                    "out of range", pipe=self, leaf=name, expected=expected, got=describe(x)
+                )
         check_limit(max_steps, on_limit, self)
-        if record is not None: check_film(record)
-        stepper = EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)    # raises its errors before the process is started
+        if record is not None:
+            check_film(record)
+        stepper = EnvStepper(
+            env, actor, n_envs, env_kwargs=env_kwargs
+        )  # raises its errors before the process is started
         stepper.refuse_copies("each process", "ParallelEvaluation", pipe=self)
-        options = dict(env=env, n_episodes=n_episodes, n_envs=n_envs, deterministic=deterministic, seed=seed, env_kwargs=env_kwargs,
-                       max_steps=max_steps, on_limit=on_limit, close=close, record=record)
+        options = dict(
+            env=env,
+            n_episodes=n_episodes,
+            n_envs=n_envs,
+            deterministic=deterministic,
+            seed=seed,
+            env_kwargs=env_kwargs,
+            max_steps=max_steps,
+            on_limit=on_limit,
+            close=close,
+            record=record,
+        )
         place = None if ray is None else service_place(ray, self)
-        self.seed, publisher = seed, WeightPublisher([actor])
-        name, args = "evaluation", (on_host(actor), options)     # two processes do not compete for a device
+        self.seed = seed
+        publisher = WeightPublisher([actor])
+        # two processes do not compete for a device
+        name = "evaluation"
+        args = (on_host(actor), options)
         common: Any = dict(threads=worker_threads, grace=grace)
-        worker = (RemoteService(name, Evaluator, args, publisher, place, **common) if place is not None else
-                  WorkerProcess(name, serve, (publisher.subscriber([0]),), args, start_method=start_method, **common))
+        worker = (
+            RemoteService(name, Evaluator, args, publisher, place, **common)
+            if place is not None
+            else WorkerProcess(
+                name, serve, (publisher.subscriber([0]),), args, start_method=start_method, **common
+            )
+        )
         super().__init__(publisher, worker, silence, on_silence)

@@ -43,11 +43,11 @@ def lag_of(fragment: Fragment, actor: torch.nn.Module) -> int:
 
 def lane_restarts(fragment: Fragment) -> dict:
     "The metric `lane_restarts`: how often lanes of the fragment were restarted. Empty if none was."
-    if fragment.restarts is None: return {}
+    if fragment.restarts is None:
+        return {}
     lanes = range(len(fragment.restarts)) if fragment.lane is None else fragment.lane.tolist()
     newest = dict(sorted(zip(lanes, fragment.restarts.tolist())))
     return dict(lane_restarts=sum(newest.values()))
-
 
 # %% ../../nbs/agents/05_policy_replay.ipynb #01ce7551
 class PolicyReplay(NamedTuple):
@@ -59,6 +59,7 @@ class PolicyReplay(NamedTuple):
         logp_old: float32 [N]: log-probability of each action under the policy that acted
         valid: bool [T, B]; None if all rows are valid
     """
+
     info: dict
     logp: Tensor
     logp_old: Tensor
@@ -75,25 +76,45 @@ class PolicyReplay(NamedTuple):
 
 def check_logp(logp: Tensor, valid: Tensor, leaf: str) -> None:
     "Raise `DataError` unless `logp` is one number for each row of `valid` `[T, B]`. Others would be broadcast against the advantages."
-    if logp.shape == valid.shape: return
-    raise DataError("a log-probability is one number for each action", leaf=leaf, expected=f"[T, B] = {list(valid.shape)}",
-                    got=describe(logp))
+    if logp.shape == valid.shape:
+        return
+    raise DataError(
+        "a log-probability is one number for each action",
+        leaf=leaf,
+        expected=f"[T, B] = {list(valid.shape)}",
+        got=describe(logp),
+    )
 
 
 def check_segments(fragment: Fragment) -> None:
     "Raise `DataError` for single steps. A memory that begins empty at each of them learns nothing."
-    if fragment.n_steps > 1: return
-    raise DataError("a memory learns nothing from single steps", leaf='length', expected="samples of 2 steps or more", got="1")
+    if fragment.n_steps > 1:
+        return
+    raise DataError(
+        "a memory learns nothing from single steps",
+        leaf="length",
+        expected="samples of 2 steps or more",
+        got="1",
+    )
 
 
 def check_memory_known(fragment: Fragment, actor: Any) -> None:
     "Raise `DataError` for a policy with memory, if the fragment lacks its recurrent state, or has that of another kind or size of memory."
-    if not isinstance(actor, RecurrentTorso): return
-    memory, found = actor.memory, nested.leaves(fragment.hx)
+    if not isinstance(actor, RecurrentTorso):
+        return
+    memory = actor.memory
+    found = nested.leaves(fragment.hx)
     like = nested.leaves(memory.initial(torch.empty(memory.layers, fragment.n_envs, memory.n_out)))
-    if [x.shape for x in found] == [x.shape for x in like]: return
-    raise DataError("this is the memory of another policy" if found else "the memory of the policy that acted is not known", leaf='hx',
-                    expected=f"its recurrent state at row 0, {' and '.join(map(describe, like))}", got=describe(fragment.hx))
+    if [x.shape for x in found] == [x.shape for x in like]:
+        return
+    raise DataError(
+        "this is the memory of another policy"
+        if found
+        else "the memory of the policy that acted is not known",
+        leaf="hx",
+        expected=f"its recurrent state at row 0, {' and '.join(map(describe, like))}",
+        got=describe(fragment.hx),
+    )
 
 
 def replay_recorded(fragment: Fragment, actor: Any) -> dict:
@@ -105,11 +126,13 @@ def replay_recorded(fragment: Fragment, actor: Any) -> dict:
         fragment: [T, B]
         actor: a `Policy`: it has `replay(fragment) -> dict(dist, logp, ...)`
     """
-    fragment, replay = fill_invalid(fragment), actor.replay
+    fragment = fill_invalid(fragment)
+    replay = actor.replay
     if nested.leaves(fragment.hx):
         check_memory_known(fragment, actor)
         return replay(fragment)
-    if isinstance(actor, RecurrentTorso): check_segments(fragment)
+    if isinstance(actor, RecurrentTorso):
+        check_segments(fragment)
     return replay(fragment._replace(hx=None))
 
 
@@ -123,13 +146,21 @@ def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:
         actor: a `Policy`: it has `replay(fragment) -> dict(dist, logp, ...)` and `dist`
     """
     recorded, valid = fragment.actor, fragment.valid
-    if not (isinstance(recorded, dict) and 'logp' in recorded):
-        raise DataError("the loss needs the log-probabilities of the policy that acted", leaf="actor['logp']",
-                        expected="float32 [T+1, B]", got=f"leaves {nested.paths(recorded, 'actor')}")
-    if not valid.numel(): raise DataError("no valid row in the fragment", leaf='valid')
+    if not (isinstance(recorded, dict) and "logp" in recorded):
+        raise DataError(
+            "the loss needs the log-probabilities of the policy that acted",
+            leaf="actor['logp']",
+            expected="float32 [T+1, B]",
+            got=f"leaves {nested.paths(recorded, 'actor')}",
+        )
+    if not valid.numel():
+        raise DataError("no valid row in the fragment", leaf="valid")
     check_memory_known(fragment, actor)
     where = None if valid.all() else valid
-    info, logp_old = actor.replay(fragment if where is None else fill_invalid(fragment)), recorded['logp'][:-1]
-    for leaf, x in (("replay(fragment)['logp']", info['logp']), ("actor['logp']", logp_old)): check_logp(x, valid, leaf)
-    if where is not None: info, logp_old = nested.getitem((info, logp_old), where)
-    return PolicyReplay(info, info['logp'], logp_old, where)
+    info = actor.replay(fragment if where is None else fill_invalid(fragment))
+    logp_old = recorded["logp"][:-1]
+    for leaf, x in (("replay(fragment)['logp']", info["logp"]), ("actor['logp']", logp_old)):
+        check_logp(x, valid, leaf)
+    if where is not None:
+        info, logp_old = nested.getitem((info, logp_old), where)
+    return PolicyReplay(info, info["logp"], logp_old, where)

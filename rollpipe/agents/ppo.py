@@ -22,8 +22,16 @@ from ..pipes.data.errors import DataError
 # %% ../../nbs/agents/19_ppo.ipynb #5030f1aa
 def what_the_loss_needs(batch: Fragment) -> Fragment:
     "The batch without infos, recorded distributions, true last observations, lanes, sequence numbers and versions."
-    return batch._replace(env={}, actor={k: x for k, x in batch.actor.items() if k != 'dist'}, term=None, lane=None, seq=None,
-                          version=None, restarts=None, final=nested.getitem(batch.final, slice(0)))
+    return batch._replace(
+        env={},
+        actor={k: x for k, x in batch.actor.items() if k != "dist"},
+        term=None,
+        lane=None,
+        seq=None,
+        version=None,
+        restarts=None,
+        final=nested.getitem(batch.final, slice(0)),
+    )
 
 # %% ../../nbs/agents/19_ppo.ipynb #865fc2df
 class PPO(ActorCriticLearner):
@@ -40,46 +48,69 @@ class PPO(ActorCriticLearner):
         target_kl: estimated divergence beyond which an update ends, such as 0.05 [nat]; None: never
         normalize_adv: scale advantages to mean 0 and standard deviation 1: each 'batch', each 'minibatch', or 'never'
     """
+
     epochs: int = integer(10)
     minibatch: int = integer(256)
     clip: float = number(0.2, changes=True)
     clip_value: float | None = number(None, changes=True)
     target_kl: float | None = number(None, changes=True)
-    normalize_adv: str = 'batch'
+    normalize_adv: str = "batch"
     lr: float = 1e-3
 
     def __post_init__(self):
         super().__post_init__()
-        if self.normalize_adv not in ('batch', 'minibatch', 'never'):
-            raise DataError("PPO: unknown choice", leaf='normalize_adv', expected="'batch', 'minibatch' or 'never'",
-                            got=repr(self.normalize_adv))
+        if self.normalize_adv not in ("batch", "minibatch", "never"):
+            raise DataError(
+                "PPO: unknown choice",
+                leaf="normalize_adv",
+                expected="'batch', 'minibatch' or 'never'",
+                got=repr(self.normalize_adv),
+            )
 
     def improve(self, batch: Fragment) -> dict:
         "Take a step on each minibatch; returns the metrics of the loss, averaged over them."
-        if self.clip_value is not None and (self.critic is not None or 'value' not in batch.actor): batch = with_old_values(batch)
-        batch = with_standardized_adv(batch, self.normalize_adv == 'batch')
-        records, epochs, stop = [], 0, False
+        if self.clip_value is not None and (self.critic is not None or "value" not in batch.actor):
+            batch = with_old_values(batch)
+        batch = with_standardized_adv(batch, self.normalize_adv == "batch")
+        records = []
+        epochs = 0
+        stop = False
         for epoch, (part, n) in self.minibatches(batch):
             loss, metrics = self.loss(part)
             stop = bool(records) and self.has_moved(metrics, n)
-            if stop: break
+            if stop:
+                break
             records.append(self.step(loss, metrics=metrics, n=n))
             epochs = epoch + 1
-        return mean_metrics(records) | dict(minibatches=len(records), epochs=epochs, early_stop=float(stop))
+        return mean_metrics(records) | dict(
+            minibatches=len(records), epochs=epochs, early_stop=float(stop)
+        )
 
     def has_moved(self, metrics: dict, n: torch.Tensor) -> bool:
         "Is the divergence from the policy that acted above `target_kl`? The `metrics` are those of `n` rows of a minibatch."
-        return self.target_kl is not None and float(ranks.mean_of_all(metrics['approx_kl'], n)[0]) > self.target_kl
+        return (
+            self.target_kl is not None
+            and float(ranks.mean_of_all(metrics["approx_kl"], n)[0]) > self.target_kl
+        )
 
     def minibatches(self, batch: Fragment) -> Iterator[tuple[int, ranks.Part]]:
         "`(epoch, part)` for each minibatch: `part` holds the rows of this rank; without other ranks, all rows."
-        rng, batch = self.rng(), what_the_loss_needs(batch)
+        rng = self.rng()
+        batch = what_the_loss_needs(batch)
         for epoch in range(self.epochs):
             for rows, n in ranks.parts(batch, self.minibatch, 1, rng):
-                if self.normalize_adv == 'minibatch': rows = rows._replace(adv=standardized(rows.adv, rows.valid & (n > 0)))
+                if self.normalize_adv == "minibatch":
+                    rows = rows._replace(adv=standardized(rows.adv, rows.valid & (n > 0)))
                 yield epoch, ranks.Part(rows, n)
 
     def loss(self, batch: Fragment) -> tuple:
         "The loss of policy, values and entropy on a minibatch, and its metrics."
-        return ppo(batch, self.actor, self.critic, clip=self.clip, clip_value=self.clip_value, c_value=self.c_value,
-                   c_entropy=self.c_entropy)
+        return ppo(
+            batch,
+            self.actor,
+            self.critic,
+            clip=self.clip,
+            clip_value=self.clip_value,
+            c_value=self.c_value,
+            c_entropy=self.c_entropy,
+        )

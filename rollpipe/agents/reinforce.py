@@ -28,12 +28,13 @@ class REINFORCE(EntropyBonus, ScaledAdvantages, GradientLearner):
         epochs: steps of the optimiser on each batch; each step uses the whole batch
         c_rho: largest importance weight
     """
+
     epochs: int = integer(1)
     c_rho: float = number(1.0, 0, inf, changes=True)
     c_entropy: float = 0.01
     lr: float = 5e-3
     critic_lr: float | None = 1e-3
-    joins_ranks = True      # see `ranks.distributed`
+    joins_ranks = True  # see `ranks.distributed`
 
     def __post_init__(self):
         super().__post_init__()
@@ -41,8 +42,12 @@ class REINFORCE(EntropyBonus, ScaledAdvantages, GradientLearner):
 
     def improve(self, batch: Fragment) -> dict:
         "Take `epochs` steps; returns the metrics, averaged over them."
-        scaled, n, records = with_standardized_adv(batch, self.normalize_adv), batch.valid.sum(), []
+        scaled = with_standardized_adv(batch, self.normalize_adv)
+        n = batch.valid.sum()
+        records = []
         for _ in range(self.epochs):
-            loss, metrics = reinforce(scaled, self.actor, c_rho=self.c_rho, c_entropy=self.c_entropy)
+            loss, metrics = reinforce(
+                scaled, self.actor, c_rho=self.c_rho, c_entropy=self.c_entropy
+            )
             records.append(self.step(loss, metrics=metrics, n=n))
         return mean_metrics(records)

@@ -23,6 +23,7 @@ class DecayingEpsilon(Options):
         eps_end: fraction of random actions after eps_steps steps
         eps_steps: environment steps in which the fraction falls linearly from eps_start to eps_end
     """
+
     eps_start: float = number(1.0, 0, 1)
     eps_end: float = number(0.05, 0, 1)
     eps_steps: int = number(20_000)
@@ -30,7 +31,9 @@ class DecayingEpsilon(Options):
     @torch.no_grad()
     def explore(self: Any) -> None:
         "Set the fraction of random actions for the number of environment steps so far."
-        self.actor.epsilon.fill_(Schedule('linear', self.eps_start, self.eps_end, self.eps_steps)(self.steps))
+        self.actor.epsilon.fill_(
+            Schedule("linear", self.eps_start, self.eps_end, self.eps_steps)(self.steps)
+        )
 
     def exploration(self: Any) -> dict:
         "The probability of a random action now."
@@ -44,6 +47,7 @@ class Every(NamedTuple):
         n: number of units; 0: never
         unit: 'updates' or 'steps', the name of a counter
     """
+
     n: int
     unit: str = "updates"
 
@@ -56,8 +60,17 @@ class Every(NamedTuple):
             name: name of the setting in the error
         """
         found = re.fullmatch(r"(\d[\d_]{0,20})([km]?) ?(update|step|)s?", str(value).lower())
-        if found: return cls(int(found[1].replace("_", "")) * {"": 1, "k": 1000, "m": 10**6}[found[2]], f"{found[3] or 'update'}s")
-        raise DataError("out of range", leaf=name, got=repr(value), expected="updates, such as 10; or steps, such as '20_000 steps'")
+        if found:
+            return cls(
+                int(found[1].replace("_", "")) * {"": 1, "k": 1000, "m": 10**6}[found[2]],
+                f"{found[3] or 'update'}s",
+            )
+        raise DataError(
+            "out of range",
+            leaf=name,
+            got=repr(value),
+            expected="updates, such as 10; or steps, such as '20_000 steps'",
+        )
 
     @property
     def setting(self) -> int | str:
@@ -83,5 +96,10 @@ def seconds_of(text: str, name: str) -> float:
     """
     found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) ?(s|min|h|d)", str(text).strip())
     if not found or not float(found[1]):
-        raise DataError("not a duration", leaf=name, expected="such as '45 s', '90 min', '2 h' or '1.5 d'", got=repr(text))
+        raise DataError(
+            "not a duration",
+            leaf=name,
+            expected="such as '45 s', '90 min', '2 h' or '1.5 d'",
+            got=repr(text),
+        )
     return float(found[1]) * dict(s=1, min=60, h=3600, d=86400)[found[2]]

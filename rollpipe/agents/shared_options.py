@@ -7,7 +7,8 @@ __all__ = ['args_section', 'meanings', 'check_range', 'number', 'integer', 'flag
            'Options', 'Schedule', 'changing', 'Changing', 'Discounted', 'ByAdam', 'EntropyBonus', 'ScaledAdvantages']
 
 # %% ../../nbs/agents/07_shared_options.ipynb #989ebc61
-import inspect, re
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from math import cos, inf, isfinite, pi
@@ -16,14 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..pipes.data.errors import DataError, check_integer, is_between
 
-if TYPE_CHECKING: from typing_extensions import dataclass_transform
-else: dataclass_transform = lambda **kwargs: lambda cls: cls        # part of Python from 3.11 on
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+    dataclass_transform = lambda **kwargs: lambda cls: cls  # part of Python from 3.11 on
 
 # %% ../../nbs/agents/07_shared_options.ipynb #aeb5638b
 def args_section(docstring: str | None) -> dict:
     "Parameter -> meaning, from the `Args:` section of a docstring."
     _, _, rest = inspect.cleandoc(docstring or "").partition("\nArgs:\n")
-    section = re.split(r"^\S", rest, maxsplit=1, flags=re.M)[0]  # the next line without indentation ends the section
+    section = re.split(r"^\S", rest, maxsplit=1, flags=re.M)[
+        0
+    ]  # the next line without indentation ends the section
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section, re.M)
     return {name: " ".join(text.split()) for name, text in entries}
 
@@ -52,11 +57,19 @@ def check_range(owner: Any, low: float, high: float = float_info.max, **values: 
     """
     for name, value in values.items():
         if not is_between(value, low, high):
-            raise DataError(f"{type(owner).__name__}: out of range", leaf=name, got=str(value),
-                            expected=f"{low} <= {name} <= {high}" if high != float_info.max else f"{low} <= {name} < {inf}")
+            raise DataError(
+                f"{type(owner).__name__}: out of range",
+                leaf=name,
+                got=str(value),
+                expected=f"{low} <= {name} <= {high}"
+                if high != float_info.max
+                else f"{low} <= {name} < {inf}",
+            )
 
 # %% ../../nbs/agents/07_shared_options.ipynb #07d8119d
-def number(default: float | None, low: float = 0, high: float = float_info.max, changes: bool = False) -> Any:
+def number(
+    default: float | None, low: float = 0, high: float = float_info.max, changes: bool = False
+) -> Any:
     """A field of a dataclass whose value is a number in `[low, high]`, or None if the annotation allows it.
 
     Args:
@@ -65,7 +78,10 @@ def number(default: float | None, low: float = 0, high: float = float_info.max, 
         high: largest value allowed; inf: infinity is allowed, too
         changes: whether it may change between two updates, see `Changing`; then every update reads the attribute anew
     """
-    def check(owner, name, x): check_range(owner, low, high, **{name: x})
+
+    def check(owner, name, x):
+        check_range(owner, low, high, **{name: x})
+
     return field(default=default, metadata=dict(check=check, changes=changes))
 
 
@@ -76,15 +92,26 @@ def integer(default: int, least: int = 1) -> Any:
         default: value if none is given
         least: smallest value allowed
     """
-    def check(owner, name, x): setattr(owner, name, check_integer(name, x, least, pipe=owner))
+
+    def check(owner, name, x):
+        setattr(owner, name, check_integer(name, x, least, pipe=owner))
+
     return field(default=default, metadata=dict(check=check))
 
 
 def flag(default: bool) -> Any:
     "A field of a dataclass whose value is True or False. Any other text would count as True."
+
     def check(owner, name, x):
-        if isinstance(x, bool): return
-        raise DataError(f"{type(owner).__name__}: neither yes nor no", leaf=name, expected="True or False", got=repr(x))
+        if isinstance(x, bool):
+            return
+        raise DataError(
+            f"{type(owner).__name__}: neither yes nor no",
+            leaf=name,
+            expected="True or False",
+            got=repr(x),
+        )
+
     return field(default=default, metadata=dict(check=check))
 
 
@@ -99,8 +126,15 @@ def not_offered(value: Any) -> Any:
 
 def _declared(cls: Any) -> dict:
     "Option -> what its field says. A class that states only another default keeps what its base says."
-    if not (isinstance(cls, type) and is_dataclass(cls)): return {}
-    found = {f.name: f.metadata for c in reversed(cls.__mro__) if is_dataclass(c) for f in fields(c) if 'check' in f.metadata}
+    if not (isinstance(cls, type) and is_dataclass(cls)):
+        return {}
+    found = {
+        f.name: f.metadata
+        for c in reversed(cls.__mro__)
+        if is_dataclass(c)
+        for f in fields(c)
+        if "check" in f.metadata
+    }
     return {f.name: found[f.name] for f in fields(cls) if f.init and f.name in found}
 
 
@@ -110,13 +144,16 @@ def check_option(owner: Any, name: str, value: Any) -> None:
     Args:
         owner: the object that has the options
     """
-    known, kinds = _declared(type(owner)), {f.name: str(f.type) for f in fields(owner)}
-    if name in known and not (value is None and 'None' in kinds[name]): known[name]['check'](owner, name, value)
+    known = _declared(type(owner))
+    kinds = {f.name: str(f.type) for f in fields(owner)}
+    if name in known and not (value is None and "None" in kinds[name]):
+        known[name]["check"](owner, name, value)
 
 
 def check_options(owner: Any) -> None:
     "Raise `DataError` for a field of `owner` that is out of range."
-    for name in _declared(type(owner)): check_option(owner, name, getattr(owner, name))
+    for name in _declared(type(owner)):
+        check_option(owner, name, getattr(owner, name))
 
 
 @dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(field,))
@@ -125,13 +162,21 @@ class Options:
 
     Its docstring gets the meanings of the options that it inherits, so `help` shows all of them.
     """
+
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        doc, own = cls.__doc__, args_section(cls.__doc__)
+        doc = cls.__doc__
+        own = args_section(cls.__doc__)
         dataclass(eq=False, kw_only=True, repr=False)(cls)
         taken = inspect.signature(cls).parameters
-        more = [f"    {name}: {text}" for name, text in meanings(cls).items() if name in taken and name not in own]
-        cls.__doc__ = doc and "\n".join([inspect.cleandoc(doc), *["", "Args:"] * (not own and bool(more)), *more])
+        more = [
+            f"    {name}: {text}"
+            for name, text in meanings(cls).items()
+            if name in taken and name not in own
+        ]
+        cls.__doc__ = doc and "\n".join(
+            [inspect.cleandoc(doc), *["", "Args:"] * (not own and bool(more)), *more]
+        )
 
     def __repr__(self):
         owner: Any = self
@@ -147,6 +192,7 @@ class Schedule(NamedTuple):
         end: value from `steps` on
         steps: number of steps from `start` to `end`; 0: `end` at once
     """
+
     kind: str
     start: float
     end: float
@@ -162,40 +208,62 @@ class Schedule(NamedTuple):
         """
         kind, *parts = str(text).lower().split(":")
         try:
-            start, end, *last = map(float, parts[:2] + [re.sub("[km]$", lambda x: {"k": "e3", "m": "e6"}[x[0]], x) for x in parts[2:]])
-            if kind not in ("linear", "cosine") or len(last) > 1 or not all(map(isfinite, (start, end))): raise ValueError
+            start, end, *last = map(
+                float,
+                parts[:2]
+                + [re.sub("[km]$", lambda x: {"k": "e3", "m": "e6"}[x[0]], x) for x in parts[2:]],
+            )
+            if (
+                kind not in ("linear", "cosine")
+                or len(last) > 1
+                or not all(map(isfinite, (start, end)))
+            ):
+                raise ValueError
             n = int(last[0]) if last else steps
-            if n is not None and n < 1: raise ValueError
+            if n is not None and n < 1:
+                raise ValueError
         except (ValueError, OverflowError):
-            raise DataError("not a schedule", expected="linear:START:END:STEPS or cosine:...", got=repr(text)) from None
-        if n is None: raise DataError("a schedule without a number of steps", expected=f"{text}:STEPS, such as {text}:100k", got=repr(text))
+            raise DataError(
+                "not a schedule", expected="linear:START:END:STEPS or cosine:...", got=repr(text)
+            ) from None
+        if n is None:
+            raise DataError(
+                "a schedule without a number of steps",
+                expected=f"{text}:STEPS, such as {text}:100k",
+                got=repr(text),
+            )
         return cls(kind, start, end, n)
 
     def __call__(self, step: float) -> float:
-        gone = min(step / self.steps, 1.) if self.steps else 1.
+        gone = min(step / self.steps, 1.0) if self.steps else 1.0
         left = 1 - gone
-        if self.kind == "cosine": gone = 1 - (left := (1 - cos(pi * left)) / 2)
+        if self.kind == "cosine":
+            gone = 1 - (left := (1 - cos(pi * left)) / 2)
         return self.start * left + self.end * gone
 
-    def __str__(self): return f"{self.kind}:{self.start!r}:{self.end!r}:{self.steps}"
+    def __str__(self):
+        return f"{self.kind}:{self.start!r}:{self.end!r}:{self.steps}"
 
 # %% ../../nbs/agents/07_shared_options.ipynb #dd6f50de
 def changing(cls: Any) -> list:
     "The names of the options of a class that may change between two updates; none for a function."
-    return [name for name, about in _declared(cls).items() if about.get('changes')]
+    return [name for name, about in _declared(cls).items() if about.get("changes")]
 
 
 class Changing(Options):
     "Base of learners, some of whose options may change. `schedules` has those that do: option -> function of the steps so far."
-    RATES = ('lr', 'critic_lr', 'max_kl')       # with 0, nothing would be learned any more
+
+    RATES = ("lr", "critic_lr", "max_kl")  # with 0, nothing would be learned any more
     steps = 0
 
     def plan(self) -> None:
         "Check all options, and begin their schedules."
         self.schedules: dict[str, Callable] = {}
         for name in _declared(type(self)):
-            if name in changing(type(self)): self._take(name, getattr(self, name))
-            else: self._check_constant(name)
+            if name in changing(type(self)):
+                self._take(name, getattr(self, name))
+            else:
+                self._check_constant(name)
 
     def set_option(self, name: str, value: Any) -> None:
         """Change an option between two updates. Raises `DataError` for one that cannot change, or for a value that it cannot have.
@@ -205,7 +273,11 @@ class Changing(Options):
             value: a number; or a schedule: a text such as 'linear:1e-3:0:100k', or a function of the steps so far
         """
         if name not in (known := changing(type(self))):
-            raise DataError(f"{type(self).__name__}: this option cannot change while it learns", leaf=name, expected=", ".join(known))
+            raise DataError(
+                f"{type(self).__name__}: this option cannot change while it learns",
+                leaf=name,
+                expected=", ".join(known),
+            )
         self._take(name, value)
 
     def fall(self, name: str, value: Any) -> Callable | None:
@@ -213,32 +285,49 @@ class Changing(Options):
 
     def advance(self) -> dict[str, float]:
         "Give each option with a schedule its value for the next update; returns these values."
-        for name, schedule in self.schedules.items(): setattr(self, name, self._value(name, schedule))
+        for name, schedule in self.schedules.items():
+            setattr(self, name, self._value(name, schedule))
         return {name: getattr(self, name) for name in self.schedules}
 
     def _take(self, name, value):
-        try: schedule = Schedule.of(value) if isinstance(value, str) else value if callable(value) else None
-        except DataError as e: raise DataError(f"{type(self).__name__}: {e.problem}", leaf=name, expected=e.expected, got=e.got) from None
+        try:
+            schedule = (
+                Schedule.of(value) if isinstance(value, str) else value if callable(value) else None
+            )
+        except DataError as e:
+            raise DataError(
+                f"{type(self).__name__}: {e.problem}", leaf=name, expected=e.expected, got=e.got
+            ) from None
         for x in schedule[1:3] if isinstance(schedule, Schedule) else [value] * (schedule is None):
-            if x or name not in self.RATES or schedule is None: check_option(self, name, x)      # a rate may end with 0, when training ends
+            if x or name not in self.RATES or schedule is None:
+                check_option(self, name, x)  # a rate may end with 0, when training ends
         schedule = schedule or self.fall(name, value)
         setattr(self, name, value if schedule is None else self._value(name, schedule))
         self.schedules.pop(name, None)
-        if schedule: self.schedules[name] = schedule
+        if schedule:
+            self.schedules[name] = schedule
 
     def _value(self, name, schedule):
         value = schedule(self.steps)
         if isinstance(schedule, Schedule) and name in self.RATES and not value:
-            raise DataError(f"{type(self).__name__}: the schedule is 0 at {self.steps} steps", leaf=name, got=str(schedule),
-                            expected="a number above 0, until the training ends")
+            raise DataError(
+                f"{type(self).__name__}: the schedule is 0 at {self.steps} steps",
+                leaf=name,
+                got=str(schedule),
+                expected="a number above 0, until the training ends",
+            )
         check_option(self, name, value)
         return value
 
     def _check_constant(self, name):
         value = getattr(self, name)
         if callable(value) or isinstance(value, str) and ":" in value:
-            raise DataError(f"{type(self).__name__}: this option takes no schedule", leaf=name, got=repr(value)[:80],
-                            expected=f"a number; these take one: {', '.join(changing(type(self)))}")
+            raise DataError(
+                f"{type(self).__name__}: this option takes no schedule",
+                leaf=name,
+                got=repr(value)[:80],
+                expected=f"a number; these take one: {', '.join(changing(type(self)))}",
+            )
         check_option(self, name, value)
 
 # %% ../../nbs/agents/07_shared_options.ipynb #08717bc5
@@ -248,6 +337,7 @@ class Discounted(Options):
     Args:
         gamma: discount factor per step
     """
+
     gamma: float = number(0.99, 0, 1, changes=True)
 
 
@@ -259,6 +349,7 @@ class ByAdam(Options):
         critic_lr: learning rate of the critic (Adam); None: the same as lr
         max_grad_norm: largest norm of the gradient (longer ones are clipped to it); None: no limit
     """
+
     lr: float = number(3e-4, changes=True)
     critic_lr: float | None = number(None, changes=True)
     max_grad_norm: float | None = number(0.5, 0, inf)
@@ -275,6 +366,7 @@ class EntropyBonus(Options):
     Args:
         c_entropy: weight of the entropy bonus
     """
+
     c_entropy: float = number(0.0, changes=True)
 
 
@@ -284,4 +376,5 @@ class ScaledAdvantages(Options):
     Args:
         normalize_adv: scale advantages to mean 0 and standard deviation 1
     """
+
     normalize_adv: bool = flag(True)

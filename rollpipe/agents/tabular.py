@@ -33,23 +33,39 @@ class TabularQ(EpsilonGreedy):
         init: initial value of every action; a value above the true ones drives exploration
         epsilon: fraction of the steps with a random action; a buffer that learners may change
     """
+
     uses_past = False
 
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, init: float = 0.0, epsilon: float = 1.0):
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        init: float = 0.0,
+        epsilon: float = 1.0,
+    ):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         if not isinstance(observation_space, gym.spaces.Discrete):
-            raise SpaceError("TabularQ: unsupported observation space", leaf='observation_space', expected='Discrete',
-                             got=repr(observation_space))
-        self.observation_space, self.first = copy.deepcopy(observation_space), int(observation_space.start)
-        self.table = torch.nn.Parameter(torch.full((int(observation_space.n), self.n_actions), float(init)))
+            raise SpaceError(
+                "TabularQ: unsupported observation space",
+                leaf="observation_space",
+                expected="Discrete",
+                got=repr(observation_space),
+            )
+        self.observation_space = copy.deepcopy(observation_space)
+        self.first = int(observation_space.start)
+        self.table = torch.nn.Parameter(
+            torch.full((int(observation_space.n), self.n_actions), float(init))
+        )
 
     def q(self, obs: Any, act: Any, rew: Any, fin: Any, *, hx: Any) -> tuple:
         "The rows of the table `[*lead, n_actions]` for the observations `[*lead]`, and no recurrent state."
         return self.table[obs.long() - self.first], ()
 
 # %% ../../nbs/agents/24_tabular.ipynb #b0626843
-def q_targets(fragment: Fragment, table: torch.Tensor, gamma: float, start: int = 0) -> torch.Tensor:
+def q_targets(
+    fragment: Fragment, table: torch.Tensor, gamma: float, start: int = 0
+) -> torch.Tensor:
     """Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`; not meaningful where not `valid`.
 
     Args:
@@ -58,13 +74,20 @@ def q_targets(fragment: Fragment, table: torch.Tensor, gamma: float, start: int 
         gamma: discount factor per step
         start: number of the first state
     """
-    after, final = fragment.state.obs[1:].long(), fragment.final
+    after = fragment.state.obs[1:].long()
+    final = fragment.final
     after = after.index_put((final.t, final.b), final.obs.long())
     going_on = gamma * (~fragment.term[1:]).to(table.dtype)
     return fragment.state.rew[1:] + going_on * table[after - start].amax(-1)
 
 # %% ../../nbs/agents/24_tabular.ipynb #67ad76b4
-def move_towards(table: torch.Tensor, states: torch.Tensor, actions: torch.Tensor, targets: torch.Tensor, lr: float) -> None:
+def move_towards(
+    table: torch.Tensor,
+    states: torch.Tensor,
+    actions: torch.Tensor,
+    targets: torch.Tensor,
+    lr: float,
+) -> None:
     """Move each entry of `table[states, actions]` towards the mean of its targets, as far as one update per target would.
 
     Args:
@@ -74,7 +97,8 @@ def move_towards(table: torch.Tensor, states: torch.Tensor, actions: torch.Tenso
         targets: float [N]
         lr: learning rate of one update
     """
-    flat, index = table.view(-1), states * table.shape[1] + actions
+    flat = table.view(-1)
+    index = states * table.shape[1] + actions
     at, which, count = index.unique(return_inverse=True, return_counts=True)
     mean = torch.zeros_like(flat[at]).index_add_(0, which, targets) / count
     flat[at] += (1 - (1 - lr) ** count) * (mean - flat[at])
@@ -88,14 +112,15 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
     Args:
         lr: fraction of the way to its target that a value moves; 1 suits deterministic environments
     """
+
     lr: float = number(0.5, 0, 1, changes=True)
     critic: Any = not_offered(None)
     critic_epochs: int = not_offered(0)
     decay_steps: int = not_offered(0)
     seed: int = not_offered(0)
     average_policy: int = not_offered(0)
-    actor_needs = ('table', 'epsilon')
-    actor_kind = 'a `rollpipe.agents.tabular.TabularQ`'
+    actor_needs = ("table", "epsilon")
+    actor_kind = "a `rollpipe.agents.tabular.TabularQ`"
     batch_needs = ()
 
     def __post_init__(self):
@@ -105,16 +130,30 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
     @torch.no_grad()
     def update(self, batch: Fragment) -> dict:
         "Learn from a `Fragment`; returns metrics (see `METRICS`)."
-        actor, valid, begun = self.actor, batch.valid, self.begin(batch)
+        actor = self.actor
+        valid = batch.valid
+        begun = self.begin(batch)
         targets = q_targets(batch, actor.table, self.gamma, actor.first)[valid]
-        states, actions = batch.state.obs[:-1][valid].long() - actor.first, batch.state.act[1:][valid].long() - actor.start
+        states = batch.state.obs[:-1][valid].long() - actor.first
+        actions = batch.state.act[1:][valid].long() - actor.start
         errors = targets - (before := actor.table[states, actions])
         if not errors.isfinite().all():
-            raise DataError("QLearning: non-finite TD error", leaf='table', expected="finite rewards and values", got=describe(errors))
+            raise DataError(
+                "QLearning: non-finite TD error",
+                leaf="table",
+                expected="finite rewards and values",
+                got=describe(errors),
+            )
         move_towards(actor.table, states, actions, targets, self.lr)
         self.count_steps(batch)
         epsilon = float(actor.epsilon)
         self.explore()
         bump_version(actor)
-        return dict(loss=float(errors.square().mean()), td_error=float(errors.abs().mean()), q_mean=float(before.mean()),
-                    q_target=float(targets.mean()), epsilon=epsilon, **begun)
+        return dict(
+            loss=float(errors.square().mean()),
+            td_error=float(errors.abs().mean()),
+            q_mean=float(before.mean()),
+            q_target=float(targets.mean()),
+            epsilon=epsilon,
+            **begun,
+        )

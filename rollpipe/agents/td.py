@@ -35,13 +35,23 @@ def burnt_in(fragment: Fragment, net: Any, n: int) -> Fragment:
         n: number of rows to skip, 0 <= n < T
     """
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < fragment.n_steps:
-        raise DataError("burn_in: out of range", expected=f"an integer 0 <= burn_in < T = {fragment.n_steps}", got=f"burn_in={n!r}")
-    if not n: return fragment
-    with torch.no_grad(): hx = net.values(nested.as_seen(nested.getitem(fragment.state, slice(n))), fragment.hx)[1]
-    def rest(x): return x[n:]
+        raise DataError(
+            "burn_in: out of range",
+            expected=f"an integer 0 <= burn_in < T = {fragment.n_steps}",
+            got=f"burn_in={n!r}",
+        )
+    if not n:
+        return fragment
+    with torch.no_grad():
+        hx = net.values(nested.as_seen(nested.getitem(fragment.state, slice(n))), fragment.hx)[1]
+
+    def rest(x):
+        return x[n:]
+
     def late(final):
         final = nested.getitem(final, final.t >= n)
         return final._replace(t=final.t - n)
+
     return fragment._replace(hx=hx).map(rows=rest, steps=rest, final=late)
 
 # %% ../../nbs/agents/14_td.ipynb #e82f0853
@@ -52,17 +62,27 @@ def huber_penalty(error: Tensor, limit: float | None) -> Tensor:
         error: any shape
         limit: errors beyond this limit count linearly; None or inf: all errors are squared
     """
-    if limit is None: return error.square()
+    if limit is None:
+        return error.square()
     size = error.abs()
     inner = size.clamp(max=limit)
-    return inner * (2 * size - inner)     # not `torch.where`: the branch not taken would have the gradient 0 * inf for large limits
+    return inner * (
+        2 * size - inner
+    )  # not `torch.where`: the branch not taken would have the gradient 0 * inf for large limits
 
 
 def _weights(weight, fragment, burn_in):
     "Weights `[B]` or `[T - burn_in, B]`."
-    if weight is None or weight.ndim == 1 and len(weight) == fragment.n_envs: return weight
-    if weight.shape == fragment.valid.shape: return weight[burn_in:]
-    raise DataError("td: wrong shape", leaf='weight', got=describe(weight), expected=f"[B] or [T, B] = {list(fragment.valid.shape)}")
+    if weight is None or weight.ndim == 1 and len(weight) == fragment.n_envs:
+        return weight
+    if weight.shape == fragment.valid.shape:
+        return weight[burn_in:]
+    raise DataError(
+        "td: wrong shape",
+        leaf="weight",
+        got=describe(weight),
+        expected=f"[B] or [T, B] = {list(fragment.valid.shape)}",
+    )
 
 # %% ../../nbs/agents/14_td.ipynb #3265c152
 def _values_reached(fragment, method, *nets):
@@ -70,20 +90,28 @@ def _values_reached(fragment, method, *nets):
 
     The fragment's `hx` is the memory of each net.
     """
-    return answers_reached(lambda state, hx: [getattr(net, method)(state, hx)[0] for net in nets], without_terminal_obs(fragment))
+    return answers_reached(
+        lambda state, hx: [getattr(net, method)(state, hx)[0] for net in nets],
+        without_terminal_obs(fragment),
+    )
 
 
 def _both_values(own, fragment, method, actor, target, double, burn_in):
     "Two values of the states reached: for the target, and for the choice of action. `own` is the fragment with the memory of `actor`."
-    if double and not nested.leaves(own.hx): return _values_reached(own, method, target, actor)     # so the states are prepared only once
+    if double and not nested.leaves(own.hx):
+        return _values_reached(own, method, target, actor)  # so the states are prepared only once
     there = (own, actor) if target is None else (burnt_in(fragment, target, burn_in), target)
-    q_next, = _values_reached(there[0], method, there[1])
+    (q_next,) = _values_reached(there[0], method, there[1])
     return q_next, *(_values_reached(own, method, actor) if double else [q_next])
 
 
 def _spread(x, like):
     "`x` `[T, B]`, repeated along the other dimensions of `like` `[T, B, ...]`."
-    return x if x.ndim == like.ndim else x.reshape(*x.shape, *[1] * (like.ndim - x.ndim)).expand_as(like)
+    return (
+        x
+        if x.ndim == like.ndim
+        else x.reshape(*x.shape, *[1] * (like.ndim - x.ndim)).expand_as(like)
+    )
 
 
 def _of_action(q, index):
@@ -91,7 +119,9 @@ def _of_action(q, index):
     return q.gather(2, _spread(index.unsqueeze(2), q[:, :, :1])).squeeze(2)
 
 
-def td_targets(fragment: Fragment, v_tp1: Tensor, gamma: float, n_steps: int = 1, bonus: Tensor | None = None) -> Tensor:
+def td_targets(
+    fragment: Fragment, v_tp1: Tensor, gamma: float, n_steps: int = 1, bonus: Tensor | None = None
+) -> Tensor:
     """Targets `Gₜ`, one for each value: discounted sum of up to `n_steps` rewards, bonuses of the states reached, and the last one's value.
 
     The value of a terminal state is 0.
@@ -103,14 +133,28 @@ def td_targets(fragment: Fragment, v_tp1: Tensor, gamma: float, n_steps: int = 1
         n_steps: largest number of rewards that are summed before a value; fewer where an episode or the fragment ends
         bonus: bonuses of the states reached, in addition to their values, float32 [T, B]
     """
-    rew, over, discount = fragment.state.rew[1:], fragment.term[1:] | ~fragment.valid, gamma * ~fragment.term[1:]
-    if bonus is not None: rew = rew + discount * bonus.masked_fill(over, 0.)
+    rew = fragment.state.rew[1:]
+    over = fragment.term[1:] | ~fragment.valid
+    discount = gamma * ~fragment.term[1:]
+    if bonus is not None:
+        rew = rew + discount * bonus.masked_fill(over, 0.0)
     rew, over, discount, cut = (_spread(x, v_tp1) for x in (rew, over, discount, is_cut(fragment)))
-    return n_step_returns(rew, v_tp1.masked_fill(over, 0.), discount, n_steps, cut=cut)
+    return n_step_returns(rew, v_tp1.masked_fill(over, 0.0), discount, n_steps, cut=cut)
 
 # %% ../../nbs/agents/14_td.ipynb #e4a7b915
-def td_loss(fragment: Fragment, actor: Any, target: Any, penalty: Callable, *, method: str = 'values', gamma: float = 0.99,
-            double: bool = False, n_steps: int = 1, burn_in: int = 0, weight: Tensor | None = None) -> tuple[Tensor, dict, Tensor]:
+def td_loss(
+    fragment: Fragment,
+    actor: Any,
+    target: Any,
+    penalty: Callable,
+    *,
+    method: str = "values",
+    gamma: float = 0.99,
+    double: bool = False,
+    n_steps: int = 1,
+    burn_in: int = 0,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: loss `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows, and `errors` `[T, B]`.
 
     The errors are the means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the errors that are raised.
@@ -128,24 +172,44 @@ def td_loss(fragment: Fragment, actor: Any, target: Any, penalty: Callable, *, m
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
     """
     own = burnt_in(fragment, actor, burn_in)
-    valid, weight = own.valid, _weights(weight, fragment, burn_in)
+    valid = own.valid
+    weight = _weights(weight, fragment, burn_in)
     before, after = timeshift(fill_invalid(own).state)
     q, memory = getattr(actor, method)(nested.as_seen(before), own.hx)
-    if not nested.leaves(own.hx):   # steps of a recording come without memories, so that of the network begins empty
-        if nested.leaves(memory): check_segments(own)
-        own, fragment = (x._replace(hx=nested.map(torch.zeros_like, memory)) for x in (own, fragment))
+    if not nested.leaves(
+        own.hx
+    ):  # steps of a recording come without memories, so that of the network begins empty
+        if nested.leaves(memory):
+            check_segments(own)
+        own, fragment = (
+            x._replace(hx=nested.map(torch.zeros_like, memory)) for x in (own, fragment)
+        )
     with torch.no_grad():
-        q_next, best = _both_values(own, fragment, method, actor, target, double and target is not None, burn_in)
+        q_next, best = _both_values(
+            own, fragment, method, actor, target, double and target is not None, burn_in
+        )
         goal = td_targets(own, _of_action(q_next, _mean_value(best, 3).argmax(-1)), gamma, n_steps)
-    value = _of_action(q, after.act.long() - getattr(actor, 'start', 0))
-    goal, value = (x.masked_fill(_spread(~valid, x), 0.) for x in (goal, value))
-    penalties, n = penalty(goal, value), valid.sum()
+    value = _of_action(q, after.act.long() - getattr(actor, "start", 0))
+    goal, value = (x.masked_fill(_spread(~valid, x), 0.0) for x in (goal, value))
+    penalties = penalty(goal, value)
+    n = valid.sum()
     loss = (penalties if weight is None else weight * penalties).sum() / n
-    goal, value = _mean_value(goal, 2), _mean_value(value, 2)
+    goal = _mean_value(goal, 2)
+    value = _mean_value(value, 2)
     error = goal - value
-    kept = dict(loss=loss, loss_value=loss, q_mean=value.sum() / n, td_error=error.abs().sum() / n, q_target=goal.sum() / n)
+    kept = dict(
+        loss=loss,
+        loss_value=loss,
+        q_mean=value.sum() / n,
+        td_error=error.abs().sum() / n,
+        q_target=goal.sum() / n,
+    )
     errors = torch.cat([torch.zeros_like(error[:1]).expand(burn_in, -1), error]).detach()
-    return loss, {k: x.detach() for k, x in kept.items()} | {'lag': float(lag_of(fragment, actor))}, errors
+    return (
+        loss,
+        {k: x.detach() for k, x in kept.items()} | {"lag": float(lag_of(fragment, actor))},
+        errors,
+    )
 
 
 def _mean_value(x, n_dims):
@@ -153,7 +217,14 @@ def _mean_value(x, n_dims):
     return x.flatten(n_dims).mean(-1) if x.ndim > n_dims else x
 
 # %% ../../nbs/agents/14_td.ipynb #1b556f2b
-def td(fragment: Fragment, actor: Any, target: Any = None, *, huber: float | None = None, **options: Any) -> tuple[Tensor, dict, Tensor]:
+def td(
+    fragment: Fragment,
+    actor: Any,
+    target: Any = None,
+    *,
+    huber: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: loss `mean[weightₜ (Gₜ - Q(sₜ, aₜ))²]` over valid rows, and the errors `Gₜ - Q(sₜ, aₜ)`, float32 `[T, B]`.
 
         Gₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ Q̂(sₜ₊ₘ, a*),    a* = argmaxₐ Q̂(sₜ₊ₘ, a),   or argmaxₐ Q(sₜ₊ₘ, a) if `double`
@@ -174,7 +245,10 @@ def td(fragment: Fragment, actor: Any, target: Any = None, *, huber: float | Non
         huber: errors beyond this limit count linearly; None: all errors are squared
         **options: gamma, double, n_steps, burn_in, weight, see `td_loss`
     """
-    def penalty(goal, value): return huber_penalty(goal - value, huber)
+
+    def penalty(goal, value):
+        return huber_penalty(goal - value, huber)
+
     return td_loss(fragment, actor, target, penalty, **options)
 
 # %% ../../nbs/agents/14_td.ipynb #ea2ffae5
@@ -186,5 +260,5 @@ def priorities(errors: Tensor, valid: Tensor, eta: float = 0.9) -> Tensor:
         valid: bool [T, B]
         eta: weight of the greatest error; the mean error has the rest
     """
-    size = errors.abs().masked_fill(~valid, 0.)
+    size = errors.abs().masked_fill(~valid, 0.0)
     return eta * size.amax(0) + (1 - eta) * size.sum(0) / valid.sum(0).clamp(min=1)

@@ -25,6 +25,7 @@ class TRPO(NaturalGradientLearner):
         max_backtracks: number of step lengths that the line search tries
         accept_ratio: least fraction of the predicted improvement that is accepted
     """
+
     max_kl: float = number(0.01, 1e-12, changes=True)
     backtrack: float = number(0.8, 1e-12, 1, changes=True)
     max_backtracks: int = integer(10)
@@ -35,10 +36,25 @@ class TRPO(NaturalGradientLearner):
         at = self.direction(rows)
         step = step_size(self.max_kl, at.cg.curvature) * at.cg.x
         rate = float(at.gradient @ step)
-        found = backtrack_line_search(lambda theta: effect(self.actor, rows, at.old), flatten(self.params), step, rate, self.max_kl,
-                                      before=float(at.before), set_params=lambda theta: assign(self.params, theta),
-                                      backtrack=self.backtrack, max_backtracks=self.max_backtracks, accept_ratio=self.accept_ratio)
-        kept = self.backtrack ** found.backtracks if found.accepted else 0.
+        found = backtrack_line_search(
+            lambda theta: effect(self.actor, rows, at.old),
+            flatten(self.params),
+            step,
+            rate,
+            self.max_kl,
+            before=float(at.before),
+            set_params=lambda theta: assign(self.params, theta),
+            backtrack=self.backtrack,
+            max_backtracks=self.max_backtracks,
+            accept_ratio=self.accept_ratio,
+        )
+        kept = self.backtrack**found.backtracks if found.accepted else 0.0
         return self.certificate(rows, at) | dict(
-            surrogate_after=found.surrogate, predicted_improvement=kept * rate, actual_improvement=found.surrogate - found.before,
-            kl=found.kl, backtracks=found.backtracks, accepted=float(found.accepted), step_size=kept * float(step.norm())), at.old
+            surrogate_after=found.surrogate,
+            predicted_improvement=kept * rate,
+            actual_improvement=found.surrogate - found.before,
+            kl=found.kl,
+            backtracks=found.backtracks,
+            accepted=float(found.accepted),
+            step_size=kept * float(step.norm()),
+        ), at.old

@@ -28,6 +28,7 @@ class CGResult(NamedTuple):
         curvature: x'(A + damping I)x
         status: why it stopped
     """
+
     x: Tensor
     iterations: int
     residual: float
@@ -37,11 +38,21 @@ class CGResult(NamedTuple):
     @classmethod
     def nothing(cls, b: Tensor, residual: float) -> CGResult:
         "The answer to a right-hand side `b` that is zero, or not finite: x is zero."
-        return cls(torch.zeros_like(b), 0, residual, 0.0, 'converged' if residual == 0 else 'non-finite')
+        return cls(
+            torch.zeros_like(b), 0, residual, 0.0, "converged" if residual == 0 else "non-finite"
+        )
 
 # %% ../../nbs/agents/02_trust_region.ipynb #1336d6a7
-def conjugate_gradients(matvec: Callable[[Tensor], Tensor], b: Tensor, iters: int = 10, tol: float = 1e-10, damping: float = 0.0, *,
-                        preconditioner: Callable[[Tensor], Tensor] | None = None, gain_tol: float = 0.0) -> CGResult:
+def conjugate_gradients(
+    matvec: Callable[[Tensor], Tensor],
+    b: Tensor,
+    iters: int = 10,
+    tol: float = 1e-10,
+    damping: float = 0.0,
+    *,
+    preconditioner: Callable[[Tensor], Tensor] | None = None,
+    gain_tol: float = 0.0,
+) -> CGResult:
     """Solve `(A + damping I) x = b` approximately by conjugate gradients (Shewchuk 1994, algorithms B2 and B3; Martens 2010).
 
     Stops with the last good `x` where `p'(A + damping I)p` is not positive or a number is not finite. Each iteration
@@ -57,29 +68,53 @@ def conjugate_gradients(matvec: Callable[[Tensor], Tensor], b: Tensor, iters: in
         gain_tol: stop when an iteration raises b'x by at most this fraction of it
     """
     b = b.detach()
-    if b.ndim != 1: raise ValueError(f'b: expected a vector [D], got shape {list(b.shape)}')
+    if b.ndim != 1:
+        raise ValueError(f"b: expected a vector [D], got shape {list(b.shape)}")
     if iters < 1 or min(tol, damping, gain_tol) < 0:
-        raise ValueError(f'expected iters >= 1, tol >= 0, damping >= 0, gain_tol >= 0, got {iters}, {tol}, {damping}, {gain_tol}')
+        raise ValueError(
+            f"expected iters >= 1, tol >= 0, damping >= 0, gain_tol >= 0, got {iters}, {tol}, {damping}, {gain_tol}"
+        )
     solve = preconditioner or (lambda r: r)
     bb = residual = float(b @ b)
-    if not 0 < bb < math.inf: return CGResult.nothing(b, bb)
-    x, r, p = torch.zeros_like(b), b, solve(b)
-    rz, done, raised, status = r @ p, 0, 0.0, 'iterations'
+    if not 0 < bb < math.inf:
+        return CGResult.nothing(b, bb)
+    x = torch.zeros_like(b)
+    r = b
+    p = solve(b)
+    rz = r @ p
+    done = 0
+    raised = 0.0
+    status = "iterations"
     stop = max(tol, torch.finfo(b.dtype).eps) ** 2 * bb
     for _ in range(iters):
         Ap = torch.add(matvec(p).detach(), p, alpha=damping)
         alpha = rz / (pAp := p @ Ap)
         r_next = r - alpha * Ap
         curvature, residual_next, gain = torch.stack((pAp, r_next @ r_next, alpha * rz)).tolist()
-        if curvature <= 0: status = 'non-positive curvature'; break
-        if not (curvature < math.inf and residual_next < math.inf): status = 'non-finite'; break
-        x, r, residual, done, raised = x + alpha * p, r_next, residual_next, done + 1, raised + gain
-        if residual <= stop: status = 'converged'; break
-        if gain <= gain_tol * raised: status = 'little gain'; break
-        if done == iters: break
+        if curvature <= 0:
+            status = "non-positive curvature"
+            break
+        if not (curvature < math.inf and residual_next < math.inf):
+            status = "non-finite"
+            break
+        x = x + alpha * p
+        r = r_next
+        residual = residual_next
+        done = done + 1
+        raised = raised + gain
+        if residual <= stop:
+            status = "converged"
+            break
+        if gain <= gain_tol * raised:
+            status = "little gain"
+            break
+        if done == iters:
+            break
         z = solve(r)
         rz, p = (rz_next := r @ z), z + (rz_next / rz) * p
-    curvature = float(x.double() @ (b - r).double())  # (A + damping I)x is b - r, so the curvature needs no further product
+    curvature = float(
+        x.double() @ (b - r).double()
+    )  # (A + damping I)x is b - r, so the curvature needs no further product
     return CGResult(x, done, math.sqrt(residual / bb), curvature, status)
 
 # %% ../../nbs/agents/02_trust_region.ipynb #6d322cce
@@ -102,6 +137,7 @@ class LineSearch(NamedTuple):
         kl: KL divergence at `theta`, 0 if restored
         ratio: improvement / expected improvement, 0 if restored
     """
+
     accepted: bool
     theta: Tensor
     backtracks: int
@@ -117,10 +153,19 @@ class LineSearch(NamedTuple):
         return cls(False, theta, trials, before, before, 0.0, 0.0, status)
 
 # %% ../../nbs/agents/02_trust_region.ipynb #e2ff3e1c
-def backtrack_line_search(evaluate: Callable[[Tensor], tuple[float | Tensor, float | Tensor]], theta: Tensor, step: Tensor,
-                          expected_rate: float, max_kl: float, *, backtrack: float = 0.8, max_backtracks: int = 10,
-                          accept_ratio: float = 0.1, before: float | Tensor | None = None,
-                          set_params: Callable[[Tensor], None] | None = None) -> LineSearch:
+def backtrack_line_search(
+    evaluate: Callable[[Tensor], tuple[float | Tensor, float | Tensor]],
+    theta: Tensor,
+    step: Tensor,
+    expected_rate: float,
+    max_kl: float,
+    *,
+    backtrack: float = 0.8,
+    max_backtracks: int = 10,
+    accept_ratio: float = 0.1,
+    before: float | Tensor | None = None,
+    set_params: Callable[[Tensor], None] | None = None,
+) -> LineSearch:
     """Shorten `step` until the surrogate improves by `accept_ratio` of the prediction and KL <= `max_kl`.
 
     If the expected improvement is not positive and finite, there is no search. With `set_params`, the accepted
@@ -139,21 +184,32 @@ def backtrack_line_search(evaluate: Callable[[Tensor], tuple[float | Tensor, flo
         set_params: puts a theta in place before it is evaluated
     """
     put = set_params or (lambda theta: None)
-    theta, best, status = theta.clone(), None, 'no expected improvement'
+    theta = theta.clone()
+    best = None
+    status = "no expected improvement"
     try:
-        if before is None: put(theta); before = evaluate(theta)[0]
-        before, expected_rate = float(before), float(expected_rate)
+        if before is None:
+            put(theta)
+            before = evaluate(theta)[0]
+        before = float(before)
+        expected_rate = float(expected_rate)
         trials = max_backtracks if 0 < expected_rate < math.inf else 0
         for k in range(trials):
-            scale = backtrack ** k
+            scale = backtrack**k
             trial = theta + scale * step
             put(trial)
             surrogate, kl = map(float, evaluate(trial))
             ratio = (surrogate - before) / (scale * expected_rate)
-            if not (math.isfinite(ratio) and math.isfinite(kl)): status = 'non-finite'
-            elif kl > max_kl: status = 'KL too large'
-            elif ratio < accept_ratio or surrogate <= before: status = 'no improvement'
-            else: best = LineSearch(True, trial, k, before, surrogate, kl, ratio, 'accepted'); break
+            if not (math.isfinite(ratio) and math.isfinite(kl)):
+                status = "non-finite"
+            elif kl > max_kl:
+                status = "KL too large"
+            elif ratio < accept_ratio or surrogate <= before:
+                status = "no improvement"
+            else:
+                best = LineSearch(True, trial, k, before, surrogate, kl, ratio, "accepted")
+                break
     finally:
-        if best is None: put(theta)
+        if best is None:
+            put(theta)
     return best or LineSearch.refused(theta, trials, before, status)

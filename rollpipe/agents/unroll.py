@@ -28,7 +28,8 @@ def timeshift(state: Any) -> tuple[Any, Any]:
 def without_terminal_obs(fragment: Fragment) -> Fragment:
     "The fragment without the last observations of terminated episodes. No network is asked for them, because their value is 0."
     final = fragment.final
-    if not len(final.t) or not (over := fragment.term[final.t + 1, final.b]).any(): return fragment
+    if not len(final.t) or not (over := fragment.term[final.t + 1, final.b]).any():
+        return fragment
     return fragment._replace(final=nested.getitem(final, ~over))
 
 
@@ -40,10 +41,17 @@ def states_reached(fragment: Fragment) -> State:
     """
     before, after = timeshift(fragment.state)
     t, b = fragment.final.t, fragment.final.b
-    if not len(t): return after
-    def at_ends(x, last): return x.index_put((t, b), last)
-    return after._replace(stepno=at_ends(after.stepno, before.stepno[t, b] + 1), obs=observations_reached(fragment),
-                          fin=at_ends(after.fin, torch.zeros_like(t, dtype=torch.bool)))
+    if not len(t):
+        return after
+
+    def at_ends(x, last):
+        return x.index_put((t, b), last)
+
+    return after._replace(
+        stepno=at_ends(after.stepno, before.stepno[t, b] + 1),
+        obs=observations_reached(fragment),
+        fin=at_ends(after.fin, torch.zeros_like(t, dtype=torch.bool)),
+    )
 
 # %% ../../nbs/agents/03_unroll.ipynb #1b0361d7
 def spliced(fragment: Fragment) -> tuple[State, Tensor]:
@@ -52,14 +60,27 @@ def spliced(fragment: Fragment) -> tuple[State, Tensor]:
     `M` is the greatest number of `final` rows in a column; shorter columns end with rows of zeros. Row `row[t, b] + 1` holds the
     state that step `(t, b)` led to.
     """
-    (t, b), valid = (fragment.final.t, fragment.final.b), fragment.valid
-    n_rows, n_envs = len(valid) + 1, valid.shape[1]
+    (t, b) = (fragment.final.t, fragment.final.b)
+    valid = fragment.valid
+    n_rows = len(valid) + 1
+    n_envs = valid.shape[1]
     each = torch.arange(n_envs, device=valid.device)
-    ends = torch.zeros(n_rows, n_envs, dtype=torch.int64, device=valid.device).index_put((t, b), torch.ones_like(t))
+    ends = torch.zeros(n_rows, n_envs, dtype=torch.int64, device=valid.device).index_put(
+        (t, b), torch.ones_like(t)
+    )
     row = torch.arange(n_rows, device=valid.device).unsqueeze(1) + ends.cumsum(0) - ends
     n_rows += int(ends.sum(0).max())
-    def spread(x, last): return x.new_zeros(n_rows, *x.shape[1:]).index_put_((row, each), x).index_put_((row[t, b] + 1, b), last)
-    return nested.map(spread, fragment.state, nested.getitem(states_reached(fragment), (t, b))), row[:-1]
+
+    def spread(x, last):
+        return (
+            x.new_zeros(n_rows, *x.shape[1:])
+            .index_put_((row, each), x)
+            .index_put_((row[t, b] + 1, b), last)
+        )
+
+    return nested.map(
+        spread, fragment.state, nested.getitem(states_reached(fragment), (t, b))
+    ), row[:-1]
 
 # %% ../../nbs/agents/03_unroll.ipynb #9fc787eb
 @torch.no_grad()
@@ -70,10 +91,15 @@ def answers_reached(net: Callable[[State, Any], Any], fragment: Fragment) -> Any
         net: `net(state [T, B, ...], hx)` returns nested outputs [T, B, ...]
         fragment: [T, B]; its `hx` is the memory of `net` at row 0
     """
-    if not nested.leaves(fragment.hx): return net(nested.as_seen(states_reached(fragment)), fragment.hx)
-    if not len(fragment.final.t): return timeshift(net(nested.as_seen(fragment.state), fragment.hx))[1]
+    if not nested.leaves(fragment.hx):
+        return net(nested.as_seen(states_reached(fragment)), fragment.hx)
+    if not len(fragment.final.t):
+        return timeshift(net(nested.as_seen(fragment.state), fragment.hx))[1]
     state, row = spliced(fragment)
-    return nested.getitem(net(nested.as_seen(state), fragment.hx), (row + 1, torch.arange(row.shape[1], device=row.device)))
+    return nested.getitem(
+        net(nested.as_seen(state), fragment.hx),
+        (row + 1, torch.arange(row.shape[1], device=row.device)),
+    )
 
 # %% ../../nbs/agents/03_unroll.ipynb #dc370b0c
 def fill_invalid(fragment: Fragment) -> Fragment:
@@ -81,9 +107,19 @@ def fill_invalid(fragment: Fragment) -> Fragment:
 
     Raises `DataError` if no step is valid.
     """
-    if fragment.valid.all(): return fragment
+    if fragment.valid.all():
+        return fragment
     still = (~fragment.valid).nonzero()
-    if len(still) == fragment.valid.numel(): raise DataError("no valid row in the fragment", leaf='valid')
-    (t, b), (t_0, b_0) = still.unbind(1), fragment.valid.nonzero()[0]
-    def filled(tree, row): return nested.map(lambda x: x.index_put((t + row, b), x[t_0 + row, b_0]), tree)
-    return fragment._replace(state=fragment.state._replace(obs=filled(fragment.state.obs, 0), act=filled(fragment.state.act, 1)))
+    if len(still) == fragment.valid.numel():
+        raise DataError("no valid row in the fragment", leaf="valid")
+    (t, b) = still.unbind(1)
+    (t_0, b_0) = fragment.valid.nonzero()[0]
+
+    def filled(tree, row):
+        return nested.map(lambda x: x.index_put((t + row, b), x[t_0 + row, b_0]), tree)
+
+    return fragment._replace(
+        state=fragment.state._replace(
+            obs=filled(fragment.state.obs, 0), act=filled(fragment.state.act, 1)
+        )
+    )

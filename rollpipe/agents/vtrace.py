@@ -30,12 +30,13 @@ class VTrace(Discounted, ActorCriticLearner):
         rho_clip: largest weight of a temporal difference, and of an action in the policy gradient
         c_clip: largest weight that carries a later temporal difference back by one step, at most rho_clip
     """
+
     lam: float = number(1.0, 0, 1, changes=True)
     rho_clip: float = number(1.0, 0, inf)
     c_clip: float = 1.0
     lr: float = 5e-4
     critic_lr: float | None = 1e-2
-    batch_needs = ('logp',)     # advantages and value targets are computed here
+    batch_needs = ("logp",)  # advantages and value targets are computed here
 
     def __post_init__(self):
         super().__post_init__()
@@ -47,12 +48,22 @@ class VTrace(Discounted, ActorCriticLearner):
 
     def tell_critic(self, batch: Fragment) -> None:
         "Update the critic's normalisers; that of the returns gets `returns(batch)`."
-        if self.critic is not None: super().tell_critic(batch._replace(ret=self.returns(batch)))
+        if self.critic is not None:
+            super().tell_critic(batch._replace(ret=self.returns(batch)))
 
     def loss(self, batch: Fragment) -> tuple:
         "The loss of policy, values and entropy, and its metrics."
-        return vtrace_actor_critic(batch, self.actor, self.critic, gamma=self.gamma, lam=self.lam, rho_clip=self.rho_clip,
-                                   c_clip=self.c_clip, c_value=self.c_value, c_entropy=self.c_entropy)
+        return vtrace_actor_critic(
+            batch,
+            self.actor,
+            self.critic,
+            gamma=self.gamma,
+            lam=self.lam,
+            rho_clip=self.rho_clip,
+            c_clip=self.c_clip,
+            c_value=self.c_value,
+            c_entropy=self.c_entropy,
+        )
 
     def returns(self, batch: Fragment) -> torch.Tensor:
         "Discounted returns `[T, B]`, bootstrapped by the critic. They update the scale of the returns, if the critic has one."

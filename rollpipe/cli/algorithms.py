@@ -20,7 +20,9 @@ __all__ = ['COMMON', 'add_algorithms']
 COMMON = ("steps", "device", "workers")  # options of every command that trains
 
 
-def add_algorithms(parser: argparse.ArgumentParser, common: argparse.ArgumentParser, runs: bool = False) -> None:
+def add_algorithms(
+    parser: argparse.ArgumentParser, common: argparse.ArgumentParser, runs: bool = False
+) -> None:
     """Add a subcommand for every algorithm, with its options.
 
     Args:
@@ -28,15 +30,24 @@ def add_algorithms(parser: argparse.ArgumentParser, common: argparse.ArgumentPar
         common: parser of the options that every such command has
         runs: whether the command makes runs, and so has the options about their folders
     """
-    algorithms = parser.add_subparsers(dest="algorithm", metavar="ALGO", title="algorithms", parser_class=_Later)
-    parser.epilog = f"All options of an algorithm, such as --seed, --lanes and --lr: {parser.prog} ppo --help"
+    algorithms = parser.add_subparsers(
+        dest="algorithm", metavar="ALGO", title="algorithms", parser_class=_Later
+    )
+    parser.epilog = (
+        f"All options of an algorithm, such as --seed, --lanes and --lr: {parser.prog} ppo --help"
+    )
     for name, algorithm in ALGORITHMS.items():
         doc = (algorithm.learner.__doc__ or name).strip().split("\n")[0]
-        algorithms.add_parser(name, help=doc, make=partial(_parser_of, name, parents=[common], description=doc, runs=runs))
+        algorithms.add_parser(
+            name,
+            help=doc,
+            make=partial(_parser_of, name, parents=[common], description=doc, runs=runs),
+        )
 
 
 class _Later(Parser):
     "A parser that `make` makes when it is used. There is one for each algorithm of several commands, and a command line uses one of them."
+
     def __init__(self, make, **kwargs):
         super().__init__(add_help=False, **kwargs)
         self.make = make
@@ -49,18 +60,39 @@ def _parser_of(algorithm, runs, **kwargs):
     "The parser of a command for one algorithm."
     parser = Parser(**kwargs)
     parser.add_argument("env", metavar="ENV", help="gymnasium id, such as Pendulum-v1")
-    if runs: _add_folders(parser)
-    parser.add_argument("--config", metavar="FILE",
-                        help="options in a TOML file, which override the preset; or the config.json of a run, to which no preset adds")
-    parser.add_argument("--env-kwargs", nargs="+", action="extend", default=[], metavar="key=value", help="arguments for gymnasium.make")
+    if runs:
+        _add_folders(parser)
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="options in a TOML file, which override the preset; or the config.json of a run, to which no preset adds",
+    )
+    parser.add_argument(
+        "--env-kwargs",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="key=value",
+        help="arguments for gymnasium.make",
+    )
     add_options(parser, [o for o in TYPED_OPTIONS if o.name not in COMMON] + options_for(algorithm))
     return parser
 
 
 def _add_folders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="RUN", help="folder of the run [runs/ALGO-ENV-sSEED]")
-    parser.add_argument("--overwrite", action="store_true", help="replace the run that is in that folder")
-    parser.add_argument("--continue", dest="proceed", action="store_true",
-                        help="go on with the run that is in that folder, if there is one; do nothing if it is complete")
-    parser.add_argument("--seeds", metavar="SEEDS", help="one run for each of these seeds, such as 0-4 or 0,3,7, in RUN-sSEED")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the run that is in that folder"
+    )
+    parser.add_argument(
+        "--continue",
+        dest="proceed",
+        action="store_true",
+        help="go on with the run that is in that folder, if there is one; do nothing if it is complete",
+    )
+    parser.add_argument(
+        "--seeds",
+        metavar="SEEDS",
+        help="one run for each of these seeds, such as 0-4 or 0,3,7, in RUN-sSEED",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="number of these runs at a time [1]")

@@ -5,14 +5,29 @@
 # %% ../../nbs/cli/01_main.ipynb #26f465d6
 from __future__ import annotations
 
-import argparse, os, signal, sys
+import argparse
+import os
+import signal
+import sys
 from argparse import Namespace
 
 from .algorithms import COMMON, add_algorithms
 from ..settings.algorithms import load_plugins, options_for
 from ..settings.config import allow_edits
-from ..runs.commands import (PLOT_OPTIONS, TYPED_OPTIONS, Interrupted, UsageError, autotune_command, demo_command, evaluate_command,
-                               export_command, graph_command, plot_command, profile_command, watch_command)
+from rollpipe.runs.commands import (
+    PLOT_OPTIONS,
+    TYPED_OPTIONS,
+    Interrupted,
+    UsageError,
+    autotune_command,
+    demo_command,
+    evaluate_command,
+    export_command,
+    graph_command,
+    plot_command,
+    profile_command,
+    watch_command,
+)
 from ..results.experiments import train_or_experiment
 from ..runs.contents import data_command
 from ..runs.export import FORMATS
@@ -36,7 +51,16 @@ from ..tuning.tune import tune_command
 __all__ = ['USER_ERRORS', 'build_parser', 'main']
 
 # %% ../../nbs/cli/01_main.ipynb #4e3b64f2
-_OF_A_RUN = ("--out", "--overwrite", "--continue", "--seeds", "--jobs", "--quiet", "--tensorboard", "--wandb")  # only of `train`
+_OF_A_RUN = (
+    "--out",
+    "--overwrite",
+    "--continue",
+    "--seeds",
+    "--jobs",
+    "--quiet",
+    "--tensorboard",
+    "--wandb",
+)  # only of `train`
 _OF_A_RESUME = (*(f"--{name}" for name in COMMON), "--quiet", "--tensorboard", "--wandb")
 
 
@@ -44,114 +68,278 @@ def _add_comparisons(command, debug: Parser) -> None:
     "Add the commands that compare the numbers of trainings, and those that look into one."
     sub = command("diff", diff_command, [debug])
     sub.add_argument("runs", metavar="RUN", nargs=2, help="folders of runs")
-    sub.add_argument("--numbers", action="store_true", help="make the first update that differs once more in both, and tell both numbers")
+    sub.add_argument(
+        "--numbers",
+        action="store_true",
+        help="make the first update that differs once more in both, and tell both numbers",
+    )
     sub = command("verify", verify_command, [debug])
     sub.add_argument("run", metavar="RUN", help="folder of a run")
-    sub.add_argument("--updates", type=int, default=20, metavar="N", help="number of updates to repeat [20]")
+    sub.add_argument(
+        "--updates", type=int, default=20, metavar="N", help="number of updates to repeat [20]"
+    )
     sub = command("replay", replay_command, [debug])
     sub.add_argument("run", metavar="RUN", help="folder of a run")
     which = sub.add_mutually_exclusive_group(required=True)
-    which.add_argument("--update", type=int, metavar="N", help="the N-th update: its batch is collected again")
-    which.add_argument("--crash", dest="update", action="store_const", const=None, help="the update that failed: its batch is in RUN/crash")
-    sub.add_argument("--pdb", action="store_true", help="stop before the update, in pdb: `s` steps into it, `c` goes on to its error")
+    which.add_argument(
+        "--update", type=int, metavar="N", help="the N-th update: its batch is collected again"
+    )
+    which.add_argument(
+        "--crash",
+        dest="update",
+        action="store_const",
+        const=None,
+        help="the update that failed: its batch is in RUN/crash",
+    )
+    sub.add_argument(
+        "--pdb",
+        action="store_true",
+        help="stop before the update, in pdb: `s` steps into it, `c` goes on to its error",
+    )
     sub = command("data", data_command, [debug])
-    sub.add_argument("recording", metavar="RECORDING", help="folder of a recording, or of a run that records")
-    sub.add_argument("--plot", metavar="FILE", help="picture of the distribution to write, too, such as .svg or .png")
+    sub.add_argument(
+        "recording", metavar="RECORDING", help="folder of a recording, or of a run that records"
+    )
+    sub.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="picture of the distribution to write, too, such as .svg or .png",
+    )
     sub = command("fork", fork_command, [debug])
     sub.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
-    sub.add_argument("--at", type=int, metavar="N", help="number of updates after which the fork begins [those of its newest checkpoint]")
-    sub.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option that is another one from there on")
-    sub.add_argument("--steps", metavar="N", help="environment steps of the fork, with those before [as in RUN]")
-    sub.add_argument("--noise", type=int, default=0, metavar="N", help="1, 2, ...: other random numbers from there on [0: those of RUN]")
-    sub.add_argument("--new-episodes", action="store_true", help="begin new episodes, because the environment is another one, say")
+    sub.add_argument(
+        "--at",
+        type=int,
+        metavar="N",
+        help="number of updates after which the fork begins [those of its newest checkpoint]",
+    )
+    sub.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option that is another one from there on",
+    )
+    sub.add_argument(
+        "--steps", metavar="N", help="environment steps of the fork, with those before [as in RUN]"
+    )
+    sub.add_argument(
+        "--noise",
+        type=int,
+        default=0,
+        metavar="N",
+        help="1, 2, ...: other random numbers from there on [0: those of RUN]",
+    )
+    sub.add_argument(
+        "--new-episodes",
+        action="store_true",
+        help="begin new episodes, because the environment is another one, say",
+    )
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
     add_ablate(command("ablate", ablate_command, [debug]))
     add_edit(command("edit", edit_command, [debug]))
-    command("live", live_command, [debug]).add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
+    command("live", live_command, [debug]).add_argument(
+        "runs", metavar="RUN", nargs="+", help="folders of runs"
+    )
 
 
 def _parent_parsers() -> tuple:
     "Parsers of shared options: for all commands, for a trained policy, for playing it, for building a training, and for running it."
     debug = general_options()
     policy = Parser(add_help=False, parents=[debug])
-    policy.add_argument("run", metavar="RUN", help="folder of a run, a checkpoint, or hf://OWNER/NAME on the Hugging Face Hub")
-    policy.add_argument("--best", action="store_true", help="the policy with the best evaluation, instead of the last one")
+    policy.add_argument(
+        "run",
+        metavar="RUN",
+        help="folder of a run, a checkpoint, or hf://OWNER/NAME on the Hugging Face Hub",
+    )
+    policy.add_argument(
+        "--best",
+        action="store_true",
+        help="the policy with the best evaluation, instead of the last one",
+    )
     settings = Parser(add_help=False, parents=[debug])
     add_options(settings, [o for o in TYPED_OPTIONS if o.name in COMMON], grouped=False)
     common = Parser(add_help=False, parents=[settings])
-    common.add_argument("--quiet", action="store_true", default=argparse.SUPPRESS, help="show no progress")
-    common.add_argument("--tensorboard", action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS,
-                        help="write event files [if TensorBoard is installed]")
-    common.add_argument("--wandb", nargs="?", const=True, default=argparse.SUPPRESS, metavar="PROJECT",
-                        help="log to Weights & Biases as well, into this project [rollpipe]; a resumed run goes on there by itself")
-    common.add_argument("--no-wandb", dest="wandb", action="store_const", const=False, default=argparse.SUPPRESS,
-                        help="log no longer to Weights & Biases")
+    common.add_argument(
+        "--quiet", action="store_true", default=argparse.SUPPRESS, help="show no progress"
+    )
+    common.add_argument(
+        "--tensorboard",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="write event files [if TensorBoard is installed]",
+    )
+    common.add_argument(
+        "--wandb",
+        nargs="?",
+        const=True,
+        default=argparse.SUPPRESS,
+        metavar="PROJECT",
+        help="log to Weights & Biases as well, into this project [rollpipe]; a resumed run goes on there by itself",
+    )
+    common.add_argument(
+        "--no-wandb",
+        dest="wandb",
+        action="store_const",
+        const=False,
+        default=argparse.SUPPRESS,
+        help="log no longer to Weights & Biases",
+    )
     playing = Parser(add_help=False, parents=[policy])
-    playing.add_argument("--seed", type=int, help="seed of the episodes [different episodes each time]")
-    playing.add_argument("--sample", action="store_true", help="draw actions, instead of taking the most likely one")
+    playing.add_argument(
+        "--seed", type=int, help="seed of the episodes [different episodes each time]"
+    )
+    playing.add_argument(
+        "--sample", action="store_true", help="draw actions, instead of taking the most likely one"
+    )
     return debug, policy, playing, settings, common
 
 # %% ../../nbs/cli/01_main.ipynb #6d236568
-def _timed(settings: argparse.ArgumentParser, seconds: float, meaning: str, svg: bool = False) -> Parser:
+def _timed(
+    settings: argparse.ArgumentParser, seconds: float, meaning: str, svg: bool = False
+) -> Parser:
     "A parser with the options in `settings` and those of a command that measures."
     parser = Parser(add_help=False, parents=[settings])
     parser.add_argument("--seconds", type=float, default=seconds, help=f"{meaning} [{seconds}]")
-    if svg: parser.add_argument("--svg", metavar="FILE", help="picture to write, too")
+    if svg:
+        parser.add_argument("--svg", metavar="FILE", help="picture to write, too")
     return parser
 
 
 def _searching(settings: Parser) -> Parser:
     "A parser with the options in `settings` and those of a search."
     parser = Parser(add_help=False, parents=[settings])
-    parser.add_argument("--trials", type=int, default=50, metavar="N", help="trials in the study, with those that are over already [50]")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="trials at a time, each in a process [1]")
-    parser.add_argument("--seeds", default="1000-1001", help="seeds that each trial trains with, apart from those of runs [1000-1001]")
-    parser.add_argument("--evaluations", type=int, default=10, metavar="N",
-                        help="evaluations of each training; after a third of the first one, poor trials end early [10]")
-    parser.add_argument("--storage", metavar="DIR", help="folder of the study, from which it goes on [tuning/ALGO-ENV]")
-    parser.add_argument("--out", metavar="FILE", help="the preset [preset.toml in the folder of the study]")
-    parser.add_argument("--overwrite", action="store_true", help="replace that file, whoever has written it")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # internal: number:trials, for one of several processes of a search
+    parser.add_argument(
+        "--trials",
+        type=int,
+        default=50,
+        metavar="N",
+        help="trials in the study, with those that are over already [50]",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="trials at a time, each in a process [1]"
+    )
+    parser.add_argument(
+        "--seeds",
+        default="1000-1001",
+        help="seeds that each trial trains with, apart from those of runs [1000-1001]",
+    )
+    parser.add_argument(
+        "--evaluations",
+        type=int,
+        default=10,
+        metavar="N",
+        help="evaluations of each training; after a third of the first one, poor trials end early [10]",
+    )
+    parser.add_argument(
+        "--storage",
+        metavar="DIR",
+        help="folder of the study, from which it goes on [tuning/ALGO-ENV]",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="the preset [preset.toml in the folder of the study]"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace that file, whoever has written it"
+    )
+    parser.add_argument(
+        "--part", help=argparse.SUPPRESS
+    )  # internal: number:trials, for one of several processes of a search
     return parser
 
 
 def _add_searches(command, debug: Parser, settings: Parser) -> None:
     "Add the commands that try settings."
-    add_algorithms(command("autotune", autotune_command, [debug]), _timed(settings, 60, "for all settings together"))
+    add_algorithms(
+        command("autotune", autotune_command, [debug]),
+        _timed(settings, 60, "for all settings together"),
+    )
     add_algorithms(command("tune", tune_command, [debug]), _searching(settings))
 
 
 def _add_list(parser: Parser) -> None:
-    parser.add_argument("what", nargs="?", choices=("algorithms", "envs", "presets", "options"), help="the list [the first three]")
-    parser.add_argument("of", nargs="?", metavar="ALGO", help="the algorithm whose environments, presets or options are meant")
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("algorithms", "envs", "presets", "options"),
+        help="the list [the first three]",
+    )
+    parser.add_argument(
+        "of",
+        nargs="?",
+        metavar="ALGO",
+        help="the algorithm whose environments, presets or options are meant",
+    )
 
 
 def _add_pack(parser: Parser) -> None:
-    parser.add_argument("--out", metavar="DIR", help="folder to write [pack in the folder of the run]")
-    parser.add_argument("--episodes", type=int, default=20, help="number of episodes of the evaluation on the card [20]")
-    parser.add_argument("--seed", type=int, help="seed of these episodes [different episodes each time]")
-    parser.add_argument("--push", metavar="OWNER/NAME", help="send the folder to the Hugging Face Hub under this name")
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder to write [pack in the folder of the run]"
+    )
+    parser.add_argument(
+        "--episodes",
+        type=int,
+        default=20,
+        help="number of episodes of the evaluation on the card [20]",
+    )
+    parser.add_argument(
+        "--seed", type=int, help="seed of these episodes [different episodes each time]"
+    )
+    parser.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="send the folder to the Hugging Face Hub under this name",
+    )
 
 
 def _add_bench(parser: Parser) -> None:
-    parser.add_argument("spec", metavar="SPEC", help="TOML file with the rows, such as benchmarks/specs/classic.toml")
-    parser.add_argument("--seeds", metavar="SEEDS", help="train each row with these seeds, such as 0-4 or 0,3,7 [those of the file]")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of runs at a time [1]")
-    parser.add_argument("--dir", metavar="DIR", help="folder of the runs; what is complete in it is not run again [runs/SPEC]")
-    parser.add_argument("--restart", action="store_true", help="begin unfinished runs anew, instead of going on from their checkpoints: "
-                        "for runs that cannot go on exactly")
+    parser.add_argument(
+        "spec",
+        metavar="SPEC",
+        help="TOML file with the rows, such as benchmarks/specs/classic.toml",
+    )
+    parser.add_argument(
+        "--seeds",
+        metavar="SEEDS",
+        help="train each row with these seeds, such as 0-4 or 0,3,7 [those of the file]",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="number of runs at a time [1]"
+    )
+    parser.add_argument(
+        "--dir",
+        metavar="DIR",
+        help="folder of the runs; what is complete in it is not run again [runs/SPEC]",
+    )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="begin unfinished runs anew, instead of going on from their checkpoints: "
+        "for runs that cannot go on exactly",
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress of the runs")
 
 
 def _add_report(parser: Parser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="folder of a bench, or one with the folders of runs")
-    parser.add_argument("--out", metavar="DIR", help="folder for report.md, .csv, .jsonl, .png and .html [the same]")
+    parser.add_argument(
+        "folder", metavar="DIR", help="folder of a bench, or one with the folders of runs"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder for report.md, .csv, .jsonl, .png and .html [the same]"
+    )
 
 
 def _add_demo(parser: Parser) -> None:
-    parser.add_argument("--seed", type=int, default=0, help="seed of networks, environments and actions [0]")
-    parser.add_argument("--out", metavar="RUN", default="runs/demo", help="folder; a run in it is replaced [runs/demo]")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of networks, environments and actions [0]"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="RUN",
+        default="runs/demo",
+        help="folder; a run in it is replaced [runs/demo]",
+    )
 
 
 def build_parser() -> Parser:
@@ -161,30 +349,53 @@ def build_parser() -> Parser:
     parser, commands = top_parser(debug)
 
     def command(name, function, parents):
-        sub = commands.add_parser(name, parents=parents, help=COMMANDS[name], description=COMMANDS[name])
+        sub = commands.add_parser(
+            name, parents=parents, help=COMMANDS[name], description=COMMANDS[name]
+        )
         sub.set_defaults(function=function)
         return sub
 
     sub = command("train", train_or_experiment, [common])
-    sub.add_argument("--resume", metavar="RUN", help="continue the run in this folder, instead of ALGO ENV")
+    sub.add_argument(
+        "--resume", metavar="RUN", help="continue the run in this folder, instead of ALGO ENV"
+    )
     add_algorithms(sub, common, runs=True)
     sub = command("evaluate", evaluate_command, [playing])
     sub.add_argument("--episodes", type=int, default=20, help="number of episodes [20]")
-    sub.add_argument("--record", metavar="FILE", help="record a film of the first episode, .gif or .mp4")
-    sub.add_argument("--device", default="cpu", help="where the policy is: cpu, cuda, cuda:1, mps or auto [cpu]")
+    sub.add_argument(
+        "--record", metavar="FILE", help="record a film of the first episode, .gif or .mp4"
+    )
+    sub.add_argument(
+        "--device", default="cpu", help="where the policy is: cpu, cuda, cuda:1, mps or auto [cpu]"
+    )
     sub = command("watch", watch_command, [playing])
     sub.add_argument("--episodes", type=int, help="number of episodes [no end; 1 with --record]")
-    sub.add_argument("--record", metavar="FILE", help="write a film of these episodes, .gif or .mp4, instead; this needs no display")
+    sub.add_argument(
+        "--record",
+        metavar="FILE",
+        help="write a film of these episodes, .gif or .mp4, instead; this needs no display",
+    )
     sub = command("export", export_command, [policy])
     sub.add_argument("--to", choices=FORMATS, default="onnx", help="format [onnx]")
-    sub.add_argument("--out", metavar="FILE", help="file to write [policy.onnx, .pt or .pt2 in the folder of the run]")
+    sub.add_argument(
+        "--out",
+        metavar="FILE",
+        help="file to write [policy.onnx, .pt or .pt2 in the folder of the run]",
+    )
     _add_pack(command("pack", pack_command, [policy]))
     sub = command("plot", plot_command, [debug])
     sub.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
-    sub.add_argument("--out", metavar="FILE", help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]")
+    sub.add_argument(
+        "--out",
+        metavar="FILE",
+        help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]",
+    )
     add_options(sub, PLOT_OPTIONS)
     add_algorithms(command("graph", graph_command, [debug]), settings)
-    add_algorithms(command("profile", profile_command, [debug]), _timed(settings, 3, "how long it is measured", svg=True))
+    add_algorithms(
+        command("profile", profile_command, [debug]),
+        _timed(settings, 3, "how long it is measured", svg=True),
+    )
     _add_comparisons(command, debug)
     _add_searches(command, debug, settings)
     _add_bench(command("bench", bench_command, [debug]))
@@ -201,8 +412,10 @@ def _import_modules(words: list) -> list:
     "Import what `--import` names, before the parser is made, because a module may register an algorithm. Returns the names."
     parser = Parser(prog="rollpipe", add_help=False)
     parser.add_argument("--import", dest="imports", action="append", default=[])
-    if (here := os.getcwd()) not in sys.path: sys.path.append(here)  # an installed script does not search the current folder
-    for module in (modules := [*dict.fromkeys(parser.parse_known_args(words)[0].imports)]): allow_edits(module)
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # an installed script does not search the current folder
+    for module in (modules := [*dict.fromkeys(parser.parse_known_args(words)[0].imports)]):
+        allow_edits(module)
     return modules
 
 
@@ -222,12 +435,16 @@ def main(argv: list | None = None) -> int:
         _refuse_changes(words)
         parser = build_parser()
         args, unknown = parser.parse_known_args(words)
-        args.words, args.imports = words, modules     # argparse keeps those of one place, where they are at several
-        if unknown: raise UsageError(_explain_unknown(args, unknown[0]))
+        # argparse keeps those of one place, where they are at several
+        args.words = words
+        args.imports = modules
+        if unknown:
+            raise UsageError(_explain_unknown(args, unknown[0]))
         if not args.command:
             parser.print_help()
             return 0
-        if hasattr(args, "run"): args.run = local_copy(args.run)
+        if hasattr(args, "run"):
+            args.run = local_copy(args.run)
         args.function(args)
         sys.stdout.flush()
         return 0
@@ -239,7 +456,8 @@ def main(argv: list | None = None) -> int:
         if isinstance(e, BrokenPipeError) and nobody_reads():
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        if "--debug" in words: raise
+        if "--debug" in words:
+            raise
         plain = isinstance(e, (UsageError, PipeError, OSError, ImportError))
         text = f"error: {e}" if plain else f"error: {type(e).__name__}: {e} (--debug shows where)"
         print(text, *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
@@ -249,21 +467,43 @@ def main(argv: list | None = None) -> int:
 def _refuse_changes(words: list) -> None:
     "Refuse options beside `--resume`: a resumed run keeps its own. The parser would mistake the value of an option for an algorithm."
     flags = [word.partition("=")[0].replace("--no-", "--") for word in words]
-    if "train" not in words or "--resume" not in flags: return
+    if "train" not in words or "--resume" not in flags:
+        return
     for word, flag in zip(words, flags):
-        if flag.startswith("--") and flag not in ("--resume", "--import", "--debug", "--help", *_OF_A_RESUME):
-            raise UsageError(f"rollpipe train: a run that goes on keeps its options, so {word} cannot stand beside --resume, which takes "
-                             f"{', '.join(_OF_A_RESUME)}. Other options are for a fork of the run (rollpipe fork RUN --set NAME=VALUE "
-                             "--out RUN2), or for a new run that takes the rest from it: rollpipe train ALGO ENV --config RUN/config.json")
+        if flag.startswith("--") and flag not in (
+            "--resume",
+            "--import",
+            "--debug",
+            "--help",
+            *_OF_A_RESUME,
+        ):
+            raise UsageError(
+                f"rollpipe train: a run that goes on keeps its options, so {word} cannot stand beside --resume, which takes "
+                f"{', '.join(_OF_A_RESUME)}. Other options are for a fork of the run (rollpipe fork RUN --set NAME=VALUE "
+                "--out RUN2), or for a new run that takes the rest from it: rollpipe train ALGO ENV --config RUN/config.json"
+            )
 
 
 def _explain_unknown(args: Namespace, word: str) -> str:
     name = word.split("=")[0].replace("--no-", "--")
-    if hasattr(args, "algorithm") and word[:1] != "-": return f"unknown argument {word}; an option takes one word, such as --hidden 64,64"
-    if args.command == "train" and name == "--resume": return "rollpipe train: either --resume RUN or ALGO ENV, not both"
-    if name in _OF_A_RUN: return f"{word} is an option of `rollpipe train`, and rollpipe {args.command} makes no run"
-    flags = [o.flag for o in options_for(args.algorithm) + TYPED_OPTIONS] if getattr(args, "algorithm", None) else []
-    known = {flag[2:].replace("-", "_"): flag for flag in (*flags, *(_OF_A_RUN if args.command == "train" else ()))}
+    if hasattr(args, "algorithm") and word[:1] != "-":
+        return f"unknown argument {word}; an option takes one word, such as --hidden 64,64"
+    if args.command == "train" and name == "--resume":
+        return "rollpipe train: either --resume RUN or ALGO ENV, not both"
+    if name in _OF_A_RUN:
+        return f"{word} is an option of `rollpipe train`, and rollpipe {args.command} makes no run"
+    flags = (
+        [o.flag for o in options_for(args.algorithm) + TYPED_OPTIONS]
+        if getattr(args, "algorithm", None)
+        else []
+    )
+    known = {
+        flag[2:].replace("-", "_"): flag
+        for flag in (*flags, *(_OF_A_RUN if args.command == "train" else ()))
+    }
     near = [known[x] for x in nearest(name[2:].replace("-", "_"), known, 2)]
-    return f"unknown argument {word}" + (f"; did you mean {' or '.join(near)}?" if near else
-                                         f" (see rollpipe {args.command or ''} --help)".replace("  ", " "))
+    return f"unknown argument {word}" + (
+        f"; did you mean {' or '.join(near)}?"
+        if near
+        else f" (see rollpipe {args.command or ''} --help)".replace("  ", " ")
+    )

@@ -6,7 +6,11 @@
 __all__ = ['main']
 
 # %% ../../nbs/cli/02_start.ipynb #fad199de
-import gc, io, os, signal, sys
+import gc
+import io
+import os
+import signal
+import sys
 
 from ..settings.overview import is_overview, overview
 
@@ -19,25 +23,33 @@ def _leave(number, frame):
 def _open_streams():
     "Open the standard streams that are closed. Otherwise a file of a run gets the number of one, and with it what others print."
     for name, mode in dict(stdin="r", stdout="w", stderr="w").items():
-        if getattr(sys, name) is None: setattr(sys, name, open(os.devnull, mode, errors="backslashreplace"))
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, errors="backslashreplace"))
     # As stderr does: a letter that a terminal does not know ends no command.
-    if isinstance(sys.stdout, io.TextIOWrapper): sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main() -> int:
     "Run one command, with the words of the command line; returns the exit code of `rollpipe.cli.main.main`."
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [
+        getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+    ]
     for number in numbers:
-        if signal.getsignal(number) not in (signal.SIG_IGN, None): signal.signal(number, _leave)
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            signal.signal(number, _leave)
     _open_streams()
-    if is_overview(sys.argv[1:]): return overview(sys.argv[1:])
+    if is_overview(sys.argv[1:]):
+        return overview(sys.argv[1:])
     # What an import makes stays, so the garbage collector need not look for garbage there, neither now nor when the process ends.
     gc.disable()
     from rollpipe.cli.main import main as run
+
     gc.freeze()
     gc.enable()
     code = run()
     gc.freeze()
     if code > 128:  # the process is about to end, and another signal must not change its exit code
-        for number in numbers: signal.signal(number, signal.SIG_IGN)
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
     return code

@@ -31,6 +31,7 @@ class ActingState(NamedTuple):
         act: the last action [1, n, ...]
         hx: recurrent state after the last step
     """
+
     stepno: Tensor
     act: Any
     hx: Any
@@ -38,58 +39,104 @@ class ActingState(NamedTuple):
 
 def _as_batch(obs, space):
     "`obs` as an actor sees it, arrays `[n, ...]`, and whether it was the observation of a single environment."
-    like = space_spec(space, 'obs')
+    like = space_spec(space, "obs")
     shapes = [np.shape(x) for x in nested.leaves(in_containers(obs, like, as_like))]
     single = not shapes or len(shapes[0]) != nested.leaves(like)[0].ndim + 1
-    obs = nested.map(lambda x: x[None], read_obs(obs, like)) if single else read_obs(obs, nested.alloc(like, shapes[0][0]), batch=True)
-    obs = nested.numpify(nested.as_seen(nested.torchify(obs)))     # float64 may become infinite
-    found = FiniteCheck(obs, 'obs').find(nested.leaves(obs)) or RangeCheck(space, 'obs').find(nested.leaves(obs))
+    obs = (
+        nested.map(lambda x: x[None], read_obs(obs, like))
+        if single
+        else read_obs(obs, nested.alloc(like, shapes[0][0]), batch=True)
+    )
+    obs = nested.numpify(nested.as_seen(nested.torchify(obs)))  # float64 may become infinite
+    found = FiniteCheck(obs, "obs").find(nested.leaves(obs)) or RangeCheck(space, "obs").find(
+        nested.leaves(obs)
+    )
     if found is not None:
-        raise DataError("this observation has no action", leaf=found[1], expected=f"finite numbers of {space}, which float32 can hold",
-                        got=str(found[2]))
+        raise DataError(
+            "this observation has no action",
+            leaf=found[1],
+            expected=f"finite numbers of {space}, which float32 can hold",
+            got=str(found[2]),
+        )
     return obs, single
 
 
 def _as_flags(starts, n):
     "`starts`, a bool or bools `[n]`, as a tensor `[1, n]`."
     flags = torch.as_tensor(starts)
-    if flags.dtype == torch.bool and flags.shape in ((), (n,)): return flags.expand(1, n)
-    raise DataError("these do not say which episodes begin", leaf='episode_start', expected=f"a bool, or bools [{n}]", got=describe(starts))
+    if flags.dtype == torch.bool and flags.shape in ((), (n,)):
+        return flags.expand(1, n)
+    raise DataError(
+        "these do not say which episodes begin",
+        leaf="episode_start",
+        expected=f"a bool, or bools [{n}]",
+        got=describe(starts),
+    )
 
 
 def _as_rewards(reward, n):
     "`reward`, a number or numbers `[n]`, as a tensor `[1, n]`."
-    try: rew = torch.as_tensor(reward, dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError): rew = None
+    try:
+        rew = torch.as_tensor(reward, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        rew = None
     if rew is None or rew.shape not in ((), (n,)):
-        raise DataError("this is no reward", leaf='reward', expected=f"a finite number, or numbers [{n}]", got=describe(reward))
+        raise DataError(
+            "this is no reward",
+            leaf="reward",
+            expected=f"a finite number, or numbers [{n}]",
+            got=describe(reward),
+        )
     rew = rew.expand(1, n)
     if not rew.isfinite().all():
         b = int(rew[0].isfinite().logical_not().nonzero()[0])
-        raise DataError("non-finite value", env=b, leaf='reward', expected="finite numbers", got=str(rew[0, b].item()))
+        raise DataError(
+            "non-finite value",
+            env=b,
+            leaf="reward",
+            expected="finite numbers",
+            got=str(rew[0, b].item()),
+        )
     return rew
 
 
 def _check_state(state, n):
     "Raise `DataError` unless `state` is that of `n` environments."
     if not isinstance(state, ActingState):
-        raise DataError("this is no state", leaf='state', expected="what the call for the step before returned", got=describe(state))
+        raise DataError(
+            "this is no state",
+            leaf="state",
+            expected="what the call for the step before returned",
+            got=describe(state),
+        )
     if (m := state.stepno.shape[1]) != n:
-        raise DataError("this state is of other environments", leaf='state', got=f"that of {m}",
-                        expected=f"the state of {n} environment{'s' if n > 1 else ''}, as in obs")
+        raise DataError(
+            "this state is of other environments",
+            leaf="state",
+            got=f"that of {m}",
+            expected=f"the state of {n} environment{'s' if n > 1 else ''}, as in obs",
+        )
 
 # %% ../../nbs/layers/00_acting.ipynb #aa1bba1f
 class Predicts:
     "Mixin of `Actor`: act without a pipeline."
-    observation_space: Any = None    # the spaces of a single environment; `for_env` sets both
+
+    observation_space: Any = None  # the spaces of a single environment; `for_env` sets both
     action_space: Any = None
-    action_mask: ActionMask | None = None    # where the observations say which actions are allowed
+    action_mask: ActionMask | None = None  # where the observations say which actions are allowed
     uses_past: bool
-    parameters: Callable             # a method of the actor
+    parameters: Callable  # a method of the actor
     reset: Callable
 
-    def predict(self: Any, obs: Any, state: ActingState | None = None, deterministic: bool = True, *, episode_start: Any = False,
-                reward: Any = None) -> tuple:
+    def predict(
+        self: Any,
+        obs: Any,
+        state: ActingState | None = None,
+        deterministic: bool = True,
+        *,
+        episode_start: Any = False,
+        reward: Any = None,
+    ) -> tuple:
         """The action for an observation, in evaluation mode and without gradients.
 
         It works like `predict` of Stable-Baselines3. For actors without `draw_noise`, `deterministic` makes no difference.
@@ -111,35 +158,63 @@ class Predicts:
             EnvError: an integer of the observation does not fit into the dtype of its space.
         """
         if self.observation_space is None or self.action_space is None:
-            raise ActorError(f"{type(self).__name__} does not know its environment", expected="an actor made by `for_env`, or one "
-                             "with the attributes `observation_space` and `action_space`")
+            raise ActorError(
+                f"{type(self).__name__} does not know its environment",
+                expected="an actor made by `for_env`, or one "
+                "with the attributes `observation_space` and `action_space`",
+            )
         obs, single = _as_batch(obs, self.observation_space)
         n = len(nested.leaves(obs)[0])
-        if self.action_mask is not None and (found := self.action_mask.find(obs)) is not None: raise no_action(DataError, *found)
+        if self.action_mask is not None and (found := self.action_mask.find(obs)) is not None:
+            raise no_action(DataError, *found)
         seen, hx = self._seen(obs, n, state, episode_start, reward)
         with EvalMode(self):
-            noise = {'noise': None if deterministic else self.draw_noise((1, n))} if hasattr(self, 'draw_noise') else {}
+            noise = (
+                {"noise": None if deterministic else self.draw_noise((1, n))}
+                if hasattr(self, "draw_noise")
+                else {}
+            )
             act, hx, _ = self.step(*seen, hx=hx, virtual=False, **noise)
         state = ActingState(seen[0].cpu(), nested.map(Tensor.cpu, act), hx)
-        array = in_containers(nested.map(lambda x: x[0].cpu().numpy(), act), space_spec(self.action_space, 'act'))
-        return (action_rows(self.action_space)(array)[0] if single else action_batch(self.action_space)(array)), state
+        array = in_containers(
+            nested.map(lambda x: x[0].cpu().numpy(), act), space_spec(self.action_space, "act")
+        )
+        return (
+            action_rows(self.action_space)(array)[0]
+            if single
+            else action_batch(self.action_space)(array)
+        ), state
 
     def _seen(self, obs, n, state, episode_start, reward):
         "The arguments of `step` on the actor's device, and the recurrent state."
         start = _as_flags(episode_start, n) | (state is None)
         if state is None:
-            act = nested.map(lambda x: nested.as_seen(torch.from_numpy(x)).new_zeros(1, n, *x.shape), space_spec(self.action_space, 'act'))
+            act = nested.map(
+                lambda x: nested.as_seen(torch.from_numpy(x)).new_zeros(1, n, *x.shape),
+                space_spec(self.action_space, "act"),
+            )
             state = ActingState(torch.zeros(1, n, dtype=torch.int64), act, None)
         _check_state(state, n)
         if self.uses_past and reward is None and not start.all():
-            raise ActorError(f"{type(self).__name__} looks at the reward of the last step", leaf='reward', expected=f"[{n}]")
-        rew = _as_rewards(0. if reward is None else reward, n)
+            raise ActorError(
+                f"{type(self).__name__} looks at the reward of the last step",
+                leaf="reward",
+                expected=f"[{n}]",
+            )
+        rew = _as_rewards(0.0 if reward is None else reward, n)
         hx = self.reset(state.hx, start[0]) if nested.leaves(state.hx) else state.hx
-        seen = (state.stepno + 1).masked_fill(start, 0), nested.torchify(obs, 1), state.act, rew, start
+        seen = (
+            (state.stepno + 1).masked_fill(start, 0),
+            nested.torchify(obs, 1),
+            state.act,
+            rew,
+            start,
+        )
         return self.to_own_device(seen), hx
 
     def to_own_device(self, x: Any) -> Any:
         "The nested tensors `x`, moved to the device of the parameters."
         weight = next(self.parameters(), None)
-        if weight is None or weight.device.type == 'cpu': return x
+        if weight is None or weight.device.type == "cpu":
+            return x
         return nested.map(lambda x: x.to(weight.device, non_blocking=True), x)

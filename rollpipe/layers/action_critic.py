@@ -35,18 +35,24 @@ class StackedMLP(nn.Module):
         n_out: number of outputs
         activation: activation after each hidden layer, see `activation_for`
     """
+
     _modules: dict[str, Any]
 
-    def __init__(self, k: int, n_in: int, hidden: tuple, n_out: int, activation: str | type = 'relu'):
+    def __init__(
+        self, k: int, n_in: int, hidden: tuple, n_out: int, activation: str | type = "relu"
+    ):
         super().__init__()
-        check_integer('k', k, pipe=self)
+        check_integer("k", k, pipe=self)
         check_sizes(n_in, hidden, n_out, k=k)
         sizes = [n_in, *hidden, n_out]
-        gains = [*[sqrt(2)] * len(hidden), 1.]
-        self.weights = nn.ParameterList(torch.stack([nn.init.orthogonal_(torch.empty(m, n), gain).T for _ in range(k)])
-                                        for n, m, gain in zip(sizes, sizes[1:], gains))
+        gains = [*[sqrt(2)] * len(hidden), 1.0]
+        self.weights = nn.ParameterList(
+            torch.stack([nn.init.orthogonal_(torch.empty(m, n), gain).T for _ in range(k)])
+            for n, m, gain in zip(sizes, sizes[1:], gains)
+        )
         self.biases = nn.ParameterList(torch.zeros(k, 1, m) for m in sizes[1:])
-        self.activation, self.k = activation_for(activation), k
+        self.activation = activation_for(activation)
+        self.k = k
 
     def forward(self, x: Tensor, n: int | None = None) -> Tensor:
         """The outputs `[k, N, n_out]`, or those of the first `n` perceptrons.
@@ -54,23 +60,29 @@ class StackedMLP(nn.Module):
         Args:
             n: number of perceptrons that are evaluated, from the first on; None: all
         """
-        weights, biases = (list(self._modules[name]._parameters.values()) for name in ('weights', 'biases'))
-        activation = self._modules['activation'].forward
+        weights, biases = (
+            list(self._modules[name]._parameters.values()) for name in ("weights", "biases")
+        )
+        activation = self._modules["activation"].forward
         # A CPU computes large layers faster one by one. For small layers, the overhead of the additional calls costs more than that saves.
-        if x.is_cpu and len(x) * biases[0].shape[-1] >= 2 ** 15:
+        if x.is_cpu and len(x) * biases[0].shape[-1] >= 2**15:
             layers = zip(*(zip(w.unbind()[:n], b.unbind()[:n]) for w, b in zip(weights, biases)))
             return torch.stack([_run(x, one, activation, torch.addmm) for one in layers])
-        if n is not None: weights, biases = ([y[:n] for y in z] for z in (weights, biases))
-        return _run(x.expand(len(weights[0]), *x.shape), zip(weights, biases), activation, torch.baddbmm)
+        if n is not None:
+            weights, biases = ([y[:n] for y in z] for z in (weights, biases))
+        return _run(
+            x.expand(len(weights[0]), *x.shape), zip(weights, biases), activation, torch.baddbmm
+        )
 
 
 def _run(x, layers, activation, product):
     *hidden, (last, bias) = layers
-    for w, b in hidden: x = activation(product(b, x, w))
+    for w, b in hidden:
+        x = activation(product(b, x, w))
     return product(bias, x, last)
 
 # %% ../../nbs/layers/21_action_critic.ipynb #490c20b4
-@takes(Torso.make_torso, hidden=(256, 256), normalize=False, activation='relu')
+@takes(Torso.make_torso, hidden=(256, 256), normalize=False, activation="relu")
 class ActionCritic(Torso):
     """Values of actions: observations `[*lead, ...]` and actions `[*lead, *shape]` -> float32 `[n_critics, *lead]`.
 
@@ -83,17 +95,33 @@ class ActionCritic(Torso):
         n_critics: number of networks; the smallest of their values counts
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
     """
-    perceptron = StackedMLP     # class of the networks
 
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, n_critics: int = 2, **torso: Any):
+    perceptron = StackedMLP  # class of the networks
+
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        *,
+        n_critics: int = 2,
+        **torso: Any,
+    ):
         super().__init__()
-        check_integer('n_critics', n_critics, pipe=self)
+        check_integer("n_critics", n_critics, pipe=self)
         self.box = UnitBox(action_space, type(self).__name__)
-        self.net = self.make_torso(observation_space, self.box.center.numel(), 1, partial(self.perceptron, n_critics), **torso)
+        self.net = self.make_torso(
+            observation_space,
+            self.box.center.numel(),
+            1,
+            partial(self.perceptron, n_critics),
+            **torso,
+        )
 
     def first_value(self, obs: Any, act: Tensor) -> Tensor:
         "The values `[*lead]` of the first network alone."
-        is_changed = type(self).forward is not ActionCritic.forward or type(self.net) is not StackedMLP
+        is_changed = (
+            type(self).forward is not ActionCritic.forward or type(self.net) is not StackedMLP
+        )
         return (self(obs, act) if is_changed else self(obs, act, 1))[0]
 
     def forward(self, obs: Any, act: Tensor, n: int | None = None) -> Tensor:
@@ -102,13 +130,16 @@ class ActionCritic(Torso):
         Args:
             n: number of networks that are evaluated, from the first on; None: all
         """
-        features, position = self.features(obs), self.box.position(act)
+        features = self.features(obs)
+        position = self.box.position(act)
         lead = features.shape[:-1]
         x = torch.cat([features, position.reshape(*lead, -1)], -1)
-        return self.net(x.flatten(0, -2) if x.ndim > 2 else x, *[] if n is None else [n]).view(-1, *lead)
+        return self.net(x.flatten(0, -2) if x.ndim > 2 else x, *[] if n is None else [n]).view(
+            -1, *lead
+        )
 
 # %% ../../nbs/layers/21_action_critic.ipynb #2fba9405
-@takes(ActionCritic, Torso.make_torso, hidden=(256, 256), normalize=False, activation='relu')
+@takes(ActionCritic, Torso.make_torso, hidden=(256, 256), normalize=False, activation="relu")
 class QVCritic(ActionCritic):
     """Values of actions, as `ActionCritic`, and of states: `value(obs)` float32 `[*lead]`, by a perceptron with as many hidden layers.
 
@@ -119,9 +150,17 @@ class QVCritic(ActionCritic):
         n_critics: number of networks for actions; the smallest of their values counts
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
     """
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, n_critics: int = 2, **torso: Any):
+
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        *,
+        n_critics: int = 2,
+        **torso: Any,
+    ):
         super().__init__(observation_space, action_space, n_critics=n_critics, **torso)
-        self.value_net = MLP(n_out_of(self.encoder), torso['hidden'], 1, torso['activation'])
+        self.value_net = MLP(n_out_of(self.encoder), torso["hidden"], 1, torso["activation"])
 
     def value(self, obs: Any) -> Tensor:
         "The values `[*lead]` of states."

@@ -35,12 +35,21 @@ def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) 
 
     missing = [] if P.VAR_POSITIONAL in kinds else list(positional[n_taken:])
     missing += [] if P.VAR_KEYWORD in kinds else [k for k in keywords if k not in by_name]
-    excess = [p.name for p in others
-              if p.default is P.empty and (p.kind is P.POSITIONAL_ONLY or p.name not in keywords)]
+    excess = [
+        p.name
+        for p in others
+        if p.default is P.empty and (p.kind is P.POSITIONAL_ONLY or p.name not in keywords)
+    ]
     if missing or excess:
-        problem = [f"{word} {', '.join(which)}" for word, which in (('lacks', missing), ('demands', excess)) if which]
-        raise TypeError(f"{cls.__name__}.{method} {' and '.join(problem)}. Expected the signature "
-                        f"{method}(self, {', '.join(positional + ('*',) + keywords)})")
+        problem = [
+            f"{word} {', '.join(which)}"
+            for word, which in (("lacks", missing), ("demands", excess))
+            if which
+        ]
+        raise TypeError(
+            f"{cls.__name__}.{method} {' and '.join(problem)}. Expected the signature "
+            f"{method}(self, {', '.join(positional + ('*',) + keywords)})"
+        )
 
 # %% ../../nbs/layers/01_actor.ipynb #ae2d1236
 class Actor(Predicts, torch.nn.Module):
@@ -71,24 +80,41 @@ class Actor(Predicts, torch.nn.Module):
 
     Raises `TypeError` at class creation if `forward`, `step` or `reset` do not have the expected signature.
     """
+
     uses_past = True  # whether `forward` looks at `act` or `rew`
-    _contract = dict(forward=(('obs', 'act', 'rew', 'fin'), ('hx', 'stepno', 'virtual')),
-                     step=(('stepno', 'obs', 'act', 'rew', 'fin'), ('hx', 'virtual', 'noise')),
-                     reset=(('hx', 'at'), ()))
+    _contract = dict(
+        forward=(("obs", "act", "rew", "fin"), ("hx", "stepno", "virtual")),
+        step=(("stepno", "obs", "act", "rew", "fin"), ("hx", "virtual", "noise")),
+        reset=(("hx", "at"), ()),
+    )
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         for method, (positional, keywords) in cls._contract.items():
-            noisy = method == 'forward' and hasattr(cls, 'draw_noise')
-            if method in cls.__dict__ or (noisy and 'draw_noise' in cls.__dict__):
-                check_signature(cls, method, positional, keywords + ('noise',) * noisy)
+            noisy = method == "forward" and hasattr(cls, "draw_noise")
+            if method in cls.__dict__ or (noisy and "draw_noise" in cls.__dict__):
+                check_signature(cls, method, positional, keywords + ("noise",) * noisy)
 
-    def step(self, stepno: Tensor, obs: Any, act: Any, rew: Tensor, fin: Tensor, /, *, hx: Any, virtual: bool, noise: Any = None) -> tuple:
+    def step(
+        self,
+        stepno: Tensor,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        /,
+        *,
+        hx: Any,
+        virtual: bool,
+        noise: Any = None,
+    ) -> tuple:
         "`(act, hx, info)` for the states `[T, B, ...]`. An actor without `draw_noise` raises `TypeError` if it is given `noise`."
-        if self.uses_past: act, rew = without_past(act, rew, fin)
-        if hasattr(type(self), 'draw_noise'):
+        if self.uses_past:
+            act, rew = without_past(act, rew, fin)
+        if hasattr(type(self), "draw_noise"):
             return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual, noise=noise)
-        if noise is not None: raise TypeError(f'{type(self).__name__} has no draw_noise and takes no noise')
+        if noise is not None:
+            raise TypeError(f"{type(self).__name__} has no draw_noise and takes no noise")
         return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual)
 
     def reset(self, hx: Any, at: Any) -> Any:
@@ -96,10 +122,14 @@ class Actor(Predicts, torch.nn.Module):
 
         `at` is an int, a list of ints, a slice, or a bool mask `[B]`. `()` and `None` are returned unchanged.
         """
+
         def zeroed(x):
-            if isinstance(at, Tensor) and at.dtype == torch.bool:     # ONNX knows no assignment to a mask
+            if (
+                isinstance(at, Tensor) and at.dtype == torch.bool
+            ):  # ONNX knows no assignment to a mask
                 return x.masked_fill(at.to(x.device).reshape(x.shape[1], *[1] * (x.ndim - 2)), 0)
             x = x.clone()
             x[:, at] = 0
             return x
+
         return nested.map(zeroed, hx)

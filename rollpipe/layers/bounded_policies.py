@@ -27,7 +27,7 @@ from ..pipes.data.errors import DataError, is_between
 __all__ = ['BoundedActor', 'SquashedPolicy', 'DeterministicPolicy']
 
 # %% ../../nbs/layers/20_bounded_policies.ipynb #e17fba77
-@takes(Torso.make_torso, hidden=(256, 256), normalize=False, activation='relu')
+@takes(Torso.make_torso, hidden=(256, 256), normalize=False, activation="relu")
 class BoundedActor(Torso, Actor):
     """Base of perceptrons for bounded Box actions: subclasses write `position(features, noise)`, which is between -1 and 1.
 
@@ -36,29 +36,43 @@ class BoundedActor(Torso, Actor):
     Args:
         action_space: Box of floats with finite bounds
     """
+
     uses_past = False
-    n_params = 1    # how many numbers the head gives for each number of the action
-    perceptron = MLP    # class of the trunk
+    n_params = 1  # how many numbers the head gives for each number of the action
+    perceptron = MLP  # class of the trunk
     _modules: dict[str, Any]
     _buffers: dict[str, Any]
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
         super().__init__()
-        self.box, self.action_space = UnitBox(action_space, type(self).__name__), copy.deepcopy(action_space)
+        self.box = UnitBox(action_space, type(self).__name__)
+        self.action_space = copy.deepcopy(action_space)
         self.trunk = self.make_torso(observation_space, mlp=self.perceptron, **torso)
         self.head = MLP(self.trunk.n_out, (), self.n_params * self.box.center.numel(), gain=0.01)
-        self.register_buffer('is_random', torch.tensor(False))
+        self.register_buffer("is_random", torch.tensor(False))
 
     def position(self, features: Tensor, noise: Tensor | None) -> Tensor:
-        raise NotImplementedError(f'{type(self).__name__} must define position(features, noise)')
+        raise NotImplementedError(f"{type(self).__name__} must define position(features, noise)")
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard normal noise `[*lead, *shape]` float32."
         return Gaussian(self.box.shape).noise(lead, generator).to(self.box.center.device)
 
-    def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
+    def forward(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+        stepno: Tensor,
+        virtual: bool,
+        noise: Any = None,
+    ) -> tuple:
         at = self.position(self.hidden_features(obs), noise)
-        if noise is not None: at = torch.where(self._buffers['is_random'], torch.erf(noise * sqrt(0.5)), at)
+        if noise is not None:
+            at = torch.where(self._buffers["is_random"], torch.erf(noise * sqrt(0.5)), at)
         return self.box.forward(at), (), {}
 
 # %% ../../nbs/layers/20_bounded_policies.ipynb #3a299f14
@@ -68,6 +82,7 @@ class SquashedPolicy(BoundedActor):
 
     Raises `SpaceError` if there is no encoder for the observations, or the actions have no finite bounds.
     """
+
     n_params = 2
 
     @property
@@ -77,8 +92,10 @@ class SquashedPolicy(BoundedActor):
 
     def params(self, features: Tensor) -> GaussianParams:
         "Mean and log standard deviation `[*lead, *shape]` before `tanh`; the latter lies between -20 and 2."
-        mean, log_std = self._modules['head'].forward(features).chunk(2, -1)
-        return GaussianParams(shaped(mean, self.box.shape), shaped(log_std.clamp(-20, 2), self.box.shape))
+        mean, log_std = self._modules["head"].forward(features).chunk(2, -1)
+        return GaussianParams(
+            shaped(mean, self.box.shape), shaped(log_std.clamp(-20, 2), self.box.shape)
+        )
 
     def position(self, features: Tensor, noise: Tensor | None) -> Tensor:
         mean, log_std = self.params(features)
@@ -99,15 +116,32 @@ class DeterministicPolicy(BoundedActor):
     Args:
         explore_std: deviation of the noise while exploring; 1 is half the range of the action
     """
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, explore_std: float = 0.1, **torso: Any):
+
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        *,
+        explore_std: float = 0.1,
+        **torso: Any,
+    ):
         if not is_between(explore_std, 0, float_info.max):
-            raise DataError('out of range', leaf='explore_std', expected='a finite explore_std >= 0', got=repr(explore_std))
+            raise DataError(
+                "out of range",
+                leaf="explore_std",
+                expected="a finite explore_std >= 0",
+                got=repr(explore_std),
+            )
         super().__init__(observation_space, action_space, **torso)
-        self.register_buffer('explore_std', torch.tensor(float(explore_std)))
+        self.register_buffer("explore_std", torch.tensor(float(explore_std)))
 
     def position(self, features: Tensor, noise: Tensor | None) -> Tensor:
-        at = shaped(self._modules['head'].forward(features), self.box.shape).tanh()
-        return at if noise is None else torch.addcmul(at, self._buffers['explore_std'], noise).clamp(-1, 1)
+        at = shaped(self._modules["head"].forward(features), self.box.shape).tanh()
+        return (
+            at
+            if noise is None
+            else torch.addcmul(at, self._buffers["explore_std"], noise).clamp(-1, 1)
+        )
 
     def act(self, obs: Any, shift: Tensor | None = None) -> Tensor:
         "Actions `[*lead, *shape]` for observations `[*lead, ...]`, with gradients. `shift` is added to the positions in the unit box."

@@ -25,28 +25,41 @@ __all__ = ['CriticByGroup', 'ActorByGroup']
 # %% ../../nbs/layers/23_by_group.ipynb #5f710700
 class _Groups(nn.Module):
     "One member for each group. `of[i]` is the group of agent number `i`."
+
     group: Tensor
-    members: Any     # a `ModuleDict`, whose items are actors or critics
+    members: Any  # a `ModuleDict`, whose items are actors or critics
 
     def __init__(self, members: dict, of: Sequence):
         super().__init__()
         if {*of} != members.keys():
-            raise DataError("each group needs a member, and each member agents", leaf='of', expected=f"some of {[*members]}, each of them",
-                            got=describe([*of]))
+            raise DataError(
+                "each group needs a member, and each member agents",
+                leaf="of",
+                expected=f"some of {[*members]}, each of them",
+                got=describe([*of]),
+            )
         self.members = nn.ModuleDict(members)
-        self.register_buffer('group', torch.tensor([[*members].index(name) for name in of]))
+        self.register_buffer("group", torch.tensor([[*members].index(name) for name in of]))
 
     def groups_of(self, obs: Any) -> Tensor:
         "The number of the group for each observation `[*lead, ...]`, int64 `[*lead]`."
-        if isinstance(obs, dict) and AGENT in obs: return self.group.index_select(0, obs[AGENT].long().flatten()).reshape(obs[AGENT].shape)
-        raise DataError("the observations do not say whose they are", leaf=f"obs[{AGENT!r}]", expected="`Agents(make, ids=True)`",
-                        got=describe(obs))
+        if isinstance(obs, dict) and AGENT in obs:
+            return self.group.index_select(0, obs[AGENT].long().flatten()).reshape(obs[AGENT].shape)
+        raise DataError(
+            "the observations do not say whose they are",
+            leaf=f"obs[{AGENT!r}]",
+            expected="`Agents(make, ids=True)`",
+            got=describe(obs),
+        )
 
     def own(self, group: Tensor, answers: dict) -> Any:
         "The answer, of each member nested `[*lead, ...]`, that belongs to the number of the group `[*lead]`."
         found, *others = answers.values()
         for k, other in enumerate(others, 1):
-            def pick(x, y, is_k=group == k): return torch.where(is_k.reshape(*is_k.shape, *[1] * (x.ndim - is_k.ndim)), y, x)
+
+            def pick(x, y, is_k=group == k):
+                return torch.where(is_k.reshape(*is_k.shape, *[1] * (x.ndim - is_k.ndim)), y, x)
+
             found = nested.map(pick, found, other)
         return found
 
@@ -61,25 +74,30 @@ class CriticByGroup(_Groups):
         members: name of the group -> critic of observations
         of: for each agent, in the order of `Agents.agents`, the name of its group
     """
+
     def forward(self, obs: Any) -> Tensor:
-        return self.own(self.groups_of(obs), {name: critic(obs) for name, critic in self.members.items()})
+        return self.own(
+            self.groups_of(obs), {name: critic(obs) for name, critic in self.members.items()}
+        )
 
     def observe(self, obs: Any, valid: Tensor | None = None) -> None:
         "Update the normaliser of each critic that has one, with the observations `[*lead, ...]` of its agents; for learners."
         group = self.groups_of(obs)
         for k, critic in enumerate(self.members.values()):
-            if hasattr(critic, 'observe'): critic.observe(obs, group == k if valid is None else valid & (group == k))
+            if hasattr(critic, "observe"):
+                critic.observe(obs, group == k if valid is None else valid & (group == k))
 
     def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
         "Update the scale of the returns of each critic that has one, with the returns `[*lead]` of all agents; for learners."
         for critic in self.members.values():
-            if hasattr(critic, 'observe_returns'): critic.observe_returns(ret, valid)
+            if hasattr(critic, "observe_returns"):
+                critic.observe_returns(ret, valid)
 
     @property
     def ret_std(self) -> Any:
         "The unit of a loss: the `ret_std` of the critics, the largest one if they differ; 1 if they have none."
-        found = [critic.ret_std for critic in self.members.values() if hasattr(critic, 'ret_std')]
-        return torch.stack(found).amax() if found else 1.
+        found = [critic.ret_std for critic in self.members.values() if hasattr(critic, "ret_std")]
+        return torch.stack(found).amax() if found else 1.0
 
 # %% ../../nbs/layers/23_by_group.ipynb #ad2706e2
 class ActorByGroup(_Groups, Actor):
@@ -92,38 +110,86 @@ class ActorByGroup(_Groups, Actor):
         members: name of the group -> actor
         of: for each agent, in the order of `Agents.agents`, the name of its group
     """
+
     def __init__(self, members: dict, of: Sequence):
         super().__init__(members, of)
         first = next(iter(members.values()))
-        self.uses_past = any(getattr(actor, 'uses_past', True) for actor in members.values())
+        self.uses_past = any(getattr(actor, "uses_past", True) for actor in members.values())
         self.observation_space, self.action_space = first.observation_space, first.action_space
-        masks = {name: getattr(actor, 'action_mask', None) for name, actor in members.items()}
+        masks = {name: getattr(actor, "action_mask", None) for name, actor in members.items()}
         self.action_mask, *others = masks.values()
         if any(mask != self.action_mask for mask in others):
-            raise DataError("the masks of the members differ", leaf='members', expected="one `action_mask` for all", got=describe(masks))
-        known = getattr(self.observation_space, 'spaces', {}).get(AGENT)
+            raise DataError(
+                "the masks of the members differ",
+                leaf="members",
+                expected="one `action_mask` for all",
+                got=describe(masks),
+            )
+        known = getattr(self.observation_space, "spaces", {}).get(AGENT)
         if known is not None and known.n != len(of):
-            raise DataError("each agent needs a group", leaf='of', expected=f"{known.n} names", got=describe([*of]))
+            raise DataError(
+                "each agent needs a group",
+                leaf="of",
+                expected=f"{known.n} names",
+                got=describe([*of]),
+            )
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> dict:
         "The noise of each member that takes noise."
-        return {name: actor.draw_noise(lead, generator) for name, actor in self.members.items() if hasattr(actor, 'draw_noise')}
+        return {
+            name: actor.draw_noise(lead, generator)
+            for name, actor in self.members.items()
+            if hasattr(actor, "draw_noise")
+        }
 
-    def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
-        group, acts, memory, reports = self.groups_of(obs), {}, {}, {}
+    def forward(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+        stepno: Tensor,
+        virtual: bool,
+        noise: Any = None,
+    ) -> tuple:
+        group = self.groups_of(obs)
+        acts = {}
+        memory = {}
+        reports = {}
         for name, actor in self.members.items():
-            own = {'noise': None if noise is None else noise[name]} if hasattr(actor, 'draw_noise') else {}
+            own = (
+                {"noise": None if noise is None else noise[name]}
+                if hasattr(actor, "draw_noise")
+                else {}
+            )
             acts[name], memory[name], reports[name] = actor.step(
-                stepno, obs, act, rew, fin, hx=None if hx is None else hx[name], virtual=virtual, **own)
+                stepno,
+                obs,
+                act,
+                rew,
+                fin,
+                hx=None if hx is None else hx[name],
+                virtual=virtual,
+                **own,
+            )
         return self.own(group, acts), memory, reports
 
     def reset(self, hx: Any, at: Any) -> Any:
         "See `Actor`."
-        return {name: actor.reset(hx[name], at) for name, actor in self.members.items()} if isinstance(hx, dict) else hx
+        return (
+            {name: actor.reset(hx[name], at) for name, actor in self.members.items()}
+            if isinstance(hx, dict)
+            else hx
+        )
 
     def complete(self, act: Any, info: dict) -> dict:
         "What each member adds to its own report."
-        return {name: getattr(actor, 'complete', lambda act, info: info)(act, info[name]) for name, actor in self.members.items()}
+        return {
+            name: getattr(actor, "complete", lambda act, info: info)(act, info[name])
+            for name, actor in self.members.items()
+        }
 
     def parts(self, fragment: Fragment) -> dict[str, Fragment]:
         """The fragments of the groups, by name: the columns of their agents, with what their own actor reported and remembered.
@@ -134,11 +200,19 @@ class ActorByGroup(_Groups, Actor):
         Args:
             fragment: of a pipeline with this actor
         """
-        found, group = {}, self.groups_of(nested.map(lambda x: x[0], fragment.state.obs))
+        found = {}
+        group = self.groups_of(nested.map(lambda x: x[0], fragment.state.obs))
         for k, name in enumerate(self.members):
             part = columns(fragment, (group.cpu() == k).nonzero()[:, 0])
-            if not part.valid.any(): continue
+            if not part.valid.any():
+                continue
             final = part.final._replace(actor=part.final.actor[name])
-            version = None if part.version is None else part.version + (version_of(self.members[name]) - version_of(self))
-            found[name] = part._replace(actor=part.actor[name], hx=part.hx[name], final=final, version=version)
+            version = (
+                None
+                if part.version is None
+                else part.version + (version_of(self.members[name]) - version_of(self))
+            )
+            found[name] = part._replace(
+                actor=part.actor[name], hx=part.hx[name], final=final, version=version
+            )
         return found

@@ -23,23 +23,41 @@ def _layout(shape: tuple) -> tuple[tuple, bool]:
 
     Raises `SpaceError` for other shapes, and for images smaller than 3 x 3.
     """
-    stack, image = shape[:-3], shape[-3:]
+    stack = shape[:-3]
+    image = shape[-3:]
     channels_last = len(image) == 3 and image[-1] <= image[0]
-    if len(image) == 2: image = (1, *image)
-    if channels_last: image = image[-1:] + image[:-1]
+    if len(image) == 2:
+        image = (1, *image)
+    if channels_last:
+        image = image[-1:] + image[:-1]
     if len(image) != 3 or len(stack) > 1 or min(image[1:]) < 3:
-        raise SpaceError('unsupported shape of an image', expected='(h, w), (h, w, c), (c, h, w), or a stack of them, at least 3 x 3',
-                         got=str(shape))
+        raise SpaceError(
+            "unsupported shape of an image",
+            expected="(h, w), (h, w, c), (c, h, w), or a stack of them, at least 3 x 3",
+            got=str(shape),
+        )
     return (prod(stack) * image[0], *image[1:]), channels_last
 
 
 def _check_layer(layer: tuple | list, n: int, size: list, name: str) -> None:
     "Raise `DataError`, which says `name`, unless `layer` is a convolution of images `[n, *size]` for which there is memory."
     if not isinstance(layer, (tuple, list)) or len(layer) != 3:
-        raise DataError(f'{name}: not a convolution', expected='(channels, size of the kernel, stride)', got=repr(layer))
-    channels, kernel, _ = (check_integer(f'{name}.{what}', x) for what, x in zip(('channels', 'kernel', 'stride'), layer))
-    if kernel > min(size): raise DataError(f'{name}: the kernel is larger than its images', expected=f'at most {min(size)}', got=kernel)
-    check_parameters((n * kernel ** 2 + 1) * channels, layers=layer)
+        raise DataError(
+            f"{name}: not a convolution",
+            expected="(channels, size of the kernel, stride)",
+            got=repr(layer),
+        )
+    channels, kernel, _ = (
+        check_integer(f"{name}.{what}", x)
+        for what, x in zip(("channels", "kernel", "stride"), layer)
+    )
+    if kernel > min(size):
+        raise DataError(
+            f"{name}: the kernel is larger than its images",
+            expected=f"at most {min(size)}",
+            got=kernel,
+        )
+    check_parameters((n * kernel**2 + 1) * channels, layers=layer)
 
 # %% ../../nbs/layers/08_conv.ipynb #3b7385f8
 class ConvTrunk(nn.Module):
@@ -59,22 +77,28 @@ class ConvTrunk(nn.Module):
         n_out: number of features; None: 512 for large images, else 128
         layers: (channels, size of the kernel, stride) of each convolution; None: as above
     """
+
     is_normalized = True
-    large, small = ((32, 8, 4), (64, 4, 2), (64, 3, 1)), ((16, 3, 1),)
+    large = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
+    small = ((16, 3, 1),)
 
     def __init__(self, shape: tuple, n_out: int | None = None, layers: Sequence | None = None):
         super().__init__()
         self.shape = tuple(shape)
         self.planes, self.channels_last = _layout(self.shape)
-        (n, *size), is_large = self.planes, min(self.planes[1:]) >= 36
-        if layers is None: layers = self.large if is_large else self.small
-        if not isinstance(layers, (tuple, list)): raise DataError('layers: not a list of convolutions', got=repr(layers))
+        (n, *size) = self.planes
+        is_large = min(self.planes[1:]) >= 36
+        if layers is None:
+            layers = self.large if is_large else self.small
+        if not isinstance(layers, (tuple, list)):
+            raise DataError("layers: not a list of convolutions", got=repr(layers))
         found = []
         for k, layer in enumerate(layers):
-            _check_layer(layer, n, size, f'layers[{k}]')
+            _check_layer(layer, n, size, f"layers[{k}]")
             channels, kernel, stride = layer
             found.append(nn.Conv2d(n, channels, kernel, stride))
-            n, size = channels, [(pixels - kernel) // stride + 1 for pixels in size]
+            n = channels
+            size = [(pixels - kernel) // stride + 1 for pixels in size]
         for layer in found:
             nn.init.orthogonal_(layer.weight, sqrt(2))
             nn.init.zeros_(layer.bias)
@@ -83,12 +107,17 @@ class ConvTrunk(nn.Module):
         self.last = orthogonal_linear(n * prod(size), self.n_out, sqrt(2))
 
     def forward(self, obs: Tensor) -> Tensor:
-        lead = obs.shape[:obs.ndim - len(self.shape)]
+        lead = obs.shape[: obs.ndim - len(self.shape)]
         x = obs.reshape(-1, *self.shape)
-        if self.channels_last: x = x.movedim(-1, -3)
-        x = x.reshape(-1, *self.planes)     # not `len(x)`: an exported network would accept only the batch size of its example
+        if self.channels_last:
+            x = x.movedim(-1, -3)
+        x = x.reshape(
+            -1, *self.planes
+        )  # not `len(x)`: an exported network would accept only the batch size of its example
         x = x.float() / 255 if x.dtype is torch.uint8 else x.float()
         # On a CPU the gradients of large images take a quarter less time in this layout.
-        if len(self.layers) > 1 and x.device.type == 'cpu' and torch.is_grad_enabled(): x = x.contiguous(memory_format=torch.channels_last)
-        for layer in self.layers: x = layer(x).relu()
+        if len(self.layers) > 1 and x.device.type == "cpu" and torch.is_grad_enabled():
+            x = x.contiguous(memory_format=torch.channels_last)
+        for layer in self.layers:
+            x = layer(x).relu()
         return linear(self.last, x.flatten(1)).relu().view(*lead, self.n_out)

@@ -19,10 +19,11 @@ from .running_norm import merge_moments, moments, over_ranks
 __all__ = ['Critic']
 
 # %% ../../nbs/layers/13_critic.ipynb #fe773d9a
-_LARGEST = 10     # the factor of the last layer, and its bias, that learning can still undo
+_LARGEST = 10  # the factor of the last layer, and its bias, that learning can still undo
 
 
-def _is_scale(var, mean): return var > 1e-12 * (1 + mean * mean)
+def _is_scale(var, mean):
+    return var > 1e-12 * (1 + mean * mean)
 
 
 @takes(Torso.make_torso)
@@ -38,6 +39,7 @@ class Critic(Torso):
     Args:
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
     """
+
     n_spaces = 1
     net: MLP
     ret_count: Tensor
@@ -49,13 +51,17 @@ class Critic(Torso):
     def __init__(self, observation_space: gym.Space, **torso: Any):
         super().__init__()
         self.net = self.make_torso(observation_space, n_out=1, **torso)
-        self.register_buffer('ret_count', torch.zeros((), dtype=torch.float64))
-        for name, value in dict(ret_mean=0., ret_var=0., ret_std=1.).items():
+        self.register_buffer("ret_count", torch.zeros((), dtype=torch.float64))
+        for name, value in dict(ret_mean=0.0, ret_var=0.0, ret_std=1.0).items():
             self.register_buffer(name, torch.tensor(value))
 
     def forward(self, obs: Any) -> Tensor:
         b = self._buffers
-        return torch.addcmul(b['ret_mean'], b['ret_std'], self._modules['net'].forward(self.features(obs)).squeeze(-1))
+        return torch.addcmul(
+            b["ret_mean"],
+            b["ret_std"],
+            self._modules["net"].forward(self.features(obs)).squeeze(-1),
+        )
 
     @torch.no_grad()
     def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
@@ -66,14 +72,20 @@ class Critic(Torso):
         all returns are equal, their scale is unknown and `ret_std` does not change.
         """
         new = over_ranks(*moments(ret, 0, valid))
-        if not new[0]: return
-        count, mean, var = merge_moments(self.ret_count, self.ret_mean.double(), self.ret_var.double(), *new)
-        old_mean, old_std = self.ret_mean.double(), self.ret_std.double()
+        if not new[0]:
+            return
+        count, mean, var = merge_moments(
+            self.ret_count, self.ret_mean.double(), self.ret_var.double(), *new
+        )
+        old_mean = self.ret_mean.double()
+        old_std = self.ret_std.double()
         std = torch.where(_is_scale(var, mean), var.sqrt(), old_std)
         last = self.net.last
-        by, bias = old_std / std, (last.bias.double() * old_std + old_mean - mean) / std
+        by = old_std / std
+        bias = (last.bias.double() * old_std + old_mean - mean) / std
         if _is_scale(self.ret_var, old_mean) or max(by, bias.abs().max()) <= _LARGEST:
             last.weight.copy_(last.weight.double() * by)
             last.bias.copy_(bias)
         new = dict(ret_count=count, ret_mean=mean, ret_var=var, ret_std=std)
-        for name, value in new.items(): self._buffers[name].copy_(value)
+        for name, value in new.items():
+            self._buffers[name].copy_(value)

@@ -28,13 +28,18 @@ class Categorical:
 
     A logit of -inf forbids its action. At least one logit of each row must be finite.
     """
+
     n: int
     start: int = 0
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard Gumbel noise `[*lead, n]` float32 (Maddison et al. 2014, https://arxiv.org/abs/1411.0030)."
-        x = torch.empty(*lead, self.n, device=device_of(generator)).exponential_(generator=generator)
-        return x.clamp_(min=torch.finfo(x.dtype).tiny).log_().neg_()   # a zero would become +inf, and +inf - inf is nan
+        x = torch.empty(*lead, self.n, device=device_of(generator)).exponential_(
+            generator=generator
+        )
+        return (
+            x.clamp_(min=torch.finfo(x.dtype).tiny).log_().neg_()
+        )  # a zero would become +inf, and +inf - inf is nan
 
     def sample(self, params: Tensor, noise: Tensor) -> Tensor:
         "The actions that the noise decides."
@@ -48,8 +53,10 @@ class Categorical:
 
     def log_prob(self, params: Tensor, act: Tensor) -> Tensor:
         "Log-probabilities of actions, `[*lead]`."
-        if act.dtype is not torch.int64: act = act.long()
-        if self.start: act = act - self.start
+        if act.dtype is not torch.int64:
+            act = act.long()
+        if self.start:
+            act = act - self.start
         return params.log_softmax(-1).gather(-1, act.unsqueeze(-1)).squeeze(-1)
 
     def entropy(self, params: Tensor) -> Tensor:
@@ -59,7 +66,8 @@ class Categorical:
 
     def kl(self, p: Tensor, q: Tensor) -> Tensor:
         "KL(p || q) `[*lead]` [nat], for the parameters of two distributions."
-        logp, logq = p.log_softmax(-1), q.log_softmax(-1)
+        logp = p.log_softmax(-1)
+        logq = q.log_softmax(-1)
         return (logp.exp() * (_finite(logp) - _finite(logq))).sum(-1)
 
     def fisher(self, params: Tensor, tangent: Tensor) -> Tensor:
@@ -75,6 +83,7 @@ def _finite(logp: Tensor) -> Tensor:
 # %% ../../nbs/layers/04_distributions.ipynb #91de8c7b
 class GaussianParams(NamedTuple):
     "Parameters of a `Gaussian`, both `[*lead, *shape]` float32, in the units of the action."
+
     mean: Tensor
     log_std: Tensor
 
@@ -85,33 +94,42 @@ class Gaussian:
 
     Its methods mean what those of `Categorical` do.
     """
+
     shape: tuple = ()
     _dims: tuple | int = field(init=False, repr=False, compare=False)
     _log_norm: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        object.__setattr__(self, 'shape', tuple(self.shape))
-        object.__setattr__(self, '_dims', -1 if len(self.shape) == 1 else tuple(range(-len(self.shape), 0)))
-        object.__setattr__(self, '_log_norm', 0.5 * math.log(2 * math.pi) * math.prod(self.shape))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(
+            self, "_dims", -1 if len(self.shape) == 1 else tuple(range(-len(self.shape), 0))
+        )
+        object.__setattr__(self, "_log_norm", 0.5 * math.log(2 * math.pi) * math.prod(self.shape))
 
-    def _sum(self, x: Tensor) -> Tensor: return x.sum(self._dims) if self._dims else x
+    def _sum(self, x: Tensor) -> Tensor:
+        return x.sum(self._dims) if self._dims else x
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard normal noise `[*lead, *shape]` float32."
         return torch.randn((*lead, *self.shape), generator=generator, device=device_of(generator))
 
-    def sample(self, params: GaussianParams, noise: Tensor) -> Tensor: return torch.addcmul(params.mean, params.log_std.exp(), noise)
+    def sample(self, params: GaussianParams, noise: Tensor) -> Tensor:
+        return torch.addcmul(params.mean, params.log_std.exp(), noise)
 
-    def mode(self, params: GaussianParams) -> Tensor: return params.mean
+    def mode(self, params: GaussianParams) -> Tensor:
+        return params.mean
 
     def log_prob(self, params: GaussianParams, act: Tensor) -> Tensor:
         z = (act - params.mean) / params.log_std.exp()
         return -self._log_norm - self._sum(torch.addcmul(params.log_std, z, z, value=0.5))
 
-    def entropy(self, params: GaussianParams) -> Tensor: return self._sum(params.log_std + 0.5) + self._log_norm
+    def entropy(self, params: GaussianParams) -> Tensor:
+        return self._sum(params.log_std + 0.5) + self._log_norm
 
     def kl(self, p: GaussianParams, q: GaussianParams) -> Tensor:
-        square = torch.exp(2 * (p.log_std - q.log_std)) + ((p.mean - q.mean) / q.log_std.exp()).square()
+        square = (
+            torch.exp(2 * (p.log_std - q.log_std)) + ((p.mean - q.mean) / q.log_std.exp()).square()
+        )
         return self._sum(q.log_std - p.log_std + 0.5 * square - 0.5)
 
     def fisher(self, params: GaussianParams, tangent: GaussianParams) -> GaussianParams:

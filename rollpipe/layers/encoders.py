@@ -25,32 +25,50 @@ __all__ = ['Flatten', 'Concatenate', 'encoder_for']
 # %% ../../nbs/layers/10_encoders.ipynb #46e6705c
 class Flatten(nn.Module):
     "Numbers `[*lead, *shape]` -> float32 `[*lead, n_out]`, divided by `scale`; a float32 vector is passed through."
+
     def __init__(self, shape: tuple, scale: float = 1.0, is_normalized: bool = False):
         super().__init__()
-        self.event_ndim, self.n_out, self.scale, self.is_normalized = len(shape), prod(shape), scale, is_normalized
+        self.event_ndim = len(shape)
+        self.n_out = prod(shape)
+        self.scale = scale
+        self.is_normalized = is_normalized
 
     def forward(self, obs: Tensor) -> Tensor:
-        if self.event_ndim != 1: obs = obs.flatten(obs.ndim - self.event_ndim) if self.event_ndim else obs.unsqueeze(-1)
-        if obs.dtype is not torch.float32: obs = obs.float()
+        if self.event_ndim != 1:
+            obs = obs.flatten(obs.ndim - self.event_ndim) if self.event_ndim else obs.unsqueeze(-1)
+        if obs.dtype is not torch.float32:
+            obs = obs.float()
         return obs if self.scale == 1 else obs / self.scale
 
 # %% ../../nbs/layers/10_encoders.ipynb #069b9a86
 class Concatenate(nn.Module):
     "A dict, list or tuple of observations -> the features of its items, concatenated in the order of `encoders`."
+
     def __init__(self, encoders: Any):
         super().__init__()
         self.keys = list(encoders) if isinstance(encoders, dict) else list(range(len(encoders)))
         items = list(encoders.values() if isinstance(encoders, dict) else encoders)
         self.encoders = nn.ModuleList(items)
         flags = torch.cat([torch.as_tensor(e.is_normalized).expand(e.n_out) for e in items])
-        self.n_out, self.is_normalized = len(flags), flags.tolist() if flags.any() and not flags.all() else bool(flags.all())
+        self.n_out = len(flags)
+        self.is_normalized = (
+            flags.tolist() if flags.any() and not flags.all() else bool(flags.all())
+        )
 
     def forward(self, obs: Any) -> Tensor:
         return torch.cat([encoder(obs[key]) for key, encoder in zip(self.keys, self.encoders)], -1)
 
 # %% ../../nbs/layers/10_encoders.ipynb #ab87689b
-def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: str = 'flat', discrete: str = 'onehot', size: int = 16,
-                n_out: int | None = None, layers: Sequence | None = None) -> nn.Module:
+def encoder_for(
+    space: gym.Space,
+    name: str = "observation_space",
+    *,
+    images: str = "flat",
+    discrete: str = "onehot",
+    size: int = 16,
+    n_out: int | None = None,
+    layers: Sequence | None = None,
+) -> nn.Module:
     """A module that maps observations `[*lead, ...]` of `space` to float32 features `[*lead, n_out]`.
 
     A Box is flattened (and divided by 255 if it is an image, uint8 with 3 dimensions), Discrete and MultiDiscrete become one-hot,
@@ -71,27 +89,54 @@ def encoder_for(space: gym.Space, name: str = 'observation_space', *, images: st
         layers: (channels, size of the kernel, stride) of each convolution of a `ConvTrunk`; None: its default
     """
     s = gym.spaces
-    options: dict[str, Any] = dict(images=images, discrete=discrete, size=size, n_out=n_out, layers=layers)
-    if images not in ('flat', 'conv'): raise ValueError(f"Expected images 'flat' or 'conv', got {images!r}")
-    if layers is not None and images != 'conv': raise DataError("layers need images='conv'", leaf='layers', got=f'images={images!r}')
-    if discrete not in ('onehot', 'bits', 'embed'): raise ValueError(f"Expected discrete 'onehot', 'bits' or 'embed', got {discrete!r}")
-    for key, n in dict(size=size, n_out=1 if n_out is None else n_out).items(): check_integer(key, n)
+    options: dict[str, Any] = dict(
+        images=images, discrete=discrete, size=size, n_out=n_out, layers=layers
+    )
+    if images not in ("flat", "conv"):
+        raise ValueError(f"Expected images 'flat' or 'conv', got {images!r}")
+    if layers is not None and images != "conv":
+        raise DataError("layers need images='conv'", leaf="layers", got=f"images={images!r}")
+    if discrete not in ("onehot", "bits", "embed"):
+        raise ValueError(f"Expected discrete 'onehot', 'bits' or 'embed', got {discrete!r}")
+    for key, n in dict(size=size, n_out=1 if n_out is None else n_out).items():
+        check_integer(key, n)
     if isinstance(space, s.Dict):
-        return Concatenate({k: encoder_for(v, f'{name}[{k!r}]', **options) for k, v in space.spaces.items()})
+        return Concatenate(
+            {k: encoder_for(v, f"{name}[{k!r}]", **options) for k, v in space.spaces.items()}
+        )
     if isinstance(space, s.Tuple):
-        return Concatenate([encoder_for(v, f'{name}[{i}]', **options) for i, v in enumerate(space.spaces)])
+        return Concatenate(
+            [encoder_for(v, f"{name}[{i}]", **options) for i, v in enumerate(space.spaces)]
+        )
     if isinstance(space, (s.Discrete, s.MultiDiscrete)):
-        space_spec(space, name)     # raises `SpaceError` for an empty space
-        numbers = (space.shape or (), space.nvec if isinstance(space, s.MultiDiscrete) else int(space.n), space.start)
-        return dict(onehot=OneHot, bits=Bits)[discrete](*numbers) if discrete != 'embed' else Embeddings(*numbers, size)
-    if isinstance(space, s.MultiBinary): return Flatten(space.shape, is_normalized=True)
-    if isinstance(space, s.Box): return _box_encoder(space, name, images, n_out, layers)
-    raise SpaceError('unsupported observation space', leaf=name, got=repr(space),
-                     expected='Box, Discrete, MultiBinary, MultiDiscrete, or Dict and Tuple of them')
+        space_spec(space, name)  # raises `SpaceError` for an empty space
+        numbers = (
+            space.shape or (),
+            space.nvec if isinstance(space, s.MultiDiscrete) else int(space.n),
+            space.start,
+        )
+        return (
+            dict(onehot=OneHot, bits=Bits)[discrete](*numbers)
+            if discrete != "embed"
+            else Embeddings(*numbers, size)
+        )
+    if isinstance(space, s.MultiBinary):
+        return Flatten(space.shape, is_normalized=True)
+    if isinstance(space, s.Box):
+        return _box_encoder(space, name, images, n_out, layers)
+    raise SpaceError(
+        "unsupported observation space",
+        leaf=name,
+        got=repr(space),
+        expected="Box, Discrete, MultiBinary, MultiDiscrete, or Dict and Tuple of them",
+    )
 
 
-def _box_encoder(space: gym.spaces.Box, name: str, images: str, n_out: int | None, layers: Sequence | None) -> nn.Module:
-    if images == 'conv' and space.dtype in (np.uint8, bool) and 2 <= len(space.shape) <= 4:
-        with located(leaf=name): return ConvTrunk(space.shape, n_out, layers)
+def _box_encoder(
+    space: gym.spaces.Box, name: str, images: str, n_out: int | None, layers: Sequence | None
+) -> nn.Module:
+    if images == "conv" and space.dtype in (np.uint8, bool) and 2 <= len(space.shape) <= 4:
+        with located(leaf=name):
+            return ConvTrunk(space.shape, n_out, layers)
     is_image = space.dtype == np.uint8 and len(space.shape) == 3
-    return Flatten(space.shape, 255. if is_image else 1., is_normalized=is_image)
+    return Flatten(space.shape, 255.0 if is_image else 1.0, is_normalized=is_image)

@@ -26,42 +26,58 @@ __all__ = ['LogitsHead', 'center_and_half_range', 'ClampedStd', 'check_std', 'Ga
 # %% ../../nbs/layers/06_heads.ipynb #b7790219
 class LogitsHead(nn.Module):
     "Features `[..., n_in]` -> logits `[..., *shape]`, the parameters of `dist`."
+
     _modules: dict[str, Any]
 
     def __init__(self, n_in: int, dist: Categorical | MultiCategorical | Bernoulli, shape: tuple):
         super().__init__()
         self.logits = orthogonal_linear(n_in, prod(shape), 0.01)
-        self.dist, self.shape = dist, tuple(shape)
+        self.dist = dist
+        self.shape = tuple(shape)
 
-    def forward(self, x: Tensor) -> Tensor: return shaped(linear(self._modules['logits'], x), self.shape)
+    def forward(self, x: Tensor) -> Tensor:
+        return shaped(linear(self._modules["logits"], x), self.shape)
 
 # %% ../../nbs/layers/06_heads.ipynb #341c2af2
 def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tuple[Tensor, Tensor]:
     "Float32 tensors of `shape`: the middle and half the width of `[low, high]`. Without two finite bounds: its number nearest to 0, and 1."
-    low, high = (torch.as_tensor(default if bound is None else bound, dtype=torch.float32).expand(shape)
-                 for bound, default in ((low, -torch.inf), (high, torch.inf)))
-    bounded = torch.isfinite(high - low) & (high > low)      # also False for the largest floats, because their difference overflows
-    return torch.where(bounded, low / 2 + high / 2, torch.zeros(shape).clamp(low, high)), torch.where(bounded, (high - low) / 2, 1.)
+    low, high = (
+        torch.as_tensor(default if bound is None else bound, dtype=torch.float32).expand(shape)
+        for bound, default in ((low, -torch.inf), (high, torch.inf))
+    )
+    bounded = torch.isfinite(high - low) & (
+        high > low
+    )  # also False for the largest floats, because their difference overflows
+    return torch.where(
+        bounded, low / 2 + high / 2, torch.zeros(shape).clamp(low, high)
+    ), torch.where(bounded, (high - low) / 2, 1.0)
 
 # %% ../../nbs/layers/06_heads.ipynb #230453da
 class ClampedStd(nn.Module):
     "A state-dependent standard deviation: features `[..., n_in]` -> `clamp(softplus(linear(x)), low, high)` `[..., n]`."
+
     _modules: dict[str, Any]
 
     def __init__(self, n_in: int, n: int, low: float = 0.3, high: float = 10.0):
         super().__init__()
-        self.linear, self.low, self.high = orthogonal_linear(n_in, n, 0.01), low, high
+        self.linear = orthogonal_linear(n_in, n, 0.01)
+        self.low = low
+        self.high = high
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.softplus(linear(self._modules['linear'], x)).clamp(self.low, self.high)
+        return nn.functional.softplus(linear(self._modules["linear"], x)).clamp(self.low, self.high)
 
 # %% ../../nbs/layers/06_heads.ipynb #b4f36744
-def check_std(std: str, log_std: float = 0.) -> None:
+def check_std(std: str, log_std: float = 0.0) -> None:
     "Raise `DataError` for an unknown kind of standard deviation, or if its log is no finite number."
     if not is_between(log_std, -float_info.max, float_info.max):
-        raise DataError('out of range', leaf='log_std', expected='a finite number', got=repr(log_std))
-    if std not in ('free', 'fixed', 'state'):
-        raise DataError('unknown kind', leaf='std', expected="'free', 'fixed' or 'state'", got=repr(std))
+        raise DataError(
+            "out of range", leaf="log_std", expected="a finite number", got=repr(log_std)
+        )
+    if std not in ("free", "fixed", "state"):
+        raise DataError(
+            "unknown kind", leaf="std", expected="'free', 'fixed' or 'state'", got=repr(std)
+        )
 
 
 class GaussianHead(nn.Module):
@@ -77,45 +93,66 @@ class GaussianHead(nn.Module):
         log_std: log of the initial (or fixed) standard deviation; 0 means half the range; not for 'state'
         std: standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by `ClampedStd`)
     """
+
     _modules: dict[str, Any]
     _buffers: dict[str, Any]
 
-    def __init__(self, n_in: int, shape: tuple, low: Any = None, high: Any = None, log_std: float = 0.0, std: str = 'free'):
+    def __init__(
+        self,
+        n_in: int,
+        shape: tuple,
+        low: Any = None,
+        high: Any = None,
+        log_std: float = 0.0,
+        std: str = "free",
+    ):
         super().__init__()
         check_std(std, log_std)
-        self.dist, n = Gaussian(shape), prod(shape)
+        self.dist = Gaussian(shape)
+        n = prod(shape)
         center, half_range = center_and_half_range(self.dist.shape, low, high)
         self.mean = orthogonal_linear(n_in, n, 0.01)
-        self.register_buffer('center', center)
-        self.register_buffer('half_range', half_range)
+        self.register_buffer("center", center)
+        self.register_buffer("half_range", half_range)
         self.is_scaled = not (torch.all(center == 0) and torch.all(half_range == 1)).item()
-        if std == 'state': self.std = ClampedStd(n_in, n)
-        elif std == 'free': self.log_std = nn.Parameter(log_std + half_range.log())
-        else: self.register_buffer('log_std', log_std + half_range.log())
+        if std == "state":
+            self.std = ClampedStd(n_in, n)
+        elif std == "free":
+            self.log_std = nn.Parameter(log_std + half_range.log())
+        else:
+            self.register_buffer("log_std", log_std + half_range.log())
 
     def forward(self, x: Tensor) -> GaussianParams:
         modules, buffers = self._modules, self._buffers
-        mean = shaped(linear(modules['mean'], x), self.dist.shape)
-        if self.is_scaled: mean = torch.addcmul(buffers['center'], buffers['half_range'], mean)
-        if 'std' in modules:
-            return GaussianParams(mean, (shaped(modules['std'](x), self.dist.shape) * buffers['half_range']).log())
+        mean = shaped(linear(modules["mean"], x), self.dist.shape)
+        if self.is_scaled:
+            mean = torch.addcmul(buffers["center"], buffers["half_range"], mean)
+        if "std" in modules:
+            return GaussianParams(
+                mean, (shaped(modules["std"](x), self.dist.shape) * buffers["half_range"]).log()
+            )
         return GaussianParams(mean, self.log_std.expand_as(mean))
 
 # %% ../../nbs/layers/06_heads.ipynb #41f92ea6
 class JointHead(nn.Module):
     "Heads in a dict, list or tuple; returns their parameters in the same container, and `dist` is a `Joint`."
+
     def __init__(self, heads: Any):
         super().__init__()
         self.heads = nn.ModuleList(heads.values() if isinstance(heads, dict) else heads)
-        self.index = dict(zip(heads, range(len(heads)))) if isinstance(heads, dict) else type(heads)(range(len(heads)))
+        self.index = (
+            dict(zip(heads, range(len(heads))))
+            if isinstance(heads, dict)
+            else type(heads)(range(len(heads)))
+        )
         self.dist = Joint(map_parts(lambda head: head.dist, heads))
 
     def forward(self, x: Tensor) -> Any:
-        heads = list(self._modules['heads']._modules.values())
+        heads = list(self._modules["heads"]._modules.values())
         return map_parts(lambda i: heads[i](x), self.index)
 
 # %% ../../nbs/layers/06_heads.ipynb #8b6eb16b
-def head_for(space: gym.Space, n_in: int, name: str = 'action_space', **gaussian: Any) -> nn.Module:
+def head_for(space: gym.Space, n_in: int, name: str = "action_space", **gaussian: Any) -> nn.Module:
     """A head for an action space: Discrete, MultiDiscrete, MultiBinary, Box of floats (any shape), or Dict and Tuple of them.
 
     Raises `SpaceError`, which names the part of the space that is not supported, and `DataError` for an unknown `std`.
@@ -126,19 +163,28 @@ def head_for(space: gym.Space, n_in: int, name: str = 'action_space', **gaussian
         name: what error messages call the space
         **gaussian: `std` and `log_std` of every `GaussianHead`
     """
-    check_std(**{'std': 'free', **gaussian})
+    check_std(**{"std": "free", **gaussian})
     if isinstance(space, gym.spaces.Dict):
-        return JointHead({k: head_for(s, n_in, f'{name}[{k!r}]', **gaussian) for k, s in space.spaces.items()})
+        return JointHead(
+            {k: head_for(s, n_in, f"{name}[{k!r}]", **gaussian) for k, s in space.spaces.items()}
+        )
     if isinstance(space, gym.spaces.Tuple):
-        return JointHead(tuple(head_for(s, n_in, f'{name}[{i}]', **gaussian) for i, s in enumerate(space.spaces)))
+        return JointHead(
+            tuple(head_for(s, n_in, f"{name}[{i}]", **gaussian) for i, s in enumerate(space.spaces))
+        )
     if isinstance(space, gym.spaces.Discrete):
         return LogitsHead(n_in, Categorical(int(space.n), int(space.start)), (int(space.n),))
     if isinstance(space, gym.spaces.MultiDiscrete):
-        space_spec(space, name)     # raises `SpaceError` for an empty space
+        space_spec(space, name)  # raises `SpaceError` for an empty space
         n, start = (tuple(map(int, x.reshape(-1))) for x in (space.nvec, space.start))
         return LogitsHead(n_in, MultiCategorical(n, start, space.shape), (sum(n),))
-    if isinstance(space, gym.spaces.MultiBinary): return LogitsHead(n_in, Bernoulli(space.shape), space.shape)
+    if isinstance(space, gym.spaces.MultiBinary):
+        return LogitsHead(n_in, Bernoulli(space.shape), space.shape)
     if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating):
         return GaussianHead(n_in, space.shape, space.low, space.high, **gaussian)
-    raise SpaceError('unsupported action space', leaf=name, got=repr(space),
-                     expected='Discrete, MultiDiscrete, MultiBinary, Box of floats, or Dict and Tuple of them')
+    raise SpaceError(
+        "unsupported action space",
+        leaf=name,
+        got=repr(space),
+        expected="Discrete, MultiDiscrete, MultiBinary, Box of floats, or Dict and Tuple of them",
+    )

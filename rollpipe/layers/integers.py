@@ -25,6 +25,7 @@ def _numbers(shape: tuple, n: Any, start: Any) -> tuple:
 # %% ../../nbs/layers/07_integers.ipynb #7f330779
 class OneHot(nn.Module):
     "Integers `[*lead, *shape]` with `n` values from `start` -> a one-hot vector for each, concatenated: float32 `[*lead, n_out]`."
+
     is_normalized = True
     owner: Tensor
     values: Tensor
@@ -32,15 +33,20 @@ class OneHot(nn.Module):
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
         super().__init__()
         n, start = _numbers(shape, n, start)
-        self.event_ndim, self.n_out = len(shape), int(n.sum())
-        check_memory(f'{self.n_out:,} values', 16 * self.n_out, pipe=self)
+        self.event_ndim = len(shape)
+        self.n_out = int(n.sum())
+        check_memory(f"{self.n_out:,} values", 16 * self.n_out, pipe=self)
         values = np.concatenate([np.arange(s, s + k) for s, k in zip(start, n)])
-        self.register_buffer('owner', torch.from_numpy(np.repeat(np.arange(len(n)), n)), persistent=False)
-        self.register_buffer('values', torch.from_numpy(values), persistent=False)
+        self.register_buffer(
+            "owner", torch.from_numpy(np.repeat(np.arange(len(n)), n)), persistent=False
+        )
+        self.register_buffer("values", torch.from_numpy(values), persistent=False)
 
     def forward(self, obs: Tensor) -> Tensor:
-        if not self.event_ndim: obs = obs.unsqueeze(-1)
-        else: obs = obs.flatten(obs.ndim - self.event_ndim).index_select(-1, self.owner)
+        if not self.event_ndim:
+            obs = obs.unsqueeze(-1)
+        else:
+            obs = obs.flatten(obs.ndim - self.event_ndim).index_select(-1, self.owner)
         return (obs == self.values).float()
 
 # %% ../../nbs/layers/07_integers.ipynb #e456a8f9
@@ -49,6 +55,7 @@ class Bits(nn.Module):
 
     `start` is subtracted first. The least significant bit comes first.
     """
+
     is_normalized = True
     owner: Tensor
     start: Tensor
@@ -58,13 +65,21 @@ class Bits(nn.Module):
         super().__init__()
         n, start = _numbers(shape, n, start)
         n_bits = [max(int(k - 1).bit_length(), 1) for k in n]
-        self.event_ndim, self.n_out = len(shape), sum(n_bits)
-        for name, x in dict(owner=np.repeat(np.arange(len(n)), n_bits), start=np.repeat(start, n_bits),
-                            power=np.concatenate([1 << np.arange(k) for k in n_bits])).items():
+        self.event_ndim = len(shape)
+        self.n_out = sum(n_bits)
+        for name, x in dict(
+            owner=np.repeat(np.arange(len(n)), n_bits),
+            start=np.repeat(start, n_bits),
+            power=np.concatenate([1 << np.arange(k) for k in n_bits]),
+        ).items():
             self.register_buffer(name, torch.from_numpy(x), persistent=False)
 
     def forward(self, obs: Tensor) -> Tensor:
-        obs = obs.flatten(obs.ndim - self.event_ndim).index_select(-1, self.owner) if self.event_ndim else obs.unsqueeze(-1)
+        obs = (
+            obs.flatten(obs.ndim - self.event_ndim).index_select(-1, self.owner)
+            if self.event_ndim
+            else obs.unsqueeze(-1)
+        )
         return (obs - self.start & self.power != 0).float()
 
 # %% ../../nbs/layers/07_integers.ipynb #bf9ad266
@@ -74,16 +89,20 @@ class Embeddings(nn.Module):
     Each integer has a table of its own. The tables are stored one below the other in `table.weight` `[sum(n), size]`, whose initial
     values are standard normal.
     """
+
     is_normalized = True
     offset: Tensor
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0, size: int = 16):
         super().__init__()
         n, start = _numbers(shape, n, start)
-        check_parameters(int(n.sum()) * check_integer('size', size, pipe=self), pipe=self, size=size)
-        self.event_ndim, self.n_out = len(shape), len(n) * size
+        check_parameters(
+            int(n.sum()) * check_integer("size", size, pipe=self), pipe=self, size=size
+        )
+        self.event_ndim = len(shape)
+        self.n_out = len(n) * size
         self.table = nn.Embedding(int(n.sum()), size)
-        self.register_buffer('offset', torch.from_numpy(np.cumsum(n) - n - start), persistent=False)
+        self.register_buffer("offset", torch.from_numpy(np.cumsum(n) - n - start), persistent=False)
 
     def forward(self, obs: Tensor) -> Tensor:
         obs = obs.flatten(obs.ndim - self.event_ndim) if self.event_ndim else obs.unsqueeze(-1)

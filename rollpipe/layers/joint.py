@@ -30,47 +30,63 @@ class MultiCategorical:
         start: `()`: all 0
         shape: a tuple; None: `(len(n),)`
     """
+
     n: tuple
     start: tuple = ()
     shape: Any = None
 
     def __post_init__(self):
-        object.__setattr__(self, 'n', tuple(self.n))
-        object.__setattr__(self, 'start', tuple(self.start) if any(self.start) else ())
-        object.__setattr__(self, 'shape', (len(self.n),) if self.shape is None else tuple(self.shape))
+        object.__setattr__(self, "n", tuple(self.n))
+        object.__setattr__(self, "start", tuple(self.start) if any(self.start) else ())
+        object.__setattr__(
+            self, "shape", (len(self.n),) if self.shape is None else tuple(self.shape)
+        )
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard Gumbel noise `[*lead, sum(n)]` float32."
         return Categorical(sum(self.n)).noise(lead, generator)
 
-    def sample(self, params: Tensor, noise: Tensor) -> Tensor: return self.mode(params + noise)
+    def sample(self, params: Tensor, noise: Tensor) -> Tensor:
+        return self.mode(params + noise)
 
     def mode(self, params: Tensor) -> Tensor:
         act = self._rows(params).argmax(-1)
-        if self.start: act = act + act.new_tensor(self.start)
+        if self.start:
+            act = act + act.new_tensor(self.start)
         return act if len(self.shape) == 1 else act.unflatten(-1, self.shape)
 
     def log_prob(self, params: Tensor, act: Tensor) -> Tensor:
         act = act.flatten(act.ndim - len(self.shape)).long()
-        if self.start: act = act - act.new_tensor(self.start)
+        if self.start:
+            act = act - act.new_tensor(self.start)
         return self._row.log_prob(self._rows(params), act).sum(-1)
 
-    def entropy(self, params: Tensor) -> Tensor: return self._row.entropy(self._rows(params)).sum(-1)
+    def entropy(self, params: Tensor) -> Tensor:
+        return self._row.entropy(self._rows(params)).sum(-1)
 
-    def kl(self, p: Tensor, q: Tensor) -> Tensor: return self._row.kl(self._rows(p), self._rows(q)).sum(-1)
+    def kl(self, p: Tensor, q: Tensor) -> Tensor:
+        return self._row.kl(self._rows(p), self._rows(q)).sum(-1)
 
     def fisher(self, params: Tensor, tangent: Tensor) -> Tensor:
-        rows = self._row.fisher(self._rows(params), self._rows(tangent, 0.))
+        rows = self._row.fisher(self._rows(params), self._rows(tangent, 0.0))
         return torch.cat([row[..., :n] for row, n in zip(rows.unbind(-2), self.n)], -1)
 
     @property
-    def _row(self) -> Categorical: return Categorical(max(self.n))
+    def _row(self) -> Categorical:
+        return Categorical(max(self.n))
 
     def _rows(self, x: Tensor, fill: float = -torch.inf) -> Tensor:
         "Split `[*lead, sum(n)]` into one row per number, padded to `[*lead, len(n), max(n)]`."
         longest = max(self.n)
-        if min(self.n) == longest: return x.unflatten(-1, (len(self.n), longest))
-        return torch.stack([pad(part, (0, longest - n), value=fill) for part, n in zip(x.split(self.n, -1), self.n)], -2)
+        if min(self.n) == longest:
+            return x.unflatten(-1, (len(self.n), longest))
+        return torch.stack(
+            [
+                pad(part, (0, longest - n), value=fill)
+                for part, n in zip(x.split(self.n, -1), self.n)
+            ],
+            -2,
+        )
 
 # %% ../../nbs/layers/05_joint.ipynb #e2e65bfc
 @dataclass(frozen=True)
@@ -79,25 +95,35 @@ class Bernoulli:
 
     The parameters are the finite logits of being on, `[*lead, *shape]`; actions are int64 of the same shape.
     """
+
     shape: tuple = ()
 
-    def __post_init__(self): object.__setattr__(self, 'shape', tuple(self.shape))
+    def __post_init__(self):
+        object.__setattr__(self, "shape", tuple(self.shape))
 
-    def _sum(self, x: Tensor) -> Tensor: return x.sum(tuple(range(-len(self.shape), 0))) if self.shape else x
+    def _sum(self, x: Tensor) -> Tensor:
+        return x.sum(tuple(range(-len(self.shape), 0))) if self.shape else x
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard logistic noise `[*lead, *shape]` float32."
-        return torch.rand((*lead, *self.shape), generator=generator, device=device_of(generator)).logit_(eps=1e-7)
+        return torch.rand(
+            (*lead, *self.shape), generator=generator, device=device_of(generator)
+        ).logit_(eps=1e-7)
 
-    def sample(self, params: Tensor, noise: Tensor) -> Tensor: return (params + noise > 0).long()
+    def sample(self, params: Tensor, noise: Tensor) -> Tensor:
+        return (params + noise > 0).long()
 
-    def mode(self, params: Tensor) -> Tensor: return (params > 0).long()
+    def mode(self, params: Tensor) -> Tensor:
+        return (params > 0).long()
 
-    def log_prob(self, params: Tensor, act: Tensor) -> Tensor: return self._sum(params * act - softplus(params))
+    def log_prob(self, params: Tensor, act: Tensor) -> Tensor:
+        return self._sum(params * act - softplus(params))
 
-    def entropy(self, params: Tensor) -> Tensor: return self._sum(softplus(params) - params * params.sigmoid())
+    def entropy(self, params: Tensor) -> Tensor:
+        return self._sum(softplus(params) - params * params.sigmoid())
 
-    def kl(self, p: Tensor, q: Tensor) -> Tensor: return self._sum(p.sigmoid() * (p - q) - softplus(p) + softplus(q))
+    def kl(self, p: Tensor, q: Tensor) -> Tensor:
+        return self._sum(p.sigmoid() * (p - q) - softplus(p) + softplus(q))
 
     def fisher(self, params: Tensor, tangent: Tensor) -> Tensor:
         p = params.sigmoid()
@@ -106,20 +132,27 @@ class Bernoulli:
 # %% ../../nbs/layers/05_joint.ipynb #48c017ee
 def map_parts(fn: Callable, parts: Any, *trees: Any) -> Any:
     "`fn(part, *items)` for each item of the dict, list or tuple `parts` and the corresponding items of `trees`, one level deep."
-    if isinstance(parts, dict): return {k: fn(part, *(tree[k] for tree in trees)) for k, part in parts.items()}
+    if isinstance(parts, dict):
+        return {k: fn(part, *(tree[k] for tree in trees)) for k, part in parts.items()}
     return type(parts)(fn(part, *(tree[i] for tree in trees)) for i, part in enumerate(parts))
 
 # %% ../../nbs/layers/05_joint.ipynb #cce30b27
 class Joint:
     "Independent distributions in nested dicts, lists and tuples; parameters, noise and actions have the same containers."
+
     def __init__(self, parts: Any):
-        self.parts = map_parts(lambda part: Joint(part) if isinstance(part, (dict, list, tuple)) else part, parts)
+        self.parts = map_parts(
+            lambda part: Joint(part) if isinstance(part, (dict, list, tuple)) else part, parts
+        )
 
-    def __repr__(self): return f'{type(self).__name__}({self.parts})'
+    def __repr__(self):
+        return f"{type(self).__name__}({self.parts})"
 
-    def __eq__(self, other: object) -> bool: return type(other) is type(self) and other.parts == self.parts
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.parts == self.parts
 
-    def __hash__(self): return hash(repr(self))
+    def __hash__(self):
+        return hash(repr(self))
 
     def _each(self, method: str, *trees: Any) -> Any:
         "What `method` of each part returns, in the containers of the parts."
@@ -132,9 +165,20 @@ class Joint:
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Any:
         return map_parts(lambda part: part.noise(lead, generator), self.parts)
 
-    def sample(self, params: Any, noise: Any) -> Any: return self._each('sample', params, noise)
-    def mode(self, params: Any) -> Any: return self._each('mode', params)
-    def log_prob(self, params: Any, act: Any) -> Tensor: return self._total('log_prob', params, act)
-    def entropy(self, params: Any) -> Tensor: return self._total('entropy', params)
-    def kl(self, p: Any, q: Any) -> Tensor: return self._total('kl', p, q)
-    def fisher(self, params: Any, tangent: Any) -> Any: return self._each('fisher', params, tangent)
+    def sample(self, params: Any, noise: Any) -> Any:
+        return self._each("sample", params, noise)
+
+    def mode(self, params: Any) -> Any:
+        return self._each("mode", params)
+
+    def log_prob(self, params: Any, act: Any) -> Tensor:
+        return self._total("log_prob", params, act)
+
+    def entropy(self, params: Any) -> Tensor:
+        return self._total("entropy", params)
+
+    def kl(self, p: Any, q: Any) -> Tensor:
+        return self._total("kl", p, q)
+
+    def fisher(self, params: Any, tangent: Any) -> Any:
+        return self._each("fisher", params, tangent)

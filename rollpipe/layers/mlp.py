@@ -29,7 +29,11 @@ def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
         pipe: the object that has the parameters, for the message
         **sizes: name -> size that determines the number of parameters, such as `hidden`
     """
-    check_memory(f"{', '.join(f'{name}={x}' for name, x in sizes.items())} with {n:,} parameters", 16 * n, pipe=pipe)
+    check_memory(
+        f"{', '.join(f'{name}={x}' for name, x in sizes.items())} with {n:,} parameters",
+        16 * n,
+        pipe=pipe,
+    )
 
 
 def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int) -> None:
@@ -41,9 +45,16 @@ def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int)
         **more: `k`: number of perceptrons, if there are several
     """
     if not isinstance(hidden, Iterable):
-        raise DataError("sizes of layers are a list", leaf='hidden', expected="a list or tuple, also of one size", got=repr(hidden))
-    for k, n in enumerate(hidden): check_integer(f'hidden[{k}]', n)
-    sizes, outs = [n_in, *hidden], dict() if n_out is None else dict(n_out=n_out)
+        raise DataError(
+            "sizes of layers are a list",
+            leaf="hidden",
+            expected="a list or tuple, also of one size",
+            got=repr(hidden),
+        )
+    for k, n in enumerate(hidden):
+        check_integer(f"hidden[{k}]", n)
+    sizes = [n_in, *hidden]
+    outs = dict() if n_out is None else dict(n_out=n_out)
     n = sum((n + 1) * m for n, m in zip(sizes, [*hidden, *outs.values()]))
     check_parameters(n * prod(more.values()), hidden=tuple(hidden), **outs, **more)
 
@@ -60,8 +71,9 @@ def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     "`layer(x)` for features `[..., n_in]`. A plain layer is computed without the cost of a module call, and without its hooks."
     parameters: dict[str, Any] = layer._parameters
-    if type(layer) is not nn.Linear or 'weight' not in parameters: return layer(x)     # replaced, or pruned, or with another norm
-    return F.linear(x, parameters['weight'], parameters['bias'])
+    if type(layer) is not nn.Linear or "weight" not in parameters:
+        return layer(x)  # replaced, or pruned, or with another norm
+    return F.linear(x, parameters["weight"], parameters["bias"])
 
 
 def shaped(x: Tensor, shape: tuple) -> Tensor:
@@ -69,7 +81,15 @@ def shaped(x: Tensor, shape: tuple) -> Tensor:
     return x if len(shape) == 1 else x.unflatten(-1, shape) if shape else x.squeeze(-1)
 
 # %% ../../nbs/layers/02_mlp.ipynb #2c25d31a
-ACTIVATIONS = dict(elu=nn.ELU, gelu=nn.GELU, leaky_relu=nn.LeakyReLU, relu=nn.ReLU, sigmoid=nn.Sigmoid, silu=nn.SiLU, tanh=nn.Tanh)
+ACTIVATIONS = dict(
+    elu=nn.ELU,
+    gelu=nn.GELU,
+    leaky_relu=nn.LeakyReLU,
+    relu=nn.ReLU,
+    sigmoid=nn.Sigmoid,
+    silu=nn.SiLU,
+    tanh=nn.Tanh,
+)
 
 
 def activation_for(activation: str | Callable) -> nn.Module:
@@ -78,9 +98,15 @@ def activation_for(activation: str | Callable) -> nn.Module:
     Args:
         activation: a name in `ACTIVATIONS`, or a module class that is called without arguments
     """
-    if not isinstance(activation, str): return activation()
+    if not isinstance(activation, str):
+        return activation()
     if activation not in ACTIVATIONS:
-        raise DataError("unknown activation", leaf="activation", expected=", ".join(ACTIVATIONS), got=repr(activation))
+        raise DataError(
+            "unknown activation",
+            leaf="activation",
+            expected=", ".join(ACTIVATIONS),
+            got=repr(activation),
+        )
     return ACTIVATIONS[activation]()
 
 # %% ../../nbs/layers/02_mlp.ipynb #2607e6df
@@ -96,23 +122,43 @@ class MLP(nn.Module):
         activation: activation after each hidden layer, see `activation_for`
         gain: gain of the output layer's initial weights, if there is an output layer
     """
-    last: nn.Linear | None
-    _modules: dict[str, Any]    # `forward` reads this dict, because access to a module's attributes is slow
 
-    def __init__(self, n_in: int, hidden: tuple = (64, 64), n_out: int | None = None, activation: str | type = 'tanh', gain: float = 1.0):
+    last: nn.Linear | None
+    _modules: dict[
+        str, Any
+    ]  # `forward` reads this dict, because access to a module's attributes is slow
+
+    def __init__(
+        self,
+        n_in: int,
+        hidden: tuple = (64, 64),
+        n_out: int | None = None,
+        activation: str | type = "tanh",
+        gain: float = 1.0,
+    ):
         super().__init__()
         check_sizes(n_in, hidden, n_out)
         sizes = [n_in, *hidden]
-        self.hidden = nn.ModuleList(orthogonal_linear(n, m, sqrt(2)) for n, m in zip(sizes, sizes[1:]))
-        self.register_module('last', None if n_out is None else orthogonal_linear(sizes[-1], n_out, gain))
+        self.hidden = nn.ModuleList(
+            orthogonal_linear(n, m, sqrt(2)) for n, m in zip(sizes, sizes[1:])
+        )
+        self.register_module(
+            "last", None if n_out is None else orthogonal_linear(sizes[-1], n_out, gain)
+        )
         self.activation = activation_for(activation)
-        self.n_in, self.n_out = n_in, sizes[-1] if n_out is None else n_out
+        self.n_in = n_in
+        self.n_out = sizes[-1] if n_out is None else n_out
 
     def forward(self, x: Tensor) -> Tensor:
         modules = self._modules
-        activation, last, lead = modules['activation'].forward, modules['last'], None
+        activation = modules["activation"].forward
+        last = modules["last"]
+        lead = None
         # Rows as a matrix: with more dimensions, every layer would make two views, which also cost time in the backward pass.
-        if torch.is_grad_enabled() and x.ndim > 2: x, lead = x.flatten(0, -2), x.shape[:-1]
-        for layer in modules['hidden']._modules.values(): x = activation(linear(layer, x))
-        if last is not None: x = linear(last, x)
+        if torch.is_grad_enabled() and x.ndim > 2:
+            x, lead = x.flatten(0, -2), x.shape[:-1]
+        for layer in modules["hidden"]._modules.values():
+            x = activation(linear(layer, x))
+        if last is not None:
+            x = linear(last, x)
         return x if lead is None else x.view(*lead, self.n_out)

@@ -18,12 +18,15 @@ __all__ = ['n_out_of', 'ModuleDict']
 # %% ../../nbs/layers/09_module_dict.ipynb #4c0d77d1
 def n_out_of(module: nn.Module) -> int:
     "The size of the last dimension of a module's output: its `n_out`, or what torch's layers call it. Raises `TypeError` if it is unknown."
-    for name in ('n_out', 'out_features', 'embedding_dim'):
-        if hasattr(module, name): return getattr(module, name)
+    for name in ("n_out", "out_features", "embedding_dim"):
+        if hasattr(module, name):
+            return getattr(module, name)
     if isinstance(module, nn.Sequential):
         for layer in reversed(module):
-            try: return n_out_of(layer)
-            except TypeError: pass
+            try:
+                return n_out_of(layer)
+            except TypeError:
+                pass
     raise TypeError(f"Expected {type(module).__name__} to have n_out, the number of its features")
 
 # %% ../../nbs/layers/09_module_dict.ipynb #a66f4112
@@ -36,19 +39,29 @@ class ModuleDict(nn.ModuleDict):
         modules: modules in a dict, list or tuple, which may be nested
         dim: dimension along which the results are concatenated
     """
+
     def __init__(self, modules: Any = None, dim: int = -1):
         modules = _by_name({} if modules is None else modules)
-        super().__init__({k: type(self)(m, dim) if isinstance(m, (dict, list, tuple)) else m for k, m in modules.items()})
+        super().__init__(
+            {
+                k: type(self)(m, dim) if isinstance(m, (dict, list, tuple)) else m
+                for k, m in modules.items()
+            }
+        )
         self.dim = dim
 
     @property
-    def n_out(self) -> int: return sum(map(n_out_of, self.values()))
+    def n_out(self) -> int:
+        return sum(map(n_out_of, self.values()))
 
     def forward(self, inputs: Any) -> Tensor:
         x = _by_name(inputs)
         if not isinstance(x, dict) or x.keys() != self._modules.keys():
-            raise DataError(f"{type(self).__name__}: other inputs than modules", expected=f"keys {list(self)}",
-                            got=f"keys {list(x)}" if isinstance(x, dict) else describe(x))
+            raise DataError(
+                f"{type(self).__name__}: other inputs than modules",
+                expected=f"keys {list(self)}",
+                got=f"keys {list(x)}" if isinstance(x, dict) else describe(x),
+            )
         return torch.cat([module(x[key]) for key, module in self.items()], self.dim)
 
 

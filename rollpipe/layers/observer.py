@@ -5,7 +5,9 @@
 # %% ../../nbs/layers/11_observer.ipynb #23f3eaf6
 from __future__ import annotations
 
-import copy, inspect, re
+import copy
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -41,10 +43,18 @@ def seeded(seed: int | None) -> Iterator[None]:
 # %% ../../nbs/layers/11_observer.ipynb #f762cf7e
 class ForSpaces:
     "Mixin of networks that are made from `(observation_space, action_space, ...)`, or from `(observation_space, ...)`."
-    n_spaces = 2    # how many of the spaces the network is made from
+
+    n_spaces = 2  # how many of the spaces the network is made from
 
     @classmethod
-    def for_env(cls: Any, env: Any, *, env_kwargs: dict | None = None, seed: int | None = None, **kwargs: Any) -> Any:
+    def for_env(
+        cls: Any,
+        env: Any,
+        *,
+        env_kwargs: dict | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """The network for an environment.
 
         Args:
@@ -54,12 +64,13 @@ class ForSpaces:
             **kwargs: further arguments of the class: `hidden`, `normalize`, ...
         """
         spaces = spaces_of(env, env_kwargs)
-        with seeded(seed): network = cls(*spaces[:cls.n_spaces], **kwargs)
+        with seeded(seed):
+            network = cls(*spaces[: cls.n_spaces], **kwargs)
         network.observation_space, network.action_space = copy.deepcopy(spaces)
         return network
 
 # %% ../../nbs/layers/11_observer.ipynb #5851580e
-C = TypeVar('C', bound=type)
+C = TypeVar("C", bound=type)
 
 
 def takes(*makers: Callable, **defaults: Any) -> Callable[[C], C]:
@@ -71,45 +82,78 @@ def takes(*makers: Callable, **defaults: Any) -> Callable[[C], C]:
         *makers: functions or classes whose docstrings explain each parameter in one line
         **defaults: parameter -> its default in this class, if it differs from that of the maker
     """
+
     def decorate(cls):
         init = cls.__init__
-        own = {name: p for name, p in inspect.signature(init).parameters.items() if p.kind is not p.VAR_KEYWORD}
-        added = {name: p.replace(default=defaults.get(name, p.default)) for maker in makers
-                 for name, p in inspect.signature(maker).parameters.items() if p.kind is p.KEYWORD_ONLY and name not in own}
+        own = {
+            name: p
+            for name, p in inspect.signature(init).parameters.items()
+            if p.kind is not p.VAR_KEYWORD
+        }
+        added = {
+            name: p.replace(default=defaults.get(name, p.default))
+            for maker in makers
+            for name, p in inspect.signature(maker).parameters.items()
+            if p.kind is p.KEYWORD_ONLY and name not in own
+        }
         signature = inspect.Signature(sorted((added | own).values(), key=lambda p: p.kind))
         more = {name: p.default for name, p in added.items()}
 
         @wraps(init)
         def init_with_all(self, *args, **kwargs):
             if wrong := [name for name in kwargs if name not in signature.parameters]:
-                raise TypeError(f'{cls.__name__}.__init__() got an unexpected keyword argument {wrong[0]!r}')
+                raise TypeError(
+                    f"{cls.__name__}.__init__() got an unexpected keyword argument {wrong[0]!r}"
+                )
             init(self, *args, **{**more, **kwargs})
 
         vars(init_with_all).update(__signature__=signature)
-        cls.__init__, cls.__doc__ = init_with_all, _explained(cls.__doc__, signature.parameters, makers)
+        cls.__init__, cls.__doc__ = (
+            init_with_all,
+            _explained(cls.__doc__, signature.parameters, makers),
+        )
         return cls
+
     return decorate
 
 
 def _explained(doc, names, makers):
     "The docstring with entries for those of the `names` that it does not explain, from the docstrings of the makers."
-    doc, *others = (inspect.cleandoc(x or '') for x in (doc, *(maker.__doc__ for maker in makers)))
-    known = {name: line for other in others for line, name in re.findall(r'^(    (\w+): .+)$', other, re.M)}
-    lines = [known[name] for name in names if name in known and not re.search(rf'^    {name}: ', doc, re.M)]
-    return '\n'.join([doc if '\nArgs:\n' in doc else f'{doc}\n\nArgs:', *lines])
+    doc, *others = (inspect.cleandoc(x or "") for x in (doc, *(maker.__doc__ for maker in makers)))
+    known = {
+        name: line
+        for other in others
+        for line, name in re.findall(r"^(    (\w+): .+)$", other, re.M)
+    }
+    lines = [
+        known[name]
+        for name in names
+        if name in known and not re.search(rf"^    {name}: ", doc, re.M)
+    ]
+    return "\n".join([doc if "\nArgs:\n" in doc else f"{doc}\n\nArgs:", *lines])
 
 # %% ../../nbs/layers/11_observer.ipynb #9177a270
 class Torso(ForSpaces, nn.Module):
     "Base of networks that see observations through an encoder, a running normaliser `obs_norm` (None if there is none), and a perceptron."
+
     observation_space: Any
     encoder: nn.Module
     obs_norm: RunningNorm | None
     trunk: MLP
     action_mask: ActionMask | None = None
 
-    def make_torso(self, observation_space: gym.Space, n_more: int = 0, n_out: int | None = None, mlp: Callable = MLP, *,
-                   hidden: tuple = (64, 64), normalize: bool = True, activation: str | type = 'tanh',
-                   encoder: dict | Callable | None = None) -> Any:
+    def make_torso(
+        self,
+        observation_space: gym.Space,
+        n_more: int = 0,
+        n_out: int | None = None,
+        mlp: Callable = MLP,
+        *,
+        hidden: tuple = (64, 64),
+        normalize: bool = True,
+        activation: str | type = "tanh",
+        encoder: dict | Callable | None = None,
+    ) -> Any:
         """Make the encoder and the normaliser; returns the perceptron behind them, which actors keep as `trunk`.
 
         The number of features of a module that `encoder` returns must be known (`n_out_of`). If the module has an attribute
@@ -125,18 +169,29 @@ class Torso(ForSpaces, nn.Module):
             activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
             encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
         """
-        self.observation_space = copy.deepcopy(observation_space)     # a copy, because an environment draws from its own spaces
-        if callable(encoder) and not isinstance(encoder, nn.Module): self.encoder = encoder(observation_space)
-        else: self.encoder = encoder_for(observation_space, **_checked_options(encoder))
+        self.observation_space = copy.deepcopy(
+            observation_space
+        )  # a copy, because an environment draws from its own spaces
+        if callable(encoder) and not isinstance(encoder, nn.Module):
+            self.encoder = encoder(observation_space)
+        else:
+            self.encoder = encoder_for(observation_space, **_checked_options(encoder))
         n = n_out_of(self.encoder)
         # Learned features stay as they are: one that is constant has a variance of 0.
-        raw = ~torch.as_tensor(getattr(self.encoder, 'is_normalized', True)).expand(n)
+        raw = ~torch.as_tensor(getattr(self.encoder, "is_normalized", True)).expand(n)
         norm = RunningNorm(n, only=None if raw.all() else raw) if normalize and raw.any() else None
-        self.register_module('obs_norm', norm)
+        self.register_module("obs_norm", norm)
         return mlp(n + n_more, hidden, n_out, activation)
 
-    def make_masked_torso(self, observation_space: gym.Space, action_space: gym.Space, n_more: int = 0, *, action_mask: str | None = None,
-                          **torso: Any) -> Any:
+    def make_masked_torso(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        n_more: int = 0,
+        *,
+        action_mask: str | None = None,
+        **torso: Any,
+    ) -> Any:
         """As `make_torso`, for an actor whose actions may have a mask, which the network does not see.
 
         Raises `SpaceError` if the observations have no such mask.
@@ -145,7 +200,8 @@ class Torso(ForSpaces, nn.Module):
             action_mask: entry of the observations with the allowed actions, in runs also an info (`WithActionMask`); None: all are allowed
             **torso: see `make_torso`
         """
-        if action_mask is None: return self.make_torso(observation_space, n_more, **torso)
+        if action_mask is None:
+            return self.make_torso(observation_space, n_more, **torso)
         self.action_mask = mask = ActionMask.of(action_mask, observation_space, action_space, self)
         trunk = self.make_torso(mask.rest_of_space(observation_space), n_more, **torso)
         self.observation_space = copy.deepcopy(observation_space)
@@ -158,27 +214,41 @@ class Torso(ForSpaces, nn.Module):
     def features(self, obs: Any) -> Tensor:
         "Normalised features `[*lead, n]` of the observations `[*lead, ...]`."
         modules = self._modules
-        if self.action_mask is not None: obs = self.action_mask.rest(obs)
-        x, norm = modules['encoder'].forward(obs), modules['obs_norm']
+        if self.action_mask is not None:
+            obs = self.action_mask.rest(obs)
+        x = modules["encoder"].forward(obs)
+        norm = modules["obs_norm"]
         return x if norm is None else norm.forward(x)
 
     def hidden_features(self, obs: Any) -> Tensor:
         "The output `[*lead, n]` of the last hidden layer of `trunk` for observations `[*lead, ...]`."
-        return self._modules['trunk'].forward(self.features(obs))
+        return self._modules["trunk"].forward(self.features(obs))
 
     @torch.no_grad()
     def observe(self, obs: Any, valid: Tensor | None = None) -> None:
         "Update the normaliser with observations `[*lead, ...]`, except those where `valid` `[*lead]` is False; for learners."
-        if self.action_mask is not None: obs = self.action_mask.rest(obs)
-        if self.obs_norm is not None: self.obs_norm.update(self.encoder(obs), valid)
+        if self.action_mask is not None:
+            obs = self.action_mask.rest(obs)
+        if self.obs_norm is not None:
+            self.obs_norm.update(self.encoder(obs), valid)
 
 
 def _checked_options(encoder):
     "The options for `encoder_for`. Raises `DataError` unless `encoder` is a dict of its options, or None."
     if not isinstance(encoder, (dict, type(None))):
-        raise DataError("this is no encoder", leaf='encoder', expected="a dict of options, or a function from the space to a module",
-                        got=describe(encoder))
+        raise DataError(
+            "this is no encoder",
+            leaf="encoder",
+            expected="a dict of options, or a function from the space to a module",
+            got=describe(encoder),
+        )
     known = encoder_for.__kwdefaults__ or {}
     for name in encoder or {}:
-        if name not in known: raise DataError("unknown option", leaf=f'encoder[{name!r}]', expected=', '.join(known), got=repr(name))
+        if name not in known:
+            raise DataError(
+                "unknown option",
+                leaf=f"encoder[{name!r}]",
+                expected=", ".join(known),
+                got=repr(name),
+            )
     return encoder or {}

@@ -23,6 +23,7 @@ class Packing(NamedTuple):
         sizes: int64 [longest piece]: the number of pieces that have a k-th row; in CPU memory
         first: int64 [B]: for each environment, the piece that its row 0 belongs to
     """
+
     order: Tensor
     position: Tensor
     sizes: Tensor
@@ -34,13 +35,14 @@ def pack_episodes(fin: Tensor) -> Packing:
     T, B = fin.shape
     begins = fin.t().clone()
     begins[:, 0] = True
-    begins = begins.flatten()                                    # [B * T], environment by environment
+    begins = begins.flatten()  # [B * T], environment by environment
     piece = begins.cumsum(0) - 1
     step = torch.arange(B * T, device=fin.device) - begins.nonzero()[:, 0][piece]
     by_length = piece.bincount().argsort(descending=True, stable=True)
     rank = torch.empty_like(by_length)
     rank[by_length] = torch.arange(len(rank), device=fin.device)
-    piece, sizes = rank[piece], step.bincount()
+    piece = rank[piece]
+    sizes = step.bincount()
     position = ((sizes.cumsum(0) - sizes)[step] + piece).view(B, T).t().flatten()
     order = torch.empty_like(position)
     order[position] = torch.arange(T * B, device=fin.device)

@@ -33,26 +33,43 @@ class Policy(ForSpaces, Actor):
     of the actions once per fragment. Without noise the action is the mode. `dist` has the methods of `Categorical`, of which TRPO and NPG
     alone call `kl` and `fisher`.
     """
-    dist: Any
-    _contract = {**Actor._contract, 'params': (('obs', 'act', 'rew', 'fin'), ('hx', 'stepno'))}
 
-    def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:
-        raise NotImplementedError(f'{type(self).__name__} must define params(obs, act, rew, fin, *, hx, stepno)')
+    dist: Any
+    _contract = {**Actor._contract, "params": (("obs", "act", "rew", "fin"), ("hx", "stepno"))}
+
+    def params(
+        self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor
+    ) -> tuple:
+        raise NotImplementedError(
+            f"{type(self).__name__} must define params(obs, act, rew, fin, *, hx, stepno)"
+        )
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Any:
         "Noise `[*lead, ...]` for actions `[*lead, ...]`. `dist` draws it on the generator's device; it is moved to the policy's device."
         return self.to_own_device(self.dist.noise(lead, generator))
 
-    def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
+    def forward(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+        stepno: Tensor,
+        virtual: bool,
+        noise: Any = None,
+    ) -> tuple:
         dist = self.dist
         params, hx = self.params(obs, act, rew, fin, hx=hx, stepno=stepno)
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
-        return act, hx, {'dist': params}
+        return act, hx, {"dist": params}
 
     def distribution(self, state: Any, hx: Any) -> Any:
         "Parameters of `dist` `[T, B, ...]` in the states `[T, B, ...]` (a `State` in float32), with gradients; `hx` is that of row 0."
         stepno, obs, act, rew, fin = state
-        if self.uses_past: act, rew = without_past(act, rew, fin)
+        if self.uses_past:
+            act, rew = without_past(act, rew, fin)
         return self.params(obs, act, rew, fin, hx=hx, stepno=stepno)[0]
 
     def replay(self, fragment: Any) -> dict:
@@ -61,13 +78,15 @@ class Policy(ForSpaces, Actor):
         Under the weights that collected the fragment, the result equals what the fragment recorded (where `valid`).
         """
         state = nested.map(lambda x: nested.as_seen(x[:-1]), fragment.state)
-        if type(self).forward is Policy.forward: info = {'dist': self.distribution(state, fragment.hx)}  # saves computing actions
-        else: info = self.step(*state, hx=fragment.hx, virtual=True)[2]
+        if type(self).forward is Policy.forward:
+            info = {"dist": self.distribution(state, fragment.hx)}  # saves computing actions
+        else:
+            info = self.step(*state, hx=fragment.hx, virtual=True)[2]
         return self.complete(nested.getitem(fragment.state.act, slice(1, None)), info)
 
     def complete(self, act: Any, info: dict) -> dict:
         "`info` with the log-probabilities `logp` `[T, B]` of the actions."
-        return {**info, 'logp': self.dist.log_prob(info['dist'], act)}
+        return {**info, "logp": self.dist.log_prob(info["dist"], act)}
 
 # %% ../../nbs/layers/12_policies.ipynb #01e9102d
 @takes(Torso.make_torso, Torso.make_masked_torso)
@@ -82,16 +101,28 @@ class MLPPolicy(Torso, Policy):
         std: standard deviation of Box actions: 'free' (learned, the same in all states), 'fixed', or 'state' (computed from the state)
         log_std: log of the initial standard deviation; 0 means half the range of the action; not for std 'state'
     """
+
     uses_past = False  # a subclass whose `params` looks at `act` or `rew` must set True
 
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, std: str = 'free', log_std: float = 0.0, **torso: Any):
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        *,
+        std: str = "free",
+        log_std: float = 0.0,
+        **torso: Any,
+    ):
         super().__init__()
-        self.trunk, self.action_space = self.make_masked_torso(observation_space, action_space, **torso), copy.deepcopy(action_space)
+        self.trunk = self.make_masked_torso(observation_space, action_space, **torso)
+        self.action_space = copy.deepcopy(action_space)
         self.head = head_for(action_space, self.trunk.n_out, std=std, log_std=log_std)
         self.dist = self.head.dist
 
-    def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:
-        return self.masked(self._modules['head'].forward(self.hidden_features(obs)), obs), ()
+    def params(
+        self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor
+    ) -> tuple:
+        return self.masked(self._modules["head"].forward(self.hidden_features(obs)), obs), ()
 
 # %% ../../nbs/layers/12_policies.ipynb #994eca7d
 @takes(MLPPolicy)
@@ -101,15 +132,28 @@ class SharedPolicy(MLPPolicy):
     Args:
         action_space: see `head_for`
     """
+
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **more: Any):
         super().__init__(observation_space, action_space, **more)
         self.value = orthogonal_linear(self.trunk.n_out, 1)
 
-    def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
-        y, dist = self.hidden_features(obs), self.dist
+    def forward(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+        stepno: Tensor,
+        virtual: bool,
+        noise: Any = None,
+    ) -> tuple:
+        y = self.hidden_features(obs)
+        dist = self.dist
         params = self.masked(self.head.forward(y), obs)
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
-        return act, (), {'dist': params, 'value': linear(self.value, y).squeeze(-1)}
+        return act, (), {"dist": params, "value": linear(self.value, y).squeeze(-1)}
 
 # %% ../../nbs/layers/12_policies.ipynb #043d9d15
 @takes(Torso.make_torso, Torso.make_masked_torso)
@@ -119,10 +163,15 @@ class CategoricalPolicy(MLPPolicy):
     Args:
         action_space: Discrete
     """
+
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
         if not isinstance(action_space, gym.spaces.Discrete):
-            raise SpaceError('CategoricalPolicy: unsupported action space', leaf='action_space', expected='Discrete',
-                             got=repr(action_space))
+            raise SpaceError(
+                "CategoricalPolicy: unsupported action space",
+                leaf="action_space",
+                expected="Discrete",
+                got=repr(action_space),
+            )
         super().__init__(observation_space, action_space, **torso)
 
 # %% ../../nbs/layers/12_policies.ipynb #167ceeb8
@@ -133,8 +182,16 @@ class GaussianPolicy(MLPPolicy):
     Args:
         action_space: Box of floats
     """
+
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
-        if not (isinstance(action_space, gym.spaces.Box) and np.issubdtype(action_space.dtype, np.floating)):
-            raise SpaceError('GaussianPolicy: unsupported action space', leaf='action_space', expected='Box of floats',
-                             got=repr(action_space))
+        if not (
+            isinstance(action_space, gym.spaces.Box)
+            and np.issubdtype(action_space.dtype, np.floating)
+        ):
+            raise SpaceError(
+                "GaussianPolicy: unsupported action space",
+                leaf="action_space",
+                expected="Box of floats",
+                got=repr(action_space),
+            )
         super().__init__(observation_space, action_space, **torso)

@@ -29,15 +29,16 @@ class DuellingHead(nn.Module):
 
     Source: Wang et al. 2016, Dueling network architectures for deep reinforcement learning, https://arxiv.org/abs/1511.06581
     """
-    def __init__(self, n_in: int, n: int, hidden: tuple = (), activation: str | type = 'relu'):
+
+    def __init__(self, n_in: int, n: int, hidden: tuple = (), activation: str | type = "relu"):
         super().__init__()
         self.value = MLP(n_in, hidden, 1, activation)
         self.advantage = MLP(n_in, hidden, n, activation, gain=0.01)
 
     def forward(self, x: Tensor) -> Tensor:
         modules = self._modules
-        advantage = modules['advantage'].forward(x)
-        return modules['value'].forward(x) + (advantage - advantage.mean(-1, keepdim=True))
+        advantage = modules["advantage"].forward(x)
+        return modules["value"].forward(x) + (advantage - advantage.mean(-1, keepdim=True))
 
 # %% ../../nbs/layers/17_q_networks.ipynb #84b77e20
 class EpsilonGreedy(ForSpaces, Actor):
@@ -48,19 +49,27 @@ class EpsilonGreedy(ForSpaces, Actor):
     Without noise it takes the first of the best actions. With noise it takes a random action with probability `epsilon`, which is a
     buffer `[]` float32. With an `action_mask`, `q` is -inf where the mask forbids the action, which then is neither the best nor random.
     """
-    _contract = {**Actor._contract, 'q': (('obs', 'act', 'rew', 'fin'), ('hx',))}
+
+    _contract = {**Actor._contract, "q": (("obs", "act", "rew", "fin"), ("hx",))}
 
     def set_exploration(self, action_space: gym.Space, epsilon: float) -> None:
         "Define the actions and `epsilon`. Raises `SpaceError` unless the space is Discrete, `ValueError` unless `epsilon` is in [0, 1]."
         if not isinstance(action_space, gym.spaces.Discrete):
-            raise SpaceError(f'{type(self).__name__}: unsupported action space', leaf='action_space', expected='Discrete',
-                             got=repr(action_space))
-        if not 0 <= epsilon <= 1: raise ValueError(f"Expected epsilon in [0, 1], got {epsilon!r}")
-        self.action_space, self.n_actions, self.start = copy.deepcopy(action_space), int(action_space.n), int(action_space.start)
-        self.register_buffer('epsilon', torch.tensor(float(epsilon), dtype=torch.float32))
+            raise SpaceError(
+                f"{type(self).__name__}: unsupported action space",
+                leaf="action_space",
+                expected="Discrete",
+                got=repr(action_space),
+            )
+        if not 0 <= epsilon <= 1:
+            raise ValueError(f"Expected epsilon in [0, 1], got {epsilon!r}")
+        self.action_space = copy.deepcopy(action_space)
+        self.n_actions = int(action_space.n)
+        self.start = int(action_space.start)
+        self.register_buffer("epsilon", torch.tensor(float(epsilon), dtype=torch.float32))
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
-        raise NotImplementedError(f'{type(self).__name__} must define q(obs, act, rew, fin, *, hx)')
+        raise NotImplementedError(f"{type(self).__name__} must define q(obs, act, rew, fin, *, hx)")
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         """Noise `[*lead, 2]` float32: a uniform number in [0, 1), and the number of an action, 0 ... n_actions - 1.
@@ -69,17 +78,31 @@ class EpsilonGreedy(ForSpaces, Actor):
         """
         device = device_of(generator)
         noise = torch.rand(*lead, 2, generator=generator, device=device)
-        if self.action_mask is None: noise[..., 1] = torch.randint(self.n_actions, tuple(lead), generator=generator, device=device)
+        if self.action_mask is None:
+            noise[..., 1] = torch.randint(
+                self.n_actions, tuple(lead), generator=generator, device=device
+            )
         return self.to_own_device(noise)
 
-    def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
+    def forward(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+        stepno: Tensor,
+        virtual: bool,
+        noise: Any = None,
+    ) -> tuple:
         q, hx = self.q(obs, act, rew, fin, hx=hx)
         act = q.argmax(-1)
         if noise is not None:
             chance, other = noise.unbind(-1)
             other = other.long() if self.action_mask is None else self._allowed(other, obs)
-            act = torch.where(chance < self._buffers['epsilon'], other, act)
-        return act + self.start if self.start else act, hx, {'q': q}
+            act = torch.where(chance < self._buffers["epsilon"], other, act)
+        return act + self.start if self.start else act, hx, {"q": q}
 
     def _allowed(self, x, obs):
         "One of the k allowed actions, with number `k x` of them for numbers `x` in [0, 1)."
@@ -92,7 +115,8 @@ class EpsilonGreedy(ForSpaces, Actor):
         `hx` is the recurrent state at row 0; None or `()` stands for the initial one.
         """
         _, obs, act, rew, fin = state
-        if self.uses_past: act, rew = without_past(act, rew, fin)
+        if self.uses_past:
+            act, rew = without_past(act, rew, fin)
         return self.q(obs, act, rew, fin, hx=None if isinstance(hx, tuple) and not hx else hx)
 
 # %% ../../nbs/layers/17_q_networks.ipynb #b5af11fb
@@ -108,23 +132,43 @@ class QPolicy(Torso, EpsilonGreedy):
         duelling: separate value and advantages, each with a last hidden layer of its own
         epsilon: fraction of the steps with a random action; a buffer that learners may change
     """
+
     uses_past = False
 
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, hidden: tuple = (64, 64), duelling: bool = False,
-                 activation: str | type = 'relu', epsilon: float = 0.1, **torso: Any):
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        hidden: tuple = (64, 64),
+        duelling: bool = False,
+        activation: str | type = "relu",
+        epsilon: float = 0.1,
+        **torso: Any,
+    ):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         check_sizes(1, hidden)
         before = hidden[:-1] if duelling else hidden
-        self.trunk = self.make_masked_torso(observation_space, action_space, hidden=before, activation=activation, **torso)
-        if duelling: self.head = DuellingHead(self.trunk.n_out, self.n_actions, hidden[-1:], activation)
-        else: self.head = MLP(self.trunk.n_out, (), self.n_actions, gain=0.01)
+        self.trunk = self.make_masked_torso(
+            observation_space, action_space, hidden=before, activation=activation, **torso
+        )
+        if duelling:
+            self.head = DuellingHead(self.trunk.n_out, self.n_actions, hidden[-1:], activation)
+        else:
+            self.head = MLP(self.trunk.n_out, (), self.n_actions, gain=0.01)
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
-        return self.masked(self._modules['head'].forward(self.hidden_features(obs)), obs), ()
+        return self.masked(self._modules["head"].forward(self.hidden_features(obs)), obs), ()
 
 # %% ../../nbs/layers/17_q_networks.ipynb #116906a9
-@takes(Torso.make_torso, Torso.make_masked_torso, RecurrentTorso.make_memory, hidden=(64,), normalize=False, activation='relu')
+@takes(
+    Torso.make_torso,
+    Torso.make_masked_torso,
+    RecurrentTorso.make_memory,
+    hidden=(64,),
+    normalize=False,
+    activation="relu",
+)
 class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
     """Values of Discrete actions with memory: encoder, running normaliser, hidden layers, `GRU` or `LSTM`, plain or duelling head.
 
@@ -137,13 +181,23 @@ class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
         duelling: separate value and advantages, by two linear layers behind the memory
         epsilon: fraction of the steps with a random action; a buffer that learners may change
     """
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, duelling: bool = False, epsilon: float = 0.1,
-                 **torso: Any):
+
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        *,
+        duelling: bool = False,
+        epsilon: float = 0.1,
+        **torso: Any,
+    ):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         self.make_memory(observation_space, action_space, **torso)
         n = self.memory.n_out
-        self.head = DuellingHead(n, self.n_actions) if duelling else MLP(n, (), self.n_actions, gain=0.01)
+        self.head = (
+            DuellingHead(n, self.n_actions) if duelling else MLP(n, (), self.n_actions, gain=0.01)
+        )
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
         y, hx = self.recurrent_features(obs, act, rew, fin, hx)

@@ -26,17 +26,29 @@ class QuantileHead(nn.Module):
     If `duelling`, two networks with `hidden` layers each estimate the quantiles of the state's value and of the advantages. The mean of
     the advantages over the actions is subtracted. Source: Wang et al. 2016, https://arxiv.org/abs/1511.06581
     """
-    def __init__(self, n_in: int, n: int, n_quantiles: int, hidden: tuple = (), activation: str | type = 'relu', duelling: bool = False):
+
+    def __init__(
+        self,
+        n_in: int,
+        n: int,
+        n_quantiles: int,
+        hidden: tuple = (),
+        activation: str | type = "relu",
+        duelling: bool = False,
+    ):
         super().__init__()
         self.shape = n, n_quantiles
         self.advantage = MLP(n_in, hidden, n * n_quantiles, activation, gain=0.01)
-        self.register_module('value', MLP(n_in, hidden, n_quantiles, activation) if duelling else None)
+        self.register_module(
+            "value", MLP(n_in, hidden, n_quantiles, activation) if duelling else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         modules = self._modules
-        y = modules['advantage'].forward(x).reshape(*x.shape[:-1], *self.shape)
-        if modules['value'] is None: return y
-        return modules['value'].forward(x).unsqueeze(-2) + (y - y.mean(-2, keepdim=True))
+        y = modules["advantage"].forward(x).reshape(*x.shape[:-1], *self.shape)
+        if modules["value"] is None:
+            return y
+        return modules["value"].forward(x).unsqueeze(-2) + (y - y.mean(-2, keepdim=True))
 
 # %% ../../nbs/layers/22_quantile_networks.ipynb #d9f58bbc
 @takes(Torso.make_torso, Torso.make_masked_torso, normalize=False)
@@ -52,16 +64,35 @@ class QuantilePolicy(Torso, EpsilonGreedy):
         duelling: separate value and advantages, each with a last hidden layer of its own
         epsilon: fraction of the steps with a random action; a buffer that learners may change
     """
+
     uses_past = False
 
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, n_quantiles: int = 50, hidden: tuple = (64, 64),
-                 duelling: bool = False, activation: str | type = 'relu', epsilon: float = 0.1, **torso: Any):
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        n_quantiles: int = 50,
+        hidden: tuple = (64, 64),
+        duelling: bool = False,
+        activation: str | type = "relu",
+        epsilon: float = 0.1,
+        **torso: Any,
+    ):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         check_sizes(1, hidden)
         before, own = (hidden[:-1], hidden[-1:]) if duelling else (hidden, ())
-        self.trunk = self.make_masked_torso(observation_space, action_space, hidden=before, activation=activation, **torso)
-        self.head = QuantileHead(self.trunk.n_out, self.n_actions, check_integer('n_quantiles', n_quantiles), own, activation, duelling)
+        self.trunk = self.make_masked_torso(
+            observation_space, action_space, hidden=before, activation=activation, **torso
+        )
+        self.head = QuantileHead(
+            self.trunk.n_out,
+            self.n_actions,
+            check_integer("n_quantiles", n_quantiles),
+            own,
+            activation,
+            duelling,
+        )
 
     def quantiles(self, state: Any, hx: Any = None) -> tuple:
         """Quantiles `[T, B, n_actions, n_quantiles]` of the states `[T, B, ...]` (a `State` in float32) with gradients, and `()`."""
@@ -69,7 +100,12 @@ class QuantilePolicy(Torso, EpsilonGreedy):
 
     def quantiles_of(self, obs: Any) -> Tensor:
         "Quantiles `[*lead, n_actions, n_quantiles]` of the observations `[*lead, ...]`."
-        x = self._modules['head'].forward(self.hidden_features(obs))
-        return x if self.action_mask is None else x.masked_fill(~self.action_mask.allowed(obs).unsqueeze(-1), -torch.inf)
+        x = self._modules["head"].forward(self.hidden_features(obs))
+        return (
+            x
+            if self.action_mask is None
+            else x.masked_fill(~self.action_mask.allowed(obs).unsqueeze(-1), -torch.inf)
+        )
 
-    def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple: return self.quantiles_of(obs).mean(-1), ()
+    def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
+        return self.quantiles_of(obs).mean(-1), ()

@@ -47,8 +47,10 @@ def scan(cell: Callable, gates: tuple, sizes: list, begins: list, h: Any, *weigh
     """
     after = []
     for n, begin, *now in zip(sizes, begins, *(g.split(sizes) for g in gates)):
-        if begin is not None: h = map_memory(lambda h, at=begin: h.masked_fill(at, 0), h)
-        if n < len(_output(h)): h = map_memory(lambda h, n=n: h[:n], h)
+        if begin is not None:
+            h = map_memory(lambda h, at=begin: h.masked_fill(at, 0), h)
+        if n < len(_output(h)):
+            h = map_memory(lambda h, n=n: h[:n], h)
         h = cell(*now, h, *weights)
         after.append(h)
     return map_memory(lambda *hs: torch.cat(hs), *after)
@@ -75,7 +77,8 @@ class Recurrent(nn.Module):
         span: number of steps for which the memory of an untrained network lasts
         method: 'step', 'packed', or None: packed if an episode begins after row 0
     """
-    module: type    # torch's module with the weights; subclasses define this and the attributes below
+
+    module: type  # torch's module with the weights; subclasses define this and the attributes below
     n_gates: int = 1
     init_gates: Callable
     initial: Callable
@@ -83,32 +86,56 @@ class Recurrent(nn.Module):
     split_gates: Callable
     cell: Callable
 
-    def __init__(self, n_in: int, n_out: int, layers: int = 1, span: float = 32, method: str | None = None):
+    def __init__(
+        self, n_in: int, n_out: int, layers: int = 1, span: float = 32, method: str | None = None
+    ):
         super().__init__()
-        if not span >= 2: raise ValueError(f"Expected span >= 2, got {span!r}")
-        if method not in (None, 'step', 'packed'): raise ValueError(f"Expected method None, 'step' or 'packed', got {method!r}")
-        n = self.n_gates * check_integer('n_out', n_out, pipe=self)     # number of outputs of a layer's input map, and of its memory map
-        more = check_integer('layers', layers, pipe=self) - 1
-        check_parameters(n * (n_in + n_out + 2 + more * 2 * (n_out + 1)), pipe=self, n_out=n_out, layers=layers)
-        self.rnn, self.n_out, self.layers, self.method = self.module(n_in, n_out, layers), n_out, layers, method
-        self._names = [[f'{kind}_l{i}' for kind in ('weight_ih', 'weight_hh', 'bias_ih', 'bias_hh')] for i in range(layers)]
+        if not span >= 2:
+            raise ValueError(f"Expected span >= 2, got {span!r}")
+        if method not in (None, "step", "packed"):
+            raise ValueError(f"Expected method None, 'step' or 'packed', got {method!r}")
+        n = self.n_gates * check_integer(
+            "n_out", n_out, pipe=self
+        )  # number of outputs of a layer's input map, and of its memory map
+        more = check_integer("layers", layers, pipe=self) - 1
+        check_parameters(
+            n * (n_in + n_out + 2 + more * 2 * (n_out + 1)), pipe=self, n_out=n_out, layers=layers
+        )
+        self.rnn = self.module(n_in, n_out, layers)
+        self.n_out = n_out
+        self.layers = layers
+        self.method = method
+        self._names = [
+            [f"{kind}_l{i}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+            for i in range(layers)
+        ]
         with torch.no_grad():
             for _, w, b_ih, b_hh in self.weights():
-                for gate in w.split(n_out): nn.init.orthogonal_(gate)
-                for b in (b_ih, b_hh): nn.init.zeros_(b)
+                for gate in w.split(n_out):
+                    nn.init.orthogonal_(gate)
+                for b in (b_ih, b_hh):
+                    nn.init.zeros_(b)
                 self.init_gates(b_ih.split(n_out), torch.empty(n_out).uniform_(1, span - 1).log_())
 
     def forward(self, x: Tensor, fin: Tensor | None = None, hx: Any = None) -> tuple:
         T, B = x.shape[:2]
-        if hx is None: hx = self.initial(x.new_zeros(self.layers, B, self.n_out))
-        elif fin is not None: hx = cleared(hx, fin[0])
+        if hx is None:
+            hx = self.initial(x.new_zeros(self.layers, B, self.n_out))
+        elif fin is not None:
+            hx = cleared(hx, fin[0])
         if T == 1:
             y, hx = self.one_step(x[0], hx)
             return y.unsqueeze(0), hx
-        if self.method == 'step': return self._step_by_step(x, fin, hx)
-        if fin is not None and (self.method == 'packed' or fin[1:].any()): return self._packed(x, pack_episodes(fin), hx)
+        if self.method == "step":
+            return self._step_by_step(x, fin, hx)
+        if fin is not None and (self.method == "packed" or fin[1:].any()):
+            return self._packed(x, pack_episodes(fin), hx)
         # cuDNN has no second derivatives, which the Fisher-vector product needs.
-        with torch.backends.cudnn.flags(enabled=False) if x.is_cuda and torch.is_grad_enabled() else nullcontext():
+        with (
+            torch.backends.cudnn.flags(enabled=False)
+            if x.is_cuda and torch.is_grad_enabled()
+            else nullcontext()
+        ):
             return self.rnn(x, hx)
 
     def weights(self) -> list:
@@ -123,9 +150,18 @@ class Recurrent(nn.Module):
         return y.unflatten(0, (T, B)), hx
 
     def _packed(self, x: Tensor, pieces: Packing, hx: Any) -> tuple:
-        n, sizes = int(pieces.sizes[0]), pieces.sizes.tolist()
-        start = map_memory(lambda h: h.new_zeros(h.shape[0], n, h.shape[2]).index_copy(1, pieces.first, h), hx)
-        y, hx = self._run(x.flatten(0, 1)[pieces.order], sizes, [None] * len(sizes), start, pieces.position[-x.shape[1]:])
+        n = int(pieces.sizes[0])
+        sizes = pieces.sizes.tolist()
+        start = map_memory(
+            lambda h: h.new_zeros(h.shape[0], n, h.shape[2]).index_copy(1, pieces.first, h), hx
+        )
+        y, hx = self._run(
+            x.flatten(0, 1)[pieces.order],
+            sizes,
+            [None] * len(sizes),
+            start,
+            pieces.position[-x.shape[1] :],
+        )
         return y[pieces.position].unflatten(0, x.shape[:2]), hx
 
     def _run(self, x: Tensor, sizes: list, begins: list, hx: Any, last: slice | Tensor) -> tuple:
@@ -133,7 +169,9 @@ class Recurrent(nn.Module):
         memories = []
         for i, (w_ih, w_hh, b_ih, b_hh) in enumerate(self.weights()):
             gates = self.split_gates(nn.functional.linear(x, w_ih, b_ih))
-            h = scan(self.cell, gates, sizes, begins, map_memory(lambda h, i=i: h[i], hx), w_hh.t(), b_hh)
+            h = scan(
+                self.cell, gates, sizes, begins, map_memory(lambda h, i=i: h[i], hx), w_hh.t(), b_hh
+            )
             x = _output(h)
             memories.append(map_memory(lambda h: h[last], h))
         return x, map_memory(lambda *hs: torch.stack(hs), *memories)
@@ -141,21 +179,25 @@ class Recurrent(nn.Module):
 # %% ../../nbs/layers/15_recurrent.ipynb #80d8fe77
 class GRU(Recurrent):
     "Gated recurrent unit (Cho et al. 2014, https://arxiv.org/abs/1406.1078); `hx` is a tensor `[layers, B, n_out]`."
+
     module, n_gates = nn.GRU, 3
 
     def init_gates(self, biases: tuple, keep: Tensor) -> None:
         "Set the bias of the gate that keeps the memory to `keep`; the gates are [reset, update, new]."
         biases[1].copy_(keep)
 
-    def initial(self, zeros: Tensor) -> Tensor: return zeros
+    def initial(self, zeros: Tensor) -> Tensor:
+        return zeros
 
     def one_step(self, x: Tensor, hx: Tensor) -> tuple:
         "One step of all layers: `x` `[B, n_in]`, `hx` `[layers, B, n_out]` -> `(y [B, n_out], hx)`."
         new = []
-        for h, weights in zip(hx.unbind(), self.weights()): new.append(x := torch.gru_cell(x, h, *weights))
+        for h, weights in zip(hx.unbind(), self.weights()):
+            new.append(x := torch.gru_cell(x, h, *weights))
         return x, torch.stack(new)
 
-    def split_gates(self, x: Tensor) -> tuple: return x.split([2 * self.n_out, self.n_out], -1)
+    def split_gates(self, x: Tensor) -> tuple:
+        return x.split([2 * self.n_out, self.n_out], -1)
 
     def cell(self, x_rz: Tensor, x_n: Tensor, h: Tensor, w: Tensor, b: Tensor) -> Tensor:
         rz, n = torch.addmm(b, h, w).split([2 * self.n_out, self.n_out], 1)
@@ -165,6 +207,7 @@ class GRU(Recurrent):
 # %% ../../nbs/layers/15_recurrent.ipynb #3abe0aff
 class LSTM(Recurrent):
     "Long short-term memory (Hochreiter, Schmidhuber 1997); `hx` is a pair `(h, c)` of tensors `[layers, B, n_out]`."
+
     module, n_gates = nn.LSTM, 4
 
     def init_gates(self, biases: tuple, keep: Tensor) -> None:
@@ -172,7 +215,8 @@ class LSTM(Recurrent):
         biases[0].copy_(-keep)
         biases[1].copy_(keep)
 
-    def initial(self, zeros: Tensor) -> tuple: return zeros, zeros.clone()
+    def initial(self, zeros: Tensor) -> tuple:
+        return zeros, zeros.clone()
 
     def one_step(self, x: Tensor, hx: tuple) -> tuple:
         "One step of all layers: `x` `[B, n_in]`, `hx` two tensors `[layers, B, n_out]` -> `(y [B, n_out], hx)`."
@@ -182,7 +226,8 @@ class LSTM(Recurrent):
             x = new[-1][0]
         return x, tuple(map(torch.stack, zip(*new)))
 
-    def split_gates(self, x: Tensor) -> tuple: return x,
+    def split_gates(self, x: Tensor) -> tuple:
+        return (x,)
 
     def cell(self, x: Tensor, hx: tuple, w: Tensor, b: Tensor) -> tuple:
         i, f, g, o = (x + torch.addmm(b, hx[0], w)).chunk(4, 1)

@@ -29,10 +29,22 @@ __all__ = ['RecurrentTorso', 'RecurrentPolicy', 'MemoryCritic']
 # %% ../../nbs/layers/16_recurrent_policies.ipynb #0cf48dd8
 class RecurrentTorso(Torso):
     "Base of actors with memory: encoder, running normaliser, hidden layers `trunk`, and a `GRU` or `LSTM` `memory`."
+
     cells = dict(gru=GRU, lstm=LSTM)
 
-    def make_memory(self, observation_space: gym.Space, action_space: gym.Space, *, memory: int = 64, cell: str = 'gru',
-                    layers: int = 1, span: float = 32, past: bool = False, method: str | None = None, **torso: Any) -> None:
+    def make_memory(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        *,
+        memory: int = 64,
+        cell: str = "gru",
+        layers: int = 1,
+        span: float = 32,
+        past: bool = False,
+        method: str | None = None,
+        **torso: Any,
+    ) -> None:
         """Make all modules.
 
         Raises `SpaceError` if there is no encoder for the spaces, `ValueError` for an unknown `cell` or `method`.
@@ -46,8 +58,10 @@ class RecurrentTorso(Torso):
             method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
             **torso: see `Torso.make_masked_torso`; the hidden layers are those before the memory
         """
-        if cell not in self.cells: raise ValueError(f"Expected cell {' or '.join(map(repr, self.cells))}, got {cell!r}")
-        self.uses_past, self.past_encoder = past, encoder_for(action_space, 'action_space') if past else None
+        if cell not in self.cells:
+            raise ValueError(f"Expected cell {' or '.join(map(repr, self.cells))}, got {cell!r}")
+        self.uses_past = past
+        self.past_encoder = encoder_for(action_space, "action_space") if past else None
         n_past = 0 if self.past_encoder is None else n_out_of(self.past_encoder) + 1
         self.trunk = self.make_masked_torso(observation_space, action_space, n_past, **torso)
         self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span, method)
@@ -76,22 +90,46 @@ class RecurrentPolicy(RecurrentTorso, Policy):
         log_std: log of the initial standard deviation; 0 means half the range of the action; not for std 'state'
         report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
     """
-    def __init__(self, observation_space: gym.Space, action_space: gym.Space, *, std: str = 'free', log_std: float = 0.0,
-                 report: bool = False, **torso: Any):
+
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        action_space: gym.Space,
+        *,
+        std: str = "free",
+        log_std: float = 0.0,
+        report: bool = False,
+        **torso: Any,
+    ):
         super().__init__()
         self.make_memory(observation_space, action_space, **torso)
-        self.head, self.action_space = head_for(action_space, self.memory.n_out, std=std, log_std=log_std), copy.deepcopy(action_space)
+        self.head = head_for(action_space, self.memory.n_out, std=std, log_std=log_std)
+        self.action_space = copy.deepcopy(action_space)
         self.dist, self.report = self.head.dist, report
 
-    def params(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor) -> tuple:
+    def params(
+        self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor
+    ) -> tuple:
         y, hx = self.recurrent_features(obs, act, rew, fin, hx)
         return self.masked(self.head.forward(y), obs), hx
 
-    def forward(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor, virtual: bool, noise: Any = None) -> tuple:
+    def forward(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+        stepno: Tensor,
+        virtual: bool,
+        noise: Any = None,
+    ) -> tuple:
         y, hx = self.recurrent_features(obs, act, rew, fin, hx)
-        params, dist = self.masked(self.head.forward(y), obs), self.dist
+        params = self.masked(self.head.forward(y), obs)
+        dist = self.dist
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
-        return act, hx, {'dist': params, 'memory': y} if self.report else {'dist': params}
+        return act, hx, {"dist": params, "memory": y} if self.report else {"dist": params}
 
 # %% ../../nbs/layers/16_recurrent_policies.ipynb #ac233251
 @takes(Torso.make_torso)
@@ -103,19 +141,25 @@ class MemoryCritic(Critic):
     Args:
         memory: size of the policy's memory
     """
+
     def __init__(self, observation_space: gym.Space, memory: int = 64, **torso: Any):
         super().__init__(observation_space, **torso)
-        self.net = MLP(self.net.n_in + memory, torso['hidden'], 1, torso['activation'])
+        self.net = MLP(self.net.n_in + memory, torso["hidden"], 1, torso["activation"])
 
     def inputs(self, obs: Any, actor: dict) -> dict:
         "The critic's input, made from observations and the actor's infos for them; no gradient flows into the memory."
-        if not (isinstance(actor, dict) and 'memory' in actor):
-            raise DataError("MemoryCritic: the actor reports no memory", leaf="actor['memory']",
-                            expected="a RecurrentPolicy with report=True", got=f"leaves {nested.paths(actor, 'actor')}")
-        return {'obs': obs, 'memory': actor['memory'].detach()}
+        if not (isinstance(actor, dict) and "memory" in actor):
+            raise DataError(
+                "MemoryCritic: the actor reports no memory",
+                leaf="actor['memory']",
+                expected="a RecurrentPolicy with report=True",
+                got=f"leaves {nested.paths(actor, 'actor')}",
+            )
+        return {"obs": obs, "memory": actor["memory"].detach()}
 
-    def features(self, obs: dict) -> Tensor: return torch.cat([super().features(obs['obs']), obs['memory']], -1)
+    def features(self, obs: dict) -> Tensor:
+        return torch.cat([super().features(obs["obs"]), obs["memory"]], -1)
 
     def observe(self, obs: dict, valid: Tensor | None = None) -> None:
         "Update the normaliser with the observations among the `inputs`, except those where `valid` is False; for learners."
-        super().observe(obs['obs'], valid)
+        super().observe(obs["obs"], valid)

@@ -18,15 +18,26 @@ from ..pipes.graph.modules import bump_version, version_of
 __all__ = ['merge_moments', 'moments', 'over_ranks', 'RunningNorm', 'PolicyAverage']
 
 # %% ../../nbs/layers/03_running_norm.ipynb #6883cc65
-def merge_moments(count_a: float | Tensor, mean_a: float | Tensor, var_a: float | Tensor,
-                  count_b: float | Tensor, mean_b: float | Tensor, var_b: float | Tensor) -> tuple:
+def merge_moments(
+    count_a: float | Tensor,
+    mean_a: float | Tensor,
+    var_a: float | Tensor,
+    count_b: float | Tensor,
+    mean_b: float | Tensor,
+    var_b: float | Tensor,
+) -> tuple:
     """Count, mean and (population) variance of the union of two sets of numbers.
 
     Source: Chan, Golub, LeVeque (1979), Updating formulae and a pairwise algorithm for computing sample variances.
     """
     count = count_a + count_b
-    delta, fraction = mean_b - mean_a, count_b / count
-    return count, mean_a + delta * fraction, var_a + (var_b - var_a) * fraction + delta * delta * fraction * (1 - fraction)
+    delta = mean_b - mean_a
+    fraction = count_b / count
+    return (
+        count,
+        mean_a + delta * fraction,
+        var_a + (var_b - var_a) * fraction + delta * delta * fraction * (1 - fraction),
+    )
 
 
 def moments(x: Tensor, event_ndim: int, valid: Tensor | None = None) -> tuple:
@@ -37,7 +48,11 @@ def moments(x: Tensor, event_ndim: int, valid: Tensor | None = None) -> tuple:
         event_ndim: number of dimensions of one sample
         valid: bool `[*lead]`; samples where it is False are left out
     """
-    rows = x.detach()[valid] if valid is not None else x.detach().reshape(-1, *x.shape[x.ndim - event_ndim:])
+    rows = (
+        x.detach()[valid]
+        if valid is not None
+        else x.detach().reshape(-1, *x.shape[x.ndim - event_ndim :])
+    )
     rows = rows.double()
     mean = rows.sum(0) / max(len(rows), 1)
     return len(rows), mean, (rows - mean).square_().sum(0) / max(len(rows), 1)
@@ -45,11 +60,18 @@ def moments(x: Tensor, event_ndim: int, valid: Tensor | None = None) -> tuple:
 
 def over_ranks(count: int, mean: Tensor, var: Tensor) -> tuple:
     "The moments of the samples of all ranks. Without other ranks (see `ranks`), the given moments are returned."
-    if not ranks.active(): return count, mean, var
-    found = [x for x in ranks.gathered(torch.stack([torch.full_like(mean, count), mean, var])) if x[0].any()]
-    if not found: return count, mean, var
+    if not ranks.active():
+        return count, mean, var
+    found = [
+        x
+        for x in ranks.gathered(torch.stack([torch.full_like(mean, count), mean, var]))
+        if x[0].any()
+    ]
+    if not found:
+        return count, mean, var
     (counts, mean, var), *others = found
-    for other in others: counts, mean, var = merge_moments(counts, mean, var, *other)
+    for other in others:
+        counts, mean, var = merge_moments(counts, mean, var, *other)
     return int(counts.reshape(-1)[0]), mean, var
 
 # %% ../../nbs/layers/03_running_norm.ipynb #3145cddf
@@ -66,6 +88,7 @@ class RunningNorm(nn.Module):
         eps: added to the variance
         only: bool `[*shape]`: the numbers that are normalised, while others stay as they are; None: all
     """
+
     count: Tensor
     mean: Tensor
     var: Tensor
@@ -73,34 +96,45 @@ class RunningNorm(nn.Module):
     high: Tensor
     _buffers: dict[str, Any]
 
-    def __init__(self, shape: int | tuple, clip: float = 10., eps: float = 1e-8, only: Tensor | None = None):
+    def __init__(
+        self, shape: int | tuple, clip: float = 10.0, eps: float = 1e-8, only: Tensor | None = None
+    ):
         super().__init__()
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self.shape, self.clip, self.eps, self.only = shape, clip, eps, only
-        self.register_buffer('count', torch.zeros((), dtype=torch.float64))
-        self.register_buffer('mean', torch.zeros(shape))
-        self.register_buffer('var', torch.ones(shape))
+        self.shape = shape
+        self.clip = clip
+        self.eps = eps
+        self.only = only
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
         # `forward` reads these. They are buffers too, so that a process that receives the weights sees them change.
-        self.register_buffer('inv_std', torch.ones(shape))
-        self.register_buffer('low', torch.full(() if only is None else shape, -torch.inf))
-        self.register_buffer('high', -self.low)
+        self.register_buffer("inv_std", torch.ones(shape))
+        self.register_buffer("low", torch.full(() if only is None else shape, -torch.inf))
+        self.register_buffer("high", -self.low)
 
     def forward(self, x: Tensor) -> Tensor:
         b = self._buffers
-        return torch.mul(x - b['mean'], b['inv_std']).clamp(b['low'], b['high'])
+        return torch.mul(x - b["mean"], b["inv_std"]).clamp(b["low"], b["high"])
 
     @torch.no_grad()
     def update(self, x: Tensor, valid: Tensor | None = None) -> None:
         "Merge the samples `x` `[*lead, *shape]` into the moments, except those where `valid` `[*lead]` is False."
         new = over_ranks(*moments(x, len(self.shape), valid))
-        if not new[0]: return
+        if not new[0]:
+            return
         count, mean, var = merge_moments(self.count, self.mean.double(), self.var.double(), *new)
         clip = torch.full_like(self.high, self.clip)
         if self.only is not None:
             only = self.only.to(mean.device)
-            mean, var, clip = mean.where(only, 0), var.where(only, 1), clip.where(only, torch.inf)
-        new = dict(count=count, mean=mean, var=var, inv_std=(var + self.eps).rsqrt(), low=-clip, high=clip)
-        for name, value in new.items(): self._buffers[name].copy_(value)
+            mean = mean.where(only, 0)
+            var = var.where(only, 1)
+            clip = clip.where(only, torch.inf)
+        new = dict(
+            count=count, mean=mean, var=var, inv_std=(var + self.eps).rsqrt(), low=-clip, high=clip
+        )
+        for name, value in new.items():
+            self._buffers[name].copy_(value)
 
 # %% ../../nbs/layers/03_running_norm.ipynb #295f495f
 class PolicyAverage(nn.Module):
@@ -110,28 +144,34 @@ class PolicyAverage(nn.Module):
         actor: the policy that learns
         n: about how many updates the mean is over
     """
+
     count: Tensor
 
     def __init__(self, actor: nn.Module, n: int):
         super().__init__()
-        self.policy, self.n = copy.deepcopy(actor).requires_grad_(False), n
-        self.register_buffer('count', torch.zeros((), dtype=torch.int64))
+        self.policy = copy.deepcopy(actor).requires_grad_(False)
+        self.n = n
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
     def update(self, actor: nn.Module) -> None:
         "Take in the weights of `actor` after one more update."
         self.count += 1
         weight = max(1 / int(self.count), 2 / (self.n + 1))
-        for mine, its in zip(self.policy.parameters(), actor.parameters()): mine.lerp_(its, weight)
+        for mine, its in zip(self.policy.parameters(), actor.parameters()):
+            mine.lerp_(its, weight)
         for mine, its in zip(self.policy.modules(), actor.modules()):
             for name, x in mine.named_buffers(recurse=False):
-                if name in getattr(mine, 'averaged', ()): x.lerp_(its.get_buffer(name), weight)
-                else: x.copy_(its.get_buffer(name))
+                if name in getattr(mine, "averaged", ()):
+                    x.lerp_(its.get_buffer(name), weight)
+                else:
+                    x.copy_(its.get_buffer(name))
         bump_version(self.policy, to=version_of(actor))
 
     def restore(self, state: dict | None, actor: nn.Module) -> None:
         "Restore what `state_dict` returned for `actor`; None: begin anew, with its present weights."
         self.policy.load_state_dict(actor.state_dict())
         self.count.zero_()
-        if state is not None: self.load_state_dict(state)
+        if state is not None:
+            self.load_state_dict(state)
         bump_version(self.policy, to=version_of(actor))

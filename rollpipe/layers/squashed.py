@@ -33,16 +33,19 @@ class SquashedGaussian:
 
     Source: Haarnoja et al. 2018, *Soft actor-critic*, https://arxiv.org/abs/1801.01290, appendix C.
     """
+
     box: UnitBox
     normal: Gaussian = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self): object.__setattr__(self, 'normal', Gaussian(self.box.shape))
+    def __post_init__(self):
+        object.__setattr__(self, "normal", Gaussian(self.box.shape))
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard normal noise `[*lead, *shape]` float32."
         return self.normal.noise(lead, generator)
 
-    def sample(self, params: GaussianParams, noise: Tensor) -> Tensor: return self.box(self.normal.sample(params, noise).tanh())
+    def sample(self, params: GaussianParams, noise: Tensor) -> Tensor:
+        return self.box(self.normal.sample(params, noise).tanh())
 
     def mode(self, params: GaussianParams) -> Tensor:
         "The action of the mean of `u`, which is the median of each component."
@@ -51,12 +54,22 @@ class SquashedGaussian:
     def sample_with_log_prob(self, params: GaussianParams, noise: Tensor) -> tuple[Tensor, Tensor]:
         "Actions `[*lead, *shape]` and their log-densities `[*lead]`, both with gradients."
         u = self.normal.sample(params, noise)
-        spread = params.log_std + 0.5 * noise.square()      # minus the log-density of `u`, up to a constant
-        logp = -self.normal._log_norm - self.normal._sum(spread + log_slope_of_tanh(u)) - self.box.log_volume
+        spread = (
+            params.log_std + 0.5 * noise.square()
+        )  # minus the log-density of `u`, up to a constant
+        logp = (
+            -self.normal._log_norm
+            - self.normal._sum(spread + log_slope_of_tanh(u))
+            - self.box.log_volume
+        )
         return self.box(u.tanh()), logp
 
     def log_prob(self, params: GaussianParams, act: Tensor) -> Tensor:
         "Log-densities `[*lead]` of actions. On a bound, where the density is not defined, it is that of the nearest action inside."
         edge = 1 - torch.finfo(torch.float32).eps / 2
         u = self.box.position(act).clamp(-edge, edge).atanh()
-        return self.normal.log_prob(params, u) - self.normal._sum(log_slope_of_tanh(u)) - self.box.log_volume
+        return (
+            self.normal.log_prob(params, u)
+            - self.normal._sum(log_slope_of_tanh(u))
+            - self.box.log_volume
+        )

@@ -21,24 +21,46 @@ __all__ = ['UnitBox']
 def _center_and_half_range(space, owner):
     "Float32 arrays. Raises `SpaceError` unless `space` is a Box of floats with two finite bounds for each component."
     if not (isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)):
-        raise SpaceError(f'{owner}: unsupported action space', leaf='action_space', expected='Box of floats', got=repr(space))
+        raise SpaceError(
+            f"{owner}: unsupported action space",
+            leaf="action_space",
+            expected="Box of floats",
+            got=repr(space),
+        )
     if not space.low.size:
-        raise SpaceError(f'{owner}: there is nothing to choose', leaf='action_space', expected='at least one number', got=repr(space))
-    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-    with np.errstate(over='ignore', invalid='ignore'):
-        center, half = (low / 2 + high / 2).astype(np.float32), (high / 2 - low / 2).astype(np.float32)
+        raise SpaceError(
+            f"{owner}: there is nothing to choose",
+            leaf="action_space",
+            expected="at least one number",
+            got=repr(space),
+        )
+    low = space.low.astype(np.float64)
+    high = space.high.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        center = (low / 2 + high / 2).astype(np.float32)
+        half = (high / 2 - low / 2).astype(np.float32)
         # Floats >= 0 have the order of their bits read as integers, so bisection of these finds the largest half range that fits.
-        fitting, tried = np.zeros_like(half).view(np.int32), half.view(np.int32)
+        fitting = np.zeros_like(half).view(np.int32)
+        tried = half.view(np.int32)
         for _ in range(32):
             middle = tried - (tried - fitting) // 2
-            fits = (center + middle.view(np.float32) <= high) & (center - middle.view(np.float32) >= low)
-            fitting, tried = np.where(fits, middle, fitting), np.where(fits, tried, middle - 1)
+            fits = (center + middle.view(np.float32) <= high) & (
+                center - middle.view(np.float32) >= low
+            )
+            fitting = np.where(fits, middle, fitting)
+            tried = np.where(fits, tried, middle - 1)
         half = fitting.view(np.float32)
-        wrong = ~((center + half <= high) & (center - half >= low) & (center + half > center - half))
+        wrong = ~(
+            (center + half <= high) & (center - half >= low) & (center + half > center - half)
+        )
     if wrong.any():
         at = tuple(map(int, np.argwhere(wrong)[0]))
-        raise SpaceError(f'{owner}: these actions cannot be scaled', leaf=f'action_space{list(at)}', got=f'[{low[at]}, {high[at]}]',
-                         expected='two finite bounds that float32 can tell apart')
+        raise SpaceError(
+            f"{owner}: these actions cannot be scaled",
+            leaf=f"action_space{list(at)}",
+            got=f"[{low[at]}, {high[at]}]",
+            expected="two finite bounds that float32 can tell apart",
+        )
     return center, half
 
 # %% ../../nbs/layers/18_unit_box.ipynb #90e91140
@@ -52,24 +74,33 @@ class UnitBox(nn.Module):
         space: the action space
         owner: name of the object that has these actions, for messages
     """
+
     center: Tensor
     half_range: Tensor
     log_half_range: Tensor
     log_volume: Tensor
     _buffers: dict[str, Any]
 
-    def __init__(self, space: gym.Space, owner: str = 'UnitBox'):
+    def __init__(self, space: gym.Space, owner: str = "UnitBox"):
         super().__init__()
-        center, half_range = (torch.from_numpy(np.array(x)) for x in _center_and_half_range(space, owner))
-        self.shape, log_half_range = tuple(center.shape), half_range.log()
-        for name, x in dict(center=center, half_range=half_range, log_half_range=log_half_range, log_volume=log_half_range.sum()).items():
+        center, half_range = (
+            torch.from_numpy(np.array(x)) for x in _center_and_half_range(space, owner)
+        )
+        self.shape = tuple(center.shape)
+        log_half_range = half_range.log()
+        for name, x in dict(
+            center=center,
+            half_range=half_range,
+            log_half_range=log_half_range,
+            log_volume=log_half_range.sum(),
+        ).items():
             self.register_buffer(name, x)
 
     def forward(self, position: Tensor) -> Tensor:
         b = self._buffers
-        return torch.addcmul(b['center'], b['half_range'], position)
+        return torch.addcmul(b["center"], b["half_range"], position)
 
     def position(self, act: Tensor) -> Tensor:
         "The positions `[*lead, *shape]` of actions. Environments get actions clipped to their bounds, so these have positions in the cube."
         b = self._buffers
-        return ((act.float() - b['center']) / b['half_range']).clamp(-1, 1)
+        return ((act.float() - b["center"]) / b["half_range"]).clamp(-1, 1)

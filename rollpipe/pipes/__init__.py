@@ -1,14 +1,33 @@
 """What flows and where it runs: environments, fragments, advantages and batches as datapipes."""
+
 from .data import nested, returns
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker, Minibatcher, ToDevice
 from .data.fragment import Fragment, State
 from .envs.with_image import WithImage
 from .episodes import EpisodeCollector
-from .data.errors import ActorError, CheckpointError, DataError, EnvError, GraphError, PipeError, SpaceError, WorkerError
+from .data.errors import (
+    ActorError,
+    CheckpointError,
+    DataError,
+    EnvError,
+    GraphError,
+    PipeError,
+    SpaceError,
+    WorkerError,
+)
 from .fragments import FragmentCollector
 from .frames import FrameStack
-from .graph.edits import copy_graph, draw, find, find_one, insert_after, insert_before, remove, replace
+from .graph.edits import (
+    copy_graph,
+    draw,
+    find,
+    find_one,
+    insert_after,
+    insert_before,
+    remove,
+    replace,
+)
 from .invariants import CheckInvariants
 from .lanes import Lanes
 from .manual import collect, context, prepare, rollout, startup
@@ -29,18 +48,70 @@ from .taps import EpisodeStats, Tap
 from .transforms import NStep, ObservationCast, RewardScaler
 
 __all__ = [
-    'ActorError', 'AdvantageBuffer', 'CheckInvariants', 'CheckpointError', 'DataError', 'EnvError', 'EnvStepper', 'EpisodeCollector',
-    'EpisodeStats', 'Fragment', 'FragmentCollector', 'FragmentStacker', 'FrameStack', 'GraphError', 'Lanes', 'Minibatcher', 'NStep',
-    'ObservationCast', 'Pipe', 'PipeError', 'ProcessReading', 'RayReading', 'Recorder', 'Replay', 'ReplayMemory', 'Replayer',
-    'RewardScaler', 'Source', 'SpaceError', 'State', 'StepMerger', 'Tap', 'TensorEnv', 'ToDevice', 'WithImage', 'WorkerError', 'collect',
-    'context', 'copy_graph', 'draw', 'find', 'find_one', 'insert_after', 'insert_before', 'nested', 'on_policy', 'optimize', 'prepare',
-    'profile', 'remove', 'replace', 'replayed', 'returns', 'rollout', 'rollouts', 'startup',
-    'DataLoader2',  # pyright: ignore[reportUnsupportedDunderAll]  `__getattr__` finds it
+    "ActorError",
+    "AdvantageBuffer",
+    "CheckInvariants",
+    "CheckpointError",
+    "DataError",
+    "EnvError",
+    "EnvStepper",
+    "EpisodeCollector",
+    "EpisodeStats",
+    "Fragment",
+    "FragmentCollector",
+    "FragmentStacker",
+    "FrameStack",
+    "GraphError",
+    "Lanes",
+    "Minibatcher",
+    "NStep",
+    "ObservationCast",
+    "Pipe",
+    "PipeError",
+    "ProcessReading",
+    "RayReading",
+    "Recorder",
+    "Replay",
+    "ReplayMemory",
+    "Replayer",
+    "RewardScaler",
+    "Source",
+    "SpaceError",
+    "State",
+    "StepMerger",
+    "Tap",
+    "TensorEnv",
+    "ToDevice",
+    "WithImage",
+    "WorkerError",
+    "collect",
+    "context",
+    "copy_graph",
+    "draw",
+    "find",
+    "find_one",
+    "insert_after",
+    "insert_before",
+    "nested",
+    "on_policy",
+    "optimize",
+    "prepare",
+    "profile",
+    "remove",
+    "replace",
+    "replayed",
+    "returns",
+    "rollout",
+    "rollouts",
+    "startup",
+    "DataLoader2",  # pyright: ignore[reportUnsupportedDunderAll]  `__getattr__` finds it
 ]
 
 
 def __getattr__(name):
     "Import `DataLoader2` from `graph/torchdata.py` when it is first used, because importing torchdata is slow."
-    if name != 'DataLoader2': raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name != "DataLoader2":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .graph.torchdata import DataLoader2
+
     return DataLoader2

@@ -15,7 +15,14 @@ from torch import Tensor
 from .data import nested, returns
 from .data.fragment import Fragment, check_item
 from .data.fragment_ops import is_cut, unstacked
-from .data.errors import DataError, PipeError, check_fraction, describe, describe_exception, located
+from rollpipe.pipes.data.errors import (
+    DataError,
+    PipeError,
+    check_fraction,
+    describe,
+    describe_exception,
+    located,
+)
 from .graph.pipe import Pipe
 from .graph.modules import EvalMode
 from .graph.torchdata import IterDataPipe
@@ -23,10 +30,13 @@ from .graph.torchdata import IterDataPipe
 # %% ../../nbs/pipes/15_advantage.ipynb #ecf504e5
 def _evaluate(critic, obs, actor):
     "The critic's values. `critic.inputs`, if it exists, makes the critic's input from `obs` and `actor`."
-    if hasattr(critic, 'inputs'): obs = critic.inputs(obs, actor)
-    try: return critic(obs)
-    except RuntimeError:     # a `view` needs contiguous observations, but those from worker processes may have other strides
-        if all(x.is_contiguous() for x in nested.leaves(obs)): raise
+    if hasattr(critic, "inputs"):
+        obs = critic.inputs(obs, actor)
+    try:
+        return critic(obs)
+    except RuntimeError:  # a `view` needs contiguous observations, but those from worker processes may have other strides
+        if all(x.is_contiguous() for x in nested.leaves(obs)):
+            raise
         return critic(nested.map(Tensor.contiguous, obs))
 
 
@@ -34,12 +44,18 @@ def _judged(critic, obs, actor, leaf):
     "The critic's values without gradients and in evaluation mode. `leaf` names the observations in the error if it fails."
     obs = nested.as_seen(obs)
     try:
-        with EvalMode(critic): return _evaluate(critic, obs, actor)
-    except PipeError: raise
+        with EvalMode(critic):
+            return _evaluate(critic, obs, actor)
+    except PipeError:
+        raise
     except Exception as e:
-        name = getattr(critic, '__name__', type(critic).__name__)
-        raise DataError(f"the critic raised {describe_exception(e)}", leaf=leaf, expected=f"observations that {name} can judge",
-                        got=describe(obs)) from e
+        name = getattr(critic, "__name__", type(critic).__name__)
+        raise DataError(
+            f"the critic raised {describe_exception(e)}",
+            leaf=leaf,
+            expected=f"observations that {name} can judge",
+            got=describe(obs),
+        ) from e
 
 # %% ../../nbs/pipes/15_advantage.ipynb #4695536d
 def values(fragment: Fragment, critic: Any = None) -> tuple[Tensor, Tensor]:
@@ -53,24 +69,40 @@ def values(fragment: Fragment, critic: Any = None) -> tuple[Tensor, Tensor]:
         critic: `critic(obs [..., *]) -> [...]`; None: the `value` that the actor reported
     """
     if critic is None:
-        if not (isinstance(fragment.actor, dict) and 'value' in fragment.actor):
-            raise DataError("there is no critic and the actor reports no value", leaf="actor['value']", expected="float32 [T+1, B]",
-                            got=f"leaves {nested.paths(fragment.actor, 'actor')}")
-        v, v_final = fragment.actor['value'], fragment.final.actor['value']
+        if not (isinstance(fragment.actor, dict) and "value" in fragment.actor):
+            raise DataError(
+                "there is no critic and the actor reports no value",
+                leaf="actor['value']",
+                expected="float32 [T+1, B]",
+                got=f"leaves {nested.paths(fragment.actor, 'actor')}",
+            )
+        v = fragment.actor["value"]
+        v_final = fragment.final.actor["value"]
     else:
-        v = _judged(critic, fragment.state.obs, fragment.actor, 'state.obs')
-        v_final = _judged(critic, fragment.final.obs, fragment.final.actor, 'final.obs') if len(fragment.final.t) else None
-    wanted = [('', '[T+1, B]', v, fragment.state.rew.shape), (' of the final observations', '[K]', v_final, fragment.final.t.shape)]
+        v = _judged(critic, fragment.state.obs, fragment.actor, "state.obs")
+        v_final = (
+            _judged(critic, fragment.final.obs, fragment.final.actor, "final.obs")
+            if len(fragment.final.t)
+            else None
+        )
+    wanted = [
+        ("", "[T+1, B]", v, fragment.state.rew.shape),
+        (" of the final observations", "[K]", v_final, fragment.final.t.shape),
+    ]
     for which, shape, x, lead in wanted if len(fragment.final.t) else wanted[:1]:
         if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.shape != lead:
             whose = "values that the actor reported" if critic is None else "values of the critic"
-            raise DataError(f"wrong shape or dtype of the {whose}{which}", expected=f"float32 {shape} = {list(lead)}", got=describe(x))
+            raise DataError(
+                f"wrong shape or dtype of the {whose}{which}",
+                expected=f"float32 {shape} = {list(lead)}",
+                got=describe(x),
+            )
     v_tp1 = v[1:]
     if len(fragment.final.t):
         v_tp1 = v_tp1.clone()
         v_tp1[fragment.final.t, fragment.final.b] = v_final
     still = ~fragment.valid
-    return v[:-1].masked_fill(still, 0.), v_tp1.masked_fill(fragment.term[1:] | still, 0.)
+    return v[:-1].masked_fill(still, 0.0), v_tp1.masked_fill(fragment.term[1:] | still, 0.0)
 
 # %% ../../nbs/pipes/15_advantage.ipynb #41eaef39
 class AdvantageBuffer(Pipe):
@@ -88,12 +120,21 @@ class AdvantageBuffer(Pipe):
         gamma: discount factor per step
         lam: exponential weight of longer estimates: with 0 the estimates rely on the critic, with 1 on the rewards
     """
-    reads, keeps_items, any_strides, fusible = 1, False, True, True
 
-    def __init__(self, pipe: IterDataPipe, critic: Any = None, gamma: float = 0.99, lam: float = 0.95):
+    reads = 1
+    keeps_items = False
+    any_strides = True
+    fusible = True
+
+    def __init__(
+        self, pipe: IterDataPipe, critic: Any = None, gamma: float = 0.99, lam: float = 0.95
+    ):
         super().__init__(pipe)
-        for name, x in (('gamma', gamma), ('lam', lam)): check_fraction(name, x, pipe=self)
-        self.critic, self.gamma, self.lam = critic, gamma, lam
+        for name, x in (("gamma", gamma), ("lam", lam)):
+            check_fraction(name, x, pipe=self)
+        self.critic = critic
+        self.gamma = gamma
+        self.lam = lam
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         for fragment in items:
@@ -102,23 +143,40 @@ class AdvantageBuffer(Pipe):
 
     def estimate(self, fragment: Fragment) -> Fragment:
         "`fragment` with `adv` and `ret`."
-        try: return self._estimate(fragment)
+        try:
+            return self._estimate(fragment)
         except PipeError as e:
             parts = unstacked(fragment)
-            for part in parts if len(parts) > 1 else (): self._estimate(part)     # the error then names the lane of the part that fails
-            if len(parts) > 1: e.lane = ', '.join(dict.fromkeys(str(int(part.lane[0])) for part in parts))
+            for part in parts if len(parts) > 1 else ():
+                self._estimate(part)  # the error then names the lane of the part that fails
+            if len(parts) > 1:
+                e.lane = ", ".join(dict.fromkeys(str(int(part.lane[0])) for part in parts))
             raise
 
     def _estimate(self, fragment):
         lane = None if fragment.lane is None else int(fragment.lane[0])
-        with located(pipe=self, lane=lane): v_t, v_tp1 = values(fragment, self.critic)
+        with located(pipe=self, lane=lane):
+            v_t, v_tp1 = values(fragment, self.critic)
         rew = fragment.state.rew[1:]
-        adv = returns.gae(rew, v_t, v_tp1, self.gamma * ~fragment.term[1:], self.lam, cut=is_cut(fragment))
+        adv = returns.gae(
+            rew, v_t, v_tp1, self.gamma * ~fragment.term[1:], self.lam, cut=is_cut(fragment)
+        )
         if not torch.isfinite(adv).all():
-            culprits = ~(torch.isfinite(rew) & torch.isfinite(v_t) & torch.isfinite(v_tp1)) & ~torch.isfinite(adv)
-            t, b = (culprits if culprits.any() else ~torch.isfinite(adv)).nonzero()[0].tolist()     # a nan spreads to the rows before it
-            raise DataError("non-finite advantage", pipe=self, lane=lane, env=b, leaf=f"adv[{t}, {b}]",
-                            expected="finite rewards and values",
-                            got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}")
-        if not fragment.valid.all(): adv = adv.masked_fill(~fragment.valid, 0.)
+            culprits = ~(
+                torch.isfinite(rew) & torch.isfinite(v_t) & torch.isfinite(v_tp1)
+            ) & ~torch.isfinite(adv)
+            t, b = (
+                (culprits if culprits.any() else ~torch.isfinite(adv)).nonzero()[0].tolist()
+            )  # a nan spreads to the rows before it
+            raise DataError(
+                "non-finite advantage",
+                pipe=self,
+                lane=lane,
+                env=b,
+                leaf=f"adv[{t}, {b}]",
+                expected="finite rewards and values",
+                got=f"reward {rew[t, b]}, value {v_t[t, b]}, next value {v_tp1[t, b]}",
+            )
+        if not fragment.valid.all():
+            adv = adv.masked_fill(~fragment.valid, 0.0)
         return fragment._replace(adv=adv, ret=adv + v_t)

@@ -39,15 +39,17 @@ class FragmentStacker(Pipe):
         pipe: yields `Fragment`s
         n: fragments per batch
     """
+
     fusible = True
-    fusion: Any = None    # replaces the way in which the pipes above are read; None: as usual
+    fusion: Any = None  # replaces the way in which the pipes above are read; None: as usual
 
     def __init__(self, pipe: IterDataPipe, n: int):
         super().__init__(pipe)
-        self.n = check_integer('n', n, pipe=self)
+        self.n = check_integer("n", n, pipe=self)
 
     @property
-    def reads(self) -> int: return self.n  # pyright: ignore[reportIncompatibleVariableOverride]  it follows from `n`
+    def reads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  it follows from `n`
+        return self.n
 
     def fits(self, pipe: IterDataPipe) -> bool:
         "Does the `fusion` work in the graph that ends in `pipe`? If not, an edit of the graph removes it."
@@ -56,18 +58,29 @@ class FragmentStacker(Pipe):
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         return self._joined(items) if self._is_plain() else self.fusion.stream(self)
 
-    def _is_plain(self): return self.fusion is None or not self.fits(self)
-    def _open(self): return super()._open() if self._is_plain() else iter(())    # a fusion itself opens the pipes above
-    def __repr__(self): return short_repr(self) if self._is_plain() else self.fusion.drawn(self)
+    def _is_plain(self):
+        return self.fusion is None or not self.fits(self)
+
+    def _open(self):
+        return (
+            super()._open() if self._is_plain() else iter(())
+        )  # a fusion itself opens the pipes above
+
+    def __repr__(self):
+        return short_repr(self) if self._is_plain() else self.fusion.drawn(self)
 
     def _joined(self, items, placed=lambda fragments: fragments):
-        while fragments := list(islice(items, self.n)): yield self._join(fragments, placed)
+        while fragments := list(islice(items, self.n)):
+            yield self._join(fragments, placed)
 
     def _join(self, fragments, placed):
-        for fragment in fragments: check_item(fragment, Fragment, self)
+        for fragment in fragments:
+            check_item(fragment, Fragment, self)
         try:
-            with located(pipe=self): return join(placed(fragments))
-        finally: fragments.clear()     # their memory is then free while the next fragments are collected
+            with located(pipe=self):
+                return join(placed(fragments))
+        finally:
+            fragments.clear()  # their memory is then free while the next fragments are collected
 
 # %% ../../nbs/pipes/16_batches.ipynb #e97a1927
 class Arena(Destination):
@@ -75,19 +88,27 @@ class Arena(Destination):
 
     Subclasses define where a place is: `tensor(place)` returns its memory.
     """
-    LEAST = 2 ** 16     # [bytes] of an array; smaller arrays are fast to copy
+
+    LEAST = 2**16  # [bytes] of an array; smaller arrays are fast to copy
     tensor: Callable
 
     def reset(self, kinds: Sequence) -> None:
         "Forget all arrays. From now on there are free places for arrays of these kinds, `(shape, torch dtype)`."
-        self.kinds, self.free, self.made = list(kinds), list(range(len(kinds))), {}     # address -> place and tensor of arrays from `empty`
+        # address -> place and tensor of arrays from `empty`
+        self.kinds = list(kinds)
+        self.free = list(range(len(kinds)))
+        self.made = {}
 
     def empty(self, shape: tuple, dtype: Any) -> np.ndarray:
         "As `np.empty`, but a large array is made in a place, if there is one for it."
-        if prod(shape) * np.dtype(dtype).itemsize < self.LEAST: return np.empty(shape, dtype)
-        try: place = self.take(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype)
-        except (TypeError, ValueError): place = -1     # torch lacks this dtype
-        if place < 0: return np.empty(shape, dtype)
+        if prod(shape) * np.dtype(dtype).itemsize < self.LEAST:
+            return np.empty(shape, dtype)
+        try:
+            place = self.take(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype)
+        except (TypeError, ValueError):
+            place = -1  # torch lacks this dtype
+        if place < 0:
+            return np.empty(shape, dtype)
         x = self.tensor(place)
         self.made[x.data_ptr()] = place, x
         return x.numpy()
@@ -95,13 +116,18 @@ class Arena(Destination):
     def take(self, shape: tuple, dtype: torch.dtype) -> int:
         "Take a free place for an array of this kind. Returns the number of the place; -1: there is none."
         place = next((k for k in self.free if self.kinds[k] == (shape, dtype)), -1)
-        if place >= 0: self.free.remove(place)
+        if place >= 0:
+            self.free.remove(place)
         return place
 
     def find(self, x: Tensor) -> tuple:
         "The number of the place in which `empty` made the array `x`, and the tensor there. For another array, -1 and `x` itself."
         place, there = self.made.get(x.data_ptr(), (-1, x))
-        return (place, there) if (there.dtype, there.shape, there.stride()) == (x.dtype, x.shape, x.stride()) else (-1, x)
+        return (
+            (place, there)
+            if (there.dtype, there.shape, there.stride()) == (x.dtype, x.shape, x.stride())
+            else (-1, x)
+        )
 
 
 class SideBySide(Arena):
@@ -109,19 +135,26 @@ class SideBySide(Arena):
 
     The collectors make one fragment after the other. Call `placed` when a batch is complete.
     """
+
     def __init__(self, n: int):
         self.n = n
         self._begin()
 
     def _begin(self):
-        self.position, self.wholes = 0, []     # number of the fragment in the batch; the array at each place
+        # number of the fragment in the batch; the array at each place
+        self.position = 0
+        self.wholes = []
         self.reset(())
 
     def take(self, shape: tuple, dtype: torch.dtype) -> int:
-        if dtype.is_floating_point or dtype.is_complex: return -1
-        if self.position: return super().take(shape, dtype)
+        if dtype.is_floating_point or dtype.is_complex:
+            return -1
+        if self.position:
+            return super().take(shape, dtype)
         # The first fragment makes the places. numpy allocates them, because it asks the system for huge pages.
-        whole = np.empty((shape[0], self.n * shape[1], *shape[2:]), torch.empty(0, dtype=dtype).numpy().dtype)
+        whole = np.empty(
+            (shape[0], self.n * shape[1], *shape[2:]), torch.empty(0, dtype=dtype).numpy().dtype
+        )
         self.wholes.append(torch.from_numpy(whole))
         self.kinds.append((shape, dtype))
         return len(self.wholes) - 1
@@ -129,18 +162,24 @@ class SideBySide(Arena):
     def tensor(self, place: int) -> Tensor:
         "The columns of the current fragment in the array at this place."
         width = self.kinds[place][0][1]
-        return self.wholes[place][:, self.position * width:(self.position + 1) * width]
+        return self.wholes[place][:, self.position * width : (self.position + 1) * width]
 
-    def completing(self) -> None: self.position, self.free = self.position + 1, list(range(len(self.kinds)))
+    def completing(self) -> None:
+        self.position, self.free = self.position + 1, list(range(len(self.kinds)))
 
     def placed(self, fragments: list) -> list:
         "The `fragments` of a batch with their arrays as columns of the joined ones, so that `join` finds them side by side."
-        if self.made: fragments = [f._replace(state=nested.map(lambda x: self.find(x)[1], f.state)) for f in fragments]
+        if self.made:
+            fragments = [
+                f._replace(state=nested.map(lambda x: self.find(x)[1], f.state)) for f in fragments
+            ]
         self._begin()
         return fragments
 
 # %% ../../nbs/pipes/16_batches.ipynb #918e626b
-def minibatches(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) -> Iterator[Fragment]:
+def minibatches(
+    fragment: Fragment, size: int, epochs: int, rng: np.random.Generator
+) -> Iterator[Fragment]:
     """Shuffled minibatches of one fragment, each a fragment itself.
 
     Without recurrent state a minibatch is `[1, size]`: valid transitions of all environments and steps. With recurrent state it is
@@ -154,13 +193,19 @@ def minibatches(fragment: Fragment, size: int, epochs: int, rng: np.random.Gener
         rng: draws the order of each epoch
     """
     if nested.leaves(fragment.hx):
-        numbers, take, size, at_once = torch.arange(fragment.n_envs), partial(columns, fragment), max(1, size // fragment.n_steps), 1
+        numbers = torch.arange(fragment.n_envs)
+        take = partial(columns, fragment)
+        size = max(1, size // fragment.n_steps)
+        at_once = 1
     else:
         # Picking the transitions of eight minibatches in one call takes little longer than picking those of one minibatch.
-        numbers, take, at_once = fragment.valid.flatten().nonzero()[:, 0], partial(transitions, fragment), 8
+        numbers = fragment.valid.flatten().nonzero()[:, 0]
+        take = partial(transitions, fragment)
+        at_once = 8
     for _ in range(epochs):
         order = numbers[torch.from_numpy(rng.permutation(len(numbers)))]
-        for index in order.split(at_once * size) if len(numbers) else (): yield from pieces(take(index), size)
+        for index in order.split(at_once * size) if len(numbers) else ():
+            yield from pieces(take(index), size)
 
 # %% ../../nbs/pipes/16_batches.ipynb #6776fb6c
 class Minibatcher(Seeded, Pipe):
@@ -176,44 +221,58 @@ class Minibatcher(Seeded, Pipe):
         epochs: how often each fragment is used
         seed: determines the order; None: that of a loader, or fresh entropy for each iteration
     """
+
     def __init__(self, pipe: IterDataPipe, size: int, epochs: int = 1, seed: int | None = None):
         super().__init__(pipe)
-        self.size, self.epochs, self.seed = check_integer('size', size, pipe=self), check_integer('epochs', epochs, pipe=self), seed
+        self.size, self.epochs, self.seed = (
+            check_integer("size", size, pipe=self),
+            check_integer("epochs", epochs, pipe=self),
+            seed,
+        )
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         rng = np.random.default_rng(self.seed_sequence())
         # The fragment in progress, `n` of whose minibatches were yielded, and the state of the generator before it
         kept = self.keep(fragment=None, n=0, before=rng.bit_generator.state)
-        rng.bit_generator.state = kept['before']
-        for fragment in chain([] if kept['fragment'] is None else [kept['fragment']], items):
+        rng.bit_generator.state = kept["before"]
+        for fragment in chain([] if kept["fragment"] is None else [kept["fragment"]], items):
             check_item(fragment, Fragment, self)
-            kept['fragment'] = fragment
-            for minibatch in islice(minibatches(fragment, self.size, self.epochs, rng), kept['n'], None):
-                kept['n'] += 1
+            kept["fragment"] = fragment
+            for minibatch in islice(
+                minibatches(fragment, self.size, self.epochs, rng), kept["n"], None
+            ):
+                kept["n"] += 1
                 yield minibatch
             kept.update(fragment=None, n=0, before=rng.bit_generator.state)
 
 # %% ../../nbs/pipes/16_batches.ipynb #b45ca730
 def _begin(item, device, side):
     "Begin to copy `item` to `device` in the CUDA stream `side`. Returns the copy and the event of its arrival; no `side`: no event."
+
     def move(x):
-        if isinstance(x, Iterator): return (_complete(*_begin(each, device, side)) for each in x)
-        if not isinstance(x, Tensor): return x
+        if isinstance(x, Iterator):
+            return (_complete(*_begin(each, device, side)) for each in x)
+        if not isinstance(x, Tensor):
+            return x
         # torch's allocator reuses pinned memory only after the copy has finished
-        if side is not None and x.device.type == 'cpu': x = x.pin_memory()
+        if side is not None and x.device.type == "cpu":
+            x = x.pin_memory()
         return x.to(device, non_blocking=side is not None)
-    with nullcontext() if side is None else torch.cuda.stream(side): moved = nested.map(move, item)
+
+    with nullcontext() if side is None else torch.cuda.stream(side):
+        moved = nested.map(move, item)
     return moved, None if side is None else side.record_event()
 
 
 def _complete(item, event):
     "Make the current CUDA stream wait until `item` has arrived, and return `item`."
-    if event is None: return item
+    if event is None:
+        return item
     for x in nested.leaves(item):
         if isinstance(x, Tensor) and x.is_cuda:
             current = torch.cuda.current_stream(x.device)
             current.wait_event(event)
-            x.record_stream(current)   # the memory was allocated by the other stream
+            x.record_stream(current)  # the memory was allocated by the other stream
     return item
 
 # %% ../../nbs/pipes/16_batches.ipynb #0403745f
@@ -233,25 +292,40 @@ class ToDevice(Pipe):
         device: such as 'cuda', 'cuda:1' or 'cpu'
         ahead: items that are fetched early
     """
+
     reads = 1
 
     def __init__(self, pipe: IterDataPipe, device: Any, ahead: int = 0):
         super().__init__(pipe)
-        try: torch.device(device)
-        except RuntimeError as e: raise DataError("unknown device", pipe=self, expected="such as 'cuda' or 'cpu'", got=str(device)) from e
-        self.device, self.ahead = device, check_integer('ahead', ahead, 0, pipe=self)
+        try:
+            torch.device(device)
+        except RuntimeError as e:
+            raise DataError(
+                "unknown device", pipe=self, expected="such as 'cuda' or 'cpu'", got=str(device)
+            ) from e
+        self.device, self.ahead = device, check_integer("ahead", ahead, 0, pipe=self)
 
     def not_kept(self) -> str | None:
         "See `Pipe`."
-        return f"it has read {self.ahead} items ahead, whose transfers have begun" if self.ahead else None
+        return (
+            f"it has read {self.ahead} items ahead, whose transfers have begun"
+            if self.ahead
+            else None
+        )
 
     def stream(self, items: Iterator) -> Iterator:
         device = torch.device(self.device)
-        if device.type == 'cuda' and not torch.cuda.is_available():
+        if device.type == "cuda" and not torch.cuda.is_available():
             raise DataError("no such device here", pipe=self, expected="CUDA", got=str(device))
-        side, under_way = torch.cuda.Stream(device) if device.type == 'cuda' else None, deque()
+        side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        under_way = deque()
         for item in items:
-            if isinstance(item, Tick): raise DataError("ticks cannot be moved", pipe=self, expected="Fragments", got="Tick")
+            if isinstance(item, Tick):
+                raise DataError(
+                    "ticks cannot be moved", pipe=self, expected="Fragments", got="Tick"
+                )
             under_way.append(_begin(item, device, side))
-            if len(under_way) > self.ahead: yield _complete(*under_way.popleft())
-        while under_way: yield _complete(*under_way.popleft())
+            if len(under_way) > self.ahead:
+                yield _complete(*under_way.popleft())
+        while under_way:
+            yield _complete(*under_way.popleft())

@@ -25,87 +25,154 @@ from .graph.torchdata import IterDataPipe
 # %% ../../nbs/pipes/17_episodes.ipynb #bf479587
 def _row(x):
     "The only row of a tensor `[1, B, ...]`, as an array if possible, because arrays are faster to copy."
-    if x.device.type != 'cpu' or x.dtype == torch.bfloat16: return x[0]
+    if x.device.type != "cpu" or x.dtype == torch.bfloat16:
+        return x[0]
     return x.detach().numpy()[0]
 
 
 @may_be_new
 class EpisodeBuilder:
     "Takes the ticks of one lane, stores unfinished episodes, and returns the episodes that end."
+
     def __init__(self, n_envs: int):
-        self.rows, self.seq = RowQueue(), 0             # rows of the ticks; number of episodes that have ended
-        self.begin = np.zeros(n_envs, np.int64)         # number of the first row of each environment's episode
-        self.version = np.zeros(n_envs, np.int64)       # version of the weights at that row
-        self.hx = [()] * n_envs                         # the environment's recurrent state at that row
-        self.waiting = True                             # does an environment wait for its episode to begin?
-        self.infos = None                               # the keys of the infos in the rows; None: there was no row yet
-        self.stepno: Any = None                         # step numbers after the last tick; None: there was no tick yet
+        # rows of the ticks; number of episodes that have ended
+        self.rows = RowQueue()
+        self.seq = 0
+        self.begin = np.zeros(
+            n_envs, np.int64
+        )  # number of the first row of each environment's episode
+        self.version = np.zeros(n_envs, np.int64)  # version of the weights at that row
+        self.hx = [()] * n_envs  # the environment's recurrent state at that row
+        self.waiting = True  # does an environment wait for its episode to begin?
+        self.infos = None  # the keys of the infos in the rows; None: there was no row yet
+        self.stepno: Any = None  # step numbers after the last tick; None: there was no tick yet
 
     def add(self, tick: Tick) -> list[Fragment]:
         "The episodes that end with `tick`, in the order of their environments."
-        now, fin, valid = self.rows.end, tick.next.fin, tick.valid
-        if self.stepno is not None and tick.state.stepno is not self.stepno: self._check_order(tick)
+        now = self.rows.end
+        fin = tick.next.fin
+        valid = tick.valid
+        if self.stepno is not None and tick.state.stepno is not self.stepno:
+            self._check_order(tick)
         self.stepno = tick.next.stepno
-        if self.waiting: self._start(tick, valid & (self.begin == now))
+        if self.waiting:
+            self._start(tick, valid & (self.begin == now))
         env = tick.env
-        if isinstance(env, dict) and env.keys() != self.infos: env = self._with_all_infos(env, valid)
+        if isinstance(env, dict) and env.keys() != self.infos:
+            env = self._with_all_infos(env, valid)
         self.rows.append((tick.state, nested.map(_row, tick.actor), env))
         self.waiting = bool(fin.any())
-        if not self.waiting: return []
-        episodes = self._finish(tick, ended) if (ended := np.flatnonzero(fin & valid).tolist()) else []
+        if not self.waiting:
+            return []
+        episodes = (
+            self._finish(tick, ended) if (ended := np.flatnonzero(fin & valid).tolist()) else []
+        )
         # where an episode has ended, or an environment rests, the next episode cannot begin before the next row
         self.begin[fin] = now + 1
         self.rows.drop(int(self.begin.min()))
         return episodes
 
     def _check_order(self, tick):
-        if np.array_equal(tick.state.stepno, self.stepno): return
-        raise DataError("ticks that do not follow one another", lane=tick.lane, leaf='stepno', expected=str(self.stepno),
-                        got=str(tick.state.stepno))
+        if np.array_equal(tick.state.stepno, self.stepno):
+            return
+        raise DataError(
+            "ticks that do not follow one another",
+            lane=tick.lane,
+            leaf="stepno",
+            expected=str(self.stepno),
+            got=str(tick.state.stepno),
+        )
 
     def _with_all_infos(self, env, valid):
         "`env` with the infos of all rows. A new info is filled in for the earlier rows, which lack it."
+
         def widen(rows):
             nonlocal env
             # Every row of an episode is valid, and no other row is ever read.
-            before, env = same_keys([rows[2], env], [np.ones((self.rows.capacity, len(valid)), bool), valid])
+            before, env = same_keys(
+                [rows[2], env], [np.ones((self.rows.capacity, len(valid)), bool), valid]
+            )
             return *rows[:2], before
-        if self.infos is not None: self.rows.change(widen)
+
+        if self.infos is not None:
+            self.rows.change(widen)
         self.infos = set(env)
         return env
 
     def _start(self, tick, began):
         self.version[began] = tick.version
-        if not nested.leaves(tick.hx): return
-        for b in np.flatnonzero(began): self.hx[b] = nested.map(torch.clone, nested.getitem(tick.hx, (slice(None), slice(b, b + 1))))
+        if not nested.leaves(tick.hx):
+            return
+        for b in np.flatnonzero(began):
+            self.hx[b] = nested.map(
+                torch.clone, nested.getitem(tick.hx, (slice(None), slice(b, b + 1)))
+            )
 
     def _finish(self, tick, ended):
         "The episodes of the environments `ended`, whose last step was `tick`."
         if missing := [b for b in ended if b not in tick.final]:
-            raise DataError("there is no last observation of an episode", lane=tick.lane, env=missing[0],
-                            expected="`EnvStepper(..., terminal_obs=True)`, which keeps them all", got=f"entries for {sorted(tick.final)}")
+            raise DataError(
+                "there is no last observation of an episode",
+                lane=tick.lane,
+                env=missing[0],
+                expected="`EnvStepper(..., terminal_obs=True)`, which keeps them all",
+                got=f"entries for {sorted(tick.final)}",
+            )
         obs, hx = zip(*(tick.final[b] for b in ended))
         last = nested.getitem(tick.next, ended)._replace(
-            stepno=tick.state.stepno[ended] + 1, obs=nested.stack(obs), fin=np.zeros(len(ended), bool))
+            stepno=tick.state.stepno[ended] + 1,
+            obs=nested.stack(obs),
+            fin=np.zeros(len(ended), bool),
+        )
         # One call of the actor serves all environments. The actor sees an ordinary next state: `fin` is False.
         act, info = tick.source.react(last, nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0])
         last = nested.map(torch.from_numpy, last._replace(fin=np.ones(len(ended), bool)))
-        return [self._episode(tick, b, *(nested.getitem(x, (slice(None), slice(k, k + 1))) for x in (
-            nested.map(lambda x: x[None], last), act, nested.map(torch.clone, info)))) for k, b in enumerate(ended)]
+        return [
+            self._episode(
+                tick,
+                b,
+                *(
+                    nested.getitem(x, (slice(None), slice(k, k + 1)))
+                    for x in (
+                        nested.map(lambda x: x[None], last),
+                        act,
+                        nested.map(torch.clone, info),
+                    )
+                ),
+            )
+            for k, b in enumerate(ended)
+        ]
 
     def _episode(self, tick, b, last, act, info):
         "The episode of environment `b`, which ended in the state `last` with the virtual reaction `act`, `info`, all `[1, 1, ...]`."
         state, actor, env = self.rows.cut(int(self.begin[b]), self.rows.end, b)
-        n_steps, state = len(state.rew), nested.cat([state, last])
+        n_steps = len(state.rew)
+        state = nested.cat([state, last])
         actor = nested.cat([actor, nested.map(lambda x, like: x.to(like.dtype), info, actor)])
-        actor = tick.source.complete(nested.cat([nested.getitem(state.act, slice(1, None)), act]), actor)
+        actor = tick.source.complete(
+            nested.cat([nested.getitem(state.act, slice(1, None)), act]), actor
+        )
         term = torch.zeros(n_steps + 1, 1, dtype=torch.bool)
         term[-1] = bool(tick.term[b])
-        final = Final(torch.tensor([n_steps - 1]), torch.tensor([0]), nested.map(lambda x: x[-1].clone(), state.obs),
-                      nested.map(lambda x: x[-1].clone(), actor))
+        final = Final(
+            torch.tensor([n_steps - 1]),
+            torch.tensor([0]),
+            nested.map(lambda x: x[-1].clone(), state.obs),
+            nested.map(lambda x: x[-1].clone(), actor),
+        )
         self.seq += 1
-        return Fragment(state, actor, env, self.hx[b], term, final, torch.ones(n_steps, 1, dtype=torch.bool),
-                        lane=torch.tensor([tick.lane]), seq=torch.tensor([self.seq - 1]), version=torch.tensor([self.version[b]]))
+        return Fragment(
+            state,
+            actor,
+            env,
+            self.hx[b],
+            term,
+            final,
+            torch.ones(n_steps, 1, dtype=torch.bool),
+            lane=torch.tensor([tick.lane]),
+            seq=torch.tensor([self.seq - 1]),
+            version=torch.tensor([self.version[b]]),
+        )
 
 # %% ../../nbs/pipes/17_episodes.ipynb #b977d67e
 class EpisodeCollector(Pipe):
@@ -132,29 +199,34 @@ class EpisodeCollector(Pipe):
         batch: episodes per item
         pad: True: items are padded `Fragment`s `[max(T), batch]`; False: lists of `Fragment`s `[T, 1]`
     """
+
     batch: int
 
     def __init__(self, pipe: IterDataPipe, batch: int = 1, pad: bool = False):
         super().__init__(pipe)
         # torch registers a method of this name on every pipe.
-        self.batch = check_integer('batch', batch, pipe=self)  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.batch = check_integer("batch", batch, pipe=self)  # pyright: ignore[reportIncompatibleMethodOverride]
         self.pad = pad
 
     def stream(self, items: Iterator[Tick]) -> Iterator[list[Fragment] | Fragment]:
-        builders, ready = self.keep(builders={}, ready=[]).values()    # lane -> `EpisodeBuilder`; episodes that wait for their batch
-        yield from self._batches(ready)     # those that a resumed iteration begins with
+        builders, ready = self.keep(
+            builders={}, ready=[]
+        ).values()  # lane -> `EpisodeBuilder`; episodes that wait for their batch
+        yield from self._batches(ready)  # those that a resumed iteration begins with
         for tick in items:
             check_item(tick, Tick, self)
-            if tick.lane not in builders: builders[tick.lane] = EpisodeBuilder(len(tick.valid))
-            with located(pipe=self, lane=tick.lane): ready += builders[tick.lane].add(tick)
+            if tick.lane not in builders:
+                builders[tick.lane] = EpisodeBuilder(len(tick.valid))
+            with located(pipe=self, lane=tick.lane):
+                ready += builders[tick.lane].add(tick)
             yield from self._batches(ready)
         yield from self._batches(ready, least=1)
 
     def _batches(self, ready, least=None):
         "The items from the episodes in `ready`, which lose them before. An item has at least `least` episodes; None: all of a batch."
         while len(ready) >= (least or self.batch):
-            episodes = ready[:self.batch]
-            del ready[:self.batch]
+            episodes = ready[: self.batch]
+            del ready[: self.batch]
             yield pad_episodes(episodes) if self.pad else episodes
 
 # %% ../../nbs/pipes/17_episodes.ipynb #cc8d8a44
@@ -170,6 +242,7 @@ class Trace(NamedTuple):
         valid: bool [T, B]: False for steps that belong to no episode of the evaluation
         actor: torch [T+1, B, ...]: what the actor reported, nested
     """
+
     rew: np.ndarray
     fin: np.ndarray
     valid: np.ndarray
@@ -178,9 +251,13 @@ class Trace(NamedTuple):
 
 class TraceRows:
     "Collects the rows of a `Trace`."
-    tick: Tick       # the newest tick
 
-    def __init__(self, n_envs: int): self.rows, self.ends, self.n_envs = [], [], n_envs
+    tick: Tick  # the newest tick
+
+    def __init__(self, n_envs: int):
+        self.rows = []
+        self.ends = []
+        self.n_envs = n_envs
 
     def add(self, tick: Tick, valid: np.ndarray) -> None:
         """Add one step.
@@ -188,9 +265,21 @@ class TraceRows:
         Args:
             valid: bool [B]: True where the step belongs to an episode of the evaluation
         """
-        self.ends += [End(len(self.rows), b, obs, hx, False) for b, (obs, hx) in tick.final.items() if not tick.term[b]]
-        self.rows.append((tick.state.stepno, np.where(valid, tick.next.rew, 0).astype(np.float32), tick.next.fin, valid, tick.next.act,
-                          tick.actor))
+        self.ends += [
+            End(len(self.rows), b, obs, hx, False)
+            for b, (obs, hx) in tick.final.items()
+            if not tick.term[b]
+        ]
+        self.rows.append(
+            (
+                tick.state.stepno,
+                np.where(valid, tick.next.rew, 0).astype(np.float32),
+                tick.next.fin,
+                valid,
+                tick.next.act,
+                tick.actor,
+            )
+        )
         self.tick = tick
 
     def trace(self, unfinished: np.ndarray) -> Trace:
@@ -204,12 +293,19 @@ class TraceRows:
             return Trace(none.astype(np.float32), none, none, {})
         stepno, rew, fin, valid, act, actor = zip(*self.rows)
         stepno, rew, fin, valid = map(np.stack, (stepno, rew, fin, valid))
-        after = np.flip(np.maximum.accumulate(np.flip(fin & valid, 0)), 0)      # does an episode end with this step or later?
+        after = np.flip(
+            np.maximum.accumulate(np.flip(fin & valid, 0)), 0
+        )  # does an episode end with this step or later?
         valid &= after | ~unfinished
         reports = self._reports(nested.torchify(nested.stack(act)), actor)
-        last = len(valid) - np.flip(valid, 0).argmax(0)     # the row after the last valid step
+        last = len(valid) - np.flip(valid, 0).argmax(0)  # the row after the last valid step
         over = np.flatnonzero(valid.any(0) & fin[last - 1, np.arange(self.n_envs)])
-        return Trace(np.where(valid, rew, 0), fin, valid, self._with_last(reports, stepno, rew, nested.stack(act), last, over))
+        return Trace(
+            np.where(valid, rew, 0),
+            fin,
+            valid,
+            self._with_last(reports, stepno, rew, nested.stack(act), last, over),
+        )
 
     def _reports(self, act, actor):
         "The completed reports of the actor, and as last row its virtual reaction to the next state: `[T+1, B, ...]`."
@@ -219,10 +315,21 @@ class TraceRows:
 
     def _with_last(self, reports, stepno, rew, act, last, over):
         "The reports; rows `last` of the environments `over` become the reactions to the last observations, or zeros after a termination."
-        act, rew = nested.map(lambda x: np.concatenate([x[:1], x]), (act, rew))     # row t + 1 of a state belongs to step t
+        act, rew = nested.map(
+            lambda x: np.concatenate([x[:1], x]), (act, rew)
+        )  # row t + 1 of a state belongs to step t
         state = nested.torchify(State(stepno, self.tick.next.obs, act, rew, ()))
         ends = [end for end in self.ends if end.b in over and end.t + 1 == last[end.b]]
-        reports = nested.map(lambda x: x.index_put((torch.from_numpy(last[over]), torch.from_numpy(over)), x.new_zeros(())), reports)
-        if ends: nested.setitem(reports, tuple(torch.tensor([(end.t + 1, end.b) for end in ends]).T),
-                                final_rows(ends, self.tick.source, state, reports).actor)
+        reports = nested.map(
+            lambda x: x.index_put(
+                (torch.from_numpy(last[over]), torch.from_numpy(over)), x.new_zeros(())
+            ),
+            reports,
+        )
+        if ends:
+            nested.setitem(
+                reports,
+                tuple(torch.tensor([(end.t + 1, end.b) for end in ends]).T),
+                final_rows(ends, self.tick.source, state, reports).actor,
+            )
         return reports

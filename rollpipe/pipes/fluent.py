@@ -7,6 +7,7 @@
 such names for the whole process. So the names are registered here and nowhere else, and only for those who import this module.
 It may be imported and reloaded any number of times, in notebooks too.
 """
+
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker, Minibatcher, ToDevice
 from .episodes import EpisodeCollector
@@ -21,27 +22,27 @@ from .taps import EpisodeStats, Tap, Throughput
 from .graph.torchdata import IterDataPipe
 from .transforms import NStep, ObservationCast, RewardScaler
 
-__all__ = ['NAMES', 'register']
+__all__ = ["NAMES", "register"]
 
 NAMES = {
-    'advantage': AdvantageBuffer,
-    'cast_observations': ObservationCast,
-    'check_invariants': CheckInvariants,
-    'episode_stats': EpisodeStats,
-    'episodes': EpisodeCollector,
-    'fragments': FragmentCollector,
-    'frame_stack': FrameStack,
-    'lanes': Lanes,
-    'merge_steps': StepMerger,
-    'minibatches': Minibatcher,
-    'n_step': NStep,
-    'regroup': Fragments,
-    'scale_rewards': RewardScaler,
-    'stack': FragmentStacker,
-    'steps': Steps,
-    'tap': Tap,
-    'throughput': Throughput,
-    'to_device': ToDevice,
+    "advantage": AdvantageBuffer,
+    "cast_observations": ObservationCast,
+    "check_invariants": CheckInvariants,
+    "episode_stats": EpisodeStats,
+    "episodes": EpisodeCollector,
+    "fragments": FragmentCollector,
+    "frame_stack": FrameStack,
+    "lanes": Lanes,
+    "merge_steps": StepMerger,
+    "minibatches": Minibatcher,
+    "n_step": NStep,
+    "regroup": Fragments,
+    "scale_rewards": RewardScaler,
+    "stack": FragmentStacker,
+    "steps": Steps,
+    "tap": Tap,
+    "throughput": Throughput,
+    "to_device": ToDevice,
 }
 
 
@@ -54,9 +55,18 @@ def register(names: dict[str, type] | None = None) -> None:
     names = NAMES if names is None else names
     for name, cls in names.items():
         if not name.isidentifier() or hasattr(IterDataPipe, name):
-            raise GraphError(f"{name!r} cannot be a method of all pipes", pipe=cls, expected="a name that pipes do not have yet")
+            raise GraphError(
+                f"{name!r} cannot be a method of all pipes",
+                pipe=cls,
+                expected="a name that pipes do not have yet",
+            )
         if (owner := _owner(name)) is not None and _full_name(owner) != _full_name(cls):
-            raise GraphError(f"the method name {name!r} is taken", pipe=cls, expected="a free name", got=".".join(_full_name(owner)))
+            raise GraphError(
+                f"the method name {name!r} is taken",
+                pipe=cls,
+                expected="a free name",
+                got=".".join(_full_name(owner)),
+            )
     for name, cls in names.items():
         IterDataPipe.functions.pop(name, None)
         IterDataPipe.register_datapipe_as_function(name, cls)
@@ -66,10 +76,11 @@ def _owner(name):
     "The class whose pipes the registered method `name` makes; None if there is no such method."
     function = IterDataPipe.functions.get(name)
     # torch registers a pipe class as partial(make, cls, ...). Any other function counts as its own owner.
-    return None if function is None else getattr(function, 'args', (function,))[0]
+    return None if function is None else getattr(function, "args", (function,))[0]
 
 
-def _full_name(cls) -> tuple: return getattr(cls, '__module__', '?'), getattr(cls, '__qualname__', repr(cls))
+def _full_name(cls) -> tuple:
+    return getattr(cls, "__module__", "?"), getattr(cls, "__qualname__", repr(cls))
 
 
 register()

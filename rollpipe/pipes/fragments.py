@@ -13,7 +13,15 @@ import numpy as np
 import torch
 
 from .data import nested
-from .data.fragment import Collected, Final, Fragment, State, Tick, TickSource, check_item
+from rollpipe.pipes.data.fragment import (
+    Collected,
+    Final,
+    Fragment,
+    State,
+    Tick,
+    TickSource,
+    check_item,
+)
 from .envs.rows import Rows
 from .data.errors import DataError, check_integer, located
 from .data.fragment_ops import End, stack_infos, stack_rows
@@ -31,29 +39,45 @@ def final_rows(ends: list, source: TickSource, state: State, actor: Any) -> Fina
     """
     if not ends:
         empty = torch.empty(0, dtype=torch.long)
-        return Final(empty, empty, *nested.map(lambda x: x.new_empty(0, *x.shape[2:]), (state.obs, actor)))
+        return Final(
+            empty, empty, *nested.map(lambda x: x.new_empty(0, *x.shape[2:]), (state.obs, actor))
+        )
     cut = [k for k, end in enumerate(ends) if not end.term]
     reactions = _reactions(source, state, [ends[k] for k in cut]) if cut else None
     if len(cut) < len(ends):
-        answers, reactions = reactions, nested.map(lambda x: x.new_zeros(len(ends), *x.shape[2:]), actor)
-        if cut: nested.setitem(reactions, cut, answers)
+        answers = reactions
+        reactions = nested.map(lambda x: x.new_zeros(len(ends), *x.shape[2:]), actor)
+        if cut:
+            nested.setitem(reactions, cut, answers)
     t, b, obs, *_ = zip(*ends)
-    return Final(torch.tensor(t), torch.tensor(b), nested.map(lambda *xs: torch.from_numpy(np.stack(xs)), *obs), reactions)
+    return Final(
+        torch.tensor(t),
+        torch.tensor(b),
+        nested.map(lambda *xs: torch.from_numpy(np.stack(xs)), *obs),
+        reactions,
+    )
 
 
 def _reactions(source, state, ends):
     "The actor's virtual reactions `[n, ...]` to the truncated `ends`."
     t, b, obs, hx, _ = zip(*ends)
-    obs, t, b = nested.map(lambda *xs: np.stack(xs), *obs), torch.tensor(t), torch.tensor(b)
+    obs = nested.map(lambda *xs: np.stack(xs), *obs)
+    t = torch.tensor(t)
+    b = torch.tensor(b)
     act, rew = nested.numpify(nested.getitem((state.act, state.rew), (t + 1, b)))
-    seen = State(stepno=state.stepno[t, b].numpy() + 1, obs=obs, act=act, rew=rew, fin=np.zeros(len(b), bool))
+    seen = State(
+        stepno=state.stepno[t, b].numpy() + 1, obs=obs, act=act, rew=rew, fin=np.zeros(len(b), bool)
+    )
     act, info = source.react(seen, nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0])
-    actor = source.complete(act, nested.map(torch.clone, info))  # a report may be a parameter of the actor
+    actor = source.complete(
+        act, nested.map(torch.clone, info)
+    )  # a report may be a parameter of the actor
     return nested.map(lambda x: x[0], actor)
 
 # %% ../../nbs/pipes/13_fragments.ipynb #e065ffe6
 class Destination:
     "Provides the memory in which a collector makes its fragments, see `FragmentCollector.into`. This class allocates ordinary memory."
+
     def empty(self, shape: tuple, dtype: np.dtype) -> np.ndarray:
         "Uninitialised memory for all rows of one leaf of `Fragment.state`. The collector calls this when a fragment begins."
         return np.empty(shape, dtype)
@@ -67,11 +91,20 @@ ORDINARY_MEMORY = Destination()
 
 def is_placeable(pipe: IterDataPipe) -> bool:
     "Can `pipe` make its fragments in given memory? A pipe that keeps fragments cannot, because it needs memory of its own."
-    return hasattr(pipe, 'into') and not trait(pipe, 'keeps_items')
+    return hasattr(pipe, "into") and not trait(pipe, "keeps_items")
 
 # %% ../../nbs/pipes/13_fragments.ipynb #cc8b7b9f
-def complete(source: TickSource, state: State, last: State, hx: Any, reports: list, ends: list, fields: dict, numbers: dict,
-             **where: Any) -> Fragment:
+def complete(
+    source: TickSource,
+    state: State,
+    last: State,
+    hx: Any,
+    reports: list,
+    ends: list,
+    fields: dict,
+    numbers: dict,
+    **where: Any,
+) -> Fragment:
     """Make a fragment of some steps, with the actor's look-ahead, its completed reports, and its reactions to truncated ends.
 
     Args:
@@ -86,10 +119,15 @@ def complete(source: TickSource, state: State, last: State, hx: Any, reports: li
         **where: context for error messages: pipe
     """
     act_ahead, ahead = source.react(last, hx)
-    with located(**where, lane=numbers['lane']): actor = nested.cat([*reports, ahead])
-    actor = source.complete(nested.cat([nested.getitem(state.act, slice(1, None)), act_ahead]), actor)
+    with located(**where, lane=numbers["lane"]):
+        actor = nested.cat([*reports, ahead])
+    actor = source.complete(
+        nested.cat([nested.getitem(state.act, slice(1, None)), act_ahead]), actor
+    )
     columns = {name: torch.full((state.fin.shape[1],), value) for name, value in numbers.items()}
-    return Fragment(state=state, actor=actor, final=final_rows(ends, source, state, actor), **fields, **columns)
+    return Fragment(
+        state=state, actor=actor, final=final_rows(ends, source, state, actor), **fields, **columns
+    )
 
 # %% ../../nbs/pipes/13_fragments.ipynb #39c432e8
 class FragmentBuilder:
@@ -103,80 +141,157 @@ class FragmentBuilder:
         direct: True: the source may write the states into the fragment (`TickSource.collect_into`)
         **where: context for error messages: pipe
     """
-    AT_ONCE = 2 ** 14       # rows for which memory is allocated at first, if nobody knows whether so many ticks will come
-    rows: Rows | None = None    # the states of the fragment in progress
-    first: Tick             # its first tick
-    last: Tick | None       # the last step, as a tick; None: there was none
 
-    def __init__(self, n_steps: int, destination: Destination = ORDINARY_MEMORY, direct: bool = False, **where: Any):
-        self.n_steps, self.destination, self.direct, self.where = n_steps, destination, direct, where
-        self.n, self.last, self.seq, self.is_asked = 0, None, 0, False     # steps of this fragment, the last tick, fragments taken
+    AT_ONCE = (
+        2**14
+    )  # rows for which memory is allocated at first, if nobody knows whether so many ticks will come
+    rows: Rows | None = None  # the states of the fragment in progress
+    first: Tick  # its first tick
+    last: Tick | None  # the last step, as a tick; None: there was none
+
+    def __init__(
+        self,
+        n_steps: int,
+        destination: Destination = ORDINARY_MEMORY,
+        direct: bool = False,
+        **where: Any,
+    ):
+        self.n_steps = n_steps
+        self.destination = destination
+        self.direct = direct
+        self.where = where
+        # steps of this fragment, the last tick, fragments taken
+        self.n = 0
+        self.last = None
+        self.seq = 0
+        self.is_asked = False
 
     def add(self, tick: Tick) -> None:
         "Add the next tick of the lane."
-        if (last := self.last) and not (tick.lane == last.lane and tick.state.stepno is last.next.stepno): self._check_order(last, tick)
+        if (last := self.last) and not (
+            tick.lane == last.lane and tick.state.stepno is last.next.stepno
+        ):
+            self._check_order(last, tick)
         self.last = tick
-        if self.is_asked: self.first, self.n, self.found, self.is_asked = tick, self.n_steps, tick.source.collected, False
-        else: self._add(tick, last)
+        if self.is_asked:
+            self.first = tick
+            self.n = self.n_steps
+            self.found = tick.source.collected
+            self.is_asked = False
+        else:
+            self._add(tick, last)
 
     def _add(self, tick, last):
         if (rows := self.rows) is None:
-            rows = self._begin(tick.next, *(tick.state, False) if last is None else (last.next, last.term), tick.lane)
-        if not self.n: self.first, self.found = tick, Collected([], [], [], [])
+            rows = self._begin(
+                tick.next,
+                *(tick.state, False) if last is None else (last.next, last.term),
+                tick.lane,
+            )
+        if not self.n:
+            self.first = tick
+            self.found = Collected([], [], [], [])
         ends = [End(self.n, b, obs, hx, bool(tick.term[b])) for b, (obs, hx) in tick.final.items()]
-        for mine, new in zip(self.found, ([tick.actor], [tick.env], [tick.valid], ends)): mine.extend(new)
+        for mine, new in zip(self.found, ([tick.actor], [tick.env], [tick.valid], ends)):
+            mine.extend(new)
         self.n += 1
         rows.put(self.n, tick.next, tick.term)
 
     def ask(self) -> None:
         "If possible, let the source write the next fragment at once: then the next tick stands for all of it."
         if self.direct and (last := self.last) and last.source is not None:
-            self.is_asked = last.source.collect_into(self._begin(last.next, last.next, last.term, last.lane))
+            self.is_asked = last.source.collect_into(
+                self._begin(last.next, last.next, last.term, last.lane)
+            )
 
     def get_state(self) -> tuple:
         "What the next fragment depends on: its number and, if there was a step, the state after the last one."
         last = self.last
         # Copies, because the arrays are rows of larger memory.
-        return self.seq, None if last is None else (*nested.map(np.array, (*last.next, last.term)), last.lane)
+        return self.seq, None if last is None else (
+            *nested.map(np.array, (*last.next, last.term)),
+            last.lane,
+        )
 
     def set_state(self, state: tuple) -> None:
         "Go on from what `get_state` returned."
         self.seq, last = state
-        if last is None: return
+        if last is None:
+            return
         *row, term, lane = last
-        self.last = Tick._make([None] * len(Tick._fields))._replace(next=State(*row), term=term, lane=lane)
+        self.last = Tick._make([None] * len(Tick._fields))._replace(
+            next=State(*row), term=term, lane=lane
+        )
 
     def take(self) -> Fragment:
         "The fragment of the steps that were added since the last one was taken."
         self.destination.completing()
-        found, last, first, rows, n = self.found, self.last, self.first, self.rows, self.n
-        assert last is not None and rows is not None     # there was a tick
-        fields = dict(env=stack_infos(found.env, found.valid), hx=nested.map(torch.Tensor.cpu, first.hx),
-                      term=torch.from_numpy(rows.term[:n + 1]), valid=stack_rows(found.valid))
-        fragment = complete(last.source, rows.tensors(n + 1), last.next, last.next_hx, found.reports, found.ends, fields,
-                            dict(lane=last.lane, seq=self.seq, version=first.version), **self.where)
-        self.n, self.seq, self.rows = 0, self.seq + 1, None
+        found = self.found
+        last = self.last
+        first = self.first
+        rows = self.rows
+        n = self.n
+        assert last is not None and rows is not None  # there was a tick
+        fields = dict(
+            env=stack_infos(found.env, found.valid),
+            hx=nested.map(torch.Tensor.cpu, first.hx),
+            term=torch.from_numpy(rows.term[: n + 1]),
+            valid=stack_rows(found.valid),
+        )
+        fragment = complete(
+            last.source,
+            rows.tensors(n + 1),
+            last.next,
+            last.next_hx,
+            found.reports,
+            found.ends,
+            fields,
+            dict(lane=last.lane, seq=self.seq, version=first.version),
+            **self.where,
+        )
+        self.n = 0
+        self.seq = self.seq + 1
+        self.rows = None
         del self.found
         return fragment
 
     def _begin(self, like, state, term, lane):
         "Begin a fragment. Its row 0 is the last row of the previous fragment, with the changes that pipes above the collector made."
-        where, n = self.where | dict(lane=lane), self.n_steps + 1
-        try: self.rows = rows = Rows(like, n if self.direct else min(n, self.AT_ONCE), self.destination.empty, **where)
+        where = self.where | dict(lane=lane)
+        n = self.n_steps + 1
+        try:
+            self.rows = rows = Rows(
+                like, n if self.direct else min(n, self.AT_ONCE), self.destination.empty, **where
+            )
         except MemoryError as e:
-            raise DataError("a fragment takes more memory than there is", leaf='n_steps', expected="fewer steps", got=f"{n - 1} of them",
-                            **where) from e
+            raise DataError(
+                "a fragment takes more memory than there is",
+                leaf="n_steps",
+                expected="fewer steps",
+                got=f"{n - 1} of them",
+                **where,
+            ) from e
         rows.put(0, state, term)
         return rows
 
     def _check_order(self, last, tick):
         if tick.lane != last.lane:
-            raise DataError("ticks of several lanes", **self.where, expected="`Lanes` after the collector",
-                            got=f"lanes {last.lane} and {tick.lane}")
+            raise DataError(
+                "ticks of several lanes",
+                **self.where,
+                expected="`Lanes` after the collector",
+                got=f"lanes {last.lane} and {tick.lane}",
+            )
         came, wanted = tick.state.stepno, last.next.stepno
         if not np.array_equal(came, wanted):
-            raise DataError("ticks that do not follow one another", **self.where, lane=tick.lane, leaf='stepno', expected=str(wanted),
-                            got=str(came))
+            raise DataError(
+                "ticks that do not follow one another",
+                **self.where,
+                lane=tick.lane,
+                leaf="stepno",
+                expected=str(wanted),
+                got=str(came),
+            )
 
 # %% ../../nbs/pipes/13_fragments.ipynb #e9f89cda
 class FragmentCollector(Pipe):
@@ -192,33 +307,44 @@ class FragmentCollector(Pipe):
         pipe: yields `Tick`s, such as `EnvStepper`
         n_steps: steps per fragment
     """
+
     keeps_items = drops_items = False
     fusible = True
 
     def __init__(self, pipe: IterDataPipe, n_steps: int):
         super().__init__(pipe)
-        self.n_steps = check_integer('n_steps', n_steps, pipe=self)
+        self.n_steps = check_integer("n_steps", n_steps, pipe=self)
 
     def into(self, destination: Destination) -> Iterator[Fragment]:
         "The same stream as `iter(self)`, but the states of its fragments are in the memory of `destination`."
         return self._run(destination=destination)
 
-    def stream(self, items: Iterator, destination: Destination = ORDINARY_MEMORY) -> Iterator[Fragment]:
+    def stream(
+        self, items: Iterator, destination: Destination = ORDINARY_MEMORY
+    ) -> Iterator[Fragment]:
         self._check_rests()
-        direct = isinstance(self.pipe, Source) and trait(self.pipe, 'fusible') and self.fusible     # then nobody keeps or changes ticks
+        direct = (
+            isinstance(self.pipe, Source) and trait(self.pipe, "fusible") and self.fusible
+        )  # then nobody keeps or changes ticks
         builder = FragmentBuilder(self.n_steps, destination, direct, pipe=self)
         self.keep(builder=builder)
         for tick in items:
             check_item(tick, Tick, self)
             builder.add(tick)
-            if builder.n < self.n_steps: continue
+            if builder.n < self.n_steps:
+                continue
             yield builder.take()
             builder.ask()
-        if builder.n: yield builder.take()
+        if builder.n:
+            yield builder.take()
 
     def _check_rests(self):
         "Raise `DataError` if an environment would rest (`sticky`) where a fragment begins."
-        for pipe in find(self.pipe, lambda pipe: getattr(pipe, 'sticky', None)):
+        for pipe in find(self.pipe, lambda pipe: getattr(pipe, "sticky", None)):
             if self.n_steps % pipe.sticky:
-                raise DataError("fragments would begin where an environment rests", pipe=self,
-                                expected=f"n_steps={self.n_steps} to be a multiple of sticky", got=f"sticky={pipe.sticky}")
+                raise DataError(
+                    "fragments would begin where an environment rests",
+                    pipe=self,
+                    expected=f"n_steps={self.n_steps} to be a multiple of sticky",
+                    got=f"sticky={pipe.sticky}",
+                )

@@ -33,104 +33,160 @@ class Stacks(torch.Tensor):
         past: [M, *frame]: earlier frames
         rows: int64 [*lead, n]: numbers of frames
     """
+
     @staticmethod
     def __new__(cls, frames: Tensor, past: Tensor, rows: Tensor):
         shape = (*rows.shape, *frames.shape[1:])
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=frames.dtype, device=frames.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=frames.dtype, device=frames.device
+        )
 
-    def __init__(self, frames: Tensor, past: Tensor, rows: Tensor): self.frames, self.past, self.rows = frames, past, rows
+    def __init__(self, frames: Tensor, past: Tensor, rows: Tensor):
+        self.frames = frames
+        self.past = past
+        self.rows = rows
 
-    def __repr__(self, **kwargs): return f"Stacks({str(self.dtype).removeprefix('torch.')} {list(self.shape)}, {len(self.frames)} frames)"
-    def __reduce_ex__(self, protocol): return Stacks, (self.frames, self.past, self.rows)
+    def __repr__(self, **kwargs):
+        return f"Stacks({str(self.dtype).removeprefix('torch.')} {list(self.shape)}, {len(self.frames)} frames)"
 
-    def numpy(self, **kwargs: Any) -> Any: return self.dense().numpy(**kwargs)
-    def tolist(self) -> list: return self.dense().tolist()
-    def is_shared(self) -> bool: return self.frames.is_shared()
+    def __reduce_ex__(self, protocol):
+        return Stacks, (self.frames, self.past, self.rows)
 
-    def share_memory_(self) -> 'Stacks':
+    def numpy(self, **kwargs: Any) -> Any:
+        return self.dense().numpy(**kwargs)
+
+    def tolist(self) -> list:
+        return self.dense().tolist()
+
+    def is_shared(self) -> bool:
+        return self.frames.is_shared()
+
+    def share_memory_(self) -> "Stacks":
         "Move the parts to shared memory. The stacks have no memory of their own, and torch would crash."
-        for part in (self.frames, self.past, self.rows): part.share_memory_()
+        for part in (self.frames, self.past, self.rows):
+            part.share_memory_()
         return self
 
     def dense(self) -> Tensor:
         "The stacks as an ordinary tensor, in new memory."
-        if self.device.type == 'meta': return self.frames.new_empty(self.shape)
-        out, early = self.frames[self.rows.clamp(min=0)], self.rows < 0
-        if early.any(): out[early] = self.past[self.rows[early]]
+        if self.device.type == "meta":
+            return self.frames.new_empty(self.shape)
+        out = self.frames[self.rows.clamp(min=0)]
+        early = self.rows < 0
+        if early.any():
+            out[early] = self.past[self.rows[early]]
         return out
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if (lazy := _LAZY.get(func)) is not None and (out := lazy(func, *args, **kwargs)) is not None: return out
-        if _writes(func, args, kwargs):     # it would change a copy that nobody has
-            raise DataError("stacks of frames cannot be changed in place", got=str(func),
-                            expected="`x.dense()`, or an operation that returns a new tensor")
-        args, kwargs = nested.map(lambda x: x.dense() if isinstance(x, Stacks) else x, (args, kwargs))
+        if (lazy := _LAZY.get(func)) is not None and (
+            out := lazy(func, *args, **kwargs)
+        ) is not None:
+            return out
+        if _writes(func, args, kwargs):  # it would change a copy that nobody has
+            raise DataError(
+                "stacks of frames cannot be changed in place",
+                got=str(func),
+                expected="`x.dense()`, or an operation that returns a new tensor",
+            )
+        args, kwargs = nested.map(
+            lambda x: x.dense() if isinstance(x, Stacks) else x, (args, kwargs)
+        )
         return func(*args, **kwargs)
 
 # %% ../../nbs/pipes/22_frames.ipynb #fa9afc60
 aten = torch.ops.aten
 
 
-def _from_front(dim, n): return dim + n if dim < 0 else dim     # counted from the end of `rows`, it is another one
+def _from_front(dim, n):
+    return dim + n if dim < 0 else dim  # counted from the end of `rows`, it is another one
 
 
 def _index_rows(func, x, *args, **kwargs):
     "Apply an operation on the leading dimensions to `rows` only."
     lead = x.rows.ndim - 1
-    if func is aten.index.Tensor: inside = sum(1 if i is None or i.dtype != torch.bool else i.ndim for i in args[0]) <= lead
+    if func is aten.index.Tensor:
+        inside = sum(1 if i is None or i.dtype != torch.bool else i.ndim for i in args[0]) <= lead
     else:
         dim = _from_front(args[0] if args else 0, x.ndim + (func is aten.unsqueeze.default))
-        inside, args = 0 <= dim < lead, (dim, *args[1:])
+        inside = 0 <= dim < lead
+        args = (dim, *args[1:])
     return Stacks(x.frames, x.past, func(x.rows, *args, **kwargs)) if inside else None
 
 
 def _each_part(func, x, *args, dtype=None, **kwargs):
     "Apply an operation on the whole tensor to frames, past and rows, unless it changes the dtype."
-    if dtype not in (None, x.dtype): return None
+    if dtype not in (None, x.dtype):
+        return None
     return Stacks(*(func(part, *args, **kwargs) for part in (x.frames, x.past, x.rows)))
 
 
 def _record(func, x, stream):
     "The memory of each part is in use in a CUDA stream."
-    for part in (x.frames, x.past, x.rows): func(part, stream)
+    for part in (x.frames, x.past, x.rows):
+        func(part, stream)
     return x
 
 
 def _join_parts(func, parts, dim=0):
     "Join stacks along a leading dimension: join their frames and pasts, and renumber the rows."
     dim = _from_front(dim, parts[0].ndim)
-    if not all(isinstance(x, Stacks) for x in parts) or not 0 <= dim < parts[0].rows.ndim - 1: return None
-    first, rows = 0, []
+    if not all(isinstance(x, Stacks) for x in parts) or not 0 <= dim < parts[0].rows.ndim - 1:
+        return None
+    first = 0
+    rows = []
     later = sum(len(x.past) for x in parts)
     for x in parts:
         later -= len(x.past)
         rows.append(torch.where(x.rows < 0, x.rows - later, x.rows + first))
         first += len(x.frames)
-    return Stacks(torch.cat([x.frames for x in parts]), torch.cat([x.past for x in parts]), func(rows, dim))
+    return Stacks(
+        torch.cat([x.frames for x in parts]), torch.cat([x.past for x in parts]), func(rows, dim)
+    )
 
 
 def _writes(func, args, kwargs):
     "Does an operation change one of its arguments that are `Stacks`?"
-    if not func._schema.is_mutable: return False
+    if not func._schema.is_mutable:
+        return False
     given = dict(zip((x.name for x in func._schema.arguments), args)) | kwargs
-    changed = [given.get(x.name) for x in func._schema.arguments if x.alias_info is not None and x.alias_info.is_write]
+    changed = [
+        given.get(x.name)
+        for x in func._schema.arguments
+        if x.alias_info is not None and x.alias_info.is_write
+    ]
     return any(isinstance(x, Stacks) for x in nested.leaves(changed))
 
 
-_LAZY = {aten.slice.Tensor: _index_rows, aten.select.int: _index_rows, aten.index.Tensor: _index_rows, aten.unsqueeze.default: _index_rows,
-         aten.detach.default: _each_part, aten.alias.default: _each_part, aten.clone.default: _each_part,
-         aten._to_copy.default: _each_part, aten._pin_memory.default: _each_part, aten.cat.default: _join_parts,
-         aten.record_stream.default: _record}
+_LAZY = {
+    aten.slice.Tensor: _index_rows,
+    aten.select.int: _index_rows,
+    aten.index.Tensor: _index_rows,
+    aten.unsqueeze.default: _index_rows,
+    aten.detach.default: _each_part,
+    aten.alias.default: _each_part,
+    aten.clone.default: _each_part,
+    aten._to_copy.default: _each_part,
+    aten._pin_memory.default: _each_part,
+    aten.cat.default: _join_parts,
+    aten.record_stream.default: _record,
+}
 
 # %% ../../nbs/pipes/22_frames.ipynb #ed20a39c
 def _frame_numbers(fragment, n):
     "The frame numbers of the stacks in each row, int64 `[T+1, B, n]`, and of the true last observations, `[K, n]`."
     stepno, n_envs = fragment.state.stepno, fragment.n_envs
-    back = torch.arange(n - 1, -1, -1, device=stepno.device)   # how many rows each element of a stack is older than the newest one
-    def numbers(t, b, stepno): return (t[..., None] - torch.minimum(back, stepno[..., None])) * n_envs + b[..., None]
-    every_t, every_b = torch.meshgrid(*(torch.arange(size, device=stepno.device) for size in stepno.shape), indexing='ij')
+    back = torch.arange(
+        n - 1, -1, -1, device=stepno.device
+    )  # how many rows each element of a stack is older than the newest one
+
+    def numbers(t, b, stepno):
+        return (t[..., None] - torch.minimum(back, stepno[..., None])) * n_envs + b[..., None]
+
+    every_t, every_b = torch.meshgrid(
+        *(torch.arange(size, device=stepno.device) for size in stepno.shape), indexing="ij"
+    )
     t, b = fragment.final.t, fragment.final.b
     # The true last observation replaces row t + 1. Its number may be too large, but this frame is replaced later anyway.
     end = numbers(t + 1, b, stepno[t, b] + 1).clamp(max=(fragment.n_steps + 1) * n_envs - 1)
@@ -152,14 +208,17 @@ class FrameStack(Pipe):
         pipe: yields `Fragment`s
         n: frames per stack
     """
+
     reads = 1
 
     def __init__(self, pipe: IterDataPipe, n: int = 4):
         super().__init__(pipe)
-        self.n = check_integer('n', n, pipe=self)
+        self.n = check_integer("n", n, pipe=self)
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
-        lanes = self.keep(lanes={})['lanes']   # lane -> (seq, the last n - 1 frames [n - 1, B, ...] of each image)
+        lanes = self.keep(lanes={})[
+            "lanes"
+        ]  # lane -> (seq, the last n - 1 frames [n - 1, B, ...] of each image)
         for fragment in items:
             check_item(fragment, Fragment, self)
             yield self._stacked(fragment, lanes)
@@ -168,16 +227,26 @@ class FrameStack(Pipe):
         frames, structure = nested.flatten(fragment.state.obs)
         images = [i for i, x in enumerate(frames) if x.ndim >= 4]
         if not images:
-            raise DataError("there are no images to be stacked", pipe=self, leaf='obs', expected="a leaf [T+1, B, height, width]",
-                            got=describe(fragment.state.obs))
-        pasts, finals = self._pasts(fragment, [frames[i] for i in images], lanes), nested.leaves(fragment.final.obs)
+            raise DataError(
+                "there are no images to be stacked",
+                pipe=self,
+                leaf="obs",
+                expected="a leaf [T+1, B, height, width]",
+                got=describe(fragment.state.obs),
+            )
+        pasts = self._pasts(fragment, [frames[i] for i in images], lanes)
+        finals = nested.leaves(fragment.final.obs)
         rows, end_rows = _frame_numbers(fragment, self.n)
         for i, past in zip(images, pasts):
-            flat, end = frames[i].flatten(0, 1), finals[i]
-            frames[i], finals[i] = Stacks(flat, past.flatten(0, 1), rows), Stacks(flat, past.flatten(0, 1), end_rows).dense()
+            flat = frames[i].flatten(0, 1)
+            end = finals[i]
+            frames[i] = Stacks(flat, past.flatten(0, 1), rows)
+            finals[i] = Stacks(flat, past.flatten(0, 1), end_rows).dense()
             finals[i][:, -1] = end
         final = fragment.final._replace(obs=structure.unflatten(finals))
-        return fragment._replace(state=fragment.state._replace(obs=structure.unflatten(frames)), final=final)
+        return fragment._replace(
+            state=fragment.state._replace(obs=structure.unflatten(frames)), final=final
+        )
 
     def _pasts(self, fragment, images, lanes):
         "For each image, the `n - 1` frames `[n - 1, B, ...]` before row 0. Stores the last frames of this fragment for the next one."
@@ -185,14 +254,25 @@ class FrameStack(Pipe):
         for strand in strands(fragment):
             lane, seq, columns = strand
             before, kept = lanes.get(lane, (None, None))
-            with located(pipe=self): follows = continues(fragment, strand, None if before is None else before + 1)
+            with located(pipe=self):
+                follows = continues(fragment, strand, None if before is None else before + 1)
             follows = follows and all(x.shape[1] == columns.stop - columns.start for x in kept)
             if not follows and self.n > 1 and bool(fragment.state.stepno[0, columns].any()):
-                raise DataError("a fragment is missing before this one", pipe=self, lane=lane, leaf='seq', got=f"seq={seq}",
-                                expected="seq=0" if before is None else f"seq={before + 1}")
-            for past, x in zip(pasts, kept if follows else ()): past[:, columns] = x
-            rows = [torch.cat([past[:, columns], x[:-1, columns][-self.n:]]) for past, x in zip(pasts, images)]
-            lanes[lane] = seq, [x[len(x) - self.n + 1:].clone() for x in rows]
+                raise DataError(
+                    "a fragment is missing before this one",
+                    pipe=self,
+                    lane=lane,
+                    leaf="seq",
+                    got=f"seq={seq}",
+                    expected="seq=0" if before is None else f"seq={before + 1}",
+                )
+            for past, x in zip(pasts, kept if follows else ()):
+                past[:, columns] = x
+            rows = [
+                torch.cat([past[:, columns], x[:-1, columns][-self.n :]])
+                for past, x in zip(pasts, images)
+            ]
+            lanes[lane] = seq, [x[len(x) - self.n + 1 :].clone() for x in rows]
         return pasts
 
 # %% ../../nbs/pipes/22_frames.ipynb #e2295292
@@ -206,28 +286,49 @@ def newest_frames(fragment: Fragment, n: int) -> Fragment:
         fragment: observations with stacks
         n: images in a stack
     """
-    if nested.leaves(fragment.hx): raise DataError("stacks of frames for an actor with memory", leaf='frames', expected="1")
+    if nested.leaves(fragment.hx):
+        raise DataError("stacks of frames for an actor with memory", leaf="frames", expected="1")
     leaves, structure = nested.flatten(fragment.state.obs)
-    finals, (t, b) = nested.leaves(fragment.final.obs), fragment.final[:2]
+    finals = nested.leaves(fragment.final.obs)
+    (t, b) = fragment.final[:2]
     for i, x in enumerate(leaves):
-        if x.ndim < 4: continue
-        if x.ndim < 5 or x.shape[2] != n or not _are_stacks(fragment, x) or not torch.equal(finals[i][:, :-1], x[t, b, 1:]):
-            raise DataError("these are no stacks of frames", leaf=nested.paths(fragment.state.obs, 'obs')[i], got=describe(x),
-                            expected=f"[T+1, B, {n}, height, width], each with the frames of the one before, or with one frame")
-        leaves[i], finals[i] = x[:, :, -1], finals[i][:, -1]
+        if x.ndim < 4:
+            continue
+        if (
+            x.ndim < 5
+            or x.shape[2] != n
+            or not _are_stacks(fragment, x)
+            or not torch.equal(finals[i][:, :-1], x[t, b, 1:])
+        ):
+            raise DataError(
+                "these are no stacks of frames",
+                leaf=nested.paths(fragment.state.obs, "obs")[i],
+                got=describe(x),
+                expected=f"[T+1, B, {n}, height, width], each with the frames of the one before, or with one frame",
+            )
+        leaves[i] = x[:, :, -1]
+        finals[i] = finals[i][:, -1]
     if all(x.ndim < 4 for x in nested.leaves(fragment.state.obs)):
-        raise DataError("there are no stacks of frames", leaf='obs', expected=f"a leaf [T+1, B, {n}, height, width]",
-                        got=describe(fragment.state.obs))
+        raise DataError(
+            "there are no stacks of frames",
+            leaf="obs",
+            expected=f"a leaf [T+1, B, {n}, height, width]",
+            got=describe(fragment.state.obs),
+        )
     final = fragment.final._replace(obs=structure.unflatten(finals))
-    return fragment._replace(state=fragment.state._replace(obs=structure.unflatten(leaves)), final=final)
+    return fragment._replace(
+        state=fragment.state._replace(obs=structure.unflatten(leaves)), final=final
+    )
 
 
 def _are_stacks(fragment, x):
     "Does each stack hold the frames of the one before, or, where an episode begins, copies of one frame?"
-    begins, copies = fragment.state.stepno == 0, (x == x[:, :, -1:]).flatten(2).all(-1)
+    begins = fragment.state.stepno == 0
+    copies = (x == x[:, :, -1:]).flatten(2).all(-1)
     follows = (x[1:, :, :-1] == x[:-1, :, 1:]).flatten(2).all(-1) | ~fragment.valid
     # Before a step that is none, such as the reset of a vector, a row shows the last stack of its episode; so may the last row.
-    one, valid = torch.ones_like(fragment.valid[:1]), fragment.valid
+    one = torch.ones_like(fragment.valid[:1])
+    valid = fragment.valid
     last = torch.cat([one, follows]) & torch.cat([~valid, one])
     return bool((copies | last | ~begins).all() and (follows | begins[1:]).all())
 
@@ -239,16 +340,29 @@ def with_stacks(fragment: Fragment, n: int) -> Fragment:
         fragment: [T + n - 1, B], without recurrent state
         n: images in a stack
     """
-    (leaves, structure), finals, k = nested.flatten(fragment.state.obs), nested.leaves(fragment.final.obs), n - 1
-    (rows, end_rows), kept = _frame_numbers(fragment, n), fragment.final.t >= k
+    (leaves, structure) = nested.flatten(fragment.state.obs)
+    finals = nested.leaves(fragment.final.obs)
+    k = n - 1
+    (rows, end_rows) = _frame_numbers(fragment, n)
+    kept = fragment.final.t >= k
     for i, x in enumerate(leaves):
-        leaves[i], end = x[k:], finals[i][kept]
-        if x.ndim < 4: finals[i] = end
+        leaves[i] = x[k:]
+        end = finals[i][kept]
+        if x.ndim < 4:
+            finals[i] = end
         else:
-            leaves[i], finals[i] = x.flatten(0, 1)[rows[k:]], x.flatten(0, 1)[end_rows[kept]]
+            leaves[i] = x.flatten(0, 1)[rows[k:]]
+            finals[i] = x.flatten(0, 1)[end_rows[kept]]
             finals[i][:, -1] = end
-    def cut(x): return x[k:]
-    def last(final): return final._replace(t=final.t[kept] - k, b=final.b[kept], actor=nested.getitem(final.actor, kept))
+
+    def cut(x):
+        return x[k:]
+
+    def last(final):
+        return final._replace(
+            t=final.t[kept] - k, b=final.b[kept], actor=nested.getitem(final.actor, kept)
+        )
+
     out = fragment._replace(state=fragment.state._replace(obs=())).map(rows=cut, steps=cut)
     final = last(fragment.final)._replace(obs=structure.unflatten(finals))
     return out._replace(state=out.state._replace(obs=structure.unflatten(leaves)), final=final)

@@ -26,7 +26,8 @@ from .graph.torchdata import IterDataPipe
 # %% ../../nbs/pipes/20_invariants.ipynb #1421570e
 def _demand(mask, problem, leaf, got, row=0):
     "Raise `DataError` for the first element of `mask` that is False. The first row of `mask` has the number `row`."
-    if mask.all(): return
+    if mask.all():
+        return
     t, b = (~mask).nonzero()[0].tolist()
     raise DataError(problem, env=b, leaf=f"{leaf}[{t + row}, {b}]", got=str(got[t, b].item()))
 
@@ -34,30 +35,64 @@ def _demand(mask, problem, leaf, got, row=0):
 def check_shapes(fragment: Fragment) -> None:
     "Raise `DataError` unless every leaf of `fragment` has the `T + 1` or `T` rows of its field."
     T, B = fragment.valid.shape
-    for name, rows in (dict.fromkeys(Fragment.ROWS, T + 1) | dict.fromkeys(Fragment.STEPS, T)).items():
+    for name, rows in (
+        dict.fromkeys(Fragment.ROWS, T + 1) | dict.fromkeys(Fragment.STEPS, T)
+    ).items():
         tree = getattr(fragment, name)
         for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
             if x.shape[:2] != (rows, B):
-                raise DataError("a leaf has the wrong number of rows", leaf=path, expected=f"[{rows}, {B}, ...]", got=describe(x))
+                raise DataError(
+                    "a leaf has the wrong number of rows",
+                    leaf=path,
+                    expected=f"[{rows}, {B}, ...]",
+                    got=describe(x),
+                )
 
 
 def check_alignment(fragment: Fragment) -> None:
     "Raise `DataError` unless rows, steps, ends of episodes and final rows of `fragment` are consistent."
     check_shapes(fragment)
-    (stepno, _, _, rew, fin), term, valid = fragment.state, fragment.term, fragment.valid
+    (stepno, _, _, rew, fin) = fragment.state
+    term = fragment.term
+    valid = fragment.valid
     # The last row of a whole episode keeps its step number; everywhere else a row with `fin` has step number 0.
     counted = (stepno[1:] == stepno[:-1] + 1) | (fin[1:] & (stepno[1:] == 0)) | ~valid
-    _demand(counted, "the steps of an episode are not counted one by one", 'state.stepno', stepno[1:], 1)
-    _demand(~valid | (fin[:-1] == (stepno[:-1] == 0)), "an episode does not begin at step 0", 'state.stepno', stepno[:-1])
-    _demand(fin | ~term, "an episode terminates without an end", 'term', term)
-    _demand(valid | (fin & ~term)[1:], "a row that is no step has no `fin`, or terminates", 'state.fin', fin[1:], 1)
-    _demand(valid | (rew[1:] == 0), "a row that is no step pays a reward", 'state.rew', rew[1:], 1)
-    _demand(torch.isfinite(rew), "a reward is not finite", 'state.rew', rew)
+    _demand(
+        counted, "the steps of an episode are not counted one by one", "state.stepno", stepno[1:], 1
+    )
+    _demand(
+        ~valid | (fin[:-1] == (stepno[:-1] == 0)),
+        "an episode does not begin at step 0",
+        "state.stepno",
+        stepno[:-1],
+    )
+    _demand(fin | ~term, "an episode terminates without an end", "term", term)
+    _demand(
+        valid | (fin & ~term)[1:],
+        "a row that is no step has no `fin`, or terminates",
+        "state.fin",
+        fin[1:],
+        1,
+    )
+    _demand(valid | (rew[1:] == 0), "a row that is no step pays a reward", "state.rew", rew[1:], 1)
+    _demand(torch.isfinite(rew), "a reward is not finite", "state.rew", rew)
     t, b = fragment.final.t, fragment.final.b
-    found, truncated = torch.zeros_like(fin[1:], dtype=torch.int64), (fin & ~term)[1:] & valid
-    if len(t): found.index_put_((t, b), torch.ones_like(t), accumulate=True)
-    _demand((found == 1) | ((found == 0) & ~truncated), "a truncated episode has no final row, or more than one", 'final', found)
-    _demand((found == 0) | (fin[1:] & valid), "a final row belongs to no end of an episode", 'final', found)
+    found = torch.zeros_like(fin[1:], dtype=torch.int64)
+    truncated = (fin & ~term)[1:] & valid
+    if len(t):
+        found.index_put_((t, b), torch.ones_like(t), accumulate=True)
+    _demand(
+        (found == 1) | ((found == 0) & ~truncated),
+        "a truncated episode has no final row, or more than one",
+        "final",
+        found,
+    )
+    _demand(
+        (found == 0) | (fin[1:] & valid),
+        "a final row belongs to no end of an episode",
+        "final",
+        found,
+    )
 
 # %% ../../nbs/pipes/20_invariants.ipynb #3b691991
 def check_continued(fragment: Fragment, before: dict | None = None) -> dict:
@@ -76,9 +111,13 @@ def check_continued(fragment: Fragment, before: dict | None = None) -> dict:
         came_from, old = known.get(lane, (None, None))
         if came_from is not None and came_from + 1 == seq and len(old[1]) == len(first[1]):
             goes_on = ~old[0].fin | ((old[0].stepno == 0) & old[2])
-            for x, y, path in zip(nested.leaves(first), nested.leaves(old[:2]), nested.paths(first, '(state, term)')):
+            for x, y, path in zip(
+                nested.leaves(first), nested.leaves(old[:2]), nested.paths(first, "(state, term)")
+            ):
                 if not torch.equal(x[goes_on], y[goes_on]):
-                    raise DataError("row 0 does not continue the fragment before", leaf=path, lane=lane)
+                    raise DataError(
+                        "row 0 does not continue the fragment before", leaf=path, lane=lane
+                    )
         known[lane] = seq, nested.map(torch.clone, last)
     return known
 
@@ -91,10 +130,16 @@ def check_hx(fragment: Fragment, actor: Any) -> None:
         actor: an actor with `reset`
     """
     begins = fragment.state.fin[0].nonzero()[:, 0].tolist()
-    if not begins or not nested.leaves(fragment.hx): return
+    if not begins or not nested.leaves(fragment.hx):
+        return
     fresh = actor.reset(fragment.hx, begins)
-    for x, y, path in zip(nested.leaves(fragment.hx), nested.leaves(fresh), nested.paths(fragment.hx, 'hx')):
-        if not torch.equal(x, y): raise DataError("memory was not reset where an episode begins", leaf=path, env=begins[0])
+    for x, y, path in zip(
+        nested.leaves(fragment.hx), nested.leaves(fresh), nested.paths(fragment.hx, "hx")
+    ):
+        if not torch.equal(x, y):
+            raise DataError(
+                "memory was not reset where an episode begins", leaf=path, env=begins[0]
+            )
 
 # %% ../../nbs/pipes/20_invariants.ipynb #8452eb88
 def check_ratio(fragment: Fragment, actor: Any, tolerance: float = 1e-3) -> None:
@@ -107,13 +152,25 @@ def check_ratio(fragment: Fragment, actor: Any, tolerance: float = 1e-3) -> None
         actor: the actor that collected it
         tolerance: greatest deviation of a ratio from 1
     """
-    if not hasattr(actor, 'replay') or not (isinstance(fragment.actor, dict) and 'logp' in fragment.actor): return
-    if fragment.version is not None and bool((fragment.version != version_of(actor)).any()): return
-    with torch.no_grad(): ratio = (actor.replay(fragment)['logp'] - fragment.actor['logp'][:-1]).exp()
-    _demand(((ratio - 1).abs() <= tolerance) | ~fragment.valid, "the likelihood ratio of fresh data is not 1", "actor['logp']", ratio)
+    if not hasattr(actor, "replay") or not (
+        isinstance(fragment.actor, dict) and "logp" in fragment.actor
+    ):
+        return
+    if fragment.version is not None and bool((fragment.version != version_of(actor)).any()):
+        return
+    with torch.no_grad():
+        ratio = (actor.replay(fragment)["logp"] - fragment.actor["logp"][:-1]).exp()
+    _demand(
+        ((ratio - 1).abs() <= tolerance) | ~fragment.valid,
+        "the likelihood ratio of fresh data is not 1",
+        "actor['logp']",
+        ratio,
+    )
 
 
-def check_advantages(fragment: Fragment, critic: Callable | None, gamma: float, lam: float, tolerance: float = 1e-3) -> None:
+def check_advantages(
+    fragment: Fragment, critic: Callable | None, gamma: float, lam: float, tolerance: float = 1e-3
+) -> None:
     """Raise `DataError` unless `adv` and `ret` are those of `critic`, `gamma` and `lam`.
 
     Args:
@@ -123,20 +180,35 @@ def check_advantages(fragment: Fragment, critic: Callable | None, gamma: float, 
         lam: exponential weight of GAE
         tolerance: greatest error, relative to 1 + the correct value
     """
-    if fragment.adv is None: return
-    final, array = fragment.final, lambda x: x.double().cpu().numpy()
+    if fragment.adv is None:
+        return
+    final = fragment.final
+    array = lambda x: x.double().cpu().numpy()
     with EvalMode(critic):
-        value = lambda obs, actor: array(actor['value'] if critic is None else _evaluate(critic, nested.as_seen(obs), actor))
-        v, last = value(fragment.state.obs, fragment.actor), {}
-        if len(final.t): last = dict(zip(zip(final.t.tolist(), final.b.tolist()), value(final.obs, final.actor)))
-    rew, cut, term = array(fragment.state.rew), is_cut(fragment).cpu().numpy(), fragment.term.cpu().numpy()
-    adv, later = np.zeros_like(v[1:]), np.zeros_like(v[0])
+        value = lambda obs, actor: array(
+            actor["value"] if critic is None else _evaluate(critic, nested.as_seen(obs), actor)
+        )
+        v = value(fragment.state.obs, fragment.actor)
+        last = {}
+        if len(final.t):
+            last = dict(zip(zip(final.t.tolist(), final.b.tolist()), value(final.obs, final.actor)))
+    rew = array(fragment.state.rew)
+    cut = is_cut(fragment).cpu().numpy()
+    term = fragment.term.cpu().numpy()
+    adv = np.zeros_like(v[1:])
+    later = np.zeros_like(v[0])
     for t in reversed(range(len(adv))):
         after = np.array([last.get((t, b), v[t + 1, b]) for b in range(len(later))]) * ~term[t + 1]
         later = adv[t] = rew[t + 1] + gamma * after - v[t] + gamma * lam * ~cut[t] * later
-    for name, x, y in (('adv', fragment.adv, adv), ('ret', fragment.ret, adv + v[:-1])):
-        x, y = x.double().cpu(), torch.from_numpy(y)
-        _demand(((x - y).abs() <= tolerance * (1 + y.abs())) | ~fragment.valid.cpu(), "wrong advantage or value target", name, x)
+    for name, x, y in (("adv", fragment.adv, adv), ("ret", fragment.ret, adv + v[:-1])):
+        x = x.double().cpu()
+        y = torch.from_numpy(y)
+        _demand(
+            ((x - y).abs() <= tolerance * (1 + y.abs())) | ~fragment.valid.cpu(),
+            "wrong advantage or value target",
+            name,
+            x,
+        )
 
 # %% ../../nbs/pipes/20_invariants.ipynb #3fbeb825
 class CheckInvariants(Pipe):
@@ -158,23 +230,40 @@ class CheckInvariants(Pipe):
         lam: their exponential weight
         tolerance: greatest deviation of a likelihood ratio from 1; relative error of an advantage
     """
+
     reads = 1
 
-    def __init__(self, pipe: IterDataPipe, rate: float = 0.01, actor: Any = None, critic: Callable | None = None,
-                 gamma: float | None = None, lam: float | None = None, tolerance: float = 1e-3):
+    def __init__(
+        self,
+        pipe: IterDataPipe,
+        rate: float = 0.01,
+        actor: Any = None,
+        critic: Callable | None = None,
+        gamma: float | None = None,
+        lam: float | None = None,
+        tolerance: float = 1e-3,
+    ):
         super().__init__(pipe)
-        check_fraction('rate', rate, pipe=self)
-        self.rate, self.actor, self.critic, self.gamma, self.lam, self.tolerance = rate, actor, critic, gamma, lam, tolerance
+        check_fraction("rate", rate, pipe=self)
+        self.rate = rate
+        self.actor = actor
+        self.critic = critic
+        self.gamma = gamma
+        self.lam = lam
+        self.tolerance = tolerance
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         actor, advantage = self._lookup()
         # lanes of an item -> number of such items so far, and their last rows if the next item is due
-        known = self.keep(known={})['known']
+        known = self.keep(known={})["known"]
         for fragment in items:
             check_item(fragment, Fragment, self)
-            lanes = None if fragment.lane is None else (int(fragment.lane[0]), int(fragment.lane[-1]))
+            lanes = (
+                None if fragment.lane is None else (int(fragment.lane[0]), int(fragment.lane[-1]))
+            )
             n, before = known.get(lanes, (0, None))
-            if self._is_due(n): self._check(fragment, before, actor, advantage)
+            if self._is_due(n):
+                self._check(fragment, before, actor, advantage)
             known[lanes] = n + 1, check_continued(fragment) if self._is_due(n + 1) else None
             yield fragment
 
@@ -186,15 +275,20 @@ class CheckInvariants(Pipe):
         steppers, buffers = (find(self.pipe, kind) for kind in (Acting, AdvantageBuffer))
         actor = steppers[0].actor if self.actor is None and len(steppers) == 1 else self.actor
         buffer = buffers[0] if len(buffers) == 1 else self
-        critic, gamma, lam = (getattr(buffer if x is None else self, name) for x, name in (
-            (self.critic, 'critic'), (self.gamma, 'gamma'), (self.lam, 'lam')))
+        critic, gamma, lam = (
+            getattr(buffer if x is None else self, name)
+            for x, name in ((self.critic, "critic"), (self.gamma, "gamma"), (self.lam, "lam"))
+        )
         return actor, None if gamma is None or lam is None else (critic, gamma, lam)
 
     def _check(self, fragment, before, actor, advantage):
-        with located(pipe=self, lane=None if fragment.lane is None else sorted(set(fragment.lane.tolist()))):
+        with located(
+            pipe=self, lane=None if fragment.lane is None else sorted(set(fragment.lane.tolist()))
+        ):
             check_alignment(fragment)
             check_continued(fragment, before)
             if actor is not None:
                 check_hx(fragment, actor)
                 check_ratio(fragment, actor, self.tolerance)
-            if advantage is not None: check_advantages(fragment, *advantage, tolerance=self.tolerance)
+            if advantage is not None:
+                check_advantages(fragment, *advantage, tolerance=self.tolerance)

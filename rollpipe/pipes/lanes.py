@@ -6,7 +6,9 @@
 __all__ = ['Divided', 'opened_into', 'lane_state', 'LaneStates', 'Lanes', 'learning_pipes']
 
 # %% ../../nbs/pipes/14_lanes.ipynb #03556a8a
-import logging, multiprocessing, warnings
+import logging
+import multiprocessing
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +18,13 @@ from typing import Any
 import numpy as np
 
 from .data.captures import capture
-from .data.errors import LEAST_BYTES, CheckpointError, GraphError, check_integer, check_memory
+from rollpipe.pipes.data.errors import (
+    LEAST_BYTES,
+    CheckpointError,
+    GraphError,
+    check_integer,
+    check_memory,
+)
 from .data.random_states import GlobalRandomStates
 from .data.restoring import restore
 from .fragments import Destination, is_placeable
@@ -30,18 +38,22 @@ from .graph.states import named_pipes, restore_stream, stream_state
 from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/14_lanes.ipynb #ed6d8fd5
-_MACHINES = 2     # the value of `SHARDING_PRIORITIES.DISTRIBUTED`
+_MACHINES = 2  # the value of `SHARDING_PRIORITIES.DISTRIBUTED`
 
 
 class Divided:
     "Mixin of `Lanes`: the loaders of torch and torchdata divide the lanes among their processes."
-    divisions: tuple = ()    # `(priority, processes, process)`: first the division among machines, then among workers
-    pipe: Any                # `n` and `pipe` are those of `Lanes`
+
+    divisions: tuple = ()  # `(priority, processes, process)`: first the division among machines, then among workers
+    pipe: Any  # `n` and `pipe` are those of `Lanes`
     n: int
 
-    def is_shardable(self) -> bool: return True
+    def is_shardable(self) -> bool:
+        return True
 
-    def apply_sharding(self, num_of_instances: int, instance_id: int, sharding_group: Any = None) -> None:
+    def apply_sharding(
+        self, num_of_instances: int, instance_id: int, sharding_group: Any = None
+    ) -> None:
         """Keep a part of the lanes: every `num_of_instances`-th lane, or a block of neighbours if machines divide them (`DISTRIBUTED`).
 
         torch and torchdata call this in their processes.
@@ -51,7 +63,7 @@ class Divided:
             instance_id: number of this process
             sharding_group: a `SHARDING_PRIORITIES` of torch; a division among workers applies to the lanes of their machine
         """
-        self.divide(num_of_instances, instance_id, getattr(sharding_group, 'value', 0))
+        self.divide(num_of_instances, instance_id, getattr(sharding_group, "value", 0))
 
     def divide(self, n: int, k: int, priority: int = _MACHINES) -> None:
         """Keep the lanes of machine `k` of `n`, which are a block of neighbours; with another `priority` those of process `k` of `n`.
@@ -61,7 +73,8 @@ class Divided:
         """
         others = [division for division in self.divisions if division[0] != priority]
         self.divisions = tuple(sorted([*others, (priority, n, k)]))
-        for pipe in nodes(self.pipe): pipe.apply_sharding = None      # `Lanes` alone divide, not the pipes above
+        for pipe in nodes(self.pipe):
+            pipe.apply_sharding = None  # `Lanes` alone divide, not the pipes above
 
     def held_above(self) -> list:
         "The networks, actors and callables that the pipes above hold by reference."
@@ -72,7 +85,11 @@ class Divided:
         lanes = range(self.n)
         for priority, n, k in self.divisions:
             # A machine has neighbouring lanes, so that the batches of all machines, joined in order, equal the batch of one process.
-            lanes = lanes[len(lanes) * k // n:len(lanes) * (k + 1) // n] if priority == _MACHINES else lanes[k::n]
+            lanes = (
+                lanes[len(lanes) * k // n : len(lanes) * (k + 1) // n]
+                if priority == _MACHINES
+                else lanes[k::n]
+            )
         return lanes
 
     def is_whole(self) -> bool:
@@ -83,9 +100,16 @@ class Divided:
         "In the first worker of a loader of torch or torchdata, warn if networks collect, because the worker gets no new weights."
         is_worker = self.divisions and multiprocessing.current_process().daemon
         modules = (module for x in self.held_above() for module in modules_in(x))
-        if is_worker and self.divisions[-1][2] == 0 and any(True for module in modules for _ in module.parameters()):
-            warnings.warn("the workers of this loader collect with the weights that they were started with, because training does not "
-                          "reach them. `ProcessReading` sends its workers each new version.", stacklevel=2)
+        if (
+            is_worker
+            and self.divisions[-1][2] == 0
+            and any(True for module in modules for _ in module.parameters())
+        ):
+            warnings.warn(
+                "the workers of this loader collect with the weights that they were started with, because training does not "
+                "reach them. `ProcessReading` sends its workers each new version.",
+                stacklevel=2,
+            )
 
 # %% ../../nbs/pipes/14_lanes.ipynb #8de27399
 def opened_into(pipe: IterDataPipe, destination: Destination) -> Iterator:
@@ -105,8 +129,9 @@ def lane_state(graph: IterDataPipe, states: GlobalRandomStates) -> dict:
 
 class LaneStates:
     "Mixin of `Lanes`: what their iteration keeps."
+
     restored: dict | None
-    running: Any = None     # what the present iteration has: `root`, `turn`, `n`, `pending`, and `lanes`, number -> (graph, stream, states)
+    running: Any = None  # what the present iteration has: `root`, `turn`, `n`, `pending`, and `lanes`, number -> (graph, stream, states)
     root: Callable
     copy: Callable
     global_random_states: Callable
@@ -119,17 +144,29 @@ class LaneStates:
         """
         state, self.restored = self.restored, None
         own = self.own_lanes()
-        if state is None: return dict(root=self.root(), turn=[*own], n=0, lanes=dict.fromkeys(own), pending=[])
-        if sorted(state['lanes']) != [*own] or not state['lanes'].keys() >= {*state['turn']}:
-            raise CheckpointError("the state has other lanes", pipe=self, expected=str([*own]), got=str(sorted(state['lanes'])))
+        if state is None:
+            return dict(root=self.root(), turn=[*own], n=0, lanes=dict.fromkeys(own), pending=[])
+        if sorted(state["lanes"]) != [*own] or not state["lanes"].keys() >= {*state["turn"]}:
+            raise CheckpointError(
+                "the state has other lanes",
+                pipe=self,
+                expected=str([*own]),
+                got=str(sorted(state["lanes"])),
+            )
         return state
 
     def get_state(self, chunks: Any = None) -> dict | None:
         "See `beginning`; None if no item was asked for."
-        if self.running is None: return self.restored
+        if self.running is None:
+            return self.restored
         now = self.running
-        return dict(root=now.root, turn=list(now.turn), n=now.n, pending=list(now.pending),
-                    lanes={k: lane_state(graph, states) for k, (graph, _, states) in now.lanes.items()})
+        return dict(
+            root=now.root,
+            turn=list(now.turn),
+            n=now.n,
+            pending=list(now.pending),
+            lanes={k: lane_state(graph, states) for k, (graph, _, states) in now.lanes.items()},
+        )
 
     def open_lane(self, lane: int, state: dict, again: int = 0) -> tuple:
         """The copy of the graph above for one lane, and its states of the global generators.
@@ -139,10 +176,11 @@ class LaneStates:
             state: see `beginning`
             again: see `copy`
         """
-        graph, states = self.copy(lane, state['root'], again), self.global_random_states(lane, state['root'], again)
-        if not again and (known := state['lanes'][lane]) is not None:     # what `lane_state` returned
-            restore_stream(graph, known['pipes'])
-            states.set_state(restore(known['random']))
+        graph = self.copy(lane, state["root"], again)
+        states = self.global_random_states(lane, state["root"], again)
+        if not again and (known := state["lanes"][lane]) is not None:  # what `lane_state` returned
+            restore_stream(graph, known["pipes"])
+            states.set_state(restore(known["random"]))
         return graph, states
 
 # %% ../../nbs/pipes/14_lanes.ipynb #558ede5f
@@ -165,21 +203,26 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
         n: number of lanes
         seed: determines everything random above; None: that of a loader, or fresh entropy for each iteration
     """
+
     fusible = copies_above = True
-    state_name = 'Lanes'
+    state_name = "Lanes"
 
     def __init__(self, pipe: IterDataPipe, n: int = 1, seed: int | None = None):
         super().__init__(pipe)
-        self.n, self.seed = check_integer('n', n, pipe=self), seed
-        if seed is not None: self.seed_sequence()     # raises for what is no seed
-        check_memory(f'n={n:,}', n * LEAST_BYTES, pipe=self)
+        self.n = check_integer("n", n, pipe=self)
+        self.seed = seed
+        if seed is not None:
+            self.seed_sequence()  # raises for what is no seed
+        check_memory(f"n={n:,}", n * LEAST_BYTES, pipe=self)
 
     def root(self) -> int:
         "The number that determines everything random above in one iteration."
-        if find(self.pipe, Lanes): raise GraphError("lanes within lanes", pipe=self, expected="one `Lanes` in a pipeline")
+        if find(self.pipe, Lanes):
+            raise GraphError("lanes within lanes", pipe=self, expected="one `Lanes` in a pipeline")
         for stepper in find(self.pipe, Acting) if self.n > 1 else []:
             stepper.refuse_copies("each lane", repr(self), pipe=self)
-        for pipe in find(self.pipe, lambda pipe: hasattr(pipe, 'check_lanes')): pipe.check_lanes(self.n)
+        for pipe in find(self.pipe, lambda pipe: hasattr(pipe, "check_lanes")):
+            pipe.check_lanes(self.n)
         return self.seed_sequence().entropy  # pyright: ignore[reportReturnType]  it is an int, as all seeds are
 
     def copy(self, lane: int, root: int, again: int = 0) -> IterDataPipe:
@@ -190,47 +233,81 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
             root: from `root`
             again: number of times that this lane was lost and began anew, each time with other random numbers
         """
-        key = (lane, 2 ** 16 + again) if again else (lane,)   # the keys of a lane's pipes are below 2 ** 16
+        key = (
+            (lane, 2**16 + again) if again else (lane,)
+        )  # the keys of a lane's pipes are below 2 ** 16
         copy = copy_graph(self.pipe)
-        seeded = find(copy, lambda pipe: hasattr(pipe, 'set_lane'))
-        torchs = find(copy, lambda pipe: not hasattr(pipe, 'set_lane') and callable(getattr(pipe, 'set_seed', None)))
+        seeded = find(copy, lambda pipe: hasattr(pipe, "set_lane"))
+        torchs = find(
+            copy,
+            lambda pipe: (
+                not hasattr(pipe, "set_lane") and callable(getattr(pipe, "set_seed", None))
+            ),
+        )
         seeds = np.random.SeedSequence(root, spawn_key=key).spawn(len(seeded) + len(torchs))
-        for pipe, seed in zip(torchs, seeds[len(seeded):]):
-            own = getattr(pipe, '_seed', None) if self.seed is None else None
-            pipe.set_seed(int((seed if own is None else np.random.SeedSequence(own, spawn_key=key)).generate_state(1)[0]))
+        for pipe, seed in zip(torchs, seeds[len(seeded) :]):
+            own = getattr(pipe, "_seed", None) if self.seed is None else None
+            pipe.set_seed(
+                int(
+                    (
+                        seed if own is None else np.random.SeedSequence(own, spawn_key=key)
+                    ).generate_state(1)[0]
+                )
+            )
         for pipe, seed in zip(seeded, seeds):
-            own = getattr(pipe, 'seed', None)
+            own = getattr(pipe, "seed", None)
             if own is not None and self.seed is not None:
-                raise GraphError(f"{type(pipe).__name__} and Lanes both have a seed", pipe=self, expected="one of them",
-                                 got=f"seed={own} and seed={self.seed}")
+                raise GraphError(
+                    f"{type(pipe).__name__} and Lanes both have a seed",
+                    pipe=self,
+                    expected="one of them",
+                    got=f"seed={own} and seed={self.seed}",
+                )
             pipe.set_lane(lane, seed if own is None else np.random.SeedSequence(own, spawn_key=key))
         return copy
 
     def global_random_states(self, lane: int, root: int, again: int = 0) -> GlobalRandomStates:
         "States of the global generators for one lane. Like the seeds of its pipes, they are derived from `root`."
-        own = next((pipe.seed for pipe in find(self.pipe, lambda pipe: getattr(pipe, 'seed', None) is not None)), None)
-        return GlobalRandomStates(np.random.SeedSequence(root if own is None else own, spawn_key=(lane, 2 ** 17 + again)))
+        own = next(
+            (
+                pipe.seed
+                for pipe in find(self.pipe, lambda pipe: getattr(pipe, "seed", None) is not None)
+            ),
+            None,
+        )
+        return GlobalRandomStates(
+            np.random.SeedSequence(root if own is None else own, spawn_key=(lane, 2**17 + again))
+        )
 
     def into(self, destination: Destination) -> Iterator:
         "The same stream as `iter(self)`, but with the fragments in the memory of `destination`, if the lanes can make them there."
         return self._run(destination=destination)
 
     def _items(self, destination=None) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  lanes have no options
-        state, lanes = self.beginning(), {}
+        state = self.beginning()
+        lanes = {}
         self.warn_of_old_weights()
         open_lane = opened if destination is None else partial(opened_into, destination=destination)
-        for lane in state['lanes']:
+        for lane in state["lanes"]:
             graph, states = self.open_lane(lane, state)
             lanes[lane] = graph, open_lane(graph), states
-        unchanging = Unchanging(self.held_above(), logging.getLogger('rollpipe').warning)
+        unchanging = Unchanging(self.held_above(), logging.getLogger("rollpipe").warning)
         # An object, because an edit of a graph looks for pipes in dicts and lists.
-        self.running = now = SimpleNamespace(**{**state, 'turn': deque(state['turn']), 'pending': deque(state['pending']), 'lanes': lanes})
+        self.running = now = SimpleNamespace(
+            **{
+                **state,
+                "turn": deque(state["turn"]),
+                "pending": deque(state["pending"]),
+                "lanes": lanes,
+            }
+        )
         turn = now.turn
         try:
             while now.pending:
                 lane, item = now.pending.popleft()
                 if item is None:
-                    if lane in turn: turn.remove(lane)
+                    if lane in turn:
+                        turn.remove(lane)
                     continue
                 now.n += 1
                 yield restore(item)
@@ -238,14 +315,18 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
                 lane = turn.popleft()
                 _, items, states = lanes[lane]
                 try:
-                    with torch_threads(1), states, unchanging.during(lane): item = next(items)
-                except StopIteration: continue
+                    with torch_threads(1), states, unchanging.during(lane):
+                        item = next(items)
+                except StopIteration:
+                    continue
                 turn.append(lane)
                 now.n += 1
                 yield item
         finally:
-            if self.running is now: self.running = None
-            for _, items, _ in lanes.values(): getattr(items, 'close', lambda: None)()
+            if self.running is now:
+                self.running = None
+            for _, items, _ in lanes.values():
+                getattr(items, "close", lambda: None)()
 
 # %% ../../nbs/pipes/14_lanes.ipynb #23eae9dd
 def learning_pipes(pipe: IterDataPipe) -> dict:
@@ -257,5 +338,7 @@ def learning_pipes(pipe: IterDataPipe) -> dict:
     Returns:
         dict: name -> pipe, sources first
     """
-    learns = lambda p: all(callable(getattr(p, name, None)) for name in ('state_dict', 'load_state_dict'))
+    learns = lambda p: all(
+        callable(getattr(p, name, None)) for name in ("state_dict", "load_state_dict")
+    )
     return {name: p for name, p in named_pipes(pipe).items() if learns(p)}

@@ -40,33 +40,47 @@ class Context:
     Args:
         plan: result of `prepare`
     """
+
     def __init__(self, plan: FragmentCollector):
-        self.plan, self._interaction = plan, plan.pipe.interact()
-        try: self._fragments = plan.stream(self._interaction.start().ticks())
+        self.plan = plan
+        self._interaction = plan.pipe.interact()
+        try:
+            self._fragments = plan.stream(self._interaction.start().ticks())
         except BaseException:
             self.close()
             raise
 
     @property
-    def state(self) -> State: return self._interaction.state
-    @property
-    def hx(self) -> Any: return self._interaction.hx
+    def state(self) -> State:
+        return self._interaction.state
 
-    def __len__(self): return len(self._interaction.envs)
+    @property
+    def hx(self) -> Any:
+        return self._interaction.hx
+
+    def __len__(self):
+        return len(self._interaction.envs)
 
     def close(self) -> None:
         "End the interaction. May be called twice."
         self._fragments = iter(())
         self._interaction.envs.close()
 
-    def __enter__(self): return self
-    def __exit__(self, *exc): self.close()
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
 
 
 def startup(plan: FragmentCollector) -> Context:
     "Reset the environments of a plan from `prepare`, and the actor's recurrent state. Each call starts anew."
     if not isinstance(plan, FragmentCollector) or not isinstance(plan.pipe, EnvStepper):
-        raise DataError("startup needs what `prepare` returned", expected="FragmentCollector over EnvStepper", got=describe(plan))
+        raise DataError(
+            "startup needs what `prepare` returned",
+            expected="FragmentCollector over EnvStepper",
+            got=describe(plan),
+        )
     return Context(plan)
 
 
@@ -75,8 +89,13 @@ def collect(context: Context) -> Fragment:
 
     The actor may be updated between two calls. Raises `DataError` if the context was closed, or has failed before.
     """
-    for fragment in context._fragments: return fragment
-    raise DataError("this context has ended", expected="a new one from `startup(plan)`", got="closed, or failed before")
+    for fragment in context._fragments:
+        return fragment
+    raise DataError(
+        "this context has ended",
+        expected="a new one from `startup(plan)`",
+        got="closed, or failed before",
+    )
 
 # %% ../../nbs/pipes/18_manual.ipynb #c93f773a
 def rollout(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> Iterator[Fragment]:
@@ -89,7 +108,8 @@ def rollout(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> Iterator[Frag
         **kwargs: as for `prepare`
     """
     with startup(prepare(envs, actor, n_steps, **kwargs)) as ctx:
-        while True: yield collect(ctx)
+        while True:
+            yield collect(ctx)
 
 # %% ../../nbs/pipes/18_manual.ipynb #874399a8
 class EnvContext:
@@ -102,10 +122,12 @@ class EnvContext:
     Args:
         stepper: `EnvStepper` with the environments; its actor is not used
     """
+
     def __init__(self, stepper: EnvStepper):
-        env_seed, _ = stepper.seed_sequence().spawn(2)    # the second seed would be for the actor
+        env_seed, _ = stepper.seed_sequence().spawn(2)  # the second seed would be for the actor
         self.envs = stepper.make_envs(env_seed)
-        try: out = self.envs.reset()
+        try:
+            out = self.envs.reset()
         except BaseException:
             self.envs.close()
             raise
@@ -118,19 +140,30 @@ class EnvContext:
             act: one action for each environment, torch [1, B, ...]
         """
         out = self.envs.step(act)
-        if out.ended: out = out._replace(seen=out.seen.without_past())
+        if out.ended:
+            out = out._replace(seen=out.seen.without_past())
         self.state, self.seen = out.state, out.seen
         return out
 
-    def __len__(self): return len(self.envs)
-    def close(self) -> None: self.envs.close()
-    def __enter__(self): return self
-    def __exit__(self, *exc): self.close()
+    def __len__(self):
+        return len(self.envs)
+
+    def close(self) -> None:
+        self.envs.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
 
 
 class _NoActor:
     "A placeholder for the actor that `EnvStepper` requires."
-    def step(self, *args, **kwargs): raise NotImplementedError
+
+    def step(self, *args, **kwargs):
+        raise NotImplementedError
+
     reset = step
 
 

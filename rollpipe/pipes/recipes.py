@@ -33,10 +33,26 @@ from .graph.torchdata import IterDataPipe
 from .transforms import RewardScaler
 
 # %% ../../nbs/pipes/27_recipes.ipynb #b6d2cc50
-def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256, lanes: int = 1, seed: int | None = None,
-             info_keys: Any = None, env_kwargs: dict | None = None, vector: str | None = None, sticky: bool = False,
-             terminal_obs: bool = False, episode_seeds: bool = False, close: bool = True, device: Any = None, engine: str = 'torch',
-             optimize: bool = True, edits: Sequence[Callable] = ()) -> IterDataPipe:
+def rollouts(
+    env: Any,
+    actor: Any,
+    *,
+    n_envs: int | None = 8,
+    n_steps: int = 256,
+    lanes: int = 1,
+    seed: int | None = None,
+    info_keys: Any = None,
+    env_kwargs: dict | None = None,
+    vector: str | None = None,
+    sticky: bool = False,
+    terminal_obs: bool = False,
+    episode_seeds: bool = False,
+    close: bool = True,
+    device: Any = None,
+    engine: str = "torch",
+    optimize: bool = True,
+    edits: Sequence[Callable] = (),
+) -> IterDataPipe:
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments.
 
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits` and `optimize`. `GraphError`: an edit returns no pipe.
@@ -64,18 +80,27 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
     """
     options = dict(terminal_obs=terminal_obs, info_keys=info_keys, close=close)
-    only = dict(env_kwargs=env_kwargs, vector=vector, sticky=n_steps if sticky else None, device=device)
-    if episode_seeds: only['episode_seeds'] = True
+    only = dict(
+        env_kwargs=env_kwargs, vector=vector, sticky=n_steps if sticky else None, device=device
+    )
+    if episode_seeds:
+        only["episode_seeds"] = True
     if is_tensor_source(env):
-        only['engine'] = None if check_engine(engine) in ('torch', 'auto') else engine
+        only["engine"] = None if check_engine(engine) in ("torch", "auto") else engine
         pipe = _of_tensors(env, actor, n_steps, n_envs, options, only)
-    else: pipe = FragmentCollector(EnvStepper(env, actor, n_envs, engine=engine, **options, **only), n_steps)
+    else:
+        pipe = FragmentCollector(
+            EnvStepper(env, actor, n_envs, engine=engine, **options, **only), n_steps
+        )
     pipe = FragmentStacker(Lanes(pipe, lanes, seed), lanes)
     for edit in _listed(edits):
         pipe = edit(pipe)
         if not isinstance(pipe, IterDataPipe):
-            raise GraphError(f"the edit {getattr(edit, '__name__', edit)!r} returned no pipe", expected="an IterDataPipe",
-                             got=describe(pipe))
+            raise GraphError(
+                f"the edit {getattr(edit, '__name__', edit)!r} returned no pipe",
+                expected="an IterDataPipe",
+                got=describe(pipe),
+            )
     pipe = _seeded(pipe, seed)
     return rewrites.optimize(pipe) if optimize else pipe
 
@@ -83,50 +108,94 @@ def rollouts(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 256
 def _of_tensors(env, actor, n_steps, n_envs, options, only):
     "The source for a `TensorEnv`. It takes the `options`, and refuses options that are `only` for other environments."
     for name, x in only.items():
-        if x is None: continue
-        raise DataError("no option for environments made of tensors", pipe=TensorCollector, leaf=name, expected="None", got=repr(x))
+        if x is None:
+            continue
+        raise DataError(
+            "no option for environments made of tensors",
+            pipe=TensorCollector,
+            leaf=name,
+            expected="None",
+            got=repr(x),
+        )
     return TensorCollector(env, actor, n_steps, n_envs, **options)
 
 
 def _listed(edits):
-    if isinstance(edits, Sequence): return edits
-    raise DataError("`edits` is a list of functions pipe -> pipe", leaf='edits', expected="a list, also of one", got=describe(edits))
+    if isinstance(edits, Sequence):
+        return edits
+    raise DataError(
+        "`edits` is a list of functions pipe -> pipe",
+        leaf="edits",
+        expected="a list, also of one",
+        got=describe(edits),
+    )
 
 
 def _seeded(pipe, seed):
     "Give each random pipe between `Lanes` and the end a seed of its own, derived from `seed`. `Lanes` seeds itself and its sources."
-    if seed is None: return pipe
+    if seed is None:
+        return pipe
     by_lanes = {id(p) for lanes in find(pipe, Lanes) for p in find(lanes, lambda p: True)}
-    own = lambda p: getattr(p, 'seed', getattr(p, '_seed', None))     # torch's pipes have a `_seed`, for their next iteration alone
-    random = find(pipe, lambda p: id(p) not in by_lanes and hasattr(p, 'set_seed') and own(p) is None)
-    for p, child in zip(random, np.random.SeedSequence(seed, spawn_key=(2 ** 16,)).spawn(len(random))):
-        setattr(p, 'seed' if hasattr(p, 'seed') else '_seed', int(child.generate_state(1)[0]))
+    own = lambda p: getattr(
+        p, "seed", getattr(p, "_seed", None)
+    )  # torch's pipes have a `_seed`, for their next iteration alone
+    random = find(
+        pipe, lambda p: id(p) not in by_lanes and hasattr(p, "set_seed") and own(p) is None
+    )
+    for p, child in zip(
+        random, np.random.SeedSequence(seed, spawn_key=(2**16,)).spawn(len(random))
+    ):
+        setattr(p, "seed" if hasattr(p, "seed") else "_seed", int(child.generate_state(1)[0]))
     return pipe
 
 # %% ../../nbs/pipes/27_recipes.ipynb #21762989
 def _scaler(scale, gamma, actor):
     "The edits that insert a `RewardScaler` if `reward_scale` asks for one."
-    if scale is None: return []
-    if scale not in ('learn', 'sign') and not is_between(scale, 1e-30, 1e30):
-        raise DataError("no scale of rewards", leaf='reward_scale', expected="a number above 0, 'learn', 'sign' or None", got=repr(scale))
-    if scale != 1 and getattr(actor, 'uses_past', False):
-        raise DataError("the policy sees its past rewards (`past`, `uses_past`), and they would not be those that it learns from",
-                        leaf='reward_scale', expected="None for such a policy; the environment may scale its rewards", got=repr(scale))
-    return [RewardScaler.inserter(after=Lanes, scale=None if scale == 'learn' else scale, gamma=gamma)]
+    if scale is None:
+        return []
+    if scale not in ("learn", "sign") and not is_between(scale, 1e-30, 1e30):
+        raise DataError(
+            "no scale of rewards",
+            leaf="reward_scale",
+            expected="a number above 0, 'learn', 'sign' or None",
+            got=repr(scale),
+        )
+    if scale != 1 and getattr(actor, "uses_past", False):
+        raise DataError(
+            "the policy sees its past rewards (`past`, `uses_past`), and they would not be those that it learns from",
+            leaf="reward_scale",
+            expected="None for such a policy; the environment may scale its rewards",
+            got=repr(scale),
+        )
+    return [
+        RewardScaler.inserter(after=Lanes, scale=None if scale == "learn" else scale, gamma=gamma)
+    ]
 
 
 def _known(recipe, options):
     "These options, if `rollouts` has all of them. Otherwise the `TypeError` names the recipe that was called, and what it takes."
     known = signature(recipe).parameters
     for name in options:
-        if name in known: continue
-        raise TypeError(f"{recipe.__name__}() got an unexpected keyword argument {name!r}. Expected {', '.join(known)}")
+        if name in known:
+            continue
+        raise TypeError(
+            f"{recipe.__name__}() got an unexpected keyword argument {name!r}. Expected {', '.join(known)}"
+        )
     return options
 
 # %% ../../nbs/pipes/27_recipes.ipynb #fe1641a6
 @delegates(rollouts)
-def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, lam: float = 0.95, reward_scale: float | str | None = None,
-              edits: Sequence[Callable] = (), **kwargs: Any) -> IterDataPipe:
+def on_policy(
+    env: Any,
+    actor: Any,
+    critic: Any = None,
+    *,
+    gamma: float = 0.99,
+    lam: float = 0.95,
+    reward_scale: float | str | None = None,
+    edits: Sequence[Callable] = (),
+    **kwargs: Any,
+) -> IterDataPipe:
     """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments, with `adv` and `ret`.
 
     `EnvStepper -> FragmentCollector -> Lanes -> AdvantageBuffer -> FragmentStacker`, then the `edits`. Raises `GraphError` if an edit
@@ -143,15 +212,39 @@ def on_policy(env: Any, actor: Any, critic: Any = None, *, gamma: float = 0.99, 
         **kwargs: see `rollouts`
     """
     advantage = AdvantageBuffer.inserter(after=Lanes, critic=critic, gamma=gamma, lam=lam)
-    return rollouts(env, actor, edits=[advantage, *_scaler(reward_scale, gamma, actor), *_listed(edits)], **_known(on_policy, kwargs))
+    return rollouts(
+        env,
+        actor,
+        edits=[advantage, *_scaler(reward_scale, gamma, actor), *_listed(edits)],
+        **_known(on_policy, kwargs),
+    )
 
 # %% ../../nbs/pipes/27_recipes.ipynb #d53f8f65
 @delegates(rollouts)
-def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, capacity: int = 100_000, batch_size: int = 256,
-             n_batches: int = 1, samples_per_step: float | None = None, warmup: int = 1000, length: int = 1, prioritized: bool = False,
-             alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: str | Path | None = None, n_sampled_goal: int = 0,
-             frames: int = 1, reward_scale: float | str | None = None, terminal_obs: bool = True, edits: Sequence[Callable] = (),
-             **kwargs: Any) -> IterDataPipe:
+def replayed(
+    env: Any,
+    actor: Any,
+    *,
+    n_envs: int | None = 8,
+    n_steps: int = 4,
+    capacity: int = 100_000,
+    batch_size: int = 256,
+    n_batches: int = 1,
+    samples_per_step: float | None = None,
+    warmup: int = 1000,
+    length: int = 1,
+    prioritized: bool = False,
+    alpha: float = 0.6,
+    beta: float = 0.4,
+    zero_state: bool = False,
+    path: str | Path | None = None,
+    n_sampled_goal: int = 0,
+    frames: int = 1,
+    reward_scale: float | str | None = None,
+    terminal_obs: bool = True,
+    edits: Sequence[Callable] = (),
+    **kwargs: Any,
+) -> IterDataPipe:
     """A pipeline that yields a `Replayed` for every `n_steps` steps of `lanes * n_envs` environments: new steps, and samples of all steps.
 
     `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See `rollouts` and `Replay`. With
@@ -180,13 +273,37 @@ def replayed(env: Any, actor: Any, *, n_envs: int | None = 8, n_steps: int = 4, 
         edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
-    if reward_scale == 'learn' or reward_scale is not None and n_sampled_goal:
-        raise DataError("a memory keeps rewards for good, and those of other goals are computed anew", leaf='reward_scale',
-                        expected="a number or 'sign', without n_sampled_goal", got=repr(reward_scale))
-    replay = partial(Replay, capacity=capacity, batch_size=batch_size, n_batches=n_batches, samples_per_step=samples_per_step,
-                     warmup=warmup, length=length,
-                     prioritized=prioritized, alpha=alpha, beta=beta, zero_state=zero_state, path=path, frames=frames)
-    rules = GoalRules(env, kwargs.get('env_kwargs')) if n_sampled_goal else None
+    if reward_scale == "learn" or reward_scale is not None and n_sampled_goal:
+        raise DataError(
+            "a memory keeps rewards for good, and those of other goals are computed anew",
+            leaf="reward_scale",
+            expected="a number or 'sign', without n_sampled_goal",
+            got=repr(reward_scale),
+        )
+    replay = partial(
+        Replay,
+        capacity=capacity,
+        batch_size=batch_size,
+        n_batches=n_batches,
+        samples_per_step=samples_per_step,
+        warmup=warmup,
+        length=length,
+        prioritized=prioritized,
+        alpha=alpha,
+        beta=beta,
+        zero_state=zero_state,
+        path=path,
+        frames=frames,
+    )
+    rules = GoalRules(env, kwargs.get("env_kwargs")) if n_sampled_goal else None
     hindsight = [partial(Hindsight, rules=rules, n_sampled_goal=n_sampled_goal)] if rules else []
-    edits = [*_scaler(reward_scale, 1., actor), replay, *hindsight, *_listed(edits)]
-    return rollouts(env, actor, n_envs=n_envs, n_steps=n_steps, terminal_obs=terminal_obs, edits=edits, **_known(replayed, kwargs))
+    edits = [*_scaler(reward_scale, 1.0, actor), replay, *hindsight, *_listed(edits)]
+    return rollouts(
+        env,
+        actor,
+        n_envs=n_envs,
+        n_steps=n_steps,
+        terminal_obs=terminal_obs,
+        edits=edits,
+        **_known(replayed, kwargs),
+    )

@@ -25,13 +25,20 @@ def common_keeper(found: dict) -> Keeper:
         found: name of an environment -> its `Keeper`
     """
     names = {keeper.name for keeper in found.values()}
-    if len(names) == 1: return next(iter(found.values()))
-    if 'none' in names: return Keeper('none', {name: keeper.failed for name, keeper in found.items() if keeper.name == 'none'})
-    own_failed = 'own' in names and any('own' in keeper.failed for keeper in found.values())
+    if len(names) == 1:
+        return next(iter(found.values()))
+    if "none" in names:
+        return Keeper(
+            "none", {name: keeper.failed for name, keeper in found.items() if keeper.name == "none"}
+        )
+    own_failed = "own" in names and any("own" in keeper.failed for keeper in found.values())
     if own_failed or any(keeper.logs for keeper in found.values()):
-        ways = ', '.join(f'{name}: {keeper.name}' for name, keeper in found.items())
-        return Keeper('none', dict(different=f"the environments of one batch are kept in different ways ({ways})"))
-    return Keeper('own' if 'own' in names else '+'.join(sorted(names - {'attributes'})))
+        ways = ", ".join(f"{name}: {keeper.name}" for name, keeper in found.items())
+        return Keeper(
+            "none",
+            dict(different=f"the environments of one batch are kept in different ways ({ways})"),
+        )
+    return Keeper("own" if "own" in names else "+".join(sorted(names - {"attributes"})))
 
 # %% ../../nbs/pipes/28_resumable.ipynb #bed7dcff
 def keep_environments(pipe: IterDataPipe) -> dict:
@@ -45,8 +52,10 @@ def keep_environments(pipe: IterDataPipe) -> dict:
     Returns:
         dict: name of a source, its class and a number from the second one on -> `Keeper`; 'none': its environments cannot be kept
     """
-    sources, tested = numbered(find(pipe, Acting)), {}
-    for source in sources.values(): source.keeper = _keeper_of(source, tested)
+    sources = numbered(find(pipe, Acting))
+    tested = {}
+    for source in sources.values():
+        source.keeper = _keeper_of(source, tested)
     return {name: source.keeper for name, source in sources.items()}
 
 
@@ -56,22 +65,41 @@ def keep_as(pipe: IterDataPipe, names: Iterable[str]) -> None:
     Args:
         names: of the keepers, in the order of `keep_environments`
     """
-    for source, name in zip(find(pipe, Acting), names): source.keeper = Keeper(name)
+    for source, name in zip(find(pipe, Acting), names):
+        source.keeper = Keeper(name)
 
 
 def _keeper_of(source: Any, tested: dict) -> Keeper:
     factories = [source.factory] if isinstance(source, TensorCollector) else source.factories
-    if not factories: return Keeper('none', dict(pipe="a pipe yields the environments, and cannot yield them a second time"))
-    if any(isinstance(factory, Lender) or getattr(factory, 'lends', False) for factory in factories):
-        return Keeper('none', dict(lent="the environments are lent, and cannot be made a second time"))
-    if not source.close_made: return Keeper('none', dict(close="close=False, and a test would close its environments"))
-    return common_keeper({f'{b} ({factory.name})': _tested(factory, tested) for b, factory in enumerate(factories)})
+    if not factories:
+        return Keeper(
+            "none", dict(pipe="a pipe yields the environments, and cannot yield them a second time")
+        )
+    if any(
+        isinstance(factory, Lender) or getattr(factory, "lends", False) for factory in factories
+    ):
+        return Keeper(
+            "none", dict(lent="the environments are lent, and cannot be made a second time")
+        )
+    if not source.close_made:
+        return Keeper("none", dict(close="close=False, and a test would close its environments"))
+    return common_keeper(
+        {f"{b} ({factory.name})": _tested(factory, tested) for b, factory in enumerate(factories)}
+    )
 
 
 def _tested(factory, tested):
     "The keeper for the environments of a factory."
-    made_of = getattr(factory, 'source', factory.name)     # a vector is made from an id, which is its name
-    key = (type(factory), made_of if isinstance(made_of, str) else id(made_of), factory.n_envs, getattr(factory, 'vector', None),
-           repr(getattr(factory, 'env_kwargs', None)))
-    if key not in tested: tested[key] = keeper_for(lambda: factory(0))
+    made_of = getattr(
+        factory, "source", factory.name
+    )  # a vector is made from an id, which is its name
+    key = (
+        type(factory),
+        made_of if isinstance(made_of, str) else id(made_of),
+        factory.n_envs,
+        getattr(factory, "vector", None),
+        repr(getattr(factory, "env_kwargs", None)),
+    )
+    if key not in tested:
+        tested[key] = keeper_for(lambda: factory(0))
     return tested[key]

@@ -21,12 +21,18 @@ from .graph.torchdata import IterDataPipe
 # %% ../../nbs/pipes/25_rewrites.ipynb #80eb2e18
 def _passes_on(pipe) -> bool:
     "Does `pipe` pass on each fragment at once, whatever its strides, and keep none?"
-    return isinstance(pipe, Pipe) and trait(pipe, 'any_strides') and trait(pipe, 'reads') == 1 and not trait(pipe, 'keeps_items')
+    return (
+        isinstance(pipe, Pipe)
+        and trait(pipe, "any_strides")
+        and trait(pipe, "reads") == 1
+        and not trait(pipe, "keeps_items")
+    )
 
 
 def between(stacker: FragmentStacker) -> tuple:
     "`(lanes, pipes)`: the pipe that yields the stacker's fragments, and the pipes between both, in the order of the stream."
-    pipe, passed = stacker.pipe, []
+    pipe = stacker.pipe
+    passed = []
     while not isinstance(pipe, Lanes) and _passes_on(pipe) and len(above := inputs(pipe)) == 1:
         passed.insert(0, pipe)
         pipe = above[0]
@@ -37,35 +43,51 @@ def obstacle(stacker: FragmentStacker, pipe: IterDataPipe) -> str | None:
     "The reason why, in the graph that ends in `pipe`, the lanes cannot make fragments in memory of the stacker; None if they can."
     lanes, passed = between(stacker)
     name = type(lanes).__name__
-    if not trait(stacker, 'fusible'): return f"{type(stacker).__name__} has methods of its own"
-    if stacker.n == 1: return "it joins one fragment"
+    if not trait(stacker, "fusible"):
+        return f"{type(stacker).__name__} has methods of its own"
+    if stacker.n == 1:
+        return "it joins one fragment"
     for x in [*passed, lanes]:
-        readers = [reader for reader in nodes(pipe) if any(source is x for source in inputs(reader))]
-        if len(readers) > 1: return f"other pipes read {type(x).__name__}, too"
-    if not isinstance(lanes, Lanes): return f"it reads {name}, which may keep fragments or wants them to be contiguous"
-    if not trait(lanes, 'fusible'): return f"{name} has methods of its own"
-    return None if is_placeable(lanes.pipe) else f"the fragments of {type(lanes.pipe).__name__} have memory of their own"
+        readers = [
+            reader for reader in nodes(pipe) if any(source is x for source in inputs(reader))
+        ]
+        if len(readers) > 1:
+            return f"other pipes read {type(x).__name__}, too"
+    if not isinstance(lanes, Lanes):
+        return f"it reads {name}, which may keep fragments or wants them to be contiguous"
+    if not trait(lanes, "fusible"):
+        return f"{name} has methods of its own"
+    return (
+        None
+        if is_placeable(lanes.pipe)
+        else f"the fragments of {type(lanes.pipe).__name__} have memory of their own"
+    )
 
 # %% ../../nbs/pipes/25_rewrites.ipynb #da1538b8
 class InPlace:
     "A `fusion` of a `FragmentStacker`: the lanes make their fragments side by side, so that it need not copy them."
+
     def fits(self, stacker: FragmentStacker, pipe: IterDataPipe) -> bool:
         "Does this work in the graph that ends in `pipe`?"
         return obstacle(stacker, pipe) is None
 
     def drawn(self, stacker: FragmentStacker) -> str:
         "The text of the stacker in a drawing."
-        return f'{short_repr(stacker)[:-1]}, in_place=True)'
+        return f"{short_repr(stacker)[:-1]}, in_place=True)"
 
     def stream(self, stacker: FragmentStacker) -> Iterator[Fragment]:
         "The batches of the stacker."
-        room, (lanes, passed) = SideBySide(stacker.n), between(stacker)
+        room = SideBySide(stacker.n)
+        (lanes, passed) = between(stacker)
         items = lanes.into(room)
-        for pipe in passed: items = pipe._run(items=items)
+        for pipe in passed:
+            items = pipe._run(items=items)
         batches = stacker._joined(items, room.placed)
-        try: yield from batches
+        try:
+            yield from batches
         finally:
-            for x in (batches, items): close(x)
+            for x in (batches, items):
+                close(x)
 
 # %% ../../nbs/pipes/25_rewrites.ipynb #a0163e48
 def _joining(stacker):
@@ -87,8 +109,10 @@ def optimize(pipe: IterDataPipe, report: bool = False) -> Any:
     """
     lines = []
     for k in range(len(find(pipe, FragmentStacker))):
-        found = find(pipe, FragmentStacker)[k]     # the same order in each edited graph
-        why, line = obstacle(found, pipe), f"make fragments where they are joined: {short_repr(found)}"
+        found = find(pipe, FragmentStacker)[k]  # the same order in each edited graph
+        why = obstacle(found, pipe)
+        line = f"make fragments where they are joined: {short_repr(found)}"
         lines.append(line if why is None else f"not {line}, because {why}")
-        if why is None: pipe = replace(pipe, lambda p, found=found: p is found, _joining)
-    return (pipe, '\n'.join(lines) or "no pipe that a rewrite could replace") if report else pipe
+        if why is None:
+            pipe = replace(pipe, lambda p, found=found: p is found, _joining)
+    return (pipe, "\n".join(lines) or "no pipe that a rewrite could replace") if report else pipe

@@ -6,7 +6,8 @@
 __all__ = ['refuse_reading_ahead', 'EnvStepper']
 
 # %% ../../nbs/pipes/12_stepper.ipynb #7d47c8c7
-import multiprocessing, os
+import multiprocessing
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -35,11 +36,21 @@ def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:
         pipe: pipe that begins to iterate
         holders: actors that the pipe calls
     """
-    is_fixed = multiprocessing.current_process().daemon     # a worker of torchdata, which gets no new weights
-    if is_fixed or not reads_ahead() or not any(True for x in holders for m in modules_in(x) for _ in m.parameters()): return
-    raise GraphError("a `Prefetcher` below collects in a thread, while the learner changes the weights", pipe=pipe,
-                     expected="`ProcessReading(num_workers, lag=1)`, which collects ahead with weights of one version, "
-                              "or a `Prefetcher` below pipes that ask no network")
+    is_fixed = (
+        multiprocessing.current_process().daemon
+    )  # a worker of torchdata, which gets no new weights
+    if (
+        is_fixed
+        or not reads_ahead()
+        or not any(True for x in holders for m in modules_in(x) for _ in m.parameters())
+    ):
+        return
+    raise GraphError(
+        "a `Prefetcher` below collects in a thread, while the learner changes the weights",
+        pipe=pipe,
+        expected="`ProcessReading(num_workers, lag=1)`, which collects ahead with weights of one version, "
+        "or a `Prefetcher` below pipes that ask no network",
+    )
 
 # %% ../../nbs/pipes/12_stepper.ipynb #766d90ee
 class EnvStepper(Acting, Seeded, Source):
@@ -82,51 +93,109 @@ class EnvStepper(Acting, Seeded, Source):
         device: the actor's device; the actor's input is copied there, and its answer back to the host
         engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
     """
+
     keeps_items, fusible = False, True
 
-    def __init__(self, source: Any, actor: Any, n_envs: int | None = None, *, vector: str | None = None, sticky: int | None = None,
-                 terminal_obs: bool = False, env_kwargs: dict | None = None, info_keys: Sequence | None = None, seed: int | None = None,
-                 explore: bool = True, clip_actions: bool = True, close: bool = True, device: Any = None, engine: str = 'torch',
-                 episode_seeds: bool = False):
+    def __init__(
+        self,
+        source: Any,
+        actor: Any,
+        n_envs: int | None = None,
+        *,
+        vector: str | None = None,
+        sticky: int | None = None,
+        terminal_obs: bool = False,
+        env_kwargs: dict | None = None,
+        info_keys: Sequence | None = None,
+        seed: int | None = None,
+        explore: bool = True,
+        clip_actions: bool = True,
+        close: bool = True,
+        device: Any = None,
+        engine: str = "torch",
+        episode_seeds: bool = False,
+    ):
         super().__init__()
-        if sticky is not None: check_integer('sticky', sticky, pipe=self)
+        if sticky is not None:
+            check_integer("sticky", sticky, pipe=self)
         if sticky and vector:
-            raise EnvError("the environments of a vector cannot rest", pipe=self, expected="either sticky or vector",
-                           got=f"sticky={sticky}, vector={vector!r}")
+            raise EnvError(
+                "the environments of a vector cannot rest",
+                pipe=self,
+                expected="either sticky or vector",
+                got=f"sticky={sticky}, vector={vector!r}",
+            )
         self._set_source(source, n_envs, vector, env_kwargs)
         self._set_actor(actor)
-        self.vector, self.sticky, self.terminal_obs, self.close_made = vector, sticky, terminal_obs, close
+        self.vector = vector
+        self.sticky = sticky
+        self.terminal_obs = terminal_obs
+        self.close_made = close
         self.episode_seeds = episode_seeds
         if isinstance(info_keys, str) or not (info_keys is None or isinstance(info_keys, Iterable)):
-            raise DataError("names are wanted, not one name", pipe=self, leaf='info_keys', expected=f"[{info_keys!r}]", got=repr(info_keys))
-        self.info_keys, self.seed, self.explore, self.clip_actions = info_keys, seed, explore, clip_actions
-        self.device, self.engine = None if device is None else checked_device(device, pipe=self), check_engine(engine, pipe=self)
+            raise DataError(
+                "names are wanted, not one name",
+                pipe=self,
+                leaf="info_keys",
+                expected=f"[{info_keys!r}]",
+                got=repr(info_keys),
+            )
+        self.info_keys = info_keys
+        self.seed = seed
+        self.explore = explore
+        self.clip_actions = clip_actions
+        self.device, self.engine = (
+            None if device is None else checked_device(device, pipe=self),
+            check_engine(engine, pipe=self),
+        )
 
     def _set_source(self, source, n_envs, vector, env_kwargs):
-        self.factories, self.n_envs, self.env_kwargs, self.process = [], n_envs, env_kwargs, os.getpid()     # no factory: a pipe
-        if vector is not None: self.factories = [VectorFactory(source, 1 if n_envs is None else n_envs, vector, env_kwargs)]
-        elif not isinstance(source, IterDataPipe): self.factories = env_sources(source, n_envs, env_kwargs)
-        else: self.pipe = source
-        if self.factories: self.n_envs = sum(factory.n_envs for factory in self.factories)
-        elif n_envs is not None: check_integer('n_envs', n_envs, pipe=type(self))
+        # no factory: a pipe
+        self.factories = []
+        self.n_envs = n_envs
+        self.env_kwargs = env_kwargs
+        self.process = os.getpid()
+        if vector is not None:
+            self.factories = [
+                VectorFactory(source, 1 if n_envs is None else n_envs, vector, env_kwargs)
+            ]
+        elif not isinstance(source, IterDataPipe):
+            self.factories = env_sources(source, n_envs, env_kwargs)
+        else:
+            self.pipe = source
+        if self.factories:
+            self.n_envs = sum(factory.n_envs for factory in self.factories)
+        elif n_envs is not None:
+            check_integer("n_envs", n_envs, pipe=type(self))
 
-    def _open(self): return iter(()) if self.factories else iter(self.pipe)
+    def _open(self):
+        return iter(()) if self.factories else iter(self.pipe)
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
         "See `Acting`."
-        above = [] if self.factories else [x for pipe in nodes(self.pipe) for x in vars(pipe).values()]
-        for env in instances_in([*self.factories, *above]): raise no_copy(Lender(env).name, owner, got, **where)
+        above = (
+            [] if self.factories else [x for pipe in nodes(self.pipe) for x in vars(pipe).values()]
+        )
+        for env in instances_in([*self.factories, *above]):
+            raise no_copy(Lender(env).name, owner, got, **where)
 
     def _factories(self, items, **where):
         "The factories for one iteration. The environments of a pipe come from its iterator `items`."
-        if os.getpid() != self.process: self.refuse_copies("each process", "another process", **where)
-        if self.factories: return self.factories
+        if os.getpid() != self.process:
+            self.refuse_copies("each process", "another process", **where)
+        if self.factories:
+            return self.factories
         if items is None:
-            raise GraphError("a pipe of environments is open only within an iteration", **where, expected="environments, or a pipeline")
-        with located(**where): return taken(items, self.n_envs, self.env_kwargs)
+            raise GraphError(
+                "a pipe of environments is open only within an iteration",
+                **where,
+                expected="environments, or a pipeline",
+            )
+        with located(**where):
+            return taken(items, self.n_envs, self.env_kwargs)
 
     def __repr__(self):
-        source = self.factories[0] if self.factories else 'a pipe'
+        source = self.factories[0] if self.factories else "a pipe"
         return f"EnvStepper({source}, {type(self.actor).__name__}, n_envs={self.n_envs})"
 
     def make_envs(self, seed: np.random.SeedSequence, items: Iterator | None = None) -> Batch:
@@ -137,27 +206,46 @@ class EnvStepper(Acting, Seeded, Source):
             items: iterator of the pipe of environments, if there is one
         """
         where = dict(pipe=type(self).__name__, lane=self.lane)
-        envs = env_batch(self._factories(items, **where), seed, sticky=self.sticky, info_keys=self.info_keys,
-                         clip_actions=self.clip_actions, closes=self.close_made, keeper=self.keeper,
-                         episode_seeds=self.episode_seeds, **where)
+        envs = env_batch(
+            self._factories(items, **where),
+            seed,
+            sticky=self.sticky,
+            info_keys=self.info_keys,
+            clip_actions=self.clip_actions,
+            closes=self.close_made,
+            keeper=self.keeper,
+            episode_seeds=self.episode_seeds,
+            **where,
+        )
         envs.terminal_obs = self.terminal_obs
-        envs.pinned = self.device is not None and self.device.type == 'cuda'
+        envs.pinned = self.device is not None and self.device.type == "cuda"
         return envs
 
     def interact(self, items: Iterator | None = None) -> Interaction:
         "A new `Interaction` of the actor with new environments, which come from `items` if there is a pipe. The caller closes its `envs`."
         self.refuse_processes()
         refuse_reading_ahead(self, [self.actor])
-        check_engine(self.engine, pipe=self)     # again, because an edit may have changed it
+        check_engine(self.engine, pipe=self)  # again, because an edit may have changed it
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         envs = self.make_envs(env_seed, items)
-        made = Interaction(self.actor, envs, actor_seed, lane=self.lane, explore=self.explore, device=self.device, engine=self.engine)
+        made = Interaction(
+            self.actor,
+            envs,
+            actor_seed,
+            lane=self.lane,
+            explore=self.explore,
+            device=self.device,
+            engine=self.engine,
+        )
         return made if self.timer is None else self.timer.interaction(made)
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
-        with nullcontext() if self.restored is None else GlobalRandomStates(): interaction = self.interact(items)     # which may draw
+        with nullcontext() if self.restored is None else GlobalRandomStates():
+            interaction = self.interact(items)  # which may draw
         try:
-            if self.restored is None: interaction.start()
+            if self.restored is None:
+                interaction.start()
             self.keep(interaction=interaction)
             yield from interaction.ticks()
-        finally: interaction.envs.close()
+        finally:
+            interaction.envs.close()

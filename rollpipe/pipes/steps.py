@@ -31,20 +31,47 @@ from .graph.torchdata import IterDataPipe
 # %% ../../nbs/pipes/23_steps.ipynb #e97c94cb
 def _random_fields(rng, obs_space, act_space) -> dict:
     "A random tensor for each field of a `Step` except `image`."
+
     def sample(space):
-        space.seed(int(rng.integers(2 ** 31)))
-        return nested.map(lambda like, x: torch.from_numpy(np.array(x, like.dtype)), space_spec(space), _plain(space.sample()))
-    def number(): return torch.tensor(rng.normal(), dtype=torch.float32)
-    def count(): return torch.tensor(int(rng.integers(100)))
+        space.seed(int(rng.integers(2**31)))
+        return nested.map(
+            lambda like, x: torch.from_numpy(np.array(x, like.dtype)),
+            space_spec(space),
+            _plain(space.sample()),
+        )
+
+    def number():
+        return torch.tensor(rng.normal(), dtype=torch.float32)
+
+    def count():
+        return torch.tensor(int(rng.integers(100)))
+
     ended = int(rng.integers(3))
-    return dict(state=sample(obs_space), action=sample(act_space), next_state=sample(obs_space), terminated=torch.tensor(ended == 1),
-                truncated=torch.tensor(ended == 2), reward=number(), total_reward=number(), advantage=number(),
-                env_id=count(), proc_id=count(), step_n=count(), episode_n=count())
+    return dict(
+        state=sample(obs_space),
+        action=sample(act_space),
+        next_state=sample(obs_space),
+        terminated=torch.tensor(ended == 1),
+        truncated=torch.tensor(ended == 2),
+        reward=number(),
+        total_reward=number(),
+        advantage=number(),
+        env_id=count(),
+        proc_id=count(),
+        step_n=count(),
+        episode_n=count(),
+    )
 
 
 def _plain(x):
     "`x` with plain dicts and tuples instead of gymnasium's own types."
-    return {k: _plain(v) for k, v in x.items()} if isinstance(x, dict) else tuple(map(_plain, x)) if isinstance(x, tuple) else x
+    return (
+        {k: _plain(v) for k, v in x.items()}
+        if isinstance(x, dict)
+        else tuple(map(_plain, x))
+        if isinstance(x, tuple)
+        else x
+    )
 
 # %% ../../nbs/pipes/23_steps.ipynb #6a992a9c
 @with_field_docs
@@ -66,6 +93,7 @@ class Step(NamedTuple):
         episode_n: int64 []: number of episodes that this environment finished before; 0 in the first
         image: uint8 [height, width, 3]: an image after the step; None if none was recorded; for display, not for learning
     """
+
     state: Any
     action: Any
     next_state: Any
@@ -80,19 +108,28 @@ class Step(NamedTuple):
     episode_n: Any
     image: Any = None
 
-    def clone(self) -> 'Step': return nested.map(torch.clone, self)
-    def detach(self) -> 'Step': return nested.map(Tensor.detach, self)
-    def to(self, *args: Any, **kwargs: Any) -> 'Step':
+    def clone(self) -> "Step":
+        return nested.map(torch.clone, self)
+
+    def detach(self) -> "Step":
+        return nested.map(Tensor.detach, self)
+
+    def to(self, *args: Any, **kwargs: Any) -> "Step":
         "As `torch.nn.Module.to`: moves all leaves to a device, and casts only floating-point leaves to a dtype."
+
         def move(x):
-            if x.is_floating_point(): return x.to(*args, **kwargs)
+            if x.is_floating_point():
+                return x.to(*args, **kwargs)
             return x.to(x.new_empty(0, dtype=torch.float32).to(*args, **kwargs).device)
+
         return nested.map(move, self)
+
     @staticmethod  # a batch: the `Step` with leaves `[n, ...]` of `n` steps
-    def stack(steps: list) -> 'Step': return nested.stack(steps)
+    def stack(steps: list) -> "Step":
+        return nested.stack(steps)
 
     @staticmethod
-    def random(seed: int | None = None, env: Any = None, **fields: Any) -> 'Step':
+    def random(seed: int | None = None, env: Any = None, **fields: Any) -> "Step":
         """A step with the right types and random content, for tests.
 
         Args:
@@ -100,8 +137,14 @@ class Step(NamedTuple):
             env: environment whose spaces the step has, or anything that `spaces_of` takes; None: 4 numbers, 2 actions
             **fields: given values of fields
         """
-        spaces = (gym.spaces.Box(-np.inf, np.inf, (4,)), gym.spaces.Discrete(2)) if env is None else spaces_of(env)
-        return Step(**{**_random_fields(np.random.default_rng(seed), *map(deepcopy, spaces)), **fields})
+        spaces = (
+            (gym.spaces.Box(-np.inf, np.inf, (4,)), gym.spaces.Discrete(2))
+            if env is None
+            else spaces_of(env)
+        )
+        return Step(
+            **{**_random_fields(np.random.default_rng(seed), *map(deepcopy, spaces)), **fields}
+        )
 
 # %% ../../nbs/pipes/23_steps.ipynb #f3621c36
 default_collate_fn_map[Step] = lambda steps, *, collate_fn_map=None: Step.stack(steps)
@@ -113,19 +156,25 @@ def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tenso
     Args:
         sums: sums of the lane up to this fragment, which are updated
     """
-    rew, fin, valid = (x.cpu().numpy() for x in (fragment.state.rew[1:], fragment.state.fin[1:], fragment.valid))
-    total, number = np.empty(rew.shape, np.float32), np.empty(rew.shape, np.int64)
+    rew, fin, valid = (
+        x.cpu().numpy() for x in (fragment.state.rew[1:], fragment.state.fin[1:], fragment.valid)
+    )
+    total = np.empty(rew.shape, np.float32)
+    number = np.empty(rew.shape, np.int64)
     for t in range(len(rew)):
         sums.add(rew[t], valid[t])
         total[t], number[t] = sums.ret, sums.count
         sums.end(fin[t] & valid[t])
-    return torch.from_numpy(total).to(fragment.valid.device), torch.from_numpy(number).to(fragment.valid.device)
+    return torch.from_numpy(total).to(fragment.valid.device), torch.from_numpy(number).to(
+        fragment.valid.device
+    )
 
 # %% ../../nbs/pipes/23_steps.ipynb #cdc47190
 def _unbound(tree, n, keep):
     "A list of the `n` single steps of a container `[T, B, ...]`, in the order of time, or only of those with the indices `keep`."
     leaves, structure = nested.flatten(tree)
-    if not leaves: return [tree] * n
+    if not leaves:
+        return [tree] * n
     cut = [(x.flatten(0, 1) if keep is None else x.flatten(0, 1)[keep]).unbind() for x in leaves]
     return cut[0] if tree is leaves[0] else [structure.unflatten(row) for row in zip(*cut)]
 
@@ -146,6 +195,7 @@ class Steps(Pipe):
         pipe: yields `Fragment`s
         image: name of a recorded info that holds an image, such as that of `WithImage`
     """
+
     def __init__(self, pipe: IterDataPipe, image: str | None = None):
         super().__init__(pipe)
         self.image = image
@@ -153,103 +203,196 @@ class Steps(Pipe):
     def stream(self, items: Iterator[Fragment]) -> Iterator[Step]:
         # The fragment in progress, `n` of whose steps were yielded, and before it: lane -> number of its next fragment, `EpisodeSums`
         kept = self.keep(fragment=None, n=0, lanes={})
-        for fragment in chain([] if kept['fragment'] is None else [kept['fragment']], items):
+        for fragment in chain([] if kept["fragment"] is None else [kept["fragment"]], items):
             check_item(fragment, Fragment, self)
-            image, kept['fragment'], lanes = self._image(fragment), fragment, deepcopy(kept['lanes'])
+            image, kept["fragment"], lanes = (
+                self._image(fragment),
+                fragment,
+                deepcopy(kept["lanes"]),
+            )
             # Fields that a `Step` does not have are dropped first, which saves time.
-            parts = unstacked(fragment._replace(actor=(), env=image, hx=(), final=fragment.final._replace(actor=())))
-            for step in islice(chain.from_iterable(self._steps(part, lanes) for part in parts), kept['n'], None):
-                kept['n'] += 1
+            parts = unstacked(
+                fragment._replace(
+                    actor=(), env=image, hx=(), final=fragment.final._replace(actor=())
+                )
+            )
+            for step in islice(
+                chain.from_iterable(self._steps(part, lanes) for part in parts), kept["n"], None
+            ):
+                kept["n"] += 1
                 yield step
             kept.update(fragment=None, n=0, lanes=lanes)
 
     def _image(self, fragment):
-        if self.image is None: return None, None
+        if self.image is None:
+            return None, None
         env = fragment.env if isinstance(fragment.env, dict) else {}
-        if self.image in env: return env[self.image], env.get(f'_{self.image}', fragment.valid)
-        raise DataError("no such info was recorded", pipe=self, leaf=f"env[{self.image!r}]", expected="a picture", got=f"{sorted(env)}")
+        if self.image in env:
+            return env[self.image], env.get(f"_{self.image}", fragment.valid)
+        raise DataError(
+            "no such info was recorded",
+            pipe=self,
+            leaf=f"env[{self.image!r}]",
+            expected="a picture",
+            got=f"{sorted(env)}",
+        )
 
     def _steps(self, fragment, lanes):
         "The steps of a fragment of one lane."
-        (T, B), state, lane = fragment.valid.shape, fragment.state, 0 if fragment.lane is None else int(fragment.lane[0])
-        if lane in lanes: self._check_order(fragment, lane, *lanes[lane])
+        (T, B) = fragment.valid.shape
+        state = fragment.state
+        lane = 0 if fragment.lane is None else int(fragment.lane[0])
+        if lane in lanes:
+            self._check_order(fragment, lane, *lanes[lane])
         _, sums = lanes.get(lane, (0, EpisodeSums(B)))
-        sums.continue_at(state.stepno[0].cpu().numpy())     # a lane may begin within episodes
+        sums.continue_at(state.stepno[0].cpu().numpy())  # a lane may begin within episodes
         total, number = episode_totals(fragment, sums)
         lanes[lane] = 0 if fragment.seq is None else int(fragment.seq[0]) + 1, sums
-        step = Step(nested.getitem(state.obs, slice(T)), nested.getitem(state.act, slice(1, None)), next_observations(fragment),
-                    fragment.term[1:], state.fin[1:] & ~fragment.term[1:], state.rew[1:], total, fragment.adv,
-                    torch.arange(B).to(total.device).expand(T, B), torch.full_like(number, lane), state.stepno[:T], number, fragment.env[0])
+        step = Step(
+            nested.getitem(state.obs, slice(T)),
+            nested.getitem(state.act, slice(1, None)),
+            next_observations(fragment),
+            fragment.term[1:],
+            state.fin[1:] & ~fragment.term[1:],
+            state.rew[1:],
+            total,
+            fragment.adv,
+            torch.arange(B).to(total.device).expand(T, B),
+            torch.full_like(number, lane),
+            state.stepno[:T],
+            number,
+            fragment.env[0],
+        )
         keep = None if fragment.valid.all() else fragment.valid.flatten().nonzero()[:, 0]
-        *fields, images, told = (_unbound(field, T * B if keep is None else len(keep), keep) for field in (*step, fragment.env[1]))
+        *fields, images, told = (
+            _unbound(field, T * B if keep is None else len(keep), keep)
+            for field in (*step, fragment.env[1])
+        )
         return map(Step, *fields, [image if there else None for image, there in zip(images, told)])
 
     def _check_order(self, fragment, lane, seq, sums):
         "Raise `DataError` unless each fragment of a lane comes once, in order and with all environments. The totals require this."
-        came, begin, steps = seq if fragment.seq is None else int(fragment.seq[0]), fragment.state.stepno[0].tolist(), sums.length.tolist()
+        came = seq if fragment.seq is None else int(fragment.seq[0])
+        begin = fragment.state.stepno[0].tolist()
+        steps = sums.length.tolist()
         if (came, begin) != (seq, steps):
-            raise DataError("fragments must come whole and in the order of collecting", pipe=self, lane=lane,
-                            expected=f"fragment {seq} of {len(steps)} environments, at the steps {steps[:9]} of their episodes",
-                            got=f"fragment {came} of {len(begin)}, at {begin[:9]}")
+            raise DataError(
+                "fragments must come whole and in the order of collecting",
+                pipe=self,
+                lane=lane,
+                expected=f"fragment {seq} of {len(steps)} environments, at the steps {steps[:9]} of their episodes",
+                got=f"fragment {came} of {len(begin)}, at {begin[:9]}",
+            )
 
 # %% ../../nbs/pipes/23_steps.ipynb #45940b0d
 def _column(steps, before, after):
     "`State` rows and terminations `[n + 1, ...]` of `n` successive `steps`. The steps `before` and `after` them are None if unknown."
-    def over(step): return step.terminated | step.truncated
-    first, last, no, yes = steps[0], steps[-1], torch.tensor(False), torch.tensor(True)
+
+    def over(step):
+        return step.terminated | step.truncated
+
+    first = steps[0]
+    last = steps[-1]
+    no = torch.tensor(False)
+    yes = torch.tensor(True)
     ahead = last.next_state if after is None else after.state
     stepno = torch.where(over(last), 0, last.step_n + 1)
     act = nested.map(torch.zeros_like, first.action) if before is None else before.action
-    rew, fin, term = (torch.zeros(()), yes, no) if before is None else (before.reward, over(before), before.terminated)
-    state = State(torch.stack([*(s.step_n for s in steps), stepno]), nested.stack([*(s.state for s in steps), ahead]),
-                  nested.stack([act, *(s.action for s in steps)]), torch.stack([rew, *(s.reward for s in steps)]),
-                  torch.stack([fin, *map(over, steps)]))
+    rew, fin, term = (
+        (torch.zeros(()), yes, no)
+        if before is None
+        else (before.reward, over(before), before.terminated)
+    )
+    state = State(
+        torch.stack([*(s.step_n for s in steps), stepno]),
+        nested.stack([*(s.state for s in steps), ahead]),
+        nested.stack([act, *(s.action for s in steps)]),
+        torch.stack([rew, *(s.reward for s in steps)]),
+        torch.stack([fin, *map(over, steps)]),
+    )
     return state, torch.stack([term, *(s.terminated for s in steps)])
 
 # %% ../../nbs/pipes/23_steps.ipynb #4a23499b
 def check_step(step: Any, pipe: Any) -> None:
     "Raise `DataError` unless `step` is a single `Step`."
     check_item(step, Step, pipe)
-    if getattr(env := step.env_id, 'ndim', 0):
-        raise DataError("single steps are wanted here, not a batch", pipe=pipe, leaf='env_id', expected="int64 []", got=describe(env))
+    if getattr(env := step.env_id, "ndim", 0):
+        raise DataError(
+            "single steps are wanted here, not a batch",
+            pipe=pipe,
+            leaf="env_id",
+            expected="int64 []",
+            got=describe(env),
+        )
 
 
 def check_follows(before: Step, step: Step, pipe: Pipe | None = None) -> None:
     "Raise `DataError`, which names `pipe`, unless `step` comes right after `before`, a step of the same environment."
     ended = bool(before.terminated | before.truncated)
-    wanted = (int(before.episode_n) + 1, 0) if ended else (int(before.episode_n), int(before.step_n) + 1)
+    wanted = (
+        (int(before.episode_n) + 1, 0) if ended else (int(before.episode_n), int(before.step_n) + 1)
+    )
     if (came := (int(step.episode_n), int(step.step_n))) != wanted:
-        raise DataError("the steps of an environment must follow one another", pipe=pipe, lane=int(step.proc_id), env=int(step.env_id),
-                        expected="step {1} of episode {0}".format(*wanted), got="step {1} of episode {0}".format(*came))
+        raise DataError(
+            "the steps of an environment must follow one another",
+            pipe=pipe,
+            lane=int(step.proc_id),
+            env=int(step.env_id),
+            expected="step {1} of episode {0}".format(*wanted),
+            got="step {1} of episode {0}".format(*came),
+        )
 
 # %% ../../nbs/pipes/23_steps.ipynb #6a39e43b
 @may_be_new
 class _LaneQueues:
     "The steps of one lane that wait for their fragment."
+
     def __init__(self, lane):
-        self.lane, self.seq, self.queues = lane, 0, {}  # environment -> its steps
-        self.newest, self.taken = {}, {}                # environment -> its newest step; its last step in a finished fragment
+        # environment -> its steps
+        self.lane = lane
+        self.seq = 0
+        self.queues = {}
+        # environment -> its newest step; its last step in a finished fragment
+        self.newest = {}
+        self.taken = {}
 
     def add(self, step, pipe):
         "Append `step` to the queue of its environment. Returns this queue."
-        env, before = int(step.env_id), self.newest.get(int(step.env_id))
+        env = int(step.env_id)
+        before = self.newest.get(int(step.env_id))
         if before is None and self.seq:
-            raise DataError("a new environment among fragments that were already given out", pipe=pipe, lane=self.lane, env=env)
-        if before is not None: check_follows(before, step, pipe)
+            raise DataError(
+                "a new environment among fragments that were already given out",
+                pipe=pipe,
+                lane=self.lane,
+                env=env,
+            )
+        if before is not None:
+            check_follows(before, step, pipe)
         self.newest[env] = step
         self.queues.setdefault(env, deque()).append(step)
         return self.queues[env]
 
     def complete(self, pipe) -> int:
         "The number of steps that every environment has. Some may have one more, in the row that is being read."
-        (few, env), (many, _) = (pick((len(queue), env) for env, queue in self.queues.items()) for pick in (min, max))
-        if many <= few + 1: return few
-        raise DataError("it takes fewer steps than others, so some rows were no transitions", pipe=pipe, lane=self.lane, env=env,
-                        expected=f"{many} steps since the last fragment", got=few)
+        (few, env), (many, _) = (
+            pick((len(queue), env) for env, queue in self.queues.items()) for pick in (min, max)
+        )
+        if many <= few + 1:
+            return few
+        raise DataError(
+            "it takes fewer steps than others, so some rows were no transitions",
+            pipe=pipe,
+            lane=self.lane,
+            env=env,
+            expected=f"{many} steps since the last fragment",
+            got=few,
+        )
 
     def take(self, n) -> Fragment:
         "The fragment of the next `n` steps of every environment."
-        envs, columns = [], []
+        envs = []
+        columns = []
         for env, queue in sorted(self.queues.items()):
             envs.append(steps := [queue.popleft() for _ in range(n)])
             columns.append(_column(steps, self.taken.get(env), queue[0] if queue else None))
@@ -257,20 +400,47 @@ class _LaneQueues:
         state, term = nested.stack(columns, dim=1)
         lane, seq = (torch.full((len(envs),), number) for number in (self.lane, self.seq))
         has_adv = all(step.advantage is not None for steps in envs for step in steps)
-        adv = torch.stack([torch.stack([s.advantage for s in steps]) for steps in envs], 1) if has_adv else None
+        adv = (
+            torch.stack([torch.stack([s.advantage for s in steps]) for steps in envs], 1)
+            if has_adv
+            else None
+        )
         self.seq += 1
-        return Fragment(state, actor=None, env={}, hx=(), term=term, final=self._final(envs, n, state),
-                        valid=torch.ones_like(term[1:]), adv=adv, lane=lane, seq=seq)
+        return Fragment(
+            state,
+            actor=None,
+            env={},
+            hx=(),
+            term=term,
+            final=self._final(envs, n, state),
+            valid=torch.ones_like(term[1:]),
+            adv=adv,
+            lane=lane,
+            seq=seq,
+        )
 
     def _final(self, envs, n, state) -> Final:
-        ends = [(t, b, envs[b][t].next_state) for t in range(n) for b in range(len(envs)) if _has_last(envs[b][t])]
+        ends = [
+            (t, b, envs[b][t].next_state)
+            for t in range(n)
+            for b in range(len(envs))
+            if _has_last(envs[b][t])
+        ]
         t, b = (torch.tensor([end[i] for end in ends], dtype=torch.int64) for i in (0, 1))
-        return Final(t, b, nested.stack([end[2] for end in ends]) if ends else nested.map(lambda x: x[0, :0], state.obs), None)
+        return Final(
+            t,
+            b,
+            nested.stack([end[2] for end in ends])
+            if ends
+            else nested.map(lambda x: x[0, :0], state.obs),
+            None,
+        )
 
 
 def _has_last(step):
     "Does `next_state` hold the true last observation of an episode? It repeats `state` if a termination's observation was not recorded."
-    if not step.terminated: return bool(step.truncated)
+    if not step.terminated:
+        return bool(step.truncated)
     return not all(map(torch.equal, nested.leaves(step.state), nested.leaves(step.next_state)))
 
 # %% ../../nbs/pipes/23_steps.ipynb #48175bdc
@@ -289,16 +459,21 @@ class Fragments(Pipe):
         pipe: yields `Step`s
         n_steps: steps per fragment
     """
+
     def __init__(self, pipe: IterDataPipe, n_steps: int):
         super().__init__(pipe)
-        self.n_steps = check_integer('n_steps', n_steps, pipe=self)
+        self.n_steps = check_integer("n_steps", n_steps, pipe=self)
 
     def stream(self, items: Iterator[Step]) -> Iterator[Fragment]:
-        lanes, n = self.keep(lanes={})['lanes'], self.n_steps  # lane -> _LaneQueues
+        # lane -> _LaneQueues
+        lanes = self.keep(lanes={})["lanes"]
+        n = self.n_steps
         for step in items:
             check_step(step, self)
             lane = int(step.proc_id)
             queue = lanes.setdefault(lane, _LaneQueues(lane)).add(step, self)
-            if len(queue) > n and lanes[lane].complete(self) > n: yield lanes[lane].take(n)
+            if len(queue) > n and lanes[lane].complete(self) > n:
+                yield lanes[lane].take(n)
         for lane in lanes.values():
-            while rest := lane.complete(self): yield lane.take(min(rest, n))
+            while rest := lane.complete(self):
+                yield lane.take(min(rest, n))

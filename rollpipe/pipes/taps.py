@@ -29,16 +29,20 @@ class Tap(Pipe):
         pipe: any pipe
         see: function of an item; its result is ignored; an object with `get_state` and `set_state` is part of the state of the stream
     """
+
     reads = 1
 
     def __init__(self, pipe: IterDataPipe, see: Callable):
         super().__init__(pipe)
         if not callable(see):
-            raise DataError("a tap needs a function to call", pipe=self, expected="see(item)", got=describe(see))
+            raise DataError(
+                "a tap needs a function to call", pipe=self, expected="see(item)", got=describe(see)
+            )
         self.see = see
 
     def stream(self, items: Iterator) -> Iterator:
-        if has_own_state(self.see): self.keep(see=self.see)
+        if has_own_state(self.see):
+            self.keep(see=self.see)
         for item in items:
             self.see(item)
             yield item
@@ -52,25 +56,45 @@ class Meter:
     Args:
         see: function of an item; returns a dict name -> number, with names such as 'my/speed'
     """
+
     def __init__(self, see: Callable):
         if not callable(see):
-            raise DataError("a meter needs a function to call", pipe=self, expected="see(item) -> dict", got=describe(see))
-        self.see, self._sums = see, {}
+            raise DataError(
+                "a meter needs a function to call",
+                pipe=self,
+                expected="see(item) -> dict",
+                got=describe(see),
+            )
+        self.see = see
+        self._sums = {}
 
     def __call__(self, item: Any) -> None:
         found = self.see(item)
         if not isinstance(found, dict):
-            raise DataError("no metrics", pipe=self, expected="a dict name -> number from its function", got=describe(found))
+            raise DataError(
+                "no metrics",
+                pipe=self,
+                expected="a dict name -> number from its function",
+                got=describe(found),
+            )
         for name, value in found.items():
-            try: value = float(value)
+            try:
+                value = float(value)
             except (TypeError, ValueError, RuntimeError):
-                raise DataError("a metric must be one number", pipe=self, leaf=name, expected="a number", got=describe(value)) from None
-            total, n = self._sums.get(name, (0., 0))
+                raise DataError(
+                    "a metric must be one number",
+                    pipe=self,
+                    leaf=name,
+                    expected="a number",
+                    got=describe(value),
+                ) from None
+            total, n = self._sums.get(name, (0.0, 0))
             self._sums[name] = total + value, n + 1
 
     def metrics(self) -> dict[str, float]:
         "The means since the last call; empty if nothing was seen."
-        sums, self._sums = self._sums, {}
+        sums = self._sums
+        self._sums = {}
         return {name: total / n for name, (total, n) in sums.items()}
 
     def get_state(self) -> dict:
@@ -100,10 +124,11 @@ class EpisodeSums:
     Returns are summed in float64 and in the order of time. An episode whose first steps were not seen is counted when it ends, but not
     reported.
     """
+
     def __init__(self, n: int):
-        self.ret = np.zeros(n)               # float64 [n]: sum of rewards; nan if the first steps were not seen
+        self.ret = np.zeros(n)  # float64 [n]: sum of rewards; nan if the first steps were not seen
         self.length = np.zeros(n, np.int64)  # [n]: number of steps
-        self.count = np.zeros(n, np.int64)   # [n]: number of episodes that have ended
+        self.count = np.zeros(n, np.int64)  # [n]: number of episodes that have ended
 
     def continue_at(self, stepno: np.ndarray) -> None:
         """Drop the sums of environments whose step number is not `stepno`, because steps were lost.
@@ -112,7 +137,7 @@ class EpisodeSums:
             stepno: int64 `[n]`: steps since the episodes began
         """
         if (lost := self.length != stepno).any():
-            self.ret[lost] = np.where(stepno[lost] == 0, 0., np.nan)
+            self.ret[lost] = np.where(stepno[lost] == 0, 0.0, np.nan)
             self.length[lost] = stepno[lost]
 
     def add(self, rew: np.ndarray, valid: np.ndarray) -> None:
@@ -122,7 +147,7 @@ class EpisodeSums:
             rew: float `[n]`
             valid: bool `[n]`: where a step took place
         """
-        self.ret += np.where(valid, rew, 0.)
+        self.ret += np.where(valid, rew, 0.0)
         self.length += valid
 
     def end(self, over: np.ndarray) -> list:
@@ -131,9 +156,14 @@ class EpisodeSums:
         Args:
             over: bool `[n]`: True where an episode ended with the last step
         """
-        if not over.any(): return []
-        found = [(b, float(self.ret[b]), int(self.length[b])) for b in np.flatnonzero(over).tolist() if self.ret[b] == self.ret[b]]
-        self.ret[over], self.length[over] = 0., 0
+        if not over.any():
+            return []
+        found = [
+            (b, float(self.ret[b]), int(self.length[b]))
+            for b in np.flatnonzero(over).tolist()
+            if self.ret[b] == self.ret[b]
+        ]
+        self.ret[over], self.length[over] = 0.0, 0
         self.count += over
         return found
 
@@ -145,13 +175,16 @@ class EpisodeSums:
             fin: bool `[T, n]`: does an episode end with the step?
             valid: bool `[T, n]`: did the step take place?
         """
-        over, rew, steps = fin & valid, np.where(valid, rew, 0.).astype(np.float64), valid.astype(np.float64)
+        over = fin & valid
+        rew = np.where(valid, rew, 0.0).astype(np.float64)
+        steps = valid.astype(np.float64)
         rew[0] += self.ret
         steps[0] += self.length
         piece, last = pieces_of(over)
         ret, length = (np.bincount(piece.ravel(), x.ravel(), last[-1] + 1) for x in (rew, steps))
         length = length.astype(np.int64)
-        self.ret, self.length = ret[last], length[last]
+        self.ret = ret[last]
+        self.length = length[last]
         self.count += over.sum(0)
         t, b = over.nonzero()
         rows = zip(t.tolist(), b.tolist(), ret[piece[t, b]].tolist(), length[piece[t, b]].tolist())
@@ -167,6 +200,7 @@ class EpisodeEnd(NamedTuple):
         length: number of its steps
         terminated: False: it was truncated, for instance by a time limit
     """
+
     lane: int
     env: int
     ret: float
@@ -176,31 +210,51 @@ class EpisodeEnd(NamedTuple):
 
 class EpisodeAccount:
     "Follows the episodes of all environments of all lanes. Rows that are not `valid` count neither as steps nor as rewards."
-    def __init__(self): self.lanes = {}     # lane -> `EpisodeSums`, and `seq` of the next fragment, if known
+
+    def __init__(self):
+        self.lanes = {}  # lane -> `EpisodeSums`, and `seq` of the next fragment, if known
 
     def see_tick(self, tick: Tick) -> list[EpisodeEnd]:
         "The episodes that end with a tick."
-        sums, _ = self.lanes.get(tick.lane) or self.lanes.setdefault(tick.lane, (EpisodeSums(len(tick.valid)), None))
+        sums, _ = self.lanes.get(tick.lane) or self.lanes.setdefault(
+            tick.lane, (EpisodeSums(len(tick.valid)), None)
+        )
         sums.continue_at(tick.state.stepno)
         sums.add(tick.next.rew, tick.valid)
-        return [EpisodeEnd(tick.lane, b, ret, length, bool(tick.term[b])) for b, ret, length in sums.end(tick.next.fin & tick.valid)]
+        return [
+            EpisodeEnd(tick.lane, b, ret, length, bool(tick.term[b]))
+            for b, ret, length in sums.end(tick.next.fin & tick.valid)
+        ]
 
     def see_fragment(self, fragment: Fragment) -> list[EpisodeEnd]:
         "The episodes that end in a fragment. If it was joined from several fragments, those of earlier fragments come first."
-        s, found = fragment.state, []
-        stepno, rew, fin = (x.cpu().numpy() for x in (s.stepno[0], env_rewards(fragment), s.fin[1:]))
-        valid, term = fragment.valid.cpu().numpy(), fragment.term[1:].cpu().numpy()
+        s = fragment.state
+        found = []
+        stepno, rew, fin = (
+            x.cpu().numpy() for x in (s.stepno[0], env_rewards(fragment), s.fin[1:])
+        )
+        valid = fragment.valid.cpu().numpy()
+        term = fragment.term[1:].cpu().numpy()
         for strand in strands(fragment):
             lane, seq, at = strand
             sums, expected = self.lanes.get(lane, (None, None))
             # Minibatches are parts of one fragment, in any order, and end no episode that has been followed.
-            is_part = sums is not None and seq == (expected or 0) - 1 and (len(fin) == 1 or len(sums.ret) != at.stop - at.start)
-            is_next = None in (seq, expected) or not is_part and continues(fragment, strand, expected)
-            if sums is None or len(sums.ret) != at.stop - at.start or not is_next: sums = EpisodeSums(at.stop - at.start)
+            is_part = (
+                sums is not None
+                and seq == (expected or 0) - 1
+                and (len(fin) == 1 or len(sums.ret) != at.stop - at.start)
+            )
+            is_next = (
+                None in (seq, expected) or not is_part and continues(fragment, strand, expected)
+            )
+            if sums is None or len(sums.ret) != at.stop - at.start or not is_next:
+                sums = EpisodeSums(at.stop - at.start)
             self.lanes[lane] = sums, None if seq is None else seq + 1
             sums.continue_at(stepno[at])
-            found += [EpisodeEnd(lane, b, ret, length, bool(term[t, at.start + b]))
-                      for t, b, ret, length in sums.add_steps(rew[:, at], fin[:, at], valid[:, at])]
+            found += [
+                EpisodeEnd(lane, b, ret, length, bool(term[t, at.start + b]))
+                for t, b, ret, length in sums.add_steps(rew[:, at], fin[:, at], valid[:, at])
+            ]
         return found
 
 # %% ../../nbs/pipes/19_taps.ipynb #2ecdb760
@@ -215,22 +269,35 @@ class EpisodeStats(Pipe):
         pipe: yields `Tick`s or `Fragment`s
         sink: function of an `EpisodeEnd`; an object with `get_state` and `set_state` is part of the state of the stream
     """
-    reads, keeps_items, any_strides = 1, False, True
+
+    reads = 1
+    keeps_items = False
+    any_strides = True
 
     def __init__(self, pipe: IterDataPipe, sink: Callable):
         super().__init__(pipe)
         if not callable(sink):
-            raise DataError("a tap needs a function to call", pipe=self, expected="sink(episode_end)", got=describe(sink))
+            raise DataError(
+                "a tap needs a function to call",
+                pipe=self,
+                expected="sink(episode_end)",
+                got=describe(sink),
+            )
         self.sink = sink
 
     def stream(self, items: Iterator) -> Iterator:
-        account = self.keep(account=EpisodeAccount(), **({'sink': self.sink} if has_own_state(self.sink) else {}))['account']
+        account = self.keep(
+            account=EpisodeAccount(), **({"sink": self.sink} if has_own_state(self.sink) else {})
+        )["account"]
         for item in items:
-            if isinstance(item, Tick): ends = account.see_tick(item)
+            if isinstance(item, Tick):
+                ends = account.see_tick(item)
             else:
                 check_item(item, Fragment, self)
-                with located(pipe=self): ends = account.see_fragment(item)
-            for end in ends: self.sink(end)
+                with located(pipe=self):
+                    ends = account.see_fragment(item)
+            for end in ends:
+                self.sink(end)
             yield item
 
 # %% ../../nbs/pipes/19_taps.ipynb #a3a9f690
@@ -241,6 +308,7 @@ class Rate(NamedTuple):
         steps: environment steps in these items; rows that are not `valid` do not count
         waited: part of `seconds` spent in pipes above the tap; the rest was spent below it
     """
+
     items: int
     steps: int
     seconds: float
@@ -248,14 +316,19 @@ class Rate(NamedTuple):
 
     @property
     def steps_per_second(self) -> float:
-        return self.steps / self.seconds if self.seconds else float('inf')
+        return self.steps / self.seconds if self.seconds else float("inf")
 
 
 def count_steps(item: Any) -> int:
     "The number of environment steps in an item with a mask `valid`, such as a tick or a fragment, or in a list of such items."
-    if isinstance(item, list): return sum(map(count_steps, item))
-    if not hasattr(item, 'valid'):
-        raise DataError("steps cannot be counted", expected="Ticks, Fragments or lists of them", got=type(item).__name__)
+    if isinstance(item, list):
+        return sum(map(count_steps, item))
+    if not hasattr(item, "valid"):
+        raise DataError(
+            "steps cannot be counted",
+            expected="Ticks, Fragments or lists of them",
+            got=type(item).__name__,
+        )
     return int(item.valid.sum())
 
 # %% ../../nbs/pipes/19_taps.ipynb #b48aed99
@@ -271,28 +344,51 @@ class Throughput(Pipe):
         every: number of items per report
         clock: returns the time in seconds
     """
-    reads, keeps_items, any_strides = 1, False, True
 
-    def __init__(self, pipe: IterDataPipe, sink: Callable, every: int = 1, clock: Callable = time.perf_counter):
+    reads = 1
+    keeps_items = False
+    any_strides = True
+
+    def __init__(
+        self,
+        pipe: IterDataPipe,
+        sink: Callable,
+        every: int = 1,
+        clock: Callable = time.perf_counter,
+    ):
         super().__init__(pipe)
-        if not callable(sink): raise DataError("a tap needs a function to call", pipe=self, expected="sink(rate)", got=describe(sink))
-        check_integer('every', every, pipe=self)
-        self.sink, self.every, self.clock = sink, every, clock
+        if not callable(sink):
+            raise DataError(
+                "a tap needs a function to call",
+                pipe=self,
+                expected="sink(rate)",
+                got=describe(sink),
+            )
+        check_integer("every", every, pipe=self)
+        self.sink = sink
+        self.every = every
+        self.clock = clock
 
     def stream(self, items: Iterator) -> Iterator:
-        kept = self.keep(rate=Rate(0, 0, 0, 0.), **({'sink': self.sink} if has_own_state(self.sink) else {}))   # since the last report
+        kept = self.keep(
+            rate=Rate(0, 0, 0, 0.0), **({"sink": self.sink} if has_own_state(self.sink) else {})
+        )  # since the last report
         clock = self.clock
-        start = clock() - kept['rate'].seconds
+        start = clock() - kept["rate"].seconds
         while True:
             asked = clock()
             item = next(items, _END)
-            if item is _END: break
-            came, (n, steps, _, waited) = clock(), kept['rate']
+            if item is _END:
+                break
+            came = clock()
+            (n, steps, _, waited) = kept["rate"]
             rate = Rate(n + 1, steps + count_steps(item), came - start, waited + came - asked)
             if rate.items == self.every:
                 now = clock()
                 self.sink(rate._replace(seconds=now - start))
-                rate, start = Rate(0, 0, 0, 0.), now
-            kept['rate'] = rate
+                rate = Rate(0, 0, 0, 0.0)
+                start = now
+            kept["rate"] = rate
             yield item
-        if kept['rate'].items: self.sink(kept['rate']._replace(seconds=clock() - start))
+        if kept["rate"].items:
+            self.sink(kept["rate"]._replace(seconds=clock() - start))

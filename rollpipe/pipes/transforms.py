@@ -15,7 +15,15 @@ from torch import Tensor
 
 from .data import nested
 from .data.fragment import Fragment, Tick, check_item
-from .data.errors import DataError, GraphError, check_fraction, check_integer, describe, is_between, located
+from rollpipe.pipes.data.errors import (
+    DataError,
+    GraphError,
+    check_fraction,
+    check_integer,
+    describe,
+    is_between,
+    located,
+)
 from .data.fragment_ops import continues, final_numbers, strands, with_rewards
 from .graph.edits import find
 from .graph.pipe import Pipe
@@ -28,20 +36,32 @@ __all__ = ['check_no_past', 'RewardScaler', 'ObservationCast', 'NSteps', 'NStep'
 # %% ../../nbs/pipes/21_transforms.ipynb #8c69c780
 class _Moments:
     "Running mean and variance, which begin with 1e-4 observations of mean 0 and variance 1, as in `VecNormalize` of stable-baselines3."
-    def __init__(self, **begin): self.count, self.mean, self.var = (begin or dict(count=1e-4, mean=0., var=1.)).values()
+
+    def __init__(self, **begin):
+        self.count, self.mean, self.var = (begin or dict(count=1e-4, mean=0.0, var=1.0)).values()
 
     def update(self, x):
         "Include the values `x` `[n]`, float64."
-        if not len(x): return
-        total, delta = self.count + len(x), x.mean() - self.mean
-        square = self.var * self.count + x.var() * len(x) + delta ** 2 * self.count * len(x) / total
-        self.mean, self.var, self.count = self.mean + delta * len(x) / total, square / total, total
+        if not len(x):
+            return
+        total = self.count + len(x)
+        delta = x.mean() - self.mean
+        square = self.var * self.count + x.var() * len(x) + delta**2 * self.count * len(x) / total
+        self.mean = self.mean + delta * len(x) / total
+        self.var = square / total
+        self.count = total
 
 
 class _Begin:
     "Makes the moments of an iteration. Copies of a pipe share this object, as they share every callable, so it has the moments in use."
-    def __init__(self): self.first, self.newest = {}, _Moments()
-    def __call__(self): self.newest = _Moments(**self.first); return self.newest
+
+    def __init__(self):
+        self.first = {}
+        self.newest = _Moments()
+
+    def __call__(self):
+        self.newest = _Moments(**self.first)
+        return self.newest
 
 # %% ../../nbs/pipes/21_transforms.ipynb #11ef1e29
 class _LaneRewards(NamedTuple):
@@ -52,20 +72,25 @@ class _LaneRewards(NamedTuple):
         ret: float64 [B]: discounted return so far, 0 where an episode has ended
         last: float32 [B]: the last rewards, scaled
     """
+
     seq: Any
     ret: Any
     last: Any
 
 
-def check_no_past(pipe: IterDataPipe, more: str = '') -> None:
+def check_no_past(pipe: IterDataPipe, more: str = "") -> None:
     """Raise `GraphError` if an actor below `pipe`, which changes rewards, sees past ones (`uses_past`): a learner would show it others.
 
     Args:
         more: what else would do, for the message
     """
-    for source in find(pipe, lambda p: getattr(getattr(p, 'actor', None), 'uses_past', False)):
-        raise GraphError("the actor sees its past rewards, and the learner would show it others", pipe=pipe,
-                         expected=f"an actor without `uses_past`{more}", got=describe(type(source.actor)))
+    for source in find(pipe, lambda p: getattr(getattr(p, "actor", None), "uses_past", False)):
+        raise GraphError(
+            "the actor sees its past rewards, and the learner would show it others",
+            pipe=pipe,
+            expected=f"an actor without `uses_past`{more}",
+            got=describe(type(source.actor)),
+        )
 
 
 class RewardScaler(Pipe):
@@ -86,71 +111,119 @@ class RewardScaler(Pipe):
         gamma: discount of the return whose standard deviation is learnt
         clip: greatest size of a reward after learnt scaling; None: no limit
     """
-    reads = 1
-    gathered: Any = staticmethod(lambda values: [values])   # values -> list of the values of all processes that share the scale
 
-    def __init__(self, pipe: IterDataPipe, scale: float | str | None = None, gamma: float = 0.99, clip: float | None = 10.0):
+    reads = 1
+    gathered: Any = staticmethod(
+        lambda values: [values]
+    )  # values -> list of the values of all processes that share the scale
+
+    def __init__(
+        self,
+        pipe: IterDataPipe,
+        scale: float | str | None = None,
+        gamma: float = 0.99,
+        clip: float | None = 10.0,
+    ):
         super().__init__(pipe)
-        check_fraction('gamma', gamma, pipe=self)
-        if clip is not None and not clip > 0: raise DataError("out of range", pipe=self, expected="clip > 0", got=f"clip={clip}")
-        if scale not in (None, 'sign') and not is_between(scale, -1e30, 1e30):
-            raise DataError("no scale of rewards", pipe=self, expected="a finite number, 'sign' or None", got=f"scale={scale!r}")
-        self.scale, self.gamma, self.clip, self.begin = scale, gamma, clip, _Begin()
+        check_fraction("gamma", gamma, pipe=self)
+        if clip is not None and not clip > 0:
+            raise DataError("out of range", pipe=self, expected="clip > 0", got=f"clip={clip}")
+        if scale not in (None, "sign") and not is_between(scale, -1e30, 1e30):
+            raise DataError(
+                "no scale of rewards",
+                pipe=self,
+                expected="a finite number, 'sign' or None",
+                got=f"scale={scale!r}",
+            )
+        self.scale = scale
+        self.gamma = gamma
+        self.clip = clip
+        self.begin = _Begin()
 
     def stream(self, items: Iterator) -> Iterator:
         if self.scale != 1:
             check_no_past(self, ", or scale=1")
-            for name in {type(p).__name__ for p in find(self, lambda p: getattr(p, 'adds_rewards', False))}:
-                raise GraphError("it would scale what another pipe has added to the rewards", pipe=self,
-                                 expected=f"{name}.inserter(after=RewardScaler, ...)", got=f"{name} above it")
-        kept = self.keep(moments=self.begin(), lanes={})   # lane -> _LaneRewards
-        moments, lanes = kept['moments'], kept['lanes']
+            for name in {
+                type(p).__name__ for p in find(self, lambda p: getattr(p, "adds_rewards", False))
+            }:
+                raise GraphError(
+                    "it would scale what another pipe has added to the rewards",
+                    pipe=self,
+                    expected=f"{name}.inserter(after=RewardScaler, ...)",
+                    got=f"{name} above it",
+                )
+        kept = self.keep(moments=self.begin(), lanes={})  # lane -> _LaneRewards
+        moments = kept["moments"]
+        lanes = kept["lanes"]
         for item in items:
-            self.begin.newest = moments     # if another copy has begun meanwhile, the state is that of the one that goes on
-            if isinstance(item, Tick): yield self._scale_tick(item, moments, lanes)
+            self.begin.newest = moments  # if another copy has begun meanwhile, the state is that of the one that goes on
+            if isinstance(item, Tick):
+                yield self._scale_tick(item, moments, lanes)
             else:
                 check_item(item, Fragment, self)
                 yield self._scale_fragment(item, moments, lanes)
 
     def _scale_tick(self, tick, moments, lanes):
-        n, rew = len(tick.valid), tick.next.rew
+        n = len(tick.valid)
+        rew = tick.next.rew
         before = lanes.get(tick.lane) or _LaneRewards(None, np.zeros(n), np.zeros(n, np.float32))
         ret = before.ret * self.gamma + rew
         scaled = self._scaled(rew, moments, ret[tick.valid])
-        lanes[tick.lane] = _LaneRewards(None, np.where(tick.next.fin, 0., ret), scaled)
-        return tick._replace(state=tick.state._replace(rew=before.last), next=tick.next._replace(rew=scaled))
+        lanes[tick.lane] = _LaneRewards(None, np.where(tick.next.fin, 0.0, ret), scaled)
+        return tick._replace(
+            state=tick.state._replace(rew=before.last), next=tick.next._replace(rew=scaled)
+        )
 
     def _scale_fragment(self, fragment, moments, lanes):
         rew, fin = (x.cpu().numpy() for x in (fragment.state.rew, fragment.state.fin))
-        valid, out = fragment.valid.cpu().numpy(), np.empty_like(rew)
+        valid = fragment.valid.cpu().numpy()
+        out = np.empty_like(rew)
         for strand in strands(fragment):
             lane, seq, columns = strand
-            before, n = lanes.get(lane), columns.stop - columns.start
+            before = lanes.get(lane)
+            n = columns.stop - columns.start
             expected = None if before is None or before.seq is None else before.seq + 1
-            with located(pipe=self): follows = continues(fragment, strand, expected) and len(before.ret) == n
+            with located(pipe=self):
+                follows = continues(fragment, strand, expected) and len(before.ret) == n
             discount = self.gamma * ~fin[:-1, columns]
-            ret = running_returns(rew[1:, columns].astype(np.float64), discount, before.ret if follows else 0.)
+            ret = running_returns(
+                rew[1:, columns].astype(np.float64), discount, before.ret if follows else 0.0
+            )
             out[1:, columns] = self._scaled(rew[1:, columns], moments, ret[valid[:, columns]])
             out[0, columns] = before.last if follows else self._scaled(rew[0, columns], moments)
-            lanes[lane] = _LaneRewards(seq, np.where(fin[-1, columns], 0., ret[-1]), out[-1, columns].copy())
-        with located(pipe=self): return with_rewards(fragment, torch.from_numpy(out).to(fragment.state.rew.device))
+            lanes[lane] = _LaneRewards(
+                seq, np.where(fin[-1, columns], 0.0, ret[-1]), out[-1, columns].copy()
+            )
+        with located(pipe=self):
+            return with_rewards(fragment, torch.from_numpy(out).to(fragment.state.rew.device))
 
     def _scaled(self, rew, moments, ret=None):
         "`rew` in float32, scaled after the returns `ret` `[n]` have been included in the variance."
-        if self.scale is not None: return (np.sign(rew) if self.scale == 'sign' else rew * self.scale).astype(np.float32)
-        for values in () if ret is None else self.gathered(ret): moments.update(values)
+        if self.scale is not None:
+            return (np.sign(rew) if self.scale == "sign" else rew * self.scale).astype(np.float32)
+        for values in () if ret is None else self.gathered(ret):
+            moments.update(values)
         rew = rew / np.sqrt(moments.var + 1e-8)
         return (rew if self.clip is None else rew.clip(-self.clip, self.clip)).astype(np.float32)
 
     def state_dict(self) -> dict:
         "Count, mean and variance of the discounted returns so far; empty with a constant scale."
-        return {} if self.scale is not None else {name: float(x) for name, x in vars(self.begin.newest).items()}
+        return (
+            {}
+            if self.scale is not None
+            else {name: float(x) for name, x in vars(self.begin.newest).items()}
+        )
 
     def load_state_dict(self, state: dict) -> None:
         "Let the next iterations begin with a state from `state_dict`. Raises `DataError` for any other `state`."
         names = list(self.state_dict())
         if set(state) != set(names) or not all(map(isfinite, state.values())):
-            raise DataError("not the state of this scale", pipe=self, expected=f"finite {', '.join(names) or 'nothing'}", got=str(state))
+            raise DataError(
+                "not the state of this scale",
+                pipe=self,
+                expected=f"finite {', '.join(names) or 'nothing'}",
+                got=str(state),
+            )
         self.begin.first = {name: state[name] for name in names}
 
 # %% ../../nbs/pipes/21_transforms.ipynb #8a99616c
@@ -164,30 +237,53 @@ class ObservationCast(Pipe):
         pipe: yields `Tick`s or `Fragment`s
         dtype: floating dtype, such as `torch.float32` or `torch.bfloat16`
     """
+
     reads = 1
 
     def __init__(self, pipe: IterDataPipe, dtype: torch.dtype = torch.float32):
         super().__init__(pipe)
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise DataError("wrong dtype", pipe=self, expected="a floating torch.dtype", got=f"dtype={dtype!r}")
+            raise DataError(
+                "wrong dtype", pipe=self, expected="a floating torch.dtype", got=f"dtype={dtype!r}"
+            )
         self.dtype = dtype
 
     def stream(self, items: Iterator) -> Iterator:
-        for item in items: yield self._cast_tick(item) if isinstance(item, Tick) else self._cast_fragment(item)
+        for item in items:
+            yield self._cast_tick(item) if isinstance(item, Tick) else self._cast_fragment(item)
 
     def _cast_fragment(self, fragment):
         check_item(fragment, Fragment, self)
-        def cast(obs): return nested.map(lambda x: x.to(self.dtype) if x.is_floating_point() else x, obs)
-        return fragment._replace(state=fragment.state._replace(obs=cast(fragment.state.obs)),
-                                 final=fragment.final._replace(obs=cast(fragment.final.obs)))
+
+        def cast(obs):
+            return nested.map(lambda x: x.to(self.dtype) if x.is_floating_point() else x, obs)
+
+        return fragment._replace(
+            state=fragment.state._replace(obs=cast(fragment.state.obs)),
+            final=fragment.final._replace(obs=cast(fragment.final.obs)),
+        )
 
     def _cast_tick(self, tick):
         dtype = {torch.float32: np.float32, torch.float64: np.float64}.get(self.dtype)
         if dtype is None:
-            raise DataError("ticks cannot be cast", pipe=self, lane=tick.lane, expected="float32 or float64", got=str(self.dtype))
-        def cast(obs): return nested.map(lambda x: x.astype(dtype, copy=False) if x.dtype.kind == 'f' else x, obs)
-        return tick._replace(state=tick.state._replace(obs=cast(tick.state.obs)), next=tick.next._replace(obs=cast(tick.next.obs)),
-                             final={b: (cast(obs), hx) for b, (obs, hx) in tick.final.items()})
+            raise DataError(
+                "ticks cannot be cast",
+                pipe=self,
+                lane=tick.lane,
+                expected="float32 or float64",
+                got=str(self.dtype),
+            )
+
+        def cast(obs):
+            return nested.map(
+                lambda x: x.astype(dtype, copy=False) if x.dtype.kind == "f" else x, obs
+            )
+
+        return tick._replace(
+            state=tick.state._replace(obs=cast(tick.state.obs)),
+            next=tick.next._replace(obs=cast(tick.next.obs)),
+            final={b: (cast(obs), hx) for b, (obs, hx) in tick.final.items()},
+        )
 
 # %% ../../nbs/pipes/21_transforms.ipynb #922fe140
 class NSteps(NamedTuple):
@@ -200,6 +296,7 @@ class NSteps(NamedTuple):
         row: int64 [T, B]: row of `fragment.state` that was reached, t + m
         final: int64 [T, B]: row of `fragment.final` that was reached instead, or -1
     """
+
     fragment: Fragment
     rew: Any
     discount: Any
@@ -208,7 +305,8 @@ class NSteps(NamedTuple):
     final: Any
 
     @property
-    def valid(self) -> Tensor: return self.fragment.valid
+    def valid(self) -> Tensor:
+        return self.fragment.valid
 
     def reached(self, rows: Any, final: Any) -> Any:
         """For each row, the entries of `rows` or `final` at the state that was reached, leaves `[T, B, ...]`. A copy.
@@ -217,8 +315,14 @@ class NSteps(NamedTuple):
             rows: container, leaves [T+1, B, ...], such as `fragment.state.obs`
             final: container for the final rows, leaves [K, ...], such as `fragment.final.obs`
         """
-        b, ended = torch.arange(self.row.shape[1], device=self.row.device), self.final >= 0
-        def pick(x, end): return x[self.row, b].index_put((ended,), end[self.final[ended]])     # not in place, because `Stacks` are lazy
+        b = torch.arange(self.row.shape[1], device=self.row.device)
+        ended = self.final >= 0
+
+        def pick(x, end):
+            return x[self.row, b].index_put(
+                (ended,), end[self.final[ended]]
+            )  # not in place, because `Stacks` are lazy
+
         return nested.map(pick, rows, final)
 
     def target(self, v: Tensor, v_final: Tensor) -> Tensor:
@@ -244,12 +348,13 @@ class NStep(Pipe):
         n: greatest number of steps
         gamma: discount factor per step
     """
+
     reads = 1
 
     def __init__(self, pipe: IterDataPipe, n: int, gamma: float = 0.99):
         super().__init__(pipe)
-        check_integer('n', n, pipe=self)
-        check_fraction('gamma', gamma, pipe=self)
+        check_integer("n", n, pipe=self)
+        check_fraction("gamma", gamma, pipe=self)
         self.n, self.gamma = n, gamma
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[NSteps]:
@@ -259,15 +364,28 @@ class NStep(Pipe):
 
     def sums(self, fragment: Fragment) -> NSteps:
         "The n-step returns of one fragment."
-        rew, fin, term, valid = fragment.state.rew[1:], fragment.state.fin[1:], fragment.term[1:], fragment.valid
-        total, m, going = torch.zeros_like(rew), torch.zeros_like(valid, dtype=torch.int64), valid.clone()
+        rew = fragment.state.rew[1:]
+        fin = fragment.state.fin[1:]
+        term = fragment.term[1:]
+        valid = fragment.valid
+        total = torch.zeros_like(rew)
+        m = torch.zeros_like(valid, dtype=torch.int64)
+        going = valid.clone()
         n_rows = len(rew)
         for k in range(min(self.n, n_rows)):
-            here = going[:n_rows - k] & valid[k:]
-            total[:n_rows - k] += torch.where(here, self.gamma ** k * rew[k:], 0.)
-            m[:n_rows - k] += here
-            going[:n_rows - k] = here & ~fin[k:]
+            here = going[: n_rows - k] & valid[k:]
+            total[: n_rows - k] += torch.where(here, self.gamma**k * rew[k:], 0.0)
+            m[: n_rows - k] += here
+            going[: n_rows - k] = here & ~fin[k:]
         row = torch.arange(n_rows, device=m.device)[:, None] + m
-        last, none = (row - 1).clamp(min=0), m == 0
-        discount = (self.gamma ** m.to(rew.dtype)).masked_fill(none | term.gather(0, last), 0.)
-        return NSteps(fragment, total, discount, m, row, final_numbers(fragment).gather(0, last).masked_fill(none, -1))
+        last = (row - 1).clamp(min=0)
+        none = m == 0
+        discount = (self.gamma ** m.to(rew.dtype)).masked_fill(none | term.gather(0, last), 0.0)
+        return NSteps(
+            fragment,
+            total,
+            discount,
+            m,
+            row,
+            final_numbers(fragment).gather(0, last).masked_fill(none, -1),
+        )

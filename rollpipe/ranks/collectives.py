@@ -7,7 +7,8 @@ __all__ = ['MAXIMA', 'active', 'rank', 'span', 'totals', 'total', 'gathered', 'g
            'joined', 'check_alike', 'check_batches', 'check_state', 'distributed', 'check_size']
 
 # %% ../../nbs/ranks/02_collectives.ipynb #f959d1a6
-import logging, zlib
+import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -25,9 +26,12 @@ from .launch import process_group
 from .shared_sums import SharedSums, shared_sums
 
 # %% ../../nbs/ranks/02_collectives.ipynb #3ef83dcb
-_group: list = []      # the process group inside a block `distributed`, as the only element; empty outside
-_sums: list[Callable] = []     # what sums numbers on the host, in the order of the ranks; empty if gloo is not there
-_looked: list = []     # [True] after the first batches of this block have been checked for copies
+_group: list = []  # the process group inside a block `distributed`, as the only element; empty outside
+_sums: list[
+    Callable
+] = []  # what sums numbers on the host, in the order of the ranks; empty if gloo is not there
+_looked: list = []  # [True] after the first batches of this block have been checked for copies
+
 
 def active() -> bool:
     "Does this process learn together with other ranks at the moment?"
@@ -45,16 +49,22 @@ def span(n: int) -> tuple:
     Args:
         n: number of columns of each rank
     """
-    return n * (dist.get_world_size(_group[0]) if _group else 1), slice(n * rank(), n * (rank() + 1))
+    return n * (dist.get_world_size(_group[0]) if _group else 1), slice(
+        n * rank(), n * (rank() + 1)
+    )
 
 # %% ../../nbs/ranks/02_collectives.ipynb #e30470f9
 def _call(collective: Callable, *args: Any) -> None:
     "Call a collective, in which all ranks take part. Raises `WorkerError` if one of them has ended."
-    try: collective(*args, group=_group[0])
-    except PipeError: raise         # it says already what is wrong here
+    try:
+        collective(*args, group=_group[0])
+    except PipeError:
+        raise  # it says already what is wrong here
     except RuntimeError as error:
-        raise WorkerError(f"rank {dist.get_rank(_group[0])}: another rank has ended, or has not answered in time; its own message says why",
-                          expected=f"{dist.get_world_size(_group[0])} ranks that make the same updates") from error
+        raise WorkerError(
+            f"rank {dist.get_rank(_group[0])}: another rank has ended, or has not answered in time; its own message says why",
+            expected=f"{dist.get_world_size(_group[0])} ranks that make the same updates",
+        ) from error
 
 # %% ../../nbs/ranks/02_collectives.ipynb #a0629f75
 def totals(*xs: Tensor) -> tuple:
@@ -62,10 +72,12 @@ def totals(*xs: Tensor) -> tuple:
 
     On the host these are the numbers of rank 0, plus those of rank 1, and so on, bit for bit, wherever the ranks are.
     """
-    if not _group: return xs
+    if not _group:
+        return xs
     flat = torch.cat([x.detach().reshape(-1) for x in xs])
-    _call(_sums[0] if _sums and flat.device.type == 'cpu' else dist.all_reduce, flat)
+    _call(_sums[0] if _sums and flat.device.type == "cpu" else dist.all_reduce, flat)
     return tuple(part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in xs]), xs))
+
 
 def total(x: Tensor) -> Tensor:
     "The sum of `x` over ranks."
@@ -78,17 +90,19 @@ def _sum_in_order(x, group):
     Each rank adds its share of the numbers, so no more bytes are sent than by gloo's own sum.
     """
     n = dist.get_world_size(group)
-    if n == 2: return dist.all_reduce(x, group=group)
-    mine = x.new_zeros(n, -(-x.numel() // n))      # a row for each rank
-    mine.view(-1)[:x.numel()] = x
+    if n == 2:
+        return dist.all_reduce(x, group=group)
+    mine = x.new_zeros(n, -(-x.numel() // n))  # a row for each rank
+    mine.view(-1)[: x.numel()] = x
     dist.all_to_all_single(heard := torch.empty_like(mine), mine, group=group)
     dist.all_gather(list(mine), reduce(torch.add, heard), group=group)
-    x.copy_(mine.view(-1)[:x.numel()])
+    x.copy_(mine.view(-1)[: x.numel()])
 
 # %% ../../nbs/ranks/02_collectives.ipynb #092d6540
 def gathered(x: Tensor) -> list:
     "A list with the tensor `x` of each rank, in the order of the ranks. The shapes must be equal."
-    if not _group: return [x]
+    if not _group:
+        return [x]
     found = [torch.empty_like(x) for _ in range(dist.get_world_size(_group[0]))]
     _call(dist.all_gather, found, x.contiguous())
     return found
@@ -96,16 +110,19 @@ def gathered(x: Tensor) -> list:
 
 def gathered_objects(x: Any) -> list:
     "A list with the object `x` of each rank, in the order of the ranks. Pickle must support the objects."
-    if not _group: return [x]
+    if not _group:
+        return [x]
     found: list = [None] * dist.get_world_size(_group[0])
     _call(dist.all_gather_object, found, x)
     return found
 
 # %% ../../nbs/ranks/02_collectives.ipynb #05b1283a
-MAXIMA = ('rho_max', 'lag')   # for these metrics, the maximum over the ranks is reported
+MAXIMA = ("rho_max", "lag")  # for these metrics, the maximum over the ranks is reported
 
 
-def mean_of_all(loss: Tensor, n: int | Tensor | None, metrics: dict | None = None, params: Iterable = ()) -> tuple:
+def mean_of_all(
+    loss: Tensor, n: int | Tensor | None, metrics: dict | None = None, params: Iterable = ()
+) -> tuple:
     """`(loss, metrics)` over the rows of all ranks, by a single collective call. The gradients of `params` become those of this loss.
 
     Without other ranks nothing changes. A gradient stays None if it is None in all ranks. Raises `DataError` without `n`.
@@ -117,23 +134,36 @@ def mean_of_all(loss: Tensor, n: int | Tensor | None, metrics: dict | None = Non
         params: parameters with the gradient of `loss`
     """
     metrics = metrics or {}
-    if not _group: return loss, metrics
-    if n is None: raise DataError("a step over several ranks needs the number of its rows", leaf='n', got="None",
-                                  expected="a number, such as `batch.valid.sum()`")
-    n, params, loss = int(n), list(params), loss.detach()
+    if not _group:
+        return loss, metrics
+    if n is None:
+        raise DataError(
+            "a step over several ranks needs the number of its rows",
+            leaf="n",
+            got="None",
+            expected="a number, such as `batch.valid.sum()`",
+        )
+    n = int(n)
+    params = list(params)
+    loss = loss.detach()
     grads = [p.grad * n if n and p.grad is not None else torch.zeros_like(p) for p in params]
     has = torch.tensor([p.grad is not None for p in params], dtype=loss.dtype, device=loss.device)
-    table = loss.new_zeros(dist.get_world_size(_group[0]), 2 + len(metrics))      # a row for each rank
-    if n: table[rank()] = torch.tensor([n, *map(float, (loss, *metrics.values()))])
+    table = loss.new_zeros(dist.get_world_size(_group[0]), 2 + len(metrics))  # a row for each rank
+    if n:
+        table[rank()] = torch.tensor([n, *map(float, (loss, *metrics.values()))])
     *sums, has, table = totals(*grads, has, table)
-    for p, grad, is_there in zip(params, sums, has.tolist()): p.grad = (grad / table[:, 0].sum()).to(p.dtype) if is_there else None
+    for p, grad, is_there in zip(params, sums, has.tolist()):
+        p.grad = (grad / table[:, 0].sum()).to(p.dtype) if is_there else None
     found, largest = _column_means(table[table[:, 0] > 0])
-    return found[0], {name: float((largest if name in MAXIMA else found)[k]) for k, name in enumerate(metrics, 1)}
+    return found[0], {
+        name: float((largest if name in MAXIMA else found)[k]) for k, name in enumerate(metrics, 1)
+    }
 
 
 def _column_means(table):
     "The means of the columns behind the first one, which has the weights, and their maxima."
-    weight, x = table[:, 0].double(), table[:, 1:].double()
+    weight = table[:, 0].double()
+    x = table[:, 1:].double()
     return weight @ x / weight.sum(), x.amax(0)
 
 # %% ../../nbs/ranks/02_collectives.ipynb #874c834e
@@ -143,7 +173,8 @@ def places(valid: Tensor) -> tuple:
     Args:
         valid: bool [T, B]: which rows of this rank count
     """
-    if not _group: return None, int(valid.sum())
+    if not _group:
+        return None, int(valid.sum())
     joined = torch.cat(gathered(valid.to(torch.uint8)), 1)
     number = (joined.flatten().long().cumsum(0) - 1).view(joined.shape)
     return number[:, span(valid.shape[1])[1]][valid], int(joined.sum())
@@ -157,7 +188,8 @@ def own(index: Tensor, place: Tensor | None, n: int) -> Tensor:
         place: int64 [M]: index of each row of this rank in the joined batch; None: it has all rows
         n: number of rows of all ranks
     """
-    if place is None: return index
+    if place is None:
+        return index
     where = torch.full((n,), -1, device=place.device)
     where[place] = torch.arange(len(place), device=place.device)
     found = where[index.to(place.device)]
@@ -170,12 +202,15 @@ def joined(*xs: Tensor) -> tuple:
     Args:
         *xs: rows of this rank, [m, ...]; ranks may have different numbers of rows
     """
-    if not _group: return xs
+    if not _group:
+        return xs
     found = gathered_objects([x.detach().cpu() for x in xs])
     return tuple(torch.cat(parts).to(x.device) for parts, x in zip(zip(*found), xs))
 
 # %% ../../nbs/ranks/02_collectives.ipynb #d29f9bb7
-def check_alike(found: list, problem: str, pipe: str | None = None, missing: str = "no such leaf") -> None:
+def check_alike(
+    found: list, problem: str, pipe: str | None = None, missing: str = "no such leaf"
+) -> None:
     """Raise `DataError` if a rank has another value than rank 0.
 
     Args:
@@ -187,40 +222,55 @@ def check_alike(found: list, problem: str, pipe: str | None = None, missing: str
     for rank, other in enumerate(found):
         for leaf in [*found[0], *other]:
             expected, got = (x.get(leaf, missing) for x in (found[0], other))
-            if expected == got: continue
-            raise DataError(f"rank {rank}: {problem}", pipe=pipe, leaf=leaf, expected=f"{expected}, as on rank 0", got=str(got))
+            if expected == got:
+                continue
+            raise DataError(
+                f"rank {rank}: {problem}",
+                pipe=pipe,
+                leaf=leaf,
+                expected=f"{expected}, as on rank 0",
+                got=str(got),
+            )
 
 # %% ../../nbs/ranks/02_collectives.ipynb #ad33152c
 def check_batches(batch: Any, learner: str) -> None:
     "Raise `DataError` in all ranks if their batches (nested tensors) differ in structure, shapes or dtypes. Equal batches are logged."
-    if not _group: return
+    if not _group:
+        return
     check_alike(gathered_objects(_forms(batch)), "a batch of another form", learner)
-    if isinstance(batch, Fragment) and not _looked: _tell_of_copies(batch)
+    if isinstance(batch, Fragment) and not _looked:
+        _tell_of_copies(batch)
     _looked[:] = [True]
 
 
 def _forms(batch):
     "Leaf -> its dtype and shape. Leaves in `final` count as empty, because their number varies. Infos and `restarts` are not compared."
-    if isinstance(batch, Fragment): batch = batch._replace(env=(), restarts=None, final=nested.getitem(batch.final, slice(0)))
-    return nested.Form(batch, 'batch').texts()
+    if isinstance(batch, Fragment):
+        batch = batch._replace(env=(), restarts=None, final=nested.getitem(batch.final, slice(0)))
+    return nested.Form(batch, "batch").texts()
 
 
 def _tell_of_copies(batch):
     "Log a warning if another rank has the same batch, because then the lanes were not divided."
     what = [*map(_checksum, nested.leaves((batch.lane, batch.seq, batch.state)))]
     twin = gathered_objects(what).index(what)
-    if twin < rank(): logging.getLogger('rollpipe').warning(
-        f"rank {rank()} has the same batch as rank {twin}. `ranks.divided(pipe)` gives each rank lanes of its own")
+    if twin < rank():
+        logging.getLogger("rollpipe").warning(
+            f"rank {rank()} has the same batch as rank {twin}. `ranks.divided(pipe)` gives each rank lanes of its own"
+        )
 
-def _checksum(x): return zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+def _checksum(x):
+    return zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def check_state(agent: Any) -> None:
     "Raise `DataError` in all ranks unless the states of their learners are equal, bit for bit."
-    if not _group: return
+    if not _group:
+        return
     state = agent.state_dict()
     sums = [_checksum(x) if isinstance(x, Tensor) else repr(x) for x in nested.leaves(state)]
-    found = gathered_objects(dict(zip(nested.paths(state, 'state'), sums)))
+    found = gathered_objects(dict(zip(nested.paths(state, "state"), sums)))
     check_alike(found, "the learner has another state (checksum)", type(agent).__name__)
 
 # %% ../../nbs/ranks/02_collectives.ipynb #8f4e164b
@@ -240,42 +290,64 @@ def distributed(agent: Any, size: int | None = None) -> Iterator[Any]:
         size: required number of ranks; None: any
     """
     with ExitStack() as ending:
-        if not _is_initialized(): ending.enter_context(process_group())
+        if not _is_initialized():
+            ending.enter_context(process_group())
         is_group = _is_initialized()
         check_size(size, dist.get_world_size() if is_group else 1)
-        if is_group: ending.enter_context(_block(agent))
+        if is_group:
+            ending.enter_context(_block(agent))
         yield agent
 
 
-def _is_initialized(): return dist.is_available() and dist.is_initialized()
+def _is_initialized():
+    return dist.is_available() and dist.is_initialized()
 
 
 @contextmanager
 def _block(agent):
     "The block of `distributed` if there is a process group."
-    if _group: raise DataError("a block `distributed` in another", leaf='agent', expected="one learner at a time", got=describe(agent))
-    if not getattr(agent, 'joins_ranks', False):
-        raise DataError("cannot learn over several ranks", leaf='agent', got=type(agent).__name__,
-                        expected="a learner with `joins_ranks`, such as TRPO, PPO, DQN or SAC")
-    _group.append(None)     # the group of all processes
+    if _group:
+        raise DataError(
+            "a block `distributed` in another",
+            leaf="agent",
+            expected="one learner at a time",
+            got=describe(agent),
+        )
+    if not getattr(agent, "joins_ranks", False):
+        raise DataError(
+            "cannot learn over several ranks",
+            leaf="agent",
+            got=type(agent).__name__,
+            expected="a learner with `joins_ranks`, such as TRPO, PPO, DQN or SAC",
+        )
+    _group.append(None)  # the group of all processes
     try:
-        if (timeout := _timeout_of_gloo()) is not None: _call(_share_sums, timeout)
+        if (timeout := _timeout_of_gloo()) is not None:
+            _call(_share_sums, timeout)
         check_state(agent)
-        getattr(agent, 'check_ranks', bool)()
+        getattr(agent, "check_ranks", bool)()
         yield
     finally:
         for sums in _sums:
-            if isinstance(sums, SharedSums): sums.close()
-        for state in (_group, _sums, _looked): state.clear()
+            if isinstance(sums, SharedSums):
+                sums.close()
+        for state in (_group, _sums, _looked):
+            state.clear()
 
 
 def _timeout_of_gloo():
     "How many seconds gloo waits for another rank; None if a rank is alone, or if gloo is not what sums on the host."
-    if dist.get_world_size() == 1: return None
-    try: backend = dist.group.WORLD._get_backend(torch.device('cpu'))
-    except RuntimeError: return None        # this group sums on GPUs alone
-    if not isinstance(backend, dist.ProcessGroupGloo): return None
-    timeout = getattr(getattr(backend, 'options', None), '_timeout', timedelta(minutes=30))     # old versions of torch do not tell it
+    if dist.get_world_size() == 1:
+        return None
+    try:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return None  # this group sums on GPUs alone
+    if not isinstance(backend, dist.ProcessGroupGloo):
+        return None
+    timeout = getattr(
+        getattr(backend, "options", None), "_timeout", timedelta(minutes=30)
+    )  # old versions of torch do not tell it
     return timeout.total_seconds()
 
 
@@ -286,6 +358,11 @@ def _share_sums(timeout, group):
 
 def check_size(size: int | None, got: int) -> None:
     "Raise `DataError` if the number of ranks is not `size`. None allows any number."
-    if size is None or size == got: return
-    raise DataError("another number of ranks", leaf='ranks', got=str(got),
-                    expected=f"{size}, as by torchrun --nproc-per-node {size} -m rollpipe train ...")
+    if size is None or size == got:
+        return
+    raise DataError(
+        "another number of ranks",
+        leaf="ranks",
+        got=str(got),
+        expected=f"{size}, as by torchrun --nproc-per-node {size} -m rollpipe train ...",
+    )

@@ -28,22 +28,43 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
         size: number of ranks
     """
     lanes = find(pipe, Lanes)
-    if not lanes: raise GraphError("no lanes to divide among ranks", expected="`Lanes` in the pipeline", got=repr(pipe))
-    n, above = lanes[0].n, nodes(lanes[0].pipe)
+    if not lanes:
+        raise GraphError(
+            "no lanes to divide among ranks", expected="`Lanes` in the pipeline", got=repr(pipe)
+        )
+    n = lanes[0].n
+    above = nodes(lanes[0].pipe)
     stackers = [p for p in find(pipe, FragmentStacker) if p not in above]
-    if n % size: raise DataError(f"{n} lanes cannot be divided among {size} ranks", leaf="lanes", got=str(n),
-                                 expected=f"{size} lanes, or a multiple (`--lanes`)")
+    if n % size:
+        raise DataError(
+            f"{n} lanes cannot be divided among {size} ranks",
+            leaf="lanes",
+            got=str(n),
+            expected=f"{size} lanes, or a multiple (`--lanes`)",
+        )
     for stacker in stackers:
-        if stacker.n > 1 and stacker.n % size: raise DataError(f"batches cannot be divided among {size} ranks", pipe=stacker, leaf="n",
-                                                               expected=f"1, or a multiple of {size}", got=str(stacker.n))
+        if stacker.n > 1 and stacker.n % size:
+            raise DataError(
+                f"batches cannot be divided among {size} ranks",
+                pipe=stacker,
+                leaf="n",
+                expected=f"1, or a multiple of {size}",
+                got=str(stacker.n),
+            )
     scalers = learning_pipes(pipe)
     if learning := [name for name, p in scalers.items() if not isinstance(p, RewardScaler)]:
-        raise DataError("pipes that learn would learn something else in each rank", got=", ".join(learning),
-                        expected="a pipeline without them (no `--intrinsic`)")
+        raise DataError(
+            "pipes that learn would learn something else in each rank",
+            got=", ".join(learning),
+            expected="a pipeline without them (no `--intrinsic`)",
+        )
     lanes[0].divide(size, k)
-    for stacker in stackers: stacker.n = max(1, stacker.n // size)
-    for replay in (replays := find(pipe, Replay)): replay.divide(size)
-    for joint in (*replays, *scalers.values()): joint.gathered = gathered_objects
+    for stacker in stackers:
+        stacker.n = max(1, stacker.n // size)
+    for replay in (replays := find(pipe, Replay)):
+        replay.divide(size)
+    for joint in (*replays, *scalers.values()):
+        joint.gathered = gathered_objects
 
 
 def divided(pipe: IterDataPipe) -> IterDataPipe:
@@ -57,8 +78,13 @@ def divided(pipe: IterDataPipe) -> IterDataPipe:
         pipe: the pipeline of all lanes, which is not changed
     """
     if not active():
-        if launched() is None: return pipe
-        raise DataError("called before the ranks know one another", leaf="divided", expected="a call in a block `with distributed(agent)`")
+        if launched() is None:
+            return pipe
+        raise DataError(
+            "called before the ranks know one another",
+            leaf="divided",
+            expected="a call in a block `with distributed(agent)`",
+        )
     pipe = copy_graph(pipe)
     divide(pipe, rank(), span(1)[0])
     return pipe

@@ -25,6 +25,7 @@ class Launch(NamedTuple):
         size: number of processes
         restarts: how often all of them have been restarted
     """
+
     rank: int
     size: int
     restarts: int = 0
@@ -37,10 +38,17 @@ def launched(env: Mapping = os.environ) -> Launch | None:
         env: environment variables
     """
     names = "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"
-    if "RANK" not in env or "MASTER_ADDR" not in env or env.get("WORLD_SIZE") == "1": return None
-    try: *found, _ = (int(env.get(name, default)) for name, default in zip(names, (0, 1, 0, "")))
-    except ValueError: raise DataError("environment variables", leaf=", ".join(names), expected="integers",
-                                       got=str([env.get(name) for name in names])) from None
+    if "RANK" not in env or "MASTER_ADDR" not in env or env.get("WORLD_SIZE") == "1":
+        return None
+    try:
+        *found, _ = (int(env.get(name, default)) for name, default in zip(names, (0, 1, 0, "")))
+    except ValueError:
+        raise DataError(
+            "environment variables",
+            leaf=", ".join(names),
+            expected="integers",
+            got=str([env.get(name) for name in names]),
+        ) from None
     return Launch(*found) if found[1] > 1 else None
 
 
@@ -58,12 +66,17 @@ def device_of_rank(device: torch.device, env: Mapping = os.environ) -> torch.dev
         device: a device
         env: environment variables, of which `LOCAL_RANK` counts the ranks of a machine
     """
-    if device.type != "cuda" or device.index is not None or launched(env) is None: return device
+    if device.type != "cuda" or device.index is not None or launched(env) is None:
+        return device
     n = torch.cuda.device_count()
     rank = env.get("LOCAL_RANK", "0" if n == 1 else "")
-    if rank.isdecimal() and int(rank) < n: return torch.device("cuda", int(rank))
-    raise DataError("this rank has no GPU of its own", got=f"LOCAL_RANK={rank}",
-                    expected=f"at most {n} ranks on this machine; or a device by number, such as cuda:0 if each rank sees one; or cpu")
+    if rank.isdecimal() and int(rank) < n:
+        return torch.device("cuda", int(rank))
+    raise DataError(
+        "this rank has no GPU of its own",
+        got=f"LOCAL_RANK={rank}",
+        expected=f"at most {n} ranks on this machine; or a device by number, such as cuda:0 if each rank sees one; or cpu",
+    )
 
 
 @contextmanager
@@ -75,13 +88,20 @@ def process_group() -> Iterator[Launch | None]:
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=_store(launch), rank=launch.rank, world_size=launch.size)
-    try: yield launch
-    finally: dist.destroy_process_group()
+    try:
+        yield launch
+    finally:
+        dist.destroy_process_group()
 
 
 def _store(launch):
     "The store by which ranks find each other, with separate keys for each restart. torchrun holds it; under another launcher, rank 0 does."
     is_held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None if is_held else launch.size,
-                          is_master=not is_held and launch.rank == 0, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        None if is_held else launch.size,
+        is_master=not is_held and launch.rank == 0,
+        timeout=timedelta(seconds=60),
+    )
     return dist.PrefixStore(f"start {launch.restarts}", store)

@@ -29,6 +29,7 @@ class Part(NamedTuple):
         rows: [1, n], or [T, n] with recurrent state, with a valid row
         n: number of valid rows; 0 if the rank has none in this minibatch: then `rows` are others, so that it computes along
     """
+
     rows: Fragment
     n: Tensor
 
@@ -42,6 +43,7 @@ class _Joined(NamedTuple):
         counts: number of valid rows of each item of the joined batch, int64 [n]
         size: number of items in a minibatch
     """
+
     take: Callable
     place: Tensor
     counts: Tensor
@@ -49,13 +51,22 @@ class _Joined(NamedTuple):
 
 
 def _rows(fragment, size):
-    (place, n), rows = places(fragment.valid), fragment.valid.flatten().nonzero()[:, 0]
-    return _Joined(lambda mine: transitions(fragment, rows[mine]), place.cpu(), torch.ones(n, dtype=torch.int64), size)
+    (place, n) = places(fragment.valid)
+    rows = fragment.valid.flatten().nonzero()[:, 0]
+    return _Joined(
+        lambda mine: transitions(fragment, rows[mine]),
+        place.cpu(),
+        torch.ones(n, dtype=torch.int64),
+        size,
+    )
 
 
 def _columns(fragment, size):
-    counts, place = torch.cat(gathered(fragment.valid.sum(0))), rank() * fragment.n_envs + torch.arange(fragment.n_envs)
-    return _Joined(lambda mine: columns(fragment, mine), place, counts.cpu(), max(1, size // fragment.n_steps))
+    counts = torch.cat(gathered(fragment.valid.sum(0)))
+    place = rank() * fragment.n_envs + torch.arange(fragment.n_envs)
+    return _Joined(
+        lambda mine: columns(fragment, mine), place, counts.cpu(), max(1, size // fragment.n_steps)
+    )
 
 # %% ../../nbs/ranks/03_minibatches.ipynb #abc321fd
 def parts(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) -> Iterator[Part]:
@@ -68,13 +79,18 @@ def parts(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) 
         rng: generator of the order in each epoch; its state must be the same in all ranks
     """
     if not active():
-        yield from (Part(rows, rows.valid.sum()) for rows in minibatches(fragment, size, epochs, rng) if rows.valid.any())
+        yield from (
+            Part(rows, rows.valid.sum())
+            for rows in minibatches(fragment, size, epochs, rng)
+            if rows.valid.any()
+        )
         return
     joined = (_columns if nested.leaves(fragment.hx) else _rows)(fragment, size)
     other = joined.take(joined.counts[joined.place].argmax()[None])
     for _ in range(epochs):
         for index in torch.from_numpy(rng.permutation(len(joined.counts))).split(joined.size):
-            if not joined.counts[index].any(): continue
+            if not joined.counts[index].any():
+                continue
             rows = joined.take(own(index, joined.place, len(joined.counts)))
             yield Part(rows if (n := rows.valid.sum()) else other, n)
 
@@ -89,9 +105,13 @@ def in_step(items: Iterable, what: str) -> Iterator:
     for n, item in enumerate(chain(items, [_END])):
         ended = gathered_objects(item is _END)
         if any(ended) and not all(ended):
-            raise DataError(f"rank {ended.index(True)} has {n} {what}, and others have more", leaf=what,
-                            expected="equally many in all ranks")
-        if item is not _END: yield item
+            raise DataError(
+                f"rank {ended.index(True)} has {n} {what}, and others have more",
+                leaf=what,
+                expected="equally many in all ranks",
+            )
+        if item is not _END:
+            yield item
 
 
 _END = object()

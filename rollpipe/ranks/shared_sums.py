@@ -27,8 +27,12 @@ class SharedSums:
         memories: the memory of each rank, in which it writes and the others read
         timeout: seconds to wait for another rank
     """
+
     def __init__(self, peers: dict[int, Connection], memories: list[SharedMemory], timeout: float):
-        self.peers, self.memories, self.timeout, self.turn = peers, memories, timeout, 0
+        self.peers = peers
+        self.memories = memories
+        self.timeout = timeout
+        self.turn = 0
         self.rank = next(rank for rank in range(len(memories)) if rank not in peers)
         self.begin = self.size = 0
         self._grow(4096)
@@ -43,40 +47,52 @@ class SharedSums:
             x: contiguous tensor on the host
             group: ignored
         """
-        try: self._sum(x)
+        try:
+            self._sum(x)
         except BaseException:
             self.close()
             raise
 
     def _sum(self, x):
-        if x.nbytes > self.size: self._grow(aligned(2 * x.nbytes))
+        if x.nbytes > self.size:
+            self._grow(aligned(2 * x.nbytes))
         self.turn = 1 - self.turn
-        parts = [half[self.turn][:x.nbytes].view(x.dtype).view(x.shape) for half in self.halves]
+        parts = [half[self.turn][: x.nbytes].view(x.dtype).view(x.shape) for half in self.halves]
         parts[self.rank].copy_(x)
-        self._tell_and_hear(x.nbytes.to_bytes(8, 'little'))
+        self._tell_and_hear(x.nbytes.to_bytes(8, "little"))
         torch.add(*parts[:2], out=x)
-        for part in parts[2:]: x += part
+        for part in parts[2:]:
+            x += part
 
     def _grow(self, size):
         "Two larger halves, behind the old ones, which another rank may still read."
-        self.begin, self.size = self.begin + 2 * self.size, size
+        self.begin = self.begin + 2 * self.size
+        self.size = size
         end = self.begin + 2 * size
         self.memories[self.rank].reserve(end)
-        self._tell_and_hear(b'grown')
-        self.halves = [torch.from_numpy(memory.view(end)[self.begin:end]).view(2, size) for memory in self.memories]
+        self._tell_and_hear(b"grown")
+        self.halves = [
+            torch.from_numpy(memory.view(end)[self.begin : end]).view(2, size)
+            for memory in self.memories
+        ]
 
     def _tell_and_hear(self, message):
         "Send `message` to all other ranks, and wait for the same from each."
         try:
-            for peer in self.peers.values(): peer.send_bytes(message)
+            for peer in self.peers.values():
+                peer.send_bytes(message)
             for rank, peer in self.peers.items():
-                if not peer.poll(self.timeout): raise RuntimeError(f"rank {rank} has not answered for {self.timeout:g} seconds")
-                if peer.recv_bytes() != message: raise RuntimeError(f"rank {rank} sums another number of bytes")
-        except (OSError, EOFError) as error: raise RuntimeError(f"Connection to another rank: {error or 'closed'}") from error
+                if not peer.poll(self.timeout):
+                    raise RuntimeError(f"rank {rank} has not answered for {self.timeout:g} seconds")
+                if peer.recv_bytes() != message:
+                    raise RuntimeError(f"rank {rank} sums another number of bytes")
+        except (OSError, EOFError) as error:
+            raise RuntimeError(f"Connection to another rank: {error or 'closed'}") from error
 
     def close(self) -> None:
         "Close the connections, and release the memory."
-        for x in (*self.peers.values(), *self.memories): x.close()
+        for x in (*self.peers.values(), *self.memories):
+            x.close()
 
 # %% ../../nbs/ranks/01_shared_sums.ipynb #d781eb53
 def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | None:
@@ -91,23 +107,34 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
     """
     with ExitStack() as folders, ExitStack() as opened:
         try:
-            folder = folders.enter_context(TemporaryDirectory(prefix='rollpipe-'))
-            listener = opened.enter_context(Listener(f'{folder}/sums', 'AF_UNIX', backlog=128))
-        except (OSError, ValueError): listener = None       # the disk is full, the name is too long, or the system has no such sockets
-        addresses, peers = gathered(listener and listener.address), {}
+            folder = folders.enter_context(TemporaryDirectory(prefix="rollpipe-"))
+            listener = opened.enter_context(Listener(f"{folder}/sums", "AF_UNIX", backlog=128))
+        except (OSError, ValueError):
+            listener = (
+                None  # the disk is full, the name is too long, or the system has no such sockets
+            )
+        addresses = gathered(listener and listener.address)
+        peers = {}
         try:
-            for other in range(rank): peers[other] = opened.enter_context(Client(addresses[other], 'AF_UNIX'))
-        except (OSError, ValueError, TypeError): listener = None
-        if not all(gathered(listener is not None)): return None
+            for other in range(rank):
+                peers[other] = opened.enter_context(Client(addresses[other], "AF_UNIX"))
+        except (OSError, ValueError, TypeError):
+            listener = None
+        if not all(gathered(listener is not None)):
+            return None
         try:
-            for peer in peers.values(): peer.send(rank)
-            for _ in addresses[rank + 1:]:
+            for peer in peers.values():
+                peer.send(rank)
+            for _ in addresses[rank + 1 :]:
                 peer = opened.enter_context(listener.accept())
                 peers[peer.recv()] = peer
             peers = dict(sorted(peers.items()))
             memory = SharedMemory()
-            memories = {rank: memory} | {other: _exchanged(memory, peer, rank < other) for other, peer in peers.items()}
-        except (OSError, EOFError) as error: raise RuntimeError("Connection to another rank closed") from error
+            memories = {rank: memory} | {
+                other: _exchanged(memory, peer, rank < other) for other, peer in peers.items()
+            }
+        except (OSError, EOFError) as error:
+            raise RuntimeError("Connection to another rank closed") from error
         sums = SharedSums(peers, [memories[k] for k in range(len(addresses))], timeout)
         listener.close()
         opened.pop_all()
@@ -116,7 +143,9 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
 
 def _exchanged(memory, peer, is_first):
     "The memory of the rank behind the connection `peer`, to which `memory` is sent before if `is_first`, else after."
-    if is_first: send_handle(peer, memory.fd, None)
+    if is_first:
+        send_handle(peer, memory.fd, None)
     found = SharedMemory(fd=recv_handle(peer))
-    if not is_first: send_handle(peer, memory.fd, None)
+    if not is_first:
+        send_handle(peer, memory.fd, None)
     return found

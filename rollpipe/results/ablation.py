@@ -5,7 +5,10 @@
 # %% ../../nbs/results/10_ablation.ipynb #b194363f
 from __future__ import annotations
 
-import json, math, re, shlex
+import json
+import math
+import re
+import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -45,6 +48,7 @@ class Branch(NamedTuple):
         noise: see `fork`
         edit: option -> value; empty: an unedited twin
     """
+
     folder: Path
     parent: Path
     at: int
@@ -52,7 +56,8 @@ class Branch(NamedTuple):
     edit: dict
 
     @property
-    def label(self) -> str: return ", ".join(f"{name}={x}" for name, x in self.edit.items())
+    def label(self) -> str:
+        return ", ".join(f"{name}={x}" for name, x in self.edit.items())
 
 
 def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) -> list[Branch]:
@@ -68,9 +73,21 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
     found = []
     for n in at:
         for noise in range(repeat):
-            twin = Branch(out/f"at{n}-{noise}", out/f"at{n}-0" if noise else run, n, noise, {})
-            found += [twin, *(Branch(out/re.sub(r"[^\w.=+-]", "-", f"at{n}-{noise}-{name}={x}"), twin.folder, n, 0, {name: x})
-                              for name, values in options.items() for x in values)]
+            twin = Branch(out / f"at{n}-{noise}", out / f"at{n}-0" if noise else run, n, noise, {})
+            found += [
+                twin,
+                *(
+                    Branch(
+                        out / re.sub(r"[^\w.=+-]", "-", f"at{n}-{noise}-{name}={x}"),
+                        twin.folder,
+                        n,
+                        0,
+                        {name: x},
+                    )
+                    for name, values in options.items()
+                    for x in values
+                ),
+            ]
     return found
 
 # %% ../../nbs/results/10_ablation.ipynb #dc5d76c6
@@ -89,75 +106,153 @@ def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
     Returns:
         int | str: its number; a text if they differ in an update that both have
     """
-    kept = [{int(r["updates"]): {name: x for name, x in r.items() if not name.startswith(_OTHER)} for r in records_of(x) if "episodes" in r}
-            for x in (a, b)]
+    kept = [
+        {
+            int(r["updates"]): {name: x for name, x in r.items() if not name.startswith(_OTHER)}
+            for r in records_of(x)
+            if "episodes" in r
+        }
+        for x in (a, b)
+    ]
     both = sorted(n for n in kept[0].keys() & kept[1].keys() if n <= last)
     for n in both:
-        x, y = ({name: kept[k][n][name] for name in kept[0][n] if name in kept[1][n]} for k in (0, 1))
-        if path := first_difference(x, y): return f"update {n}: {path}"
+        x, y = (
+            {name: kept[k][n][name] for name in kept[0][n] if name in kept[1][n]} for k in (0, 1)
+        )
+        if path := first_difference(x, y):
+            return f"update {n}: {path}"
     return both[-1] if both else 0
 
 
 def _fork(branch: Branch, steps: int, quiet: dict) -> None:
     "Make a branch, unless it is there. Raises `DataError` if another run is there."
-    edit, options = json.loads(json.dumps(branch.edit)), dict[str, Any](branch.edit or dict(quiet, steps=steps))
+    edit = json.loads(json.dumps(branch.edit))
+    options = dict[str, Any](branch.edit or dict(quiet, steps=steps))
     if not files_of_run(branch.folder):
         fork(branch.parent, branch.folder, branch.at, noise=branch.noise, **options)
         return
     config = load_run(branch.folder).config
-    origin, values = config.get("forked") or {}, {**config, **config["options"]}
+    origin = config.get("forked") or {}
+    values = {**config, **config["options"]}
     # The path of the parent does not tell: it is as it was typed, perhaps in another working folder, and both may have been moved since.
     equal = equal_up_to(branch.parent, branch.folder, branch.at)
     got = [origin.get("at"), origin.get("noise", 0), {name: values.get(name) for name in edit}]
     if got != (wanted := [branch.at, branch.noise, edit]) or equal != branch.at:
         text = "a fork of {} after update {} with noise {} and {}"
-        raise DataError(f"{branch.folder} is no such branch", expected=f"{text.format(branch.parent, *wanted)}, or another --out",
-                        got=f"{text.format(origin.get('run'), *got)}, {equal if isinstance(equal, str) else f'equal up to {equal}'}")
+        raise DataError(
+            f"{branch.folder} is no such branch",
+            expected=f"{text.format(branch.parent, *wanted)}, or another --out",
+            got=f"{text.format(origin.get('run'), *got)}, {equal if isinstance(equal, str) else f'equal up to {equal}'}",
+        )
 
 
 def _steps_of(run: Path, found: Checkpoint, at: list, updates: int) -> dict:
     "Number of updates -> the steps with which a branch has made so many more."
-    steps = {0: 0., **{int(r["updates"]): r["steps"] for r in records_of(run)}}
-    if lacking := [n for n in at if n not in steps]: raise DataError(f"{run} has no record of update {lacking[0]}")
-    most = max((steps[n] - steps[n - 1] for n in steps if n - 1 in steps), default=found.counters["steps"])
-    return {n: int(steps[n] + updates*most) for n in at}
+    steps = {0: 0.0, **{int(r["updates"]): r["steps"] for r in records_of(run)}}
+    if lacking := [n for n in at if n not in steps]:
+        raise DataError(f"{run} has no record of update {lacking[0]}")
+    most = max(
+        (steps[n] - steps[n - 1] for n in steps if n - 1 in steps), default=found.counters["steps"]
+    )
+    return {n: int(steps[n] + updates * most) for n in at}
 
 
 def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
     "The newest checkpoint of a run. Raises `DataError` for updates that cannot be branched, and what a branch cannot have."
-    found, known = load_run(run), {name for r in records_of(run) for name in r}
+    found = load_run(run)
+    known = {name for r in records_of(run) for name in r}
     if metric not in known and not (metric.startswith("eval_") and found.config.get("eval_every")):
-        raise DataError(f"{run} has no such metric", leaf="--metric", expected=", ".join(sorted(known)), got=metric)
-    for n in at: checkpoint_at(run, n)
-    if not at: raise DataError("nowhere to branch", leaf="--at", expected="numbers of updates, such as 100,200")
-    if not options or not all(options.values()): raise DataError("nothing to compare", leaf="--set", expected="NAME=VALUE,VALUE")
-    if "steps" in options: raise DataError("the steps of a branch are those of its updates", leaf="steps", expected="--updates")
+        raise DataError(
+            f"{run} has no such metric",
+            leaf="--metric",
+            expected=", ".join(sorted(known)),
+            got=metric,
+        )
+    for n in at:
+        checkpoint_at(run, n)
+    if not at:
+        raise DataError(
+            "nowhere to branch", leaf="--at", expected="numbers of updates, such as 100,200"
+        )
+    if not options or not all(options.values()):
+        raise DataError("nothing to compare", leaf="--set", expected="NAME=VALUE,VALUE")
+    if "steps" in options:
+        raise DataError(
+            "the steps of a branch are those of its updates", leaf="steps", expected="--updates"
+        )
     for name, values in options.items():
-        if len({*map(repr, values)}) < len(values): raise DataError("a value is there twice", leaf=name, got=str(values))
-        for x in values if found.stream else ():      # the run is over, perhaps
-            try: changed_run(f"a fork of {run}", found._replace(counters={**found.counters, "steps": 0}), {name: x})
-            except DataError as e: raise DataError(f"no branch with {name}={x}", got=str(e)) from None
+        if len({*map(repr, values)}) < len(values):
+            raise DataError("a value is there twice", leaf=name, got=str(values))
+        for x in values if found.stream else ():  # the run is over, perhaps
+            try:
+                changed_run(
+                    f"a fork of {run}",
+                    found._replace(counters={**found.counters, "steps": 0}),
+                    {name: x},
+                )
+            except DataError as e:
+                raise DataError(f"no branch with {name}={x}", got=str(e)) from None
     return found
 
 # %% ../../nbs/results/10_ablation.ipynb #d638a4d9
 def _trained(branches: list, steps: dict, updates: int, jobs: int, words: list) -> None:
     "Train the branches that are not complete. Raises `Interrupted` after a signal, and `WorkerError` if branches fail."
     left = [x for x in branches if load_run(x.folder).counters["updates"] < x.at + updates]
-    print(f"{len(branches) - len(left)} of {len(branches)} branches are complete, {jobs} at a time", flush=True)
-    commands = {x.folder.name: typed([*python_words(), "train", "--resume", x.folder, "--steps", steps[x.at], "--quiet",
-                                      "--no-tensorboard", *words]) for x in left}
+    print(
+        f"{len(branches) - len(left)} of {len(branches)} branches are complete, {jobs} at a time",
+        flush=True,
+    )
+    commands = {
+        x.folder.name: typed(
+            [
+                *python_words(),
+                "train",
+                "--resume",
+                x.folder,
+                "--steps",
+                steps[x.at],
+                "--quiet",
+                "--no-tensorboard",
+                *words,
+            ]
+        )
+        for x in left
+    }
     runs, stopped = run_all(commands, jobs)
-    failed = [f"{name}: {run.problem}" for name, run in runs.items() if run.problem is not None and not run.obeyed(stopped)]
-    why = f"{len(failed)} of {len(branches)} branches failed; {'; '.join(failed).rstrip('.')}" if failed else ""
-    if stopped is not None: raise Interrupted(stopped, f"interrupted; {why and why + '; '}nothing is lost, and the same command goes on")
-    if failed: raise WorkerError(f"{why}. When this is mended, the same command goes on")
+    failed = [
+        f"{name}: {run.problem}"
+        for name, run in runs.items()
+        if run.problem is not None and not run.obeyed(stopped)
+    ]
+    why = (
+        f"{len(failed)} of {len(branches)} branches failed; {'; '.join(failed).rstrip('.')}"
+        if failed
+        else ""
+    )
+    if stopped is not None:
+        raise Interrupted(
+            stopped,
+            f"interrupted; {why and why + '; '}nothing is lost, and the same command goes on",
+        )
+    if failed:
+        raise WorkerError(f"{why}. When this is mended, the same command goes on")
 
 
-def _beside(run: Path) -> str: return f"{run.resolve() if run.name in ('', '..') else run}-ablation"
+def _beside(run: Path) -> str:
+    return f"{run.resolve() if run.name in ('', '..') else run}-ablation"
 
 
-def ablate(run: str | Path, at: Sequence, options: dict, updates: int = 30, repeat: int = 1, jobs: int = 1, out: str | Path | None = None,
-           metric: str = "return_mean", last: int | None = None) -> Ablation:
+def ablate(
+    run: str | Path,
+    at: Sequence,
+    options: dict,
+    updates: int = 30,
+    repeat: int = 1,
+    jobs: int = 1,
+    out: str | Path | None = None,
+    metric: str = "return_mean",
+    last: int | None = None,
+) -> Ablation:
     """Branch a run with other values of options, each beside an unedited twin with the same noise, and compare them by pairs.
 
     What is in the folder is kept, so an ablation that was interrupted goes on, and more values, updates and twins may follow. The report is
@@ -178,68 +273,173 @@ def ablate(run: str | Path, at: Sequence, options: dict, updates: int = 30, repe
     Returns:
         Ablation: the differences; `print` shows its table
     """
-    run, at = folder_of(run), sorted(set(at))
-    out, last = Path(out or _beside(run)), max(1, updates//3) if last is None else last
-    for name, n in dict(updates=updates, repeat=repeat, jobs=jobs, last=last).items(): check_integer(name, n)
-    if last > updates: raise DataError("out of range", leaf="last", expected=f"1 to {updates}, the updates of a branch", got=str(last))
+    run = folder_of(run)
+    at = sorted(set(at))
+    out = Path(out or _beside(run))
+    last = max(1, updates // 3) if last is None else last
+    for name, n in dict(updates=updates, repeat=repeat, jobs=jobs, last=last).items():
+        check_integer(name, n)
+    if last > updates:
+        raise DataError(
+            "out of range",
+            leaf="last",
+            expected=f"1 to {updates}, the updates of a branch",
+            got=str(last),
+        )
     found = _checked(run, at, options, metric)
-    def filled(name, x): return with_steps(found.config["algorithm"], {name: x}, found.config["steps"])[name]
-    options = {name: [filled(name, x) for x in values] for name, values in options.items()}     # a schedule spans the run
-    steps, branches = _steps_of(run, found, at, updates), branches_of(run, at, options, repeat, out)
-    quiet = dict(keep=0, video_every=0, **{name: x for name, x in ENDLESS.items() if name != "stopped"})
-    if not metric.startswith("eval_"): quiet["eval_every"] = 0
+
+    def filled(name, x):
+        return with_steps(found.config["algorithm"], {name: x}, found.config["steps"])[name]
+
+    options = {
+        name: [filled(name, x) for x in values] for name, values in options.items()
+    }  # a schedule spans the run
+    steps = _steps_of(run, found, at, updates)
+    branches = branches_of(run, at, options, repeat, out)
+    quiet = dict(
+        keep=0, video_every=0, **{name: x for name, x in ENDLESS.items() if name != "stopped"}
+    )
+    if not metric.startswith("eval_"):
+        quiet["eval_every"] = 0
     make_folder(out)
     lock(out)
     try:
-        for branch in branches: _fork(branch, steps[branch.at], quiet)
+        for branch in branches:
+            _fork(branch, steps[branch.at], quiet)
         _trained(branches, steps, updates, jobs, import_words(needed_modules(found.config)))
         made = _compared(run, branches, found.config, metric, updates, last)
-        write_files(out, lambda: {"report.md": str(made), "report.csv": pairs_text(made), "report.png": draw_pairs(made),
-                                  "report.html": pairs_page(made)})
-    finally: unlock(out)
+        write_files(
+            out,
+            lambda: {
+                "report.md": str(made),
+                "report.csv": pairs_text(made),
+                "report.png": draw_pairs(made),
+                "report.html": pairs_page(made),
+            },
+        )
+    finally:
+        unlock(out)
     return made
 
 
-def _compared(run: Path, branches: list, config: dict, metric: str, updates: int, last: int) -> Ablation:
+def _compared(
+    run: Path, branches: list, config: dict, metric: str, updates: int, last: int
+) -> Ablation:
     "The differences. Raises `DataError` if the twins with the noise of the run do not equal it."
-    replayed = any(keeper.startswith("replay") for keeper in config["kept"].values()) and any(x.noise for x in branches)
-    notes = ["Branches with other noise have the same noise within their environments, which are kept by a replay."] * replayed
+    replayed = any(keeper.startswith("replay") for keeper in config["kept"].values()) and any(
+        x.noise for x in branches
+    )
+    notes = [
+        "Branches with other noise have the same noise within their environments, which are kept by a replay."
+    ] * replayed
     known = {x.folder: course(x.folder, metric, x.at, updates) for x in branches}
     for twin in (x for x in branches if not x.edit and not x.noise):
-        if any(edit["at"] >= twin.at for edit in config.get("edits", ())):     # the branches do not have that edit
-            notes.append(f"{run} was edited after update {twin.at}, so the unedited branch there is not compared with it.")
+        if any(
+            edit["at"] >= twin.at for edit in config.get("edits", ())
+        ):  # the branches do not have that edit
+            notes.append(
+                f"{run} was edited after update {twin.at}, so the unedited branch there is not compared with it."
+            )
             continue
         if isinstance(end := equal_up_to(run, twin.folder), str):
-            raise DataError(f"{twin.folder} does not equal {run}", expected="another --out, because the run has changed", got=end)
-        notes.append(f"The unedited branch at update {twin.at} equals {run}: all metrics up to update {end} are the same, bit for bit.")
+            raise DataError(
+                f"{twin.folder} does not equal {run}",
+                expected="another --out, because the run has changed",
+                got=end,
+            )
+        notes.append(
+            f"The unedited branch at update {twin.at} equals {run}: all metrics up to update {end} are the same, bit for bit."
+        )
     pairs = []
     for label in dict.fromkeys(x.label for x in branches if x.edit):
         mine = [x for x in branches if x.label == label]
-        pairs.append(Pairs(label, np.array([x.at for x in mine]), *(np.stack([known[getattr(x, which)] for x in mine])
-                                                                    for which in ("parent", "folder"))))
-    return Ablation(f"Branches of {run}: {config['algorithm']} on {config['env']}", metric, last, pairs, notes)
+        pairs.append(
+            Pairs(
+                label,
+                np.array([x.at for x in mine]),
+                *(
+                    np.stack([known[getattr(x, which)] for x in mine])
+                    for which in ("parent", "folder")
+                ),
+            )
+        )
+    return Ablation(
+        f"Branches of {run}: {config['algorithm']} on {config['env']}", metric, last, pairs, notes
+    )
 
 # %% ../../nbs/results/10_ablation.ipynb #6565e2d4
 def add_ablate(parser: Parser) -> None:
     "Add the options of the command."
     parser.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
-    parser.add_argument("--at", required=True, metavar="N,N", help="numbers of updates after which it is branched, such as 100,200,300")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE,VALUE", required=True,
-                        help="an option and its other values, each of which makes a branch of its own")
-    parser.add_argument("--updates", type=int, default=30, metavar="N", help="updates of each branch [30]")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="pairs at each update and for each value, with other noise [1]")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of branches at a time [1]")
-    parser.add_argument("--metric", default="return_mean", metavar="NAME", help="what is compared [return_mean]")
-    parser.add_argument("--last", type=int, metavar="N", help="updates at the end of each branch whose mean is compared [a third of them]")
-    parser.add_argument("--out", metavar="DIR", help="folder of the branches and the report; what is complete is kept [RUN-ablation]")
+    parser.add_argument(
+        "--at",
+        required=True,
+        metavar="N,N",
+        help="numbers of updates after which it is branched, such as 100,200,300",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,VALUE",
+        required=True,
+        help="an option and its other values, each of which makes a branch of its own",
+    )
+    parser.add_argument(
+        "--updates", type=int, default=30, metavar="N", help="updates of each branch [30]"
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pairs at each update and for each value, with other noise [1]",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="number of branches at a time [1]"
+    )
+    parser.add_argument(
+        "--metric", default="return_mean", metavar="NAME", help="what is compared [return_mean]"
+    )
+    parser.add_argument(
+        "--last",
+        type=int,
+        metavar="N",
+        help="updates at the end of each branch whose mean is compared [a third of them]",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder of the branches and the report; what is complete is kept [RUN-ablation]",
+    )
 
 
 def ablate_command(args: Namespace) -> None:
     "Branch a run, and print what its options change."
     check_counts(args, "updates", "repeat", "jobs")
     options = options_in(args.set, args.run, several=True)
-    try: at = parse_value(args.at, ("int,...",))
-    except ValueError: raise DataError("not numbers of updates", leaf="--at", expected="such as 100,200", got=args.at) from None
-    made = ablate(args.run, at, options, args.updates, args.repeat, args.jobs, args.out, args.metric, args.last)
+    try:
+        at = parse_value(args.at, ("int,...",))
+    except ValueError:
+        raise DataError(
+            "not numbers of updates", leaf="--at", expected="such as 100,200", got=args.at
+        ) from None
+    made = ablate(
+        args.run,
+        at,
+        options,
+        args.updates,
+        args.repeat,
+        args.jobs,
+        args.out,
+        args.metric,
+        args.last,
+    )
     out = Path(args.out or _beside(folder_of(args.run)))
-    print(made, shlex.join(typed([out/name for name in ("report.md", "report.csv", "report.png", "report.html")])), sep="\n")
+    print(
+        made,
+        shlex.join(
+            typed([out / name for name in ("report.md", "report.csv", "report.png", "report.html")])
+        ),
+        sep="\n",
+    )

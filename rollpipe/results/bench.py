@@ -5,7 +5,9 @@
 # %% ../../nbs/results/02_bench.ipynb #1313625f
 from __future__ import annotations
 
-import json, shlex, sys
+import json
+import shlex
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +24,16 @@ from ..settings.options import parse_seeds, typed
 from ..pipes.data.errors import CheckpointError, DataError, WorkerError, located
 from ..runs.progress import format_number
 from ..settings.files import read_table
-from .spec import SpecRow, Spec, get_value, need_value, published_of, read_spec, scale_of, tables_of
+from rollpipe.results.spec import (
+    SpecRow,
+    Spec,
+    get_value,
+    need_value,
+    published_of,
+    read_spec,
+    scale_of,
+    tables_of,
+)
 from ..runs.folder import needed_modules
 
 # %% auto #0
@@ -36,13 +47,15 @@ class Job(NamedTuple):
     Args:
         config: see `make_config`
     """
+
     row: SpecRow
     seed: int
     folder: Path
     config: dict
 
     @property
-    def name(self) -> str: return self.folder.name
+    def name(self) -> str:
+        return self.folder.name
 
 
 def row_options(row: SpecRow, steps: int) -> dict:
@@ -51,7 +64,12 @@ def row_options(row: SpecRow, steps: int) -> dict:
     Args:
         steps: steps of the training
     """
-    return {**row.run, "eval_every": Every(max(1, steps//20) if row.every is None else row.every, "steps").setting}
+    return {
+        **row.run,
+        "eval_every": Every(
+            max(1, steps // 20) if row.every is None else row.every, "steps"
+        ).setting,
+    }
 
 
 def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
@@ -64,11 +82,19 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
     """
     jobs = []
     for row in rows:
-        make = lambda seed, row=row, **run: make_config(row.algorithm, row.env, row.options, row.env_kwargs, seed=seed, imports=imports,
-                                                        **run)
+        make = lambda seed, row=row, **run: make_config(
+            row.algorithm, row.env, row.options, row.env_kwargs, seed=seed, imports=imports, **run
+        )
         with located(pipe=row.name):
-            steps = make(0, **{**row.run, "eval_every": "1 steps"})["steps"]     # for `patience`, which needs some number here
-            jobs += [Job(row, seed, folder/f"{row.name}-s{seed}", make(seed, **row_options(row, steps))) for seed in row.seeds]
+            steps = make(0, **{**row.run, "eval_every": "1 steps"})[
+                "steps"
+            ]  # for `patience`, which needs some number here
+            jobs += [
+                Job(
+                    row, seed, folder / f"{row.name}-s{seed}", make(seed, **row_options(row, steps))
+                )
+                for seed in row.seeds
+            ]
     return jobs
 
 # %% ../../nbs/results/02_bench.ipynb #ca04eaa7
@@ -79,7 +105,15 @@ def words_for_row(row: SpecRow, steps: int, imports: tuple = ()) -> list:
         steps: steps of the training
         imports: modules that the environments need
     """
-    return shlex.split(command_for(row.algorithm, row.env, {**row.options, **row_options(row, steps)}, row.env_kwargs, imports))
+    return shlex.split(
+        command_for(
+            row.algorithm,
+            row.env,
+            {**row.options, **row_options(row, steps)},
+            row.env_kwargs,
+            imports,
+        )
+    )
 
 # %% ../../nbs/results/02_bench.ipynb #26b7598d
 def progress_of(job: Job) -> str:
@@ -89,20 +123,26 @@ def progress_of(job: Job) -> str:
         str: missing, unfinished or complete
     """
     found = find_run(job.folder, job.config, is_exact=True)
-    if found is None: return "missing"
+    if found is None:
+        return "missing"
     config = {**found.config, "steps": job.config["steps"]}
     return "complete" if is_complete(job.folder, config, found.counters) else "unfinished"
 
 
 def _states(jobs: list) -> tuple:
     "`(states, damaged)`: job -> state, and job -> problem for a damaged run. A damaged run must not stop the others."
-    states, damaged = {}, {}
+    states = {}
+    damaged = {}
     for job in jobs:
-        try: states[job.name] = progress_of(job)
-        except CheckpointError as e: damaged[job.name] = str(e)
+        try:
+            states[job.name] = progress_of(job)
+        except CheckpointError as e:
+            damaged[job.name] = str(e)
         else:
-            try: read_evaluations(job.folder)
-            except DataError as e: damaged[job.name] = str(e)
+            try:
+                read_evaluations(job.folder)
+            except DataError as e:
+                damaged[job.name] = str(e)
     return {name: state for name, state in states.items() if name not in damaged}, damaged
 
 # %% ../../nbs/results/02_bench.ipynb #e4fe5ee4
@@ -111,30 +151,45 @@ BENCH, BENCH_FORMAT = "bench.json", 1
 
 def read_bench(folder: Path) -> dict | None:
     "The content of `bench.json`; None if there is no such file. Raises `DataError` for a damaged file, or another format version."
-    path = folder/BENCH
-    if not path.is_file(): return None
-    try: found = read_table(path)
+    path = folder / BENCH
+    if not path.is_file():
+        return None
+    try:
+        found = read_table(path)
     except DataError as e:
-        raise DataError(f"{path}: damaged, or not made by `rollpipe bench` ({e.problem.removeprefix(f'{path}: ')})") from None
+        raise DataError(
+            f"{path}: damaged, or not made by `rollpipe bench` ({e.problem.removeprefix(f'{path}: ')})"
+        ) from None
     version = need_value(found, "format", "a whole number", f"{path}: damaged")
     if version != BENCH_FORMAT:
-        raise DataError(f"{path}: made by another version of rollpipe", expected=f"format {BENCH_FORMAT}", got=str(version)[:80])
+        raise DataError(
+            f"{path}: made by another version of rollpipe",
+            expected=f"format {BENCH_FORMAT}",
+            got=str(version)[:80],
+        )
     return _checked_bench(found, f"{path}: damaged")
 
 
 def _checked_bench(found: dict, where: str) -> dict:
     "The content of the file, with a `Published` for each published figure. Raises `DataError` for what `bench_file` does not write."
     need_value(found, "title", "a text", where)
-    if not (rows := tables_of(found, "rows", where)): raise DataError(f"{where}: has no rows")
+    if not (rows := tables_of(found, "rows", where)):
+        raise DataError(f"{where}: has no rows")
     for i, row in enumerate(rows, 1):
         at = f"{where}, row {i}"
-        for name in ("name", "label", "algorithm", "env", "command"): need_value(row, name, "a text", at)
-        for seed in need_value(row, "seeds", "a list", at): need_value(dict(seeds=seed), "seeds", "a whole number", at)
-        if Path(row["name"]).name != row["name"]: raise DataError(f"{at}: no name of a folder", leaf="name", got=repr(row["name"])[:80])
+        for name in ("name", "label", "algorithm", "env", "command"):
+            need_value(row, name, "a text", at)
+        for seed in need_value(row, "seeds", "a list", at):
+            need_value(dict(seeds=seed), "seeds", "a whole number", at)
+        if Path(row["name"]).name != row["name"]:
+            raise DataError(f"{at}: no name of a folder", leaf="name", got=repr(row["name"])[:80])
         get_value(row, "threshold", "a number", at)
         scale_of(row, at)
     of_rows = [Namespace(**row) for row in rows]
-    published = [published_of(x, of_rows, f"{where}, published {i}") for i, x in enumerate(tables_of(found, "published", where), 1)]
+    published = [
+        published_of(x, of_rows, f"{where}, published {i}")
+        for i, x in enumerate(tables_of(found, "published", where), 1)
+    ]
     return {**found, "published": published}
 
 
@@ -150,32 +205,66 @@ def bench_file(spec: Spec, jobs: list, before: dict | None, imports: tuple = ())
     rows = []
     for row in spec.rows:
         steps = next(job.config["steps"] for job in jobs if job.row is row)
-        rows.append({**row._asdict(), "name": row.name, "steps": steps, "seeds": sorted({*seeds.get(row.name, ()), *row.seeds}),
-                     "command": shlex.join(words_for_row(row, steps, imports))})
-    return dict(format=BENCH_FORMAT, title=spec.title, rows=rows, published=[x._asdict() for x in spec.published])
+        rows.append(
+            {
+                **row._asdict(),
+                "name": row.name,
+                "steps": steps,
+                "seeds": sorted({*seeds.get(row.name, ()), *row.seeds}),
+                "command": shlex.join(words_for_row(row, steps, imports)),
+            }
+        )
+    return dict(
+        format=BENCH_FORMAT,
+        title=spec.title,
+        rows=rows,
+        published=[x._asdict() for x in spec.published],
+    )
 
 
 def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
     "Raise `DataError` if the folder has runs of rows that the specification lacks: a report would leave them out."
-    gone = [row["name"] for row in before["rows"] if row["name"] not in {row.name for row in spec.rows}] if before else []
+    gone = (
+        [
+            row["name"]
+            for row in before["rows"]
+            if row["name"] not in {row.name for row in spec.rows}
+        ]
+        if before
+        else []
+    )
     lost = [name for name in gone if any(map(files_of_run, folder.glob(f"{name}-s*")))]
-    if lost: raise DataError(f"{folder} has runs of rows that the specification does not have", expected="another --dir",
-                             got=", ".join(lost))
+    if lost:
+        raise DataError(
+            f"{folder} has runs of rows that the specification does not have",
+            expected="another --dir",
+            got=", ".join(lost),
+        )
 
 # %% ../../nbs/results/02_bench.ipynb #6bc0c8ab
 def _check_imported(row: SpecRow, path: str) -> None:
     missing = [module for module in needed_modules(row._asdict()) if module not in sys.modules]
-    if missing: raise DataError(f"{path}: {row.env} needs the module {missing[0]!r}, which a file alone cannot make us import",
-                                expected=f"--import {missing[0]}")
+    if missing:
+        raise DataError(
+            f"{path}: {row.env} needs the module {missing[0]!r}, which a file alone cannot make us import",
+            expected=f"--import {missing[0]}",
+        )
 
 
 def _plan(args: Namespace) -> tuple:
     "The specification with the seeds of the command line, and its jobs. Raises an error for everything that cannot work."
     check_counts(args, "jobs")
-    spec, folder, imports = read_spec(args.spec), Path(args.dir or f"runs/{Path(args.spec).stem}"), tuple(getattr(args, "imports", ()))
-    if args.seeds is not None: spec = spec._replace(rows=[row._replace(seeds=parse_seeds(args.seeds)) for row in spec.rows])
-    if folder.exists() and not folder.is_dir(): raise DataError(f"{folder}: not a folder", expected="a folder, or a path where none is")
-    for row in spec.rows: _check_imported(row, args.spec)
+    spec = read_spec(args.spec)
+    folder = Path(args.dir or f"runs/{Path(args.spec).stem}")
+    imports = tuple(getattr(args, "imports", ()))
+    if args.seeds is not None:
+        spec = spec._replace(
+            rows=[row._replace(seeds=parse_seeds(args.seeds)) for row in spec.rows]
+        )
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder}: not a folder", expected="a folder, or a path where none is")
+    for row in spec.rows:
+        _check_imported(row, args.spec)
     jobs = jobs_of(spec.rows, folder, imports)
     _check_rows(folder, read_bench(folder), spec)
     return spec, folder, jobs, imports
@@ -184,15 +273,26 @@ def _plan(args: Namespace) -> tuple:
 def _check_buildable(jobs: list) -> None:
     "Build learner and pipeline of one run of each row, so that a mistake in a row is reported before hours of training."
     for job in {job.row.name: job for job in jobs}.values():
-        try: build(dict(job.config, device="cpu"))
-        except Exception as e: raise DataError(f"{job.row.label} on {job.row.env} cannot be built ({type(e).__name__}: {e})") from e
+        try:
+            build(dict(job.config, device="cpu"))
+        except Exception as e:
+            raise DataError(
+                f"{job.row.label} on {job.row.env} cannot be built ({type(e).__name__}: {e})"
+            ) from e
 
 
 def _command(job: Job, args: Namespace, imports: tuple, state: str) -> list:
     begins = "--overwrite" if args.restart and state == "unfinished" else "--continue"
     words = words_for_row(job.row, job.config["steps"], imports)[1:]
     quiet = ["--quiet"] if args.quiet else []
-    return [*python_words(), *words, *typed(["--seed", job.seed, "--out", job.folder]), begins, "--no-tensorboard", *quiet]
+    return [
+        *python_words(),
+        *words,
+        *typed(["--seed", job.seed, "--out", job.folder]),
+        begins,
+        "--no-tensorboard",
+        *quiet,
+    ]
 
 
 def bench_command(args: Namespace) -> None:
@@ -203,28 +303,48 @@ def bench_command(args: Namespace) -> None:
     make_folder(folder)
     lock(folder)
     try:
-        states, damaged = _states(jobs)  # again, because another bench may have ended before we had the lock
+        states, damaged = _states(
+            jobs
+        )  # again, because another bench may have ended before we had the lock
         text = json.dumps(bench_file(spec, jobs, read_bench(folder), imports), indent=2) + "\n"
-        write_atomically(folder/BENCH, text.encode())
-        todo = {job.name: _command(job, args, imports, states[job.name]) for job in jobs
-                if states.get(job.name) in ("missing", "unfinished")}
+        write_atomically(folder / BENCH, text.encode())
+        todo = {
+            job.name: _command(job, args, imports, states[job.name])
+            for job in jobs
+            if states.get(job.name) in ("missing", "unfinished")
+        }
         n = len(jobs) - len(todo) - len(damaged)
         steps = sum(job.config["steps"] for job in jobs if job.name in todo)
-        print(f"{spec.title}: {n} of {len(jobs)} runs are complete, {len(todo)} to do ({format_number(steps)} steps), "
-              f"{args.jobs} at a time, "
-              f"in {folder}", flush=True)
+        print(
+            f"{spec.title}: {n} of {len(jobs)} runs are complete, {len(todo)} to do ({format_number(steps)} steps), "
+            f"{args.jobs} at a time, "
+            f"in {folder}",
+            flush=True,
+        )
         runs, stopped = run_all(todo, args.jobs)
-    finally: unlock(folder)
+    finally:
+        unlock(folder)
     _tell(folder, jobs, runs, stopped, damaged)
 
 
 def _tell(folder: Path, jobs: list, runs: dict, stopped: int | None, damaged: dict) -> None:
     "Report how the bench ended. Raises `Interrupted` after a signal, and `WorkerError` if runs have failed."
-    failed = {**damaged, **{name: run.problem for name, run in runs.items() if run.problem is not None and not run.obeyed(stopped)}}
+    failed = {
+        **damaged,
+        **{
+            name: run.problem
+            for name, run in runs.items()
+            if run.problem is not None and not run.obeyed(stopped)
+        },
+    }
     why = "; ".join(f"{name}: {text}" for name, text in failed.items()).rstrip(".")
     why = f"{len(failed)} of {len(jobs)} runs failed; {why}" if failed else ""
     if stopped is not None:
-        raise Interrupted(stopped, f"interrupted; {why and why + '; '}nothing is lost, and the same command goes on")
+        raise Interrupted(
+            stopped,
+            f"interrupted; {why and why + '; '}nothing is lost, and the same command goes on",
+        )
     report = f"see the results: {shlex.join(typed(['rollpipe', 'report', folder]))}"
-    if failed: raise WorkerError(f"{why}. When this is mended, the same command goes on; {report}")
+    if failed:
+        raise WorkerError(f"{why}. When this is mended, the same command goes on; {report}")
     print(f"all {len(jobs)} runs are complete; {report}")

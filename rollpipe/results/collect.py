@@ -5,7 +5,9 @@
 # %% ../../nbs/results/04_collect.ipynb #148c2658
 from __future__ import annotations
 
-import json, math, shlex
+import json
+import math
+import shlex
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -39,6 +41,7 @@ class Result(NamedTuple):
         evaluations: see `read_evaluations`
         metrics: see `read_metrics`
     """
+
     seed: int
     folder: Path
     state: str
@@ -79,37 +82,70 @@ class Result(NamedTuple):
 
 
 def _check_config(config: dict, where: str) -> None:
-    for name, kind in dict(algorithm="a text", env="a text", steps="a whole number").items(): need_value(config, name, kind, where)
+    for name, kind in dict(algorithm="a text", env="a text", steps="a whole number").items():
+        need_value(config, name, kind, where)
     try:
         Every.of(config.get("eval_every", 0), "eval_every")
         check_edits(config.get("edits", []))
-    except DataError as e: raise DataError(f"{where}: {e.problem}", leaf=e.leaf, expected=e.expected, got=e.got) from None
-    for name in ("seed", "ranks"): get_value(config, name, "a whole number", where, 0)
-    for module in get_value(config, "imports", "a list", where, []): need_value(dict(imports=module), "imports", "a text", where)
+    except DataError as e:
+        raise DataError(
+            f"{where}: {e.problem}", leaf=e.leaf, expected=e.expected, got=e.got
+        ) from None
+    for name in ("seed", "ranks"):
+        get_value(config, name, "a whole number", where, 0)
+    for module in get_value(config, "imports", "a list", where, []):
+        need_value(dict(imports=module), "imports", "a text", where)
 
 
 def read_result(folder: Path, seed: int) -> Result:
     "Read the result of one run. `state` and `problem` tell what is wrong with it."
-    if not (folder/"config.json").is_file(): return Result(seed, folder, "missing", "", {}, [], {})
+    if not (folder / "config.json").is_file():
+        return Result(seed, folder, "missing", "", {}, [], {})
     try:
-        config = read_table(folder/"config.json")
-        _check_config(config, f"{folder/'config.json'}: not the configuration of a run")
+        config = read_table(folder / "config.json")
+        _check_config(config, f"{folder / 'config.json'}: not the configuration of a run")
         evaluations = read_evaluations(folder)
-        metrics = read_metrics(folder) if (folder/"metrics.jsonl").is_file() else {}
-    except (PipeError, ValueError, OSError) as e: return Result(seed, folder, "damaged", str(e), {}, [], {})
+        metrics = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else {}
+    except (PipeError, ValueError, OSError) as e:
+        return Result(seed, folder, "damaged", str(e), {}, [], {})
     steps = max((r["steps"] for r in evaluations), default=0)
     is_complete = is_over(config, dict(steps=steps)) and is_evaluated(folder, steps)
     problem = "" if evaluations else "it has no evaluations by steps"
-    return Result(seed, folder, "complete" if is_complete else "unfinished", problem, config, evaluations, metrics)
+    return Result(
+        seed,
+        folder,
+        "complete" if is_complete else "unfinished",
+        problem,
+        config,
+        evaluations,
+        metrics,
+    )
 
 # %% ../../nbs/results/04_collect.ipynb #b2d8f4a1
 def flat_config(config: dict) -> dict:
     "Option -> text, for the algorithm, the run, the environment and the versions of packages. Seed-dependent entries are left out."
-    found = {name: x for name, x in config.items() if name not in ("options", "seed", "of_preset", "versions", "name", "env_kwargs",
-                                                                "stopped", "forked", "edits")}
+    found = {
+        name: x
+        for name, x in config.items()
+        if name
+        not in (
+            "options",
+            "seed",
+            "of_preset",
+            "versions",
+            "name",
+            "env_kwargs",
+            "stopped",
+            "forked",
+            "edits",
+        )
+    }
     for name in ("options", "env_kwargs", "versions"):
         part = config[name] if isinstance(config.get(name), dict) else {}
-        found |= {f"{name} {key}" if name == "versions" or key in found else key: x for key, x in part.items()}
+        found |= {
+            f"{name} {key}" if name == "versions" or key in found else key: x
+            for key, x in part.items()
+        }
     return {name: x if isinstance(x, str) else json.dumps(x) for name, x in found.items()}
 
 
@@ -121,8 +157,17 @@ def differing_options(groups: Iterable) -> list:
     """
     flat = [[flat_config(run.config) for run in runs if run.config] for runs in groups]
     options = dict.fromkeys(name for configs in flat for config in configs for name in config)
-    table = {name: [tuple(dict.fromkeys(config.get(name, "-") for config in configs)) for configs in flat] for name in options}
-    return [(name, [*map(" | ".join, values)]) for name, values in table.items() if len({*chain(*values)}) > 1]
+    table = {
+        name: [
+            tuple(dict.fromkeys(config.get(name, "-") for config in configs)) for configs in flat
+        ]
+        for name in options
+    }
+    return [
+        (name, [*map(" | ".join, values)])
+        for name, values in table.items()
+        if len({*chain(*values)}) > 1
+    ]
 
 # %% ../../nbs/results/04_collect.ipynb #97364635
 class RowResult(NamedTuple):
@@ -135,6 +180,7 @@ class RowResult(NamedTuple):
         published: list of `Published`
         results: list of `Result`
     """
+
     label: str
     algorithm: str
     env: str
@@ -150,8 +196,10 @@ class RowResult(NamedTuple):
         return [x for x in self.results if x.state == "complete"]
 
     def finals(self, kind: str) -> np.ndarray:
-        "A number for each complete run: the mean return of the \"last\" policy, of the \"best\" one, or the \"best evaluation\"."
-        return np.array([x.best if kind == "best evaluation" else x.mean(kind) for x in self.complete])
+        'A number for each complete run: the mean return of the "last" policy, of the "best" one, or the "best evaluation".'
+        return np.array(
+            [x.best if kind == "best evaluation" else x.mean(kind) for x in self.complete]
+        )
 
 
 class Results(NamedTuple):
@@ -160,6 +208,7 @@ class Results(NamedTuple):
     Args:
         rows: list of `RowResult`
     """
+
     title: str
     rows: list
 
@@ -173,23 +222,52 @@ def threshold_of(env: str) -> float | None:
 def _of_bench(folder: Path, bench: dict) -> Results:
     rows = []
     for row in bench["rows"]:
-        runs = [read_result(folder/f"{row['name']}-s{seed}", seed) for seed in row["seeds"]]
-        command = f"{row['command']} --seeds {','.join(map(str, row['seeds']))} --out {shlex.join(typed([folder/row['name']]))}"
-        published = [x for x in bench["published"] if (x.algorithm, x.env) == (row["algorithm"], row["env"])]
+        runs = [read_result(folder / f"{row['name']}-s{seed}", seed) for seed in row["seeds"]]
+        command = f"{row['command']} --seeds {','.join(map(str, row['seeds']))} --out {shlex.join(typed([folder / row['name']]))}"
+        published = [
+            x for x in bench["published"] if (x.algorithm, x.env) == (row["algorithm"], row["env"])
+        ]
         threshold = threshold_of(row["env"]) if row.get("threshold") is None else row["threshold"]
-        rows.append(RowResult(row["label"], row["algorithm"], row["env"], command, threshold, row.get("scale"), published, runs))
+        rows.append(
+            RowResult(
+                row["label"],
+                row["algorithm"],
+                row["env"],
+                command,
+                threshold,
+                row.get("scale"),
+                published,
+                runs,
+            )
+        )
     return Results(bench["title"], rows)
 
 
 def _command(runs: list) -> str:
     """The command line that trains some plain runs. torchrun starts one run at a time, with the number of ranks that the run had.
     A run that another program made tells its command in its configuration."""
-    def words(run, *more):
-        config, n = run.config, run.config.get("ranks", 1)
-        return shlex.join(typed([*launching_words(n), "rollpipe", "train", config["algorithm"], config["env"], "--config",
-                                 run.folder/"config.json", *more, *import_words(config.get("imports", ()))]))
 
-    if told := runs[0].config.get("command"): return str(told)
+    def words(run, *more):
+        config = run.config
+        n = run.config.get("ranks", 1)
+        return shlex.join(
+            typed(
+                [
+                    *launching_words(n),
+                    "rollpipe",
+                    "train",
+                    config["algorithm"],
+                    config["env"],
+                    "--config",
+                    run.folder / "config.json",
+                    *more,
+                    *import_words(config.get("imports", ())),
+                ]
+            )
+        )
+
+    if told := runs[0].config.get("command"):
+        return str(told)
     if any(run.config.get("ranks", 1) > 1 for run in runs):
         return " && ".join(dict.fromkeys(words(run, "--seed", str(run.seed)) for run in runs))
     return words(runs[0], "--seeds", ",".join(dict.fromkeys(str(run.seed) for run in runs)))
@@ -203,12 +281,26 @@ def _of_runs(folder: Path, runs: list) -> Results:
         results = [read_result(path, 0) for path in group]
         results = [x._replace(seed=x.config.get("seed", 0)) for x in results]
         bad = next((x for x in results if x.state == "damaged"), None)
-        if bad: raise DataError(f"{bad.folder}: cannot be read", got=bad.problem)
+        if bad:
+            raise DataError(f"{bad.folder}: cannot be read", got=bad.problem)
         config = results[0].config
-        rows.append(RowResult(label, config["algorithm"], config["env"], _command(results), threshold_of(config["env"]), None, [], results))
+        rows.append(
+            RowResult(
+                label,
+                config["algorithm"],
+                config["env"],
+                _command(results),
+                threshold_of(config["env"]),
+                None,
+                [],
+                results,
+            )
+        )
     if not any(x.evaluations for row in rows for x in row.results):
-        raise DataError(f"{folder}: its runs have no evaluations",
-                        expected="runs of `rollpipe bench`, or of `rollpipe train --eval-every 'N steps'`")
+        raise DataError(
+            f"{folder}: its runs have no evaluations",
+            expected="runs of `rollpipe bench`, or of `rollpipe train --eval-every 'N steps'`",
+        )
     return Results(folder.resolve().name, rows)
 
 
@@ -219,10 +311,21 @@ def read_results(folder: str | Path) -> Results:
         folder: folder of a bench, folder of a run, or folder of runs
     """
     folder = Path(folder)
-    if not folder.is_dir(): raise DataError(f"{folder}: there is no such folder", expected="the folder of a bench, or of runs")
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder}: there is no such folder", expected="the folder of a bench, or of runs"
+        )
     bench = read_bench(folder)
     if bench is None:
-        runs = [folder] if (folder/"config.json").is_file() else sorted(path.parent for path in folder.glob("*/config.json"))
-        if not runs: raise DataError(f"{folder}: has no results", expected=f"{BENCH} of `rollpipe bench`, or folders of runs")
+        runs = (
+            [folder]
+            if (folder / "config.json").is_file()
+            else sorted(path.parent for path in folder.glob("*/config.json"))
+        )
+        if not runs:
+            raise DataError(
+                f"{folder}: has no results",
+                expected=f"{BENCH} of `rollpipe bench`, or folders of runs",
+            )
         return _of_runs(folder, runs)
     return _of_bench(folder, bench)

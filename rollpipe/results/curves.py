@@ -32,6 +32,7 @@ class Curve(NamedTuple):
         low: float64 [k]: lower ends of the 95 % intervals; equal to `middle` if there is one run
         high: float64 [k]: upper ends
     """
+
     label: str
     n: int
     steps: np.ndarray
@@ -45,7 +46,8 @@ def _points(run: Result) -> dict:
     every = Every.of(run.config.get("eval_every", 0))
     n = every.n if every.unit == "steps" and every.n else 1
     found: dict = {}
-    for steps, mean in zip(*run.curve): found.setdefault(steps//n*n, mean)     # the run may have had other intervals before
+    for steps, mean in zip(*run.curve):
+        found.setdefault(steps // n * n, mean)  # the run may have had other intervals before
     return found
 
 
@@ -61,7 +63,8 @@ def curve_over(label: str, steps: np.ndarray, strata: list) -> Curve:
     middle, low, high = np.full((3, len(steps)), np.nan)
     ok = np.isfinite(y).all(0)
     middle[ok] = low[ok] = high[ok] = iqm(y[:, ok].T)
-    if len(y) > 1 and ok.any(): low[ok], high[ok] = interval([x[:, ok] for x in strata], n=2000) or (low[ok], high[ok])
+    if len(y) > 1 and ok.any():
+        low[ok], high[ok] = interval([x[:, ok] for x in strata], n=2000) or (low[ok], high[ok])
     return Curve(label, len(y), steps, middle, low, high)
 
 
@@ -70,8 +73,11 @@ def curve_of(row: RowResult) -> Curve | None:
     runs = row.complete or [run for run in row.results if run.evaluations]
     points = [_points(run) for run in runs]
     steps = sorted(set.intersection(*map(set, points))) if points else []
-    if not steps: return None
-    return curve_over(row.label, np.array(steps), [np.array([[found[x] for x in steps] for found in points])])
+    if not steps:
+        return None
+    return curve_over(
+        row.label, np.array(steps), [np.array([[found[x] for x in steps] for found in points])]
+    )
 
 # %% ../../nbs/results/06_curves.ipynb #bcc0830b
 def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
@@ -81,8 +87,10 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
         charts: title of a panel -> function that draws into its axes
     """
     from matplotlib.figure import Figure
-    columns, below = 2 if len(charts) == 4 else min(3, len(charts)), 0
-    lines = -(-len(charts)//columns)
+
+    columns = 2 if len(charts) == 4 else min(3, len(charts))
+    below = 0
+    lines = -(-len(charts) // columns)
     figure = Figure(dpi=150, layout="constrained")
     places = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes, (name, draw) in zip(places, charts.items()):
@@ -92,11 +100,13 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
         handles, labels = axes.get_legend_handles_labels()
         labels = [fill(label, 50, break_long_words=False) for label in labels]
         n = sum(label.count("\n") + 1 for label in labels)
-        place = dict(loc="upper center", bbox_to_anchor=(.5, -.08)) if n > 3 else {}
-        if n: axes.legend(handles, labels, frameon=False, fontsize="small", **place)
+        place = dict(loc="upper center", bbox_to_anchor=(0.5, -0.08)) if n > 3 else {}
+        if n:
+            axes.legend(handles, labels, frameon=False, fontsize="small", **place)
         below = max(below, n if place else 0)
-    figure.set_size_inches(4.2*columns + .6, (3.2 + .18*below)*lines + .3)
-    for axes in places[len(charts):]: axes.remove()
+    figure.set_size_inches(4.2 * columns + 0.6, (3.2 + 0.18 * below) * lines + 0.3)
+    for axes in places[len(charts) :]:
+        axes.remove()
     figure.suptitle(plain(title), fontsize="large")
     figure.supxlabel(xlabel, fontsize="medium")
     figure.supylabel(ylabel, fontsize="medium")
@@ -108,25 +118,46 @@ def color_of(results: Results, label: str) -> str:
     return f"C{list(dict.fromkeys(row.label for row in results.rows)).index(label) % 10}"
 
 
-_STYLES = "--", "-.", (0, (1, 1.5, 6, 1.5))  # line styles of published figures; dotted lines are thresholds
+_STYLES = (
+    "--",
+    "-.",
+    (0, (1, 1.5, 6, 1.5)),
+)  # line styles of published figures; dotted lines are thresholds
 
 
 def draw_curve(axes: Any, curve: Curve, color: str, label: str) -> None:
     "Draw a curve with its band."
-    axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=.2, linewidth=0)
-    axes.plot(curve.steps, curve.middle, color=color, linewidth=1.6, label=plain(label), marker="." if len(curve.steps) < 3 else None)
+    axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
+    axes.plot(
+        curve.steps,
+        curve.middle,
+        color=color,
+        linewidth=1.6,
+        label=plain(label),
+        marker="." if len(curve.steps) < 3 else None,
+    )
 
 
 def _draw(axes: Any, results: Results, env: str) -> None:
     "Draw the curves of an environment, with published figures and thresholds as horizontal lines."
     rows = [row for row in results.rows if row.env == env]
     for row in rows:
-        color, curve = color_of(results, row.label), curve_of(row)
-        if curve is not None: draw_curve(axes, curve, color, f"{row.label} ({curve.n} run{'s'*(curve.n > 1)})")
+        color = color_of(results, row.label)
+        curve = curve_of(row)
+        if curve is not None:
+            draw_curve(axes, curve, color, f"{row.label} ({curve.n} run{'s' * (curve.n > 1)})")
         for x, dashes in zip(row.published, cycle(_STYLES)):
-            axes.axhline(x.mean, color=color, linewidth=.9, linestyle=dashes, label=plain(f"{x.name}: {row.label}, {x.of}"))
+            axes.axhline(
+                x.mean,
+                color=color,
+                linewidth=0.9,
+                linestyle=dashes,
+                label=plain(f"{x.name}: {row.label}, {x.of}"),
+            )
     for x in sorted({row.threshold for row in rows if row.threshold is not None}):
-        axes.axhline(x, color="0.5", linewidth=.9, linestyle=":", zorder=1, label=f"threshold {number(x)}")
+        axes.axhline(
+            x, color="0.5", linewidth=0.9, linestyle=":", zorder=1, label=f"threshold {number(x)}"
+        )
 
 
 def draw_curves(results: Results, title: str = "") -> Any:
@@ -146,18 +177,22 @@ def profile_of(label: str, strata: list, taus: np.ndarray) -> Curve:
     above = [x[:, None] > taus for x in strata]
     middle = np.concatenate(above).mean(0)
     low, high = interval(above, n=2000, of=lambda x: x.mean(-1)) or (middle, middle)
-    return Curve(label, sum(map(len, strata)), 100*taus, middle, low, high)
+    return Curve(label, sum(map(len, strata)), 100 * taus, middle, low, high)
 
 
 def draw_profiles(results: Results) -> Any:
     "A `Figure` with the performance profiles of the labels of `on_scales`; None if there are none."
-    if not (found := on_scales(results)): return None
+    if not (found := on_scales(results)):
+        return None
     every = np.concatenate([x for strata in found.values() for x in strata])
-    taus = np.linspace(min(0., every.min()), max(1., every.max()), 201)
+    taus = np.linspace(min(0.0, every.min()), max(1.0, every.max()), 201)
 
     def draw(axes):
         for label, strata in found.items():
             curve = profile_of(label, strata, taus)
             draw_curve(axes, curve, color_of(results, label), f"{label} ({curve.n} runs)")
-        axes.set_ylim(-.02, 1.02)
-    return panels({"": draw}, "return on the scales of the environments [%]", "share of runs above it")
+        axes.set_ylim(-0.02, 1.02)
+
+    return panels(
+        {"": draw}, "return on the scales of the environments [%]", "share of runs above it"
+    )

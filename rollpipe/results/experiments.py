@@ -5,7 +5,12 @@
 # %% ../../nbs/results/00_experiments.ipynb #8d785d13
 from __future__ import annotations
 
-import queue, shlex, signal, subprocess, sys, threading
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from ..runs.commands import Interrupted, UsageError, config_from, default_folder, find_run, given_names, train_command
+from rollpipe.runs.commands import (
+    Interrupted,
+    UsageError,
+    config_from,
+    default_folder,
+    find_run,
+    given_names,
+    train_command,
+)
 from ..settings.config import build
 from ..runs.logs import read_metrics
 from ..settings.options import parse_seeds, typed
@@ -36,10 +49,12 @@ def without(words: list, values: tuple, flags: tuple = ()) -> list:
         values: flags with one value each
         flags: flags without one
     """
-    kept, skips = [], False
+    kept = []
+    skips = False
     for word in words:
         name, equals, _ = word.partition("=")
-        if not skips and name not in values and word not in flags: kept.append(word)
+        if not skips and name not in values and word not in flags:
+            kept.append(word)
         skips = not skips and name in values and not equals
     return kept
 
@@ -58,10 +73,19 @@ class RunProcess:
         command: the words of the command
         ended: is called without arguments, in another thread, when `has_ended` has become true
     """
+
     def __init__(self, name: str, command: list, ended: Callable):
-        self.name, self.last, self.has_ended = name, "", False
-        self.process: Any = subprocess.Popen(command, text=True, errors="replace", stdin=subprocess.DEVNULL,
-                                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.name = name
+        self.last = ""
+        self.has_ended = False
+        self.process: Any = subprocess.Popen(
+            command,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         guard(self.process.pid)  # if this process is killed, the run does not outlive it
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -70,14 +94,19 @@ class RunProcess:
     def _read(self):
         with self.process.stdout as lines:
             for line in filter(None, map(str.strip, lines)):
-                if line.startswith("error: ") or not self.last.startswith("error: "): self.last = line  # lines may follow an error
-                try: sys.stderr.write(f"{self.name}: {line}\n")
-                except (OSError, ValueError): pass  # our stderr is closed; the run must not end for this
+                if line.startswith("error: ") or not self.last.startswith("error: "):
+                    self.last = line  # lines may follow an error
+                try:
+                    sys.stderr.write(f"{self.name}: {line}\n")
+                except (OSError, ValueError):
+                    pass  # our stderr is closed; the run must not end for this
 
     def _wait(self, ended):
         self.process.wait()
         unguard([self.process.pid])
-        self.reader.join(2)  # a limit, because a process that the environment has left behind may hold the pipe open
+        self.reader.join(
+            2
+        )  # a limit, because a process that the environment has left behind may hold the pipe open
         self.has_ended = True
         ended()
 
@@ -85,8 +114,10 @@ class RunProcess:
     def problem(self) -> str | None:
         "Why the run has failed; None if it has not failed."
         code = self.process.returncode
-        if code == 0: return None
-        if self.last.startswith("error: "): return self.last.removeprefix("error: ")
+        if code == 0:
+            return None
+        if self.last.startswith("error: "):
+            return self.last.removeprefix("error: ")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"{how}, after: {self.last}" if self.last else how
 
@@ -105,23 +136,36 @@ def run_all(commands: dict, jobs: int) -> tuple:
     Returns:
         tuple: name -> `RunProcess` of each command that was started; the number of the signal that stopped them, or None
     """
-    woken, left, runs, stopped = queue.SimpleQueue(), list(commands), {}, None
+    woken = queue.SimpleQueue()
+    left = list(commands)
+    runs = {}
+    stopped = None
     try:
         while True:
             try:
-                while left and stopped is None and sum(not run.has_ended for run in runs.values()) < jobs:
+                while (
+                    left
+                    and stopped is None
+                    and sum(not run.has_ended for run in runs.values()) < jobs
+                ):
                     with uninterrupted():
                         name = left.pop(0)
                         runs[name] = RunProcess(name, commands[name], lambda: woken.put(None))
-                if all(run.has_ended for run in runs.values()): return runs, stopped
+                if all(run.has_ended for run in runs.values()):
+                    return runs, stopped
                 woken.get()
             except KeyboardInterrupt as e:
                 stopped = int(e.args[0]) if e.args else int(signal.SIGINT)
-                for run in runs.values(): run.process.send_signal(stopped)
+                for run in runs.values():
+                    run.process.send_signal(stopped)
     finally:
         for run in runs.values():
-            if not run.has_ended: run.process.send_signal(signal.SIGTERM)  # after an error in this process, no run may continue unnoticed
-        for run in runs.values(): run.process.wait()
+            if not run.has_ended:
+                run.process.send_signal(
+                    signal.SIGTERM
+                )  # after an error in this process, no run may continue unnoticed
+        for run in runs.values():
+            run.process.wait()
 
 # %% ../../nbs/results/00_experiments.ipynb #2f8a7374
 def summary(folders: list) -> str:
@@ -132,7 +176,9 @@ def summary(folders: list) -> str:
     lines = [f"{folder}: last return {text}" for folder, text in zip(folders, told)]
     found = returns[np.isfinite(returns)]
     if len(found) > 1:
-        lines.append(f"last return: {found.mean():.1f} +- {found.std(ddof=1):.1f} (mean, standard deviation over {len(found)} seeds)")
+        lines.append(
+            f"last return: {found.mean():.1f} +- {found.std(ddof=1):.1f} (mean, standard deviation over {len(found)} seeds)"
+        )
     return "\n".join([*lines, f"draw them:  {shlex.join(typed(['rollpipe', 'plot', *folders]))}"])
 
 # %% ../../nbs/results/00_experiments.ipynb #f2bcd86e
@@ -141,46 +187,90 @@ def experiment_command(args: Namespace) -> None:
     seeds = parse_seeds(args.seeds)
     folders = _folders(args, seeds)
     words = without(args.words, ("--seeds", "--jobs", "--out"))
-    commands = {f"s{seed}": [*python_words(), *words, *typed(["--seed", seed, "--out", folder])] for seed, folder in folders.items()}
-    print(f"{args.algorithm} on {args.env}, seeds {', '.join(map(str, seeds))}, {args.jobs or 1} at a time", flush=True)
+    commands = {
+        f"s{seed}": [*python_words(), *words, *typed(["--seed", seed, "--out", folder])]
+        for seed, folder in folders.items()
+    }
+    print(
+        f"{args.algorithm} on {args.env}, seeds {', '.join(map(str, seeds))}, {args.jobs or 1} at a time",
+        flush=True,
+    )
     runs, stopped = run_all(commands, args.jobs or 1)
-    goes_on = shlex.join(["rollpipe", *without(args.words, (), ("--overwrite", "--continue")), "--continue"])
-    complete = [folder for seed, folder in folders.items() if f"s{seed}" in runs and runs[f"s{seed}"].problem is None]
-    failed = [f"{name}: {run.problem}" for name, run in runs.items() if run.problem is not None and not run.obeyed(stopped)]
-    why = f"{len(failed)} of {len(seeds)} runs failed; {'; '.join(failed).rstrip('.')}" if failed else ""
+    goes_on = shlex.join(
+        ["rollpipe", *without(args.words, (), ("--overwrite", "--continue")), "--continue"]
+    )
+    complete = [
+        folder
+        for seed, folder in folders.items()
+        if f"s{seed}" in runs and runs[f"s{seed}"].problem is None
+    ]
+    failed = [
+        f"{name}: {run.problem}"
+        for name, run in runs.items()
+        if run.problem is not None and not run.obeyed(stopped)
+    ]
+    why = (
+        f"{len(failed)} of {len(seeds)} runs failed; {'; '.join(failed).rstrip('.')}"
+        if failed
+        else ""
+    )
     if stopped is not None:
-        raise Interrupted(stopped, f"interrupted; {len(complete)} of {len(seeds)} runs are complete; {why and why + '; '}"
-                          f"continue all with: {goes_on}")
-    if complete: print(summary(complete), flush=True)
-    if failed: raise WorkerError(f"{why}. When this is mended, continue with: {goes_on}")
+        raise Interrupted(
+            stopped,
+            f"interrupted; {len(complete)} of {len(seeds)} runs are complete; {why and why + '; '}"
+            f"continue all with: {goes_on}",
+        )
+    if complete:
+        print(summary(complete), flush=True)
+    if failed:
+        raise WorkerError(f"{why}. When this is mended, continue with: {goes_on}")
 
 
 def _folders(args: Namespace, seeds: list) -> dict:
     "Seed -> the folder of its run. Raises the errors that all runs would raise."
     configs = {seed: config_from(Namespace(**{**vars(args), "seed": seed})) for seed in seeds}
-    folders = {seed: Path(f"{Path(args.out)}-s{seed}") if args.out else default_folder(config) for seed, config in configs.items()}
+    folders = {
+        seed: Path(f"{Path(args.out)}-s{seed}") if args.out else default_folder(config)
+        for seed, config in configs.items()
+    }
     found = [str(folder) for folder in folders.values() if files_of_run(folder)]
     if args.proceed:
-        for seed, config in configs.items(): find_run(folders[seed], config, given_names(args))
+        for seed, config in configs.items():
+            find_run(folders[seed], config, given_names(args))
     elif found and not args.overwrite:
-        raise DataError("there are runs already", expected="another folder, --overwrite, or --continue", got=", ".join(found))
+        raise DataError(
+            "there are runs already",
+            expected="another folder, --overwrite, or --continue",
+            got=", ".join(found),
+        )
     config = configs[seeds[0]]
-    build(dict(config, device="cpu") if "device" in config else config)  # not on the device, which the runs need
+    build(
+        dict(config, device="cpu") if "device" in config else config
+    )  # not on the device, which the runs need
     return folders
 
 
 def check_counts(args: Namespace, *names: str) -> None:
     "Raise `UsageError` for the first of these options of a command that is below 1."
     for name in names:
-        if (n := getattr(args, name)) < 1: raise UsageError(f"rollpipe {args.command}: --{name} must be at least 1, got {n}")
+        if (n := getattr(args, name)) < 1:
+            raise UsageError(f"rollpipe {args.command}: --{name} must be at least 1, got {n}")
 
 
 def train_or_experiment(args: Namespace) -> None:
     "Train one run, or with --seeds several."
-    seeds, jobs = getattr(args, "seeds", None), getattr(args, "jobs", None)
-    if seeds is not None and hasattr(args, "seed"): raise UsageError("rollpipe train: either --seed or --seeds, not both")
-    if jobs is not None and seeds is None: raise UsageError("rollpipe train: --jobs is the number of runs at a time, so it needs --seeds")
-    if jobs is not None: check_counts(args, "jobs")
-    if getattr(args, "proceed", False) and args.overwrite: raise UsageError("rollpipe train: either --continue or --overwrite, not both")
-    if seeds is not None and launched(): raise UsageError("rollpipe train: torchrun starts one run, so --seeds cannot be used")
+    seeds = getattr(args, "seeds", None)
+    jobs = getattr(args, "jobs", None)
+    if seeds is not None and hasattr(args, "seed"):
+        raise UsageError("rollpipe train: either --seed or --seeds, not both")
+    if jobs is not None and seeds is None:
+        raise UsageError(
+            "rollpipe train: --jobs is the number of runs at a time, so it needs --seeds"
+        )
+    if jobs is not None:
+        check_counts(args, "jobs")
+    if getattr(args, "proceed", False) and args.overwrite:
+        raise UsageError("rollpipe train: either --continue or --overwrite, not both")
+    if seeds is not None and launched():
+        raise UsageError("rollpipe train: torchrun starts one run, so --seeds cannot be used")
     (train_command if seeds is None else experiment_command)(args)

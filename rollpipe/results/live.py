@@ -5,7 +5,10 @@
 # %% ../../nbs/results/11_live.ipynb #ec98a190
 from __future__ import annotations
 
-import html, secrets, socket, time
+import html
+import secrets
+import socket
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,7 +29,10 @@ from .page import document
 __all__ = ['Live', 'live_command']
 
 # %% ../../nbs/results/11_live.ipynb #e51887a0
-_EVERY, _PATIENCE, _LONGEST = 10, 20., 30.    # seconds between pictures, for which a button waits for its answer, and of a connection
+# seconds between pictures, for which a button waits for its answer, and of a connection
+_EVERY = 10
+_PATIENCE = 20.0
+_LONGEST = 30.0
 _LAYOUT = """<style>
 html body { margin: 0 auto; padding: .6em; height: 100vh; box-sizing: border-box; display: flex; flex-direction: column; }
 form { display: flex; flex-wrap: wrap; gap: .3em; align-items: center; margin: 0 0 .5em; }
@@ -42,13 +48,23 @@ html h3 { margin: 1em 0 .3em; }
 
 def _form(k: int, folder: Path) -> str:
     "The buttons for a run, and a field that suggests its options."
-    try: options = load_run(folder).config["options"]
-    except (PipeError, OSError): options = {}     # the folder is gone
-    known = "".join(f'<option value="{html.escape(f"{name}={x}")}">' for name, x in options.items() if isinstance(x, (int, float, str)))
-    buttons = "".join(f'<button name="do" value="{do}">{do.replace("_", " ")}</button>' for do in WISHES)
-    return (f'<form method="post" action="ask"><b>{html.escape(str(folder))}</b><input type="hidden" name="run" value="{k}">{buttons}'
-            f'<input name="set" list="known{k}" aria-label="an option" placeholder="option=value" autocomplete="off"><button>set</button>'
-            f'<datalist id="known{k}">{known}</datalist></form>')
+    try:
+        options = load_run(folder).config["options"]
+    except (PipeError, OSError):
+        options = {}  # the folder is gone
+    known = "".join(
+        f'<option value="{html.escape(f"{name}={x}")}">'
+        for name, x in options.items()
+        if isinstance(x, (int, float, str))
+    )
+    buttons = "".join(
+        f'<button name="do" value="{do}">{do.replace("_", " ")}</button>' for do in WISHES
+    )
+    return (
+        f'<form method="post" action="ask"><b>{html.escape(str(folder))}</b><input type="hidden" name="run" value="{k}">{buttons}'
+        f'<input name="set" list="known{k}" aria-label="an option" placeholder="option=value" autocomplete="off"><button>set</button>'
+        f'<datalist id="known{k}">{known}</datalist></form>'
+    )
 
 # %% ../../nbs/results/11_live.ipynb #9fcd5854
 class Live(ThreadingHTTPServer):
@@ -57,38 +73,52 @@ class Live(ThreadingHTTPServer):
     Args:
         folders: folders of runs
     """
+
     daemon_threads = True
 
     def __init__(self, folders: Sequence):
-        self.folders, self.token, self.said = [open_run(path).folder for path in folders], secrets.token_urlsafe(24), ""
-        self.drawing = Lock()     # matplotlib draws one picture at a time
-        super().__init__(("127.0.0.1", 0), _Handler)     # any free port
+        self.folders = [open_run(path).folder for path in folders]
+        self.token = secrets.token_urlsafe(24)
+        self.said = ""
+        self.drawing = Lock()  # matplotlib draws one picture at a time
+        super().__init__(("127.0.0.1", 0), _Handler)  # any free port
         self.host = f"127.0.0.1:{self.server_port}"
         self.url = f"http://{self.host}/{self.token}/"
 
     def controls(self) -> str:
         "The page, whose frame is loaded anew by itself."
-        frame, said = '<iframe src="view" title="runs"></iframe>', f'<div role="status">{html.escape(self.said)}</div>'
+        frame = '<iframe src="view" title="runs"></iframe>'
+        said = f'<div role="status">{html.escape(self.said)}</div>'
         body = [*(_form(k, path) for k, path in enumerate(self.folders)), said, frame]
         return document("rollpipe live", body, "; form-action 'self'; frame-src 'self'", _LAYOUT)
 
     def pictures(self) -> str:
         "The content of the frame."
-        with self.drawing: body = [f"<h2>{html.escape(str(path))}</h2>{view(path)}" for path in self.folders]
-        return document(f"Runs at {time.strftime('%X')}", body, head=f'<meta http-equiv="refresh" content="{_EVERY}">{_FRAME}')
+        with self.drawing:
+            body = [f"<h2>{html.escape(str(path))}</h2>{view(path)}" for path in self.folders]
+        return document(
+            f"Runs at {time.strftime('%X')}",
+            body,
+            head=f'<meta http-equiv="refresh" content="{_EVERY}">{_FRAME}',
+        )
 
     def ask(self, form: dict) -> None:
         "Do what a button says. `said` is the answer."
         try:
             folder = self.folders[int(form["run"])]
-            wish = dict(do=form["do"]) if form.get("do") else dict(set=options_in([form.get("set", "")], folder))
+            wish = (
+                dict(do=form["do"])
+                if form.get("do")
+                else dict(set=options_in([form.get("set", "")], folder))
+            )
             self.said = ask(folder, wish, _PATIENCE)
-        except (PipeError, OSError, ValueError, LookupError, TypeError) as e: self.said = str(e)
+        except (PipeError, OSError, ValueError, LookupError, TypeError) as e:
+            self.said = str(e)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Live  # pyright: ignore[reportIncompatibleVariableOverride]
-    timeout = 5     # seconds for which a connection may be silent
+    timeout = 5  # seconds for which a connection may be silent
 
     def handle(self) -> None:
         "One request, whose thread ends in time, however slowly it arrives."
@@ -96,13 +126,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.limit.daemon = True
         self.limit.start()
         try:
-            with suppress(ConnectionError): super().handle()     # the browser has gone
-        finally: self.limit.cancel()
+            with suppress(ConnectionError):
+                super().handle()  # the browser has gone
+        finally:
+            self.limit.cancel()
 
     def _end(self) -> None:
-        with suppress(OSError): self.connection.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
-    def log_message(self, format: str, *args: Any) -> None: pass
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
     def _place(self) -> str | None:
         "What is asked for; None, after an answer, if it is refused."
@@ -110,30 +144,43 @@ class _Handler(BaseHTTPRequestHandler):
         origin = self.headers.get("Origin", f"http://{self.server.host}")
         is_known = secrets.compare_digest(token.encode(), self.server.token.encode())
         here = self.server.host, f"http://{self.server.host}"
-        if is_known and (self.headers.get("Host"), origin) == here: return "/".join(rest).rstrip("/")
+        if is_known and (self.headers.get("Host"), origin) == here:
+            return "/".join(rest).rstrip("/")
         self.send_error(403)
         return None
 
     def _send(self, text: str) -> None:
         self.send_response(200)
-        data, fixed = text.encode(), {"Content-Type": "text/html; charset=utf-8", "X-Content-Type-Options": "nosniff",
-                                      "Cache-Control": "no-store", "X-Frame-Options": "SAMEORIGIN", "Referrer-Policy": "same-origin"}
-        for name, x in {**fixed, "Content-Length": str(len(data))}.items(): self.send_header(name, x)
+        data = text.encode()
+        fixed = {
+            "Content-Type": "text/html; charset=utf-8",
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-store",
+            "X-Frame-Options": "SAMEORIGIN",
+            "Referrer-Policy": "same-origin",
+        }
+        for name, x in {**fixed, "Content-Length": str(len(data))}.items():
+            self.send_header(name, x)
         self.end_headers()
         self.wfile.write(data)
 
     def do_GET(self) -> None:
         pages = {"": self.server.controls, "view": self.server.pictures}
-        if (place := self._place()) is None: return
-        if place in pages: self._send(pages[place]())
-        else: self.send_error(404)
+        if (place := self._place()) is None:
+            return
+        if place in pages:
+            self._send(pages[place]())
+        else:
+            self.send_error(404)
 
     def do_POST(self) -> None:
-        if (place := self._place()) is None: return
+        if (place := self._place()) is None:
+            return
         length = self.headers.get("Content-Length", "")
-        if place != "ask" or not (length.isascii() and length.isdigit()) or int(length) > 4096: return self.send_error(404)
+        if place != "ask" or not (length.isascii() and length.isdigit()) or int(length) > 4096:
+            return self.send_error(404)
         form = parse_qs(self.rfile.read(int(length)).decode(errors="replace"))
-        self.limit.cancel()     # the request is there, and a training may take longer to answer
+        self.limit.cancel()  # the request is there, and a training may take longer to answer
         self.server.ask({name: x[-1] for name, x in form.items()})
         self.send_response(303)
         self.send_header("Location", f"/{self.server.token}/")

@@ -16,7 +16,15 @@ from ..pipes.graph.edits import draw
 from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html, thinned, wide
 from .collect import Result, Results, RowResult, differing_options
 from .curves import color_of, draw_curves, draw_profiles, panels
-from .tables import ABOUT, bounded, improvements, notes_of, table_of, together, with_sd
+from rollpipe.results.tables import (
+    ABOUT,
+    bounded,
+    improvements,
+    notes_of,
+    table_of,
+    together,
+    with_sd,
+)
 from ..runs.folder import load_run
 
 # %% auto #0
@@ -25,9 +33,12 @@ __all__ = ['STYLE', 'certificate', 'pipeline_svg', 'notes_html', 'document', 'pa
 # %% ../../nbs/results/07_page.ipynb #dec4c98d
 def certificate(results: Results) -> Any:
     "A `Figure` of the certificate, a panel for each environment and metric; None if no run has one. A single row has a colour per seed."
-    charts = {f"{env}\n{meaning}": partial(_draw, results=results, env=env, name=name)
-              for env in dict.fromkeys(row.env for row in results.rows) for name, meaning in CERTIFICATE.items()
-              if any(_has(run, name) for row in results.rows if row.env == env for run in row.results)}
+    charts = {
+        f"{env}\n{meaning}": partial(_draw, results=results, env=env, name=name)
+        for env in dict.fromkeys(row.env for row in results.rows)
+        for name, meaning in CERTIFICATE.items()
+        if any(_has(run, name) for row in results.rows if row.env == env for run in row.results)
+    }
     return panels(charts, LABELS["updates"]) if charts else None
 
 
@@ -37,21 +48,39 @@ def _draw(axes: Any, results: Results, env: str, name: str) -> None:
     for row in rows:
         for k, run in enumerate(run for run in row.results if _has(run, name)):
             x, y = thinned(run.metrics["updates"], run.metrics[name], 200)
-            if len(rows) == 1: label, color = f"{row.label}, seed {run.seed}", f"C{k % 10}"
-            else: label, color = "" if k else row.label, color_of(results, row.label)
-            axes.plot(x, y, color=color, linewidth=1.2, label=plain(label), marker="." if len(x) == 1 else None)
+            if len(rows) == 1:
+                label = f"{row.label}, seed {run.seed}"
+                color = f"C{k % 10}"
+            else:
+                label = "" if k else row.label
+                color = color_of(results, row.label)
+            axes.plot(
+                x,
+                y,
+                color=color,
+                linewidth=1.2,
+                label=plain(label),
+                marker="." if len(x) == 1 else None,
+            )
 
 
 def _has(run: Result, name: str) -> bool:
-    return name in run.metrics and "updates" in run.metrics and bool(np.isfinite(run.metrics[name]).any())
+    return (
+        name in run.metrics
+        and "updates" in run.metrics
+        and bool(np.isfinite(run.metrics[name]).any())
+    )
 
 # %% ../../nbs/results/07_page.ipynb #8ff9ab67
 def pipeline_svg(row: RowResult) -> str:
     "The drawing of the pipeline of a row, or a text that explains why there is none."
     run = next((run for run in row.results if run.config), None)
-    if run is None: return "<p>No run of this row has begun.</p>"
-    try: return draw(build(load_run(run.folder).config)[1])._repr_svg_()
-    except Exception as e: return f"<p>{html.escape(f'It cannot be drawn here: {type(e).__name__}: {e}')}</p>"
+    if run is None:
+        return "<p>No run of this row has begun.</p>"
+    try:
+        return draw(build(load_run(run.folder).config)[1])._repr_svg_()
+    except Exception as e:
+        return f"<p>{html.escape(f'It cannot be drawn here: {type(e).__name__}: {e}')}</p>"
 
 # %% ../../nbs/results/07_page.ipynb #b4369ff2
 STYLE = """
@@ -80,7 +109,11 @@ svg { max-width: 100%; height: auto; }
 
 def notes_html(notes: list) -> str:
     "Notes as a list; empty if there are none. All texts are escaped."
-    return f'<ul class="notes">{"".join(f"<li>{html.escape(note)}</li>" for note in notes)}</ul>' if notes else ""
+    return (
+        f'<ul class="notes">{"".join(f"<li>{html.escape(note)}</li>" for note in notes)}</ul>'
+        if notes
+        else ""
+    )
 
 
 def document(title: str, body: list, more: str = "", head: str = "") -> str:
@@ -92,44 +125,86 @@ def document(title: str, body: list, more: str = "", head: str = "") -> str:
         more: more of its `Content-Security-Policy`
         head: more of its head in HTML
     """
-    policy, title = f"default-src 'none'; style-src 'unsafe-inline'{more}", html.escape(title)
-    return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-            f'<meta name="viewport" content="width=device-width">{head}<title>{title}</title>'
-            f'<style>{STYLE}</style></head>\n<body>\n'
-            + "\n".join([f"<h1>{title}</h1>", *filter(None, body)]) + "\n</body></html>\n")
+    policy = f"default-src 'none'; style-src 'unsafe-inline'{more}"
+    title = html.escape(title)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width">{head}<title>{title}</title>'
+        f"<style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join([f"<h1>{title}</h1>", *filter(None, body)])
+        + "\n</body></html>\n"
+    )
 
 
 def _sources(results: Results) -> str:
-    rows = [(x.name, x.algorithm, x.env, with_sd(x.mean, x.sd), x.of, x.source)
-            for row in results.rows for x in row.published]
-    return table_html(["who", "algorithm", "environment", "mean +- sd", "of the", "source"], dict.fromkeys(rows)) if rows else ""
+    rows = [
+        (x.name, x.algorithm, x.env, with_sd(x.mean, x.sd), x.of, x.source)
+        for row in results.rows
+        for x in row.published
+    ]
+    return (
+        table_html(
+            ["who", "algorithm", "environment", "mean +- sd", "of the", "source"],
+            dict.fromkeys(rows),
+        )
+        if rows
+        else ""
+    )
 
 
 def _together(results: Results) -> str:
     rows = [(label, n, bounded(*found, digits=3)) for label, n, *found in together(results)]
-    return table_html(["algorithm", "environments", "last policy on the scales, IQM"], rows) if rows else ""
+    return (
+        table_html(["algorithm", "environments", "last policy on the scales, IQM"], rows)
+        if rows
+        else ""
+    )
 
 
 def _improvements(results: Results) -> str:
-    rows = [(f"P({label} > {other})", n, bounded(*found, digits=3)) for label, other, n, *found in improvements(results)]
+    rows = [
+        (f"P({label} > {other})", n, bounded(*found, digits=3))
+        for label, other, n, *found in improvements(results)
+    ]
     return table_html(["better last policy", "environments", "probability"], rows) if rows else ""
 
 
 def page(results: Results) -> str:
     "The report as one HTML file."
-    escape, table, options = html.escape, table_of(results), differing_options(row.results for row in results.rows)
+    escape = html.escape
+    table = table_of(results)
+    options = differing_options(row.results for row in results.rows)
     names = [f"{row.label}, {row.env}" for row in results.rows]
     columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
-    graphs = "".join(f"<details><summary>{escape(name)}</summary>{wide(pipeline_svg(row))}</details>"
-                     for name, row in zip(names, results.rows))
-    commands = "".join(f"<h3>{escape(name)}</h3><pre>{escape(row.command)}</pre>" for name, row in zip(names, results.rows))
-    body = [table_html(columns, [[row[name] for name in columns] for row in table]), f"<p>{escape(ABOUT)}</p>",
-            notes_html(notes_of(results)), section("Learning curves", wide(svg(draw_curves(results), "curves"))),
-            section("All environments together", _together(results)
-                    + (wide(svg(figure, "profiles")) if (figure := draw_profiles(results)) else "")),
-            section("Probability of improvement", _improvements(results)), section("Published figures", _sources(results)),
-            section("The course of the certificate", wide(svg(figure, "certificate")) if (figure := certificate(results)) else ""),
-            section("What differs between the configurations", table_html(["option", *names], [(name, *x) for name, x in options])
-                     if options else ""),
-            section("The pipelines", graphs), section("The commands", commands)]
+    graphs = "".join(
+        f"<details><summary>{escape(name)}</summary>{wide(pipeline_svg(row))}</details>"
+        for name, row in zip(names, results.rows)
+    )
+    commands = "".join(
+        f"<h3>{escape(name)}</h3><pre>{escape(row.command)}</pre>"
+        for name, row in zip(names, results.rows)
+    )
+    body = [
+        table_html(columns, [[row[name] for name in columns] for row in table]),
+        f"<p>{escape(ABOUT)}</p>",
+        notes_html(notes_of(results)),
+        section("Learning curves", wide(svg(draw_curves(results), "curves"))),
+        section(
+            "All environments together",
+            _together(results)
+            + (wide(svg(figure, "profiles")) if (figure := draw_profiles(results)) else ""),
+        ),
+        section("Probability of improvement", _improvements(results)),
+        section("Published figures", _sources(results)),
+        section(
+            "The course of the certificate",
+            wide(svg(figure, "certificate")) if (figure := certificate(results)) else "",
+        ),
+        section(
+            "What differs between the configurations",
+            table_html(["option", *names], [(name, *x) for name, x in options]) if options else "",
+        ),
+        section("The pipelines", graphs),
+        section("The commands", commands),
+    ]
     return document(results.title, body)

@@ -5,7 +5,8 @@
 # %% ../../nbs/results/09_pairs.ipynb #e6a91f83
 from __future__ import annotations
 
-import csv, io
+import csv
+import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,13 +34,20 @@ def course(folder: Path, metric: str, at: int, updates: int) -> np.ndarray:
         at: number of updates before the branch
         updates: number of updates after it
     """
-    records, found = {}, {}     # the last update may have two records with an evaluation
+    # the last update may have two records with an evaluation
+    records = {}
+    found = {}
     for record in read_records(folder):
         records.setdefault(n := int(record["updates"]), {}).update(record)
-        if np.isfinite(x := record.get(metric, np.nan)): found.setdefault(n, []).append(x)
+        if np.isfinite(x := record.get(metric, np.nan)):
+            found.setdefault(n, []).append(x)
     if lacking := [n for n in range(at, at + updates + 1) if n not in records]:
-        raise DataError(f"{folder} has no record of an update", leaf="update", expected=f"{at} to {at + updates}",
-                        got=f"none of {lacking[0]}")
+        raise DataError(
+            f"{folder} has no record of an update",
+            leaf="update",
+            expected=f"{at} to {at + updates}",
+            got=f"none of {lacking[0]}",
+        )
     now, before = ([records[at + k + more] for k in range(updates)] for more in (1, 0))
     values = [found.get(at + k + 1, []) for k in range(updates)]
     sums, counts = (np.array([*map(f, values)], float) for f in (sum, len))
@@ -48,7 +56,12 @@ def course(folder: Path, metric: str, at: int, updates: int) -> np.ndarray:
         sums *= counts
     if not counts.any():
         known = sorted({name for record in now for name, x in record.items() if np.isfinite(x)})
-        raise DataError(f"{folder} never has this metric", leaf=metric, expected=", ".join(known), got=f"none in {updates} updates")
+        raise DataError(
+            f"{folder} never has this metric",
+            leaf=metric,
+            expected=", ".join(known),
+            got=f"none in {updates} updates",
+        )
     return np.stack([sums, counts])
 
 
@@ -64,6 +77,7 @@ class Pairs(NamedTuple):
         base: float64 [n, 2, k]: see `course`, for the unedited branches
         edited: float64 [n, 2, k]: the same for the others
     """
+
     label: str
     at: np.ndarray
     base: np.ndarray
@@ -76,7 +90,10 @@ class Pairs(NamedTuple):
 
     def means(self, updates: slice) -> tuple:
         "The means of the metric over some updates, float64 `[n]`: of the unedited branches, and of the others. nan: there is none."
-        with np.errstate(invalid="ignore"): return tuple((y := x[..., updates].sum(-1))[:, 0]/y[:, 1] for x in (self.base, self.edited))
+        with np.errstate(invalid="ignore"):
+            return tuple(
+                (y := x[..., updates].sum(-1))[:, 0] / y[:, 1] for x in (self.base, self.edited)
+            )
 
     def windows(self, last: int) -> list:
         "`means` over the `last` updates before the end of each update, or over all so far where there are fewer."
@@ -90,14 +107,19 @@ class Pairs(NamedTuple):
         squares = np.zeros(2)
         for base, edited in windows:
             parts = [np.stack(pair) for pair in zip(self.strata(base), self.strata(edited))]
-            if len(base) < 2 or not np.isfinite([*base, *edited]).all(): continue
-            squares += [sum((x[1] - x[0]).var()*x.shape[1] for x in parts), sum(x.var(1).sum()*x.shape[1] for x in parts)]
-        return float(np.sqrt(squares[0]/squares[1])) if squares[1] else float("nan")
+            if len(base) < 2 or not np.isfinite([*base, *edited]).all():
+                continue
+            squares += [
+                sum((x[1] - x[0]).var() * x.shape[1] for x in parts),
+                sum(x.var(1).sum() * x.shape[1] for x in parts),
+            ]
+        return float(np.sqrt(squares[0] / squares[1])) if squares[1] else float("nan")
 
     def lasts(self, last: int) -> int | None:
         "The number of updates of a branch until the noise of the differences is that of branches with noise of their own. None: not known."
         noise = [self.noise([window]) for window in self.windows(last)]
-        if np.isnan(noise).all(): return None
+        if np.isnan(noise).all():
+            return None
         return next((k for k, x in enumerate(noise) if x >= 1), len(noise))
 
 # %% ../../nbs/results/09_pairs.ipynb #b45d90d1
@@ -111,6 +133,7 @@ class Ablation(NamedTuple):
         pairs: list of `Pairs`, one for each edit
         notes: what else is to be known
     """
+
     title: str
     metric: str
     last: int
@@ -121,68 +144,135 @@ class Ablation(NamedTuple):
         "The difference of the edited branches to the unedited ones, over the pairs. Raises `DataError` if a branch has no value there."
         base, edited = pairs.means(slice(-self.last, None))
         if not np.isfinite(edited - base).all():
-            raise DataError(f"{pairs.label}: a branch has no value in its last {self.last} updates", leaf=self.metric,
-                            expected="more updates, another metric, or a longer part of the branches")
+            raise DataError(
+                f"{pairs.label}: a branch has no value in its last {self.last} updates",
+                leaf=self.metric,
+                expected="more updates, another metric, or a longer part of the branches",
+            )
         return figure_over(edited - base, pairs.strata(edited - base))
 
     def table(self) -> tuple:
         "The names of the columns, and a row of texts for each edit."
         k = self.pairs[0].base.shape[-1]
         thirds = [part for part in np.array_split(np.arange(1, k + 1), min(3, k))]
-        columns = ["option", "pairs", "unedited", "edited", "difference, IQM", "mean +- sd",
-                   *(f"noise at {part[0]}-{part[-1]}" for part in thirds)]
+        columns = [
+            "option",
+            "pairs",
+            "unedited",
+            "edited",
+            "difference, IQM",
+            "mean +- sd",
+            *(f"noise at {part[0]}-{part[-1]}" for part in thirds),
+        ]
         rows = []
         for pairs in self.pairs:
-            found, (base, edited) = self.difference(pairs), pairs.means(slice(-self.last, None))
-            noise = [pairs.noise(pairs.windows(self.last)[part[0] - 1:part[-1]]) for part in thirds]
-            rows.append([pairs.label, str(len(base)), number(base.mean()), number(edited.mean()), str(found), spread(found),
-                         *map(number, noise)])
+            found = self.difference(pairs)
+            (base, edited) = pairs.means(slice(-self.last, None))
+            noise = [
+                pairs.noise(pairs.windows(self.last)[part[0] - 1 : part[-1]]) for part in thirds
+            ]
+            rows.append(
+                [
+                    pairs.label,
+                    str(len(base)),
+                    number(base.mean()),
+                    number(edited.mean()),
+                    str(found),
+                    spread(found),
+                    *map(number, noise),
+                ]
+            )
         return columns, rows
 
     def about(self) -> list:
         "Sentences that explain the table."
-        k, n = self.pairs[0].base.shape[-1], min(len(pairs.at) for pairs in self.pairs)
-        few = [f"An interval from {n} pairs is narrower than it says."] if n > 1 else ["One pair has no interval and no noise (--repeat)."]
-        lasting = ", ".join(f"{m} of {k} updates with {pairs.label}" for pairs in self.pairs if (m := pairs.lasts(self.last)) is not None)
-        return [f"{self.metric} over the last {self.last} of {k} updates of each branch. A difference is that of a branch to its unedited "
-                "twin, which began in the same state and met the same noise; IQM is the interquartile mean over the pairs, with the 95 % "
-                "interval of the stratified bootstrap.",
-                "Noise at some updates is the deviation of the differences as a part of that of two branches with noise of their own. An "
-                "interval by pairs is that much narrower; at 1, pairing has ended.",
-                *[f"Pairing lasts {lasting}."] * bool(n > 1 and lasting), *few * (n < 5), *self.notes]
+        k = self.pairs[0].base.shape[-1]
+        n = min(len(pairs.at) for pairs in self.pairs)
+        few = (
+            [f"An interval from {n} pairs is narrower than it says."]
+            if n > 1
+            else ["One pair has no interval and no noise (--repeat)."]
+        )
+        lasting = ", ".join(
+            f"{m} of {k} updates with {pairs.label}"
+            for pairs in self.pairs
+            if (m := pairs.lasts(self.last)) is not None
+        )
+        return [
+            f"{self.metric} over the last {self.last} of {k} updates of each branch. A difference is that of a branch to its unedited "
+            "twin, which began in the same state and met the same noise; IQM is the interquartile mean over the pairs, with the 95 % "
+            "interval of the stratified bootstrap.",
+            "Noise at some updates is the deviation of the differences as a part of that of two branches with noise of their own. An "
+            "interval by pairs is that much narrower; at 1, pairing has ended.",
+            *[f"Pairing lasts {lasting}."] * bool(n > 1 and lasting),
+            *few * (n < 5),
+            *self.notes,
+        ]
 
-    def __str__(self): return "\n\n".join([f"# {self.title}", table_text(*self.table()), *self.about()]) + "\n"
+    def __str__(self):
+        return "\n\n".join([f"# {self.title}", table_text(*self.table()), *self.about()]) + "\n"
 
 # %% ../../nbs/results/09_pairs.ipynb #92b0e9bd
 def draw_pairs(ablation: Ablation) -> Any:
     "A `Figure` with two panels: the difference of each edit over the updates, and how much of the noise pairing leaves."
+
     def differences(axes):
-        axes.axhline(0, color="0.5", linewidth=.9, linestyle=":")
+        axes.axhline(0, color="0.5", linewidth=0.9, linestyle=":")
         for i, pairs in enumerate(ablation.pairs):
             y = np.array([edited - base for base, edited in pairs.windows(ablation.last)]).T
-            draw_curve(axes, curve_over(pairs.label, np.arange(1, y.shape[1] + 1), pairs.strata(y)), f"C{i % 10}", pairs.label)
+            draw_curve(
+                axes,
+                curve_over(pairs.label, np.arange(1, y.shape[1] + 1), pairs.strata(y)),
+                f"C{i % 10}",
+                pairs.label,
+            )
 
     def noises(axes):
-        axes.axhline(1, color="0.5", linewidth=.9, linestyle=":", label="without pairing")
+        axes.axhline(1, color="0.5", linewidth=0.9, linestyle=":", label="without pairing")
         for i, pairs in enumerate(ablation.pairs):
             y = [pairs.noise([window]) for window in pairs.windows(ablation.last)]
-            axes.plot(np.arange(1, len(y) + 1), y, color=f"C{i % 10}", linewidth=1.6, label=plain(pairs.label), marker=".")
+            axes.plot(
+                np.arange(1, len(y) + 1),
+                y,
+                color=f"C{i % 10}",
+                linewidth=1.6,
+                label=plain(pairs.label),
+                marker=".",
+            )
         axes.set_ylim(0, None)
+
     name = LABELS.get(ablation.metric, ablation.metric)
-    return panels({f"difference: {name}": differences, "noise of the differences": noises}, "updates after the branching",
-                  title=ablation.title)
+    return panels(
+        {f"difference: {name}": differences, "noise of the differences": noises},
+        "updates after the branching",
+        title=ablation.title,
+    )
 
 
 def pairs_text(ablation: Ablation) -> str:
     "A CSV line for each pair."
-    csv.writer(out := io.StringIO(), lineterminator="\n").writerows([("option", "at", "unedited", "edited", "difference"), *(
-        (pairs.label, at, *(f"{x:.10g}" for x in (base, edited, edited - base))) for pairs in ablation.pairs
-        for at, base, edited in zip(pairs.at, *pairs.means(slice(-ablation.last, None))))])
+    csv.writer(out := io.StringIO(), lineterminator="\n").writerows(
+        [
+            ("option", "at", "unedited", "edited", "difference"),
+            *(
+                (pairs.label, at, *(f"{x:.10g}" for x in (base, edited, edited - base)))
+                for pairs in ablation.pairs
+                for at, base, edited in zip(pairs.at, *pairs.means(slice(-ablation.last, None)))
+            ),
+        ]
+    )
     return out.getvalue()
 
 
 def pairs_page(ablation: Ablation) -> str:
     "The report as one HTML file."
     about, *notes = ablation.about()
-    return document(ablation.title, [table_html(*ablation.table()), f"<p>{about}</p>", notes_html(notes),
-                                     section("Over the updates", wide(svg(draw_pairs(ablation), "pairs")))])
+    return document(
+        ablation.title,
+        [
+            table_html(*ablation.table()),
+            f"<p>{about}</p>",
+            notes_html(notes),
+            section("Over the updates", wide(svg(draw_pairs(ablation), "pairs"))),
+        ],
+    )

@@ -35,10 +35,17 @@ def write_files(folder: str | Path, made: Callable) -> list:
     """
     folder = Path(folder)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir(): raise DataError(f"{there}: not a folder", expected="a folder, or a path where none is", got="a file")
-    contents = {folder/name: x.encode() if isinstance(x, str) else picture(x) for name, x in made().items()}
+    if not there.is_dir():
+        raise DataError(
+            f"{there}: not a folder", expected="a folder, or a path where none is", got="a file"
+        )
+    contents = {
+        folder / name: x.encode() if isinstance(x, str) else picture(x)
+        for name, x in made().items()
+    }
     make_folder(folder)
-    for path, content in contents.items(): write_atomically(path, content)
+    for path, content in contents.items():
+        write_atomically(path, content)
     return [*contents]
 
 
@@ -51,9 +58,16 @@ def write_report(results: Results, folder: str | Path) -> list:
     Returns:
         list: the paths of the files
     """
-    return write_files(folder, lambda: {"report.md": markdown(results), "report.csv": csv_text(results),
-                                        "report.jsonl": curves_text(results), "report.png": draw_curves(results, results.title),
-                                        "report.html": page(results)})
+    return write_files(
+        folder,
+        lambda: {
+            "report.md": markdown(results),
+            "report.csv": csv_text(results),
+            "report.jsonl": curves_text(results),
+            "report.png": draw_curves(results, results.title),
+            "report.html": page(results),
+        },
+    )
 
 
 def report_command(args: Namespace) -> None:

@@ -5,7 +5,9 @@
 # %% ../../nbs/results/01_spec.ipynb #5b72c9e3
 from __future__ import annotations
 
-import difflib, re, sys
+import difflib
+import re
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ class SpecRow(NamedTuple):
         threshold: return that counts as success; None: that of gymnasium's registry, if there is one
         scale: returns that count as 0 and 1 in averages over environments; None: the row is left out of them
     """
+
     algorithm: str
     env: str
     label: str
@@ -60,6 +63,7 @@ class Published(NamedTuple):
         of: our result to compare it with: "last" or "best" (the mean of the best evaluations)
         source: where it is published
     """
+
     algorithm: str
     env: str
     name: str
@@ -76,6 +80,7 @@ class Spec(NamedTuple):
         rows: list of `SpecRow`
         published: list of `Published`
     """
+
     title: str
     rows: list
     published: list
@@ -83,52 +88,100 @@ class Spec(NamedTuple):
 # %% ../../nbs/results/01_spec.ipynb #a29c1aa8
 def _check_names(table: dict, known: tuple, where: str) -> None:
     for name in table:
-        if name in known: continue
+        if name in known:
+            continue
         near = difflib.get_close_matches(name, known, 3)
         raise DataError(f"{where}: there is no key {name!r}", expected=", ".join(near or known))
 
 
-_KINDS: dict = {"a text": str, "a whole number": int, "a number": (int, float), "a table": dict, "a list": list}
+_KINDS: dict = {
+    "a text": str,
+    "a whole number": int,
+    "a number": (int, float),
+    "a table": dict,
+    "a list": list,
+}
 _LARGEST = sys.float_info.max
 
 
-def _is_number(x: Any) -> bool: return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= _LARGEST    # nan: False
+def _is_number(x: Any) -> bool:
+    return (
+        isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= _LARGEST
+    )  # nan: False
 
 
 def get_value(table: dict, name: str, kind: str, where: str, default: Any = None) -> Any:
     "The value of a key. Raises `DataError` for another kind of value."
     value = table.get(name, default)
-    if value is default or isinstance(value, _KINDS[kind]) and (_is_number(value) or not isinstance(value, (int, float))): return value
+    if (
+        value is default
+        or isinstance(value, _KINDS[kind])
+        and (_is_number(value) or not isinstance(value, (int, float)))
+    ):
+        return value
     raise DataError(f"{where}: wrong type of value", leaf=name, expected=kind, got=repr(value)[:80])
 
 
 def need_value(table: dict, name: str, kind: str, where: str) -> Any:
-    if name not in table: raise DataError(f"{where}: a key is missing", expected=name, got=", ".join(table) or "nothing")
-    return get_value(table, name, kind, where, ...)    # with `...` as the default, JSON's null is refused, too
+    if name not in table:
+        raise DataError(
+            f"{where}: a key is missing", expected=name, got=", ".join(table) or "nothing"
+        )
+    return get_value(
+        table, name, kind, where, ...
+    )  # with `...` as the default, JSON's null is refused, too
 
 # %% ../../nbs/results/01_spec.ipynb #71d0a002
-_SHARED = ("steps", "preset", "seeds", "every", "episodes", "final_episodes")  # keys of a row, or of the whole file for all rows
+_SHARED = (
+    "steps",
+    "preset",
+    "seeds",
+    "every",
+    "episodes",
+    "final_episodes",
+)  # keys of a row, or of the whole file for all rows
 _OF_A_ROW = ("algorithm", "env", "label", "options", "env_kwargs", "threshold", "scale", *_SHARED)
-_BY_KEYS: dict = dict(seed="seeds", steps="steps", preset="preset", eval_every="every", eval_episodes="episodes",
-                      final_episodes="final_episodes", name="label")  # option -> key that sets it, outside of `options`
+_BY_KEYS: dict = dict(
+    seed="seeds",
+    steps="steps",
+    preset="preset",
+    eval_every="every",
+    eval_episodes="episodes",
+    final_episodes="final_episodes",
+    name="label",
+)  # option -> key that sets it, outside of `options`
 
 
 def _seeds(value: Any, where: str) -> list:
-    "Seeds, from a text such as \"0-4\" or a list."
-    try: return parse_seeds(",".join(map(str, value)) if isinstance(value, list) else str(value))
-    except DataError as e: raise DataError(f"{where}: {e.problem}", leaf="seeds", expected=e.expected, got=e.got) from None
+    'Seeds, from a text such as "0-4" or a list.'
+    try:
+        return parse_seeds(",".join(map(str, value)) if isinstance(value, list) else str(value))
+    except DataError as e:
+        raise DataError(
+            f"{where}: {e.problem}", leaf="seeds", expected=e.expected, got=e.got
+        ) from None
 
 
 def scale_of(table: dict, where: str) -> tuple | None:
     found = get_value(table, "scale", "a list", where)
-    if found is None or len(found) == 2 and all(map(_is_number, found)) and found[0] < found[1]: return found and tuple(found)
-    raise DataError(f"{where}: not a scale", leaf="scale", expected="two numbers in ascending order", got=repr(found)[:80])
+    if found is None or len(found) == 2 and all(map(_is_number, found)) and found[0] < found[1]:
+        return found and tuple(found)
+    raise DataError(
+        f"{where}: not a scale",
+        leaf="scale",
+        expected="two numbers in ascending order",
+        got=repr(found)[:80],
+    )
 
 
 def _check_keys(options: dict, known: list, where: str) -> None:
     for name in options:
-        if name not in _BY_KEYS or any(option.name == name for option in known): continue
-        raise DataError(f"{where}: {name!r} stands among the options", expected=f"the key {_BY_KEYS[name]} of the row, beside them")
+        if name not in _BY_KEYS or any(option.name == name for option in known):
+            continue
+        raise DataError(
+            f"{where}: {name!r} stands among the options",
+            expected=f"the key {_BY_KEYS[name]} of the row, beside them",
+        )
 
 
 def _rows(table: dict, where: str) -> list:
@@ -137,41 +190,83 @@ def _rows(table: dict, where: str) -> list:
     algorithm = need_value(table, "algorithm", "a text", where)
     if algorithm not in ALGORITHMS:
         near = difflib.get_close_matches(algorithm, ALGORITHMS, 3)
-        raise DataError(f"{where}: there is no algorithm {algorithm!r}", expected=", ".join(near or ALGORITHMS))
+        raise DataError(
+            f"{where}: there is no algorithm {algorithm!r}", expected=", ".join(near or ALGORITHMS)
+        )
     known = options_for(algorithm)
     _check_keys(given := get_value(table, "options", "a table", where, {}), known, where)
     values = checked(given, known + [o for o in RUN_OPTIONS if o.name not in _BY_KEYS], where)
     options = {option.name: values.pop(option.name) for option in known if option.name in values}
     kinds = dict(steps="a whole number", preset="a text")
-    run = {name: get_value(table, name, kind, where) for name, kind in kinds.items() if name in table}
-    run |= dict(eval_episodes=get_value(table, "episodes", "a whole number", where, RunOptions.eval_episodes),
-                final_episodes=get_value(table, "final_episodes", "a whole number", where, RunOptions.final_episodes))
+    run = {
+        name: get_value(table, name, kind, where) for name, kind in kinds.items() if name in table
+    }
+    run |= dict(
+        eval_episodes=get_value(
+            table, "episodes", "a whole number", where, RunOptions.eval_episodes
+        ),
+        final_episodes=get_value(
+            table, "final_episodes", "a whole number", where, RunOptions.final_episodes
+        ),
+    )
     every = get_value(table, "every", "a whole number", where)
-    if every is not None and every < 1: raise DataError(f"{where}: out of range", leaf="every", expected="at least 1", got=str(every))
+    if every is not None and every < 1:
+        raise DataError(
+            f"{where}: out of range", leaf="every", expected="at least 1", got=str(every)
+        )
     envs = table.get("env")
     envs = envs if isinstance(envs, list) and envs else [need_value(table, "env", "a text", where)]
-    return [SpecRow(algorithm, get_value(dict(env=env), "env", "a text", where), get_value(table, "label", "a text", where, algorithm),
-                    options, {**values, "preset": "auto", **run}, get_value(table, "env_kwargs", "a table", where, {}),
-                    _seeds(table.get("seeds", "0"), where), every,
-                    get_value(table, "threshold", "a number", where), scale_of(table, where)) for env in envs]
+    return [
+        SpecRow(
+            algorithm,
+            get_value(dict(env=env), "env", "a text", where),
+            get_value(table, "label", "a text", where, algorithm),
+            options,
+            {**values, "preset": "auto", **run},
+            get_value(table, "env_kwargs", "a table", where, {}),
+            _seeds(table.get("seeds", "0"), where),
+            every,
+            get_value(table, "threshold", "a number", where),
+            scale_of(table, where),
+        )
+        for env in envs
+    ]
 
 # %% ../../nbs/results/01_spec.ipynb #cee072f9
 def published_of(table: dict, rows: list, where: str) -> Published:
     _check_names(table, Published._fields, where)
-    texts = {name: need_value(table, name, "a text", where) for name in ("algorithm", "env", "name", "source")}
-    found = Published(mean=float(need_value(table, "mean", "a number", where)), sd=get_value(table, "sd", "a number", where),
-                      of=get_value(table, "of", "a text", where, "last"), **texts)
-    if found.of not in ("last", "best"): raise DataError(f"{where}: out of range", leaf="of", expected="last or best", got=repr(found.of))
+    texts = {
+        name: need_value(table, name, "a text", where)
+        for name in ("algorithm", "env", "name", "source")
+    }
+    found = Published(
+        mean=float(need_value(table, "mean", "a number", where)),
+        sd=get_value(table, "sd", "a number", where),
+        of=get_value(table, "of", "a text", where, "last"),
+        **texts,
+    )
+    if found.of not in ("last", "best"):
+        raise DataError(
+            f"{where}: out of range", leaf="of", expected="last or best", got=repr(found.of)
+        )
     if not any((row.algorithm, row.env) == (found.algorithm, found.env) for row in rows):
-        raise DataError(f"{where}: there is no row to compare it with", expected=", ".join(f"{row.algorithm} on {row.env}" for row in rows),
-                        got=f"{found.algorithm} on {found.env}")
+        raise DataError(
+            f"{where}: there is no row to compare it with",
+            expected=", ".join(f"{row.algorithm} on {row.env}" for row in rows),
+            got=f"{found.algorithm} on {found.env}",
+        )
     return found
 
 # %% ../../nbs/results/01_spec.ipynb #f7aa3feb
 def tables_of(values: dict, name: str, path: Any) -> list:
     found = get_value(values, name, "a list", str(path), [])
     if not all(isinstance(x, dict) for x in found):
-        raise DataError(f"{path}: wrong type of value", leaf=name, expected=f"tables, each beginning with [[{name}]]", got=repr(found)[:80])
+        raise DataError(
+            f"{path}: wrong type of value",
+            leaf=name,
+            expected=f"tables, each beginning with [[{name}]]",
+            got=repr(found)[:80],
+        )
     return found
 
 
@@ -181,15 +276,29 @@ def read_spec(path: str | Path) -> Spec:
     Args:
         path: a TOML file
     """
-    if Path(path).is_dir(): raise DataError(f"{path}: there is no such file", expected="a specification (TOML)", got="a folder")
+    if Path(path).is_dir():
+        raise DataError(
+            f"{path}: there is no such file", expected="a specification (TOML)", got="a folder"
+        )
     values = read_table(path)
     _check_names(values, ("title", "row", "published", *_SHARED), str(path))
     shared = {name: values[name] for name in _SHARED if name in values}
-    rows = [row for i, table in enumerate(tables_of(values, "row", path), 1) for row in _rows({**shared, **table}, f"{path}, row {i}")]
-    if not rows: raise DataError(f"{path}: has no rows", expected="a table that begins with [[row]]")
+    rows = [
+        row
+        for i, table in enumerate(tables_of(values, "row", path), 1)
+        for row in _rows({**shared, **table}, f"{path}, row {i}")
+    ]
+    if not rows:
+        raise DataError(f"{path}: has no rows", expected="a table that begins with [[row]]")
     names = [row.name.lower() for row in rows]
     for row, name in zip(rows, names):
         if names.count(name) > 1:
-            raise DataError(f"{path}: two rows are called {row.label!r} on {row.env}", expected="labels that differ in letters or digits")
-    published = [published_of(table, rows, f"{path}, published {i}") for i, table in enumerate(tables_of(values, "published", path), 1)]
+            raise DataError(
+                f"{path}: two rows are called {row.label!r} on {row.env}",
+                expected="labels that differ in letters or digits",
+            )
+    published = [
+        published_of(table, rows, f"{path}, published {i}")
+        for i, table in enumerate(tables_of(values, "published", path), 1)
+    ]
     return Spec(get_value(values, "title", "a text", str(path), Path(path).stem), rows, published)

@@ -26,9 +26,10 @@ def iqm(x: np.ndarray) -> np.ndarray:
         np.ndarray: [...]
     """
     x = np.sort(np.asarray(x, float), -1)
-    if not x.shape[-1] or np.isnan(x).any(): raise DataError("no interquartile mean", expected="at least one number, and no nan", got=x)
-    cut = x.shape[-1]//4
-    return x[..., cut:x.shape[-1] - cut].mean(-1)
+    if not x.shape[-1] or np.isnan(x).any():
+        raise DataError("no interquartile mean", expected="at least one number, and no nan", got=x)
+    cut = x.shape[-1] // 4
+    return x[..., cut : x.shape[-1] - cut].mean(-1)
 
 # %% ../../nbs/results/03_statistics.ipynb #c3386228
 def resampled(strata: list, n: int) -> np.ndarray:
@@ -41,12 +42,16 @@ def resampled(strata: list, n: int) -> np.ndarray:
     Returns:
         np.ndarray: [n, ..., number of runs of all tasks]
     """
-    rng, parts = np.random.default_rng(0), []
-    for x in map(np.asarray, strata): parts.append(np.moveaxis(x[rng.integers(0, len(x), (n, len(x)))], 1, -1))
+    rng = np.random.default_rng(0)
+    parts = []
+    for x in map(np.asarray, strata):
+        parts.append(np.moveaxis(x[rng.integers(0, len(x), (n, len(x)))], 1, -1))
     return np.concatenate(parts, -1)
 
 
-def interval(strata: list, level: float = .95, n: int = 10_000, of: Callable = iqm) -> tuple | None:
+def interval(
+    strata: list, level: float = 0.95, n: int = 10_000, of: Callable = iqm
+) -> tuple | None:
     """The percentile bootstrap interval of a statistic. Its draws are seeded, so each call gives the same result.
 
     Args:
@@ -58,8 +63,9 @@ def interval(strata: list, level: float = .95, n: int = 10_000, of: Callable = i
     Returns:
         tuple | None: low [...], high [...]; None: a task has only one run
     """
-    if min(map(len, strata)) < 2: return None
-    low, high = np.quantile(of(resampled(strata, n)), [(1 - level)/2, (1 + level)/2], axis=0)
+    if min(map(len, strata)) < 2:
+        return None
+    low, high = np.quantile(of(resampled(strata, n)), [(1 - level) / 2, (1 + level) / 2], axis=0)
     return low, high
 
 # %% ../../nbs/results/03_statistics.ipynb #65e4370c
@@ -73,7 +79,13 @@ def improvement(xs: list, ys: list) -> np.ndarray:
     Returns:
         np.ndarray: [...]
     """
-    return np.mean([.5 + .5*np.sign(np.subtract(x[..., :, None], y[..., None, :])).mean((-2, -1)) for x, y in zip(xs, ys, strict=True)], 0)
+    return np.mean(
+        [
+            0.5 + 0.5 * np.sign(np.subtract(x[..., :, None], y[..., None, :])).mean((-2, -1))
+            for x, y in zip(xs, ys, strict=True)
+        ],
+        0,
+    )
 
 
 def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
@@ -84,9 +96,11 @@ def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
         ys: for each task the results of Y, [m runs]
         n: number of resamples
     """
+
     def of(draws):
         parts = np.split(draws, np.cumsum([*map(len, [*xs, *ys])])[:-1], -1)
-        return improvement(parts[:len(xs)], parts[len(xs):])
+        return improvement(parts[: len(xs)], parts[len(xs) :])
+
     return interval([*xs, *ys], n=n, of=of)
 
 # %% ../../nbs/results/03_statistics.ipynb #ecd8069d

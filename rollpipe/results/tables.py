@@ -5,7 +5,12 @@
 # %% ../../nbs/results/05_tables.ipynb #e1905241
 from __future__ import annotations
 
-import csv, html, io, json, math, re
+import csv
+import html
+import io
+import json
+import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from itertools import combinations
@@ -33,6 +38,7 @@ class Figure(NamedTuple):
         sd: sample standard deviation; nan: one run has none
         bad: seeds of the runs whose result is not a finite number
     """
+
     n: int
     iqm: float
     low: float
@@ -42,23 +48,39 @@ class Figure(NamedTuple):
     bad: tuple
 
     def __str__(self):
-        if self.bad: return f"not a number (seed {', '.join(map(str, self.bad))})"
-        if not self.n: return "-"
-        return number(self.iqm) + (f" [{number(self.low)}, {number(self.high)}]" if self.n > 1 else "")
+        if self.bad:
+            return f"not a number (seed {', '.join(map(str, self.bad))})"
+        if not self.n:
+            return "-"
+        return number(self.iqm) + (
+            f" [{number(self.low)}, {number(self.high)}]" if self.n > 1 else ""
+        )
 
 # %% ../../nbs/results/05_tables.ipynb #a146786d
 def number(x: float) -> str:
     "A number as text, with about three digits."
-    if 0 < abs(x) < .1: return f"{x:.2g}"
-    return "-" if math.isnan(x) else f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
+    if 0 < abs(x) < 0.1:
+        return f"{x:.2g}"
+    return (
+        "-"
+        if math.isnan(x)
+        else f"{x:.0f}"
+        if abs(x) >= 100
+        else f"{x:.1f}"
+        if abs(x) >= 10
+        else f"{x:.2f}"
+    )
 
 
-def with_sd(mean: float, sd: float | None) -> str: return number(mean) + ("" if sd is None else f" +- {number(sd)}")
+def with_sd(mean: float, sd: float | None) -> str:
+    return number(mean) + ("" if sd is None else f" +- {number(sd)}")
 
 
 def bounded(x: float, bounds: tuple | None, digits: int) -> str:
     "A number as text with so many decimals, and its interval, if it has one."
-    return f"{x:.{digits}f}" + (f" [{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]" if bounds else "")
+    return f"{x:.{digits}f}" + (
+        f" [{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]" if bounds else ""
+    )
 
 # %% ../../nbs/results/05_tables.ipynb #3f8b5a24
 def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
@@ -69,7 +91,15 @@ def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
         strata: the same numbers, those of each task apart; None: there is one task
     """
     low, high = interval(strata or [x]) or (math.nan, math.nan)
-    return Figure(len(x), float(iqm(x)), float(low), float(high), float(x.mean()), float(x.std(ddof=1)) if len(x) > 1 else math.nan, ())
+    return Figure(
+        len(x),
+        float(iqm(x)),
+        float(low),
+        float(high),
+        float(x.mean()),
+        float(x.std(ddof=1)) if len(x) > 1 else math.nan,
+        (),
+    )
 
 
 def figure_of(row: RowResult, kind: str) -> Figure:
@@ -78,45 +108,74 @@ def figure_of(row: RowResult, kind: str) -> Figure:
     Args:
         kind: "last", "best" or "best evaluation", see `RowResult.finals`
     """
-    x, nan = row.finals(kind), math.nan
+    x = row.finals(kind)
+    nan = math.nan
     bad = tuple(run.seed for run, value in zip(row.complete, x) if not np.isfinite(value))
     return Figure(len(x), nan, nan, nan, nan, nan, bad) if bad or not len(x) else figure_over(x)
 
 # %% ../../nbs/results/05_tables.ipynb #71cde4fa
 def steps_needed(row: RowResult) -> list:
     "For each complete run, the steps to the threshold; `inf` if the run did not reach it. Empty if there is no threshold."
-    return [] if row.threshold is None else [steps_to(run.curve[0], run.curve[1], row.threshold) for run in row.complete]
+    return (
+        []
+        if row.threshold is None
+        else [steps_to(run.curve[0], run.curve[1], row.threshold) for run in row.complete]
+    )
 
 
 def _needed(row: RowResult) -> str:
     found = steps_needed(row)
-    if not found: return "-"
-    middle, n = float(np.median(found)), sum(map(math.isfinite, found))
-    return f"{format_number(int(middle)) if math.isfinite(middle) else 'never'} ({n} of {len(found)})"
+    if not found:
+        return "-"
+    middle = float(np.median(found))
+    n = sum(map(math.isfinite, found))
+    return (
+        f"{format_number(int(middle)) if math.isfinite(middle) else 'never'} ({n} of {len(found)})"
+    )
 
 
 def _published(row: RowResult, of: str) -> str:
-    return "; ".join(f"{x.name}: {with_sd(x.mean, x.sd)}" for x in row.published if x.of == of) or "-"
+    return (
+        "; ".join(f"{x.name}: {with_sd(x.mean, x.sd)}" for x in row.published if x.of == of) or "-"
+    )
 
 # %% ../../nbs/results/05_tables.ipynb #71a4af3f
 def spread(figure: Figure) -> str:
     "The mean and the deviation of a result as text."
-    return "-" if figure.bad or not figure.n else with_sd(figure.mean, figure.sd if figure.n > 1 else None)
+    return (
+        "-"
+        if figure.bad or not figure.n
+        else with_sd(figure.mean, figure.sd if figure.n > 1 else None)
+    )
 
 
 def table_of(results: Results) -> list:
     "The table: a list of dicts, column -> text."
     rows = []
     for row in results.rows:
-        last, evaluation, best = (figure_of(row, kind) for kind in ("last", "best evaluation", "best"))
+        last, evaluation, best = (
+            figure_of(row, kind) for kind in ("last", "best evaluation", "best")
+        )
         seconds = [run.seconds for run in row.complete]
-        rows.append({
-            "environment": row.env, "algorithm": row.label, "runs": f"{len(row.complete)} of {len(row.results)}",
-            "steps": format_number(max((run.steps for run in row.complete), default=0)),
-            "last policy, IQM": str(last), "mean +- sd": spread(last), "published": _published(row, "last"),
-            "best evaluation, IQM": str(evaluation), "mean +- sd of it": spread(evaluation), "published best": _published(row, "best"),
-            "best policy, IQM": str(best), "steps to threshold": _needed(row) if row.threshold is None else
-            f"{number(row.threshold)}: {_needed(row)}", "wall time": format_duration(float(np.median(seconds))) if seconds else "-"})
+        rows.append(
+            {
+                "environment": row.env,
+                "algorithm": row.label,
+                "runs": f"{len(row.complete)} of {len(row.results)}",
+                "steps": format_number(max((run.steps for run in row.complete), default=0)),
+                "last policy, IQM": str(last),
+                "mean +- sd": spread(last),
+                "published": _published(row, "last"),
+                "best evaluation, IQM": str(evaluation),
+                "mean +- sd of it": spread(evaluation),
+                "published best": _published(row, "best"),
+                "best policy, IQM": str(best),
+                "steps to threshold": _needed(row)
+                if row.threshold is None
+                else f"{number(row.threshold)}: {_needed(row)}",
+                "wall time": format_duration(float(np.median(seconds))) if seconds else "-",
+            }
+        )
     return rows
 
 # %% ../../nbs/results/05_tables.ipynb #d669d738
@@ -128,15 +187,26 @@ def on_scales(results: Results) -> dict:
     """
     found: dict = {}
     for row in results.rows:
-        if not row.scale or not row.complete: continue
-        found.setdefault(row.label, []).append((row.finals("last") - row.scale[0])/(row.scale[1] - row.scale[0]))
-    return {label: strata for label, strata in found.items()
-            if len(strata) > 1 and len({*map(len, strata)}) == 1 and np.isfinite(np.concatenate(strata)).all()}
+        if not row.scale or not row.complete:
+            continue
+        found.setdefault(row.label, []).append(
+            (row.finals("last") - row.scale[0]) / (row.scale[1] - row.scale[0])
+        )
+    return {
+        label: strata
+        for label, strata in found.items()
+        if len(strata) > 1
+        and len({*map(len, strata)}) == 1
+        and np.isfinite(np.concatenate(strata)).all()
+    }
 
 
 def together(results: Results) -> list:
     "For each label of `on_scales`: `(label, number of environments, IQM, (low, high) or None)`."
-    return [(label, len(strata), float(iqm(np.concatenate(strata))), interval(strata)) for label, strata in on_scales(results).items()]
+    return [
+        (label, len(strata), float(iqm(np.concatenate(strata))), interval(strata))
+        for label, strata in on_scales(results).items()
+    ]
 
 # %% ../../nbs/results/05_tables.ipynb #5c44a750
 def improvements(results: Results) -> list:
@@ -144,14 +214,20 @@ def improvements(results: Results) -> list:
 
     Labels without a common environment, or with a return there that is not a number, are left out.
     """
-    found, finals = [], {}
+    found = []
+    finals = {}
     for row in results.rows:
-        if row.complete: finals.setdefault(row.label, {})[row.env] = row.finals("last")
+        if row.complete:
+            finals.setdefault(row.label, {})[row.env] = row.finals("last")
     for (label, x), (other, y) in combinations(finals.items(), 2):
         envs = [env for env in x if env in y]
-        xs, ys = [x[env] for env in envs], [y[env] for env in envs]
-        if not envs or not np.isfinite(np.concatenate(xs + ys)).all(): continue
-        found.append((label, other, len(envs), float(improvement(xs, ys)), improvement_interval(xs, ys)))
+        xs = [x[env] for env in envs]
+        ys = [y[env] for env in envs]
+        if not envs or not np.isfinite(np.concatenate(xs + ys)).all():
+            continue
+        found.append(
+            (label, other, len(envs), float(improvement(xs, ys)), improvement_interval(xs, ys))
+        )
     return found
 
 # %% ../../nbs/results/05_tables.ipynb #2e457810
@@ -163,27 +239,60 @@ def notes_of(results: Results) -> list:
         for state in ("unfinished", "missing", "damaged"):
             seeds = [run for run in row.results if run.state == state]
             why = "".join(f" ({run.problem})" for run in seeds if run.problem)
-            if seeds: notes.append(f"{what}: {state}, and left out of the numbers: seed {', '.join(str(run.seed) for run in seeds)}{why}.")
-        if len(row.complete) == 1: notes.append(f"{what}: one run has no interval and no deviation.")
-        elif 1 < len(row.complete) < 5: notes.append(f"{what}: an interval from {len(row.complete)} runs is narrower than it says.")
+            if seeds:
+                notes.append(
+                    f"{what}: {state}, and left out of the numbers: seed {', '.join(str(run.seed) for run in seeds)}{why}."
+                )
+        if len(row.complete) == 1:
+            notes.append(f"{what}: one run has no interval and no deviation.")
+        elif 1 < len(row.complete) < 5:
+            notes.append(
+                f"{what}: an interval from {len(row.complete)} runs is narrower than it says."
+            )
         bad = figure_of(row, "last").bad + figure_of(row, "best evaluation").bad
-        if bad: notes.append(f"{what}: a return is not a number, so there is no mean: seed {', '.join(map(str, sorted(set(bad))))}.")
+        if bad:
+            notes.append(
+                f"{what}: a return is not a number, so there is no mean: seed {', '.join(map(str, sorted(set(bad))))}."
+            )
         others = [f"{name} ({text})" for name, (text,) in differing_options([row.results])]
-        if others: notes.append(f"{what}: its runs do not have the same options: {', '.join(others)}.")
+        if others:
+            notes.append(f"{what}: its runs do not have the same options: {', '.join(others)}.")
         twice = [seed for seed, n in Counter(run.seed for run in row.results).items() if n > 1]
-        if twice: notes.append(f"{what}: counts a seed more than once, as if its runs were independent: {', '.join(map(str, twice))}.")
-        changed = [f"{run.seed} ({'; '.join(past)})" for run in row.results if (past := told_past(run.config))]
-        if changed: notes.append(f"{what}: was edited while it trained, or is a fork, so the command does not train it again: "
-                                 f"seed {', '.join(changed)}.")
-        stopped = [f"{run.seed} ({run.config['stopped']})" for run in row.results if run.config.get("stopped")]
-        if stopped: notes.append(f"{what}: stopped before its last step: seed {', '.join(stopped)}.")
+        if twice:
+            notes.append(
+                f"{what}: counts a seed more than once, as if its runs were independent: {', '.join(map(str, twice))}."
+            )
+        changed = [
+            f"{run.seed} ({'; '.join(past)})"
+            for run in row.results
+            if (past := told_past(run.config))
+        ]
+        if changed:
+            notes.append(
+                f"{what}: was edited while it trained, or is a fork, so the command does not train it again: "
+                f"seed {', '.join(changed)}."
+            )
+        stopped = [
+            f"{run.seed} ({run.config['stopped']})"
+            for run in row.results
+            if run.config.get("stopped")
+        ]
+        if stopped:
+            notes.append(f"{what}: stopped before its last step: seed {', '.join(stopped)}.")
         resumed = [run.seed for run in row.results if run.resumes]
-        if resumed: notes.append(f"{what}: went on after an interruption, with new episodes: seed {', '.join(map(str, resumed))}.")
+        if resumed:
+            notes.append(
+                f"{what}: went on after an interruption, with new episodes: seed {', '.join(map(str, resumed))}."
+            )
     scaled: dict = {}
     for row in results.rows:
-        if row.scale and row.complete: scaled.setdefault(row.label, []).append(len(row.complete))
+        if row.scale and row.complete:
+            scaled.setdefault(row.label, []).append(len(row.complete))
     for label, n in scaled.items():
-        if len({*n}) > 1: notes.append(f"{label}: no figure over all environments, because they have {', '.join(map(str, n))} runs.")
+        if len({*n}) > 1:
+            notes.append(
+                f"{label}: no figure over all environments, because they have {', '.join(map(str, n))} runs."
+            )
     return notes
 
 
@@ -198,7 +307,9 @@ ABOUT = ABOUT.replace("\n", " ")
 # %% ../../nbs/results/05_tables.ipynb #d8dbd936
 def _plain(text: Any) -> str:
     "The text, in which what Markdown and HTML would not show as it stands is escaped. So a terminal shows names and intervals as they are."
-    special = r"([\\`*|]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))"      # `a_b` is no emphasis, and `[1, 2]` no link
+    special = (
+        r"([\\`*|]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))"  # `a_b` is no emphasis, and `[1, 2]` no link
+    )
     return re.sub(special, r"\\\1", html.escape(" ".join(str(text).split()), quote=False))
 
 
@@ -208,46 +319,107 @@ def table_text(columns: list, rows: list) -> str:
     Args:
         rows: rows, each a list of the texts of its cells
     """
-    lines = [columns, ["---"]*len(columns), *([_plain(text) for text in row] for row in rows)]
+    lines = [columns, ["---"] * len(columns), *([_plain(text) for text in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def markdown(results: Results) -> str:
     "The report as Markdown."
-    table, lines = table_of(results), [f"# {_plain(results.title)}", ""]
+    table = table_of(results)
+    lines = [f"# {_plain(results.title)}", ""]
     columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
     lines += [table_text(columns, [[row[name] for name in columns] for row in table])]
     for label, n, *found in together(results):
-        lines += ["", f"{_plain(label)}, {n} environments together on their scales: IQM {bounded(*found, digits=2)}."]
+        lines += [
+            "",
+            f"{_plain(label)}, {n} environments together on their scales: IQM {bounded(*found, digits=2)}.",
+        ]
     for label, other, n, *found in improvements(results):
-        lines += ["", f"P({_plain(label)} > {_plain(other)}) = {bounded(*found, digits=2)} over {n} environment{'s'*(n > 1)}."]
+        lines += [
+            "",
+            f"P({_plain(label)} > {_plain(other)}) = {bounded(*found, digits=2)} over {n} environment{'s' * (n > 1)}.",
+        ]
     lines += ["", ABOUT, *(f"\n- {_plain(note)}" for note in notes_of(results))]
-    lines += ["", "Published figures:", "", *(f"- {_plain(x.name)}, {_plain(x.algorithm)} on {_plain(x.env)}: {_plain(x.source)}"
-                                              for row in results.rows
-                                              for x in row.published)] if any(r.published for r in results.rows) else []
-    lines += ["", "Commands:", "", *(f"    {' '.join(row.command.split())}" for row in results.rows)]
+    lines += (
+        [
+            "",
+            "Published figures:",
+            "",
+            *(
+                f"- {_plain(x.name)}, {_plain(x.algorithm)} on {_plain(x.env)}: {_plain(x.source)}"
+                for row in results.rows
+                for x in row.published
+            ),
+        ]
+        if any(r.published for r in results.rows)
+        else []
+    )
+    lines += [
+        "",
+        "Commands:",
+        "",
+        *(f"    {' '.join(row.command.split())}" for row in results.rows),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def csv_text(results: Results) -> str:
     "A CSV line for each run: algorithm and environment, state and results."
-    names = ("environment", "label", "algorithm", "seed", "state", "steps", "last", "best_evaluation", "best", "steps_to_threshold",
-             "seconds", "resumes")
-    csv.writer(out := io.StringIO(), lineterminator="\n").writerows([names, *(_cells(row, run) for row in results.rows
-                                                                              for run in row.results)])
+    names = (
+        "environment",
+        "label",
+        "algorithm",
+        "seed",
+        "state",
+        "steps",
+        "last",
+        "best_evaluation",
+        "best",
+        "steps_to_threshold",
+        "seconds",
+        "resumes",
+    )
+    csv.writer(out := io.StringIO(), lineterminator="\n").writerows(
+        [names, *(_cells(row, run) for row in results.rows for run in row.results)]
+    )
     return out.getvalue()
 
 
 def _cells(row: RowResult, run: Any) -> Iterable:
-    texts = [f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text for text in (row.env, row.label, row.algorithm)]
-    over, needed = run.state == "complete", steps_to(run.curve[0], run.curve[1], row.threshold) if row.threshold is not None else math.nan
-    numbers = [run.mean("last"), run.best, run.mean("best"), needed, run.seconds] if over else [math.nan]*5
+    texts = [
+        f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
+        for text in (row.env, row.label, row.algorithm)
+    ]
+    over = run.state == "complete"
+    needed = (
+        steps_to(run.curve[0], run.curve[1], row.threshold)
+        if row.threshold is not None
+        else math.nan
+    )
+    numbers = (
+        [run.mean("last"), run.best, run.mean("best"), needed, run.seconds]
+        if over
+        else [math.nan] * 5
+    )
     return [*texts, run.seed, run.state, run.steps, *(f"{x:.10g}" for x in numbers), run.resumes]
 
 
 def curves_text(results: Results) -> str:
     "A JSON line for each evaluation of each run: the run, the steps, and mean and deviation of the returns (null if not finite)."
-    lines = (dict(environment=row.env, label=row.label, algorithm=row.algorithm, seed=run.seed, kind=found["kind"]) |
-             {name: x if math.isfinite(x := found.get(name, math.nan)) else None for name in ("steps", "seconds", "mean", "std")}
-             for row in results.rows for run in row.results for found in run.evaluations)
+    lines = (
+        dict(
+            environment=row.env,
+            label=row.label,
+            algorithm=row.algorithm,
+            seed=run.seed,
+            kind=found["kind"],
+        )
+        | {
+            name: x if math.isfinite(x := found.get(name, math.nan)) else None
+            for name in ("steps", "seconds", "mean", "std")
+        }
+        for row in results.rows
+        for run in row.results
+        for found in run.evaluations
+    )
     return "".join(json.dumps(line) + "\n" for line in lines)

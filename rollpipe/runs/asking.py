@@ -5,7 +5,8 @@
 # %% ../../nbs/runs/21_asking.ipynb #753672f7
 from __future__ import annotations
 
-import html, json
+import html
+import json
 from argparse import Namespace
 from contextlib import suppress
 from functools import lru_cache
@@ -37,19 +38,21 @@ __all__ = ['view', 'OpenRun', 'open_run', 'add_edit', 'edit_command']
 # %% ../../nbs/runs/21_asking.ipynb #e1e28e90
 def _state(folder: Path) -> str:
     "How far a run is, in words."
-    found, last = load_run(folder), read_records(folder)[-1:]
+    found = load_run(folder)
+    last = read_records(folder)[-1:]
     steps, updates = (int(last[0].get(name, 0)) if last else 0 for name in ("steps", "updates"))
     algorithm, env, most = (found.config[name] for name in ("algorithm", "env", "steps"))
     words = [f"{algorithm} on {env}", f"{steps:,} of {most:,} steps", f"{updates:,} updates"]
-    if found.config.get("stopped"): words.append(f"stopped: {found.config['stopped']}")
-    process = "a process trains it" + ", and is paused" * (folder/PAUSED).exists()
+    if found.config.get("stopped"):
+        words.append(f"stopped: {found.config['stopped']}")
+    process = "a process trains it" + ", and is paused" * (folder / PAUSED).exists()
     words.append(process if owner_of(folder) else "no process trains it")
-    age = time() - (folder/"metrics.jsonl").stat().st_mtime
+    age = time() - (folder / "metrics.jsonl").stat().st_mtime
     return f"<p>{html.escape('; '.join(words))}; last record {format_duration(max(age, 0))} ago</p>"
 
 
 def _curves(folder: Path) -> str:
-    found = (folder/"metrics.jsonl").stat() if (folder/"metrics.jsonl").exists() else None
+    found = (folder / "metrics.jsonl").stat() if (folder / "metrics.jsonl").exists() else None
     return _drawn_curves(folder, found and (found.st_mtime_ns, found.st_size))
 
 
@@ -57,28 +60,40 @@ def _curves(folder: Path) -> str:
 def _drawn_curves(folder: Path, changed: Any) -> str:
     "The curves of the returns and of the certificate, which stand side by side if there is room."
     metrics = read_metrics(folder)
-    names = {"return_mean": LABELS["return_mean"], "eval_return_mean": LABELS["eval_return_mean"], **CERTIFICATE}
-    charts = [_chart(folder, metrics, name, text) for name, text in names.items() if name in metrics and np.isfinite(metrics[name]).any()]
+    names = {
+        "return_mean": LABELS["return_mean"],
+        "eval_return_mean": LABELS["eval_return_mean"],
+        **CERTIFICATE,
+    }
+    charts = [
+        _chart(folder, metrics, name, text)
+        for name, text in names.items()
+        if name in metrics and np.isfinite(metrics[name]).any()
+    ]
     return _beside(charts) if charts else "<p>No episode has ended.</p>"
 
 
-def _beside(parts: list) -> str: return f'<div style="display:flex;flex-wrap:wrap;gap:8px 24px">{"".join(parts)}</div>'
+def _beside(parts: list) -> str:
+    return f'<div style="display:flex;flex-wrap:wrap;gap:8px 24px">{"".join(parts)}</div>'
 
 
 def _chart(folder: Path, metrics: dict, name: str, text: str) -> str:
     "A metric over the steps, averaged over neighbours down to 300 points."
     from matplotlib.figure import Figure
+
     x, y = thinned(metrics["steps"], metrics[name], 300)
     axes = (figure := Figure(figsize=(3.8, 2.4), layout="constrained")).add_subplot()
     axes.plot(x, y, linewidth=1.2, marker="." if len(x) < 20 else None)
-    if name == "accepted": axes.set_ylim(0, 1.05)
+    if name == "accepted":
+        axes.set_ylim(0, 1.05)
     style(axes, text, xlabel=LABELS["steps"])
     return f'<div style="max-width:100%">{svg(figure, f"{folder} {name}")}</div>'
 
 # %% ../../nbs/runs/21_asking.ipynb #26e632c7
 def _graph(folder: Path) -> str:
     "The pipeline, with what its stages cost, if a training has written that."
-    if (folder/COSTS).exists(): return wide(Profile.load(folder/COSTS).svg())
+    if (folder / COSTS).exists():
+        return wide(Profile.load(folder / COSTS).svg())
     config = load_run(folder).config
     return wide(_drawn_graph(folder, json.dumps([config["options"], config.get("edits")])))
 
@@ -92,24 +107,42 @@ def _drawn_graph(folder: Path, config: str) -> str:
 def _numbers(folder: Path) -> str:
     "The newest numbers about speed, processes and memory."
     names = "steps_per_s", "seconds", "lag", "workers", "restarts", "replay_"
-    last = {name: x[np.isfinite(x)][-1] for name, x in read_metrics(folder).items() if name.startswith(names) and np.isfinite(x).any()}
+    last = {
+        name: x[np.isfinite(x)][-1]
+        for name, x in read_metrics(folder).items()
+        if name.startswith(names) and np.isfinite(x).any()
+    }
     rows = {name: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}" for name, x in last.items()}
     capacity = load_run(folder).config["options"].get("capacity")
-    if capacity and "replay_size" in rows: rows["replay_size"] += f" of {capacity:,}"
+    if capacity and "replay_size" in rows:
+        rows["replay_size"] += f" of {capacity:,}"
     return table_html(("newest", ""), rows.items())
 
 
-def _journal(folder: Path) -> str: return table_html(("updates", "steps", "edits"), OpenRun(folder).journal())
+def _journal(folder: Path) -> str:
+    return table_html(("updates", "steps", "edits"), OpenRun(folder).journal())
 
 
 def view(folder: str | Path) -> str:
     "The run in a folder as HTML: its state, curves, pipeline, newest numbers, and edits. Errors are told."
-    folder, parts = Path(folder), {}
-    for title, part in {"": _state, "Curves": _curves, "Pipeline": _graph, "Numbers": _numbers, "Journal": _journal}.items():
-        try: body = part(folder)
-        except Exception as e: body = f"<p>{html.escape(describe_exception(e))}</p>"     # perhaps not yet written
+    folder = Path(folder)
+    parts = {}
+    for title, part in {
+        "": _state,
+        "Curves": _curves,
+        "Pipeline": _graph,
+        "Numbers": _numbers,
+        "Journal": _journal,
+    }.items():
+        try:
+            body = part(folder)
+        except Exception as e:
+            body = f"<p>{html.escape(describe_exception(e))}</p>"  # perhaps not yet written
         parts[title] = section(title, body, 3) if title else body
-    rest = [f'<div style="max-width:100%">{parts.pop(title)}</div>' for title in ("Pipeline", "Numbers", "Journal")]
+    rest = [
+        f'<div style="max-width:100%">{parts.pop(title)}</div>'
+        for title in ("Pipeline", "Numbers", "Journal")
+    ]
     return "".join([*parts.values(), _beside(rest)])
 
 # %% ../../nbs/runs/21_asking.ipynb #4a983ce4
@@ -119,9 +152,16 @@ class OpenRun(NamedTuple):
     Args:
         folder: its folder
     """
+
     folder: Path
 
-    def ask(self, do: str | None = None, insert: str | None = None, timeout: float = 60., **options: Any) -> str:
+    def ask(
+        self,
+        do: str | None = None,
+        insert: str | None = None,
+        timeout: float = 60.0,
+        **options: Any,
+    ) -> str:
         """Ask the training, and wait. Returns its answer. Raises `DataError` if it refuses, or does not answer in time.
 
         Args:
@@ -130,30 +170,39 @@ class OpenRun(NamedTuple):
             timeout: seconds to wait
             **options: options that change, such as `max_kl=0.01`; with `insert`, arguments of the function
         """
-        if insert is not None: wish: dict = dict(insert=insert, kwargs=options)
-        else: wish = dict(set=options) if options else {}
-        if do is not None: wish["do"] = do
+        if insert is not None:
+            wish: dict = dict(insert=insert, kwargs=options)
+        else:
+            wish = dict(set=options) if options else {}
+        if do is not None:
+            wish["do"] = do
         return ask(self.folder, wish, timeout)
 
     def journal(self, n: int = 5) -> list:
         "The last `n` lines of its journal, and those of edits, at most 20: updates, steps, and the edits in words."
-        lines = read_journal(self.folder/JOURNAL)
-        found = [(e.updates, e.steps, "; ".join(map(told, e.edits or []))) for k, e in enumerate(lines) if e.edits or k >= len(lines) - n]
+        lines = read_journal(self.folder / JOURNAL)
+        found = [
+            (e.updates, e.steps, "; ".join(map(told, e.edits or [])))
+            for k, e in enumerate(lines)
+            if e.edits or k >= len(lines) - n
+        ]
         return found[-20:]
 
-    def live(self, every: float = 5.) -> None:
+    def live(self, every: float = 5.0) -> None:
         """Draw the run in a notebook, again and again, until no process trains it, or until Ctrl-C (in a notebook, "interrupt").
 
         Args:
             every: seconds between pictures
         """
         from IPython.display import HTML, clear_output, display
+
         with suppress(KeyboardInterrupt):
             while True:
                 is_over = not owner_of(self.folder)
                 clear_output(wait=True)
                 display(HTML(view(self.folder)))
-                if is_over: return
+                if is_over:
+                    return
                 sleep(every)
 
 
@@ -164,29 +213,61 @@ def open_run(path: str | Path) -> OpenRun:
         path: folder of the run
     """
     folder = folder_of(path)
-    if not (Path(path).exists() and (folder/"config.json").exists()): load_run(path)     # which names similar folders
+    if not (Path(path).exists() and (folder / "config.json").exists()):
+        load_run(path)  # which names similar folders
     return OpenRun(folder)
 
 # %% ../../nbs/runs/21_asking.ipynb #ddf6c782
 def add_edit(parser: Parser) -> None:
     "Add the options of the command."
     parser.add_argument("run", metavar="RUN", help="folder of a run that trains")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option that is another one from now on")
-    parser.add_argument("--insert", metavar="MODULE:EDIT[,NAME=VALUE]",
-                        help="a function pipe -> pipe, with arguments, of an --import MODULE")
-    for name, text in dict(pause="wait after this update", go_on="end the pause", save="write a checkpoint", stop="save and end").items():
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option that is another one from now on",
+    )
+    parser.add_argument(
+        "--insert",
+        metavar="MODULE:EDIT[,NAME=VALUE]",
+        help="a function pipe -> pipe, with arguments, of an --import MODULE",
+    )
+    for name, text in dict(
+        pause="wait after this update",
+        go_on="end the pause",
+        save="write a checkpoint",
+        stop="save and end",
+    ).items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
-    parser.add_argument("--timeout", type=float, default=60., metavar="SECONDS", help="how long to wait for an answer [60]")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long to wait for an answer [60]",
+    )
 
 
 def edit_command(args: Namespace) -> None:
     "Ask a training, and print its answers. Raises `DataError` for the first wish that is refused."
-    run, wishes = open_run(args.run), [dict[str, Any](do=name) for name in WISHES if getattr(args, name)]
+    run = open_run(args.run)
+    wishes = [dict[str, Any](do=name) for name in WISHES if getattr(args, name)]
     if args.insert:
         name, *words = args.insert.split(",")
         if (module := name.partition(":")[0]) not in getattr(args, "imports", ()):
-            raise DataError(f"the edit {name!r} needs its module", leaf="--insert", expected=f"--import {module}", got="no such --import")
+            raise DataError(
+                f"the edit {name!r} needs its module",
+                leaf="--insert",
+                expected=f"--import {module}",
+                got="no such --import",
+            )
         wishes.insert(0, dict(insert=name, kwargs=parse_env_kwargs(words)))
-    if args.set: wishes.insert(0, dict(set=options_in(args.set, args.run)))
-    if not wishes: raise DataError("nothing is asked", expected="--set, --insert, --pause, --go-on, --save or --stop")
-    for wish in wishes: print(ask(run.folder, wish, args.timeout), flush=True)
+    if args.set:
+        wishes.insert(0, dict(set=options_in(args.set, args.run)))
+    if not wishes:
+        raise DataError(
+            "nothing is asked", expected="--set, --insert, --pause, --go-on, --save or --stop"
+        )
+    for wish in wishes:
+        print(ask(run.folder, wish, args.timeout), flush=True)

@@ -5,7 +5,12 @@
 # %% ../../nbs/runs/13_autotune.ipynb #bea68fcd
 from __future__ import annotations
 
-import itertools, os, random, re, shlex, time
+import itertools
+import os
+import random
+import re
+import shlex
+import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from statistics import fmean
@@ -33,7 +38,8 @@ def profile_config(config: dict, seconds: float) -> Profile:
     """
     agent, pipe = build(config)
     service = reading_for(config) if config["workers"] else None
-    with torch_threads(config["threads"]): return profile(pipe, seconds, reading_service=service, update=agent.update)
+    with torch_threads(config["threads"]):
+        return profile(pipe, seconds, reading_service=service, update=agent.update)
 
 # %% ../../nbs/runs/13_autotune.ipynb #2506afc8
 GRID: dict = dict(
@@ -42,8 +48,8 @@ GRID: dict = dict(
     workers=(0, 1, 2, 4),
     engine=("auto", "torch"),
 )
-SHORTEST = 16     # fewest steps of a fragment, unless the algorithm has fewer: advantages look ahead only within a fragment
-AGAIN = 3         # number of the fastest settings that are measured a second time, in the last quarter of the time
+SHORTEST = 16  # fewest steps of a fragment, unless the algorithm has fewer: advantages look ahead only within a fragment
+AGAIN = 3  # number of the fastest settings that are measured a second time, in the last quarter of the time
 
 
 def cores() -> int:
@@ -67,18 +73,32 @@ def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = No
     defaults = {**known, "workers": RunOptions.workers, **(preset or {}), **typed}
     names = [name for name in GRID if name in defaults]
     if "n_steps" not in defaults:
-        raise DataError(f"{algorithm} collects nothing, so there is nothing to try", expected="an algorithm that steps environments")
+        raise DataError(
+            f"{algorithm} collects nothing, so there is nothing to try",
+            expected="an algorithm that steps environments",
+        )
     steps = defaults["n_steps"] * defaults["n_envs"] * defaults["lanes"]
-    found, given = [], tuple(defaults[name] for name in names)
-    for values in (given, *itertools.product(*([typed[name]] if name in typed else GRID[name] for name in names))):
+    found = []
+    given = tuple(defaults[name] for name in names)
+    for values in (
+        given,
+        *itertools.product(*([typed[name]] if name in typed else GRID[name] for name in names)),
+    ):
         setting = dict(zip(names, values))
         n_envs, lanes, workers = (setting[name] for name in ("n_envs", "lanes", "workers"))
         setting["n_steps"], rest = divmod(steps, n_envs * lanes)
-        if setting["n_steps"] != typed.get("n_steps", setting["n_steps"]): continue
-        if rest or setting["n_steps"] < min(SHORTEST, defaults["n_steps"]) or workers > min(lanes, n_cores): continue
-        if setting not in found: found.append(setting)
+        if setting["n_steps"] != typed.get("n_steps", setting["n_steps"]):
+            continue
+        if (
+            rest
+            or setting["n_steps"] < min(SHORTEST, defaults["n_steps"])
+            or workers > min(lanes, n_cores)
+        ):
+            continue
+        if setting not in found:
+            found.append(setting)
     others = found[1:]
-    random.Random(0).shuffle(others)     # so a small budget reaches settings of all kinds
+    random.Random(0).shuffle(others)  # so a small budget reaches settings of all kinds
     return found[:1] + others
 
 # %% ../../nbs/runs/13_autotune.ipynb #2d38f62d
@@ -93,6 +113,7 @@ class Trial(NamedTuple):
         profile: the measurement; None: the setting failed, or there was no time
         error: reason why there is no measurement
     """
+
     setting: dict
     profile: Profile | None = None
     error: str = ""
@@ -100,11 +121,18 @@ class Trial(NamedTuple):
     @property
     def speed(self) -> float:
         "Environment steps per second, updates included; 0 if it failed."
-        return 0. if self.profile is None else self.profile.steps_per_s or 0.
+        return 0.0 if self.profile is None else self.profile.steps_per_s or 0.0
 
 
-def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, seconds: float = 60.,
-             **given: Any) -> Iterator[Trial]:
+def autotune(
+    algorithm: str,
+    env: str,
+    options: dict | None = None,
+    env_kwargs: dict | None = None,
+    *,
+    seconds: float = 60.0,
+    **given: Any,
+) -> Iterator[Trial]:
     """Yield a `Trial` for each setting, as soon as it is measured, and then a second one for the fastest settings, for `ranked`.
 
     Raises `DataError` for options that are wrong in every setting.
@@ -119,40 +147,69 @@ def autotune(algorithm: str, env: str, options: dict | None = None, env_kwargs: 
     """
     check_seconds(seconds, "autotune")
     if (reading := given.get("reading", RunOptions.reading)) != "processes":
-        raise DataError("only worker processes are measured", pipe="autotune", leaf="reading", expected="processes", got=repr(reading))
-    base = make_config(algorithm, env, options, env_kwargs, **{name: value for name, value in given.items() if name != "workers"})
+        raise DataError(
+            "only worker processes are measured",
+            pipe="autotune",
+            leaf="reading",
+            expected="processes",
+            got=repr(reading),
+        )
+    base = make_config(
+        algorithm,
+        env,
+        options,
+        env_kwargs,
+        **{name: value for name, value in given.items() if name != "workers"},
+    )
     typed = {**(options or {}), **given}
-    found, begun = settings(algorithm, typed, cores(), base["options"]), time.monotonic()
-    trial, trials = partial(_trial, algorithm, env, env_kwargs, typed), []
+    found = settings(algorithm, typed, cores(), base["options"])
+    begun = time.monotonic()
+    trial = partial(_trial, algorithm, env, env_kwargs, typed)
+    trials = []
     for k, setting in enumerate(found):
         left = begun + seconds * 3 / 4 - time.monotonic()
-        if k and left <= 0: trials.append(Trial(setting, error=NO_TIME))
-        else: trials.append(trial(setting, max(left, 0.1) / (len(found) - k)))
+        if k and left <= 0:
+            trials.append(Trial(setting, error=NO_TIME))
+        else:
+            trials.append(trial(setting, max(left, 0.1) / (len(found) - k)))
         yield trials[-1]
     fastest = sorted((x for x in trials if x.speed), key=lambda x: -x.speed)[:AGAIN]
     for k, x in enumerate(fastest):
-        if (left := begun + seconds - time.monotonic()) > 0: yield trial(x.setting, left / (len(fastest) - k))
+        if (left := begun + seconds - time.monotonic()) > 0:
+            yield trial(x.setting, left / (len(fastest) - k))
 
 
 def _trial(algorithm, env, env_kwargs, typed, setting, seconds) -> Trial:
     "The trial of one setting. It measures for half of the time; the start takes about the other half."
-    try: found = profile_config(make_config(algorithm, env, None, env_kwargs, **{**typed, **setting}), seconds / 2)
-    except Exception as e: return Trial(setting, error=f"{type(e).__name__}: {e}")
-    if found.error is not None: return Trial(setting, error=f"{type(found.error).__name__}: {found.error}")
+    try:
+        found = profile_config(
+            make_config(algorithm, env, None, env_kwargs, **{**typed, **setting}), seconds / 2
+        )
+    except Exception as e:
+        return Trial(setting, error=f"{type(e).__name__}: {e}")
+    if found.error is not None:
+        return Trial(setting, error=f"{type(found.error).__name__}: {found.error}")
     return Trial(setting, found)
 
 # %% ../../nbs/runs/13_autotune.ipynb #735edf9a
 def table_row(setting: dict, *cells: str) -> str:
     "A line of the table: the values of a setting, then `cells`."
-    return "".join(f"{x!s:>9}" for x in setting.values()) + "".join(f"{x:>13}" for x in cells[:-1]) + f"  {cells[-1]}"
+    return (
+        "".join(f"{x!s:>9}" for x in setting.values())
+        + "".join(f"{x:>13}" for x in cells[:-1])
+        + f"  {cells[-1]}"
+    )
 
 
 def trial_row(trial: Trial) -> str:
     "The line of a trial, with its slowest stage."
     found = trial.profile
-    if found is None: return table_row(trial.setting, "-", "-", trial.error.splitlines()[0])
+    if found is None:
+        return table_row(trial.setting, "-", "-", trial.error.splitlines()[0])
     name = "" if found.slowest is None else found.stages[found.slowest].label.partition("(")[0]
-    return table_row(trial.setting, f"{trial.speed:,.0f}", share_text(1 - (found.learner or 0.)), name)
+    return table_row(
+        trial.setting, f"{trial.speed:,.0f}", share_text(1 - (found.learner or 0.0)), name
+    )
 
 
 def ranked(trials: Iterable) -> tuple:
@@ -164,7 +221,8 @@ def ranked(trials: Iterable) -> tuple:
     """
     speeds = {}
     for x in trials:
-        if x.speed: speeds.setdefault(tuple(x.setting.items()), []).append(x.speed)
+        if x.speed:
+            speeds.setdefault(tuple(x.setting.items()), []).append(x.speed)
     noise = [(max(x) - min(x)) / fmean(x) for x in speeds.values() if len(x) > 1]
     found = [(dict(setting), fmean(x)) for setting, x in speeds.items()]
     return sorted(found, key=lambda x: -x[1]), max(noise, default=None)
@@ -174,14 +232,33 @@ def ranking(trials: Iterable) -> str:
     "The five fastest settings as a table, with what the noise of the measurements means for them."
     found, noise = ranked(trials)
     alike = sum(speed >= found[0][1] * (1 - (noise or 0)) for _, speed in found)
-    rows = [table_row(setting, f"{speed:,.0f}", share_text(speed / found[0][1])) for setting, speed in found[:5]]
-    which = f"the {alike} fastest settings are alike" if alike > 1 else "the fastest setting is faster than the others"
-    told = (f"two measurements of one setting are up to {share_text(noise)} apart, so {which}" if noise is not None
-            else "unknown, because no setting was measured twice")
-    return "\n".join(["", table_row({name: name for name in found[0][0]}, "steps/s", "of the best"), *rows, f"noise: {told}"])
+    rows = [
+        table_row(setting, f"{speed:,.0f}", share_text(speed / found[0][1]))
+        for setting, speed in found[:5]
+    ]
+    which = (
+        f"the {alike} fastest settings are alike"
+        if alike > 1
+        else "the fastest setting is faster than the others"
+    )
+    told = (
+        f"two measurements of one setting are up to {share_text(noise)} apart, so {which}"
+        if noise is not None
+        else "unknown, because no setting was measured twice"
+    )
+    return "\n".join(
+        [
+            "",
+            table_row({name: name for name in found[0][0]}, "steps/s", "of the best"),
+            *rows,
+            f"noise: {told}",
+        ]
+    )
 
 
-def command_for(algorithm: str, env: str, values: dict, env_kwargs: dict | None = None, imports: Iterable = ()) -> str:
+def command_for(
+    algorithm: str, env: str, values: dict, env_kwargs: dict | None = None, imports: Iterable = ()
+) -> str:
     """The command line that trains with these options. Raises `DataError` for a keyword argument that it cannot have.
 
     Args:
@@ -190,23 +267,42 @@ def command_for(algorithm: str, env: str, values: dict, env_kwargs: dict | None 
         imports: modules that the environment needs
     """
     words = ["rollpipe", "train", algorithm, env]
-    if env_kwargs: words += ["--env-kwargs", *(_kwarg(name, x) for name, x in env_kwargs.items())]
+    if env_kwargs:
+        words += ["--env-kwargs", *(_kwarg(name, x) for name, x in env_kwargs.items())]
     words += import_words(imports)
     for option in options_for(algorithm) + RUN_OPTIONS:
-        is_default = option.name == "preset" and values.get("preset") == "auto"     # that of the command line
-        if option.name in values and not is_default: words += _words(option, values[option.name])
+        is_default = (
+            option.name == "preset" and values.get("preset") == "auto"
+        )  # that of the command line
+        if option.name in values and not is_default:
+            words += _words(option, values[option.name])
     return shlex.join(words)
 
 
 def _kwarg(name, x) -> str:
     "The word that `parse_env_kwargs` reads as this value. Raises `DataError` if there is none, as for `nan`."
-    for text in (repr(x), re.sub(r"\binf\b", "1e999", repr(x))):     # `inf` is no literal
-        if parse_env_kwargs([word := f"{name}={text}"]) == {name: x}: return word
-    raise DataError("cannot be typed on a command line", leaf=name, expected="numbers, texts, lists, ...", got=repr(x)[:80])
+    for text in (repr(x), re.sub(r"\binf\b", "1e999", repr(x))):  # `inf` is no literal
+        if parse_env_kwargs([word := f"{name}={text}"]) == {name: x}:
+            return word
+    raise DataError(
+        "cannot be typed on a command line",
+        leaf=name,
+        expected="numbers, texts, lists, ...",
+        got=repr(x)[:80],
+    )
 
 
 def _words(option: Option, value) -> list:
     "An option and its value, as words of a command line."
-    if isinstance(option.default, bool): return [option.flag if value else option.flag.replace("--", "--no-", 1)]
-    text = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else "none" if value is None else str(value)
-    return [f"{option.flag}={text}"] if text.startswith("-") else [option.flag, text]     # -1e-05 alone would be an option
+    if isinstance(option.default, bool):
+        return [option.flag if value else option.flag.replace("--", "--no-", 1)]
+    text = (
+        ",".join(map(str, value))
+        if isinstance(value, (tuple, list))
+        else "none"
+        if value is None
+        else str(value)
+    )
+    return (
+        [f"{option.flag}={text}"] if text.startswith("-") else [option.flag, text]
+    )  # -1e-05 alone would be an option

@@ -32,24 +32,36 @@ __all__ = ['options_in', 'changed_run', 'adopt', 'edited_run', 'with_edit', 'bef
 # %% ../../nbs/runs/10_changes.ipynb #8c52bf5e
 class _Made(NamedTuple):
     "What a configuration makes: its `Fingerprint`, the state of a new learner, and the names of the pipes that keep something."
+
     prints: Fingerprint
     state: dict
     keeping: set
 
 
 def _made(config: dict, found: Checkpoint) -> _Made:
-    with torch_threads(config["threads"]): agent, pipe = build(config, found.counters["resumes"])
+    with torch_threads(config["threads"]):
+        agent, pipe = build(config, found.counters["resumes"])
     kept = found.pipes or {} if found.stream is None else found.stream["pipes"]
     quiet = {id(p) for name, p in named_pipes(pipe).items() if name not in kept}
-    keeping = {name for name, p in numbered(nodes(pipe)).items() if id(p) not in quiet and (found.stream or name in kept)}
+    keeping = {
+        name
+        for name, p in numbered(nodes(pipe)).items()
+        if id(p) not in quiet and (found.stream or name in kept)
+    }
     return _Made(fingerprint(pipe, agent), agent.state_dict(), keeping)
 
 
 def _undecayed(x: Any) -> Any:
     "A state with learning rates as they are before they decay."
-    if isinstance(x, list): return [_undecayed(y) for y in x]
-    if not isinstance(x, dict): return x
-    return {name: _undecayed(x.get("initial_lr", y) if name == "lr" else y) for name, y in x.items() if name != "initial_lr"}
+    if isinstance(x, list):
+        return [_undecayed(y) for y in x]
+    if not isinstance(x, dict):
+        return x
+    return {
+        name: _undecayed(x.get("initial_lr", y) if name == "lr" else y)
+        for name, y in x.items()
+        if name != "initial_lr"
+    }
 
 
 def _changed(state: Any, old: Any, new: Any, path: str = "state") -> Any:
@@ -57,24 +69,34 @@ def _changed(state: Any, old: Any, new: Any, path: str = "state") -> Any:
 
     Raises `DataError`, which names the leaf, if it is not any more.
     """
-    if first_difference(old, new) is None: return state
-    if first_difference(old, state) is None: return new
+    if first_difference(old, new) is None:
+        return state
+    if first_difference(old, state) is None:
+        return new
     if all(isinstance(x, dict) and x.keys() == old.keys() for x in (state, old, new)):
-        return {name: _changed(x, old[name], new[name], f"{path}.{name}") for name, x in state.items()}
+        return {
+            name: _changed(x, old[name], new[name], f"{path}.{name}") for name, x in state.items()
+        }
     raise DataError(f"{path} is what the run has made of it since")
 
 
 def _with(config: dict, name: str, value: Any) -> dict:
-    return {**config, "options": {**config["options"], name: value}} if name in config["options"] else {**config, name: value}
+    return (
+        {**config, "options": {**config["options"], name: value}}
+        if name in config["options"]
+        else {**config, name: value}
+    )
 
 
-def _all_options(config: dict) -> dict: return {**{x.name: x.default for x in options_for(config["algorithm"])}, **config["options"]}
+def _all_options(config: dict) -> dict:
+    return {**{x.name: x.default for x in options_for(config["algorithm"])}, **config["options"]}
 
 
 def _refusal(before: _Made, after: _Made) -> str | None:
     "The leaf of the fingerprint that a run cannot change; None: there is none."
     for path, (a, b) in before.prints.differs(after.prints, "graph", "networks", "seeds").items():
-        if not path.startswith("graph/") or path.split("/")[1] in before.keeping: return f"{path}: {b}, and the state has {a}"
+        if not path.startswith("graph/") or path.split("/")[1] in before.keeping:
+            return f"{path}: {b}, and the state has {a}"
     return None
 
 # %% ../../nbs/runs/10_changes.ipynb #e5c59295
@@ -92,7 +114,9 @@ def options_in(words: Iterable, run: str | Path, several: bool = False) -> dict:
     return found
 
 
-def changed_run(who: str, found: Checkpoint, options: dict, moves: bool = False) -> tuple[Checkpoint, dict]:
+def changed_run(
+    who: str, found: Checkpoint, options: dict, moves: bool = False
+) -> tuple[Checkpoint, dict]:
     """The checkpoint of a run with other options, and those that are others. Raises `DataError` for one that does not fit its state.
 
     Args:
@@ -101,12 +125,18 @@ def changed_run(who: str, found: Checkpoint, options: dict, moves: bool = False)
         options: name -> value, of the algorithm or of the run
         moves: whether its `data` may be elsewhere; the stream compares what they hold when it goes on
     """
-    config, of_run = found.config, [x for x in RUN_OPTIONS if x.name != "preset"]
-    options = json.loads(json.dumps(checked(options, [*options_for(config["algorithm"]), *of_run], who)))
+    config = found.config
+    of_run = [x for x in RUN_OPTIONS if x.name != "preset"]
+    options = json.loads(
+        json.dumps(checked(options, [*options_for(config["algorithm"]), *of_run], who))
+    )
     options = with_steps(config["algorithm"], options, options.get("steps", config["steps"]))
     config = {**config, "options": _all_options(config)}
-    changed = {name: x for name, x in options.items() if {**config, **config["options"]}.get(name) != x}
-    if not changed: return found, {}
+    changed = {
+        name: x for name, x in options.items() if {**config, **config["options"]}.get(name) != x
+    }
+    if not changed:
+        return found, {}
     before = _made(config, found)
     state = _undecayed(found.agent_state) or before.state
     for name, x in changed.items():
@@ -114,20 +144,30 @@ def changed_run(who: str, found: Checkpoint, options: dict, moves: bool = False)
         run_options({option.name: config[option.name] for option in of_run})
         after = _made(config, found)
         try:
-            if why := _refusal(before, after): raise DataError(why)
-            if (now := ordering(config)) != (then := ordering(found.config)): raise DataError(f"the stream of {now}, and not of {then}")
+            if why := _refusal(before, after):
+                raise DataError(why)
+            if (now := ordering(config)) != (then := ordering(found.config)):
+                raise DataError(f"the stream of {now}, and not of {then}")
             is_moved = moves and name == "data"
             if name in config["options"] and not (is_moved or before.prints.differs(after.prints)):
                 raise DataError("it changes nothing in this run")
             state = _changed(state, before.state, after.state)
         except DataError as e:
-            raise DataError(f"{who} cannot have another {name}", leaf=name, got=str(e),
-                            expected="an option that leaves networks, seeds, collecting and memory as they are; or a new run") from None
+            raise DataError(
+                f"{who} cannot have another {name}",
+                leaf=name,
+                got=str(e),
+                expected="an option that leaves networks, seeds, collecting and memory as they are; or a new run",
+            ) from None
         before = after
     check_config(config)
     if config["steps"] <= found.counters["steps"]:
-        raise DataError(f"{who} would be complete", leaf="steps", expected=f"more than {found.counters['steps']}",
-                        got=str(config["steps"]))
+        raise DataError(
+            f"{who} would be complete",
+            leaf="steps",
+            expected=f"more than {found.counters['steps']}",
+            got=str(config["steps"]),
+        )
     return found._replace(config=config, agent_state=state), changed
 
 # %% ../../nbs/runs/10_changes.ipynb #f5c8acc4
@@ -138,8 +178,15 @@ def adopt(run: Any, edited: Any) -> None:
         run: a `Run`, such as the one that the caller of `train` has
         edited: the `Run` that has gone on with its edits
     """
-    mine, new = vars(run.agent), vars(edited.agent)
-    mine.update({name: new[name] for name in ("schedules", *edited.config["options"]) if name in mine and name in new})
+    mine = vars(run.agent)
+    new = vars(edited.agent)
+    mine.update(
+        {
+            name: new[name]
+            for name in ("schedules", *edited.config["options"])
+            if name in mine and name in new
+        }
+    )
     run.agent.load_state_dict(edited.agent.state_dict())
     run.config.update(edited.config)
 
@@ -154,21 +201,41 @@ def edited_run(run: Run, edit: dict) -> Run:
         edit: `set`: option -> value; or `insert`: the name `module:function` in an imported module, and `kwargs`, its arguments
     """
     with GlobalRandomStates(), torch_threads(run.config["threads"]):
-        config, state = run.config, None if run.stream is None else run.stream.state()
+        config = run.config
+        state = None if run.stream is None else run.stream.state()
         if state is None or config.get("inexact"):
             why = config.get("inexact") or "a stream that has no state"
-            raise DataError(f"{shown(run.folder)} cannot be edited while it trains", expected="a run that could go on exactly", got=why)
+            raise DataError(
+                f"{shown(run.folder)} cannot be edited while it trains",
+                expected="a run that could go on exactly",
+                got=why,
+            )
         before = build({**config, "folder": run.folder}, run.counters["resumes"])[1]
         if alien := fingerprint(before).differs(fingerprint(run.pipe), "graph"):
-            raise DataError(f"{run.folder} has a pipeline that Python has edited", got=str(alien), expected="that of its configuration")
-        copy = Snapshot(run.agent, kept_states(run))     # no tensor is that of the learner that may go on
+            raise DataError(
+                f"{run.folder} has a pipeline that Python has edited",
+                got=str(alien),
+                expected="that of its configuration",
+            )
+        copy = Snapshot(
+            run.agent, kept_states(run)
+        )  # no tensor is that of the learner that may go on
         found = Checkpoint(config, run.counters, copy.state, None, copy.pipes, state)
         if "insert" in edit:
-            made: dict = dict(insert=edit["insert"], kwargs=edit["kwargs"], was=dict(imports=config.get("imports", [])))
+            made: dict = dict(
+                insert=edit["insert"],
+                kwargs=edit["kwargs"],
+                was=dict(imports=config.get("imports", [])),
+            )
         else:
             found, changed = changed_run(str(shown(run.folder)), found, edit["set"])
-            made = dict(set=changed, was={name: {**config, **_all_options(config)}[name] for name in changed})
-        found = found._replace(config=with_edit(found.config, dict(at=run.counters["updates"], **made)))
+            made = dict(
+                set=changed,
+                was={name: {**config, **_all_options(config)}[name] for name in changed},
+            )
+        found = found._replace(
+            config=with_edit(found.config, dict(at=run.counters["updates"], **made))
+        )
         after = rebuilt(run.folder, found, found.config, run.counters)
         _check_pipes(before, after)
     return after
@@ -178,23 +245,48 @@ def _check_pipes(before: Any, run: Run) -> None:
     "Raise `DataError` if states could go to other pipes, or if a resumed run could not go on exactly."
     known, now = (numbered(nodes(pipe)) for pipe in (before, run.pipe))
     if twice := [name for name in now if name not in known and name.rpartition(" ")[0] in known]:
-        raise DataError("the pipeline has such a pipe, and their states have one name", got=", ".join(twice), expected="another class")
-    lanes = [lane for state in run.stream.restored["pipes"].values() for lane in state.get("lanes", {}).values() if lane]
-    if gone := sorted({name for lane in lanes for name in lane["pipes"]} - now.keys()):     # `restore_stream` sees those below the lanes
-        raise DataError("the pipeline lacks pipes that kept something", expected=", ".join(gone), got=", ".join(now))
+        raise DataError(
+            "the pipeline has such a pipe, and their states have one name",
+            got=", ".join(twice),
+            expected="another class",
+        )
+    lanes = [
+        lane
+        for state in run.stream.restored["pipes"].values()
+        for lane in state.get("lanes", {}).values()
+        if lane
+    ]
+    if gone := sorted(
+        {name for lane in lanes for name in lane["pipes"]} - now.keys()
+    ):  # `restore_stream` sees those below the lanes
+        raise DataError(
+            "the pipeline lacks pipes that kept something",
+            expected=", ".join(gone),
+            got=", ".join(now),
+        )
     if reason := why_inexact(run.pipe, run.config):
-        raise DataError(f"{run.folder} could not go on exactly with this pipe", got=reason, expected="a pipe that tells what it keeps")
+        raise DataError(
+            f"{run.folder} could not go on exactly with this pipe",
+            got=reason,
+            expected="a pipe that tells what it keeps",
+        )
 
 
 def with_edit(config: dict, edit: dict) -> dict:
     "The configuration of a run after one more edit, which has `at` and `was`, and `set`, or `insert` and `kwargs`."
-    imports = dict.fromkeys([*config.get("imports", []), edit["insert"].partition(":")[0]]) if "insert" in edit else ()
-    for name, x in (dict(imports=[*imports]) if imports else edit["set"]).items(): config = _with(config, name, x)
+    imports = (
+        dict.fromkeys([*config.get("imports", []), edit["insert"].partition(":")[0]])
+        if "insert" in edit
+        else ()
+    )
+    for name, x in (dict(imports=[*imports]) if imports else edit["set"]).items():
+        config = _with(config, name, x)
     return {**config, "edits": [*config.get("edits", []), edit]}
 
 
 def before_edits(config: dict) -> dict:
     "The configuration that a run had before all of its edits."
     for edit in reversed(config.get("edits", [])):
-        for name, x in edit["was"].items(): config = _with(config, name, x)
+        for name, x in edit["was"].items():
+            config = _with(config, name, x)
     return {name: x for name, x in config.items() if name not in ("edits", "due")}

@@ -5,7 +5,9 @@
 # %% ../../nbs/runs/23_commands.ipynb #d6aab43d
 from __future__ import annotations
 
-import importlib, shlex, signal
+import importlib
+import shlex
+import signal
 from argparse import Namespace
 from collections.abc import Iterable
 from functools import partial
@@ -15,7 +17,16 @@ from ..agents.checkpoint import Checkpoint, load_checkpoint
 from ..pipes.data.files import write_atomically
 from ..agents.evaluate import RandomActor, evaluate, policy_of
 from ..settings.algorithms import ALGORITHMS, options_for
-from .autotune import NO_TIME, autotune, command_for, profile_config, ranked, ranking, table_row, trial_row
+from rollpipe.runs.autotune import (
+    NO_TIME,
+    autotune,
+    command_for,
+    profile_config,
+    ranked,
+    ranking,
+    table_row,
+    trial_row,
+)
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, make_config
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint import Follower, joint
@@ -29,7 +40,16 @@ from ..settings.choice import settings_in
 from .progress import format_duration, format_number
 from ..ranks.launch import launching_words, process_group
 from .changes import before_edits
-from .folder import Run, agent_of, discard, folder_of, load_run, needed_modules, resume, start
+from rollpipe.runs.folder import (
+    Run,
+    agent_of,
+    discard,
+    folder_of,
+    load_run,
+    needed_modules,
+    resume,
+    start,
+)
 from .locks import RUN_FILES, files_of_run
 from .training import train
 from ..traces.crash import CRASH
@@ -41,7 +61,9 @@ __all__ = ['TYPED_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'given_
            'autotune_command']
 
 # %% ../../nbs/runs/23_commands.ipynb #9493a7f0
-TYPED_OPTIONS = [option._replace(default="auto") if option.name == "preset" else option for option in RUN_OPTIONS]
+TYPED_OPTIONS = [
+    option._replace(default="auto") if option.name == "preset" else option for option in RUN_OPTIONS
+]
 PLOT_OPTIONS = options_of(dict(plot=learning_curve), skip=("path",))
 
 
@@ -58,24 +80,38 @@ def given_by(args: Namespace) -> tuple[dict, dict]:
 
     Both have priority over the preset.
     """
-    if not args.algorithm: raise UsageError(f"rollpipe {args.command}: which algorithm? {', '.join(ALGORITHMS)}")
-    known, env_kwargs, file = options_for(args.algorithm) + TYPED_OPTIONS, parse_env_kwargs(args.env_kwargs), getattr(args, "config", None)
-    of_file, kwargs_of_file = settings_in(file, args.algorithm, args.env, env_kwargs, known) if file else ({}, {})
-    typed = {option.name: getattr(args, option.name) for option in known if hasattr(args, option.name)}
+    if not args.algorithm:
+        raise UsageError(f"rollpipe {args.command}: which algorithm? {', '.join(ALGORITHMS)}")
+    known = options_for(args.algorithm) + TYPED_OPTIONS
+    env_kwargs = parse_env_kwargs(args.env_kwargs)
+    file = getattr(args, "config", None)
+    of_file, kwargs_of_file = (
+        settings_in(file, args.algorithm, args.env, env_kwargs, known) if file else ({}, {})
+    )
+    typed = {
+        option.name: getattr(args, option.name) for option in known if hasattr(args, option.name)
+    }
     return {"preset": "auto", **of_file, **typed}, {**kwargs_of_file, **env_kwargs}
 
 
 def config_from(args: Namespace) -> dict:
     "The configuration that the command line asks for."
     values, env_kwargs = given_by(args)
-    return make_config(args.algorithm, args.env, None, env_kwargs, imports=getattr(args, "imports", ()), **values)
+    return make_config(
+        args.algorithm, args.env, None, env_kwargs, imports=getattr(args, "imports", ()), **values
+    )
 
 # %% ../../nbs/runs/23_commands.ipynb #0bf8944d
 def train_command(args: Namespace) -> None:
     "Start or continue a run; if torchrun has started this process, together with the other ranks."
     with process_group() as launch:
-        run = joint(partial(_run_for, args, launch), vars(args), lambda: {} if args.resume else config_from(args))
-        if isinstance(run, Follower): train(run, progress=False, tensorboard=False)
+        run = joint(
+            partial(_run_for, args, launch),
+            vars(args),
+            lambda: {} if args.resume else config_from(args),
+        )
+        if isinstance(run, Follower):
+            train(run, progress=False, tensorboard=False)
         elif run:
             run_to_end(run, args)
             print(f"watch it:     {_command_for('watch', run)}")
@@ -86,21 +122,32 @@ def _run_for(args, launch):
     "The run that the command line asks for; None if it is complete. After a restart of the ranks, continue from its newest checkpoint."
     is_again = launch and launch.restarts
     if args.resume:
-        if args.algorithm: raise UsageError("rollpipe train: either --resume RUN or ALGO ENV, not both")
-        return resume(folder_of(args.resume) if is_again else args.resume, *map(vars(args).get, ("steps", "device", "workers")))
+        if args.algorithm:
+            raise UsageError("rollpipe train: either --resume RUN or ALGO ENV, not both")
+        return resume(
+            folder_of(args.resume) if is_again else args.resume,
+            *map(vars(args).get, ("steps", "device", "workers")),
+        )
     config = config_from(args) | (dict(ranks=launch.size) if launch else {})
     folder = Path(args.out or default_folder(config))
     found = find_run(folder, config, given_names(args)) if args.proceed or is_again else None
-    if not found: return start(folder, config, args.overwrite)
-    now = load_run(folder).config     # with the edits of the run, which may set its steps and its evaluations
-    if found.config["steps"] == config["steps"]: config["steps"] = now["steps"]
+    if not found:
+        return start(folder, config, args.overwrite)
+    now = load_run(
+        folder
+    ).config  # with the edits of the run, which may set its steps and its evaluations
+    if found.config["steps"] == config["steps"]:
+        config["steps"] = now["steps"]
     if not is_complete(folder, {**now, "steps": config["steps"]}, found.counters):
-        return resume(folder, None if found.config.get("stopped") else config["steps"])     # what was stopped stays so
+        return resume(
+            folder, None if found.config.get("stopped") else config["steps"]
+        )  # what was stopped stays so
     why = f", and was stopped: {found.config['stopped']}" if found.config.get("stopped") else ""
     print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps{why}")
 
 
-def folder_name(env: str) -> str: return env.replace("/", "-").replace(":", "-")     # an id may have a namespace and a module
+def folder_name(env: str) -> str:
+    return env.replace("/", "-").replace(":", "-")  # an id may have a namespace and a module
 
 
 def default_folder(config: dict) -> Path:
@@ -108,7 +155,9 @@ def default_folder(config: dict) -> Path:
     return Path(f"runs/{config['algorithm']}-{folder_name(config['env'])}-s{config['seed']}")
 
 
-def find_run(folder: Path, config: dict, given: Iterable | None = None, is_exact: bool = False) -> Checkpoint | None:
+def find_run(
+    folder: Path, config: dict, given: Iterable | None = None, is_exact: bool = False
+) -> Checkpoint | None:
     """The run in a folder, None if there is none. Raises `DataError` if it was made with another configuration.
 
     Args:
@@ -116,19 +165,57 @@ def find_run(folder: Path, config: dict, given: Iterable | None = None, is_exact
         given: options that the user sets; those that a preset has set may differ; None: no option may differ
         is_exact: whether a run of more steps counts as another run
     """
-    if not files_of_run(folder): return None
-    for module in needed_modules(config): importlib.import_module(module)  # naming the environment permits the import of its module
-    found, free = load_run(folder), {"steps", "versions", "preset", "of_preset", "kept", "inexact", "stopped", "edits", "due"}
+    if not files_of_run(folder):
+        return None
+    for module in needed_modules(config):
+        importlib.import_module(module)  # naming the environment permits the import of its module
+    found = load_run(folder)
+    free = {
+        "steps",
+        "versions",
+        "preset",
+        "of_preset",
+        "kept",
+        "inexact",
+        "stopped",
+        "edits",
+        "due",
+    }
     if origin := found.config.get("forked"):
-        raise DataError(f"{folder}: its run is a fork of {origin['run']}", expected=f"rollpipe train --resume {folder}, or another folder")
+        raise DataError(
+            f"{folder}: its run is a fork of {origin['run']}",
+            expected=f"rollpipe train --resume {folder}, or another folder",
+        )
     found = found._replace(config=before_edits(found.config))
-    if {*needed_modules(found.config)} == {*needed_modules(config)}: free |= {"imports"}  # the environment's module may be listed or not
-    if given is not None: free |= {*config.get("of_preset", ()), *found.config.get("of_preset", ())} - {*given}  # the run keeps its values
-    if is_exact and found.config["steps"] > config["steps"]: free -= {"steps"}
-    both = {name: (found.config.get(name), config.get(name)) for name in dict.fromkeys([*config, *found.config]) if name != "options"}
-    both |= {name: (found.config["options"].get(name, x), x) for name, x in config["options"].items() if (name, x) != ("engine", "auto")}
-    changed = [f"{name}={has!r} instead of {x!r}" for name, (has, x) in both.items() if name not in free and has != x]
-    if changed: raise DataError(f"the run in {folder} has other options", expected="the same, or another folder", got=", ".join(changed))
+    if {*needed_modules(found.config)} == {*needed_modules(config)}:
+        free |= {"imports"}  # the environment's module may be listed or not
+    if given is not None:
+        free |= {*config.get("of_preset", ()), *found.config.get("of_preset", ())} - {
+            *given
+        }  # the run keeps its values
+    if is_exact and found.config["steps"] > config["steps"]:
+        free -= {"steps"}
+    both = {
+        name: (found.config.get(name), config.get(name))
+        for name in dict.fromkeys([*config, *found.config])
+        if name != "options"
+    }
+    both |= {
+        name: (found.config["options"].get(name, x), x)
+        for name, x in config["options"].items()
+        if (name, x) != ("engine", "auto")
+    }
+    changed = [
+        f"{name}={has!r} instead of {x!r}"
+        for name, (has, x) in both.items()
+        if name not in free and has != x
+    ]
+    if changed:
+        raise DataError(
+            f"the run in {folder} has other options",
+            expected="the same, or another folder",
+            got=", ".join(changed),
+        )
     return found
 
 
@@ -148,39 +235,91 @@ def run_to_end(run: Run, args: Namespace) -> None:
     "Train, and print where the results are, also after Ctrl-C."
     config = run.config
     preset = f", preset {config['preset']}" if config.get("preset") else ""
-    print(f"{config['algorithm']} on {config['env']}, seed {config['seed']}{preset}: "
-          f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {shown(run.folder)}", flush=True)
-    idle = [] if config["workers"] else [f"{x}={config[x]}" for x in ("lag", "order", "restarts") if config[x] != getattr(RunOptions, x)]
-    if idle: print(f"no workers (--workers N), so these options change nothing: {', '.join(idle)}", flush=True)
-    try: train(run, progress=not hasattr(args, "quiet"), tensorboard=getattr(args, "tensorboard", "auto"),
-               wandb=getattr(args, "wandb", None))
+    print(
+        f"{config['algorithm']} on {config['env']}, seed {config['seed']}{preset}: "
+        f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {shown(run.folder)}",
+        flush=True,
+    )
+    idle = (
+        []
+        if config["workers"]
+        else [
+            f"{x}={config[x]}"
+            for x in ("lag", "order", "restarts")
+            if config[x] != getattr(RunOptions, x)
+        ]
+    )
+    if idle:
+        print(
+            f"no workers (--workers N), so these options change nothing: {', '.join(idle)}",
+            flush=True,
+        )
+    try:
+        train(
+            run,
+            progress=not hasattr(args, "quiet"),
+            tensorboard=getattr(args, "tensorboard", "auto"),
+            wandb=getattr(args, "wandb", None),
+        )
     except EnvError as e:
-        if e.problem.startswith("the state"):     # which the environment had when the run was saved
-            words = typed(["rollpipe", "fork", shown(run.folder), "--new-episodes", "--out", "OUT", *import_words(needed_modules(config))])
+        if e.problem.startswith("the state"):  # which the environment had when the run was saved
+            words = typed(
+                [
+                    "rollpipe",
+                    "fork",
+                    shown(run.folder),
+                    "--new-episodes",
+                    "--out",
+                    "OUT",
+                    *import_words(needed_modules(config)),
+                ]
+            )
             e.expected = f"{f'{e.expected}; or ' if e.expected else ''}`{shlex.join(words)}`, which learns on in new episodes"
         raise
     except KeyboardInterrupt as e:
-        if run.is_new and not run.counters["updates"]: raise
-        steps, saved = run.counters['steps'], load_checkpoint(run.checkpoint).counters['steps']
-        raise Interrupted(*e.args, f"interrupted after {steps} steps and saved{f' after {saved}' * (saved != steps)}; "
-                          f"continue with: {_command_for('train --resume', run)}") from None
+        if run.is_new and not run.counters["updates"]:
+            raise
+        steps = run.counters["steps"]
+        saved = load_checkpoint(run.checkpoint).counters["steps"]
+        raise Interrupted(
+            *e.args,
+            f"interrupted after {steps} steps and saved{f' after {saved}' * (saved != steps)}; "
+            f"continue with: {_command_for('train --resume', run)}",
+        ) from None
     finally:
-        if run.is_new and not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists(): discard(run)
-    if config.get("stopped"): print(f"stopped: {config['stopped']}")
-    print(f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {shown(run.checkpoint)}")
+        if run.is_new and not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists():
+            discard(run)
+    if config.get("stopped"):
+        print(f"stopped: {config['stopped']}")
+    print(
+        f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {shown(run.checkpoint)}"
+    )
     if config.get("eval_every") and run.best.exists():
         best = load_run(run.folder, best=True)
         found = best.evaluated or {}
-        print(f"best evaluation: return {found['eval_return_mean']:.1f} (mean of {found['episodes']} episodes) after "
-              f"{format_number(best.counters['steps'])} steps, saved in {shown(run.best)} (--best)")
+        print(
+            f"best evaluation: return {found['eval_return_mean']:.1f} (mean of {found['episodes']} episodes) after "
+            f"{format_number(best.counters['steps'])} steps, saved in {shown(run.best)} (--best)"
+        )
 
 # %% ../../nbs/runs/23_commands.ipynb #2dda40a6
 def evaluate_command(args: Namespace) -> None:
     "Evaluate a checkpoint."
     checkpoint = load_run(args.run, args.best)
-    print(evaluate(checkpoint.config["env"], policy_of(agent_of(checkpoint, args.device)), args.episodes, deterministic=not args.sample,
-                   seed=args.seed, record=args.record, env_kwargs=checkpoint.config["env_kwargs"], device=device_of(args.device)))
-    if args.record: print(f"film: {args.record}")
+    print(
+        evaluate(
+            checkpoint.config["env"],
+            policy_of(agent_of(checkpoint, args.device)),
+            args.episodes,
+            deterministic=not args.sample,
+            seed=args.seed,
+            record=args.record,
+            env_kwargs=checkpoint.config["env_kwargs"],
+            device=device_of(args.device),
+        )
+    )
+    if args.record:
+        print(f"film: {args.record}")
 
 # %% ../../nbs/runs/23_commands.ipynb #baedaa31
 _FOREVER = 2**62  # number of episodes, and of steps in an episode
@@ -189,62 +328,111 @@ _FOREVER = 2**62  # number of episodes, and of steps in an episode
 def watch_command(args: Namespace) -> None:
     "Show a trained policy in a window, or film it."
     checkpoint = load_run(args.run, args.best)
-    agent, returns = agent_of(checkpoint), []
+    agent = agent_of(checkpoint)
+    returns = []
 
     def tell(ret, length):
         returns.append(ret)
         print(f"episode {len(returns)}: return {ret:.1f}, {length} steps", flush=True)
 
-    env, env_kwargs = checkpoint.config["env"], checkpoint.config["env_kwargs"]
-    options: dict = dict(n_envs=1, deterministic=not args.sample, seed=args.seed, env_kwargs=env_kwargs, on_episode=tell)
+    env = checkpoint.config["env"]
+    env_kwargs = checkpoint.config["env_kwargs"]
+    options: dict = dict(
+        n_envs=1,
+        deterministic=not args.sample,
+        seed=args.seed,
+        env_kwargs=env_kwargs,
+        on_episode=tell,
+    )
     n_episodes = args.episodes if args.episodes is not None else 1 if args.record else _FOREVER
-    if args.record: options.update(record=args.record, record_episodes=n_episodes)
-    else: options.update(render="human", max_steps=_FOREVER)
-    try: evaluate(env, policy_of(agent), n_episodes, **options)
+    if args.record:
+        options.update(record=args.record, record_episodes=n_episodes)
+    else:
+        options.update(render="human", max_steps=_FOREVER)
+    try:
+        evaluate(env, policy_of(agent), n_episodes, **options)
     except KeyboardInterrupt as e:
-        if args.record or e.args and e.args[0] != signal.SIGINT: raise
+        if args.record or e.args and e.args[0] != signal.SIGINT:
+            raise
     plural = "s" * (len(returns) != 1)
-    print(f"mean return of {len(returns)} episode{plural}: {sum(returns)/len(returns):.1f}" if returns else "no whole episode")
-    if args.record: print(f"film: {args.record}")
+    print(
+        f"mean return of {len(returns)} episode{plural}: {sum(returns) / len(returns):.1f}"
+        if returns
+        else "no whole episode"
+    )
+    if args.record:
+        print(f"film: {args.record}")
 
 # %% ../../nbs/runs/23_commands.ipynb #06d559b1
 def export_command(args: Namespace) -> None:
     "Write the policy of a run to a file that runs without rollpipe."
     checkpoint = load_run(args.run, args.best)
     actor = policy_of(agent_of(checkpoint))
-    path = Path(args.out or folder_of(args.run)/f"policy{FORMATS[args.to].suffix}")
+    path = Path(args.out or folder_of(args.run) / f"policy{FORMATS[args.to].suffix}")
     note = {name: checkpoint.config[name] for name in ("algorithm", "env", "env_kwargs")}
     is_checked = export_policy(actor, path, args.to, note)
     policy = PolicyFunction(actor)
-    print(f"{path}: {', '.join(policy.inputs)} -> {', '.join(policy.outputs)} (" + (
-        "compared with the policy)" if is_checked else "not compared with the policy, because onnxruntime is missing)"))
+    print(
+        f"{path}: {', '.join(policy.inputs)} -> {', '.join(policy.outputs)} ("
+        + (
+            "compared with the policy)"
+            if is_checked
+            else "not compared with the policy, because onnxruntime is missing)"
+        )
+    )
 
 
 def plot_command(args: Namespace) -> None:
     "Draw learning curves."
-    options = {option.name: getattr(args, option.name) for option in PLOT_OPTIONS if hasattr(args, option.name)}
-    of = [x.replace("/", "-") for k in "yx" if (x := options.get(k, "steps")) not in ("return_mean", "steps")]
-    out = args.out or str(Path(args.runs[0] if len(args.runs) == 1 else "")/f"{'-'.join(['curve', *of])}.png")
+    options = {
+        option.name: getattr(args, option.name)
+        for option in PLOT_OPTIONS
+        if hasattr(args, option.name)
+    }
+    of = [
+        x.replace("/", "-")
+        for k in "yx"
+        if (x := options.get(k, "steps")) not in ("return_mean", "steps")
+    ]
+    out = args.out or str(
+        Path(args.runs[0] if len(args.runs) == 1 else "") / f"{'-'.join(['curve', *of])}.png"
+    )
     learning_curve(args.runs, out, **options)
     print(out)
+
 
 def graph_command(args: Namespace) -> None:
     "Draw a pipeline."
     print(draw(build(config_from(args))[1]))
 
+
 def demo_command(args: Namespace) -> None:
     "Train from scratch, and compare the trained policy with a random one."
     device = getattr(args, "device", "cpu")
-    config = make_config("trpo", "Pendulum-v1", steps=getattr(args, "steps", 100_000), seed=args.seed, device=device)
+    config = make_config(
+        "trpo", "Pendulum-v1", steps=getattr(args, "steps", 100_000), seed=args.seed, device=device
+    )
     run = start(args.out, config, overwrite=True)
     run_to_end(run, args)
-    learning_curve(run.folder, run.folder/"curve.png")
+    learning_curve(run.folder, run.folder / "curve.png")
     print("\n20 fresh episodes              return (mean +- standard error)      min      max")
     random = RandomActor(spaces_of(config["env"])[1])
-    for name, actor in (("random policy", random), ("trained policy, no exploration", run.agent.actor)):
-        found = evaluate(config["env"], actor, device=None if actor is random else device_of(device))
-        print(f"{name:<31}{found.mean:>10.1f} +- {found.stderr:<18.1f}{found.returns.min():>9.1f}{found.returns.max():>9.1f}")
-    print("\n" + "  ".join(str(shown(run.folder/name)) for name in RUN_FILES if (run.folder/name).is_file()))
+    for name, actor in (
+        ("random policy", random),
+        ("trained policy, no exploration", run.agent.actor),
+    ):
+        found = evaluate(
+            config["env"], actor, device=None if actor is random else device_of(device)
+        )
+        print(
+            f"{name:<31}{found.mean:>10.1f} +- {found.stderr:<18.1f}{found.returns.min():>9.1f}{found.returns.max():>9.1f}"
+        )
+    print(
+        "\n"
+        + "  ".join(
+            str(shown(run.folder / name)) for name in RUN_FILES if (run.folder / name).is_file()
+        )
+    )
 
 # %% ../../nbs/runs/23_commands.ipynb #b21bb5d9
 def profile_command(args: Namespace) -> None:
@@ -254,22 +442,37 @@ def profile_command(args: Namespace) -> None:
     if args.svg:
         write_atomically(args.svg, found.svg().encode())
         print(f"picture: {args.svg}")
-    if found.error is not None: raise found.error
+    if found.error is not None:
+        raise found.error
 
 
 def autotune_command(args: Namespace) -> None:
     "Try environments, lanes and workers, and print the fastest setting."
-    (values, env_kwargs), trials, imports = given_by(args), [], getattr(args, "imports", ())
-    measuring = autotune(args.algorithm, args.env, None, env_kwargs, seconds=args.seconds, imports=imports, **values)
+    (values, env_kwargs) = given_by(args)
+    trials = []
+    imports = getattr(args, "imports", ())
+    measuring = autotune(
+        args.algorithm, args.env, None, env_kwargs, seconds=args.seconds, imports=imports, **values
+    )
     try:
         for trial in measuring:
-            if not trials: print(table_row({name: name for name in trial.setting}, "steps/s", "collecting", "slowest"))
+            if not trials:
+                print(
+                    table_row(
+                        {name: name for name in trial.setting}, "steps/s", "collecting", "slowest"
+                    )
+                )
             trials.append(trial)
-            if trial.error != NO_TIME: print(trial_row(trial), flush=True)
-        if n := sum(x.error == NO_TIME for x in trials): print(f"{n} settings were not tried in {args.seconds:g} s")
+            if trial.error != NO_TIME:
+                print(trial_row(trial), flush=True)
+        if n := sum(x.error == NO_TIME for x in trials):
+            print(f"{n} settings were not tried in {args.seconds:g} s")
     finally:
         if found := ranked(trials)[0]:
             setting, speed = found[0]
-            command = command_for(args.algorithm, args.env, {**values, **setting}, env_kwargs, imports)
+            command = command_for(
+                args.algorithm, args.env, {**values, **setting}, env_kwargs, imports
+            )
             print(f"{ranking(trials)}\nbest: {speed:,.0f} steps/s\n{command}", flush=True)
-    if not found: raise UsageError("rollpipe autotune: no setting worked")
+    if not found:
+        raise UsageError("rollpipe autotune: no setting worked")

@@ -31,8 +31,11 @@ __all__ = ['SHUFFLING', 'parts_of', 'leaf_rows', 'spread', 'histogram', 'bars', 
 # %% ../../nbs/runs/19_contents.ipynb #ee0094d9
 def parts_of(item: Any) -> list:
     "The ticks and fragments in an item, also those in a list of them. Other items have none."
-    if isinstance(item, Replayed): return parts_of(item.fresh)
-    return [x for x in (item if isinstance(item, list) else [item]) if isinstance(x, (Tick, Fragment))]
+    if isinstance(item, Replayed):
+        return parts_of(item.fresh)
+    return [
+        x for x in (item if isinstance(item, list) else [item]) if isinstance(x, (Tick, Fragment))
+    ]
 
 
 def leaf_rows(forms: Iterable[Form]) -> list[tuple[str, str]]:
@@ -45,23 +48,32 @@ def leaf_rows(forms: Iterable[Form]) -> list[tuple[str, str]]:
     for form in forms:
         for (path, text), (_, shape) in zip(form.texts().items(), form.specs):
             found.setdefault((path, text.split()[0], len(shape)), []).append(shape)
-    spans = {key: [str(min(n)) if min(n) == max(n) else f"{min(n)}-{max(n)}" for n in zip(*shapes)] for key, shapes in found.items()}
-    return [(path or "the item", f"{dtype} [{', '.join(sizes)}]") for (path, dtype, _), sizes in spans.items()]
+    spans = {
+        key: [str(min(n)) if min(n) == max(n) else f"{min(n)}-{max(n)}" for n in zip(*shapes)]
+        for key, shapes in found.items()
+    }
+    return [
+        (path or "the item", f"{dtype} [{', '.join(sizes)}]")
+        for (path, dtype, _), sizes in spans.items()
+    ]
 
 # %% ../../nbs/runs/19_contents.ipynb #76d6ef6b
 def _about(part: Path, faults: list) -> dict:
     "The pipes and the environments that `about.json` names, printable texts. A damaged file is one of the faults."
     try:
-        found = json.loads((part/"about.json").read_bytes())
-        return {name: [x if x.isprintable() else repr(x) for x in map(str, found[name])] for name in ("pipes", "envs")}
+        found = json.loads((part / "about.json").read_bytes())
+        return {
+            name: [x if x.isprintable() else repr(x) for x in map(str, found[name])]
+            for name in ("pipes", "envs")
+        }
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        faults.append(f"{part/'about.json'}: damaged or missing ({type(e).__name__})")
+        faults.append(f"{part / 'about.json'}: damaged or missing ({type(e).__name__})")
         return dict(pipes=[], envs=[])
 
 # %% ../../nbs/runs/19_contents.ipynb #f4b9df64
 def spread(x: np.ndarray) -> str:
     "The distribution of some numbers, in words."
-    low, *middle, high = (f"{q:,.5g}" for q in np.quantile(x, (0, .25, .5, .75, 1)))
+    low, *middle, high = (f"{q:,.5g}" for q in np.quantile(x, (0, 0.25, 0.5, 0.75, 1)))
     sd = f", sd {x.std(ddof=1):,.5g}" if len(x) > 1 else ""
     return f"mean {x.mean():,.5g}{sd}, min {low}, quartiles {' '.join(middle)}, max {high}"
 
@@ -82,10 +94,13 @@ def bars(x: np.ndarray, n: int = 10) -> list[str]:
         x: at least one number
     """
     counts, edges = histogram(x, n)
-    return [f"{low:>9,.5g} to {high:<9,.5g} {'█' * round(40 * k / counts.max())} {k}" for k, low, high in zip(counts, edges, edges[1:])]
+    return [
+        f"{low:>9,.5g} to {high:<9,.5g} {'█' * round(40 * k / counts.max())} {k}"
+        for k, low, high in zip(counts, edges, edges[1:])
+    ]
 
 # %% ../../nbs/runs/19_contents.ipynb #bca6277e
-SHUFFLING = "Minibatcher", "DataSampler"     # the rows of their fragments do not follow one another
+SHUFFLING = "Minibatcher", "DataSampler"  # the rows of their fragments do not follow one another
 
 
 class Contents:
@@ -94,31 +109,49 @@ class Contents:
     Args:
         path: the folder of a `Recorder`, or of a run that records
     """
+
     def __init__(self, path: str | Path):
-        self.folder, parts = folder_in(path), parts_in(path)
+        self.folder = folder_in(path)
+        parts = parts_in(path)
         self.faults = [f"{part}: no items" for part in parts if not item_files(part)]
         abouts = [_about(part, self.faults) for part in parts]
         self.envs = sorted({env for about in abouts for env in about["envs"]})
-        self.is_shuffled = any(pipe.startswith(SHUFFLING) for about in abouts for pipe in about["pipes"])
-        self.sizes = [(file.path.stat().st_size, file.path.suffix == ".gz") for part in parts for file in item_files(part)]
-        self.kinds: Counter = Counter()     # class of items -> their number
+        self.is_shuffled = any(
+            pipe.startswith(SHUFFLING) for about in abouts for pipe in about["pipes"]
+        )
+        self.sizes = [
+            (file.path.stat().st_size, file.path.suffix == ".gz")
+            for part in parts
+            for file in item_files(part)
+        ]
+        self.kinds: Counter = Counter()  # class of items -> their number
         self.forms: dict = {}
         self.steps = self.n_ends = 0
-        self.account, whole = EpisodeAccount(), []
+        self.account = EpisodeAccount()
+        whole = []
         for part in parts:
-            for record in records_of(part, 0, lambda error: self.faults.append(str(error))): whole += self._see(record.item)
-        self.episodes = np.array([end[2:] for end in whole], float).reshape(-1, 3)      # return, length, terminated
+            for record in records_of(part, 0, lambda error: self.faults.append(str(error))):
+                whole += self._see(record.item)
+        self.episodes = np.array([end[2:] for end in whole], float).reshape(
+            -1, 3
+        )  # return, length, terminated
 
     def _see(self, item) -> list:
         "Count an item. Returns the whole episodes that end in it."
-        found, inner = [], item if isinstance(item, list) else [item]
+        found = []
+        inner = item if isinstance(item, list) else [item]
         self.kinds[" of ".join(dict.fromkeys(type(x).__name__ for x in (item, *inner)))] += 1
         self.forms |= {Form(x): None for x in inner}
         for x in parts_of(item):
             self.steps += int(x.valid.sum())
-            if self.is_shuffled: continue
-            if isinstance(x, Tick): fin, ends = x.next.fin, self.account.see_tick(x)
-            else: fin, ends = x.state.fin[1:], self.account.see_fragment(x)
+            if self.is_shuffled:
+                continue
+            if isinstance(x, Tick):
+                fin = x.next.fin
+                ends = self.account.see_tick(x)
+            else:
+                fin = x.state.fin[1:]
+                ends = self.account.see_fragment(x)
             self.n_ends += int((fin & x.valid).sum())
             found += ends
         return found
@@ -129,26 +162,57 @@ class Contents:
         return self.episodes[np.isfinite(self.episodes[:, 0]), 0]
 
     def __str__(self) -> str:
-        n_lanes, packed = len(self.account.lanes), sum(is_packed for _, is_packed in self.sizes)
+        n_lanes = len(self.account.lanes)
+        packed = sum(is_packed for _, is_packed in self.sizes)
         items = ", ".join(f"{n:,} {kind}" for kind, n in self.kinds.items()) or "none"
         where = f" in {n_lanes} lane{'s' * (n_lanes > 1)}" if n_lanes else ""
-        how = "not compressed" if not packed else "compressed" if packed == len(self.sizes) else f"{packed} of them compressed"
+        how = (
+            "not compressed"
+            if not packed
+            else "compressed"
+            if packed == len(self.sizes)
+            else f"{packed} of them compressed"
+        )
         rows = [("recording", str(self.folder)), ("items", items + where)]
-        if self.steps: rows.append(("steps", f"{self.steps:,}"))
-        if self.envs: rows.append(("environments", ", ".join(self.envs)))
-        rows.append(("files", f"{len(self.sizes):,}, {format_number(sum(size for size, _ in self.sizes))}B, {how}"))
-        rows += [("fault", fault) for fault in self.faults[:9]] + [("fault", f"and {len(self.faults) - 9:,} more")] * (len(self.faults) > 9)
-        return "\n\n".join("\n".join(lines) for x in (rows, leaf_rows(self.forms), self._of_episodes()) if (lines := aligned(x)))
+        if self.steps:
+            rows.append(("steps", f"{self.steps:,}"))
+        if self.envs:
+            rows.append(("environments", ", ".join(self.envs)))
+        rows.append(
+            (
+                "files",
+                f"{len(self.sizes):,}, {format_number(sum(size for size, _ in self.sizes))}B, {how}",
+            )
+        )
+        rows += [("fault", fault) for fault in self.faults[:9]] + [
+            ("fault", f"and {len(self.faults) - 9:,} more")
+        ] * (len(self.faults) > 9)
+        return "\n\n".join(
+            "\n".join(lines)
+            for x in (rows, leaf_rows(self.forms), self._of_episodes())
+            if (lines := aligned(x))
+        )
 
     def _of_episodes(self) -> Iterator:
         "The rows about episodes: `(name, text)`."
-        if not self.account.lanes: return
-        n, n_terminated = len(self.episodes), int(self.episodes[:, 2].sum())
+        if not self.account.lanes:
+            return
+        n = len(self.episodes)
+        n_terminated = int(self.episodes[:, 2].sum())
         unfinished = sum(int((sums.length > 0).sum()) for sums, _ in self.account.lanes.values())
-        yield "episodes", f"{n:,} whole: {n_terminated:,} terminated, {n - n_terminated:,} truncated; {unfinished:,} unfinished"
-        if others := self.n_ends - n: yield "", f"{others:,} more end here, but lack their first steps, or have a reward that is nan"
-        if infinite := n - len(self.returns): yield "", f"{infinite:,} have a return that is not finite"
-        if not len(self.returns): return
+        yield (
+            "episodes",
+            f"{n:,} whole: {n_terminated:,} terminated, {n - n_terminated:,} truncated; {unfinished:,} unfinished",
+        )
+        if others := self.n_ends - n:
+            yield (
+                "",
+                f"{others:,} more end here, but lack their first steps, or have a reward that is nan",
+            )
+        if infinite := n - len(self.returns):
+            yield "", f"{infinite:,} have a return that is not finite"
+        if not len(self.returns):
+            return
         yield "lengths", spread(self.episodes[:, 1])
         yield "returns", spread(self.returns)
         yield from (("", line) for line in bars(self.returns))
@@ -160,12 +224,21 @@ class Contents:
             path: picture to write, its suffix decides the format; None: only return the figure
         """
         from matplotlib.figure import Figure
-        if not len(self.returns): raise DataError(f"{self.folder} has no returns to draw", expected="a whole episode", got="none")
+
+        if not len(self.returns):
+            raise DataError(
+                f"{self.folder} has no returns to draw", expected="a whole episode", got="none"
+            )
         counts, edges = histogram(self.returns, 30)
         figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
         axes = figure.add_subplot()
-        axes.stairs(counts, edges, fill=True, color="C0", alpha=.8)
-        style(axes, plain(f"{', '.join(self.envs)} ({counts.sum():,} episodes)".strip()), xlabel=LABELS["return_mean"], ylabel="episodes")
+        axes.stairs(counts, edges, fill=True, color="C0", alpha=0.8)
+        style(
+            axes,
+            plain(f"{', '.join(self.envs)} ({counts.sum():,} episodes)".strip()),
+            xlabel=LABELS["return_mean"],
+            ylabel="episodes",
+        )
         axes.set_xlim(edges[0], edges[-1])
         return finished(figure, path)
 
@@ -173,6 +246,7 @@ class Contents:
 def data_command(args: Namespace) -> None:
     "Print what a recording holds, and draw the distribution of its returns."
     print(found := Contents(args.recording))
-    if not args.plot: return
+    if not args.plot:
+        return
     found.draw(args.plot)
     print(f"picture: {args.plot}")

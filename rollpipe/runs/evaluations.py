@@ -37,15 +37,24 @@ def evaluation_seed(seed: int, kind: str, steps: int) -> int:
         kind: one of `KINDS`
         steps: steps of training before the evaluation
     """
-    return int(np.random.SeedSequence(seed, spawn_key=(KINDS.index(kind), steps)).generate_state(1)[0])
+    return int(
+        np.random.SeedSequence(seed, spawn_key=(KINDS.index(kind), steps)).generate_state(1)[0]
+    )
 
 # %% ../../nbs/runs/08_evaluations.ipynb #e88f6c71
 def best_return(folder: Path) -> float:
     "The best mean return of the evaluations of a run so far, `-inf` if there is none. Raises `CheckpointError`."
-    if not (path := folder/"best.safetensors").exists(): return -math.inf
+    if not (path := folder / "best.safetensors").exists():
+        return -math.inf
     evaluated = load_checkpoint(path).evaluated
-    if isinstance(evaluated, dict) and isinstance(found := evaluated.get("eval_return_mean"), (int, float)): return found
-    raise CheckpointError(f"{path}: does not say how its evaluation was", expected="the file that training has written, or none")
+    if isinstance(evaluated, dict) and isinstance(
+        found := evaluated.get("eval_return_mean"), (int, float)
+    ):
+        return found
+    raise CheckpointError(
+        f"{path}: does not say how its evaluation was",
+        expected="the file that training has written, or none",
+    )
 
 # %% ../../nbs/runs/08_evaluations.ipynb #6ec26202
 def why_enough(config: dict, means: list) -> str | None:
@@ -55,10 +64,15 @@ def why_enough(config: dict, means: list) -> str | None:
         config: `stop_at_return` and `patience`, see `RunOptions`
         means: the mean return of each evaluation so far
     """
-    goal, patience = config.get("stop_at_return"), config.get("patience")
-    if means and goal is not None and means[-1] >= goal: return f"the mean return {means[-1]:g} has reached stop_at_return={goal:g}"
-    best = max(range(len(means)), key=lambda k: -math.inf if math.isnan(means[k]) else means[k], default=0)      # the first of equal ones
-    if not patience or len(means) - 1 - best < patience: return None
+    goal = config.get("stop_at_return")
+    patience = config.get("patience")
+    if means and goal is not None and means[-1] >= goal:
+        return f"the mean return {means[-1]:g} has reached stop_at_return={goal:g}"
+    best = max(
+        range(len(means)), key=lambda k: -math.inf if math.isnan(means[k]) else means[k], default=0
+    )  # the first of equal ones
+    if not patience or len(means) - 1 - best < patience:
+        return None
     return f"patience={patience}: no evaluation since the mean return {means[best]:g} was better"
 
 
@@ -69,9 +83,14 @@ class Evaluations:
         run: a run whose configuration has `eval_every`
         evaluator: a `ParallelEvaluation` of its actor; None: this process evaluates
     """
+
     def __init__(self, run: Run, evaluator: Any):
-        self.run, self.evaluator, self.every = run, evaluator, Every.of(run.config["eval_every"])
-        self.last, self.news, best = dict(run.counters), [], best_return(run.folder)
+        self.run = run
+        self.evaluator = evaluator
+        self.every = Every.of(run.config["eval_every"])
+        self.last = dict(run.counters)
+        self.news = []
+        best = best_return(run.folder)
         self.best = -math.inf if math.isnan(best) else best
         self.seed = getattr(evaluator, "seed", None)
         self.asked: Any = None  # the learner when the latest evaluation began; `last` are the counters of that moment
@@ -86,15 +105,18 @@ class Evaluations:
 
     def after_update(self) -> float:
         "Ask for an evaluation if one is due and none is under way. Returns for how long the training waited [s]."
-        if self.evaluator.busy or not self.every.is_due(self.last, self.run.counters): return 0.
+        if self.evaluator.busy or not self.every.is_due(self.last, self.run.counters):
+            return 0.0
         begun = perf_counter()
         self._ask()
         return perf_counter() - begun
 
     def poll(self) -> list:
         "The evaluations that have ended since the last call, a list of `Evaluated`."
-        if self.evaluator is not None: self._take(self.evaluator.poll())
-        news, self.news = self.news, []
+        if self.evaluator is not None:
+            self._take(self.evaluator.poll())
+        news = self.news
+        self.news = []
         return news
 
     def finish(self, is_end: bool = True) -> Iterable:
@@ -104,12 +126,16 @@ class Evaluations:
             is_end: False: the training goes on with an edit, so there is no last one yet
         """
         self._take(self.evaluator.wait())
-        if is_end: self._ask()
+        if is_end:
+            self._ask()
         self._take(self.evaluator.wait())
         return self.poll()
 
     def _ask(self):
-        self.last, self.asked = dict(self.run.counters), Snapshot(self.run.agent, kept_states(self.run))
+        self.last, self.asked = (
+            dict(self.run.counters),
+            Snapshot(self.run.agent, kept_states(self.run)),
+        )
         self.evaluator.request()
         self._take(self.evaluator.poll())
 
@@ -133,31 +159,51 @@ class StepEvaluations(Evaluations):
     Args:
         run: a run whose `eval_every` is in steps
     """
+
     def __init__(self, run: Run):
         super().__init__(run, None)
         steps = run.counters["steps"]
-        self.records = [r for r in read_evaluations(run.folder) if r["steps"] <= steps and (r["kind"] == "training" or r["steps"] == steps)]
-        self.last = dict(steps=max((r["steps"] for r in self.records if r["kind"] == "training"), default=-1))
+        self.records = [
+            r
+            for r in read_evaluations(run.folder)
+            if r["steps"] <= steps and (r["kind"] == "training" or r["steps"] == steps)
+        ]
+        self.last = dict(
+            steps=max((r["steps"] for r in self.records if r["kind"] == "training"), default=-1)
+        )
         # The next record tells of an evaluation at this step, so it is not written yet. At the end of a run, a second record of the
         # last update has told it.
-        is_told = sum(r.get("updates") == run.counters["updates"] for r in records_of(run.folder)) > 1
+        is_told = (
+            sum(r.get("updates") == run.counters["updates"] for r in records_of(run.folder)) > 1
+        )
         now = [r for r in self.records if r["kind"] == "training" and r["steps"] == steps]
         self.news = [] if is_told else [_of_record(r, version_of(run.agent.actor)) for r in now]
 
-    def waits(self) -> bool: return self.every.is_due(self.last, self.run.counters)
+    def waits(self) -> bool:
+        return self.every.is_due(self.last, self.run.counters)
 
-    def why_enough(self) -> str | None: return why_enough(self.run.config, [r["mean"] for r in self.records if r["kind"] == "training"])
+    def why_enough(self) -> str | None:
+        return why_enough(
+            self.run.config, [r["mean"] for r in self.records if r["kind"] == "training"]
+        )
 
     def poll(self) -> list:
-        self.run.counters["evaluations"] = sum(r["kind"] == "training" for r in self.records)    # so it tells when some are lost
+        self.run.counters["evaluations"] = sum(
+            r["kind"] == "training" for r in self.records
+        )  # so it tells when some are lost
         return super().poll()
 
     def after_update(self) -> float:
         "Evaluate if it is due. Returns for how long the training waited [s]."
-        if not self.waits(): return 0.
-        begun, run = perf_counter(), self.run
-        self.records = [r for r in self.records if r["kind"] == "training"]  # training continues, so the final evaluations are outdated
-        self.last, self.asked = dict(run.counters), Snapshot(run.agent, kept_states(run))
+        if not self.waits():
+            return 0.0
+        begun = perf_counter()
+        run = self.run
+        self.records = [
+            r for r in self.records if r["kind"] == "training"
+        ]  # training continues, so the final evaluations are outdated
+        self.last = dict(run.counters)
+        self.asked = Snapshot(run.agent, kept_states(run))
         answer = self._evaluated("training", policy_of(run.agent))
         self._take([answer])
         self._record("training", self.last["updates"], answer.evaluation)
@@ -168,34 +214,64 @@ class StepEvaluations(Evaluations):
 
         Before, yield those of `poll()`, because with the final evaluations a run is complete, and nobody would record them later.
         """
-        if not is_end: return
+        if not is_end:
+            return
         run = self.run
         self.after_update()
-        yield from super().poll()       # the counters stay those of the last checkpoint
-        self.records = [r for r in self.records if r["kind"] == "training" or r["steps"] == run.counters["steps"]]
-        made, best = {r["kind"] for r in self.records}, load_run(run.folder, best=True)
+        yield from super().poll()  # the counters stay those of the last checkpoint
+        self.records = [
+            r
+            for r in self.records
+            if r["kind"] == "training" or r["steps"] == run.counters["steps"]
+        ]
+        made = {r["kind"] for r in self.records}
+        best = load_run(run.folder, best=True)
         for kind, counters in (("last", run.counters), ("best", best.counters)):
-            if kind in made: continue
+            if kind in made:
+                continue
             agent = run.agent if kind == "last" else agent_of(best, run.config.get("device", "cpu"))
-            self._record(kind, counters["updates"], self._evaluated(kind, policy_of(agent)).evaluation)
+            self._record(
+                kind, counters["updates"], self._evaluated(kind, policy_of(agent)).evaluation
+            )
 
     def _evaluated(self, kind, actor) -> Evaluated:
         "Evaluate a policy in this process, after the present number of steps."
         config = self.run.config
         self.seed = evaluation_seed(config["seed"], kind, self.run.counters["steps"])
-        return evaluated(actor, dict(env=config["env"], n_episodes=config["eval_episodes" if kind == "training" else "final_episodes"],
-                                     seed=self.seed, env_kwargs=config["env_kwargs"], device=device_of(config.get("device", "cpu"))))
+        return evaluated(
+            actor,
+            dict(
+                env=config["env"],
+                n_episodes=config["eval_episodes" if kind == "training" else "final_episodes"],
+                seed=self.seed,
+                env_kwargs=config["env_kwargs"],
+                device=device_of(config.get("device", "cpu")),
+            ),
+        )
 
     def _record(self, kind, updates, found):
         now = self.run.counters
-        self.records.append(dict(kind=kind, steps=now["steps"], updates=updates, seconds=now["seconds"], mean=found.mean, std=found.std,
-                                 returns=found.returns.tolist(), lengths=found.lengths.tolist(), seed=self.seed, resumes=now["resumes"]))
+        self.records.append(
+            dict(
+                kind=kind,
+                steps=now["steps"],
+                updates=updates,
+                seconds=now["seconds"],
+                mean=found.mean,
+                std=found.std,
+                returns=found.returns.tolist(),
+                lengths=found.lengths.tolist(),
+                seed=self.seed,
+                resumes=now["resumes"],
+            )
+        )
         write_evaluations(self.run.folder, self.records)
 
 
 def _of_record(record: dict, version: int) -> Evaluated:
-    returns, lengths = np.array(record["returns"]), np.array(record["lengths"])
-    return Evaluated(version, Evaluation(returns, lengths, np.zeros(len(returns), bool)), 0.)
+    returns = np.array(record["returns"])
+    lengths = np.array(record["lengths"])
+    return Evaluated(version, Evaluation(returns, lengths, np.zeros(len(returns), bool)), 0.0)
 
 # %% ../../nbs/runs/08_evaluations.ipynb #0dfecad0
 @contextmanager
@@ -203,13 +279,20 @@ def evaluations_of(run: Run) -> Iterator[Evaluations | None]:
     "The evaluations of a run, or None if it has none. Those at the first step are made at once."
     config = run.config
     every = Every.of(config.get("eval_every", 0))
-    if not every.n: yield None
+    if not every.n:
+        yield None
     elif every.unit == "steps":
         evaluations = StepEvaluations(run)
         evaluations.after_update()
         yield evaluations
     else:
         ray = dict(address=config["address"]) if config.get("reading") == "ray" else None
-        with ParallelEvaluation(config["env"], policy_of(run.agent), config["eval_episodes"], env_kwargs=config["env_kwargs"],
-                                seed=config["seed"], ray=ray) as evaluator:
+        with ParallelEvaluation(
+            config["env"],
+            policy_of(run.agent),
+            config["eval_episodes"],
+            env_kwargs=config["env_kwargs"],
+            seed=config["seed"],
+            ray=ray,
+        ) as evaluator:
             yield Evaluations(run, evaluator)

@@ -5,7 +5,10 @@
 # %% ../../nbs/runs/12_export.ipynb #0314b29a
 from __future__ import annotations
 
-import copy, io, json, re
+import copy
+import io
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,29 +33,38 @@ def _names(tree, root):
     "Names for the leaves of `tree` that every format accepts: `obs['image']` becomes `obs_image`. Raises `DataError` if two are equal."
     found = {}
     for path in nested.paths(tree, root):
-        name = re.sub(r'\W+', '_', path).strip('_')
+        name = re.sub(r"\W+", "_", path).strip("_")
         if name in found:
-            raise DataError("in a file each leaf needs a name of its own", leaf=path, expected="keys that differ in letters or digits",
-                            got=f"{name}, the name of {found[name]} too")
+            raise DataError(
+                "in a file each leaf needs a name of its own",
+                leaf=path,
+                expected="keys that differ in letters or digits",
+                got=f"{name}, the name of {found[name]} too",
+            )
         found[name] = path
     return list(found)
 
 
 def _samples(space, n, mask=None):
     "Endless batches of observations [n, ...], drawn from their space; a mask allows some action. Each call gives the same sequence."
-    space, spec = copy.deepcopy(space), space_spec(space, 'obs')
+    space, spec = copy.deepcopy(space), space_spec(space, "obs")
     space.seed(0)
     while True:
-        obs = nested.stack([nested.map(np.asarray, in_containers(space.sample(), spec)) for _ in range(n)])
+        obs = nested.stack(
+            [nested.map(np.asarray, in_containers(space.sample(), spec)) for _ in range(n)]
+        )
         yield obs if mask is None else mask.opened(obs)
 
 
 def _bounded(space, act):
     "The action `act` [n, ...] within the bounds of its space, in the dtype of the space."
-    if isinstance(space, gym.spaces.Dict): return {k: _bounded(s, act[k]) for k, s in space.spaces.items()}
-    if isinstance(space, gym.spaces.Tuple): return tuple(_bounded(s, x) for s, x in zip(space.spaces, act))
-    if isinstance(space, gym.spaces.Box): act = act.clamp(torch.as_tensor(space.low), torch.as_tensor(space.high))
-    return act.to(torch.from_numpy(space_spec(space, 'act')[None]).dtype)
+    if isinstance(space, gym.spaces.Dict):
+        return {k: _bounded(s, act[k]) for k, s in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(_bounded(s, x) for s, x in zip(space.spaces, act))
+    if isinstance(space, gym.spaces.Box):
+        act = act.clamp(torch.as_tensor(space.low), torch.as_tensor(space.high))
+    return act.to(torch.from_numpy(space_spec(space, "act")[None]).dtype)
 
 # %% ../../nbs/runs/12_export.ipynb #98aebba3
 class PolicyFunction(torch.nn.Module):
@@ -64,87 +76,141 @@ class PolicyFunction(torch.nn.Module):
     What `next_NAME` gives is what the input NAME has to get with the next observation. `next_last_act` of an actor that sees its past is
     the action before it is clipped to the bounds of its space.
     """
-    inputs: dict    # name -> example with n=2. At the beginning of an episode all but the observation and `start` are zeros.
-    outputs: list   # names: the action, then the new recurrent state, and the action that an actor sees as its past
+
+    inputs: dict  # name -> example with n=2. At the beginning of an episode all but the observation and `start` are zeros.
+    outputs: list  # names: the action, then the new recurrent state, and the action that an actor sees as its past
 
     def __init__(self, actor: Any):
         super().__init__()
         if actor.observation_space is None or actor.action_space is None:
-            raise ActorError(f"{type(actor).__name__} does not know its environment", expected="an actor made by `for_env`")
-        obs, act = next(_samples(actor.observation_space, 2, actor.action_mask)), space_spec(actor.action_space, 'act')
+            raise ActorError(
+                f"{type(actor).__name__} does not know its environment",
+                expected="an actor made by `for_env`",
+            )
+        obs = next(_samples(actor.observation_space, 2, actor.action_mask))
+        act = space_spec(actor.action_space, "act")
         state = actor.predict(obs)[1]
-        parts = {'obs': nested.torchify(obs)}
-        if actor.uses_past or nested.leaves(state.hx): parts['start'] = torch.ones(2, dtype=torch.bool)
-        if actor.uses_past: parts.update(last_act=nested.map(lambda x: torch.zeros_like(x[0]), state.act), last_rew=torch.zeros(2))
-        if nested.leaves(state.hx): parts['hx'] = nested.map(torch.zeros_like, state.hx)
-        self.actor, self.parts = actor, {name: nested.flatten(tree) for name, tree in parts.items()}
+        parts = {"obs": nested.torchify(obs)}
+        if actor.uses_past or nested.leaves(state.hx):
+            parts["start"] = torch.ones(2, dtype=torch.bool)
+        if actor.uses_past:
+            parts.update(
+                last_act=nested.map(lambda x: torch.zeros_like(x[0]), state.act),
+                last_rew=torch.zeros(2),
+            )
+        if nested.leaves(state.hx):
+            parts["hx"] = nested.map(torch.zeros_like, state.hx)
+        self.actor = actor
+        self.parts = {name: nested.flatten(tree) for name, tree in parts.items()}
         self.no_act = nested.map(lambda x: torch.zeros_like(x[0, 0]), state.act)
-        self.inputs = {k: x for part, tree in parts.items() for k, x in zip(_names(tree, part), nested.leaves(tree))}
-        self.outputs = _names(act, 'act') + [f'next_{name}' for name in self.inputs if name.startswith(('hx', 'last_act'))]
+        self.inputs = {
+            k: x
+            for part, tree in parts.items()
+            for k, x in zip(_names(tree, part), nested.leaves(tree))
+        }
+        self.outputs = _names(act, "act") + [
+            f"next_{name}" for name in self.inputs if name.startswith(("hx", "last_act"))
+        ]
 
     def beginning(self, n: int) -> dict:
         "The inputs for `n` environments at the beginning of their episodes, by name. The caller fills in the observation, which is zeros."
-        lead = {name: (x.shape[0], n, *x.shape[2:]) if name.startswith('hx') else (n, *x.shape[1:]) for name, x in self.inputs.items()}
-        return {name: x.new_full(lead[name], name == 'start') for name, x in self.inputs.items()}
+        lead = {
+            name: (x.shape[0], n, *x.shape[2:]) if name.startswith("hx") else (n, *x.shape[1:])
+            for name, x in self.inputs.items()
+        }
+        return {name: x.new_full(lead[name], name == "start") for name, x in self.inputs.items()}
 
     def forward(self, *inputs: Tensor) -> tuple:
-        actor, left, n = self.actor, iter(inputs), inputs[0].shape[0]
-        given: dict = {part: spec.unflatten([next(left) for _ in leaves]) for part, (leaves, spec) in self.parts.items()}
-        start = given.get('start', torch.ones(n, dtype=torch.bool))
-        act = given.get('last_act', nested.map(lambda x: torch.zeros(n, *x.shape, dtype=x.dtype), self.no_act))
-        hx = actor.reset(given['hx'], start) if 'hx' in given else None
-        seen = nested.as_seen(given['obs']), act, given.get('last_rew', torch.zeros(n)), start
-        noise = {'noise': None} if hasattr(actor, 'draw_noise') else {}
+        actor = self.actor
+        left = iter(inputs)
+        n = inputs[0].shape[0]
+        given: dict = {
+            part: spec.unflatten([next(left) for _ in leaves])
+            for part, (leaves, spec) in self.parts.items()
+        }
+        start = given.get("start", torch.ones(n, dtype=torch.bool))
+        act = given.get(
+            "last_act", nested.map(lambda x: torch.zeros(n, *x.shape, dtype=x.dtype), self.no_act)
+        )
+        hx = actor.reset(given["hx"], start) if "hx" in given else None
+        seen = nested.as_seen(given["obs"]), act, given.get("last_rew", torch.zeros(n)), start
+        noise = {"noise": None} if hasattr(actor, "draw_noise") else {}
         stepno = torch.zeros(1, n, dtype=torch.int64)
-        act, hx, _ = actor.step(stepno, *nested.map(lambda x: x.unsqueeze(0), seen), hx=hx, virtual=False, **noise)
+        act, hx, _ = actor.step(
+            stepno, *nested.map(lambda x: x.unsqueeze(0), seen), hx=hx, virtual=False, **noise
+        )
         bounded = _bounded(actor.action_space, nested.map(lambda x: x[0], act))
-        seen_next = nested.leaves(nested.map(lambda x: x[0].clone(), act)) if actor.uses_past else ()
-        return (*nested.leaves(bounded), *seen_next, *nested.leaves(hx))     # the order of the inputs
+        seen_next = (
+            nested.leaves(nested.map(lambda x: x[0].clone(), act)) if actor.uses_past else ()
+        )
+        return (*nested.leaves(bounded), *seen_next, *nested.leaves(hx))  # the order of the inputs
 
 # %% ../../nbs/runs/12_export.ipynb #43e7b88f
 def _dynamic(policy):
     "The dimensions of the inputs that may change: `n` is the first one, and for the recurrent state the second one."
-    n = torch.export.Dim('n', min=1)
-    return {'inputs': tuple({1 if name.startswith('hx') else 0: n} for name in policy.inputs)}
+    n = torch.export.Dim("n", min=1)
+    return {"inputs": tuple({1 if name.startswith("hx") else 0: n} for name in policy.inputs)}
 
 # %% ../../nbs/runs/12_export.ipynb #371ba80e
 def _to_onnx(policy, inputs, note):
-    try: import onnx, onnxscript  # noqa: F401
-    except ImportError: raise ImportError("writing ONNX needs onnx and onnxscript: pip install 'rollpipe[onnx]'") from None
+    try:
+        import onnx
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise ImportError(
+            "writing ONNX needs onnx and onnxscript: pip install 'rollpipe[onnx]'"
+        ) from None
     with hushed():
-        program = torch.onnx.export(policy, inputs, input_names=list(policy.inputs), output_names=policy.outputs,
-                                    dynamic_shapes=_dynamic(policy), dynamo=True, verbose=False)
+        program = torch.onnx.export(
+            policy,
+            inputs,
+            input_names=list(policy.inputs),
+            output_names=policy.outputs,
+            dynamic_shapes=_dynamic(policy),
+            dynamo=True,
+            verbose=False,
+        )
     model = program.model_proto
-    onnx.helper.set_model_props(model, {'rollpipe': note})
+    onnx.helper.set_model_props(model, {"rollpipe": note})
     return model.SerializeToString()
 
 
 def _run_onnx(data):
-    try: import onnxruntime
-    except ImportError: return None
+    try:
+        import onnxruntime
+    except ImportError:
+        return None
     session = onnxruntime.InferenceSession(data)
     names = [x.name for x in session.get_inputs()]
-    return lambda *inputs: map(torch.from_numpy, session.run(None, dict(zip(names, [x.numpy() for x in inputs]))))
+    return lambda *inputs: map(
+        torch.from_numpy, session.run(None, dict(zip(names, [x.numpy() for x in inputs])))
+    )
 
 # %% ../../nbs/runs/12_export.ipynb #e742ea90
 def _to_torchscript(policy, inputs, note):
     file = io.BytesIO()
     with hushed():
-        torch.jit.save(torch.jit.trace(policy, inputs), file, _extra_files={'rollpipe.json': note})
+        torch.jit.save(torch.jit.trace(policy, inputs), file, _extra_files={"rollpipe.json": note})
     return file.getvalue()
 
 
 def _run_torchscript(data):
-    with hushed(): return torch.jit.load(io.BytesIO(data))
+    with hushed():
+        return torch.jit.load(io.BytesIO(data))
 
 # %% ../../nbs/runs/12_export.ipynb #91c5343d
 def _to_pt2(policy, inputs, note):
     file = io.BytesIO()
-    torch.export.save(torch.export.export(policy, inputs, dynamic_shapes=_dynamic(policy)), file, extra_files={'rollpipe.json': note})
+    torch.export.save(
+        torch.export.export(policy, inputs, dynamic_shapes=_dynamic(policy)),
+        file,
+        extra_files={"rollpipe.json": note},
+    )
     return file.getvalue()
 
 
-def _run_pt2(data): return torch.export.load(io.BytesIO(data)).module()
+def _run_pt2(data):
+    return torch.export.load(io.BytesIO(data)).module()
 
 # %% ../../nbs/runs/12_export.ipynb #61ca20a0
 class Format(NamedTuple):
@@ -154,36 +220,54 @@ class Format(NamedTuple):
         write: (policy, example inputs, note) -> bytes
         run: bytes -> function of tensors; None if the package for it is missing
     """
+
     suffix: str
     write: Callable
     run: Callable
 
 
-FORMATS = {'onnx': Format('.onnx', _to_onnx, _run_onnx), 'torchscript': Format('.pt', _to_torchscript, _run_torchscript),
-           'pt2': Format('.pt2', _to_pt2, _run_pt2)}
+FORMATS = {
+    "onnx": Format(".onnx", _to_onnx, _run_onnx),
+    "torchscript": Format(".pt", _to_torchscript, _run_torchscript),
+    "pt2": Format(".pt2", _to_pt2, _run_pt2),
+}
 
 # %% ../../nbs/runs/12_export.ipynb #9a994fc0
 def _check(actor, policy, run, n=3, steps=4):
     "Raise `DataError` unless `run` answers as `actor.predict` does, also late in an episode, for rewards, and where one begins."
-    state, samples = None, _samples(actor.observation_space, n, actor.action_mask)
-    n_act, memory = len(_names(space_spec(actor.action_space, 'act'), 'act')), ()
+    state = None
+    samples = _samples(actor.observation_space, n, actor.action_mask)
+    n_act = len(_names(space_spec(actor.action_space, "act"), "act"))
+    memory = ()
     for t in range(steps):
-        obs, rew, start = next(samples), np.linspace(-t, t, n), np.arange(n) < {0: n, 3: 1}.get(t, 0)
-        if t == 2: state = state._replace(stepno=torch.tensor([[30, 1000, 1_000_000]]))
+        obs = next(samples)
+        rew = np.linspace(-t, t, n)
+        start = np.arange(n) < {0: n, 3: 1}.get(t, 0)
+        if t == 2:
+            state = state._replace(stepno=torch.tensor([[30, 1000, 1_000_000]]))
         inputs = policy.beginning(n)
         inputs.update(zip(inputs, nested.leaves(nested.torchify(obs))))
-        inputs.update(zip([name.removeprefix('next_') for name in policy.outputs[n_act:]], memory))
+        inputs.update(zip([name.removeprefix("next_") for name in policy.outputs[n_act:]], memory))
         known = dict(start=torch.from_numpy(start), last_rew=torch.from_numpy(rew).float())
         inputs.update({name: x for name, x in known.items() if name in inputs})
         act, state = actor.predict(obs, state, episode_start=start, reward=rew)
         answer = list(run(*inputs.values()))
         memory = answer[n_act:]
-        for name, x, y in zip(policy.outputs, answer, nested.leaves(in_containers(act, space_spec(actor.action_space, 'act')))):
+        for name, x, y in zip(
+            policy.outputs,
+            answer,
+            nested.leaves(in_containers(act, space_spec(actor.action_space, "act"))),
+        ):
             if not np.allclose(np.asarray(x), y, rtol=1e-3, atol=1e-4):
-                raise DataError(f"the exported policy answers differently at step {t}", leaf=name, expected=str(y), got=str(np.asarray(x)))
+                raise DataError(
+                    f"the exported policy answers differently at step {t}",
+                    leaf=name,
+                    expected=str(y),
+                    got=str(np.asarray(x)),
+                )
 
 
-def export_policy(actor: Any, path: str | Path, to: str = 'onnx', note: dict | None = None) -> bool:
+def export_policy(actor: Any, path: str | Path, to: str = "onnx", note: dict | None = None) -> bool:
     """Write the deterministic policy of an actor to a file that runs without rollpipe.
 
     Raises `DataError` for an unknown format, if two leaves would have the same name, or if the file would answer differently, and
@@ -198,15 +282,26 @@ def export_policy(actor: Any, path: str | Path, to: str = 'onnx', note: dict | N
     Returns:
         bool: whether the file was run and compared with the actor; False: onnxruntime is missing
     """
-    if to not in FORMATS: raise DataError("unknown format", expected=', '.join(FORMATS), got=repr(to))
-    if not (path := Path(path)).absolute().parent.is_dir(): raise DataError(f"{path}: there is no such folder")
-    if path.is_dir(): raise DataError(f"{path}: this is a folder", expected="a file to write")
+    if to not in FORMATS:
+        raise DataError("unknown format", expected=", ".join(FORMATS), got=repr(to))
+    if not (path := Path(path)).absolute().parent.is_dir():
+        raise DataError(f"{path}: there is no such folder")
+    if path.is_dir():
+        raise DataError(f"{path}: this is a folder", expected="a file to write")
     actor = copy.deepcopy(actor).cpu().requires_grad_(False)
     policy = PolicyFunction(actor).eval()
-    names = dict(inputs={k: [str(x.dtype).removeprefix('torch.'), *x.shape] for k, x in policy.inputs.items()}, outputs=policy.outputs)
+    names = dict(
+        inputs={
+            k: [str(x.dtype).removeprefix("torch."), *x.shape] for k, x in policy.inputs.items()
+        },
+        outputs=policy.outputs,
+    )
     with torch.no_grad():
-        data = FORMATS[to].write(policy, tuple(policy.inputs.values()), json.dumps({**(note or {}), **names}))
+        data = FORMATS[to].write(
+            policy, tuple(policy.inputs.values()), json.dumps({**(note or {}), **names})
+        )
         run = FORMATS[to].run(data)
-        if run is not None: _check(actor, policy, run)
+        if run is not None:
+            _check(actor, policy, run)
     write_atomically(path, data)
     return run is not None

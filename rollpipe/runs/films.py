@@ -5,7 +5,8 @@
 # %% ../../nbs/runs/02_films.ipynb #1ece80bd
 from __future__ import annotations
 
-import importlib.util, logging
+import importlib.util
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,19 +31,46 @@ class Films:
         env_kwargs: keyword arguments for `gymnasium.make`
         seed: seed of the episode, the same for each film
     """
-    def __init__(self, folder: str | Path, env: str, actor: Any, every: int, *, env_kwargs: dict | None = None, seed: int | None = None):
-        self.every, self.folder, self._evaluation, self._newest = every, Path(folder)/"videos", None, -1
+
+    def __init__(
+        self,
+        folder: str | Path,
+        env: str,
+        actor: Any,
+        every: int,
+        *,
+        env_kwargs: dict | None = None,
+        seed: int | None = None,
+    ):
+        self.every = every
+        self.folder = Path(folder) / "videos"
+        self._evaluation = None
+        self._newest = -1
         kind = "mp4" if importlib.util.find_spec("imageio_ffmpeg") else "gif"
+
         def begin():
             self.folder.mkdir(exist_ok=True)
-            self._evaluation = ParallelEvaluation(env, actor, 1, n_envs=1, env_kwargs=env_kwargs, seed=seed,
-                                                  record=self.folder/f"update-{{version:06}}.{kind}", silence=300., on_silence="raise")
+            self._evaluation = ParallelEvaluation(
+                env,
+                actor,
+                1,
+                n_envs=1,
+                env_kwargs=env_kwargs,
+                seed=seed,
+                record=self.folder / f"update-{{version:06}}.{kind}",
+                silence=300.0,
+                on_silence="raise",
+            )
+
         self._try(begin)
 
     def _try(self, action):
-        try: action()
+        try:
+            action()
         except Exception as e:
-            logging.getLogger("rollpipe").warning(f"there are no more films in {self.folder}: {type(e).__name__}: {e}")
+            logging.getLogger("rollpipe").warning(
+                f"there are no more films in {self.folder}: {type(e).__name__}: {e}"
+            )
             self._evaluation = None
 
     def after(self, updates: int, is_last: bool) -> None:
@@ -52,20 +80,36 @@ class Films:
             updates: number of updates of the run so far
             is_last: whether the training ends here
         """
-        if self._evaluation is None or updates == self._newest or not (is_last or updates % self.every == 0): return
+        if (
+            self._evaluation is None
+            or updates == self._newest
+            or not (is_last or updates % self.every == 0)
+        ):
+            return
         self._newest = updates
         self._try(self._evaluation.wait)
-        if self._evaluation is not None: self._try(self._evaluation.request)
+        if self._evaluation is not None:
+            self._try(self._evaluation.request)
 
-    def __enter__(self): return self
+    def __enter__(self):
+        return self
 
     def __exit__(self, kind, *rest):
-        if self._evaluation is not None and kind is None: self._try(self._evaluation.wait)
-        if self._evaluation is not None: self._try(self._evaluation.close)
+        if self._evaluation is not None and kind is None:
+            self._try(self._evaluation.wait)
+        if self._evaluation is not None:
+            self._try(self._evaluation.close)
 
 
 def films_of(run: Any) -> AbstractContextManager:
     "A context with the `Films` of a run, or with None if it has none."
-    if not (config := run.config).get("video_every"): return nullcontext()
-    return Films(run.folder, config["env"], policy_of(run.agent), config["video_every"], env_kwargs=config["env_kwargs"],
-                 seed=config["seed"])
+    if not (config := run.config).get("video_every"):
+        return nullcontext()
+    return Films(
+        run.folder,
+        config["env"],
+        policy_of(run.agent),
+        config["video_every"],
+        env_kwargs=config["env_kwargs"],
+        seed=config["seed"],
+    )

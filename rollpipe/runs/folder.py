@@ -5,19 +5,42 @@
 # %% ../../nbs/runs/07_folder.ipynb #544bc97e
 from __future__ import annotations
 
-import math, sys
+import math
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ..agents.checkpoint import Checkpoint, Snapshot, keep_checkpoint, kept_checkpoints, load_checkpoint, save_checkpoint
-from .states import Stream, edits_due, kept_states, load_states, resumed_stream, with_exactness
+from rollpipe.agents.checkpoint import (
+    Checkpoint,
+    Snapshot,
+    keep_checkpoint,
+    kept_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+from rollpipe.runs.states import (
+    Stream,
+    edits_due,
+    kept_states,
+    load_states,
+    resumed_stream,
+    with_exactness,
+)
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
 from ..settings.options import shown
-from .locks import FORKED, RUN_FILES, check_free, files_of_run, lock, remove_run, unlock
+from rollpipe.runs.locks import (
+    FORKED,
+    RUN_FILES,
+    check_free,
+    files_of_run,
+    lock,
+    remove_run,
+    unlock,
+)
 from .logs import is_complete, no_run
 from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
@@ -34,8 +57,13 @@ __all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'load_run',
            'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
-_SIZES = "hidden", "state_size", "n_critics", "n_quantiles"     # options that decide how much memory networks take
-_COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0., resumes=0)
+_SIZES = (
+    "hidden",
+    "state_size",
+    "n_critics",
+    "n_quantiles",
+)  # options that decide how much memory networks take
+_COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0.0, resumes=0)
 
 
 class Run(NamedTuple):
@@ -50,6 +78,7 @@ class Run(NamedTuple):
         stream: the `Stream`; None: a checkpoint has no state of it
         is_new: `start` has made it; False: it goes on, and what its folder has must stay
     """
+
     folder: Path
     config: dict
     agent: Any
@@ -60,19 +89,35 @@ class Run(NamedTuple):
     is_new: bool = False
 
     @property
-    def checkpoint(self) -> Path: return self.folder/"checkpoint.safetensors"
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.safetensors"
 
     @property
-    def best(self) -> Path: return self.folder/"best.safetensors"
+    def best(self) -> Path:
+        return self.folder / "best.safetensors"
 
     def save(self) -> None:
         "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
-        stream, n = None if self.stream is None else self.stream.state(), self.config.get("keep", 0)
-        data = Checkpoint(self.config, self.counters, self.agent.state_dict(), None, kept_states(self), stream).data()
-        for name in ("metrics.jsonl", JOURNAL): files.sync(self.folder/name)     # a power cut must not leave fewer updates there than here
+        stream = None if self.stream is None else self.stream.state()
+        n = self.config.get("keep", 0)
+        data = Checkpoint(
+            self.config, self.counters, self.agent.state_dict(), None, kept_states(self), stream
+        ).data()
+        for name in ("metrics.jsonl", JOURNAL):
+            files.sync(
+                self.folder / name
+            )  # a power cut must not leave fewer updates there than here
         files.write_atomically(self.checkpoint, data)
-        if n and self.counters["updates"]: keep_checkpoint(self.folder/"checkpoints", data, self.counters["steps"], n)
-        if stream: self.stream.sweep([self.checkpoint, *self.folder.glob(FORKED), *kept_checkpoints(self.folder/"checkpoints").values()])
+        if n and self.counters["updates"]:
+            keep_checkpoint(self.folder / "checkpoints", data, self.counters["steps"], n)
+        if stream:
+            self.stream.sweep(
+                [
+                    self.checkpoint,
+                    *self.folder.glob(FORKED),
+                    *kept_checkpoints(self.folder / "checkpoints").values(),
+                ]
+            )
 
     def save_best(self, snapshot: Snapshot, counters: dict, evaluated: dict) -> None:
         """Write the best checkpoint.
@@ -88,31 +133,57 @@ class Run(NamedTuple):
 def folder_of(path: str | Path) -> Path:
     "The folder of the run that a path stands for: the path itself, or the folder of the run with this checkpoint."
     path = Path(path)
-    if path.is_dir(): return path
-    return path.parents[1] if path.parent.name == "checkpoints" and path.name not in RUN_FILES else path.parent
+    if path.is_dir():
+        return path
+    return (
+        path.parents[1]
+        if path.parent.name == "checkpoints" and path.name not in RUN_FILES
+        else path.parent
+    )
 
 # %% ../../nbs/runs/07_folder.ipynb #c4515767
 def _check_stored(found: Checkpoint) -> None:
     "Raise `DataError` for values of the wrong type, and for sizes that do not agree with the rest of the file."
     config, counters = found.config, found.counters
-    if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()): raise DataError("counters", got=str(counters))
-    if not isinstance(config["env"], str): raise DataError("environment", expected="an id", got=repr(config["env"]))
-    if not isinstance(config["env_kwargs"], dict): raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
+    if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()):
+        raise DataError("counters", got=str(counters))
+    if not isinstance(config["env"], str):
+        raise DataError("environment", expected="an id", got=repr(config["env"]))
+    if not isinstance(config["env_kwargs"], dict):
+        raise DataError("env_kwargs", got=repr(config["env_kwargs"]))
     imports = config.get("imports", [])
     if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports):
         raise DataError("imports", expected="a list of names", got=repr(imports))
-    for name in ("edits", "due"): check_edits(config.get(name, []))
-    options = {option: config["options"].get(option.name, option.default) for option in options_for(config["algorithm"])}
+    for name in ("edits", "due"):
+        check_edits(config.get(name, []))
+    options = {
+        option: config["options"].get(option.name, option.default)
+        for option in options_for(config["algorithm"])
+    }
     shapes = [x.shape for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor)]
-    sizes, has = {n for shape in shapes for n in shape}, config["options"].get
+    sizes = {n for shape in shapes for n in shape}
+    has = config["options"].get
     absent = {"critic" if has("shared") else "", "" if has("recurrent") else "recurrence"}
     for option, value in options.items():
         option.check(value)
-        if option.param not in _SIZES or option.kinds not in (("int,...",), ("int",)) or option.part in absent: continue
-        layers = value if option.param == "hidden" else [n for n in sizes if 0 < value <= n and n % value == 0][:1] or [value]
+        if (
+            option.param not in _SIZES
+            or option.kinds not in (("int,...",), ("int",))
+            or option.part in absent
+        ):
+            continue
+        layers = (
+            value
+            if option.param == "hidden"
+            else [n for n in sizes if 0 < value <= n and n % value == 0][:1] or [value]
+        )
         if not (set(layers) <= sizes and len(layers) <= len(shapes)):
-            raise DataError("there are no such layers in the file", leaf=option.flag, got=str(value))
-    run_options({option.name: config[option.name] for option in RUN_OPTIONS if option.name != "preset"})
+            raise DataError(
+                "there are no such layers in the file", leaf=option.flag, got=str(value)
+            )
+    run_options(
+        {option.name: config[option.name] for option in RUN_OPTIONS if option.name != "preset"}
+    )
     check_room({option.name: value for option, value in options.items()})
 
 
@@ -125,22 +196,35 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
         config: see `make_config`
         overwrite: remove the files of a run in that folder, and nothing else
     """
-    folder = Path(folder).absolute()        # an environment may change the current folder
+    folder = Path(folder).absolute()  # an environment may change the current folder
     check_free(folder, overwrite)
-    with torch_threads(config["threads"]): agent, pipe = build({**config, "folder": folder})    # so weights repeat
+    with torch_threads(config["threads"]):
+        agent, pipe = build({**config, "folder": folder})  # so weights repeat
     config = with_exactness(_with_engine(config, agent, pipe), pipe)
-    _check_stored(Checkpoint(config, _COUNTERS, agent.state_dict()))   # a wrong value would make a run that cannot be loaded
+    _check_stored(
+        Checkpoint(config, _COUNTERS, agent.state_dict())
+    )  # a wrong value would make a run that cannot be loaded
     files.make_folder(folder)
     lock(folder)
-    try: check_free(folder, overwrite)      # another run may have begun there meanwhile
+    try:
+        check_free(folder, overwrite)  # another run may have begun there meanwhile
     except BaseException:
         unlock(folder)
         raise
     remove_run(folder)
-    run = Run(folder, config, agent, pipe, dict(_COUNTERS), {}, Stream(config["inexact"], None, ChunkFolder(folder/"replay")), is_new=True)
+    run = Run(
+        folder,
+        config,
+        agent,
+        pipe,
+        dict(_COUNTERS),
+        {},
+        Stream(config["inexact"], None, ChunkFolder(folder / "replay")),
+        is_new=True,
+    )
     try:
         run.save()  # before the configuration, so that each run in a folder can be resumed, whenever the process ends
-        files.write_json(folder/"config.json", config)
+        files.write_json(folder / "config.json", config)
     except BaseException:
         discard(run)
         raise
@@ -149,10 +233,14 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
 
 def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
     "The configuration with the engine that 'auto' selects on this machine. The pipeline gets the same engine."
-    options, actor, on_host = config["options"], agent.actor, device_of(config.get("device", "cpu")).type == "cpu"
-    if options.get("engine") != "auto" or getattr(actor, "observation_space", None) is None: return config
+    options = config["options"]
+    actor = agent.actor
+    on_host = device_of(config.get("device", "cpu")).type == "cpu"
+    if options.get("engine") != "auto" or getattr(actor, "observation_space", None) is None:
+        return config
     name = engine_used(actor, options.get("n_envs", 1)) if on_host else "torch"
-    for stepper in find(pipe, EnvStepper): stepper.engine = name
+    for stepper in find(pipe, EnvStepper):
+        stepper.engine = name
     return {**config, "options": {**options, "engine": name}}
 
 
@@ -160,7 +248,8 @@ def discard(run: Run) -> None:
     "Remove the files of a run, and its folder if nothing else is in it."
     remove_run(run.folder)
     unlock(run.folder)
-    if not any(run.folder.iterdir()): run.folder.rmdir()
+    if not any(run.folder.iterdir()):
+        run.folder.rmdir()
 
 # %% ../../nbs/runs/07_folder.ipynb #c8b29057
 def _of_today(config: dict) -> dict:
@@ -170,7 +259,11 @@ def _of_today(config: dict) -> dict:
 
 def needed_modules(config: dict) -> list:
     "The modules that must be imported before the environment of a run can be made, and its algorithm is known."
-    return list(dict.fromkeys([*config.get("imports", ()), *filter(None, [str(config["env"]).rpartition(":")[0]])]))
+    return list(
+        dict.fromkeys(
+            [*config.get("imports", ()), *filter(None, [str(config["env"]).rpartition(":")[0]])]
+        )
+    )
 
 # %% ../../nbs/runs/07_folder.ipynb #69a84a62
 def load_run(path: str | Path, best: bool = False) -> Checkpoint:
@@ -181,33 +274,77 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
         best: for a folder: the checkpoint with the best evaluation, instead of the last one
     """
     path = Path(path)
-    if best and path.exists(): path = _best_of(path)
-    file = path/"checkpoint.safetensors" if path.is_dir() else path
-    is_there = file.exists() or path.is_dir() and files_of_run(path)     # perhaps with the rest of a run, but without this file
-    if not is_there or file.name in RUN_FILES and file.suffix != ".safetensors": raise no_run(path)
+    if best and path.exists():
+        path = _best_of(path)
+    file = path / "checkpoint.safetensors" if path.is_dir() else path
+    is_there = (
+        file.exists() or path.is_dir() and files_of_run(path)
+    )  # perhaps with the rest of a run, but without this file
+    if not is_there or file.name in RUN_FILES and file.suffix != ".safetensors":
+        raise no_run(path)
     found = load_checkpoint(file)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
-    if not has(found.config, "algorithm", "env", "env_kwargs", "seed", "steps", "threads", "checkpoint_every", "options",
-               "inexact") or not has(found.counters, *_COUNTERS) or not has(found.config["options"]):
-        raise CheckpointError(f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}")
-    name, imports = found.config["algorithm"], found.config.get("imports", [])
+    if (
+        not has(
+            found.config,
+            "algorithm",
+            "env",
+            "env_kwargs",
+            "seed",
+            "steps",
+            "threads",
+            "checkpoint_every",
+            "options",
+            "inexact",
+        )
+        or not has(found.counters, *_COUNTERS)
+        or not has(found.config["options"])
+    ):
+        raise CheckpointError(
+            f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}"
+        )
+    name = found.config["algorithm"]
+    imports = found.config.get("imports", [])
     if not is_algorithm(name):
-        missing = [x for x in imports if isinstance(x, str) and x not in sys.modules] if isinstance(imports, list) else []
-        hint = " ".join(f"--import {module}" for module in missing) or "an installed package, or --import of a module, that registers it"
-        raise CheckpointError(f"{path}: the algorithm {str(name)[:80]!r} is not known here", expected=f"{', '.join(ALGORITHMS)}, or {hint}")
-    try: _check_stored(found := found._replace(config=_of_today(found.config)))
-    except DataError as e: raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
+        missing = (
+            [x for x in imports if isinstance(x, str) and x not in sys.modules]
+            if isinstance(imports, list)
+            else []
+        )
+        hint = (
+            " ".join(f"--import {module}" for module in missing)
+            or "an installed package, or --import of a module, that registers it"
+        )
+        raise CheckpointError(
+            f"{path}: the algorithm {str(name)[:80]!r} is not known here",
+            expected=f"{', '.join(ALGORITHMS)}, or {hint}",
+        )
+    try:
+        _check_stored(found := found._replace(config=_of_today(found.config)))
+    except DataError as e:
+        raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
     if missing := [module for module in needed_modules(found.config) if module not in sys.modules]:
-        raise CheckpointError(f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot make us import",
-                              expected=" ".join(f"--import {module}" for module in missing) + " (in Python: import it)")
+        raise CheckpointError(
+            f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot make us import",
+            expected=" ".join(f"--import {module}" for module in missing)
+            + " (in Python: import it)",
+        )
     return found
 
 
 def _best_of(path: Path) -> Path:
-    if not path.is_dir(): raise DataError("the best checkpoint is that of a run", expected="the folder of the run", got=f"the file {path}")
-    if not (path/"best.safetensors").exists():
-        raise DataError(f"{path} has no best checkpoint", expected="a run with --eval-every whose first evaluation is over")
-    return path/"best.safetensors"
+    if not path.is_dir():
+        raise DataError(
+            "the best checkpoint is that of a run",
+            expected="the folder of the run",
+            got=f"the file {path}",
+        )
+    if not (path / "best.safetensors").exists():
+        raise DataError(
+            f"{path} has no best checkpoint",
+            expected="a run with --eval-every whose first evaluation is over",
+        )
+    return path / "best.safetensors"
 
 
 def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None) -> tuple:
@@ -222,17 +359,32 @@ def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None)
         tuple: agent, pipe
     """
     config = checkpoint.config if device is None else dict(checkpoint.config, device=device)
-    try: agent, pipe = build(config, resumes)
-    except (PipeError, ImportError): raise
-    except Exception as e: raise CheckpointError(f"what the checkpoint describes cannot be built ({type(e).__name__}: {e})") from e
-    try: agent.load_state_dict(checkpoint.agent_state)
-    except Exception as e: raise CheckpointError(f"the checkpoint does not fit the agent ({type(e).__name__}: {e})") from e
+    try:
+        agent, pipe = build(config, resumes)
+    except (PipeError, ImportError):
+        raise
+    except Exception as e:
+        raise CheckpointError(
+            f"what the checkpoint describes cannot be built ({type(e).__name__}: {e})"
+        ) from e
+    try:
+        agent.load_state_dict(checkpoint.agent_state)
+    except Exception as e:
+        raise CheckpointError(
+            f"the checkpoint does not fit the agent ({type(e).__name__}: {e})"
+        ) from e
     return agent, pipe
 
 # %% ../../nbs/runs/07_folder.ipynb #bd6c05b6
 def for_policy(checkpoint: Checkpoint) -> Checkpoint:
     "The checkpoint without what only a training needs: its engine, and its edits, which may be a stranger's."
-    return checkpoint._replace(config={**checkpoint.config, "edits": [], "options": {**checkpoint.config["options"], "engine": "torch"}})
+    return checkpoint._replace(
+        config={
+            **checkpoint.config,
+            "edits": [],
+            "options": {**checkpoint.config["options"], "engine": "torch"},
+        }
+    )
 
 
 def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
@@ -255,11 +407,17 @@ def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict) -> Ru
         counters: see `Run`
     """
     agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
-    waiting, stream = load_states(pipe, found.pipes), resumed_stream(folder, pipe, found, config)
+    waiting = load_states(pipe, found.pipes)
+    stream = resumed_stream(folder, pipe, found, config)
     return Run(folder, config, agent, pipe, counters, waiting, stream)
 
 
-def resume(folder: str | Path, steps: int | None = None, device: str | None = None, workers: int | None = None) -> Run:
+def resume(
+    folder: str | Path,
+    steps: int | None = None,
+    device: str | None = None,
+    workers: int | None = None,
+) -> Run:
     """Continue a run from its checkpoint: exactly as it would have gone on, or with new episodes if its configuration says why.
 
     Raises `DataError` if it is complete, and for a value that an option cannot have. A run that was stopped goes on if `steps` are given,
@@ -273,31 +431,56 @@ def resume(folder: str | Path, steps: int | None = None, device: str | None = No
         device: see `make_config`; None: as before
         workers: number of worker processes, which changes no number; None: as before
     """
-    path, folder = Path(folder), folder_of(folder).absolute()
-    is_new = path.exists() and lock(folder)      # a run that this process has begun here keeps its lock
+    path = Path(folder)
+    folder = folder_of(folder).absolute()
+    is_new = path.exists() and lock(folder)  # a run that this process has begun here keeps its lock
     try:
         found = load_run(path)
-        given = {name: x for name, x in dict(steps=steps, device=device, workers=workers).items() if x is not None}
-        run_options(given)      # a checkpoint with other values could not be read
+        given = {
+            name: x
+            for name, x in dict(steps=steps, device=device, workers=workers).items()
+            if x is not None
+        }
+        run_options(given)  # a checkpoint with other values could not be read
         config: dict[str, Any] = {**found.config, **given}
-        counters = dict(found.counters, resumes=found.counters["resumes"] + (found.stream is None and found.counters["updates"] > 0))
-        if config.get("stopped") and steps: config |= ENDLESS
+        counters = dict(
+            found.counters,
+            resumes=found.counters["resumes"]
+            + (found.stream is None and found.counters["updates"] > 0),
+        )
+        if config.get("stopped") and steps:
+            config |= ENDLESS
         # An earlier checkpoint lacks last evaluations if the run was extended since. To make these would end the training after it.
         if is_over(config, counters) if path.is_file() else is_complete(folder, config, counters):
-            raise DataError(f"{shown(folder)} is complete", expected=f"--steps above {counters['steps']} to train it further")
-        check_size(config.get("ranks", 1), torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
+            raise DataError(
+                f"{shown(folder)} is complete",
+                expected=f"--steps above {counters['steps']} to train it further",
+            )
+        check_size(
+            config.get("ranks", 1),
+            torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        )
         check_decay(config["steps"], found.config["options"])
-        if due := edits_due(folder, found.config): config["due"] = due
+        if due := edits_due(folder, found.config):
+            config["due"] = due
         if found.stream is None and any(edit["at"] == counters["updates"] for edit in due):
-            raise DataError(f"{path} lacks an edit of its update, which cannot be made again without a state of the stream",
-                            expected="another checkpoint of the run")
+            raise DataError(
+                f"{path} lacks an edit of its update, which cannot be made again without a state of the stream",
+                expected="another checkpoint of the run",
+            )
         run = rebuilt(folder, found, config, counters)
-        if path.is_file() or config != found.config:      # or else a kill before the next checkpoint would lose it
-            files.write_atomically(folder/"checkpoint.safetensors", found._replace(config=config).data())
-        files.write_json(folder/"config.json", config)
-        for steps, path in kept_checkpoints(folder/"checkpoints").items():
-            if steps > counters["steps"]: path.unlink(missing_ok=True)
+        if (
+            path.is_file() or config != found.config
+        ):  # or else a kill before the next checkpoint would lose it
+            files.write_atomically(
+                folder / "checkpoint.safetensors", found._replace(config=config).data()
+            )
+        files.write_json(folder / "config.json", config)
+        for steps, path in kept_checkpoints(folder / "checkpoints").items():
+            if steps > counters["steps"]:
+                path.unlink(missing_ok=True)
         return run
     except BaseException:
-        if is_new: unlock(folder)
+        if is_new:
+            unlock(folder)
         raise

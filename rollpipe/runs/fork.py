@@ -5,7 +5,10 @@
 # %% ../../nbs/runs/18_fork.ipynb #6faf87b9
 from __future__ import annotations
 
-import math, os, shlex, shutil
+import math
+import os
+import shlex
+import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -40,13 +43,25 @@ __all__ = ['fork', 'fork_command']
 # %% ../../nbs/runs/18_fork.ipynb #faedf131
 def _check_place(folder: Path, out: Path, overwrite: bool) -> None:
     if folder.resolve() in (out.resolve(), *out.resolve().parents):
-        raise DataError(f"{out} is the run itself, or in its folder", expected="another folder for the fork")
-    if not os.path.lexists(out): return
-    if not overwrite: raise DataError(f"{out} exists already", expected="another folder, or --overwrite")
+        raise DataError(
+            f"{out} is the run itself, or in its folder", expected="another folder for the fork"
+        )
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise DataError(f"{out} exists already", expected="another folder, or --overwrite")
     mine = {path.name for path in files_of_run(out)} | {"lock", "checkpoints"}
-    others = [path.name for path in out.iterdir() if path.name not in mine] if out.is_dir() and not out.is_symlink() else ["no folder"]
+    others = (
+        [path.name for path in out.iterdir() if path.name not in mine]
+        if out.is_dir() and not out.is_symlink()
+        else ["no folder"]
+    )
     if others:
-        raise DataError(f"{out} cannot be replaced", expected="the folder of a run, with nothing else in it", got=", ".join(others))
+        raise DataError(
+            f"{out} cannot be replaced",
+            expected="the folder of a run, with nothing else in it",
+            got=", ".join(others),
+        )
 
 
 @contextmanager
@@ -57,22 +72,25 @@ def _replacing(folder: Path, out: Path, overwrite: bool) -> Iterator[Path]:
     place.mkdir(parents=True, exist_ok=True)
     lock(place)
     try:
-        _clear(place)      # of a fork that was killed
-        (place/"run").mkdir()
-        yield place/"run"
-        _check_place(folder, out, overwrite)      # another run may have begun there meanwhile
+        _clear(place)  # of a fork that was killed
+        (place / "run").mkdir()
+        yield place / "run"
+        _check_place(folder, out, overwrite)  # another run may have begun there meanwhile
         if out.exists():
-            with locked(out): os.replace(out, place/"old")
-        os.replace(place/"run", out)
+            with locked(out):
+                os.replace(out, place / "old")
+        os.replace(place / "run", out)
     finally:
         _clear(place)
         unlock(place)
-        with suppress(OSError): place.rmdir()      # another fork may begin there
+        with suppress(OSError):
+            place.rmdir()  # another fork may begin there
 
 
 def _clear(place):
     for path in place.iterdir():
-        if path.is_dir(): shutil.rmtree(path)
+        if path.is_dir():
+            shutil.rmtree(path)
 
 # %% ../../nbs/runs/18_fork.ipynb #97d4be29
 def _taken(folder: Path, at: int | None, home: Path) -> tuple[Checkpoint, int]:
@@ -81,38 +99,53 @@ def _taken(folder: Path, at: int | None, home: Path) -> tuple[Checkpoint, int]:
     while True:
         n = int(load_run(folder).counters["updates"]) if at is None else at
         found = checkpoint_at(folder, n)
-        if found.stream is None: shutil.rmtree(home/"replay", ignore_errors=True)
-        if found.stream is None or found.counters == known: return found, int(n)
+        if found.stream is None:
+            shutil.rmtree(home / "replay", ignore_errors=True)
+        if found.stream is None or found.counters == known:
+            return found, int(n)
         known = found.counters
-        with suppress(FileNotFoundError): shutil.copytree(folder/"replay", home/"replay", dirs_exist_ok=True, copy_function=_linked)
+        with suppress(FileNotFoundError):
+            shutil.copytree(
+                folder / "replay", home / "replay", dirs_exist_ok=True, copy_function=_linked
+            )
 
 
 def _linked(source, path):
     "One more name for a file that is never written again; a copy where the file system has none."
-    if os.path.exists(path): return
-    try: os.link(source, path)
-    except FileNotFoundError: return      # the training has just removed it
+    if os.path.exists(path):
+        return
+    try:
+        os.link(source, path)
+    except FileNotFoundError:
+        return  # the training has just removed it
     except OSError:
-        with names_file(path): shutil.copyfile(source, path)
+        with names_file(path):
+            shutil.copyfile(source, path)
 
 
 def _foreseen(at: int, folder: Path, found: Checkpoint) -> Checkpoint:
     "What is known of the checkpoint after an update before the run is repeated up to there: all but the state of its learner."
     config = reduce(with_edit, edits_after(folder, found, at), found.config)
     steps = next((r["steps"] for r in records_of(folder) if r["updates"] == at), 0)
-    stream = found.stream or load_run(folder).stream      # of which the names of the pipes count
-    return found._replace(config=config, counters={**found.counters, "steps": steps}, agent_state={}, stream=stream)
+    stream = found.stream or load_run(folder).stream  # of which the names of the pipes count
+    return found._replace(
+        config=config, counters={**found.counters, "steps": steps}, agent_state={}, stream=stream
+    )
 
 
-def _repeated_to(at: int, folder: Path, found: Checkpoint, config: dict, edits: Iterable, home: Path) -> Checkpoint:
+def _repeated_to(
+    at: int, folder: Path, found: Checkpoint, config: dict, edits: Iterable, home: Path
+) -> Checkpoint:
     "The checkpoint after an update, with the configuration that it has. The run is repeated up to there in `home`."
     with repeated(folder, found, at, *edits, home=home) as (updates, *_):
         updates.save()
         kept = updates.run.config["kept"]
     again = diff(folder, home)
-    if again.parting is not None: raise DataError(f"{folder} does not repeat here\n{again}")
+    if again.parting is not None:
+        raise DataError(f"{folder} does not repeat here\n{again}")
     spent = [r["seconds"] for r in records_of(folder) if r["updates"] == at and "seconds" in r]
-    if (home/"recording").exists(): shutil.rmtree(home/"recording")
+    if (home / "recording").exists():
+        shutil.rmtree(home / "recording")
     made = load_run(home)
     counters = {**made.counters, "seconds": spent[0] if spent else made.counters["seconds"]}
     return made._replace(config={**config, "kept": kept}, counters=counters)
@@ -120,33 +153,57 @@ def _repeated_to(at: int, folder: Path, found: Checkpoint, config: dict, edits: 
 
 def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
     "Copy what a run has written up to a checkpoint: journal, fingerprints, metrics, evaluations, and the best checkpoint of that time."
-    at, steps = found.counters["updates"], found.counters["steps"]
-    for name in ("metrics.jsonl", JOURNAL)[:1 if (home/JOURNAL).exists() else 2]:
-        if (folder/name).exists(): write_atomically(home/name, (folder/name).read_bytes())     # a pack has neither
-    cut(home/JOURNAL, at)
-    write_json(home/FINGERPRINTS, {n: x.leaves for n, x in read_fingerprints(folder).items() if n < at}, indent=1)
+    at = found.counters["updates"]
+    steps = found.counters["steps"]
+    for name in ("metrics.jsonl", JOURNAL)[: 1 if (home / JOURNAL).exists() else 2]:
+        if (folder / name).exists():
+            write_atomically(home / name, (folder / name).read_bytes())  # a pack has neither
+    cut(home / JOURNAL, at)
+    write_json(
+        home / FINGERPRINTS,
+        {n: x.leaves for n, x in read_fingerprints(folder).items() if n < at},
+        indent=1,
+    )
     MetricWriter(home, tensorboard=False, wandb=False, updates=at).close()
-    evaluations = [r for r in read_evaluations(folder) if r["steps"] < steps or r["steps"] == steps and r["kind"] == "training"]
-    if evaluations: write_evaluations(home, evaluations)
-    if (best := folder/"best.safetensors").exists():
-        write_atomically(home/best.name, best.read_bytes())
-        if load_checkpoint(home/best.name).counters["updates"] <= at: return
-        (home/best.name).unlink()
+    evaluations = [
+        r
+        for r in read_evaluations(folder)
+        if r["steps"] < steps or r["steps"] == steps and r["kind"] == "training"
+    ]
+    if evaluations:
+        write_evaluations(home, evaluations)
+    if (best := folder / "best.safetensors").exists():
+        write_atomically(home / best.name, best.read_bytes())
+        if load_checkpoint(home / best.name).counters["updates"] <= at:
+            return
+        (home / best.name).unlink()
         made = [r for r in evaluations if r["kind"] == "training"]
-        if made: write_atomically(home/best.name, _best_of(folder, found, made).data())
+        if made:
+            write_atomically(home / best.name, _best_of(folder, found, made).data())
 
 
 def _best_of(folder: Path, found: Checkpoint, made: list) -> Checkpoint:
     "The policy that was best in these evaluations, if the run has kept it; or else that of `found`, which the next evaluation replaces."
-    best = max(made, key=lambda r: -math.inf if math.isnan(r["mean"]) else r["mean"])     # the first of equal ones
+    best = max(
+        made, key=lambda r: -math.inf if math.isnan(r["mean"]) else r["mean"]
+    )  # the first of equal ones
     known = dict(eval_return_mean=best["mean"], episodes=len(best["returns"]), seed=best["seed"])
     for x in (found, *kept_of(folder)):
-        if x.counters["updates"] == best["updates"]: return x._replace(evaluated=known, stream=None)
+        if x.counters["updates"] == best["updates"]:
+            return x._replace(evaluated=known, stream=None)
     return found._replace(evaluated=dict(eval_return_mean=math.nan, episodes=0), stream=None)
 
 # %% ../../nbs/runs/18_fork.ipynb #e218e38f
-def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterable[Callable] = (), overwrite: bool = False,
-         noise: int = 0, new_episodes: bool = False, **options: Any) -> Path:
+def fork(
+    run: str | Path,
+    out: str | Path,
+    at: int | None = None,
+    edits: Iterable[Callable] = (),
+    overwrite: bool = False,
+    noise: int = 0,
+    new_episodes: bool = False,
+    **options: Any,
+) -> Path:
     """Make a run that stands exactly where another one stood after an update. `train(resume(out))` goes on from there.
 
     Without other options it equals the other run from there on, bit for bit. That run is not changed, and may be in training meanwhile.
@@ -169,42 +226,67 @@ def fork(run: str | Path, out: str | Path, at: int | None = None, edits: Iterabl
     Returns:
         Path: `out`
     """
-    named, folder, out = load_run(run), folder_of(run).absolute(), Path(out).absolute()
+    named = load_run(run)
+    folder = folder_of(run).absolute()
+    out = Path(out).absolute()
     is_at = int(named.counters["updates"])
-    if at is None and Path(run).is_file(): at = is_at
+    if at is None and Path(run).is_file():
+        at = is_at
     noise = check_integer("noise", noise, 0)
 
     def asked(found):
         # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
-        found = found._replace(config={**found.config, "steps": steps_after(folder, found.config), "due": []})
-        return changed_run(f"a fork of {shown(folder)}", _with_noise(found, folder, noise), options, moves=True)
+        found = found._replace(
+            config={**found.config, "steps": steps_after(folder, found.config), "due": []}
+        )
+        return changed_run(
+            f"a fork of {shown(folder)}", _with_noise(found, folder, noise), options, moves=True
+        )
 
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         is_there = new_episodes and at in (None, is_at)
         found, at = (named, is_at) if is_there else _taken(folder, at, home)
         if not is_there and (found.stream is None or found.counters["updates"] < at):
             ahead = _foreseen(at, folder, found)
-            asked(ahead._replace(stream=None) if new_episodes else ahead)      # to repeat a run may take hours
+            asked(
+                ahead._replace(stream=None) if new_episodes else ahead
+            )  # to repeat a run may take hours
             found = _repeated_to(at, folder, found, ahead.config, edits, home)
         found, changed = asked(found._replace(stream=None) if new_episodes else found)
-        if new_episodes: found = found._replace(config=with_exactness(found.config, build(found.config)[1]))
-        rules = ENDLESS if found.config.get("stopped") else {}     # they would stop the fork at once, as they stopped the run
+        if new_episodes:
+            found = found._replace(config=with_exactness(found.config, build(found.config)[1]))
+        rules = (
+            ENDLESS if found.config.get("stopped") else {}
+        )  # they would stop the fork at once, as they stopped the run
         more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
         origin = {"run": str(shown(folder)), "at": at, "set": changed, **more}
-        config = {**found.config, **{name: x for name, x in rules.items() if name not in options}, "stopped": None, "forked": origin}
-        for name in ("checkpoint.safetensors", *[FORKED] * (not new_episodes)): stored(home/name, found, config)
-        write_json(home/"config.json", config)
+        config = {
+            **found.config,
+            **{name: x for name, x in rules.items() if name not in options},
+            "stopped": None,
+            "forked": origin,
+        }
+        for name in ("checkpoint.safetensors", *[FORKED] * (not new_episodes)):
+            stored(home / name, found, config)
+        write_json(home / "config.json", config)
         _copy_past(folder, home, found._replace(config=config))
-        if changed: _check_resumed(folder, home, changed)
-        ChunkFolder(home/"replay").sweep([home/"checkpoint.safetensors"])
+        if changed:
+            _check_resumed(folder, home, changed)
+        ChunkFolder(home / "replay").sweep([home / "checkpoint.safetensors"])
     return out
 
 
 def _with_noise(found: Checkpoint, folder: Path, noise: int) -> Checkpoint:
     "The checkpoint with other states of all random generators; 0: with the same ones."
-    if not noise: return found
+    if not noise:
+        return found
     if (device := device_of(found.config["device"])).type != "cpu":
-        raise DataError(f"a fork of {folder} cannot have other noise", leaf="noise", expected="a run on the CPU", got=str(device))
+        raise DataError(
+            f"a fork of {folder} cannot have other noise",
+            leaf="noise",
+            expected="a run on the CPU",
+            got=str(device),
+        )
     seed = np.random.SeedSequence([found.config["seed"], int(found.counters["updates"]), noise])
     stream, agent_state, pipes = reseeded([found.stream, found.agent_state, found.pipes], seed)
     return found._replace(stream=stream, agent_state=agent_state, pipes=pipes)
@@ -212,19 +294,47 @@ def _with_noise(found: Checkpoint, folder: Path, noise: int) -> Checkpoint:
 
 def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
     "Raise `DataError` if a run with other options cannot be resumed."
-    try: resume(home)
+    try:
+        resume(home)
     except PipeError as e:
-        raise DataError(f"a fork of {folder} cannot have these options", leaf=", ".join(changed), got=str(e)) from None
-    finally: unlock(home)
+        raise DataError(
+            f"a fork of {folder} cannot have these options", leaf=", ".join(changed), got=str(e)
+        ) from None
+    finally:
+        unlock(home)
 
 # %% ../../nbs/runs/18_fork.ipynb #a1ca2dd4
 def fork_command(args: Namespace) -> None:
     "Make a fork, and print how to train it. Raises `DataError` for an option that cannot be read."
-    options = options_in([*args.set, *([] if args.steps is None else [f"steps={args.steps}"])], args.run)
-    config = load_run(fork(args.run, args.out, args.at, overwrite=args.overwrite, noise=args.noise, new_episodes=args.new_episodes,
-                           **options)).config
-    at, changed = config["forked"]["at"], ", ".join(f"{name}={x}" for name, x in config["forked"]["set"].items())
-    other = f", with other noise ({args.noise})" * bool(args.noise) + ", and begins new episodes" * args.new_episodes
-    print(f"{args.out} stands where {args.run} stood after update {at}{other}" + f", and has {changed}" * bool(changed))
-    words = [*launching_words(config.get("ranks", 1)), "rollpipe", "train", "--resume", Path(args.out)]
+    options = options_in(
+        [*args.set, *([] if args.steps is None else [f"steps={args.steps}"])], args.run
+    )
+    config = load_run(
+        fork(
+            args.run,
+            args.out,
+            args.at,
+            overwrite=args.overwrite,
+            noise=args.noise,
+            new_episodes=args.new_episodes,
+            **options,
+        )
+    ).config
+    at = config["forked"]["at"]
+    changed = ", ".join(f"{name}={x}" for name, x in config["forked"]["set"].items())
+    other = (
+        f", with other noise ({args.noise})" * bool(args.noise)
+        + ", and begins new episodes" * args.new_episodes
+    )
+    print(
+        f"{args.out} stands where {args.run} stood after update {at}{other}"
+        + f", and has {changed}" * bool(changed)
+    )
+    words = [
+        *launching_words(config.get("ranks", 1)),
+        "rollpipe",
+        "train",
+        "--resume",
+        Path(args.out),
+    ]
     print("train it:     " + shlex.join(typed([*words, *import_words(needed_modules(config))])))

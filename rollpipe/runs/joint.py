@@ -38,12 +38,17 @@ def divide(pipe: Any, rank: int, size: int, workers: int) -> None:
         size: number of ranks
         workers: number of workers of each rank
     """
-    if not dist.is_initialized(): return
+    if not dist.is_initialized():
+        return
     ranks.divide(pipe, rank, size)
     n = find(pipe, Lanes)[0].n // size
     if workers > n:
-        raise DataError(f"{workers} workers for each rank have too few lanes", leaf="workers", got=f"{n} lanes for each rank",
-                        expected=f"at most {n}, or --lanes {workers * size}")
+        raise DataError(
+            f"{workers} workers for each rank have too few lanes",
+            leaf="workers",
+            got=f"{n} lanes for each rank",
+            expected=f"at most {n}, or --lanes {workers * size}",
+        )
 
 # %% ../../nbs/runs/22_joint.ipynb #f9b2ddc6
 class RankStream(Stream):
@@ -55,16 +60,21 @@ class RankStream(Stream):
         chunks: the folder of this rank, for its part and the large arrays of its replay memory
         rank: number of this rank
     """
+
     def __init__(self, reason: str | None, restored: dict | None, chunks: ChunkFolder, rank: int):
         super().__init__(reason, chunks=chunks)
         self.is_joint = reason is None
-        if restored is None: return
-        data = chunks.read(name := restored["ranks"][rank])     # which compares the content with the name
-        self.restored = unpack(chunks.path/name, "part", 1, data.tobytes())["stream"]
+        if restored is None:
+            return
+        data = chunks.read(
+            name := restored["ranks"][rank]
+        )  # which compares the content with the name
+        self.restored = unpack(chunks.path / name, "part", 1, data.tobytes())["stream"]
 
     def state(self) -> dict | None:
         "The names of the parts of all ranks, which are on disk; None if a resumed run begins new episodes."
-        if self.pipe is None or self.reason: return None
+        if self.pipe is None or self.reason:
+            return None
         data = pack("part", 1, dict(stream=super().state()))
         name = self.chunks.write(np.frombuffer(data, np.uint8))
         self.chunks.sync()
@@ -72,25 +82,44 @@ class RankStream(Stream):
 
     def sweep(self, checkpoints: list) -> None:
         "Remove the parts and the chunks that the checkpoints of rank 0 do not need. They are on disk when it tells what they name."
-        named = ranks.gathered_objects([name for path in checkpoints for name in chunk_names(path)])[0]
-        self.chunks.sweep([self.chunks.path/name for name in named if name in self.chunks.names], named)
+        named = ranks.gathered_objects(
+            [name for path in checkpoints for name in chunk_names(path)]
+        )[0]
+        self.chunks.sweep(
+            [self.chunks.path / name for name in named if name in self.chunks.names], named
+        )
 
 # %% ../../nbs/runs/22_joint.ipynb #2837e335
 class Follower(Run):
     "The run of a rank other than 0, which writes its part of the stream only."
+
     def save(self) -> None:
-        if self.stream.state(): self.stream.sweep([])
+        if self.stream.state():
+            self.stream.sweep([])
 
-    def save_best(self, snapshot: Any, counters: dict, evaluated: dict) -> None: "Nothing: rank 0 saves."
+    def save_best(self, snapshot: Any, counters: dict, evaluated: dict) -> None:
+        "Nothing: rank 0 saves."
 
 
-_OF_ONE = ("quiet", "debug", "function", "words", "options", "versions", "of_preset")  # settings that may differ between ranks
+_OF_ONE = (
+    "quiet",
+    "debug",
+    "function",
+    "words",
+    "options",
+    "versions",
+    "of_preset",
+)  # settings that may differ between ranks
 
 
 def _call(collective: Callable, *args: Any, **kwargs: Any) -> None:
     "Call a collective before the run begins. Raises `WorkerError` if a rank has ended."
-    try: collective(*args, **kwargs)
-    except RuntimeError as e: raise WorkerError(f"rank {dist.get_rank()}: another rank has ended; its own message says why") from e
+    try:
+        collective(*args, **kwargs)
+    except RuntimeError as e:
+        raise WorkerError(
+            f"rank {dist.get_rank()}: another rank has ended; its own message says why"
+        ) from e
 
 
 def _gathered(x: Any) -> list:
@@ -103,11 +132,16 @@ def _gathered(x: Any) -> list:
 def _check_asked(typed: dict, configured: Callable) -> None:
     "Raise `DataError` in all ranks if the settings of one of them are not those of rank 0."
     config: dict[str, Any]
-    try: config = configured()
-    except Exception as e: config = dict(error=describe_exception(e))
+    try:
+        config = configured()
+    except Exception as e:
+        config = dict(error=describe_exception(e))
     mine = {**typed, **config, **config.get("options", {})}
-    check_alike(_gathered({name: repr(x) for name, x in mine.items() if name not in _OF_ONE}), "another option than on rank 0",
-                missing="nothing")
+    check_alike(
+        _gathered({name: repr(x) for name, x in mine.items() if name not in _OF_ONE}),
+        "another option than on rank 0",
+        missing="nothing",
+    )
 
 
 def _on_host(state: Any) -> Any:
@@ -127,9 +161,11 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
         typed: option -> value, from this rank's command line
         configured: () -> the configuration for these options, see `make_config`; or an empty dict
     """
-    if not dist.is_initialized(): return make()
+    if not dist.is_initialized():
+        return make()
     _check_asked(typed, configured)
-    run, told = None, list[Any]([None])
+    run = None
+    told = list[Any]([None])
     try:
         try:
             if dist.get_rank() == 0 and (run := make()) is not None:
@@ -137,25 +173,35 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
                 config = {**run.config, "inexact": run.stream.reason}
                 states = _on_host(run.agent.state_dict()), states_of(run.pipe), run.stream.restored
                 told[0] = run.folder.resolve(), config, run.counters, *states
-        finally: _call(dist.broadcast_object_list, told, src=0)
+        finally:
+            _call(dist.broadcast_object_list, told, src=0)
         return None if told[0] is None else _agreed(run, *told[0])
     except BaseException:
-        if run is not None: (discard(run) if run.is_new else unlock(run.folder))
+        if run is not None:
+            (discard(run) if run.is_new else unlock(run.folder))
         raise
 
 
 def _agreed(run, folder, *told):
     "The run of this rank, with its stream, unless a rank has failed. `run` is that of rank 0, and what it told is for the others."
-    error, rank = None, dist.get_rank()
+    error = None
+    rank = dist.get_rank()
     try:
         run = run or _follower(folder, *told)
-        run = run._replace(stream=RankStream(run.stream.reason, told[-1], ChunkFolder(folder/"ranks"/str(rank)), rank))
+        run = run._replace(
+            stream=RankStream(
+                run.stream.reason, told[-1], ChunkFolder(folder / "ranks" / str(rank)), rank
+            )
+        )
         run.stream.open(run.pipe)
         mine = dict(inexact=run.stream.reason, kept=run.config.get("kept"))
-    except Exception as e: error, mine = e, dict(error=describe_exception(e))
+    except Exception as e:
+        error = e
+        mine = dict(error=describe_exception(e))
     found = _gathered(mine)
     for k, x in enumerate(found):
-        if "error" in x: raise DataError(f"rank {k}: {x['error']}") from error
+        if "error" in x:
+            raise DataError(f"rank {k}: {x['error']}") from error
     check_alike(found, "environments that are kept in another way")
     return run
 
@@ -166,6 +212,15 @@ def _follower(folder, config, counters, state, states, _):
     agent.load_state_dict(state)
     load_states(pipe, states)
     divide(pipe, dist.get_rank(), dist.get_world_size(), config["workers"])
-    if counters["updates"] or config["inexact"]: keep_as(pipe, config.get("kept", {}).values())
-    else: config = with_exactness({**config, "exact": False}, pipe)
-    return Follower(folder, {**config, "eval_every": 0, "video_every": 0}, agent, pipe, counters, stream=Stream(config["inexact"]))
+    if counters["updates"] or config["inexact"]:
+        keep_as(pipe, config.get("kept", {}).values())
+    else:
+        config = with_exactness({**config, "exact": False}, pipe)
+    return Follower(
+        folder,
+        {**config, "eval_every": 0, "video_every": 0},
+        agent,
+        pipe,
+        counters,
+        stream=Stream(config["inexact"]),
+    )

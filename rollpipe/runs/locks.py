@@ -5,7 +5,13 @@
 # %% ../../nbs/runs/05_locks.ipynb #e4c16c09
 from __future__ import annotations
 
-import errno, json, os, shutil, stat, struct, sys
+import errno
+import json
+import os
+import shutil
+import stat
+import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,27 +30,40 @@ _locks = {}  # (process, folder) -> the open lock file
 _trained = set()  # `(process, folder)` of the trainings that run
 
 
-def _key(folder): return os.getpid(), Path(folder).resolve()
+def _key(folder):
+    return os.getpid(), Path(folder).resolve()
 
 
 def _untrained(folder):
     "The key of a folder. Raises `DataError` if this process trains there: a cell of a notebook may have begun a thread."
-    if (key := _key(folder)) not in _trained: return key
-    raise DataError(f"this process is training in {folder}", expected="another folder, or the end of that training")
+    if (key := _key(folder)) not in _trained:
+        return key
+    raise DataError(
+        f"this process is training in {folder}",
+        expected="another folder, or the end of that training",
+    )
 
 
-def _lock_file(folder): return Path(folder)/"lock" if Path(folder).is_dir() else Path(f"{folder}.lock")
+def _lock_file(folder):
+    return Path(folder) / "lock" if Path(folder).is_dir() else Path(f"{folder}.lock")
 
 
 def _plain(path: str, flags: int) -> int:
     "An opener for a plain file alone. The folder may be a stranger's: a link leads to any file, and a named pipe waits for ever."
-    try: number = no_wait(path, flags)
+    try:
+        number = no_wait(path, flags)
     except OSError as e:
-        if e.errno != errno.ELOOP: raise
+        if e.errno != errno.ELOOP:
+            raise
     else:
-        if stat.S_ISREG(os.fstat(number).st_mode): return number
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            return number
         os.close(number)
-    raise DataError(f"{path} is no lock", expected="a plain file, or none", got="a link, or another kind of file")
+    raise DataError(
+        f"{path} is no lock",
+        expected="a plain file, or none",
+        got="a link, or another kind of file",
+    )
 
 
 def lock(folder: Path) -> bool:
@@ -55,33 +74,51 @@ def lock(folder: Path) -> bool:
     Args:
         folder: folder of a run; or the file of a loop, which need not exist: then the lock is beside it
     """
-    try: str(folder).encode()
+    try:
+        str(folder).encode()
     except UnicodeEncodeError:
-        raise DataError("the name of a folder is not UTF-8", expected="another name", got=ascii(str(folder))) from None
+        raise DataError(
+            "the name of a folder is not UTF-8", expected="another name", got=ascii(str(folder))
+        ) from None
     for path in (Path(folder, name) for name in ("checkpoints", "replay", "recording")):
-        if path.is_symlink(): raise DataError(f"{path} is a link", expected="a folder, because a training removes files in it")
+        if path.is_symlink():
+            raise DataError(
+                f"{path} is a link", expected="a folder, because a training removes files in it"
+            )
     key = _untrained(folder)
-    try: import fcntl
-    except ImportError: return False  # this system has no such locks
-    if key in _locks: return False
+    try:
+        import fcntl
+    except ImportError:
+        return False  # this system has no such locks
+    if key in _locks:
+        return False
     path = _lock_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         file = open(path, "a+", opener=_plain)
-        try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             file.seek(0)
             owner = file.read().strip() or "unknown"
             file.close()
-            if e.errno not in (errno.EACCES, errno.EAGAIN): raise OSError(e.errno, f"{e.strerror} (to lock the folder)", str(path)) from e
+            if e.errno not in (errno.EACCES, errno.EAGAIN):
+                raise OSError(e.errno, f"{e.strerror} (to lock the folder)", str(path)) from e
             where, other = ("in", "folder") if path.name == "lock" else ("with", "file")
-            raise DataError(f"another process is training {where} {folder}", expected=f"another {other}", got=f"process {owner}") from None
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()): break
+            raise DataError(
+                f"another process is training {where} {folder}",
+                expected=f"another {other}",
+                got=f"process {owner}",
+            ) from None
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            break
         file.close()  # its owner has just removed the file: try again
     file.truncate(0)
-    try: print(os.getpid(), file=file, flush=True)
+    try:
+        print(os.getpid(), file=file, flush=True)
     except OSError as e:
-        with suppress(OSError): file.close()  # `close` tries to write once more
+        with suppress(OSError):
+            file.close()  # `close` tries to write once more
         raise OSError(e.errno, e.strerror, str(path)) from e
     _locks[key] = file
     return True
@@ -96,7 +133,8 @@ def unlock(folder: Path) -> None:
     "Let others train in the folder; does nothing if this process has not locked it."
     _trained.discard(_key(folder))
     file = _locks.pop(_key(folder), None)
-    if file is None: return
+    if file is None:
+        return
     _lock_file(folder).unlink(missing_ok=True)
     file.close()
 
@@ -110,30 +148,54 @@ def locked(folder: Path) -> Iterator[None]:
     """
     is_outer = _key(folder) not in _locks
     lock(folder)
-    try: yield
+    try:
+        yield
     finally:
-        if is_outer: unlock(folder)
+        if is_outer:
+            unlock(folder)
 
 
-_FLOCK, _TYPE = ("qqihh4x", 3) if sys.platform == "darwin" or "bsd" in sys.platform else ("hhqqi4x", 0)      # `struct flock`, its `l_type`
+_FLOCK, _TYPE = (
+    ("qqihh4x", 3) if sys.platform == "darwin" or "bsd" in sys.platform else ("hhqqi4x", 0)
+)  # `struct flock`, its `l_type`
 
 
 def owner_of(folder: Path) -> str:
     "The number of the process that trains in the folder; empty if none does. The lock that a killed one has left does not count."
-    if _key(folder) in _locks: return str(os.getpid())     # to close the file would end this lock
+    if _key(folder) in _locks:
+        return str(os.getpid())  # to close the file would end this lock
     try:
         import fcntl
+
         with open(_lock_file(folder), opener=_plain) as file:
-            asked = struct.pack(_FLOCK, *[fcntl.F_WRLCK if k == _TYPE else 0 for k in range(5)])     # of the whole file
-            found = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))      # a lock of ours could refuse a training
+            asked = struct.pack(
+                _FLOCK, *[fcntl.F_WRLCK if k == _TYPE else 0 for k in range(5)]
+            )  # of the whole file
+            found = struct.unpack(
+                _FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked)
+            )  # a lock of ours could refuse a training
             return "" if found[_TYPE] == fcntl.F_UNLCK else file.read().strip() or "unknown"
-    except (ImportError, FileNotFoundError, DataError): return ""     # there is none, or what no training can have locked
-    except OSError: return "unknown"     # another user, say
+    except (ImportError, FileNotFoundError, DataError):
+        return ""  # there is none, or what no training can have locked
+    except OSError:
+        return "unknown"  # another user, say
 
 # %% ../../nbs/runs/05_locks.ipynb #7e2b90c4
-FORKED, COSTS = "fork.safetensors", "costs.json"     # the checkpoint with which a fork begins; a `Profile` of the last seconds of training
-RUN_FILES = (FINGERPRINTS, JOURNAL, COSTS, FORKED, "config.json", "metrics.csv", "metrics.jsonl", "evaluations.jsonl", "best.safetensors",
-             *"checkpoint.safetensors paused replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split())
+# the checkpoint with which a fork begins; a `Profile` of the last seconds of training
+FORKED = "fork.safetensors"
+COSTS = "costs.json"
+RUN_FILES = (
+    FINGERPRINTS,
+    JOURNAL,
+    COSTS,
+    FORKED,
+    "config.json",
+    "metrics.csv",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "best.safetensors",
+    *"checkpoint.safetensors paused replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split(),
+)
 
 
 def files_of_run(folder: str | Path) -> list:
@@ -142,7 +204,11 @@ def files_of_run(folder: str | Path) -> list:
     A run has a checkpoint, or at least its configuration. Without them there is no run, and files with such names are somebody else's.
     """
     found = _named(folder)
-    return found if any(path.suffix == ".safetensors" for path in found) or _is_configured(folder) else []
+    return (
+        found
+        if any(path.suffix == ".safetensors" for path in found) or _is_configured(folder)
+        else []
+    )
 
 
 def _named(folder: str | Path) -> list:
@@ -151,8 +217,12 @@ def _named(folder: str | Path) -> list:
 
 
 def _is_configured(folder: str | Path) -> bool:
-    try: return {"algorithm", "env", "options"} <= {*json.loads(Path(folder, "config.json").read_bytes())}
-    except (OSError, ValueError, TypeError): return False
+    try:
+        return {"algorithm", "env", "options"} <= {
+            *json.loads(Path(folder, "config.json").read_bytes())
+        }
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
@@ -163,16 +233,25 @@ def check_free(folder: Path, overwrite: bool) -> None:
         overwrite: a run may be replaced
     """
     if files_of_run(folder):
-        if not overwrite: raise DataError(f"{folder} has a run already", expected="another folder, --overwrite, or --resume")
+        if not overwrite:
+            raise DataError(
+                f"{folder} has a run already", expected="another folder, --overwrite, or --resume"
+            )
     elif others := _named(folder):
-        raise DataError(f"{folder} has no run, but files that a run would replace, and that may be yours", expected="another folder",
-                        got=", ".join(sorted(path.name for path in others)))
+        raise DataError(
+            f"{folder} has no run, but files that a run would replace, and that may be yours",
+            expected="another folder",
+            got=", ".join(sorted(path.name for path in others)),
+        )
 
 
 def remove_run(folder: Path) -> None:
     "Remove the files of a run. Its checkpoints come last, or a kill would leave files of no run."
-    kept = folder/"checkpoints"
+    kept = folder / "checkpoints"
     for path in sorted(_named(folder), key=lambda path: path.suffix == ".safetensors"):
-        if path.is_dir() and not path.is_symlink(): shutil.rmtree(path)
-        else: path.unlink(missing_ok=True)
-    if kept.is_dir() and not any(kept.iterdir()): kept.rmdir()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    if kept.is_dir() and not any(kept.iterdir()):
+        kept.rmdir()

@@ -5,7 +5,12 @@
 # %% ../../nbs/runs/01_logs.ipynb #4e1be83c
 from __future__ import annotations
 
-import csv, difflib, io, json, logging, math
+import csv
+import difflib
+import io
+import json
+import logging
+import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -36,11 +41,16 @@ def read_records(folder: str | Path) -> list:
     Returns:
         list: one dict per record
     """
-    path = Path(folder)/"metrics.jsonl"
-    if not path.is_file(): raise DataError(f"{path}: no metrics here", expected="the folder of a run")
-    lines, records = path.read_text(errors="replace").split("\n"), []
+    path = Path(folder) / "metrics.jsonl"
+    if not path.is_file():
+        raise DataError(f"{path}: no metrics here", expected="the folder of a run")
+    lines = path.read_text(errors="replace").split("\n")
+    records = []
     for i, line in enumerate(lines[:-1]):  # text after the last newline is an incomplete line
-        try: records.append({name: math.nan if x is None else float(x) for name, x in json.loads(line).items()})
+        try:
+            records.append(
+                {name: math.nan if x is None else float(x) for name, x in json.loads(line).items()}
+            )
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             raise DataError(f"{path}, line {i + 1}: damaged", got=line[:80]) from None
     return records
@@ -71,7 +81,8 @@ def _json_line(record: dict) -> str:
 
 
 def _plain(x: Any) -> Any:
-    if isinstance(x, list): return [_plain(item) for item in x]
+    if isinstance(x, list):
+        return [_plain(item) for item in x]
     return x if not isinstance(x, float) or math.isfinite(x) else None if math.isnan(x) else str(x)
 
 
@@ -86,12 +97,16 @@ def _csv_line(cells: Iterable) -> str:
 # %% ../../nbs/runs/01_logs.ipynb #91132f1e
 def _lost(path: Path, records: list, updates: float) -> list:
     "The rows of a CSV file up to so many updates that `metrics.jsonl` has lost."
-    known, found = {r.get("updates") for r in records}, []
+    known = {r.get("updates") for r in records}
+    found = []
     with suppress(OSError, csv.Error):
         for row in csv.DictReader(path.read_text("utf-8", "replace").split("\n")[:-1]):
-            try: record = {name: float(x) for name, x in row.items() if x}
-            except (TypeError, ValueError): continue    # a damaged row
-            if record.get("updates", math.nan) <= updates and record["updates"] not in known: found.append(record)
+            try:
+                record = {name: float(x) for name, x in row.items() if x}
+            except (TypeError, ValueError):
+                continue  # a damaged row
+            if record.get("updates", math.nan) <= updates and record["updates"] not in known:
+                found.append(record)
     return found
 
 
@@ -100,25 +115,40 @@ class _Table:
 
     Earlier rows up to so many `updates` stay, also if `metrics.jsonl` has lost them.
     """
+
     name = "metrics.csv"
 
     def __init__(self, path: Path, records: Callable, updates: float = math.inf):
-        self.path, self.records, self.columns, self.file, self.is_whole = path, records, list(METRICS), None, True
+        self.path = path
+        self.records = records
+        self.columns = list(METRICS)
+        self.file = None
+        self.is_whole = True
         self.lost = _lost(path, records(), updates)
         self.make()
 
     def make(self) -> None:
         "Replace the file by one with a row for every record."
         self.stop()
-        records, own = self.records(), list(METRICS)
-        if self.lost: records = sorted(records + self.lost, key=lambda r: r.get("updates", 0))
-        own += [name for name in dict.fromkeys(name for r in records for name in r) if name not in METRICS]
-        write_atomically(self.path, (_csv_line(own) + "".join(_csv_row(r, own) for r in records)).encode())
-        self.file, self.columns = open(self.path, "a", encoding="utf-8"), own
+        records = self.records()
+        own = list(METRICS)
+        if self.lost:
+            records = sorted(records + self.lost, key=lambda r: r.get("updates", 0))
+        own += [
+            name
+            for name in dict.fromkeys(name for r in records for name in r)
+            if name not in METRICS
+        ]
+        write_atomically(
+            self.path, (_csv_line(own) + "".join(_csv_row(r, own) for r in records)).encode()
+        )
+        self.file = open(self.path, "a", encoding="utf-8")
+        self.columns = own
 
     def write(self, record: dict) -> None:
         self.is_whole = False
-        if self.file is None or not set(record) <= set(self.columns): self.make()
+        if self.file is None or not set(record) <= set(self.columns):
+            self.make()
         else:
             with names_file(self.path):
                 self.file.write(_csv_row(record, self.columns))
@@ -127,17 +157,21 @@ class _Table:
 
     def stop(self) -> None:
         file, self.file = self.file, None
-        if file is not None: file.close()
+        if file is not None:
+            file.close()
 
     def close(self) -> None:
         "Close the file. If a row could not be written, all rows are written again."
-        try: self.stop()
-        except OSError: self.is_whole = False
-        if not self.is_whole: self.make()
+        try:
+            self.stop()
+        except OSError:
+            self.is_whole = False
+        if not self.is_whole:
+            self.make()
         self.stop()
 
 # %% ../../nbs/runs/01_logs.ipynb #c88f3bb6
-_log = logging.getLogger('rollpipe')
+_log = logging.getLogger("rollpipe")
 
 
 class MetricWriter:
@@ -154,70 +188,103 @@ class MetricWriter:
         config: configuration that Weights & Biases shows
         updates: keep earlier records up to this many updates, some of which may have made no steps
     """
-    def __init__(self, folder: str | Path, tensorboard: bool | str = "auto", *, wandb: bool | str | None = None,
-                 config: dict | None = None, updates: float = math.inf):
-        self.folder, self._told = Path(folder), set()
+
+    def __init__(
+        self,
+        folder: str | Path,
+        tensorboard: bool | str = "auto",
+        *,
+        wandb: bool | str | None = None,
+        config: dict | None = None,
+        updates: float = math.inf,
+    ):
+        self.folder = Path(folder)
+        self._told = set()
         self.folder.mkdir(parents=True, exist_ok=True)
         old = [r for r in records_of(folder) if r.get("updates", 0) <= updates]
         if (last := old[-1].get("updates", updates) if old else 0) < updates < math.inf:
             self._tell_lost(last, updates, old[-1]["steps"] if old else 0)
-        write_atomically(self.folder/"metrics.jsonl", "".join(map(_json_line, old)).encode())
-        self._record, self._sinks = open(self.folder/"metrics.jsonl", "a", encoding="utf-8"), []
+        write_atomically(self.folder / "metrics.jsonl", "".join(map(_json_line, old)).encode())
+        self._record = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
+        self._sinks = []
         self._failed = []
         try:
-            self._sinks.append(_Table(self.folder/"metrics.csv", lambda: read_records(folder), updates))
+            self._sinks.append(
+                _Table(self.folder / "metrics.csv", lambda: read_records(folder), updates)
+            )
             if find_spec("tensorboard") if tensorboard == "auto" else tensorboard:
                 self._sinks.append(TensorBoard(folder, old[-1].get("steps", 0) if old else 0))
-            if (self.folder/"wandb.json").is_file() if wandb is None else wandb:
+            if (self.folder / "wandb.json").is_file() if wandb is None else wandb:
                 self._sinks.append(WandB(folder, wandb if isinstance(wandb, str) else None, config))
         except BaseException:
             self.close()
             raise
 
     def _tell_lost(self, last, updates, steps):
-        again = last_kept(self.folder/"checkpoints", steps)
-        _log.warning(f"{self.folder/'metrics.jsonl'} has lost the updates {last + 1:.0f} to {updates:.0f}"
-                     + (f"; `rollpipe train --resume {again}` makes them again" if again else ""))
+        again = last_kept(self.folder / "checkpoints", steps)
+        _log.warning(
+            f"{self.folder / 'metrics.jsonl'} has lost the updates {last + 1:.0f} to {updates:.0f}"
+            + (f"; `rollpipe train --resume {again}` makes them again" if again else "")
+        )
 
     def write(self, metrics: dict) -> None:
         "Add one record, which may hold own metrics. Raises as `check_metrics` does, if there is no `steps`, and if the disk is full."
         metrics = check_metrics(metrics, own=True)
-        if "steps" not in metrics: raise DataError("a record needs its steps", leaf="steps", got=", ".join(metrics))
+        if "steps" not in metrics:
+            raise DataError("a record needs its steps", leaf="steps", got=", ".join(metrics))
         with names_file(self._record.name):
             self._record.write(_json_line(metrics))
             self._record.flush()
-        for sink in list(self._sinks): self._try(sink, sink.write, metrics)
-        for name in metrics.keys() - METRICS.keys() - self._told: self._warn_of_slip(name)
+        for sink in list(self._sinks):
+            self._try(sink, sink.write, metrics)
+        for name in metrics.keys() - METRICS.keys() - self._told:
+            self._warn_of_slip(name)
 
     def _try(self, sink, action, *args):
         "Do an action of a sink. If it fails, the sink gets no more records."
-        try: action(*args)
+        try:
+            action(*args)
         except Exception as e:
-            _log.warning(f"{sink.name} failed and gets no more metrics, {self._record.name} has them all: {type(e).__name__}: {e}")
+            _log.warning(
+                f"{sink.name} failed and gets no more metrics, {self._record.name} has them all: {type(e).__name__}: {e}"
+            )
             self._sinks.remove(sink)
             self._failed.append(sink)
 
     def _warn_of_slip(self, name):
         self._told.add(name)
         if near := near_metric(name):
-            _log.warning(f"the metric {name!r} is recorded, but is {near!r} meant? A name such as 'my/{name}' is surely one of your own")
+            _log.warning(
+                f"the metric {name!r} is recorded, but is {near!r} meant? A name such as 'my/{name}' is surely one of your own"
+            )
 
     def close(self) -> None:
         "Close the files and the sinks; may be called twice."
         try:
-            with names_file(self._record.name): self._record.close()
+            with names_file(self._record.name):
+                self._record.close()
         finally:
-            failed, self._failed = self._failed, []
-            for sink in list(self._sinks): self._try(sink, sink.close)
+            failed = self._failed
+            self._failed = []
+            for sink in list(self._sinks):
+                self._try(sink, sink.close)
             self._sinks.clear()
             for sink in failed:
-                with suppress(Exception): sink.close()  # its failure is already logged
+                with suppress(Exception):
+                    sink.close()  # its failure is already logged
 
-    def __enter__(self): return self
-    def __exit__(self, *exc): self.close()
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
 
 # %% ../../nbs/runs/01_logs.ipynb #f6ac5633
-KINDS = ("training", "last", "best")  # evaluations while the run learns, of the last policy, and of the best one
+KINDS = (
+    "training",
+    "last",
+    "best",
+)  # evaluations while the run learns, of the last policy, and of the best one
 EVALUATIONS, EVALUATIONS_FORMAT = "evaluations.jsonl", 1
 _NUMBERS = ("steps", "updates", "seconds", "mean", "std")
 
@@ -231,8 +298,9 @@ def read_evaluations(folder: str | Path) -> list:
     Returns:
         list: dicts with `kind`, `steps` and `seconds` of training, `updates` of the policy, `mean`, `std`, `returns`, `lengths`, `seed`
     """
-    path = Path(folder)/EVALUATIONS
-    if not path.is_file(): return []
+    path = Path(folder) / EVALUATIONS
+    if not path.is_file():
+        return []
     lines = path.read_bytes().decode(errors="replace").split("\n")
     return [_record(line, f"{path}, line {i}") for i, line in enumerate(lines[:-1], 1)]
 
@@ -242,16 +310,26 @@ def _record(line: str, where: str) -> dict:
         found = json.loads(line)
         int(found.get("resumes", 0))
         if found["format"] == EVALUATIONS_FORMAT and found["kind"] in KINDS:
-            return {**found, **{name: _number(found[name]) for name in _NUMBERS}, "returns": [_number(x) for x in found["returns"]]}
+            return {
+                **found,
+                **{name: _number(found[name]) for name in _NUMBERS},
+                "returns": [_number(x) for x in found["returns"]],
+            }
         version = found["format"]
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise DataError(f"{where}: damaged", got=line[:80]) from None
-    raise DataError(f"{where}: made by another version of rollpipe", expected=f"format {EVALUATIONS_FORMAT}", got=repr(version)[:80])
+    raise DataError(
+        f"{where}: made by another version of rollpipe",
+        expected=f"format {EVALUATIONS_FORMAT}",
+        got=repr(version)[:80],
+    )
 
 
 def _number(x: Any) -> float | int:
-    if x is None: return math.nan
-    if isinstance(x, bool) or isinstance(x, int) and abs(x) >= 2**63: raise ValueError("no number")
+    if x is None:
+        return math.nan
+    if isinstance(x, bool) or isinstance(x, int) and abs(x) >= 2**63:
+        raise ValueError("no number")
     return x if isinstance(x, (int, float)) else {"inf": math.inf, "-inf": -math.inf}[x]
 
 # %% ../../nbs/runs/01_logs.ipynb #9e68475d
@@ -263,7 +341,7 @@ def write_evaluations(folder: str | Path, records: list) -> None:
         records: see `read_evaluations`
     """
     lines = [_json_line({"format": EVALUATIONS_FORMAT, **record}) for record in records]
-    write_atomically(Path(folder)/EVALUATIONS, "".join(lines).encode())
+    write_atomically(Path(folder) / EVALUATIONS, "".join(lines).encode())
 
 # %% ../../nbs/runs/01_logs.ipynb #bab9bc2b
 def is_evaluated(folder: str | Path, steps: int) -> bool:
@@ -284,15 +362,24 @@ def is_complete(folder: str | Path, config: dict, counters: dict) -> bool:
         config: its configuration
         counters: its counters
     """
-    if not is_over(config, counters): return False
+    if not is_over(config, counters):
+        return False
     every = Every.of(config.get("eval_every", 0))
     return not every.n or every.unit != "steps" or is_evaluated(folder, counters["steps"])
 
 
 def no_run(path: Path) -> DataError:
     "The error for a path without a run. It names some that are in this folder, or beside it with a similar name."
-    if path.is_file(): return DataError(f"{path}: not a checkpoint", expected=f"the folder of the run, {path.parent}")
-    inside, beside = ([str(file.parent) for file in sorted(x.glob("*/checkpoint.safetensors"))] for x in (path, path.parent))
+    if path.is_file():
+        return DataError(
+            f"{path}: not a checkpoint", expected=f"the folder of the run, {path.parent}"
+        )
+    inside, beside = (
+        [str(file.parent) for file in sorted(x.glob("*/checkpoint.safetensors"))]
+        for x in (path, path.parent)
+    )
     near = inside[:3] or difflib.get_close_matches(str(path), beside, 3)
-    return DataError(f"{path}: {'there is no run in this folder' if path.is_dir() else 'there is no such run'}",
-                     expected=f"for example {', '.join(near)}" if near else "a path, or hf://OWNER/NAME")
+    return DataError(
+        f"{path}: {'there is no run in this folder' if path.is_dir() else 'there is no such run'}",
+        expected=f"for example {', '.join(near)}" if near else "a path, or hf://OWNER/NAME",
+    )

@@ -35,16 +35,23 @@ class ResumedLoader:
         stream: its stream, which is restored
         config: what its file says of it
     """
+
     def __init__(self, loader: Any, pipe: Any, stream: Stream, config: dict):
-        self.pipe, self.stream, self.config, self.batches = pipe, stream, config, iter(loader)
+        self.pipe = pipe
+        self.stream = stream
+        self.config = config
+        self.batches = iter(loader)
         stream.begin(loader.datapipe)
 
-    def __iter__(self) -> ResumedLoader: return self
+    def __iter__(self) -> ResumedLoader:
+        return self
 
     def __next__(self) -> Any:
-        try: return next(self.batches)
-        except StopIteration: raise
-        except BaseException:     # within a batch the stream has no state
+        try:
+            return next(self.batches)
+        except StopIteration:
+            raise
+        except BaseException:  # within a batch the stream has no state
             self.stream.end()
             raise
 
@@ -52,22 +59,40 @@ class ResumedLoader:
 def _ordered(service: Any) -> dict:
     "What of a reading service decides the order of the stream."
     workers = 0 if service is None else service.num_workers
-    return dict(workers=workers, **ordering(dict(workers=workers, lag=getattr(service, "lag", 0), order=getattr(service, "order", None))))
+    return dict(
+        workers=workers,
+        **ordering(
+            dict(
+                workers=workers,
+                lag=getattr(service, "lag", 0),
+                order=getattr(service, "order", None),
+            )
+        ),
+    )
 
 
 def _found(path: Path, kept: list) -> Checkpoint | None:
     "What `saved` wrote for such environments; None if there is no file."
-    if not path.exists(): return None
+    if not path.exists():
+        return None
     found = load_checkpoint(path)
     if not isinstance(found.config, dict) or not isinstance(found.config.get("loop"), list):
-        raise CheckpointError(f"{path}: not the file of a loop", expected="a file that `saved` has written")
+        raise CheckpointError(
+            f"{path}: not the file of a loop", expected="a file that `saved` has written"
+        )
     if len(found.config["loop"]) != len(kept):
-        raise CheckpointError(f"{path}: the file of another pipeline", expected=f"{len(kept)} sources of ticks", got=found.config["loop"])
+        raise CheckpointError(
+            f"{path}: the file of another pipeline",
+            expected=f"{len(kept)} sources of ticks",
+            got=found.config["loop"],
+        )
     return found
 
 # %% ../../nbs/runs/15_loops.ipynb #f2f1de39
 @contextmanager
-def resumed(path: str | Path, pipe: Any, agent: Any, reading_service: Any = None, exact: bool = True) -> Iterator[tuple]:
+def resumed(
+    path: str | Path, pipe: Any, agent: Any, reading_service: Any = None, exact: bool = True
+) -> Iterator[tuple]:
     """A context with `(loader, update)`: the batches of a loop, and the number of updates that the file counts; 0 if there is none.
 
     The graph is copied. If there is a file, the learner, the pipes that learn, the stream and the global generators go on from it.
@@ -83,47 +108,85 @@ def resumed(path: str | Path, pipe: Any, agent: Any, reading_service: Any = None
         exact: refuse a loop that cannot go on exactly; False: such a loop begins new episodes
     """
     path = Path(path)
-    with locked(path): yield from _opened(path, copy_graph(pipe), agent, reading_service, exact)
+    with locked(path):
+        yield from _opened(path, copy_graph(pipe), agent, reading_service, exact)
 
 
 def _opened(path, pipe, agent, reading_service, exact):
-    ordered, sources = _ordered(reading_service), find(pipe, Acting)
+    ordered = _ordered(reading_service)
+    sources = find(pipe, Acting)
     found = _found(path, sources)
-    if found is None: keep_environments(pipe)
-    else: keep_as(pipe, found.config["loop"])
+    if found is None:
+        keep_environments(pipe)
+    else:
+        keep_as(pipe, found.config["loop"])
     reason = why_inexact(pipe, ordered) if found is None else _why_other(found, pipe, ordered)
     if reason and exact:
-        raise DataError("the loop cannot go on exactly", leaf="exact", expected="exact=False, or other settings", got=reason)
-    stream = Stream(reason, found.stream if found and not reason else None, ChunkFolder(path.with_name(f"{path.name}.replay")))
-    if found is not None: _load(path, found, pipe, agent)
+        raise DataError(
+            "the loop cannot go on exactly",
+            leaf="exact",
+            expected="exact=False, or other settings",
+            got=reason,
+        )
+    stream = Stream(
+        reason,
+        found.stream if found and not reason else None,
+        ChunkFolder(path.with_name(f"{path.name}.replay")),
+    )
+    if found is not None:
+        _load(path, found, pipe, agent)
     mine = fingerprint(pipe, agent, lag=ordered["lag"], order=ordered["order"])
-    if found is not None: _warn(path, Fingerprint(found.config["fingerprint"]), mine)
-    config = dict(ordered, loop=[source.keeper.name for source in sources], exact=exact, inexact=reason,
-                  fingerprint={place: str(text) for place, text in mine.leaves.items()})
+    if found is not None:
+        _warn(path, Fingerprint(found.config["fingerprint"]), mine)
+    config = dict(
+        ordered,
+        loop=[source.keeper.name for source in sources],
+        exact=exact,
+        inexact=reason,
+        fingerprint={place: str(text) for place, text in mine.leaves.items()},
+    )
     with torchdata.DataLoader2(stream.open(pipe), reading_service=reading_service) as loader:
-        try: yield ResumedLoader(loader, pipe, stream, config), 0 if found is None else found.counters["updates"]
-        finally: stream.end()
+        try:
+            yield (
+                ResumedLoader(loader, pipe, stream, config),
+                0 if found is None else found.counters["updates"],
+            )
+        finally:
+            stream.end()
 
 
 def _why_other(found: Checkpoint, pipe: Any, ordered: dict) -> str | None:
     "Why the stream of a file cannot go on in this graph and order; None: it can."
-    changed = [f"{name}={found.config[name]!r} when it was saved, and now {ordered[name]!r}" for name in ("lag", "order")
-               if found.config[name] != ordered[name]]
-    if found.config["inexact"] is None and found.stream is None: changed.append("it was saved when it had been stopped within a batch")
-    return found.config["inexact"] or why_inexact(pipe, ordered) or ', '.join(changed) or None
+    changed = [
+        f"{name}={found.config[name]!r} when it was saved, and now {ordered[name]!r}"
+        for name in ("lag", "order")
+        if found.config[name] != ordered[name]
+    ]
+    if found.config["inexact"] is None and found.stream is None:
+        changed.append("it was saved when it had been stopped within a batch")
+    return found.config["inexact"] or why_inexact(pipe, ordered) or ", ".join(changed) or None
 
 
 def _load(path: Path, found: Checkpoint, pipe: Any, agent: Any) -> None:
-    try: agent.load_state_dict(found.agent_state)
-    except Exception as e: raise CheckpointError(f"{path}: the checkpoint does not fit the agent ({describe_exception(e)})") from e
+    try:
+        agent.load_state_dict(found.agent_state)
+    except Exception as e:
+        raise CheckpointError(
+            f"{path}: the checkpoint does not fit the agent ({describe_exception(e)})"
+        ) from e
     if left := load_states(pipe, found.pipes):
-        raise CheckpointError(f"{path}: the pipeline lacks pipes that learned", expected=', '.join(left), got="none of them")
+        raise CheckpointError(
+            f"{path}: the pipeline lacks pipes that learned",
+            expected=", ".join(left),
+            got="none of them",
+        )
 
 
 def _warn(path: Path, before: Fingerprint, now: Fingerprint) -> None:
     "Say in the log what of a training is not as it was, but for its weights and seeds."
     changed = before.differs(now, *Fingerprint.FIXED)
-    if changed: logging.getLogger("rollpipe").warning(f"{path} goes on, but not as it was: {changed}")
+    if changed:
+        logging.getLogger("rollpipe").warning(f"{path} goes on, but not as it was: {changed}")
 
 
 def saved(path: str | Path, loader: ResumedLoader, agent: Any, update: int) -> None:
@@ -139,9 +202,16 @@ def saved(path: str | Path, loader: ResumedLoader, agent: Any, update: int) -> N
     """
     stream = loader.stream
     if stream.pipe is None and loader.config["exact"]:
-        raise DataError(f"{path}: the stream has no state", expected="`saved` between two batches of `resumed`",
-                        got="a loop that is over, or that was stopped within a batch")
+        raise DataError(
+            f"{path}: the stream has no state",
+            expected="`saved` between two batches of `resumed`",
+            got="a loop that is over, or that was stopped within a batch",
+        )
     state = stream.state() if stream.pipe is not None else None
-    if stream.chunks is not None: stream.chunks.sync()
-    save_checkpoint(path, agent, loader.config, dict(updates=update), pipes=states_of(loader.pipe), stream=state)
-    if stream.chunks is not None: stream.chunks.sweep([path])
+    if stream.chunks is not None:
+        stream.chunks.sync()
+    save_checkpoint(
+        path, agent, loader.config, dict(updates=update), pipes=states_of(loader.pipe), stream=state
+    )
+    if stream.chunks is not None:
+        stream.chunks.sweep([path])

@@ -5,7 +5,13 @@
 # %% ../../nbs/runs/11_mailbox.ipynb #9e4a102f
 from __future__ import annotations
 
-import json, logging, os, re, secrets, signal, stat
+import json
+import logging
+import os
+import re
+import secrets
+import signal
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,47 +33,77 @@ from ..traces.journal import told
 __all__ = ['WISHES', 'PAUSED', 'Mailbox', 'ask', 'attended', 'save_edited', 'edit_is_due', 'made_again']
 
 # %% ../../nbs/runs/11_mailbox.ipynb #8324e206
-WISHES, PAUSED = ("pause", "go_on", "save", "stop"), "paused"     # what can be asked for; a file that exists during a pause
-_MOST, _STALE = 1 << 16, 600     # bytes of an ask; seconds after which nobody waits for an answer
-_ASK, _INBOX = re.compile(r"([0-9a-f]{32})\.(ask|taken|answer)"), "inbox"
+# what can be asked for; a file that exists during a pause
+WISHES = ("pause", "go_on", "save", "stop")
+PAUSED = "paused"
+# bytes of an ask; seconds after which nobody waits for an answer
+_MOST = 1 << 16
+_STALE = 600
+_ASK = re.compile(r"([0-9a-f]{32})\.(ask|taken|answer)")
+_INBOX = "inbox"
 
 
-def _is_mine(found: os.stat_result) -> bool: return os.name == "nt" or found.st_uid == os.geteuid() and not found.st_mode & 0o022
+def _is_mine(found: os.stat_result) -> bool:
+    return os.name == "nt" or found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _is_inbox(path: Path) -> bool:
     "Is there an inbox? Raises `DataError` if others could write into it."
-    try: found = os.lstat(path)
-    except OSError: return False
-    if stat.S_ISDIR(found.st_mode) and _is_mine(found): return True
-    raise DataError(f"{path} is not used", expected="a folder into which nobody else can write, or none")
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    if stat.S_ISDIR(found.st_mode) and _is_mine(found):
+        return True
+    raise DataError(
+        f"{path} is not used", expected="a folder into which nobody else can write, or none"
+    )
 
 
 def _read(path: Path) -> dict:
     "What a file says. Raises `DataError`, or `OSError`, for one that cannot be trusted or read."
     with open(path, "rb", opener=no_wait) as file:
         found = os.fstat(file.fileno())
-        reached = path.parent.stat().st_mode << 1 & 0o022     # who may enter the folder has the bit with which he may write the file
+        reached = (
+            path.parent.stat().st_mode << 1 & 0o022
+        )  # who may enter the folder has the bit with which he may write the file
         is_open = os.name != "nt" and (found.st_uid != os.geteuid() or found.st_mode & reached)
-        if not stat.S_ISREG(found.st_mode) or is_open: raise DataError("not a file of the user who trains")
+        if not stat.S_ISREG(found.st_mode) or is_open:
+            raise DataError("not a file of the user who trains")
         text = file.read(_MOST + 1)
-    if len(text) > _MOST: raise DataError("too long", expected=f"at most {_MOST} bytes")
-    try: content = json.loads(text.decode(), parse_constant=_no_number)
-    except (ValueError, RecursionError) as e: raise DataError("not JSON", got=str(e)[:80]) from None
-    if not isinstance(content, dict): raise DataError("not JSON with names and values", got=repr(content)[:80])
+    if len(text) > _MOST:
+        raise DataError("too long", expected=f"at most {_MOST} bytes")
+    try:
+        content = json.loads(text.decode(), parse_constant=_no_number)
+    except (ValueError, RecursionError) as e:
+        raise DataError("not JSON", got=str(e)[:80]) from None
+    if not isinstance(content, dict):
+        raise DataError("not JSON with names and values", got=repr(content)[:80])
     return content
 
 
-def _no_number(name: str) -> None: raise ValueError(f"{name} is no number of JSON")
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _checked(ask: dict) -> dict:
     "An ask. Raises `DataError` if it is none."
-    if ask.keys() == {"do"} and ask["do"] in WISHES: return ask
-    if ask.keys() == {"set"} and isinstance(ask["set"], dict) and ask["set"]: return ask
-    is_insert = ask.keys() == {"insert", "kwargs"} and isinstance(ask["insert"], str) and isinstance(ask["kwargs"], dict)
-    if is_insert and re.fullmatch(r"[A-Za-z_][\w.]*:\w+", ask["insert"]): return ask
-    raise DataError("not an ask", expected=f"{', '.join(WISHES)}, an option to set, or an edit module:function", got=str(ask)[:80])
+    if ask.keys() == {"do"} and ask["do"] in WISHES:
+        return ask
+    if ask.keys() == {"set"} and isinstance(ask["set"], dict) and ask["set"]:
+        return ask
+    is_insert = (
+        ask.keys() == {"insert", "kwargs"}
+        and isinstance(ask["insert"], str)
+        and isinstance(ask["kwargs"], dict)
+    )
+    if is_insert and re.fullmatch(r"[A-Za-z_][\w.]*:\w+", ask["insert"]):
+        return ask
+    raise DataError(
+        "not an ask",
+        expected=f"{', '.join(WISHES)}, an option to set, or an edit module:function",
+        got=str(ask)[:80],
+    )
 
 # %% ../../nbs/runs/11_mailbox.ipynb #e983b69b
 class Mailbox:
@@ -76,18 +112,23 @@ class Mailbox:
     Args:
         folder: folder of the run; None: nobody can ask, as in a rank that keeps no run
     """
-    EVERY = .02     # seconds between looks, at least
 
-    def __init__(self, folder: Path | None): self.path, self.due = None if folder is None else folder/_INBOX, 0.
+    EVERY = 0.02  # seconds between looks, at least
+
+    def __init__(self, folder: Path | None):
+        self.path = None if folder is None else folder / _INBOX
+        self.due = 0.0
 
     def waits(self) -> bool:
         "Does perhaps somebody wait for an answer?"
-        if self.path is None or (now := monotonic()) < self.due: return False
+        if self.path is None or (now := monotonic()) < self.due:
+            return False
         self.due = now + self.EVERY
         return self._is_there()
 
     def _is_there(self):
-        try: return self.path is not None and _is_inbox(self.path)
+        try:
+            return self.path is not None and _is_inbox(self.path)
         except DataError as e:
             logging.getLogger("rollpipe").warning(str(e))
             self.path = None
@@ -96,59 +137,84 @@ class Mailbox:
     def _names(self, *kinds):
         "The files of these kinds, the oldest first."
         found: list = []
-        if self.path is None or not self._is_there(): return found
-        with suppress(OSError):     # others remove the folder, and files in it
+        if self.path is None or not self._is_there():
+            return found
+        with suppress(OSError):  # others remove the folder, and files in it
             for name in os.listdir(self.path):
-                if not (match := _ASK.fullmatch(name)) or match[2] not in kinds: continue
-                with suppress(OSError): found.append((os.lstat(self.path/name).st_mtime_ns, name))
-        return [self.path/name for _, name in sorted(found)]
+                if not (match := _ASK.fullmatch(name)) or match[2] not in kinds:
+                    continue
+                with suppress(OSError):
+                    found.append((os.lstat(self.path / name).st_mtime_ns, name))
+        return [self.path / name for _, name in sorted(found)]
 
     def take(self) -> Iterator[tuple]:
         "What is asked: a name, and a dict, or the error for which it is refused. Each has to get an `answer`."
         for path in self._names("ask"):
-            try: os.rename(path, taken := path.with_suffix(".taken"))
-            except OSError: continue     # it was withdrawn
-            try: yield path.stem, _checked(_read(taken))
-            except (DataError, OSError) as e: yield path.stem, e
+            try:
+                os.rename(path, taken := path.with_suffix(".taken"))
+            except OSError:
+                continue  # it was withdrawn
+            try:
+                yield path.stem, _checked(_read(taken))
+            except (DataError, OSError) as e:
+                yield path.stem, e
         for path in self._names("answer"):
             with suppress(OSError):
-                if os.lstat(path).st_mtime < time() - _STALE: path.unlink()
+                if os.lstat(path).st_mtime < time() - _STALE:
+                    path.unlink()
 
     def answer(self, name: str, text: str, is_made: bool) -> None:
         "Answer what was asked. If the disk is full, the log says so."
         assert self.path is not None
-        try: write_atomically(self.path/f"{name}.answer", json.dumps(dict(made=is_made, text=text)).encode())
-        except OSError as e: logging.getLogger("rollpipe").warning(f"an answer could not be written ({e}): {text}")
-        with suppress(OSError): (self.path/f"{name}.taken").unlink()
+        try:
+            write_atomically(
+                self.path / f"{name}.answer", json.dumps(dict(made=is_made, text=text)).encode()
+            )
+        except OSError as e:
+            logging.getLogger("rollpipe").warning(f"an answer could not be written ({e}): {text}")
+        with suppress(OSError):
+            (self.path / f"{name}.taken").unlink()
 
     def show(self, is_paused: bool) -> None:
         "Show others whether the training is paused."
-        if self.path is None: return
-        with suppress(OSError): (Path.touch if is_paused else Path.unlink)(self.path.with_name(PAUSED))
+        if self.path is None:
+            return
+        with suppress(OSError):
+            (Path.touch if is_paused else Path.unlink)(self.path.with_name(PAUSED))
 
     def _refuse_all(self, when, since=None):
         "Refuse what nobody has answered, but for what was asked `since` that time. A training that was killed may have left a pause."
         self.show(False)
         for path in self._names("taken"):
-            self.answer(path.stem, "the training ended while this was made; the journal of the run tells whether it was", False)
+            self.answer(
+                path.stem,
+                "the training ended while this was made; the journal of the run tells whether it was",
+                False,
+            )
         for path in self._names("ask"):
             with suppress(OSError):
-                if since is not None and os.lstat(path).st_mtime_ns >= since: continue
+                if since is not None and os.lstat(path).st_mtime_ns >= since:
+                    continue
                 os.rename(path, path.with_suffix(".taken"))
             self.answer(path.stem, f"it was asked {when}", False)
         if self.path is not None:
-            with suppress(OSError): self.path.rmdir()
+            with suppress(OSError):
+                self.path.rmdir()
 
     def __enter__(self) -> Mailbox:
-        if self.path is None: return self
+        if self.path is None:
+            return self
         lock = self.path.with_name("lock")
-        self._refuse_all("before this training began", os.lstat(lock).st_mtime_ns if lock.exists() else None)
+        self._refuse_all(
+            "before this training began", os.lstat(lock).st_mtime_ns if lock.exists() else None
+        )
         return self
 
-    def __exit__(self, *exc: Any) -> None: self._refuse_all("when the training had ended")
+    def __exit__(self, *exc: Any) -> None:
+        self._refuse_all("when the training had ended")
 
 # %% ../../nbs/runs/11_mailbox.ipynb #fdb2ca9a
-def ask(folder: Path, wish: dict, timeout: float = 60.) -> str:
+def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
     """Ask the training in a folder, and wait. Returns its answer.
 
     Raises `DataError` if it refuses, if nobody trains there, or if it does not answer in time. Then the ask is withdrawn.
@@ -158,39 +224,62 @@ def ask(folder: Path, wish: dict, timeout: float = 60.) -> str:
         wish: `do`: one of `WISHES`; or `set`: option -> value; or `insert`: an edit `module:function`, and `kwargs`, its arguments
         timeout: seconds to wait; the training looks between two batches
     """
-    name, inbox = secrets.token_hex(16), folder/_INBOX
-    answer = inbox/f"{name}.answer"
-    if os.name != "nt" and not owner_of(folder): raise DataError(f"no training in {folder}", expected="a run that trains now")
+    name = secrets.token_hex(16)
+    inbox = folder / _INBOX
+    answer = inbox / f"{name}.answer"
+    if os.name != "nt" and not owner_of(folder):
+        raise DataError(f"no training in {folder}", expected="a run that trains now")
     for more in reversed(range(100)):
-        with suppress(FileExistsError): os.mkdir(inbox, 0o700)
-        try: write_atomically(inbox/f"{name}.ask", json.dumps(_checked(wish)).encode() if _is_inbox(inbox) else b"")
-        except FileNotFoundError:     # another one, who has got an answer, has removed the empty folder
-            if not more: raise
-        else: break
+        with suppress(FileExistsError):
+            os.mkdir(inbox, 0o700)
+        try:
+            write_atomically(
+                inbox / f"{name}.ask",
+                json.dumps(_checked(wish)).encode() if _is_inbox(inbox) else b"",
+            )
+        except (
+            FileNotFoundError
+        ):  # another one, who has got an answer, has removed the empty folder
+            if not more:
+                raise
+        else:
+            break
     deadline = monotonic() + timeout
     try:
         while not answer.exists():
-            if monotonic() > deadline and not _still_taken(inbox/f"{name}.ask", deadline + max(timeout, 60)): break
-            sleep(.02)
-        else: return _answered(answer, folder)
+            if monotonic() > deadline and not _still_taken(
+                inbox / f"{name}.ask", deadline + max(timeout, 60)
+            ):
+                break
+            sleep(0.02)
+        else:
+            return _answered(answer, folder)
     finally:
-        for path in (inbox/f"{name}.ask", answer):
-            with suppress(OSError): path.unlink()
-        with suppress(OSError): inbox.rmdir()
-    raise DataError(f"{folder} did not answer within {timeout:g} s", expected="a training, or a longer --timeout",
-                    got=f"process {owner_of(folder) or 'which has ended'}: it may be dead, or within a long update")
+        for path in (inbox / f"{name}.ask", answer):
+            with suppress(OSError):
+                path.unlink()
+        with suppress(OSError):
+            inbox.rmdir()
+    raise DataError(
+        f"{folder} did not answer within {timeout:g} s",
+        expected="a training, or a longer --timeout",
+        got=f"process {owner_of(folder) or 'which has ended'}: it may be dead, or within a long update",
+    )
 
 
 def _still_taken(path: Path, latest: float) -> bool:
     "Withdraw what was not taken. What was taken gets an answer, but for a training that was killed."
-    try: path.unlink()
-    except FileNotFoundError: return monotonic() < latest
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return monotonic() < latest
     return False
 
 
 def _answered(path: Path, folder: Path) -> str:
     found = _read(path)
-    if not found.get("made"): raise DataError(f"{folder} refuses", got=str(found.get("text")))
+    if not found.get("made"):
+        raise DataError(f"{folder} refuses", got=str(found.get("text")))
     return str(found["text"])
 
 # %% ../../nbs/runs/11_mailbox.ipynb #686447cc
@@ -203,60 +292,81 @@ def attended(mailbox: Mailbox, updates: Any) -> Run:
         mailbox: the mailbox of the training
         updates: its `Updates`
     """
-    run, begun, state = updates.run, perf_counter(), "go_on"
+    run = updates.run
+    begun = perf_counter()
+    state = "go_on"
     while True:
         with uninterrupted(updates.signals):
             for name, wish in mailbox.take():
                 do = wish.get("do") if isinstance(wish, dict) else None
-                try: after = _edited(run, wish)
-                except (Exception, SystemExit) as e:     # a script may end while it is imported
-                    mailbox.answer(name, str(e) if isinstance(e, (PipeError, OSError)) else describe_exception(e), False)
+                try:
+                    after = _edited(run, wish)
+                except (Exception, SystemExit) as e:  # a script may end while it is imported
+                    mailbox.answer(
+                        name,
+                        str(e) if isinstance(e, (PipeError, OSError)) else describe_exception(e),
+                        False,
+                    )
                     continue
-                if do in (None, "save", "stop"): updates.journal.mark()
+                if do in (None, "save", "stop"):
+                    updates.journal.mark()
                 try:
                     if after is not run:
                         save_edited(after)
                         updates.is_whole = False
-                    elif do in ("save", "stop") and run is updates.run: updates.save()     # an edited run has been saved
+                    elif do in ("save", "stop") and run is updates.run:
+                        updates.save()  # an edited run has been saved
                 except (PipeError, OSError) as e:
                     mailbox.answer(name, str(e), False)
                     continue
-                run, state = after, do if do in ("pause", "go_on", "stop") else state
+                run = after
+                state = do if do in ("pause", "go_on", "stop") else state
                 mailbox.show(state == "pause")
                 mailbox.answer(name, _told(run, do), True)
             if state == "stop":
                 updates.journal.edited(run.config.get("edits", []))
                 raise Stopped(signal.SIGINT)
-        if state == "go_on": break
-        sleep(.1)
+        if state == "go_on":
+            break
+        sleep(0.1)
     updates.leave_out(perf_counter() - begun)
     return run
 
 
 def _edited(run: Run, wish: Any) -> Run:
     "The run with what is wished, if that is an edit. Nothing is written."
-    if isinstance(wish, Exception): raise wish
-    if run.config.get("ranks", 1) > 1: raise DataError("several ranks learn together", expected="a run of one rank")
-    if "do" in wish: return run
-    if "insert" in wish: allow_edits(wish["insert"].partition(":")[0])
+    if isinstance(wish, Exception):
+        raise wish
+    if run.config.get("ranks", 1) > 1:
+        raise DataError("several ranks learn together", expected="a run of one rank")
+    if "do" in wish:
+        return run
+    if "insert" in wish:
+        allow_edits(wish["insert"].partition(":")[0])
     after = edited_run(run, wish)
-    if not after.config["edits"][-1].get("set", True): raise DataError("it changes nothing", got=told(wish))
+    if not after.config["edits"][-1].get("set", True):
+        raise DataError("it changes nothing", got=told(wish))
     return after
 
 
 def _told(run: Run, do: str | None) -> str:
-    n, folder = run.counters["updates"], shown(run.folder)
-    if do is None: return f"{folder} has {told(run.config['edits'][-1])} after update {n}"
+    n = run.counters["updates"]
+    folder = shown(run.folder)
+    if do is None:
+        return f"{folder} has {told(run.config['edits'][-1])} after update {n}"
     done = dict(pause="is paused", go_on="goes on", save="is saved", stop="is saved, and stops,")
     return f"{folder} {done[do]} after update {n}"
 
 
 def save_edited(run: Run) -> None:
     "Save an edited run. Raises `OSError` if its edit is not on disk."
-    try: run.save()
-    except OSError:     # perhaps only the copy in `checkpoints` is lacking
-        if load_checkpoint(run.checkpoint).config.get("edits") != run.config["edits"]: raise
-    with suppress(OSError): write_json(run.folder/"config.json", run.config)     # a resume writes it again
+    try:
+        run.save()
+    except OSError:  # perhaps only the copy in `checkpoints` is lacking
+        if load_checkpoint(run.checkpoint).config.get("edits") != run.config["edits"]:
+            raise
+    with suppress(OSError):
+        write_json(run.folder / "config.json", run.config)  # a resume writes it again
 
 
 def edit_is_due(run: Run) -> bool:

@@ -5,7 +5,9 @@
 # %% ../../nbs/runs/20_pack.ipynb #e781def0
 from __future__ import annotations
 
-import importlib, json, shlex
+import importlib
+import json
+import shlex
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,26 @@ from ..traces.journal import told_past
 __all__ = ['PACK_FILES', 'HUB', 'local_copy', 'load_agent', 'card', 'pack', 'push', 'pack_command']
 
 # %% ../../nbs/runs/20_pack.ipynb #2cfaf641
-PACK_FILES = ("README.md", "checkpoint.safetensors", "config.json", FINGERPRINTS, "policy.onnx", "curve.png", "replay.mp4", "replay.gif")
+PACK_FILES = (
+    "README.md",
+    "checkpoint.safetensors",
+    "config.json",
+    FINGERPRINTS,
+    "policy.onnx",
+    "curve.png",
+    "replay.mp4",
+    "replay.gif",
+)
 HUB = "hf://"
 
 
 def _client() -> Any:
-    try: return importlib.import_module("huggingface_hub")
-    except ImportError: raise ImportError("a model hub needs huggingface_hub: pip install 'rollpipe[hub]'") from None
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ImportError:
+        raise ImportError(
+            "a model hub needs huggingface_hub: pip install 'rollpipe[hub]'"
+        ) from None
 
 
 def local_copy(run: Any) -> Any:
@@ -44,13 +59,20 @@ def local_copy(run: Any) -> Any:
     Args:
         run: a path, or `hf://OWNER/NAME`, with `@REVISION` if it is not the newest one
     """
-    if not str(run).startswith(HUB): return run
+    if not str(run).startswith(HUB):
+        return run
     name, _, revision = str(run).removeprefix(HUB).partition("@")
     client = _client()
-    try: return client.snapshot_download(name, revision=revision or None, allow_patterns=list(PACK_FILES))
+    try:
+        return client.snapshot_download(
+            name, revision=revision or None, allow_patterns=list(PACK_FILES)
+        )
     except Exception as e:
-        raise DataError(f"{run}: cannot be downloaded", expected="hf://OWNER/NAME of a folder that `rollpipe pack` has made",
-                        got=describe_exception(e)) from e
+        raise DataError(
+            f"{run}: cannot be downloaded",
+            expected="hf://OWNER/NAME of a folder that `rollpipe pack` has made",
+            got=describe_exception(e),
+        ) from e
 
 
 def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
@@ -65,22 +87,42 @@ def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
     """
     found = load_run(local_copy(run), best)
     agent = agent_of(found, device)
-    if isinstance(agent, LearnerState): agent.trained = f"{found.config['env']}, {found.counters['steps']:,} steps"
+    if isinstance(agent, LearnerState):
+        agent.trained = f"{found.config['env']}, {found.counters['steps']:,} steps"
     return agent
 
 # %% ../../nbs/runs/20_pack.ipynb #7db84954
 def _front_matter(config: dict, found: Evaluation) -> list:
     "The lines about a policy that a model hub reads."
-    kind, env = "reinforcement-learning", config["env"]
-    score = dict(type="mean_reward", name="mean_reward", value=f"{found.mean:.2f} +/- {found.std:.2f}", verified=False)
-    result = dict(task=dict(type=kind, name=kind), dataset=dict(name=env, type=env), metrics=[score])
+    kind = "reinforcement-learning"
+    env = config["env"]
+    score = dict(
+        type="mean_reward",
+        name="mean_reward",
+        value=f"{found.mean:.2f} +/- {found.std:.2f}",
+        verified=False,
+    )
+    result = dict(
+        task=dict(type=kind, name=kind), dataset=dict(name=env, type=env), metrics=[score]
+    )
     tags = [kind, "deep-reinforcement-learning", "rollpipe", config["algorithm"], env]
-    about = {"library_name": "rollpipe", "pipeline_tag": kind, "tags": tags,
-             "model-index": [dict(name=config["algorithm"], results=[result])]}
+    about = {
+        "library_name": "rollpipe",
+        "pipeline_tag": kind,
+        "tags": tags,
+        "model-index": [dict(name=config["algorithm"], results=[result])],
+    }
     return ["---", *(f"{name}: {json.dumps(x)}" for name, x in about.items()), "---"]
 
 
-def card(checkpoint: Checkpoint, found: Evaluation, pipeline: str, has: set, repo: str = "OWNER/NAME", film: str = "an episode") -> str:
+def card(
+    checkpoint: Checkpoint,
+    found: Evaluation,
+    pipeline: str,
+    has: set,
+    repo: str = "OWNER/NAME",
+    film: str = "an episode",
+) -> str:
     """The text of README.md.
 
     Args:
@@ -91,31 +133,79 @@ def card(checkpoint: Checkpoint, found: Evaluation, pipeline: str, has: set, rep
         repo: where the folder will be on the hub
         film: what the film shows
     """
-    config, modules = checkpoint.config, needed_modules(checkpoint.config)
-    name, env = config["algorithm"], config["env"]
+    config = checkpoint.config
+    modules = needed_modules(checkpoint.config)
+    name = config["algorithm"]
+    env = config["env"]
     actor = "average.policy" if config["options"].get("average_policy") else "actor"
     command = shlex.join(["rollpipe", "evaluate", f"{HUB}{repo}", *import_words(modules)])
-    code = [*(f"import {module}" for module in modules), "from rollpipe.runs import load_agent", "",
-            f'actor = load_agent("{HUB}{repo}").{actor}      # or the path of this folder', "action, state = actor.predict(obs)"]
-    pictures = [f"![{what}]({file})" for what, file in ((film, "replay.gif"), ("the learning curve", "curve.png")) if file in has]
+    code = [
+        *(f"import {module}" for module in modules),
+        "from rollpipe.runs import load_agent",
+        "",
+        f'actor = load_agent("{HUB}{repo}").{actor}      # or the path of this folder',
+        "action, state = actor.predict(obs)",
+    ]
+    pictures = [
+        f"![{what}]({file})"
+        for what, file in ((film, "replay.gif"), ("the learning curve", "curve.png"))
+        if file in has
+    ]
     again = f"`rollpipe train {name} {env} --config config.json` trains it again."
-    if past := told_past(config): again = f"These options alone do not train it again: {'; '.join(past)}."
+    if past := told_past(config):
+        again = f"These options alone do not train it again: {'; '.join(past)}."
     preset = f", with the preset {config['preset']}" if config.get("preset") else ""
-    return "\n".join([
-        *_front_matter(config, found), f"# {name} on {env}", "",
-        f"Trained by rollpipe with {checkpoint.counters['steps']:,} steps{preset}. The policy without exploration: {found}.",
-        *(line for picture in pictures for line in ("", picture)),
-        "", "## Use it", "", "```python", *code, "```", "```sh", command, "```", "",
-        "`checkpoint.safetensors` is the learner, `config.json` its configuration, and `fingerprint.json` what decided its numbers: "
-        "versions, code, seeds, the machine."
-        + " `policy.onnx` is the policy from observation to action, for ONNX Runtime." * ("policy.onnx" in has),
-        "", "## How it was trained", "", "```", pipeline, "```", "",
-        again, "", "| option | value |", "| --- | --- |",
-        *(f"| `{option}` | `{json.dumps(value)}` |" for option, value in config["options"].items())]) + "\n"
+    return (
+        "\n".join(
+            [
+                *_front_matter(config, found),
+                f"# {name} on {env}",
+                "",
+                f"Trained by rollpipe with {checkpoint.counters['steps']:,} steps{preset}. The policy without exploration: {found}.",
+                *(line for picture in pictures for line in ("", picture)),
+                "",
+                "## Use it",
+                "",
+                "```python",
+                *code,
+                "```",
+                "```sh",
+                command,
+                "```",
+                "",
+                "`checkpoint.safetensors` is the learner, `config.json` its configuration, and `fingerprint.json` what decided its "
+                "numbers: versions, code, seeds, the machine."
+                + " `policy.onnx` is the policy from observation to action, for ONNX Runtime."
+                * ("policy.onnx" in has),
+                "",
+                "## How it was trained",
+                "",
+                "```",
+                pipeline,
+                "```",
+                "",
+                again,
+                "",
+                "| option | value |",
+                "| --- | --- |",
+                *(
+                    f"| `{option}` | `{json.dumps(value)}` |"
+                    for option, value in config["options"].items()
+                ),
+            ]
+        )
+        + "\n"
+    )
 
 # %% ../../nbs/runs/20_pack.ipynb #9a406328
-def pack(run: str | Path, out: str | Path | None = None, best: bool = False, episodes: int = 20, seed: int | None = None,
-         repo: str = "OWNER/NAME") -> Path:
+def pack(
+    run: str | Path,
+    out: str | Path | None = None,
+    best: bool = False,
+    episodes: int = 20,
+    seed: int | None = None,
+    repo: str = "OWNER/NAME",
+) -> Path:
     """Write all that others need of a run into one folder, evaluate its policy for the card, and return the path of the folder.
 
     What cannot be there is left out: `policy.onnx` without the extra `onnx`, or of a policy that ONNX cannot express; the film of a run
@@ -130,32 +220,61 @@ def pack(run: str | Path, out: str | Path | None = None, best: bool = False, epi
         seed: seed of these episodes; None: different ones each time
         repo: where the folder will be on the hub, for the card
     """
-    found, folder = load_run(run, best), folder_of(run).absolute()
-    out = Path(out or folder/"pack").absolute()
+    found = load_run(run, best)
+    folder = folder_of(run).absolute()
+    out = Path(out or folder / "pack").absolute()
     there = {path.name for path in out.glob("*")}
     # Other files are a run that has just begun, for example, or a README alone.
-    is_other = there and not {"README.md", "checkpoint.safetensors"} <= there and out != folder/"pack"
-    if others := sorted(there if is_other or out.resolve() == folder.resolve() else there - {*PACK_FILES}):
-        raise DataError(f"{out} has other files", expected="a new folder, or one that `rollpipe pack` has written", got=others[0])
+    is_other = (
+        there and not {"README.md", "checkpoint.safetensors"} <= there and out != folder / "pack"
+    )
+    if others := sorted(
+        there if is_other or out.resolve() == folder.resolve() else there - {*PACK_FILES}
+    ):
+        raise DataError(
+            f"{out} has other files",
+            expected="a new folder, or one that `rollpipe pack` has written",
+            got=others[0],
+        )
     agent, pipe = restore(for_policy(found), device="cpu")
     config = found.config
-    scores = evaluate(config["env"], policy_of(agent), episodes, seed=seed, env_kwargs=config["env_kwargs"])
+    scores = evaluate(
+        config["env"], policy_of(agent), episodes, seed=seed, env_kwargs=config["env_kwargs"]
+    )
     make_folder(out)
-    for name in PACK_FILES[1:]: (out/name).unlink(missing_ok=True)
-    write_atomically(out/"checkpoint.safetensors", found._replace(pipes=None, stream=None).data())
-    write_json(out/"config.json", config)
-    films = {int(path.stem[7:]): path for path in folder.glob("videos/update-*.*") if path.stem[7:].isdecimal()}
+    for name in PACK_FILES[1:]:
+        (out / name).unlink(missing_ok=True)
+    write_atomically(out / "checkpoint.safetensors", found._replace(pipes=None, stream=None).data())
+    write_json(out / "config.json", config)
+    films = {
+        int(path.stem[7:]): path
+        for path in folder.glob("videos/update-*.*")
+        if path.stem[7:].isdecimal()
+    }
     at = found.counters["updates"]
-    filmed = max((n for n in films if n <= at), default=min(films, default=at))     # of this policy, or else of one before it
-    for path, name in [(folder/FINGERPRINTS, FINGERPRINTS), *((films[n], f"replay{films[n].suffix}") for n in films if n == filmed)]:
-        if path.is_file() and not path.is_symlink(): write_atomically(out/name, path.read_bytes())
+    filmed = max(
+        (n for n in films if n <= at), default=min(films, default=at)
+    )  # of this policy, or else of one before it
+    for path, name in [
+        (folder / FINGERPRINTS, FINGERPRINTS),
+        *((films[n], f"replay{films[n].suffix}") for n in films if n == filmed),
+    ]:
+        if path.is_file() and not path.is_symlink():
+            write_atomically(out / name, path.read_bytes())
     note = {name: config[name] for name in ("algorithm", "env", "env_kwargs")}
-    for write in (lambda: export_policy(policy_of(agent), out/"policy.onnx", note=note), lambda: learning_curve(folder, out/"curve.png")):
-        try: write()
-        except Exception as e: print(f"left out: {describe_exception(e, 300)}")
+    for write in (
+        lambda: export_policy(policy_of(agent), out / "policy.onnx", note=note),
+        lambda: learning_curve(folder, out / "curve.png"),
+    ):
+        try:
+            write()
+        except Exception as e:
+            print(f"left out: {describe_exception(e, 300)}")
     has = {path.name for path in out.iterdir()}
     film = "an episode" + f" of the policy after update {filmed:,}" * (filmed != at)
-    write_atomically(out/"README.md", card(found, scores, str(draw(pipe)), has, repo, film).encode())
+    write_atomically(
+        out / "README.md", card(found, scores, str(draw(pipe)), has, repo, film).encode()
+    )
     return out
 
 
@@ -168,13 +287,23 @@ def push(folder: str | Path, name: str) -> str:
     """
     api = _client().HfApi()
     api.create_repo(name, exist_ok=True)
-    sent = api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=list(PACK_FILES), commit_message="A run of rollpipe")
+    sent = api.upload_folder(
+        repo_id=name,
+        folder_path=folder,
+        allow_patterns=list(PACK_FILES),
+        commit_message="A run of rollpipe",
+    )
     return str(sent.commit_url)
 
 
 def pack_command(args: Namespace) -> None:
     "Pack a run, and push it if a name on the hub is given."
-    if args.push: _client()     # which may be missing
+    if args.push:
+        _client()  # which may be missing
     out = pack(args.run, args.out, args.best, args.episodes, args.seed, args.push or "OWNER/NAME")
     print(f"{shown(out)}: {', '.join(sorted(path.name for path in out.iterdir()))}")
-    print(push(out, args.push) if args.push else f"push it: {shlex.join(typed(['hf', 'upload', 'OWNER/NAME', shown(out)]))}")
+    print(
+        push(out, args.push)
+        if args.push
+        else f"push it: {shlex.join(typed(['hf', 'upload', 'OWNER/NAME', shown(out)]))}"
+    )

@@ -5,7 +5,8 @@
 # %% ../../nbs/runs/04_plots.ipynb #4772e5d1
 from __future__ import annotations
 
-import html, re
+import html
+import re
 from collections.abc import Iterable
 from functools import partial
 from io import BytesIO
@@ -39,35 +40,58 @@ def group_runs(runs: Iterable, per_env: bool = False) -> dict:
     """
     configs = [_config(run) for run in runs]
     parts = [(str(c.get("algorithm", "?")), str(c.get("env", "?"))) for c in configs]
-    names = [(env if per_env else "", c.get("name") or (algorithm if per_env else f"{algorithm} {env}"))
-             for c, (algorithm, env) in zip(configs, parts)]
+    names = [
+        (env if per_env else "", c.get("name") or (algorithm if per_env else f"{algorithm} {env}"))
+        for c, (algorithm, env) in zip(configs, parts)
+    ]
     differing = {}  # name -> options that are not the same in all runs of this name
     for name in dict.fromkeys(names):
         same_name = [c["options"] for n, c in zip(names, configs) if n == name]
-        differing[name] = [k for k in dict.fromkeys(k for o in same_name for k in o)
-                           if any(o.get(k) != same_name[0].get(k) for o in same_name)]
+        differing[name] = [
+            k
+            for k in dict.fromkeys(k for o in same_name for k in o)
+            if any(o.get(k) != same_name[0].get(k) for o in same_name)
+        ]
     groups = {}
     for run, name, config in zip(runs, names, configs):
-        label = ", ".join([name[1]] + [f"{k}={_plain(config['options'].get(k))}" for k in differing[name]])
+        label = ", ".join(
+            [name[1]] + [f"{k}={_plain(config['options'].get(k))}" for k in differing[name]]
+        )
         groups.setdefault((name[0], label) if per_env else label, []).append(Path(run))
     return groups
 
 
 def _config(run: str | Path) -> dict:
-    path = Path(run)/"config.json"
-    if not path.is_file(): raise DataError(f"{run}: not the folder of a run", expected="config.json in it")
+    path = Path(run) / "config.json"
+    if not path.is_file():
+        raise DataError(f"{run}: not the folder of a run", expected="config.json in it")
     config = read_table(path)
     kinds: dict[str, type] = dict(options=dict, env_kwargs=dict, name=str)
     for name, kind in kinds.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
-            raise DataError(f"{path}: damaged", leaf=name, expected=kind.__name__, got=repr(config[name])[:80])
-    try: check_edits(edits := config.get("edits", []))
-    except DataError as e: raise DataError(f"{path}: damaged", leaf="edits", expected="edits of a run", got=e.got) from None
-    more = dict(algorithm=config.get("algorithm"), env=config.get("env"), intrinsic=config.get("intrinsic") or 0.,
-                inserted=", ".join(told(edit) for edit in edits if "insert" in edit) or "none",
-                noise=(origin_of(config) or {}).get("noise", 0), lag=config.get("lag", 0) if config.get("workers") else 0)
-    options, kwargs = config.get("options") or {}, config.get("env_kwargs") or {}
-    kwargs = {f"env_kwargs {name}" if name in {**options, **more} else name: x for name, x in kwargs.items()}
+            raise DataError(
+                f"{path}: damaged", leaf=name, expected=kind.__name__, got=repr(config[name])[:80]
+            )
+    try:
+        check_edits(edits := config.get("edits", []))
+    except DataError as e:
+        raise DataError(
+            f"{path}: damaged", leaf="edits", expected="edits of a run", got=e.got
+        ) from None
+    more = dict(
+        algorithm=config.get("algorithm"),
+        env=config.get("env"),
+        intrinsic=config.get("intrinsic") or 0.0,
+        inserted=", ".join(told(edit) for edit in edits if "insert" in edit) or "none",
+        noise=(origin_of(config) or {}).get("noise", 0),
+        lag=config.get("lag", 0) if config.get("workers") else 0,
+    )
+    options = config.get("options") or {}
+    kwargs = config.get("env_kwargs") or {}
+    kwargs = {
+        f"env_kwargs {name}" if name in {**options, **more} else name: x
+        for name, x in kwargs.items()
+    }
     return dict(config, options={**options, **kwargs, **more})
 
 
@@ -85,11 +109,21 @@ def align(curves: Iterable, n_points: int = 200) -> tuple:
     Returns:
         tuple: x [n_points], y [len(curves), n_points]
     """
-    curves = [(np.asarray(x)[ok], np.asarray(y)[ok]) for x, y in curves for ok in [np.isfinite(x) & np.isfinite(y)]]
-    if any(len(x) == 0 for x, _ in curves): raise DataError("a curve without a finite value cannot be drawn")
-    low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    if low > high: raise DataError("the curves have no common range of steps", got=[(x[0], x[-1]) for x, _ in curves])
-    if len(curves) == 1: return curves[0][0], curves[0][1][None]     # also where several points have the same x
+    curves = [
+        (np.asarray(x)[ok], np.asarray(y)[ok])
+        for x, y in curves
+        for ok in [np.isfinite(x) & np.isfinite(y)]
+    ]
+    if any(len(x) == 0 for x, _ in curves):
+        raise DataError("a curve without a finite value cannot be drawn")
+    low = max(x[0] for x, _ in curves)
+    high = min(x[-1] for x, _ in curves)
+    if low > high:
+        raise DataError(
+            "the curves have no common range of steps", got=[(x[0], x[-1]) for x, _ in curves]
+        )
+    if len(curves) == 1:
+        return curves[0][0], curves[0][1][None]  # also where several points have the same x
     grid = np.linspace(low, high, n_points)
     return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
 
@@ -105,14 +139,18 @@ def smooth(y: np.ndarray, window: int) -> np.ndarray:
         np.ndarray: [..., n]
     """
     window = max(1, min(window, y.shape[-1]))
-    parts = np.lib.stride_tricks.sliding_window_view(np.concatenate([np.zeros((*y.shape[:-1], window)), y], -1), window, -1)
-    return parts[..., 1:, :].sum(-1)/np.minimum(np.arange(1, y.shape[-1] + 1), window)
+    parts = np.lib.stride_tricks.sliding_window_view(
+        np.concatenate([np.zeros((*y.shape[:-1], window)), y], -1), window, -1
+    )
+    return parts[..., 1:, :].sum(-1) / np.minimum(np.arange(1, y.shape[-1] + 1), window)
 
 
 def thinned(x: np.ndarray, y: np.ndarray, n: int) -> list:
     "The points of a curve whose `y` is finite, averaged over neighbours down to `n` points: x and y."
     ok = np.isfinite(y)
-    return [[part.mean() for part in np.array_split(of[ok], min(n, int(ok.sum())))] for of in (x, y)]
+    return [
+        [part.mean() for part in np.array_split(of[ok], min(n, int(ok.sum())))] for of in (x, y)
+    ]
 
 # %% ../../nbs/runs/04_plots.ipynb #78eb91d7
 def _curve(folder: Path, x: str, y: str, window: int) -> tuple:
@@ -120,9 +158,17 @@ def _curve(folder: Path, x: str, y: str, window: int) -> tuple:
     metrics = read_metrics(folder)
     missing = [name for name in (x, y) if name not in metrics]
     if missing:
-        known = "" if missing[0] in METRICS or not metrics else "a name of `METRICS`, or a metric of your own that is in the run: "
-        raise DataError(f"{folder}: no such metric in this run", leaf=missing[0], got=None if metrics else "a run without an update",
-                        expected=known + (", ".join(metrics) or "the metrics of an update"))
+        known = (
+            ""
+            if missing[0] in METRICS or not metrics
+            else "a name of `METRICS`, or a metric of your own that is in the run: "
+        )
+        raise DataError(
+            f"{folder}: no such metric in this run",
+            leaf=missing[0],
+            got=None if metrics else "a run without an update",
+            expected=known + (", ".join(metrics) or "the metrics of an update"),
+        )
     ok = np.isfinite(metrics[x]) & np.isfinite(metrics[y])
     order = np.argsort(metrics[x][ok], kind="stable")
     return metrics[x][ok][order], smooth(metrics[y][ok], window)[order]
@@ -131,21 +177,38 @@ def _curve(folder: Path, x: str, y: str, window: int) -> tuple:
 def _draw_group(axes: Any, curves: list, label: str, color: str, band: str) -> None:
     "Draw the mean of curves and, if there are several, their band."
     xs, ys = align(curves)
-    middle, spread = ys.mean(0), ys.std(0, ddof=min(len(curves) - 1, 1))
+    middle = ys.mean(0)
+    spread = ys.std(0, ddof=min(len(curves) - 1, 1))
     low, high = (ys.min(0), ys.max(0)) if band == "range" else (middle - spread, middle + spread)
     if len(curves) > 1:
-        axes.fill_between(xs, low, high, color=color, alpha=.2, linewidth=0)
-    axes.plot(xs, middle, color=color, linewidth=1.6, label=label, marker="." if len(xs) == 1 else None)
+        axes.fill_between(xs, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.plot(
+        xs, middle, color=color, linewidth=1.6, label=label, marker="." if len(xs) == 1 else None
+    )
 
 # %% ../../nbs/runs/04_plots.ipynb #52077d70
-LABELS = dict(steps="environment steps", seconds="wall time [s]", updates="updates", return_mean="episode return",
-              length_mean="episode length", kl="KL(old || new) [nat]", entropy="entropy [nat]", grad_norm="gradient norm",
-              eval_return_mean="return of evaluations, mean", eval_return_median="return of evaluations, median",
-              eval_return_min="return of evaluations, smallest", eval_return_max="return of evaluations, largest",
-              eval_return_std="return of evaluations, deviation")
-CERTIFICATE = dict(kl="KL(old || new) of each step [nat]", accepted="share of steps that the line search kept", approx_kl=
-                   "estimated KL(old || new) [nat]", clip_fraction="share of rows beyond the clip", explained_variance=
-                   "explained variance of the critic")    # what shows whether the steps of a learner were sound
+LABELS = dict(
+    steps="environment steps",
+    seconds="wall time [s]",
+    updates="updates",
+    return_mean="episode return",
+    length_mean="episode length",
+    kl="KL(old || new) [nat]",
+    entropy="entropy [nat]",
+    grad_norm="gradient norm",
+    eval_return_mean="return of evaluations, mean",
+    eval_return_median="return of evaluations, median",
+    eval_return_min="return of evaluations, smallest",
+    eval_return_max="return of evaluations, largest",
+    eval_return_std="return of evaluations, deviation",
+)
+CERTIFICATE = dict(
+    kl="KL(old || new) of each step [nat]",
+    accepted="share of steps that the line search kept",
+    approx_kl="estimated KL(old || new) [nat]",
+    clip_fraction="share of rows beyond the clip",
+    explained_variance="explained variance of the critic",
+)  # what shows whether the steps of a learner were sound
 
 
 def _common_name(labels: Iterable) -> str:
@@ -156,7 +219,7 @@ def _common_name(labels: Iterable) -> str:
 
 def plain(text: str) -> str:
     "The text, escaped for matplotlib: `$` begins no formula, and a legend does not leave out a label with a leading `_`."
-    return " "*text.startswith("_") + text.replace("$", r"\$")
+    return " " * text.startswith("_") + text.replace("$", r"\$")
 
 
 def style(axes: Any, title: str, **labels: str) -> None:
@@ -166,10 +229,11 @@ def style(axes: Any, title: str, **labels: str) -> None:
         labels: `xlabel` and `ylabel`
     """
     from matplotlib.ticker import EngFormatter
+
     axes.set(xlim=(min(0, axes.dataLim.x0), None), **labels)
     axes.set_title(title, fontsize="medium")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=.25, linewidth=.6)
+    axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -182,9 +246,12 @@ def picture(figure: Any, kind: str = "png", **options: Any) -> bytes:
 def save_figure(figure: Any, path: str | Path) -> None:
     "Write the picture atomically; the suffix of `path` decides the format. Raises `OSError`, which names the file."
     from matplotlib.backend_bases import FigureCanvasBase
+
     path = Path(path) if Path(path).suffix else Path(f"{path}.png")
     if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        raise DataError("unknown kind of picture", expected="a path ending in .png, .svg or .pdf", got=str(path))
+        raise DataError(
+            "unknown kind of picture", expected="a path ending in .png, .svg or .pdf", got=str(path)
+        )
     write_atomically(path, picture(figure, path.suffix[1:]))
 
 
@@ -196,8 +263,9 @@ def finished(figure: Any, path: str | Path | None) -> Any:
         path: picture to write, its suffix decides the format; None: none is written
     """
     # By itself, a notebook shows a figure only after an import of `pyplot`, which is not needed here.
-    setattr(figure, "_repr_png_", partial(picture, figure, dpi=100))     # noqa: B010  a `Figure` declares no such attribute
-    if path is not None: save_figure(figure, path)
+    setattr(figure, "_repr_png_", partial(picture, figure, dpi=100))  # noqa: B010  a `Figure` declares no such attribute
+    if path is not None:
+        save_figure(figure, path)
     return figure
 
 
@@ -208,9 +276,14 @@ def svg(figure: Any, name: str) -> str:
         name: name of the picture, which makes its ids unique in the page
     """
     from matplotlib import rc_context
+
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        markup = picture(figure, "svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))).decode()
-    return re.sub('<g id="[^"]*"', "<g", markup[markup.index("<svg"):])     # without doctype and unused ids of groups
+        markup = picture(
+            figure, "svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        ).decode()
+    return re.sub(
+        '<g id="[^"]*"', "<g", markup[markup.index("<svg") :]
+    )  # without doctype and unused ids of groups
 
 
 def table_html(columns: Iterable, rows: Iterable) -> str:
@@ -219,11 +292,18 @@ def table_html(columns: Iterable, rows: Iterable) -> str:
     Args:
         rows: rows, each a list of the texts of its cells
     """
-    cells = lambda tag, texts: "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in texts) + "</tr>"
-    return wide(f'<table><thead>{cells("th", columns)}</thead><tbody>{"".join(cells("td", row) for row in rows)}</tbody></table>')
+    cells = lambda tag, texts: (
+        "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in texts) + "</tr>"
+    )
+    return wide(
+        f"<table><thead>{cells('th', columns)}</thead><tbody>{''.join(cells('td', row) for row in rows)}</tbody></table>"
+    )
 
 
-def wide(part: str) -> str: return f'<div class="wide">{part}</div>'     # a narrow window scrolls it, and its texts stay legible
+def wide(part: str) -> str:
+    return (
+        f'<div class="wide">{part}</div>'  # a narrow window scrolls it, and its texts stay legible
+    )
 
 
 def section(title: str, body: str, level: int = 2) -> str:
@@ -231,8 +311,16 @@ def section(title: str, body: str, level: int = 2) -> str:
     return f"<h{level}>{title}</h{level}>\n{body}\n" if body else ""
 
 # %% ../../nbs/runs/04_plots.ipynb #2bf4ab27
-def learning_curve(runs: Any, path: str | Path | None = None, *, x: str = "steps", y: str = "return_mean", band: str = "range",
-                   window: int = 1, title: str | None = None) -> Any:
+def learning_curve(
+    runs: Any,
+    path: str | Path | None = None,
+    *,
+    x: str = "steps",
+    y: str = "return_mean",
+    band: str = "range",
+    window: int = 1,
+    title: str | None = None,
+) -> Any:
     """Draw the mean over seeds with a band, one line per experiment: a matplotlib `Figure`. Raises `DataError` for unusable runs.
 
     Args:
@@ -245,18 +333,39 @@ def learning_curve(runs: Any, path: str | Path | None = None, *, x: str = "steps
         title: title of the picture [the experiment, if there is only one]
     """
     from matplotlib.figure import Figure
+
     check_integer("window", window)
-    if band not in ("range", "std"): raise DataError("unknown band", expected="range or std", got=band)
+    if band not in ("range", "std"):
+        raise DataError("unknown band", expected="range or std", got=band)
     groups = group_runs([runs] if isinstance(runs, (str, Path)) else list(runs))
-    if not groups: raise DataError("no runs to draw", expected="at least one folder")
+    if not groups:
+        raise DataError("no runs to draw", expected="at least one folder")
     figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     common = _common_name(groups)
     for i, (label, folders) in enumerate(groups.items()):
-        label = label.removeprefix(f"{title or common}, ") + (f" ({len(folders)} seeds)" if len(folders) > 1 else "")
-        _draw_group(axes, [_curve(folder, x, y, window) for folder in folders], plain(label), f"C{i % 10}", band)
+        label = label.removeprefix(f"{title or common}, ") + (
+            f" ({len(folders)} seeds)" if len(folders) > 1 else ""
+        )
+        _draw_group(
+            axes,
+            [_curve(folder, x, y, window) for folder in folders],
+            plain(label),
+            f"C{i % 10}",
+            band,
+        )
     seeds = max(map(len, groups.values()))
-    over = f"mean and {'range' if band == 'range' else 'standard deviation'} over seeds" if seeds > 1 else ""
-    style(axes, ": ".join(filter(None, [title or plain(common), over])), xlabel=LABELS.get(x, x), ylabel=LABELS.get(y, y))
-    if len(groups) > 1 or seeds > 1: axes.legend(frameon=False)
+    over = (
+        f"mean and {'range' if band == 'range' else 'standard deviation'} over seeds"
+        if seeds > 1
+        else ""
+    )
+    style(
+        axes,
+        ": ".join(filter(None, [title or plain(common), over])),
+        xlabel=LABELS.get(x, x),
+        ylabel=LABELS.get(y, y),
+    )
+    if len(groups) > 1 or seeds > 1:
+        axes.legend(frameon=False)
     return finished(figure, path)

@@ -5,7 +5,9 @@
 # %% ../../nbs/runs/03_progress.ipynb #237afe50
 from __future__ import annotations
 
-import math, sys, time
+import math
+import sys
+import time
 from typing import Any
 
 from tqdm import tqdm
@@ -17,16 +19,18 @@ __all__ = ['format_number', 'format_duration', 'Progress']
 def format_number(number: float) -> str:
     "Three digits and a letter: `950`, `4.21k`, `100k`, `1.5M`."
     for unit in ("", "k", "M"):
-        if abs(number) < 999.5: return f"{number:.3g}{unit}"
+        if abs(number) < 999.5:
+            return f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.3g}G"
 
 
 def format_duration(seconds: float) -> str:
     "`m:ss`, or `h:mm:ss`."
-    if not math.isfinite(seconds): return "?"
+    if not math.isfinite(seconds):
+        return "?"
     m, s = divmod(round(seconds), 60)
-    return f"{m}:{s:02}" if m < 60 else f"{m//60}:{m%60:02}:{s:02}"
+    return f"{m}:{s:02}" if m < 60 else f"{m // 60}:{m % 60:02}:{s:02}"
 
 # %% ../../nbs/runs/03_progress.ipynb #c42ad599
 class Progress:
@@ -39,13 +43,34 @@ class Progress:
         file: where to write; None: stderr
         disable: print nothing
     """
-    def __init__(self, total: int, initial: int = 0, every: float = 15, file: Any = None, disable: bool = False):
-        self.total, self.steps, self.every, self.file = total, initial, every, file or sys.stderr
-        self.initial, self.begin, self._shown, self._last = initial, time.monotonic(), None, {}
+
+    def __init__(
+        self,
+        total: int,
+        initial: int = 0,
+        every: float = 15,
+        file: Any = None,
+        disable: bool = False,
+    ):
+        self.total = total
+        self.steps = initial
+        self.every = every
+        self.file = file or sys.stderr
+        self.initial = initial
+        self.begin = time.monotonic()
+        self._shown = None
+        self._last = {}
         self.disable, self._bar = disable, None
         if not disable and self.file.isatty():
-            self._bar = tqdm(total=total, initial=initial, file=self.file, dynamic_ncols=True, leave=True,
-                             bar_format="{percentage:3.0f}%|{bar}| {desc}{postfix}", miniters=0)
+            self._bar = tqdm(
+                total=total,
+                initial=initial,
+                file=self.file,
+                dynamic_ncols=True,
+                leave=True,
+                bar_format="{percentage:3.0f}%|{bar}| {desc}{postfix}",
+                miniters=0,
+            )
 
     def update(self, metrics: dict) -> None:
         "Show the state after `metrics['steps']` steps; the last return is shown until there is a newer one."
@@ -54,17 +79,32 @@ class Progress:
         if self._bar is not None:
             self._bar.n = min(self.steps, self.total)
             self._bar.set_description_str(self.text())
-        elif not self.disable and self._due(): self._print()
+        elif not self.disable and self._due():
+            self._print()
 
     def text(self) -> str:
         "The text beside the bar."
-        speed = (self.steps - self.initial)/max(time.monotonic() - self.begin, 1e-9)
-        left = max(self.total - self.steps, 0)/speed if speed else math.inf
-        parts = [f"{format_number(self.steps)}/{format_number(self.total)} steps", f"{format_number(speed)}/s"]
-        shown = ("return", "return_mean", ".4g"), ("evaluated", "eval_return_mean", ".4g"), ("kl", "kl", ".2g")
-        parts += [f"{label} {self._last[name]:{form}}" for label, name, form in shown if name in self._last]
-        if "workers" in self._last: parts.append(self._workers())
-        return "  ".join(parts + ([f"{format_duration(left)} left"] if self.steps < self.total else []))
+        speed = (self.steps - self.initial) / max(time.monotonic() - self.begin, 1e-9)
+        left = max(self.total - self.steps, 0) / speed if speed else math.inf
+        parts = [
+            f"{format_number(self.steps)}/{format_number(self.total)} steps",
+            f"{format_number(speed)}/s",
+        ]
+        shown = (
+            ("return", "return_mean", ".4g"),
+            ("evaluated", "eval_return_mean", ".4g"),
+            ("kl", "kl", ".2g"),
+        )
+        parts += [
+            f"{label} {self._last[name]:{form}}"
+            for label, name, form in shown
+            if name in self._last
+        ]
+        if "workers" in self._last:
+            parts.append(self._workers())
+        return "  ".join(
+            parts + ([f"{format_duration(left)} left"] if self.steps < self.total else [])
+        )
 
     def _workers(self) -> str:
         alive, lag, lost = (self._last.get(name) for name in ("workers", "lag", "restarts"))
@@ -74,17 +114,24 @@ class Progress:
     def _due(self) -> bool:
         "Whether `every` seconds have passed since the last line."
         now = time.monotonic()
-        if self._shown is not None and now - self._shown < self.every: return False
+        if self._shown is not None and now - self._shown < self.every:
+            return False
         self._shown = now
         return True
 
-    def _print(self) -> None: print(self.text(), file=self.file, flush=True)
+    def _print(self) -> None:
+        print(self.text(), file=self.file, flush=True)
 
     def close(self) -> None:
         "Leave the last state on the screen."
-        if self._bar is not None: self._bar.close()
-        elif not self.disable and self._last: self._print()
+        if self._bar is not None:
+            self._bar.close()
+        elif not self.disable and self._last:
+            self._print()
         self.disable = True
 
-    def __enter__(self): return self
-    def __exit__(self, *exc): self.close()
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()

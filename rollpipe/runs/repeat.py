@@ -5,7 +5,9 @@
 # %% ../../nbs/runs/16_repeat.ipynb #8abe9655
 from __future__ import annotations
 
-import copy, shutil, tempfile
+import copy
+import shutil
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +42,7 @@ __all__ = ['steps_after', 'stored', 'repetition', 'beginning', 'checkpoint_at', 
 def steps_after(folder: Path, config: dict) -> int:
     "The steps that the run in a folder was to make when it had the edits of a configuration, also if it was extended since."
     newest = load_run(folder).config
-    later = newest.get("edits", [])[len(config.get("edits", [])):]
+    later = newest.get("edits", [])[len(config.get("edits", [])) :]
     return next((edit["was"]["steps"] for edit in later if "steps" in edit["was"]), newest["steps"])
 
 
@@ -53,13 +55,16 @@ def stored(path: Path, found: Any, config: dict) -> None:
         config: the configuration
     """
     pipes = dict((found.stream or {}).get("pipes", {}))
-    if config.get("record"): pipes.pop("Recorder", None)
+    if config.get("record"):
+        pipes.pop("Recorder", None)
     stream = found.stream and {**found.stream, "pipes": pipes}
     write_atomically(path, found._replace(config=config, evaluated=None, stream=stream).data())
 
 
 @contextmanager
-def repetition(folder: Path, found: Checkpoint, *edits: Callable, home: Path | None = None) -> Iterator[Run]:
+def repetition(
+    folder: Path, found: Checkpoint, *edits: Callable, home: Path | None = None
+) -> Iterator[Run]:
     """A run in another folder, which makes again what a run has made.
 
     Args:
@@ -69,24 +74,40 @@ def repetition(folder: Path, found: Checkpoint, *edits: Callable, home: Path | N
         home: the other folder, which has chunks of the replay memory of its own; None: a temporary one, in which it must not save
     """
     with tempfile.TemporaryDirectory() as place:
-        config = {**found.config, "eval_every": 0, "video_every": 0, "keep": 0, "reading": "processes", "address": None,
-                  "steps": steps_after(folder, found.config), "stopped": None}      # the run may have been over there, and extended since
-        if config["options"].get("path"): config["options"] = {**config["options"], "path": place}
+        config = {
+            **found.config,
+            "eval_every": 0,
+            "video_every": 0,
+            "keep": 0,
+            "reading": "processes",
+            "address": None,
+            "steps": steps_after(folder, found.config),
+            "stopped": None,
+        }  # the run may have been over there, and extended since
+        if config["options"].get("path"):
+            config["options"] = {**config["options"], "path": place}
         there = home or Path(place, "run")
-        config.pop("forked", None)     # where the run came from is not where its repetition comes from
-        if found.stream is None: run = start(there, config)
+        config.pop("forked", None)  # where the run came from is not where its repetition comes from
+        if found.stream is None:
+            run = start(there, config)
         else:
             there.mkdir(exist_ok=True)
             for name in (JOURNAL, FINGERPRINTS):
-                if (folder/name).exists(): shutil.copy(folder/name, there)     # `diff` tells that there is no fingerprint
-            cut(there/JOURNAL, found.counters["updates"])     # `verify` and others compare, and say what differs
-            if home is None and (folder/"replay").is_dir():
-                (there/"replay").mkdir()
-                for path in (folder/"replay").resolve().iterdir(): (there/"replay"/path.name).symlink_to(path)     # they are only read
-            stored(there/"checkpoint.safetensors", found, config)
+                if (folder / name).exists():
+                    shutil.copy(folder / name, there)  # `diff` tells that there is no fingerprint
+            cut(
+                there / JOURNAL, found.counters["updates"]
+            )  # `verify` and others compare, and say what differs
+            if home is None and (folder / "replay").is_dir():
+                (there / "replay").mkdir()
+                for path in (folder / "replay").resolve().iterdir():
+                    (there / "replay" / path.name).symlink_to(path)  # they are only read
+            stored(there / "checkpoint.safetensors", found, config)
             run = resume(there)
-        try: yield edited(run, *edits)
-        finally: unlock(run.folder)
+        try:
+            yield edited(run, *edits)
+        finally:
+            unlock(run.folder)
 
 # %% ../../nbs/runs/16_repeat.ipynb #38c5e38f
 def beginning(folder: Path, found: Checkpoint) -> Checkpoint:
@@ -96,7 +117,11 @@ def beginning(folder: Path, found: Checkpoint) -> Checkpoint:
         folder: folder of the run
         found: its checkpoint
     """
-    return load_run(folder/FORKED) if (folder/FORKED).exists() else found._replace(stream=None, config=before_edits(found.config))
+    return (
+        load_run(folder / FORKED)
+        if (folder / FORKED).exists()
+        else found._replace(stream=None, config=before_edits(found.config))
+    )
 
 
 def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint:
@@ -115,38 +140,67 @@ def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint
     if reason := ranks or config["inexact"]:
         way = "an exact run; or --crash, if an update of it failed" if after else "an exact run"
         raise DataError(f"{folder} cannot be repeated", expected=way, got=reason)
-    lines = read_journal(folder/JOURNAL)
-    made = int(max([counters["updates"], *(e.updates for e in lines[-1:]), *(r["updates"] for r in records_of(folder)[-1:])]))
-    n, last = updates + after, made + (after and not is_over(config, counters))
+    lines = read_journal(folder / JOURNAL)
+    made = int(
+        max(
+            [
+                counters["updates"],
+                *(e.updates for e in lines[-1:]),
+                *(r["updates"] for r in records_of(folder)[-1:]),
+            ]
+        )
+    )
+    n = updates + after
+    last = made + (after and not is_over(config, counters))
     if not (isinstance(n, Integral) and 1 <= n <= last):
-        raise DataError(f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n))
-    resumes, first = next((e.resumes for e in lines if e.updates >= n), counters["resumes"]), beginning(folder, newest)
+        raise DataError(
+            f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n)
+        )
+    resumes = next((e.resumes for e in lines if e.updates >= n), counters["resumes"])
+    first = beginning(folder, newest)
     for found in chain([newest], kept_of(folder), [first]):
-        if found.stream and found.counters["updates"] <= updates and found.counters["resumes"] == resumes: return found
+        if (
+            found.stream
+            and found.counters["updates"] <= updates
+            and found.counters["resumes"] == resumes
+        ):
+            return found
     if forked := first.stream and first.config["forked"]:
-        raise DataError(f"{folder} is a fork, and did not make this update itself", leaf="update", got=str(n),
-                        expected=f"{forked['at'] + after} to {last}, or the run {forked['run']}")
-    if not resumes: return first
-    raise DataError(f"{folder} cannot be repeated from its start", expected="a checkpoint before the update (--keep)",
-                    got=f"{resumes} times new episodes, when it was resumed")
+        raise DataError(
+            f"{folder} is a fork, and did not make this update itself",
+            leaf="update",
+            got=str(n),
+            expected=f"{forked['at'] + after} to {last}, or the run {forked['run']}",
+        )
+    if not resumes:
+        return first
+    raise DataError(
+        f"{folder} cannot be repeated from its start",
+        expected="a checkpoint before the update (--keep)",
+        got=f"{resumes} times new episodes, when it was resumed",
+    )
 
 
 def kept_of(folder: Path) -> Iterator[Checkpoint]:
     "The checkpoints that a run has kept, the newest first, without those that its training removes meanwhile."
-    for path in reversed(kept_checkpoints(folder/"checkpoints").values()):
-        try: yield load_run(path)
+    for path in reversed(kept_checkpoints(folder / "checkpoints").values()):
+        try:
+            yield load_run(path)
         except (DataError, CheckpointError):
-            if path.exists(): raise
+            if path.exists():
+                raise
 
 
 def edits_after(folder: Path, found: Checkpoint, updates: int) -> list:
     "The edits that the run in a folder got while it trained, after a checkpoint, and after this update at the latest."
     edits = load_run(folder).config.get("edits", [])
-    return [edit for edit in edits[len(found.config.get("edits", [])):] if edit["at"] <= updates]
+    return [edit for edit in edits[len(found.config.get("edits", [])) :] if edit["at"] <= updates]
 
 # %% ../../nbs/runs/16_repeat.ipynb #f9e2043f
 @contextmanager
-def repeated(folder: Path, found: Checkpoint, updates: int, *edits: Callable, home: Path | None = None) -> Iterator[tuple]:
+def repeated(
+    folder: Path, found: Checkpoint, updates: int, *edits: Callable, home: Path | None = None
+) -> Iterator[tuple]:
     """A run that has been made again up to an update: its `Updates`, the batches that follow, and a function that learns from one.
 
     Args:
@@ -156,20 +210,29 @@ def repeated(folder: Path, found: Checkpoint, updates: int, *edits: Callable, ho
         *edits: see `repetition`
         home: see `repetition`
     """
-    lines = {e.updates for e in read_journal(folder/JOURNAL)}
+    lines = {e.updates for e in read_journal(folder / JOURNAL)}
     with repetition(folder, found, *edits, home=home) as run:
         for edit in [*edits_after(folder, found, updates), None]:
             made = Updates(run)
-            if home is None: run.stream.chunks = None     # those of the run are only read
-            with torch_threads(run.config["threads"]), reading(run) as (batches, _, graph), journal_of(run) as made.journal:
+            if home is None:
+                run.stream.chunks = None  # those of the run are only read
+            with (
+                torch_threads(run.config["threads"]),
+                reading(run) as (batches, _, graph),
+                journal_of(run) as made.journal,
+            ):
                 run.stream.begin(graph, made.episodes)
                 made.start_clock()
 
                 def learn(batch, made=made):
                     made.update(batch, dict, [])
-                    if made.run.counters["updates"] in lines: made.journal.mark()
-                while run.counters["updates"] < (edit["at"] if edit else updates): learn(next(batches))
-                if edit is None: yield made, batches, learn
+                    if made.run.counters["updates"] in lines:
+                        made.journal.mark()
+
+                while run.counters["updates"] < (edit["at"] if edit else updates):
+                    learn(next(batches))
+                if edit is None:
+                    yield made, batches, learn
                 else:
                     made.journal.mark()
                     run = edited_run(run, edit)
@@ -189,35 +252,62 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
     folder = Path(folder).absolute()
     check_integer("updates", updates)
     run = load_run(folder)
-    config, first = run.config, beginning(folder, run)
-    begun, resumes = (first.counters["updates"], first.counters["resumes"]) if first.stream else (0, 0)
-    same = [e for e in read_journal(folder/JOURNAL) if e.resumes == resumes and e.updates > begun]
+    config = run.config
+    first = beginning(folder, run)
+    begun, resumes = (
+        (first.counters["updates"], first.counters["resumes"]) if first.stream else (0, 0)
+    )
+    same = [e for e in read_journal(folder / JOURNAL) if e.resumes == resumes and e.updates > begun]
     lines = [e for e in same if not e.since]
-    if not lines: raise DataError(f"{folder} cannot be repeated", expected="a journal from the first update on")
+    if not lines:
+        raise DataError(
+            f"{folder} cannot be repeated", expected="a journal from the first update on"
+        )
     if config.get("ranks", 1) > 1:
-        raise DataError(f"{folder} cannot be repeated in one process", expected="a run of one rank", got=f"ranks={config['ranks']}")
+        raise DataError(
+            f"{folder} cannot be repeated in one process",
+            expected="a run of one rank",
+            got=f"ranks={config['ranks']}",
+        )
     last = next((e for e in lines if e.updates >= begun + updates), lines[-1])
-    made = max(same[-1].updates, run.counters["updates"] if run.counters["resumes"] == resumes else 0)
+    made = max(
+        same[-1].updates, run.counters["updates"] if run.counters["resumes"] == resumes else 0
+    )
     if last.updates < min(begun + updates, made):
-        raise DataError(f"{folder} has lost lines of its journal", leaf="updates", expected=f"at most {last.updates - begun}",
-                        got=f"{updates}, and checksums of the updates up to {last.updates} of {made}")
-    with repeated(folder, first, last.updates, *edits) as (made, *_): found = diff(shown(folder), made.run.folder)
+        raise DataError(
+            f"{folder} has lost lines of its journal",
+            leaf="updates",
+            expected=f"at most {last.updates - begun}",
+            got=f"{updates}, and checksums of the updates up to {last.updates} of {made}",
+        )
+    with repeated(folder, first, last.updates, *edits) as (made, *_):
+        found = diff(shown(folder), made.run.folder)
     if config.get("workers") and (config["lag"] is None or config["order"] == "ready"):
-        found.notes.append(f"with lag={config['lag']} and order={config['order']}, the stream depends on the speed of the workers")
+        found.notes.append(
+            f"with lag={config['lag']} and order={config['order']}, the stream depends on the speed of the workers"
+        )
     return found
 
 # %% ../../nbs/runs/16_repeat.ipynb #7eb18738
 def _again(folder: Path, at: Parting) -> list:
     "What a run has in the updates in which two journals part, made once more: the batch of each, and then the weights."
     found = []
-    with repeated(folder, checkpoint_at(folder, at.after, after=True), at.after) as (made, batches, learn):
+    with repeated(folder, checkpoint_at(folder, at.after, after=True), at.after) as (
+        made,
+        batches,
+        learn,
+    ):
         for _ in range(at.after, at.by):
             batch = next(batches)
             found.append(copy.deepcopy(getattr(batch, "fresh", batch)))
             learn(batch)
         again = diff(folder, made.run.folder)
-        if again.parting is not None: raise DataError(f"{folder} does not repeat here\n{again}")
-        return [*found, {name: dict(x.state_dict()) for name, x in networks_of(made.run.agent).items()}]
+        if again.parting is not None:
+            raise DataError(f"{folder} does not repeat here\n{again}")
+        return [
+            *found,
+            {name: dict(x.state_dict()) for name, x in networks_of(made.run.agent).items()},
+        ]
 
 
 def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
@@ -230,11 +320,13 @@ def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
         b: folder of another one
         at: where they part, see `diff`
     """
-    with GlobalRandomStates(): found = [_again(Path(x).absolute(), at) for x in (a, b)]
+    with GlobalRandomStates():
+        found = [_again(Path(x).absolute(), at) for x in (a, b)]
     for n, pair in enumerate(zip(*found), at.after + 1):
         x, y = map(named_leaves, pair)
         for path in dict.fromkeys([*at.leaves, *x, *y]):
-            if (first := first_difference(x.get(path), y.get(path), path)) is None: continue
+            if (first := first_difference(x.get(path), y.get(path), path)) is None:
+                continue
             return f"update {n}: batch{first}" if n <= at.by else f"the weights after it: {first}"
     return "the updates are equal when they are made once more"
 
@@ -243,13 +335,16 @@ def diff_command(args: Namespace) -> None:
     "Print how two runs differ."
     a, b = args.runs
     for run in (a, b):
-        if not Path(run).exists(): load_run(run)     # which says so
+        if not Path(run).exists():
+            load_run(run)  # which says so
     print(found := diff(a, b))
-    if args.numbers and found.parting is not None: print(numbers(a, b, found.parting))
+    if args.numbers and found.parting is not None:
+        print(numbers(a, b, found.parting))
 
 
 def verify_command(args: Namespace) -> None:
     "Repeat a run. Raises `DataError` if the numbers differ."
     found = verify(args.run, args.updates)
-    if not found.is_equal: raise DataError(f"{args.run} does not repeat here\n{found}")
+    if not found.is_equal:
+        raise DataError(f"{args.run} does not repeat here\n{found}")
     print(found)

@@ -41,6 +41,7 @@ class Moment(NamedTuple):
         outcome: `outcome(metrics, error)` is a text about whether the update has made again what it made then. Call it once, after
             `agent.update(batch)`, with its metrics, or with the error. It raises `DataError` if something else has come
     """
+
     agent: Any
     batch: Any
     update: int
@@ -54,14 +55,21 @@ def _collected(folder: Path, update: int, edits: tuple) -> Iterator[Moment]:
     found = checkpoint_at(folder, update - 1, after=True)
     begun = found.counters["updates"] if found.stream else 0
     with repeated(folder, found, update - 1, *edits) as (updates, batches, learn):
-        run, batch = updates.run, next(batches)
+        run = updates.run
+        batch = next(batches)
 
         def outcome(metrics=None, error=None):
-            if error is not None and update <= max((e.updates for e in read_journal(folder/JOURNAL)), default=0):
-                raise DataError(f"{folder} does not repeat here: then, update {update} did not fail")
+            if error is not None and update <= max(
+                (e.updates for e in read_journal(folder / JOURNAL)), default=0
+            ):
+                raise DataError(
+                    f"{folder} does not repeat here: then, update {update} did not fail"
+                )
             updates.make = lambda _: metrics
-            if error is None: learn(batch)
+            if error is None:
+                learn(batch)
             return _compared(folder, run.folder, update, metrics or {})
+
         known = f"{update - 1 - begun} updates repeated from {f'the checkpoint of update {begun}' if found.stream else 'the start'}"
         yield Moment(run.agent, batch, update, f"{known}\n{diff(folder, run.folder)}", outcome)
 
@@ -69,41 +77,77 @@ def _collected(folder: Path, update: int, edits: tuple) -> Iterator[Moment]:
 def _compared(folder, again, update, metrics):
     "A text about the journals, and the metrics of an update. Raises `DataError` if they are not equal."
     found = diff(folder, again)
-    if found.parting is not None: raise DataError(f"{folder} does not repeat here\n{found}")
-    known = {name: x for record in records_of(folder) if record["updates"] == update for name, x in record.items()}
-    both = {name: (repr(known[name]), repr(float(x))) for name, x in metrics.items() if name in known and not name.startswith("seconds")}
+    if found.parting is not None:
+        raise DataError(f"{folder} does not repeat here\n{found}")
+    known = {
+        name: x
+        for record in records_of(folder)
+        if record["updates"] == update
+        for name, x in record.items()
+    }
+    both = {
+        name: (repr(known[name]), repr(float(x)))
+        for name, x in metrics.items()
+        if name in known and not name.startswith("seconds")
+    }
     for name, (then, now) in both.items():
-        if then != now: raise DataError(f"{folder} does not repeat here", leaf=name, expected=then, got=now)
+        if then != now:
+            raise DataError(f"{folder} does not repeat here", leaf=name, expected=then, got=now)
     equal = f"{len(both)} metrics of update {update} are equal"
-    return '\n'.join([*str(found).splitlines()[-1:] * bool(found.common or not both), *[equal] * bool(both)])
+    return "\n".join(
+        [*str(found).splitlines()[-1:] * bool(found.common or not both), *[equal] * bool(both)]
+    )
 
 # %% ../../nbs/runs/17_replay.ipynb #9cb97dca
 @contextmanager
 def _failed(folder: Path) -> Iterator[Moment]:
     "The moment before the update that failed."
     if not (path := folder.joinpath(*CRASH)).exists():
-        raise DataError(f"{folder} has no update that failed", expected=f"{'/'.join(CRASH)}, which its training writes")
-    found, crash, random = load_run(path), read_crash(folder), GlobalRandomStates()
+        raise DataError(
+            f"{folder} has no update that failed",
+            expected=f"{'/'.join(CRASH)}, which its training writes",
+        )
+    found = load_run(path)
+    crash = read_crash(folder)
+    random = GlobalRandomStates()
     random.set_state(restore(crash["random"]))
-    device, ranks = found.config.get("device", "cpu"), found.config.get("ranks", 1)
-    agent, batches = agent_of(found, device), IterableWrapper(crash["batches"], deepcopy=False)
-    if device_of(device).type != "cpu": batches = ToDevice(batches, device_of(device))
+    device = found.config.get("device", "cpu")
+    ranks = found.config.get("ranks", 1)
+    agent = agent_of(found, device)
+    batches = IterableWrapper(crash["batches"], deepcopy=False)
+    if device_of(device).type != "cpu":
+        batches = ToDevice(batches, device_of(device))
     with torch_threads(found.config["threads"]):
         random.put()
         *before, last = batches
-        for batch in before: agent.update(batch)
+        for batch in before:
+            agent.update(batch)
 
         def outcome(metrics=None, error=None):
             got = describe_exception(error) if error else "no error", checksum(agent.state_dict())
-            if got == (then := (crash["error"], crash["state"])): return "the error and the learner after it are the same as then"
-            if ranks > 1: return f"{ranks} ranks learned together, and this is the part of one, so its numbers are others: then {then[0]}"
-            raise DataError(f"{folder}: the update does not repeat here", expected="{} (learner {})".format(*then),
-                            got="{} (learner {})".format(*got))
-        yield Moment(agent, last, crash["update"], f"the last {len(before) + 1} of {crash['update']} updates were in memory", outcome)
+            if got == (then := (crash["error"], crash["state"])):
+                return "the error and the learner after it are the same as then"
+            if ranks > 1:
+                return f"{ranks} ranks learned together, and this is the part of one, so its numbers are others: then {then[0]}"
+            raise DataError(
+                f"{folder}: the update does not repeat here",
+                expected="{} (learner {})".format(*then),
+                got="{} (learner {})".format(*got),
+            )
+
+        yield Moment(
+            agent,
+            last,
+            crash["update"],
+            f"the last {len(before) + 1} of {crash['update']} updates were in memory",
+            outcome,
+        )
 
 # %% ../../nbs/runs/17_replay.ipynb #c91b5a5c
 @contextmanager
-def replayed_run(folder: str | Path, update: int | None = None, *edits: Callable) -> Iterator[Moment]:
+def replayed_run(
+    folder: str | Path, update: int | None = None, *edits: Callable
+) -> Iterator[Moment]:
     """A context with the `Moment` before an update of a run, bit for bit. Nothing in the folder is changed; the run may go on meanwhile.
 
     Raises `DataError`, which names the reason, if the run has no such update, or cannot be repeated.
@@ -113,9 +157,14 @@ def replayed_run(folder: str | Path, update: int | None = None, *edits: Callable
         update: number of the update, from 1 on; None: the one that failed, which works for runs that cannot be repeated, too
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
     """
-    if not Path(folder).exists(): load_run(folder)     # which says so
+    if not Path(folder).exists():
+        load_run(folder)  # which says so
     folder = folder_of(folder).absolute()
-    with GlobalRandomStates(), _failed(folder) if update is None else _collected(folder, update, edits) as moment: yield moment
+    with (
+        GlobalRandomStates(),
+        _failed(folder) if update is None else _collected(folder, update, edits) as moment,
+    ):
+        yield moment
 
 # %% ../../nbs/runs/17_replay.ipynb #2c03a7c9
 def replay_command(args: Namespace) -> None:
@@ -123,14 +172,34 @@ def replay_command(args: Namespace) -> None:
     with replayed_run(args.run, args.update) as moment:
         agent, batch, n, known, outcome = moment
         item = getattr(batch, "fresh", batch)
-        form = [f"  {name}: {describe(x)}" for name, x in zip(item._fields, item) if x is not None] if hasattr(item, "_fields") else []
-        print(known, f"update {n}: a learner with the checksum {checksum(agent.state_dict())} gets a {type(batch).__name__}", *form,
-              sep="\n", flush=True)
-        try: metrics = pdb.runeval("agent.update(batch)", {}, dict(agent=agent, batch=batch)) if args.pdb else agent.update(batch)
+        form = (
+            [f"  {name}: {describe(x)}" for name, x in zip(item._fields, item) if x is not None]
+            if hasattr(item, "_fields")
+            else []
+        )
+        print(
+            known,
+            f"update {n}: a learner with the checksum {checksum(agent.state_dict())} gets a {type(batch).__name__}",
+            *form,
+            sep="\n",
+            flush=True,
+        )
+        try:
+            metrics = (
+                pdb.runeval("agent.update(batch)", {}, dict(agent=agent, batch=batch))
+                if args.pdb
+                else agent.update(batch)
+            )
         except Exception as e:
             print(f"update {n} raises {describe_exception(e)}", flush=True)
-            if args.pdb: pdb.post_mortem(e.__traceback__)
+            if args.pdb:
+                pdb.post_mortem(e.__traceback__)
             print(outcome(error=e))
         else:
-            if metrics is None: return     # the debugger was left
-            print(*(f"{name:<24}{value:.10g}" for name, value in metrics.items()), outcome(metrics), sep="\n")
+            if metrics is None:
+                return  # the debugger was left
+            print(
+                *(f"{name:<24}{value:.10g}" for name, value in metrics.items()),
+                outcome(metrics),
+                sep="\n",
+            )

@@ -5,7 +5,10 @@
 # %% ../../nbs/runs/09_signals.ipynb #4e95fd77
 from __future__ import annotations
 
-import os, select, signal, threading
+import os
+import select
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -20,7 +23,9 @@ __all__ = ['STOP_SIGNALS', 'PATIENCE', 'ONE_WISH', 'Stopped', 'stop_signals', 'u
            'nobody_reads']
 
 # %% ../../nbs/runs/09_signals.ipynb #1e181bad
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]    # Windows has no SIGHUP
+STOP_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]  # Windows has no SIGHUP
 
 
 class Stopped(KeyboardInterrupt):
@@ -29,11 +34,13 @@ class Stopped(KeyboardInterrupt):
 
 def _handlers(wanted: Callable) -> dict:
     "Signal -> handler, for those of `STOP_SIGNALS` whose handler `wanted` accepts; empty outside the main thread."
-    if threading.current_thread() is not threading.main_thread(): return {}
+    if threading.current_thread() is not threading.main_thread():
+        return {}
     return {s: handler for s in STOP_SIGNALS if wanted(handler := signal.getsignal(s))}
 
 
-def _is_noticed(handler) -> bool: return handler not in (signal.SIG_IGN, None)
+def _is_noticed(handler) -> bool:
+    return handler not in (signal.SIG_IGN, None)
 
 
 @contextmanager
@@ -45,10 +52,13 @@ def stop_signals(wanted: Callable = _is_noticed) -> Iterator[None]:
     Args:
         wanted: handler -> whether a signal with this handler is taken over; default: every signal that is not ignored
     """
-    owner, counted = os.getpid(), []
+    owner = os.getpid()
+    counted = []
 
     def stop(number, frame):
-        if os.getpid() != owner:  # a process that was forked from this one ends as if there were no handler
+        if (
+            os.getpid() != owner
+        ):  # a process that was forked from this one ends as if there were no handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not counted or monotonic() - counted[-1] > 10:
@@ -56,14 +66,17 @@ def stop_signals(wanted: Callable = _is_noticed) -> Iterator[None]:
             raise Stopped(number)
 
     before = _handlers(wanted)
-    for s in before: signal.signal(s, stop)
-    try: yield
+    for s in before:
+        signal.signal(s, stop)
+    try:
+        yield
     finally:
-        for s, handler in before.items(): signal.signal(s, handler)
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 # %% ../../nbs/runs/09_signals.ipynb #5a1c7e0c
-PATIENCE = 5.   # seconds for which a signal waits for the end of a batch
-ONE_WISH = 2.   # seconds within which signals count as one: Ctrl-C in a terminal reaches a run, and its parent, which passes it on
+PATIENCE = 5.0  # seconds for which a signal waits for the end of a batch
+ONE_WISH = 2.0  # seconds within which signals count as one: Ctrl-C in a terminal reaches a run, and its parent, which passes it on
 
 
 class _Delay:
@@ -72,29 +85,40 @@ class _Delay:
     Args:
         received: gets the signals: `(number, frame)`
     """
+
     def __init__(self, received: list):
-        self.handlers, self.received, self.timer, self.waits, self.agreed = _handlers(callable), received, None, False, None
-        self.begun = monotonic() if received else -inf     # when the first signal came; the block before may have left one
+        self.handlers = _handlers(callable)
+        self.received = received
+        self.timer = None
+        self.waits = False
+        self.agreed = None
+        self.begun = (
+            monotonic() if received else -inf
+        )  # when the first signal came; the block before may have left one
 
     def collecting(self) -> None:
         "From now on a signal waits at most `PATIENCE`. A second one, more than `ONE_WISH` later, does not wait."
         self.waits = True
-        if self.received: self._wait_for_batch(self.received[0][0])
+        if self.received:
+            self._wait_for_batch(self.received[0][0])
 
     def learning(self) -> None:
         "From now on signals wait until the end of the block."
         self.waits = False
-        if self.timer is not None: self.timer.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
 
     def wait_for_all(self) -> None:
         "A signal that comes in this block waits for the next `agree`, if there are several ranks."
-        if ranks.active(): self.agreed = []
+        if ranks.active():
+            self.agreed = []
 
     def agree(self, is_due: bool) -> bool:
         """Whether it is time to save. Several ranks save together: if one of them has to, or has received a signal, which then ends the
         block in all of them. A signal after this call waits for the next one.
         """
-        if not ranks.active(): return is_due
+        if not ranks.active():
+            return is_due
         found = ranks.gathered_objects(([number for number, _ in self.received[:1]], is_due))
         self.agreed = [(number, None) for numbers, _ in found for number in numbers][:1]
         return bool(self.agreed) or any(due for _, due in found)
@@ -102,11 +126,15 @@ class _Delay:
     def receive(self, *args: Any) -> None:
         "The handler of signals."
         self.received.append(args)
-        if len(self.received) == 1: self.begun = monotonic()
-        if not self.waits: return
+        if len(self.received) == 1:
+            self.begun = monotonic()
+        if not self.waits:
+            return
         if len(self.received) > 1:
-            if monotonic() - self.begun > ONE_WISH: self.handlers[args[0]](*args)
-        else: self._wait_for_batch(args[0])
+            if monotonic() - self.begun > ONE_WISH:
+                self.handlers[args[0]](*args)
+        else:
+            self._wait_for_batch(args[0])
 
     def _wait_for_batch(self, number):
         self.timer = threading.Timer(PATIENCE, self._expire, (number,))
@@ -116,7 +144,8 @@ class _Delay:
     def _expire(self, number):
         "The time to wait is over, so the signal comes once more, and counts."
         self.begun = -inf
-        if self.waits: os.kill(os.getpid(), number)
+        if self.waits:
+            os.kill(os.getpid(), number)
 
 
 @contextmanager
@@ -127,18 +156,23 @@ def uninterrupted(received: list | None = None) -> Iterator[_Delay]:
         received: the signals that no block has passed on yet
     """
     delay = _Delay([] if received is None else received)
-    for s in delay.handlers: signal.signal(s, delay.receive)
-    try: yield delay
+    for s in delay.handlers:
+        signal.signal(s, delay.receive)
+    try:
+        yield delay
     except WorkerError:  # after a signal, it has also ended the lost process: report the signal
-        if not delay.received: raise
+        if not delay.received:
+            raise
         delay.agreed = None
     finally:
         delay.learning()
-        for s, handler in delay.handlers.items(): signal.signal(s, handler)
+        for s, handler in delay.handlers.items():
+            signal.signal(s, handler)
     if stop := delay.received[:1] if delay.agreed is None else delay.agreed:
         (number, frame), *_ = stop
         delay.received.clear()
-        if number not in delay.handlers: raise Stopped(number)     # another rank has received it
+        if number not in delay.handlers:
+            raise Stopped(number)  # another rank has received it
         delay.handlers[number](number, frame)
 
 # %% ../../nbs/runs/09_signals.ipynb #d6e4c457
@@ -146,15 +180,19 @@ def uninterrupted(received: list | None = None) -> Iterator[_Delay]:
 def signals_wait_for_saving() -> Iterator[None]:
     "In the block, let SIGTERM and SIGHUP raise `Stopped` if they would end the process at once. They end the process after the block."
     try:
-        with stop_signals(lambda handler: handler == signal.SIG_DFL): yield
+        with stop_signals(lambda handler: handler == signal.SIG_DFL):
+            yield
     except Stopped as e:
-        if signal.getsignal(e.args[0]) == signal.SIG_DFL: os.kill(os.getpid(), e.args[0])
+        if signal.getsignal(e.args[0]) == signal.SIG_DFL:
+            os.kill(os.getpid(), e.args[0])
         raise  # the handler is not ours, or the system ignores the signal (PID 1 of a container)
 
 # %% ../../nbs/runs/09_signals.ipynb #c1d0f3a2
 def nobody_reads() -> bool:
     "Has the program ended that reads what this process prints? Windows does not tell, and counts as yes."
-    if not hasattr(select, "poll"): return True
+    if not hasattr(select, "poll"):
+        return True
     streams = select.poll()
-    for number in (1, 2): streams.register(number, 0)
+    for number in (1, 2):
+        streams.register(number, 0)
     return any(event & select.POLLERR for _, event in streams.poll(0))

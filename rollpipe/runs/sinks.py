@@ -5,7 +5,8 @@
 # %% ../../nbs/runs/00_sinks.ipynb #50f32a66
 from __future__ import annotations
 
-import json, secrets
+import json
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,25 @@ class TensorBoard:
         folder: folder of the run
         steps: steps of the last record that is kept; events after it are hidden
     """
+
     name = "TensorBoard"
 
     def __init__(self, folder: str | Path, steps: float = 0):
-        try: from torch.utils.tensorboard import SummaryWriter
-        except ImportError: raise ImportError("TensorBoard is not installed: pip install 'rollpipe[tensorboard]'") from None
-        self._writer = SummaryWriter(str(Path(folder)/"tensorboard"), purge_step=int(steps) + 1)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ImportError(
+                "TensorBoard is not installed: pip install 'rollpipe[tensorboard]'"
+            ) from None
+        self._writer = SummaryWriter(str(Path(folder) / "tensorboard"), purge_step=int(steps) + 1)
 
     def write(self, record: dict) -> None:
         "Add the metrics of a record at its `steps`."
-        for name, value in record.items(): self._writer.add_scalar(name, value, int(record["steps"]))
+        for name, value in record.items():
+            self._writer.add_scalar(name, value, int(record["steps"]))
 
-    def close(self) -> None: self._writer.close()
+    def close(self) -> None:
+        self._writer.close()
 
 # %% ../../nbs/runs/00_sinks.ipynb #7ecacb7d
 def wandb_run(folder: str | Path, project: str | None = None) -> dict:
@@ -44,13 +52,20 @@ def wandb_run(folder: str | Path, project: str | None = None) -> dict:
         folder: folder of the run
         project: requested project; None: that of the file
     """
-    path = Path(folder)/"wandb.json"
+    path = Path(folder) / "wandb.json"
     if path.is_file():
-        try: known = {name: str(json.loads(path.read_text())[name]) for name in ("project", "id")}
+        try:
+            known = {name: str(json.loads(path.read_text())[name]) for name in ("project", "id")}
         except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise DataError(f"{path}: damaged ({type(e).__name__}: {e})") from None
-        if project in (None, known["project"]): return known
-        raise DataError("this run is in another project of W&B", leaf="wandb", expected=known["project"], got=project)
+        if project in (None, known["project"]):
+            return known
+        raise DataError(
+            "this run is in another project of W&B",
+            leaf="wandb",
+            expected=known["project"],
+            got=project,
+        )
     known = dict(project=project or "rollpipe", id=secrets.token_hex(4))
     write_atomically(path, (json.dumps(known) + "\n").encode())
     return known
@@ -64,23 +79,34 @@ class WandB:
         project: project of the run; None: that of `wandb.json`, or "rollpipe"
         config: configuration to show there
     """
+
     name = "Weights & Biases"
 
     def __init__(self, folder: str | Path, project: str | None = None, config: dict | None = None):
         wandb: Any = _wandb()
-        self._run = wandb.init(**wandb_run(folder, project), resume="allow", dir=str(folder), name=Path(folder).resolve().name,
-                               config=config, settings=wandb.Settings(console="off"))
+        self._run = wandb.init(
+            **wandb_run(folder, project),
+            resume="allow",
+            dir=str(folder),
+            name=Path(folder).resolve().name,
+            config=config,
+            settings=wandb.Settings(console="off"),
+        )
         self._run.define_metric("*", step_metric="steps")
 
     def write(self, record: dict) -> None:
         "Add the metrics of a record."
         self._run.log(record)
 
-    def close(self) -> None: self._run.finish()
+    def close(self) -> None:
+        self._run.finish()
 
 
 def _wandb():
-    try: import wandb
-    except ImportError: wandb = None
-    if hasattr(wandb, "init"): return wandb  # False for a run's folder `wandb`, which Python can import, too
+    try:
+        import wandb
+    except ImportError:
+        wandb = None
+    if hasattr(wandb, "init"):
+        return wandb  # False for a run's folder `wandb`, which Python can import, too
     raise ImportError("Weights & Biases is not installed: pip install 'rollpipe[wandb]'")

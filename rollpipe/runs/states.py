@@ -5,7 +5,10 @@
 # %% ../../nbs/runs/06_states.ipynb #fb57e4ae
 from __future__ import annotations
 
-import json, logging, shlex, shutil
+import json
+import logging
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,12 +55,18 @@ def load_states(pipe: IterDataPipe, states: Any) -> dict:
     Returns:
         dict: the states whose pipes are not in the graph
     """
-    if not isinstance(states, dict | None): raise CheckpointError("not the states of pipes", leaf='pipes', got=type(states).__name__)
+    if not isinstance(states, dict | None):
+        raise CheckpointError("not the states of pipes", leaf="pipes", got=type(states).__name__)
     left = dict(states or {})
     for name, p in learning_pipes(pipe).items():
-        if name not in left: continue
-        try: p.load_state_dict(left.pop(name))
-        except Exception as e: raise CheckpointError(f"the checkpoint does not fit the pipe {name} ({describe_exception(e)})") from e
+        if name not in left:
+            continue
+        try:
+            p.load_state_dict(left.pop(name))
+        except Exception as e:
+            raise CheckpointError(
+                f"the checkpoint does not fit the pipe {name} ({describe_exception(e)})"
+            ) from e
     return left
 
 # %% ../../nbs/runs/06_states.ipynb #ee982f40
@@ -71,10 +80,17 @@ def edited(run: Any, *edits: Callable) -> Any:
         *edits: functions `pipe -> pipe`, such as `RND.inserter(after=Lanes, ...)`
     """
     pipe = run.pipe
-    for edit in edits: pipe = edit(pipe)
-    fresh = [name for name in learning_pipes(pipe) if name not in learning_pipes(run.pipe) and name not in run.waiting]
+    for edit in edits:
+        pipe = edit(pipe)
+    fresh = [
+        name
+        for name in learning_pipes(pipe)
+        if name not in learning_pipes(run.pipe) and name not in run.waiting
+    ]
     if fresh and run.counters["updates"]:
-        logging.getLogger("rollpipe").warning(f"{', '.join(fresh)}: the checkpoint has no state of this pipe, which begins anew")
+        logging.getLogger("rollpipe").warning(
+            f"{', '.join(fresh)}: the checkpoint has no state of this pipe, which begins anew"
+        )
     return run._replace(pipe=pipe, waiting=load_states(pipe, run.waiting))
 
 
@@ -92,9 +108,13 @@ def kept_states(run: Any) -> dict:
 
 def check_taken(run: Any) -> None:
     "Raise `DataError` if the checkpoint of a run has the state of a pipe that its pipeline lacks."
-    if not run.waiting: return
-    raise DataError(f"{run.folder}: the pipeline lacks pipes that learned in this run", got=f"states of {', '.join(run.waiting)}",
-                    expected="in Python, `train(edited(resume(folder), ...))` with the edits that inserted them")
+    if not run.waiting:
+        return
+    raise DataError(
+        f"{run.folder}: the pipeline lacks pipes that learned in this run",
+        got=f"states of {', '.join(run.waiting)}",
+        expected="in Python, `train(edited(resume(folder), ...))` with the edits that inserted them",
+    )
 
 # %% ../../nbs/runs/06_states.ipynb #b0a5d8ca
 def ordering(config: dict) -> dict:
@@ -103,8 +123,9 @@ def ordering(config: dict) -> dict:
     Args:
         config: `workers`, `lag` and `order`, see `make_config`
     """
-    if not config.get('workers'): return dict(lag=0, order='canonical')
-    return dict(lag=config.get('lag'), order=config.get('order'))
+    if not config.get("workers"):
+        return dict(lag=0, order="canonical")
+    return dict(lag=config.get("lag"), order=config.get("order"))
 
 
 def why_inexact(pipe: IterDataPipe, config: dict) -> str | None:
@@ -115,9 +136,11 @@ def why_inexact(pipe: IterDataPipe, config: dict) -> str | None:
         config: see `make_config`
     """
     lag, order = ordering(config).values()
-    if lag is None: return "lag=None, with which the clock orders the stream"
-    if order == 'ready': return "order='ready', with which the clock orders the stream"
-    return '; '.join(unknown_states(pipe)) or None
+    if lag is None:
+        return "lag=None, with which the clock orders the stream"
+    if order == "ready":
+        return "order='ready', with which the clock orders the stream"
+    return "; ".join(unknown_states(pipe)) or None
 
 # %% ../../nbs/runs/06_states.ipynb #2c60f3a6
 class Stream:
@@ -130,14 +153,28 @@ class Stream:
         restored: what `state` returned when the run was saved; None: the stream begins
         chunks: gets the large arrays of a replay memory; None: they are part of the state
     """
+
     is_joint = has_ended = False
 
-    def __init__(self, reason: str | None = None, restored: dict | None = None, chunks: ChunkFolder | None = None):
-        self.reason, self.restored, self.chunks, self.pipe, self.accounts = reason, restored, chunks, None, ()
+    def __init__(
+        self,
+        reason: str | None = None,
+        restored: dict | None = None,
+        chunks: ChunkFolder | None = None,
+    ):
+        self.reason = reason
+        self.restored = restored
+        self.chunks = chunks
+        self.pipe = None
+        self.accounts = ()
 
     def open(self, pipe: IterDataPipe) -> IterDataPipe:
         "Let the next iteration of a graph go on from the restored state. Returns the graph."
-        return pipe if self.restored is None else restore_stream(pipe, self.restored['pipes'], self.chunks)
+        return (
+            pipe
+            if self.restored is None
+            else restore_stream(pipe, self.restored["pipes"], self.chunks)
+        )
 
     def begin(self, pipe: IterDataPipe, *accounts: Any) -> None:
         """The iteration begins.
@@ -146,37 +183,60 @@ class Stream:
             pipe: the graph that is iterated
             *accounts: objects that follow the batches in this process, such as `EpisodeReturns`
         """
-        self.pipe, self.accounts, restored = pipe, accounts, self.restored
-        if restored is None: return
+        self.pipe = pipe
+        self.accounts = accounts
+        restored = self.restored
+        if restored is None:
+            return
         states = GlobalRandomStates()
-        states.set_state(restore(restored['random']))
-        restore(restored['accounts'], list(accounts), 'accounts')
+        states.set_state(restore(restored["random"]))
+        restore(restored["accounts"], list(accounts), "accounts")
         states.put()
-        for k, x in enumerate(restored.get('gpus', [])[:torch.cuda.device_count()]): torch.cuda.set_rng_state(x, k)
+        for k, x in enumerate(restored.get("gpus", [])[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(x, k)
 
     def end(self) -> None:
         "The iteration has ended, or an error has stopped it within a batch: it has no state any more."
-        self.pipe, self.restored, self.has_ended = None, None, True
+        self.pipe = None
+        self.restored = None
+        self.has_ended = True
 
     def sweep(self, checkpoints: list) -> None:
         "Remove the chunks that none of these checkpoints names. They are on disk."
-        if self.chunks is not None and self.chunks.names: self.chunks.sweep(checkpoints)
+        if self.chunks is not None and self.chunks.names:
+            self.chunks.sweep(checkpoints)
 
     def state(self) -> dict | None:
         "The state between two batches, as plain data; None if a resumed run begins new episodes."
-        if self.pipe is None or self.reason: return self.restored
-        gpus = dict(gpus=torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else {}     # for dropout in a learner, say
-        return dict(pipes=stream_state(self.pipe, self.chunks), random=capture(GlobalRandomStates().get_state()),
-                    accounts=capture(list(self.accounts)), **gpus)
+        if self.pipe is None or self.reason:
+            return self.restored
+        gpus = (
+            dict(gpus=torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else {}
+        )  # for dropout in a learner, say
+        return dict(
+            pipes=stream_state(self.pipe, self.chunks),
+            random=capture(GlobalRandomStates().get_state()),
+            accounts=capture(list(self.accounts)),
+            **gpus,
+        )
 
 # %% ../../nbs/runs/06_states.ipynb #cf32c5e0
 def with_exactness(config: dict, pipe: Any) -> dict:
     "The configuration with the ways in which environments are kept. Raises `DataError` if `exact` is asked for in vain."
-    config = {**config, "kept": {name: keeper.name for name, keeper in keep_environments(pipe).items()}}
+    config = {
+        **config,
+        "kept": {name: keeper.name for name, keeper in keep_environments(pipe).items()},
+    }
     reason = why_inexact(pipe, config)
     if reason and config.get("exact"):
-        raise DataError("a resumed run could not go on exactly", leaf="exact", expected="no --exact, or other settings", got=reason)
-    if reason: _log.warning(f"When this run is resumed, it will begin new episodes: {reason}")
+        raise DataError(
+            "a resumed run could not go on exactly",
+            leaf="exact",
+            expected="no --exact, or other settings",
+            got=reason,
+        )
+    if reason:
+        _log.warning(f"When this run is resumed, it will begin new episodes: {reason}")
     return {**config, "inexact": reason}
 
 
@@ -188,14 +248,29 @@ def check_evaluations(folder: Path, config: dict, counters: dict) -> None:
         config: the configuration with which it goes on
         counters: those of the checkpoint; `evaluations`, if it evaluates by steps: how many there were before the last update
     """
-    if not config.get("eval_every") or not (n := counters.get("evaluations", 0)): return
-    found = [r for r in read_evaluations(folder) if r["kind"] == "training" and r["steps"] <= counters["steps"]]
-    if len(found) >= n: return
-    lost = f"{folder/EVALUATIONS} has lost {n - len(found)} of {n:.0f} evaluations"
-    if not config.get("patience"): return _log.warning(lost)
-    kept = last_kept(folder/"checkpoints", found[-1]["steps"] if found else -1)
-    words = ["train", "--resume", str(kept)] if kept else ["fork", str(folder), *"--out OUT --set patience=0".split()]
-    raise DataError(lost, leaf="patience", expected=f"all of them, because it counts them; or `{shlex.join(['rollpipe', *words])}`")
+    if not config.get("eval_every") or not (n := counters.get("evaluations", 0)):
+        return
+    found = [
+        r
+        for r in read_evaluations(folder)
+        if r["kind"] == "training" and r["steps"] <= counters["steps"]
+    ]
+    if len(found) >= n:
+        return
+    lost = f"{folder / EVALUATIONS} has lost {n - len(found)} of {n:.0f} evaluations"
+    if not config.get("patience"):
+        return _log.warning(lost)
+    kept = last_kept(folder / "checkpoints", found[-1]["steps"] if found else -1)
+    words = (
+        ["train", "--resume", str(kept)]
+        if kept
+        else ["fork", str(folder), *"--out OUT --set patience=0".split()]
+    )
+    raise DataError(
+        lost,
+        leaf="patience",
+        expected=f"all of them, because it counts them; or `{shlex.join(['rollpipe', *words])}`",
+    )
 
 
 def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -> Stream:
@@ -212,38 +287,62 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
     """
     check_lanes(config["workers"], config["options"])
     check_evaluations(folder, config, found.counters)
-    if not found.counters["updates"]: shutil.rmtree(folder/"recording", ignore_errors=True)     # the run begins again
+    if not found.counters["updates"]:
+        shutil.rmtree(folder / "recording", ignore_errors=True)  # the run begins again
     if found.stream is not None and (now := ordering(config)) != (before := ordering(found.config)):
-        raise DataError(f"workers={config['workers']} would change the stream, because lag and order count with workers alone",
-                        leaf="workers", expected=str(before), got=str(now))
+        raise DataError(
+            f"workers={config['workers']} would change the stream, because lag and order count with workers alone",
+            leaf="workers",
+            expected=str(before),
+            got=str(now),
+        )
     kept = found.config.get("kept", {})
     if not isinstance(kept, dict) or not all(isinstance(name, str) for name in kept.values()):
-        raise CheckpointError("not the ways in which environments are kept", leaf="kept", got=repr(kept)[:80])
+        raise CheckpointError(
+            "not the ways in which environments are kept", leaf="kept", got=repr(kept)[:80]
+        )
     keep_as(pipe, kept.values())
     reason = found.config["inexact"]
     if found.stream is None and found.counters["updates"]:
         forked = found.config.get("forked") or {}
-        is_fork = forked.get("new_episodes") and forked["at"] == found.counters["updates"] and not found.evaluated
-        why = reason or ("it is a fork that was made so" if is_fork else "the best checkpoint has no state of the stream" if found.evaluated
-                         else "it was interrupted within a batch")
+        is_fork = (
+            forked.get("new_episodes")
+            and forked["at"] == found.counters["updates"]
+            and not found.evaluated
+        )
+        why = reason or (
+            "it is a fork that was made so"
+            if is_fork
+            else "the best checkpoint has no state of the stream"
+            if found.evaluated
+            else "it was interrupted within a batch"
+        )
         if config.get("exact") and not is_fork:
-            words = shlex.join(["rollpipe", "fork", str(folder/"best.safetensors"), "--out", "OUT"])
-            raise DataError(f"{shown(folder)} cannot go on exactly from this checkpoint", leaf="exact", got=why,
-                            expected=f"another one; or `{words}`, to go on from the best one")
+            words = shlex.join(
+                ["rollpipe", "fork", str(folder / "best.safetensors"), "--out", "OUT"]
+            )
+            raise DataError(
+                f"{shown(folder)} cannot go on exactly from this checkpoint",
+                leaf="exact",
+                got=why,
+                expected=f"another one; or `{words}`, to go on from the best one",
+            )
         _log.warning(f"The run begins new episodes: {why}")
-    stream = Stream(reason, found.stream, ChunkFolder(folder/"replay"))
-    if config.get("ranks", 1) == 1: stream.open(pipe)     # each of several ranks opens its own part
+    stream = Stream(reason, found.stream, ChunkFolder(folder / "replay"))
+    if config.get("ranks", 1) == 1:
+        stream.open(pipe)  # each of several ranks opens its own part
     return stream
 
 # %% ../../nbs/runs/06_states.ipynb #4d45078b
 def edits_due(folder: Path, config: dict) -> list:
     "The edits that the run in a folder has made after a checkpoint with this configuration."
     try:
-        newest = json.loads((folder/"config.json").read_bytes())
-        edits = [*newest.get("edits", []), *newest.get("due", [])][len(config.get("edits", [])):]
+        newest = json.loads((folder / "config.json").read_bytes())
+        edits = [*newest.get("edits", []), *newest.get("due", [])][len(config.get("edits", [])) :]
         check_edits(edits)
         return edits
-    except (OSError, ValueError, AttributeError, TypeError): return config.get("due", [])     # a resume writes that file again
+    except (OSError, ValueError, AttributeError, TypeError):
+        return config.get("due", [])  # a resume writes that file again
 
 # %% ../../nbs/runs/06_states.ipynb #bd50d897
 def journal_of(run: Any) -> Journal:
@@ -253,20 +352,31 @@ def journal_of(run: Any) -> Journal:
     others, `train` raises `DataError` for a run that is to be `exact` and has the same fingerprint; otherwise the log says so, and the
     metric `inexact`.
     """
-    if ranks.rank(): return Journal(None, run.counters, {})
+    if ranks.rank():
+        return Journal(None, run.counters, {})
     config = run.config
     found = fingerprint(run.pipe, run.agent, ranks=config.get("ranks", 1), **ordering(config))
     changed = keep_fingerprint(run.folder, run.counters["updates"], found)
-    if changed: _log.warning(f"{shown(run.folder)} goes on, but not as it was: {changed}")
+    if changed:
+        _log.warning(f"{shown(run.folder)} goes on, but not as it was: {changed}")
 
     def differs(before, now, after):
         at = parting([before], [now])
         what = f"{shown(run.folder)} does not go on as it did before: {'' if at is None else at._replace(after=after, is_known=True)}"
         if config.get("exact") and not changed:
-            raise DataError(what, leaf="exact", expected="the numbers of its journal; or in Python, a run with config['exact'] = False")
+            raise DataError(
+                what,
+                leaf="exact",
+                expected="the numbers of its journal; or in Python, a run with config['exact'] = False",
+            )
         _log.warning(what)
         run.counters["inexact"] = 1
-    journal = Journal(run.folder/JOURNAL, run.counters, networks_of(run.agent), config.get("edits", []), differs)
+
+    journal = Journal(
+        run.folder / JOURNAL, run.counters, networks_of(run.agent), config.get("edits", []), differs
+    )
     if journal.ends < (n := run.counters["updates"]):
-        _log.warning(f"{journal.path} has lost what comes after update {journal.ends}; its checksums begin anew after update {n}")
+        _log.warning(
+            f"{journal.path} has lost what comes after update {journal.ends}; its checksums begin anew after update {n}"
+        )
     return journal

@@ -5,7 +5,8 @@
 # %% ../../nbs/runs/14_training.ipynb #0117ae94
 from __future__ import annotations
 
-import shlex, threading
+import shlex
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from time import perf_counter
@@ -49,12 +50,18 @@ def reading(run: Run) -> Iterator[tuple]:
     check_taken(run)
     config = run.config
     if not config.get("workers"):
-        with closing(iter(run.pipe)) as batches: yield batches, dict, run.pipe
+        with closing(iter(run.pipe)) as batches:
+            yield batches, dict, run.pipe
         return
     with torchdata.DataLoader2(run.pipe, reading_service=reading_for(config)) as loader:
+
         def health():
             states = loader.reading_service.health()
-            return dict(workers=sum(state["alive"] for state in states), restarts=max((state["restarted"] for state in states), default=0))
+            return dict(
+                workers=sum(state["alive"] for state in states),
+                restarts=max((state["restarted"] for state in states), default=0),
+            )
+
         yield iter(loader), health, loader.datapipe
 
 # %% ../../nbs/runs/14_training.ipynb #b542d966
@@ -66,6 +73,7 @@ class Wish(NamedTuple):
         save: save a checkpoint after this update
         stop: why the training should stop after this update, or True; None or False: it goes on
     """
+
     metrics: dict = {}
     save: bool = False
     stop: str | bool | None = None
@@ -73,60 +81,90 @@ class Wish(NamedTuple):
 
 def _report(record: dict, writer: MetricWriter | None, bar: Progress) -> None:
     "Write a record to the run's files, if this rank has them, and show it."
-    if writer: writer.write(record)
+    if writer:
+        writer.write(record)
     bar.update(record)
 
 # %% ../../nbs/runs/14_training.ipynb #f78a10e8
 class Updates:
     "The updates of a run: each one learns from a batch, counts it, and makes a record."
+
     def __init__(self, run: Run, callback: Callable | None = None):
-        self.run, self.callback, self.episodes = run, callback, EpisodeReturns(run.counters["episodes"])
+        self.run = run
+        self.callback = callback
+        self.episodes = EpisodeReturns(run.counters["episodes"])
         sinks = [getattr(tap, name, None) for tap in nodes(run.pipe) for name in ("see", "sink")]
         self.meters = list({id(sink): sink for sink in sinks if isinstance(sink, Meter)}.values())
         self.journal = Journal(None, run.counters, {})
         self.make: Callable = run.agent.update
         self.is_live = not find(run.pipe, DataSampler)  # rows of a sample of data make no episodes
         self.is_whole = False  # whether the last update is complete, and not saved yet
-        self.wish = Wish()     # of the callback, after the last update
-        self.signals = []      # that have arrived, and that the ranks have not agreed on yet
+        self.wish = Wish()  # of the callback, after the last update
+        self.signals = []  # that have arrived, and that the ranks have not agreed on yet
 
-    def start_clock(self) -> None: self.begun = self.waiting = perf_counter()
+    def start_clock(self) -> None:
+        self.begun = self.waiting = perf_counter()
 
     def leave_out(self, seconds: float) -> None:
         "Do not count this time as time of the next update."
-        self.begun, self.waiting = self.begun + seconds, self.waiting + seconds
+        self.begun = self.begun + seconds
+        self.waiting = self.waiting + seconds
 
     def update(self, batch: Any, health: Callable, evaluated: list) -> dict:
         "Learn from a batch; returns the record, with the metrics of the workers and of the newest of the evaluations."
         counters = self.run.counters
         collected = perf_counter() - self.waiting
         fresh = getattr(batch, "fresh", batch)  # of a replayed batch, only the new steps count
-        new_steps = self.episodes.add(fresh) if self.is_live else int(ranks.total(fresh.valid.sum()))
+        new_steps = (
+            self.episodes.add(fresh) if self.is_live else int(ranks.total(fresh.valid.sum()))
+        )
         self.journal.saw(batch, counters["steps"] + new_steps)
         metrics = self.make(batch)
         now = perf_counter()
-        duration, self.begun = now - self.begun, now
-        counters.update(steps=counters["steps"] + new_steps, updates=counters["updates"] + 1,
-                        episodes=self.episodes.episodes, seconds=counters["seconds"] + duration)
+        duration = now - self.begun
+        self.begun = now
+        counters.update(
+            steps=counters["steps"] + new_steps,
+            updates=counters["updates"] + 1,
+            episodes=self.episodes.episodes,
+            seconds=counters["seconds"] + duration,
+        )
         self.journal.learned(counters)
-        record = {**counters, **self.episodes.metrics(), **health(), "seconds_collect": collected, "steps_per_s": new_steps/duration}
-        for answer in evaluated: record.update(answer.metrics)  # the newest comes last, and replaces the others
-        for name in ("resumes", "evaluations"): record.pop(name, None)
+        record = {
+            **counters,
+            **self.episodes.metrics(),
+            **health(),
+            "seconds_collect": collected,
+            "steps_per_s": new_steps / duration,
+        }
+        for answer in evaluated:
+            record.update(answer.metrics)  # the newest comes last, and replaces the others
+        for name in ("resumes", "evaluations"):
+            record.pop(name, None)
         return added(record, metrics, "the learner", OF_THE_LOOP)
 
     def with_meters(self, record: dict) -> dict:
         "A record with the metrics of the meters in the pipeline."
-        for meter in self.meters: record = added(record, meter.metrics(), "a meter in the pipeline", METRICS)
+        for meter in self.meters:
+            record = added(record, meter.metrics(), "a meter in the pipeline", METRICS)
         return record
 
     def with_callback(self, record: dict) -> dict:
         "A record with the metrics of the callback, if there is one."
-        if self.callback is None: return record
+        if self.callback is None:
+            return record
         found = self.callback(self.run, MappingProxyType(record))
         self.wish = found if isinstance(found, Wish) else Wish(found)
         return added(record, self.wish.metrics, "the callback", METRICS)
 
-    def learn(self, batch: Any, health: Callable, evaluated: list, writer: MetricWriter | None, bar: Progress) -> dict:
+    def learn(
+        self,
+        batch: Any,
+        health: Callable,
+        evaluated: list,
+        writer: MetricWriter | None,
+        bar: Progress,
+    ) -> dict:
         "Call `update`, then write and show the record, also if the callback fails."
         self.is_whole = False
         record = self.update(batch, health, evaluated)
@@ -141,15 +179,22 @@ class Updates:
     def is_due(self, evaluations: Any) -> bool:
         "Is a checkpoint due after this update?"
         counters, config = self.run.counters, self.run.config
-        return (self.wish.save or counters["steps"] >= config["steps"] or counters["updates"] % config["checkpoint_every"] == 0
-                or evaluations is not None and evaluations.waits())
+        return (
+            self.wish.save
+            or counters["steps"] >= config["steps"]
+            or counters["updates"] % config["checkpoint_every"] == 0
+            or evaluations is not None
+            and evaluations.waits()
+        )
 
     def why_stop(self, evaluations: Any) -> str | None:
         "Why the training stops before it has made all of its steps; None: it goes on. Several ranks stop together."
         config, counters = self.run.config, self.run.counters
         if (why := str(self.wish.stop) if self.wish.stop else None) is None and counters["updates"]:
-            why, limit = evaluations.why_enough() if evaluations else None, config.get("stop_after")
-            if why is None and limit and counters["seconds"] >= seconds_of(limit, "stop_after"): why = f"{limit} of training have passed"
+            why = evaluations.why_enough() if evaluations else None
+            limit = config.get("stop_after")
+            if why is None and limit and counters["seconds"] >= seconds_of(limit, "stop_after"):
+                why = f"{limit} of training have passed"
         with uninterrupted(self.signals) as delay:
             delay.wait_for_all()
             return next((x for x in ranks.gathered_objects(why) if x is not None), None)
@@ -157,10 +202,15 @@ class Updates:
     def goes_on(self, evaluations: Any) -> bool:
         "Whether there is another update. A run that is stopped before it has made all of its steps is saved as complete, with the reason."
         run = self.run
-        if is_over(run.config, run.counters): return False
-        if (why := self.why_stop(evaluations)) is None: return True
+        if is_over(run.config, run.counters):
+            return False
+        if (why := self.why_stop(evaluations)) is None:
+            return True
         run.config["stopped"] = why
-        if not ranks.rank(): files.write_json(run.folder/"config.json", run.config)     # first, because what is saved is not trained again
+        if not ranks.rank():
+            files.write_json(
+                run.folder / "config.json", run.config
+            )  # first, because what is saved is not trained again
         self.save()
         return False
 
@@ -172,7 +222,8 @@ class Updates:
 
     def attend(self, mailbox: Mailbox) -> Run:
         "Make the edits that are due, or answer those who ask. Returns the run that goes on, see `attended`."
-        if not edit_is_due(self.run): return attended(mailbox, self)
+        if not edit_is_due(self.run):
+            return attended(mailbox, self)
         self.journal.mark()
         run = made_again(self.run)
         self.is_whole = False
@@ -187,60 +238,125 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
     Several ranks may be stopped at different moments, so what they saved together last is left as it is.
     """
     run = updates.run
-    if run.stream: run.stream.begin(graph, updates.episodes)
-    try: yield
+    if run.stream:
+        run.stream.begin(graph, updates.episodes)
+    try:
+        yield
     finally:
         if updates.is_whole and not getattr(run.stream, "is_joint", False):
-            try: updates.save()
+            try:
+                updates.save()
             except WorkerError:
-                if run.stream: run.stream.end()
-                if not run.config.get("exact"): updates.save()
-        if run.stream: run.stream.end()
+                if run.stream:
+                    run.stream.end()
+                if not run.config.get("exact"):
+                    updates.save()
+        if run.stream:
+            run.stream.end()
 
 
-def _trained(run: Run, mailbox: Mailbox, callback: Callable | None, progress: bool, tensorboard: bool | str,
-             wandb: bool | str | None) -> tuple[dict, Run | None]:
+def _trained(
+    run: Run,
+    mailbox: Mailbox,
+    callback: Callable | None,
+    progress: bool,
+    tensorboard: bool | str,
+    wandb: bool | str | None,
+) -> tuple[dict, Run | None]:
     "Train to the end, or to an edit. Returns the last record, and the edited run."
-    counters, config, updates, record, steps, after = run.counters, run.config, Updates(run, callback), {}, run.config["steps"], run
-    with (ranks.distributed(run.agent, size=config.get("ranks", 1)), Progress(steps, counters["steps"], disable=not progress) as bar,
-          films_of(run) as films, evaluations_of(run) as evaluations, reading(run) as (batches, health, graph),  # films fork
-          Ongoing(graph, batches, None if ranks.rank() else run.folder/COSTS) as measured, journal_of(run) as updates.journal,
-          nullcontext() if ranks.rank() else MetricWriter(run.folder, tensorboard, wandb=wandb, config=config,
-                                                          updates=counters["updates"]) as writer,      # last: it starts threads
-          _saved(updates, graph)):
-        again = typed(["rollpipe", "replay", shown(run.folder), "--crash", *import_words(needed_modules(config))])
-        updates.make = measured.learner(FlightRecorder(run.folder, config, counters, run.agent, shlex.join(again)).update)
+    counters = run.counters
+    config = run.config
+    updates = Updates(run, callback)
+    record = {}
+    steps = run.config["steps"]
+    after = run
+    with (
+        ranks.distributed(run.agent, size=config.get("ranks", 1)),
+        Progress(steps, counters["steps"], disable=not progress) as bar,
+        films_of(run) as films,
+        evaluations_of(run) as evaluations,
+        reading(run) as (batches, health, graph),  # films fork
+        Ongoing(graph, batches, None if ranks.rank() else run.folder / COSTS) as measured,
+        journal_of(run) as updates.journal,
+        nullcontext()
+        if ranks.rank()
+        else MetricWriter(
+            run.folder, tensorboard, wandb=wandb, config=config, updates=counters["updates"]
+        ) as writer,  # last: it starts threads
+        _saved(updates, graph),
+    ):
+        again = typed(
+            [
+                "rollpipe",
+                "replay",
+                shown(run.folder),
+                "--crash",
+                *import_words(needed_modules(config)),
+            ]
+        )
+        updates.make = measured.learner(
+            FlightRecorder(run.folder, config, counters, run.agent, shlex.join(again)).update
+        )
         updates.start_clock()
         while updates.goes_on(evaluations):
-            if record and (mailbox.waits() or edit_is_due(run)) and (after := updates.attend(mailbox)) is not run: break
+            if (
+                record
+                and (mailbox.waits() or edit_is_due(run))
+                and (after := updates.attend(mailbox)) is not run
+            ):
+                break
             with uninterrupted(updates.signals) as delay:
-                evaluated = evaluations.poll() if evaluations else []    # before the batch, because it may raise
+                evaluated = (
+                    evaluations.poll() if evaluations else []
+                )  # before the batch, because it may raise
                 delay.collecting()
                 try:
                     batch = next(measured.items)
                     delay.learning()
-                except StopIteration: break
+                except StopIteration:
+                    break
                 except BaseException:
-                    if run.stream: run.stream.end()
-                    updates.is_whole = updates.is_whole and not config.get("exact")    # an inexact checkpoint would replace an exact one
+                    if run.stream:
+                        run.stream.end()
+                    updates.is_whole = updates.is_whole and not config.get(
+                        "exact"
+                    )  # an inexact checkpoint would replace an exact one
                     raise
                 record = updates.learn(batch, health, evaluated, writer, bar)
-                if delay.agree(updates.is_due(evaluations)): updates.save()
+                if delay.agree(updates.is_due(evaluations)):
+                    updates.save()
                 measured.after(counters["steps"])
                 updates.waiting = perf_counter()
-            if films: films.after(counters["updates"], False)
-            if evaluations and counters["steps"] < steps: updates.leave_out(evaluations.after_update())
-        if films and after is run: films.after(counters["updates"], True)
+            if films:
+                films.after(counters["updates"], False)
+            if evaluations and counters["steps"] < steps:
+                updates.leave_out(evaluations.after_update())
+        if films and after is run:
+            films.after(counters["updates"], True)
         for answer in evaluations.finish(after is run) if evaluations else ():
-            _report({name: counters[name] for name in ("steps", "updates", "seconds")} | answer.metrics, writer, bar)
+            _report(
+                {name: counters[name] for name in ("steps", "updates", "seconds")} | answer.metrics,
+                writer,
+                bar,
+            )
     if after is run and not is_over(config, counters):
-        raise DataError("the pipeline ended before the training did", expected=f"{steps} steps", got=f"{counters['steps']} steps")
+        raise DataError(
+            "the pipeline ended before the training did",
+            expected=f"{steps} steps",
+            got=f"{counters['steps']} steps",
+        )
     return record, None if after is run else after
 
 
 @signals_wait_for_saving()
-def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", wandb: bool | str | None = None,
-          callback: Callable | None = None) -> dict:
+def train(
+    run: Run,
+    *,
+    progress: bool = True,
+    tensorboard: bool | str = "auto",
+    wandb: bool | str | None = None,
+    callback: Callable | None = None,
+) -> dict:
     """Train until `config['steps']`, or until an option or the callback stops the run. Metrics and checkpoints are in its folder.
 
     Meanwhile it can be edited, see `ask`. Then `run` is not the run that goes on, but at the end its learner and its configuration are.
@@ -259,21 +375,30 @@ def train(run: Run, *, progress: bool = True, tensorboard: bool | str = "auto", 
         dict: the last record. In the main thread a request to stop raises `Stopped`, as Ctrl-C does; any other thread returns
     """
     if run.stream and run.stream.has_ended:
-        raise DataError(f"{run.folder}: this training has ended", expected="train(resume(folder)), which goes on from the checkpoint")
-    first, record = run, {}
+        raise DataError(
+            f"{run.folder}: this training has ended",
+            expected="train(resume(folder)), which goes on from the checkpoint",
+        )
+    first = run
+    record = {}
     begin_training(run.folder)
     try:
         with Mailbox(None if ranks.rank() else run.folder) as mailbox:
             while True:
                 run = made_again(run)
-                with torch_threads(run.config["threads"]): last, after = _trained(run, mailbox, callback, progress, tensorboard, wandb)
-                record = last or record      # an edited run may stop at once
-                if after is None: return record
+                with torch_threads(run.config["threads"]):
+                    last, after = _trained(run, mailbox, callback, progress, tensorboard, wandb)
+                record = last or record  # an edited run may stop at once
+                if after is None:
+                    return record
                 run = after
     except Stopped:
-        if threading.current_thread() is threading.main_thread(): raise
-        return (records_of(run.folder) or [record])[-1]     # nobody could catch an exception there
+        if threading.current_thread() is threading.main_thread():
+            raise
+        return (records_of(run.folder) or [record])[-1]  # nobody could catch an exception there
     finally:
-        if run.stream: run.stream.end()
+        if run.stream:
+            run.stream.end()
         unlock(run.folder)
-        if run is not first: adopt(first, run)     # the caller has the learner from before the edits
+        if run is not first:
+            adopt(first, run)  # the caller has the learner from before the edits

@@ -7,7 +7,9 @@ __all__ = ['ALGORITHMS', 'Algorithm', 'recurrence', 'sharing', 'parts_for', 'reg
            'options_for']
 
 # %% ../../nbs/settings/01_algorithms.ipynb #ad1ca4f2
-import inspect, logging, re
+import inspect
+import logging
+import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
@@ -54,6 +56,7 @@ class Algorithm(NamedTuple):
             memory, in the place of `critic`; empty: there is no such option
         shared: the policy with values that the option `shared` puts in the place of `policy` and `critic`; None: there is no such option
     """
+
     learner: type
     pipeline: Callable
     policy: type
@@ -65,10 +68,16 @@ class Algorithm(NamedTuple):
     @property
     def parts(self) -> dict:
         "The parts with options, by name. If parts share an option's name, the first gets the plain name. The seeds follow this order, too."
-        return {name: part for name, part in self._asdict().items() if name not in ("defaults", "recurrent", "shared") and part is not None}
+        return {
+            name: part
+            for name, part in self._asdict().items()
+            if name not in ("defaults", "recurrent", "shared") and part is not None
+        }
 
 
-def recurrence(recurrent: str | None = None, state_size: int = 64, span: float = 32., past: bool = False) -> dict:
+def recurrence(
+    recurrent: str | None = None, state_size: int = 64, span: float = 32.0, past: bool = False
+) -> dict:
     """Arguments of a policy with memory; empty if there is none. Raises `DataError` for an option that would have no effect.
 
     Args:
@@ -81,11 +90,20 @@ def recurrence(recurrent: str | None = None, state_size: int = 64, span: float =
     if recurrent is None:
         for name, x in found.items():
             if x != (default := inspect.signature(recurrence).parameters[name].default):
-                raise DataError("this option is of a policy with memory", leaf=name, expected=f"{name}={default}, or recurrent=gru or lstm",
-                                got=str(x))
+                raise DataError(
+                    "this option is of a policy with memory",
+                    leaf=name,
+                    expected=f"{name}={default}, or recurrent=gru or lstm",
+                    got=str(x),
+                )
         return {}
     if recurrent not in RecurrentTorso.cells:
-        raise DataError("unknown kind of memory", leaf="recurrent", expected=", ".join([*RecurrentTorso.cells, "none"]), got=str(recurrent))
+        raise DataError(
+            "unknown kind of memory",
+            leaf="recurrent",
+            expected=", ".join([*RecurrentTorso.cells, "none"]),
+            got=str(recurrent),
+        )
     return dict(cell=recurrent, memory=found.pop("state_size"), **found)
 
 
@@ -100,13 +118,32 @@ def sharing(shared: bool = False) -> bool:
 
 def _without_critic(algorithm, kwargs):
     "The parts with a policy that reports values. Raises `DataError` for an option that would have no effect."
-    defaults = {name: p.default for name, p in inspect.signature(algorithm.critic).parameters.items()}
-    given = {f"critic_{name}": x for name, x in kwargs["critic"].items() if name != "encoder" and x != defaults[name]}
-    if (rate := kwargs["learner"].get("critic_lr")) not in (None, getattr(algorithm.learner, "critic_lr", None)): given["critic_lr"] = rate
-    if (memory := kwargs["recurrence"].get("recurrent")) is not None: given["recurrent"] = memory
+    defaults = {
+        name: p.default for name, p in inspect.signature(algorithm.critic).parameters.items()
+    }
+    given = {
+        f"critic_{name}": x
+        for name, x in kwargs["critic"].items()
+        if name != "encoder" and x != defaults[name]
+    }
+    if (rate := kwargs["learner"].get("critic_lr")) not in (
+        None,
+        getattr(algorithm.learner, "critic_lr", None),
+    ):
+        given["critic_lr"] = rate
+    if (memory := kwargs["recurrence"].get("recurrent")) is not None:
+        given["recurrent"] = memory
     for name, x in given.items():
-        raise DataError("this option is of a critic apart from the policy", leaf=name, expected="its default, or no `shared`", got=str(x))
-    return {**{name: part for name, part in algorithm.parts.items() if name != "critic"}, "policy": algorithm.shared}
+        raise DataError(
+            "this option is of a critic apart from the policy",
+            leaf=name,
+            expected="its default, or no `shared`",
+            got=str(x),
+        )
+    return {
+        **{name: part for name, part in algorithm.parts.items() if name != "critic"},
+        "policy": algorithm.shared,
+    }
 
 
 def parts_for(algorithm: Algorithm, kwargs: dict) -> dict:
@@ -115,48 +152,97 @@ def parts_for(algorithm: Algorithm, kwargs: dict) -> dict:
     Args:
         kwargs: part, `recurrence` or `sharing` -> its arguments, which are changed in place
     """
-    parts, memory = algorithm.parts, recurrence(**kwargs["recurrence"])
-    if sharing(**kwargs["sharing"]): return _without_critic(algorithm, kwargs)
-    if not memory: return parts
+    parts = algorithm.parts
+    memory = recurrence(**kwargs["recurrence"])
+    if sharing(**kwargs["sharing"]):
+        return _without_critic(algorithm, kwargs)
+    if not memory:
+        return parts
     if kwargs["pipeline"].get("length", 2) < 2:
-        raise DataError("a memory learns nothing from single steps", leaf="length", expected="--length 2 or more", got="1")
+        raise DataError(
+            "a memory learns nothing from single steps",
+            leaf="length",
+            expected="--length 2 or more",
+            got="1",
+        )
     policy, *critics = algorithm.recurrent
     kwargs["policy"] |= memory
-    if not critics: return {**parts, "policy": policy}
-    kwargs["policy"]["report"], kwargs["critic"]["memory"] = True, memory["memory"]
+    if not critics:
+        return {**parts, "policy": policy}
+    kwargs["policy"]["report"] = True
+    kwargs["critic"]["memory"] = memory["memory"]
     return {**parts, "policy": policy, "critic": critics[0]}
 
 
 # a single environment, and one sample for each new step; fragments of several steps reduce the overhead
-_CONTINUOUS: dict = dict(n_envs=1, n_steps=8, samples_per_step=1., capacity=1_000_000)
+_CONTINUOUS: dict = dict(n_envs=1, n_steps=8, samples_per_step=1.0, capacity=1_000_000)
 _MEMORY: dict = dict(recurrent=(RecurrentPolicy, MemoryCritic))
-_AS_PUBLISHED: dict = dict(hidden=(256, 256), activation="relu")      # the networks of the authors of IQL
+_AS_PUBLISHED: dict = dict(
+    hidden=(256, 256), activation="relu"
+)  # the networks of the authors of IQL
 ALGORITHMS = dict(
     trpo=Algorithm(TRPO, on_policy, MLPPolicy, Critic, **_MEMORY),
     npg=Algorithm(NPG, on_policy, MLPPolicy, Critic, **_MEMORY),
-    reinforce=Algorithm(REINFORCE, on_policy, MLPPolicy, Critic, dict(n_steps=128, lam=1.), **_MEMORY),
-    a2c=Algorithm(A2C, on_policy, MLPPolicy, Critic, dict(n_steps=16), **_MEMORY, shared=SharedPolicy),
+    reinforce=Algorithm(
+        REINFORCE, on_policy, MLPPolicy, Critic, dict(n_steps=128, lam=1.0), **_MEMORY
+    ),
+    a2c=Algorithm(
+        A2C, on_policy, MLPPolicy, Critic, dict(n_steps=16), **_MEMORY, shared=SharedPolicy
+    ),
     ppo=Algorithm(PPO, on_policy, MLPPolicy, Critic, **_MEMORY, shared=SharedPolicy),
-    vtrace=Algorithm(VTrace, rollouts, MLPPolicy, Critic, dict(n_steps=16), **_MEMORY, shared=SharedPolicy),
+    vtrace=Algorithm(
+        VTrace, rollouts, MLPPolicy, Critic, dict(n_steps=16), **_MEMORY, shared=SharedPolicy
+    ),
     dqn=Algorithm(DQN, replayed, QPolicy, recurrent=(RecurrentQPolicy,)),
     qr_dqn=Algorithm(QRDQN, replayed, QuantilePolicy),
     sac=Algorithm(SAC, replayed, SquashedPolicy, ActionCritic, _CONTINUOUS),
     crossq=Algorithm(CrossQ, replayed, RenormPolicy, RenormCritic, _CONTINUOUS),
     td3=Algorithm(TD3, replayed, DeterministicPolicy, ActionCritic, _CONTINUOUS),
-    ddpg=Algorithm(DDPG, replayed, DeterministicPolicy, ActionCritic, dict(_CONTINUOUS, n_critics=1)),
+    ddpg=Algorithm(
+        DDPG, replayed, DeterministicPolicy, ActionCritic, dict(_CONTINUOUS, n_critics=1)
+    ),
     bc=Algorithm(BC, from_data, MLPPolicy, defaults=_AS_PUBLISHED),
     iql=Algorithm(IQL, from_data, MLPPolicy, QVCritic, dict(_AS_PUBLISHED, critic_normalize=True)),
-    td3bc=Algorithm(TD3BC, from_data, DeterministicPolicy, ActionCritic, dict(normalize=True, critic_normalize=True)),
+    td3bc=Algorithm(
+        TD3BC,
+        from_data,
+        DeterministicPolicy,
+        ActionCritic,
+        dict(normalize=True, critic_normalize=True),
+    ),
 )
-_FIXED = ("actor", "critic", "env", "env_kwargs", "seed", "info_keys", "edits", "device", "close", "observation_space",
-          "action_space", "epsilon")  # DQN sets epsilon from eps_start, eps_end and eps_steps
+_FIXED = (
+    "actor",
+    "critic",
+    "env",
+    "env_kwargs",
+    "seed",
+    "info_keys",
+    "edits",
+    "device",
+    "close",
+    "observation_space",
+    "action_space",
+    "epsilon",
+)  # DQN sets epsilon from eps_start, eps_end and eps_steps
 
 
 def _options(found):
-    defaults = {"engine": "auto", **found.defaults}  # the command line uses the fastest engine; the recipes use torch
-    parts = {**found.parts, **({"recurrence": recurrence} if found.recurrent else {}), **({"sharing": sharing} if found.shared else {})}
-    options = [x._replace(default=defaults.get(x.name, x.default)) for x in options_of(parts, skip=_FIXED)]
-    return [x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options]  # an id determines no number
+    defaults = {
+        "engine": "auto",
+        **found.defaults,
+    }  # the command line uses the fastest engine; the recipes use torch
+    parts = {
+        **found.parts,
+        **({"recurrence": recurrence} if found.recurrent else {}),
+        **({"sharing": sharing} if found.shared else {}),
+    }
+    options = [
+        x._replace(default=defaults.get(x.name, x.default)) for x in options_of(parts, skip=_FIXED)
+    ]
+    return [
+        x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options
+    ]  # an id determines no number
 
 # %% ../../nbs/settings/01_algorithms.ipynb #fd8b1b46
 def register_algorithm(name: str, algorithm: Algorithm) -> None:
@@ -169,29 +255,58 @@ def register_algorithm(name: str, algorithm: Algorithm) -> None:
         algorithm: its parts
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
-        raise DataError("this cannot be the name of an algorithm", expected="small letters, digits, - and _", got=repr(name))
+        raise DataError(
+            "this cannot be the name of an algorithm",
+            expected="small letters, digits, - and _",
+            got=repr(name),
+        )
     if not isinstance(algorithm, Algorithm):
-        raise DataError(f"what is registered as {name!r} is no algorithm", expected="a `rollpipe.settings.algorithms.Algorithm`",
-                        got=describe(algorithm))
+        raise DataError(
+            f"what is registered as {name!r} is no algorithm",
+            expected="a `rollpipe.settings.algorithms.Algorithm`",
+            got=describe(algorithm),
+        )
     if name in ALGORITHMS and _owner(ALGORITHMS[name]) != _owner(algorithm):
-        raise DataError(f"the name {name!r} is taken", expected="another name", got=f"the algorithm of {_owner(ALGORITHMS[name])}")
+        raise DataError(
+            f"the name {name!r} is taken",
+            expected="another name",
+            got=f"the algorithm of {_owner(ALGORITHMS[name])}",
+        )
     _check_parts(name, algorithm)
     ALGORITHMS[name] = algorithm
 
 
-def _owner(algorithm): return ".".join(str(getattr(algorithm.learner, name, "?")) for name in ("__module__", "__qualname__"))
+def _owner(algorithm):
+    return ".".join(
+        str(getattr(algorithm.learner, name, "?")) for name in ("__module__", "__qualname__")
+    )
 
 
 def _check_parts(name, algorithm):
-    for part, needs in dict(learner="__call__", pipeline="__call__", policy="for_env", critic="for_env").items():
+    for part, needs in dict(
+        learner="__call__", pipeline="__call__", policy="for_env", critic="for_env"
+    ).items():
         found = getattr(algorithm, part)
         if not callable(getattr(found, needs, None)) and (part, found) != ("critic", None):
-            raise DataError(f"the algorithm {name!r} has a part that cannot be used", leaf=part, got=describe(found),
-                            expected="a class or function" if needs == "__call__" else f"a class with the method `{needs}`")
-    try: known = [option.name for option in _options(algorithm)]
-    except (TypeError, ValueError) as e: raise DataError(f"the options of the algorithm {name!r} cannot be read: {e}") from e
+            raise DataError(
+                f"the algorithm {name!r} has a part that cannot be used",
+                leaf=part,
+                got=describe(found),
+                expected="a class or function"
+                if needs == "__call__"
+                else f"a class with the method `{needs}`",
+            )
+    try:
+        known = [option.name for option in _options(algorithm)]
+    except (TypeError, ValueError) as e:
+        raise DataError(f"the options of the algorithm {name!r} cannot be read: {e}") from e
     wrong = [option for option in algorithm.defaults if option not in known]
-    if wrong: raise DataError(f"a default of {name!r} is of no option", leaf=str(wrong[0]), expected=f"one of {', '.join(known)}")
+    if wrong:
+        raise DataError(
+            f"a default of {name!r} is of no option",
+            leaf=str(wrong[0]),
+            expected=f"one of {', '.join(known)}",
+        )
 
 
 _tried = set()  # entry points that were loaded, or that failed
@@ -200,18 +315,24 @@ _tried = set()  # entry points that were loaded, or that failed
 def load_plugins() -> None:
     "Register the algorithms of installed packages, which have entry points of the group `rollpipe.algorithms`. Each is tried once."
     for point in entry_points(group="rollpipe.algorithms"):
-        if (point.name, point.value) in _tried: continue
+        if (point.name, point.value) in _tried:
+            continue
         _tried.add((point.name, point.value))
-        try: register_algorithm(point.name, point.load())
+        try:
+            register_algorithm(point.name, point.load())
         except Exception as e:
-            logging.getLogger("rollpipe").warning(f"the algorithm {point.name!r} of an installed package ({point.value}) cannot be used: "
-                                                  f"{type(e).__name__}: {e}")
+            logging.getLogger("rollpipe").warning(
+                f"the algorithm {point.name!r} of an installed package ({point.value}) cannot be used: "
+                f"{type(e).__name__}: {e}"
+            )
 
 # %% ../../nbs/settings/01_algorithms.ipynb #7101e0e1
 def is_algorithm(name: Any) -> bool:
     "Whether an algorithm has this name, also an algorithm of an installed package."
-    if not isinstance(name, str): return False
-    if name not in ALGORITHMS: load_plugins()
+    if not isinstance(name, str):
+        return False
+    if name not in ALGORITHMS:
+        load_plugins()
     return name in ALGORITHMS
 
 
@@ -222,5 +343,9 @@ def options_for(algorithm: str) -> list[Option]:
         algorithm: name in `ALGORITHMS`
     """
     if not is_algorithm(algorithm):
-        raise DataError("unknown algorithm", expected=f"{', '.join(ALGORITHMS)}, or one of --import", got=str(algorithm))
+        raise DataError(
+            "unknown algorithm",
+            expected=f"{', '.join(ALGORITHMS)}, or one of --import",
+            got=str(algorithm),
+        )
     return _options(ALGORITHMS[algorithm])

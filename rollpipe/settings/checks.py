@@ -24,7 +24,10 @@ def with_steps(algorithm: str, options: dict, steps: int) -> dict:
         steps: environment steps of the training
     """
     found = {option.name for option in options_for(algorithm) if "schedule" in option.kinds}
-    return {name: str(Schedule.of(x, steps)) if name in found and isinstance(x, str) else x for name, x in options.items()}
+    return {
+        name: str(Schedule.of(x, steps)) if name in found and isinstance(x, str) else x
+        for name, x in options.items()
+    }
 
 
 def check_decay(steps: int, options: dict) -> None:
@@ -37,11 +40,20 @@ def check_decay(steps: int, options: dict) -> None:
     for name in Changing.RATES:
         x = Schedule.of(text, steps) if isinstance(text := options.get(name), str) else None
         if x is not None and not x.end and x.steps < steps:
-            raise DataError("the schedule falls to 0 before the training ends", leaf=name, got=text,
-                            expected=f"an end above 0, or at least the steps of the training, {steps}")
-    if not (n := options.get("decay_steps")) or n >= steps: return
-    raise DataError("the learning rates fall to 0 before the training ends", leaf="decay_steps", got=str(n),
-                    expected=f"0, or at least the steps of the training, as by --decay-steps {steps} for a new run")
+            raise DataError(
+                "the schedule falls to 0 before the training ends",
+                leaf=name,
+                got=text,
+                expected=f"an end above 0, or at least the steps of the training, {steps}",
+            )
+    if not (n := options.get("decay_steps")) or n >= steps:
+        return
+    raise DataError(
+        "the learning rates fall to 0 before the training ends",
+        leaf="decay_steps",
+        got=str(n),
+        expected=f"0, or at least the steps of the training, as by --decay-steps {steps} for a new run",
+    )
 
 
 # What a configuration has without the rules that may stop a training.
@@ -56,10 +68,18 @@ def check_stops(config: dict) -> None:
     Args:
         config: see `make_config`
     """
-    rules = [name for name, unset in (("stop_at_return", None), ("patience", 0)) if config.get(name, unset) != unset]
+    rules = [
+        name
+        for name, unset in (("stop_at_return", None), ("patience", 0))
+        if config.get(name, unset) != unset
+    ]
     if rules and Every.of(config.get("eval_every", 0)).unit != "steps":
-        raise DataError("the training stops only by evaluations for which it waits", leaf=rules[0],
-                        expected="eval_every in steps, as by --eval-every '20_000 steps'", got=f"eval_every={config['eval_every']}")
+        raise DataError(
+            "the training stops only by evaluations for which it waits",
+            leaf=rules[0],
+            expected="eval_every in steps, as by --eval-every '20_000 steps'",
+            got=f"eval_every={config['eval_every']}",
+        )
 
 
 def is_over(config: dict, counters: dict) -> bool:
@@ -72,7 +92,7 @@ def is_over(config: dict, counters: dict) -> bool:
     return counters["steps"] >= config["steps"] or bool(config.get("stopped"))
 
 
-_LANE = 100_000      # bytes, at least, of a lane that runs; one with CartPole takes ten times as many
+_LANE = 100_000  # bytes, at least, of a lane that runs; one with CartPole takes ten times as many
 
 
 def check_room(options: dict) -> None:
@@ -81,10 +101,18 @@ def check_room(options: dict) -> None:
     Args:
         options: all options of the algorithm
     """
-    rows = ("lanes", "n_envs", "n_steps"), ("batch_size", "length"), ("capacity",) * (options.get("path") is None)
+    rows = (
+        ("lanes", "n_envs", "n_steps"),
+        ("batch_size", "length"),
+        ("capacity",) * (options.get("path") is None),
+    )
     for names, size in (("lanes",), _LANE), *((names, LEAST_BYTES) for names in rows):
         found = {name: x for name in names if isinstance(x := options.get(name), int)}
-        if found: check_memory(", ".join(f"{name}={x:,}" for name, x in found.items()), math.prod(found.values()) * size)
+        if found:
+            check_memory(
+                ", ".join(f"{name}={x:,}" for name, x in found.items()),
+                math.prod(found.values()) * size,
+            )
 
 
 def check_lanes(workers: int, options: dict) -> None:
@@ -95,12 +123,26 @@ def check_lanes(workers: int, options: dict) -> None:
         options: options of the algorithm
     """
     if workers > (lanes := options.get("lanes", 1)):
-        raise DataError(f"{workers} workers have too few lanes", leaf="workers", expected=f"--lanes {workers} or more "
-                        "(a batch has lanes * n_envs * n_steps steps)", got=f"{lanes} lanes")
+        raise DataError(
+            f"{workers} workers have too few lanes",
+            leaf="workers",
+            expected=f"--lanes {workers} or more (a batch has lanes * n_envs * n_steps steps)",
+            got=f"{lanes} lanes",
+        )
 
 # %% ../../nbs/settings/05_checks.ipynb #d3ac0983
 def check_edits(edits: Any) -> None:
     "Raise `DataError` unless these are edits, as the configuration of a run lists them."
-    plain = isinstance(edits, list) and all(isinstance(x, dict) and type(x.get("at")) is int and isinstance(x.get("was", {}), dict) and (
-        isinstance(x.get("set"), dict) or isinstance(x.get("insert"), str) and isinstance(x.get("kwargs"), dict)) for x in edits)
-    if not plain: raise DataError("not edits of a run", leaf="edits", got=repr(edits)[:80])
+    plain = isinstance(edits, list) and all(
+        isinstance(x, dict)
+        and type(x.get("at")) is int
+        and isinstance(x.get("was", {}), dict)
+        and (
+            isinstance(x.get("set"), dict)
+            or isinstance(x.get("insert"), str)
+            and isinstance(x.get("kwargs"), dict)
+        )
+        for x in edits
+    )
+    if not plain:
+        raise DataError("not edits of a run", leaf="edits", got=repr(edits)[:80])

@@ -5,14 +5,22 @@
 # %% ../../nbs/settings/03_choice.ipynb #b93a9698
 from __future__ import annotations
 
-import difflib, sys
+import difflib
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import rollpipe
 from .options import Option
 from ..pipes.data.errors import DataError
-from .files import belongs_to, check_table, checked, kind_of_actions, read_table, tables_in
+from rollpipe.settings.files import (
+    belongs_to,
+    check_table,
+    checked,
+    kind_of_actions,
+    read_table,
+    tables_in,
+)
 
 # %% auto #0
 __all__ = ['presets_of', 'preset_for', 'settings_in']
@@ -27,19 +35,25 @@ def presets_of(algorithm: str) -> dict:
     Returns:
         dict: name -> table, see `rollpipe.settings.files`
     """
-    path = Path(rollpipe.__file__).parent/"settings"/"presets"/f"{algorithm}.toml"
+    path = Path(rollpipe.__file__).parent / "settings" / "presets" / f"{algorithm}.toml"
     return tables_in(read_table(path), ()) if path.is_file() else {}
 
 
 def _first(tables: dict, env: str, env_kwargs: dict | None) -> str | None:
     "The name of the first table for the environment and its kind of actions. A table named after it comes before families of environments."
-    names = sorted((name for name in tables if belongs_to(env, name, tables[name])), key=lambda name: name != env.rpartition(":")[2])
+    names = sorted(
+        (name for name in tables if belongs_to(env, name, tables[name])),
+        key=lambda name: name != env.rpartition(":")[2],
+    )
     for name in names:
         wanted = tables[name].get("actions")
-        if not wanted or wanted == kind_of_actions(env, env_kwargs): return name
+        if not wanted or wanted == kind_of_actions(env, env_kwargs):
+            return name
 
 
-def preset_for(algorithm: str, env: str, env_kwargs: dict | None, name: str, known: Iterable[Option]) -> tuple[str | None, dict, dict]:
+def preset_for(
+    algorithm: str, env: str, env_kwargs: dict | None, name: str, known: Iterable[Option]
+) -> tuple[str | None, dict, dict]:
     """The name of a preset of an algorithm, or None, option -> value, and arguments of the environment.
 
     Raises `DataError` for an unknown name, or for a preset for another kind of action space.
@@ -53,17 +67,32 @@ def preset_for(algorithm: str, env: str, env_kwargs: dict | None, name: str, kno
     """
     tables = presets_of(algorithm) if name != "none" else {}
     found = _first(tables, env, env_kwargs) if name == "auto" else None if name == "none" else name
-    if found is None: return None, {}, {}
+    if found is None:
+        return None, {}, {}
     if found not in tables:
         near = difflib.get_close_matches(found, tables, 3) or list(tables)
-        raise DataError(f"{algorithm} has no preset {found!r}", expected=", ".join([*near, "auto or none"]))
-    wanted, given = tables[found].get("actions"), name != "auto"
+        raise DataError(
+            f"{algorithm} has no preset {found!r}", expected=", ".join([*near, "auto or none"])
+        )
+    wanted = tables[found].get("actions")
+    given = name != "auto"
     if given and wanted and wanted != (kind := kind_of_actions(env, env_kwargs)):
-        raise DataError(f"the preset {found!r} of {algorithm} is for another action space", env=env, expected=wanted, got=kind)
-    return found, check_table(found, tables[found], known, f"presets of {algorithm}"), tables[found].get("env_kwargs", {})
+        raise DataError(
+            f"the preset {found!r} of {algorithm} is for another action space",
+            env=env,
+            expected=wanted,
+            got=kind,
+        )
+    return (
+        found,
+        check_table(found, tables[found], known, f"presets of {algorithm}"),
+        tables[found].get("env_kwargs", {}),
+    )
 
 # %% ../../nbs/settings/03_choice.ipynb #cc6c4847
-def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | None, known: Iterable[Option]) -> tuple[dict, dict]:
+def settings_in(
+    path: str | Path, algorithm: str, env: str, env_kwargs: dict | None, known: Iterable[Option]
+) -> tuple[dict, dict]:
     """The settings in a file for an environment: option -> value, and arguments of the environment.
 
     Raises `DataError`, which names the file and the problem.
@@ -75,36 +104,81 @@ def settings_in(path: str | Path, algorithm: str, env: str, env_kwargs: dict | N
         env_kwargs: keyword arguments for `gymnasium.make`, on which the kind of action space may depend
         known: the options that may be set
     """
-    known, values = list(known), read_table(path)
+    known = list(known)
+    values = read_table(path)
     if values.get("algorithm", algorithm) != algorithm:
-        raise DataError(f"{path}: is for another algorithm", expected=algorithm, got=str(values["algorithm"]))
+        raise DataError(
+            f"{path}: is for another algorithm", expected=algorithm, got=str(values["algorithm"])
+        )
     about = {name: values.pop(name, {}) for name in ("options", "env_kwargs", "versions")}
     _check_dicts(path, about)
     _check_imports(path, values.pop("imports", []))
-    if about["versions"]: values.pop("ranks", None)  # the number of ranks is not an option: the launcher sets it
-    own = {name: x for name, x in values.items() if name not in ("algorithm", "env", "of_preset", "kept", "inexact", "forked",
-                                                                   "stopped", "edits", "due")
-           and (name, x) != ("preset", None)}  # the configuration of a run without a preset has "preset": null
+    if about["versions"]:
+        values.pop("ranks", None)  # the number of ranks is not an option: the launcher sets it
+    own = {
+        name: x
+        for name, x in values.items()
+        if name
+        not in (
+            "algorithm",
+            "env",
+            "of_preset",
+            "kept",
+            "inexact",
+            "forked",
+            "stopped",
+            "edits",
+            "due",
+        )
+        and (name, x) != ("preset", None)
+    }  # the configuration of a run without a preset has "preset": null
     tables = tables_in(own, known)
     for name in tables:
-        if near := difflib.get_close_matches(name, about, 1, .8):     # it would be a table for an environment that is not this one
+        if near := difflib.get_close_matches(
+            name, about, 1, 0.8
+        ):  # it would be a table for an environment that is not this one
             raise DataError(f"{path}: there is no table {name!r}", expected=near[0])
     of_table = {name: check_table(name, table, known, str(path)) for name, table in tables.items()}
-    found = checked({**{name: x for name, x in own.items() if name not in tables}, **about["options"]}, known, str(path))
-    if about["options"] and about["versions"]: found["preset"] = "none"  # the configuration of a run is complete without a preset
+    found = checked(
+        {**{name: x for name, x in own.items() if name not in tables}, **about["options"]},
+        known,
+        str(path),
+    )
+    if about["options"] and about["versions"]:
+        found["preset"] = "none"  # the configuration of a run is complete without a preset
     name = _first(tables, env, {**about["env_kwargs"], **(env_kwargs or {})})
-    if name is None and (not (found or about["env_kwargs"]) or any(belongs_to(env, name, table) for name, table in tables.items())):
-        raise DataError(f"{path}: has nothing for {env}", expected="a table for it and its actions, or options for all environments",
-                        got=", ".join(tables) or "an empty file")
-    return {**found, **of_table.get(name, {})}, {**about["env_kwargs"], **tables.get(name, {}).get("env_kwargs", {})}
+    if name is None and (
+        not (found or about["env_kwargs"])
+        or any(belongs_to(env, name, table) for name, table in tables.items())
+    ):
+        raise DataError(
+            f"{path}: has nothing for {env}",
+            expected="a table for it and its actions, or options for all environments",
+            got=", ".join(tables) or "an empty file",
+        )
+    return {**found, **of_table.get(name, {})}, {
+        **about["env_kwargs"],
+        **tables.get(name, {}).get("env_kwargs", {}),
+    }
 
 
 def _check_dicts(path, tables):
     for name, x in tables.items():
-        if not isinstance(x, dict): raise DataError(f"{path}: wrong type of value", leaf=name, expected="names with values", got=repr(x))
+        if not isinstance(x, dict):
+            raise DataError(
+                f"{path}: wrong type of value", leaf=name, expected="names with values", got=repr(x)
+            )
 
 
 def _check_imports(path, modules):
     "Raise `DataError` if a module is not yet imported. For safety, a file alone must not import one."
-    missing = [str(module) for module in modules if module not in sys.modules] if isinstance(modules, list) else [repr(modules)]
-    if missing: raise DataError(f"{path}: its run needs a module", expected=" ".join(f"--import {module}" for module in missing))
+    missing = (
+        [str(module) for module in modules if module not in sys.modules]
+        if isinstance(modules, list)
+        else [repr(modules)]
+    )
+    if missing:
+        raise DataError(
+            f"{path}: its run needs a module",
+            expected=" ".join(f"--import {module}" for module in missing),
+        )

@@ -5,7 +5,10 @@
 # %% ../../nbs/settings/07_config.ipynb #7f9673dc
 from __future__ import annotations
 
-import importlib, inspect, json, sys
+import importlib
+import inspect
+import json
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -57,32 +60,60 @@ def device_of(name: str) -> torch.device:
     Args:
         name: such as cpu, cuda:1, mps, or auto
     """
-    if name == "auto": name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "auto":
+        name = (
+            "cuda"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available()
+            else "cpu"
+        )
     return device_of_rank(checked_device(name))
 
 
 def _moved(pipe: Any, device: torch.device) -> Any:
     "The pipeline, which moves each batch to the device before a network needs it."
-    def make(source): return ToDevice(source, device)
-    return insert_before(pipe, AdvantageBuffer, make) if len(find(pipe, AdvantageBuffer)) == 1 else make(pipe)
+
+    def make(source):
+        return ToDevice(source, device)
+
+    return (
+        insert_before(pipe, AdvantageBuffer, make)
+        if len(find(pipe, AdvantageBuffer)) == 1
+        else make(pipe)
+    )
 
 
 def _curious(pipe: Any, config: dict, seed: int) -> Any:
     "The pipeline with `RND`, if the configuration asks for it."
-    if not (weight := config.get("intrinsic", 0.)): return pipe
+    if not (weight := config.get("intrinsic", 0.0)):
+        return pipe
     if find(pipe, Replay) or find(pipe, DataSampler):
-        raise DataError(f"{config['algorithm']} learns from a memory, whose rewards stay as they were when they were new", leaf="intrinsic",
-                        expected="0, or an algorithm without a memory, such as ppo", got=str(weight))
+        raise DataError(
+            f"{config['algorithm']} learns from a memory, whose rewards stay as they were when they were new",
+            leaf="intrinsic",
+            expected="0, or an algorithm without a memory, such as ppo",
+            got=str(weight),
+        )
     network = Distillation.for_env(config["env"], env_kwargs=config["env_kwargs"], seed=seed)
-    after = RewardScaler if find(pipe, RewardScaler) else Lanes     # its scale is for the rewards of the environment alone
+    after = (
+        RewardScaler if find(pipe, RewardScaler) else Lanes
+    )  # its scale is for the rewards of the environment alone
     return insert_after(pipe, after, partial(RND, network=network, weight=weight, seed=seed))
 
 
 def _recorded(pipe: Any, config: dict) -> Any:
     "The pipeline with a `Recorder` of the fragments of the lanes, if the configuration asks for it and names the `folder` of a run."
-    if not config.get("record") or "folder" not in config: return pipe
-    if (n := config.get("ranks", 1)) > 1: raise DataError("several ranks do not record", leaf="record", expected="1 rank", got=str(n))
-    make = partial(Recorder, path=Path(config["folder"], "recording"), limit=config.get("record_limit"), append=True)
+    if not config.get("record") or "folder" not in config:
+        return pipe
+    if (n := config.get("ranks", 1)) > 1:
+        raise DataError("several ranks do not record", leaf="record", expected="1 rank", got=str(n))
+    make = partial(
+        Recorder,
+        path=Path(config["folder"], "recording"),
+        limit=config.get("record_limit"),
+        append=True,
+    )
     return insert_after(pipe, Lanes, make)
 
 # %% ../../nbs/settings/07_config.ipynb #ce5267a0
@@ -92,15 +123,37 @@ def reading_for(config: dict) -> Any:
     Args:
         config: see `make_config`
     """
-    kind, address = config.get("reading", "processes"), config.get("address")
+    kind = config.get("reading", "processes")
+    address = config.get("address")
     options = config["workers"], config["lag"], config["order"]
-    learner_apart = device_of(config.get("device", "cpu")).type != "cpu"  # the workers stay on the CPU, only the learner uses the device
+    learner_apart = (
+        device_of(config.get("device", "cpu")).type != "cpu"
+    )  # the workers stay on the CPU, only the learner uses the device
     if kind == "ray":
-        if not config["workers"]: raise DataError("Ray, but no workers", leaf="workers", expected="--workers 1 or more", got="0")
-        return RayReading(*options, restart=config["restarts"], address=address, device="cpu" if learner_apart else None)
-    if kind != "processes": raise DataError("unknown reading service", leaf="reading", expected="processes or ray", got=repr(kind))
-    if address is not None: raise DataError("an address, but no cluster", leaf="address", expected="--reading ray", got=repr(address))
-    return ProcessReading(*options, restart=config["restarts"], affinity=["cpu"] if learner_apart else None)
+        if not config["workers"]:
+            raise DataError(
+                "Ray, but no workers", leaf="workers", expected="--workers 1 or more", got="0"
+            )
+        return RayReading(
+            *options,
+            restart=config["restarts"],
+            address=address,
+            device="cpu" if learner_apart else None,
+        )
+    if kind != "processes":
+        raise DataError(
+            "unknown reading service", leaf="reading", expected="processes or ray", got=repr(kind)
+        )
+    if address is not None:
+        raise DataError(
+            "an address, but no cluster",
+            leaf="address",
+            expected="--reading ray",
+            got=repr(address),
+        )
+    return ProcessReading(
+        *options, restart=config["restarts"], affinity=["cpu"] if learner_apart else None
+    )
 
 # %% ../../nbs/settings/07_config.ipynb #ce52679f
 class RunOptions(Options):
@@ -134,6 +187,7 @@ class RunOptions(Options):
         patience: number of evaluations without a better mean return after which the training stops; needs eval_every in steps; 0: none
         stop_after: time of training after which it stops, such as '90 min' or '2 h'; evaluations do not count
     """
+
     steps: int = integer(100_000)
     seed: int = integer(0, 0)
     threads: int = integer(1)
@@ -151,7 +205,7 @@ class RunOptions(Options):
     address: str | None = None
     name: str | None = None
     device: str = "cpu"
-    intrinsic: float = number(0.)
+    intrinsic: float = number(0.0)
     preset: str = "none"
     record: bool = False
     record_limit: str | None = None
@@ -162,8 +216,10 @@ class RunOptions(Options):
 
     def __post_init__(self):
         check_options(self)
-        if self.stop_after is not None: seconds_of(self.stop_after, "stop_after")
-        if self.record_limit is not None: bytes_of(self.record_limit, "record_limit")
+        if self.stop_after is not None:
+            seconds_of(self.stop_after, "stop_after")
+        if self.record_limit is not None:
+            bytes_of(self.record_limit, "record_limit")
         self.eval_every = Every.of(self.eval_every, "eval_every").setting
 
 
@@ -176,8 +232,12 @@ def run_options(values: dict) -> RunOptions:
     Args:
         values: option -> value; all others have their defaults
     """
-    try: return RunOptions(**checked(values, RUN_OPTIONS, "the run"))
-    except DataError as e: raise DataError(e.problem.removeprefix("RunOptions: "), leaf=e.leaf, expected=e.expected, got=e.got) from None
+    try:
+        return RunOptions(**checked(values, RUN_OPTIONS, "the run"))
+    except DataError as e:
+        raise DataError(
+            e.problem.removeprefix("RunOptions: "), leaf=e.leaf, expected=e.expected, got=e.got
+        ) from None
 
 # %% ../../nbs/settings/07_config.ipynb #6417072b
 def check_config(config: dict) -> None:
@@ -186,13 +246,22 @@ def check_config(config: dict) -> None:
     check_decay(config["steps"], config["options"])
     check_stops(config)
     if (limit := config["record_limit"]) is not None and not config["record"]:
-        raise DataError("a limit, but no recording", leaf="record_limit", expected="--record", got=repr(limit))
+        raise DataError(
+            "a limit, but no recording", leaf="record_limit", expected="--record", got=repr(limit)
+        )
     check_room(config["options"])
     check_lanes(config["workers"], config["options"])
 
 
-def make_config(algorithm: str, env: str, options: dict | None = None, env_kwargs: dict | None = None, *, imports: Sequence[str] = (),
-                **settings: Any) -> dict:
+def make_config(
+    algorithm: str,
+    env: str,
+    options: dict | None = None,
+    env_kwargs: dict | None = None,
+    *,
+    imports: Sequence[str] = (),
+    **settings: Any,
+) -> dict:
     """The configuration of a run. Raises `DataError` for options that are unknown, do not fit together, or do not fit into JSON.
 
     Args:
@@ -205,26 +274,47 @@ def make_config(algorithm: str, env: str, options: dict | None = None, env_kwarg
     """
     known = options_for(algorithm)
     may_be_set = [option for option in known + RUN_OPTIONS if option.name != "preset"]
-    preset, of_preset, kwargs_of_preset = preset_for(algorithm, env, env_kwargs, settings.get("preset", "none"), may_be_set)
+    preset, of_preset, kwargs_of_preset = preset_for(
+        algorithm, env, env_kwargs, settings.get("preset", "none"), may_be_set
+    )
     values = {**of_preset, **settings}
-    of_learning = {option.name: values.pop(option.name) for option in known if option.name in values}
+    of_learning = {
+        option.name: values.pop(option.name) for option in known if option.name in values
+    }
     of_run = run_options(values)
     chosen = checked({**of_learning, **(options or {})}, known, algorithm)
     defaults = {option.name: option.default for option in known}
-    if of_run.intrinsic and "terminal_obs" in defaults: defaults["terminal_obs"] = True     # for `RND`: last observations may be new, too
-    if "critic_encoder" in defaults and "encoder" in chosen: defaults["critic_encoder"] = chosen["encoder"]      # that of the actor
+    if of_run.intrinsic and "terminal_obs" in defaults:
+        defaults["terminal_obs"] = True  # for `RND`: last observations may be new, too
+    if "critic_encoder" in defaults and "encoder" in chosen:
+        defaults["critic_encoder"] = chosen["encoder"]  # that of the actor
     chosen = {**defaults, **chosen}
-    masks = dict(with_action_mask=mask) if (mask := chosen.get("action_mask")) else {}     # an info has to become an observation
-    config = {"algorithm": algorithm, "env": env, "env_kwargs": {**masks, **kwargs_of_preset, **(env_kwargs or {})},
-              **vars(of_run), "preset": preset, "options": with_steps(algorithm, chosen, of_run.steps), "versions": versions()}
-    if imports: config["imports"] = [imports] if isinstance(imports, str) else [*imports]
-    if preset: config["of_preset"] = [name for name in of_preset if name not in {**(options or {}), **settings}]
+    masks = (
+        dict(with_action_mask=mask) if (mask := chosen.get("action_mask")) else {}
+    )  # an info has to become an observation
+    config = {
+        "algorithm": algorithm,
+        "env": env,
+        "env_kwargs": {**masks, **kwargs_of_preset, **(env_kwargs or {})},
+        **vars(of_run),
+        "preset": preset,
+        "options": with_steps(algorithm, chosen, of_run.steps),
+        "versions": versions(),
+    }
+    if imports:
+        config["imports"] = [imports] if isinstance(imports, str) else [*imports]
+    if preset:
+        config["of_preset"] = [
+            name for name in of_preset if name not in {**(options or {}), **settings}
+        ]
     check_config(config)
-    try: return json.loads(json.dumps(config))
-    except TypeError as e: raise DataError(f"the configuration cannot be written as JSON: {e}") from None
+    try:
+        return json.loads(json.dumps(config))
+    except TypeError as e:
+        raise DataError(f"the configuration cannot be written as JSON: {e}") from None
 
 # %% ../../nbs/settings/07_config.ipynb #05d2f348
-_ALLOWED: set[str] = set()     # modules that the user of this process has named
+_ALLOWED: set[str] = set()  # modules that the user of this process has named
 
 
 def allow_edits(module: str) -> None:
@@ -244,28 +334,52 @@ def _inserted(pipe: Any, edits: list) -> Any:
     for edit in filter(lambda edit: "insert" in edit, edits):
         module, _, name = edit["insert"].partition(":")
         if module not in _ALLOWED or module not in sys.modules:
-            raise DataError(f"the edit {edit['insert']!r} needs its module", got="not named by you",
-                            expected=f"--import {module}, or in Python allow_edits({module!r}) of rollpipe.settings.config")
+            raise DataError(
+                f"the edit {edit['insert']!r} needs its module",
+                got="not named by you",
+                expected=f"--import {module}, or in Python allow_edits({module!r}) of rollpipe.settings.config",
+            )
         function = getattr(sys.modules[module], name, None)
         core = function
-        while isinstance(core, partial): core = core.func     # such as an `inserter`, which is ours
+        while isinstance(core, partial):
+            core = core.func  # such as an `inserter`, which is ours
         owner = str(getattr(core, "__module__", ""))
-        if not callable(function) or owner != module and not owner.startswith("rollpipe.pipes."):     # it is only imported there
-            raise DataError(f"there is no edit {edit['insert']!r}", expected="the name of a function of this module", got=name)
+        if (
+            not callable(function) or owner != module and not owner.startswith("rollpipe.pipes.")
+        ):  # it is only imported there
+            raise DataError(
+                f"there is no edit {edit['insert']!r}",
+                expected="the name of a function of this module",
+                got=name,
+            )
         pipe = function(pipe, **edit["kwargs"])
         if not isinstance(pipe, IterDataPipe):
-            raise DataError(f"{edit['insert']!r} is no edit", expected="a function pipe -> pipe", got=type(pipe).__name__)
+            raise DataError(
+                f"{edit['insert']!r} is no edit",
+                expected="a function pipe -> pipe",
+                got=type(pipe).__name__,
+            )
     return pipe
 
 # %% ../../nbs/settings/07_config.ipynb #db28199a
 def _network(part, env, algorithm, **kwargs):
-    try: return part.for_env(env, **kwargs)
+    try:
+        return part.for_env(env, **kwargs)
     except DataError as e:
-        e.locate(pipe=part)     # name the part, because policy and critic have options of the same name
+        e.locate(
+            pipe=part
+        )  # name the part, because policy and critic have options of the same name
         raise
     except SpaceError as e:
-        others = algorithms_for(spaces_of(env, kwargs["env_kwargs"])[1], algorithm) if str(e.leaf).startswith("action_space") else []
-        if others and algorithm not in others: e.expected = f"{e.expected} for {algorithm}, or an algorithm for it: {', '.join(others)}"
+        others = (
+            algorithms_for(spaces_of(env, kwargs["env_kwargs"])[1], algorithm)
+            if str(e.leaf).startswith("action_space")
+            else []
+        )
+        if others and algorithm not in others:
+            e.expected = (
+                f"{e.expected} for {algorithm}, or an algorithm for it: {', '.join(others)}"
+            )
         raise
 
 
@@ -280,30 +394,61 @@ def build(config: dict, resumes: int = 0) -> tuple:
     Returns:
         tuple: agent, pipe
     """
-    algorithm, env, env_kwargs = ALGORITHMS[config["algorithm"]], config["env"], config["env_kwargs"]
+    algorithm = ALGORITHMS[config["algorithm"]]
+    env = config["env"]
+    env_kwargs = config["env_kwargs"]
     kwargs = {part: {} for part in (*algorithm.parts, "recurrence", "sharing")}
     for option in options_for(config["algorithm"]):
         value = config["options"].get(option.name, option.default)
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
-    *words, novelty_seed = map(int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5))
+    *words, novelty_seed = map(
+        int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5)
+    )
     seeds = dict(zip(algorithm.parts, words))
     parts = parts_for(algorithm, kwargs)
-    modules = [_network(parts[part], env, config["algorithm"], env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
-               for part in ("policy", "critic") if part in parts]
-    device, accepted = device_of(config.get("device", "cpu")), inspect.signature(algorithm.pipeline).parameters
+    modules = [
+        _network(
+            parts[part],
+            env,
+            config["algorithm"],
+            env_kwargs=env_kwargs,
+            seed=seeds[part],
+            **kwargs[part],
+        )
+        for part in ("policy", "critic")
+        if part in parts
+    ]
+    device = device_of(config.get("device", "cpu"))
+    accepted = inspect.signature(algorithm.pipeline).parameters
     if device.type != "cpu":
         if "device" not in accepted:
-            raise DataError(f"the pipeline of {config['algorithm']} takes no device", leaf="device", expected="cpu", got=str(device))
-        modules, kwargs["pipeline"]["device"] = [module.to(device) for module in modules], device
+            raise DataError(
+                f"the pipeline of {config['algorithm']} takes no device",
+                leaf="device",
+                expected="cpu",
+                got=str(device),
+            )
+        modules = [module.to(device) for module in modules]
+        kwargs["pipeline"]["device"] = device
     agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
-    if "critic" not in accepted: modules = modules[:1]
+    if "critic" not in accepted:
+        modules = modules[:1]
     is_game = env_kwargs.get("atari") is not None
-    played = {**env_kwargs, "atari": "lives"} if is_game else env_kwargs      # evaluations play whole games
-    pipe = algorithm.pipeline(env, *modules, seed=seeds["pipeline"], env_kwargs=played, **kwargs["pipeline"])
-    for memory in find(pipe, Replay) + find(pipe, DataSampler):  # an error comes before the memory is filled
-        if isinstance(agent, ReplayLearner): agent.check_length(memory.length)
+    played = (
+        {**env_kwargs, "atari": "lives"} if is_game else env_kwargs
+    )  # evaluations play whole games
+    pipe = algorithm.pipeline(
+        env, *modules, seed=seeds["pipeline"], env_kwargs=played, **kwargs["pipeline"]
+    )
+    for memory in find(pipe, Replay) + find(
+        pipe, DataSampler
+    ):  # an error comes before the memory is filled
+        if isinstance(agent, ReplayLearner):
+            agent.check_length(memory.length)
     for replay in find(pipe, Replay):
-        if replay.path is not None and "folder" in config: replay.path = str(Path(replay.path, Path(config["folder"]).resolve().name))
+        if replay.path is not None and "folder" in config:
+            replay.path = str(Path(replay.path, Path(config["folder"]).resolve().name))
     pipe = _recorded(_curious(pipe, config, novelty_seed), config)
-    if device.type != "cpu": pipe = _moved(pipe, device)
+    if device.type != "cpu":
+        pipe = _moved(pipe, device)
     return agent, _inserted(pipe, config.get("edits", []))

@@ -5,7 +5,10 @@
 # %% ../../nbs/settings/02_files.ipynb #18bf4b18
 from __future__ import annotations
 
-import difflib, fnmatch, json, sys
+import difflib
+import fnmatch
+import json
+import sys
 from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
@@ -26,18 +29,36 @@ def read_table(path: str | Path) -> dict:
     """
     path = Path(path)
     if not path.is_file():
-        hint = "a file, such as its config.json" if path.is_dir() else ", ".join(_similar(path)) or "the path of a file"
-        raise DataError(f"{path}: there is no such file", expected=hint, got="a folder" if path.is_dir() else None)
+        hint = (
+            "a file, such as its config.json"
+            if path.is_dir()
+            else ", ".join(_similar(path)) or "the path of a file"
+        )
+        raise DataError(
+            f"{path}: there is no such file",
+            expected=hint,
+            got="a folder" if path.is_dir() else None,
+        )
     kind = "JSON" if path.suffix == ".json" else "TOML"
     text = ""
     try:
-        text = path.read_bytes().decode("utf-8-sig")      # some editors begin a file with a byte-order mark
+        text = path.read_bytes().decode(
+            "utf-8-sig"
+        )  # some editors begin a file with a byte-order mark
         found = json.loads(text) if kind == "JSON" else _toml(text)
-        json.dumps(found, default=str, ensure_ascii=False).encode()    # refuse half a surrogate pair, which JSON allows and UTF-8 does not
-    except UnicodeDecodeError as e: raise DataError(f"{path}: not a text in UTF-8", expected=f"a file of {kind}", got=str(e)) from None
-    except ValueError as e: raise DataError(f"{path}: not {kind} ({e})") from None
-    except RecursionError: raise DataError(f"{path}: nested too deep, in line {_deepest_line(text)}") from None
-    if not isinstance(found, dict): raise DataError(f"{path}: holds no options", expected="names with values", got=found)
+        json.dumps(
+            found, default=str, ensure_ascii=False
+        ).encode()  # refuse half a surrogate pair, which JSON allows and UTF-8 does not
+    except UnicodeDecodeError as e:
+        raise DataError(
+            f"{path}: not a text in UTF-8", expected=f"a file of {kind}", got=str(e)
+        ) from None
+    except ValueError as e:
+        raise DataError(f"{path}: not {kind} ({e})") from None
+    except RecursionError:
+        raise DataError(f"{path}: nested too deep, in line {_deepest_line(text)}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: holds no options", expected="names with values", got=found)
     return found
 
 
@@ -52,8 +73,10 @@ def _similar(path: Path) -> list:
 
 
 def _toml(text: str) -> dict:
-    if sys.version_info >= (3, 11): import tomllib
-    else: import tomli as tomllib
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
     return tomllib.loads(text)
 
 # %% ../../nbs/settings/02_files.ipynb #fcc17089
@@ -68,15 +91,26 @@ def checked(values: dict, known: Iterable[Option], where: str) -> dict:
     Returns:
         dict: the same, with None for "none" where an option may be None
     """
-    options, found = {option.name: option for option in known}, {}
+    options = {option.name: option for option in known}
+    found = {}
     for name, value in values.items():
         if name not in options:
             near = nearest(name, options)
-            raise DataError(f"{where}: there is no option {name!r}", expected=", ".join(near or options))
+            raise DataError(
+                f"{where}: there is no option {name!r}", expected=", ".join(near or options)
+            )
         kinds = options[name].kinds
-        found[name] = None if "None" in kinds and isinstance(value, str) and value.lower() == "none" else value
-        try: options[name].check(found[name])
-        except DataError as e: raise DataError(f"{where}: {e.problem}", leaf=name, expected=e.expected, got=e.got) from None
+        found[name] = (
+            None
+            if "None" in kinds and isinstance(value, str) and value.lower() == "none"
+            else value
+        )
+        try:
+            options[name].check(found[name])
+        except DataError as e:
+            raise DataError(
+                f"{where}: {e.problem}", leaf=name, expected=e.expected, got=e.got
+            ) from None
     return found
 
 # %% ../../nbs/settings/02_files.ipynb #1a75d88c
@@ -91,7 +125,11 @@ def tables_in(values: dict, known: Iterable[Option]) -> dict:
         dict: name -> table
     """
     names = {option.name for option in known}
-    return {name: table for name, table in values.items() if isinstance(table, dict) and name not in names}
+    return {
+        name: table
+        for name, table in values.items()
+        if isinstance(table, dict) and name not in names
+    }
 
 
 def belongs_to(env: str, name: str, table: dict) -> bool:
@@ -102,7 +140,9 @@ def belongs_to(env: str, name: str, table: dict) -> bool:
         name: name of the table
     """
     env = env.rpartition(":")[2]
-    return env == name or any(fnmatch.fnmatchcase(env, pattern) for pattern in table.get("envs", ()))
+    return env == name or any(
+        fnmatch.fnmatchcase(env, pattern) for pattern in table.get("envs", ())
+    )
 
 
 def kind_of_actions(env: str, env_kwargs: dict | None) -> str:
@@ -120,12 +160,32 @@ def check_table(name: str, table: dict, known: Iterable[Option], where: str) -> 
     Returns:
         dict: the values, without `envs`, `actions` and `env_kwargs`
     """
-    envs, actions, env_kwargs = table.get("envs", []), table.get("actions", ""), table.get("env_kwargs", {})
+    envs = table.get("envs", [])
+    actions = table.get("actions", "")
+    env_kwargs = table.get("env_kwargs", {})
     if not isinstance(envs, list) or not all(isinstance(env, str) for env in envs):
-        raise DataError(f"{where}, table {name}: wrong type of value", leaf="envs", expected="a list of ids or patterns", got=repr(envs))
+        raise DataError(
+            f"{where}, table {name}: wrong type of value",
+            leaf="envs",
+            expected="a list of ids or patterns",
+            got=repr(envs),
+        )
     if not isinstance(actions, str):
-        raise DataError(f"{where}, table {name}: wrong type of value", leaf="actions", expected="such as \"Discrete\"", got=repr(actions))
+        raise DataError(
+            f"{where}, table {name}: wrong type of value",
+            leaf="actions",
+            expected='such as "Discrete"',
+            got=repr(actions),
+        )
     if not isinstance(env_kwargs, dict):
-        raise DataError(f"{where}, table {name}: wrong type of value", leaf="env_kwargs", expected="names with values",
-                        got=repr(env_kwargs))
-    return checked({key: x for key, x in table.items() if key not in ("envs", "actions", "env_kwargs")}, known, f"{where}, table {name}")
+        raise DataError(
+            f"{where}, table {name}: wrong type of value",
+            leaf="env_kwargs",
+            expected="names with values",
+            got=repr(env_kwargs),
+        )
+    return checked(
+        {key: x for key, x in table.items() if key not in ("envs", "actions", "env_kwargs")},
+        known,
+        f"{where}, table {name}",
+    )

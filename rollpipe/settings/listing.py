@@ -24,7 +24,12 @@ __all__ = ['KINDS', 'QUICK', 'NEEDS', 'BOX_OF_BOX2D', 'kinds_for', 'algorithms_f
            'aligned', 'algorithm_lines', 'env_lines', 'preset_lines', 'option_lines', 'list_command']
 
 # %% ../../nbs/settings/04_listing.ipynb #10a8ca78
-KINDS = dict(Discrete=Discrete(2), Box=Box(-1., 1., (1,)), MultiDiscrete=MultiDiscrete([2, 2]), MultiBinary=MultiBinary(2))
+KINDS = dict(
+    Discrete=Discrete(2),
+    Box=Box(-1.0, 1.0, (1,)),
+    MultiDiscrete=MultiDiscrete([2, 2]),
+    MultiBinary=MultiBinary(2),
+)
 
 
 def kinds_for(algorithm: str) -> list[str]:
@@ -44,46 +49,79 @@ def algorithms_for(space: Space, like: str) -> list:
         like: name in `ALGORITHMS`; if this one learns from recorded steps, so do the others
     """
     is_offline = lambda algorithm: algorithm.pipeline is from_data
-    return [name for name, found in ALGORITHMS.items()
-            if is_offline(found) == is_offline(ALGORITHMS[like]) and _can_be_built(found, space)]
+    return [
+        name
+        for name, found in ALGORITHMS.items()
+        if is_offline(found) == is_offline(ALGORITHMS[like]) and _can_be_built(found, space)
+    ]
 
 
 def _can_be_built(algorithm, space):
-    try: [x.for_env((Box(-1., 1., (1,)), space), seed=0) for x in (algorithm.policy, algorithm.critic) if x is not None]
-    except Exception: return False      # a policy of another package may raise any error
+    try:
+        [
+            x.for_env((Box(-1.0, 1.0, (1,)), space), seed=0)
+            for x in (algorithm.policy, algorithm.critic)
+            if x is not None
+        ]
+    except Exception:
+        return False  # a policy of another package may raise any error
     return True
 
 # %% ../../nbs/settings/04_listing.ipynb #747f3d5c
-QUICK = ("gymnasium.envs.classic_control.", "gymnasium.envs.toy_text.")    # quick to make, so their action spaces are looked up
-NEEDS = {"gymnasium.envs.mujoco.": ("mujoco", "rollpipe[mujoco]"), "gymnasium.envs.box2d.": ("Box2D", "rollpipe[box2d]"),
-         "gymnasium.envs.phys2d.": ("jax", "jax"), "gymnasium.envs.tabular.": ("jax", "jax"), "ale_py.": ("ale_py", "rollpipe[atari]")}
-BOX_OF_BOX2D = ("LunarLanderContinuous", "BipedalWalker", "BipedalWalkerHardcore", "CarRacing")   # all others have Discrete actions
+QUICK = (
+    "gymnasium.envs.classic_control.",
+    "gymnasium.envs.toy_text.",
+)  # quick to make, so their action spaces are looked up
+NEEDS = {
+    "gymnasium.envs.mujoco.": ("mujoco", "rollpipe[mujoco]"),
+    "gymnasium.envs.box2d.": ("Box2D", "rollpipe[box2d]"),
+    "gymnasium.envs.phys2d.": ("jax", "jax"),
+    "gymnasium.envs.tabular.": ("jax", "jax"),
+    "ale_py.": ("ale_py", "rollpipe[atari]"),
+}
+BOX_OF_BOX2D = (
+    "LunarLanderContinuous",
+    "BipedalWalker",
+    "BipedalWalkerHardcore",
+    "CarRacing",
+)  # all others have Discrete actions
 
 
 def latest() -> list:
     "The last version of each environment in gymnasium's registry, without placeholders for environments of other packages."
     last = {}
     for spec in registry.values():
-        if getattr(spec.entry_point, "__name__", "").startswith("_raise"): continue
-        key, old = (spec.namespace, spec.name), last.get((spec.namespace, spec.name))
-        if old is None or (spec.version or 0) >= (old.version or 0): last[key] = spec
+        if getattr(spec.entry_point, "__name__", "").startswith("_raise"):
+            continue
+        key = (spec.namespace, spec.name)
+        old = last.get((spec.namespace, spec.name))
+        if old is None or (spec.version or 0) >= (old.version or 0):
+            last[key] = spec
     return sorted(last.values(), key=lambda spec: (spec.namespace or "", spec.id))
 
 
 def actions_of(spec: EnvSpec) -> str:
     "The kind of an environment's action space; `?` if it is unknown: to find out would take too long, or failed."
     module = str(spec.entry_point)
-    if module.startswith("gymnasium.envs.mujoco."): return "Box"
-    if module.startswith("ale_py."): return "Discrete"
-    if module.startswith("gymnasium.envs.box2d."): return "Box" if spec.name in BOX_OF_BOX2D else "Discrete"
-    if not module.startswith(QUICK): return "?"
-    try: return type(spaces_of(spec.id)[1]).__name__
-    except PipeError: return "?"
+    if module.startswith("gymnasium.envs.mujoco."):
+        return "Box"
+    if module.startswith("ale_py."):
+        return "Discrete"
+    if module.startswith("gymnasium.envs.box2d."):
+        return "Box" if spec.name in BOX_OF_BOX2D else "Discrete"
+    if not module.startswith(QUICK):
+        return "?"
+    try:
+        return type(spaces_of(spec.id)[1]).__name__
+    except PipeError:
+        return "?"
 
 
 def missing_for(spec: EnvSpec) -> str:
     "The package that must be installed for an environment; empty if no package is known to be missing."
-    package, extra = next((x for start, x in NEEDS.items() if str(spec.entry_point).startswith(start)), ("", ""))
+    package, extra = next(
+        (x for start, x in NEEDS.items() if str(spec.entry_point).startswith(start)), ("", "")
+    )
     return extra if package and find_spec(package) is None else ""
 
 # %% ../../nbs/settings/04_listing.ipynb #36e89802
@@ -91,13 +129,24 @@ def aligned(rows: Iterable) -> list:
     "Lines of a table with aligned columns. The last column is not padded."
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] if rows else []
-    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip() for row in rows]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip()
+        for row in rows
+    ]
 
 
 def algorithm_lines() -> list:
     "Each algorithm with its description and the kinds of actions that it can learn."
-    def about(algorithm): return (algorithm.learner.__doc__ or "").strip().split("\n")[0]
-    return aligned([(name, ", ".join(kinds_for(name)), about(algorithm)) for name, algorithm in ALGORITHMS.items()])
+
+    def about(algorithm):
+        return (algorithm.learner.__doc__ or "").strip().split("\n")[0]
+
+    return aligned(
+        [
+            (name, ", ".join(kinds_for(name)), about(algorithm))
+            for name, algorithm in ALGORITHMS.items()
+        ]
+    )
 
 
 def env_lines(algorithm: str | None = None) -> list:
@@ -108,8 +157,13 @@ def env_lines(algorithm: str | None = None) -> list:
     """
     kinds = [*kinds_for(algorithm), "?"] if algorithm else None
     found = [(spec, actions_of(spec)) for spec in latest()]
-    return aligned([(spec.id, kind, f"needs {missing}" if (missing := missing_for(spec)) else "") for spec, kind in found
-                  if kinds is None or kind in kinds])
+    return aligned(
+        [
+            (spec.id, kind, f"needs {missing}" if (missing := missing_for(spec)) else "")
+            for spec, kind in found
+            if kinds is None or kind in kinds
+        ]
+    )
 
 
 def preset_lines(algorithm: str | None = None) -> list:
@@ -118,10 +172,24 @@ def preset_lines(algorithm: str | None = None) -> list:
     Args:
         algorithm: only presets of this algorithm
     """
-    found = [(name, preset, table) for name in ([algorithm] if algorithm else ALGORITHMS)
-             for preset, table in presets_of(name).items()]
-    return aligned([(name, preset, ", ".join(table.get("envs", [])),
-                   " ".join(f"{key}={x}" for key, x in table.items() if key not in ("envs", "actions"))) for name, preset, table in found])
+    found = [
+        (name, preset, table)
+        for name in ([algorithm] if algorithm else ALGORITHMS)
+        for preset, table in presets_of(name).items()
+    ]
+    return aligned(
+        [
+            (
+                name,
+                preset,
+                ", ".join(table.get("envs", [])),
+                " ".join(
+                    f"{key}={x}" for key, x in table.items() if key not in ("envs", "actions")
+                ),
+            )
+            for name, preset, table in found
+        ]
+    )
 
 
 def option_lines(algorithm: str, known: list) -> list:
@@ -130,22 +198,42 @@ def option_lines(algorithm: str, known: list) -> list:
     Args:
         known: `Option`s of a run, which every algorithm has
     """
-    def shown(option: Option): return ",".join(map(str, option.default)) if isinstance(option.default, tuple) else str(option.default)
-    return aligned([(option.flag, "|".join(option.kinds).lower(), shown(option), option.help) for option in options_for(algorithm) + known])
+
+    def shown(option: Option):
+        return (
+            ",".join(map(str, option.default))
+            if isinstance(option.default, tuple)
+            else str(option.default)
+        )
+
+    return aligned(
+        [
+            (option.flag, "|".join(option.kinds).lower(), shown(option), option.help)
+            for option in options_for(algorithm) + known
+        ]
+    )
 
 # %% ../../nbs/settings/04_listing.ipynb #c37c2a3f
 def list_command(args: Namespace, run_options: list) -> None:
     "Print one list, or all. Raises `DataError` for an unknown algorithm, or if a list needs an algorithm and none is given."
     load_plugins()
     if args.what is None:
-        for what, lines in dict(algorithms=algorithm_lines(), environments=env_lines(), presets=preset_lines()).items():
+        for what, lines in dict(
+            algorithms=algorithm_lines(), environments=env_lines(), presets=preset_lines()
+        ).items():
             print(f"{what}:", *(f"  {line}" for line in lines), "", sep="\n")
         print("options: rollpipe list options ALGO")
         return
-    if args.of is not None: options_for(args.of)
-    if args.of is None and args.what == "options": raise DataError("options of which algorithm?", expected=", ".join(ALGORITHMS))
-    if args.what == "algorithms" and args.of is not None: raise DataError("the list of algorithms takes no name", got=args.of)
-    if args.what == "options": lines = option_lines(str(args.of), run_options)
-    elif args.what == "envs": lines = env_lines(args.of)
-    else: lines = preset_lines(args.of) if args.what == "presets" else algorithm_lines()
+    if args.of is not None:
+        options_for(args.of)
+    if args.of is None and args.what == "options":
+        raise DataError("options of which algorithm?", expected=", ".join(ALGORITHMS))
+    if args.what == "algorithms" and args.of is not None:
+        raise DataError("the list of algorithms takes no name", got=args.of)
+    if args.what == "options":
+        lines = option_lines(str(args.of), run_options)
+    elif args.what == "envs":
+        lines = env_lines(args.of)
+    else:
+        lines = preset_lines(args.of) if args.what == "presets" else algorithm_lines()
     print("\n".join(lines) if lines else f"{args.of} has no {args.what}")

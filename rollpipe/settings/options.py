@@ -5,7 +5,11 @@
 # %% ../../nbs/settings/00_options.ipynb #cddd2925
 from __future__ import annotations
 
-import argparse, ast, difflib, inspect, re
+import argparse
+import ast
+import difflib
+import inspect
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +22,14 @@ __all__ = ['kinds_of', 'Option', 'options_of', 'nearest', 'parse_value', 'parse_
            'shown', 'typed', 'parse_seeds', 'add_options']
 
 # %% ../../nbs/settings/00_options.ipynb #5ce2e98c
-_TYPES: dict[str, Any] = dict(bool=bool, int=int, float=(int, float), str=str, dict=dict,
-                              value=(bool, int, float, str, tuple, list, dict, type(None)))
+_TYPES: dict[str, Any] = dict(
+    bool=bool,
+    int=int,
+    float=(int, float),
+    str=str,
+    dict=dict,
+    value=(bool, int, float, str, tuple, list, dict, type(None)),
+)
 
 
 def kinds_of(annotation: Any, default: Any) -> tuple:
@@ -35,21 +45,39 @@ def kinds_of(annotation: Any, default: Any) -> tuple:
     """
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     items = f"{type(default[0]).__name__ if isinstance(default, tuple) and default else 'int'},..."
-    parts = [items if part.startswith("tuple") else part for part in map(str.strip, text.split("|"))]
+    parts = [
+        items if part.startswith("tuple") else part for part in map(str.strip, text.split("|"))
+    ]
     kinds = tuple(part for part in parts if part in (*_TYPES, items, "None"))
-    if set(kinds) - {"None"}: return kinds
-    return (items,) if isinstance(default, tuple) else ("value",) if default is None else (type(default).__name__,)
+    if set(kinds) - {"None"}:
+        return kinds
+    return (
+        (items,)
+        if isinstance(default, tuple)
+        else ("value",)
+        if default is None
+        else (type(default).__name__,)
+    )
 
 
 def _is_kind(value: Any, kind: str) -> bool:
-    if kind == "None": return value is None
-    if kind == "schedule": return isinstance(value, str) and ":" in value and Schedule.of(value, steps=1) is not None
-    if kind.endswith(",..."): return isinstance(value, (tuple, list)) and all(_is_kind(x, kind[:-4]) for x in value)
-    return isinstance(value, _TYPES[kind]) and (kind in ("bool", "value") or not isinstance(value, bool))
+    if kind == "None":
+        return value is None
+    if kind == "schedule":
+        return isinstance(value, str) and ":" in value and Schedule.of(value, steps=1) is not None
+    if kind.endswith(",..."):
+        return isinstance(value, (tuple, list)) and all(_is_kind(x, kind[:-4]) for x in value)
+    return isinstance(value, _TYPES[kind]) and (
+        kind in ("bool", "value") or not isinstance(value, bool)
+    )
 
 
-def _in_words(kinds: Iterable) -> str: return " or ".join(kind.lower() for kind in kinds)
-def _as_typed(kinds: Iterable) -> str: return re.sub(r"(\w+),\.\.\.", r"\1 or \1,\1", _in_words(kinds))
+def _in_words(kinds: Iterable) -> str:
+    return " or ".join(kind.lower() for kind in kinds)
+
+
+def _as_typed(kinds: Iterable) -> str:
+    return re.sub(r"(\w+),\.\.\.", r"\1 or \1,\1", _in_words(kinds))
 
 # %% ../../nbs/settings/00_options.ipynb #d709e161
 class Option(NamedTuple):
@@ -63,6 +91,7 @@ class Option(NamedTuple):
         help: meaning, from the signature
         kinds: kinds of values that it accepts, from the annotation, such as `("float", "None")`
     """
+
     name: str
     part: str
     param: str
@@ -71,14 +100,19 @@ class Option(NamedTuple):
     kinds: tuple
 
     @property
-    def flag(self) -> str: return "--" + self.name.replace("_", "-")
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
 
     def check(self, value: Any) -> None:
         "Raise `DataError`, which names the option, unless `value` is of one of its kinds."
         try:
-            if any(_is_kind(value, kind) for kind in self.kinds): return
-        except DataError as e: raise DataError(e.problem, leaf=self.flag, expected=e.expected, got=e.got) from None
-        raise DataError("wrong type of value", leaf=self.flag, expected=_in_words(self.kinds), got=repr(value))
+            if any(_is_kind(value, kind) for kind in self.kinds):
+                return
+        except DataError as e:
+            raise DataError(e.problem, leaf=self.flag, expected=e.expected, got=e.got) from None
+        raise DataError(
+            "wrong type of value", leaf=self.flag, expected=_in_words(self.kinds), got=repr(value)
+        )
 
 
 def options_of(parts: dict, skip: Iterable = ()) -> list[Option]:
@@ -90,10 +124,12 @@ def options_of(parts: dict, skip: Iterable = ()) -> list[Option]:
     """
     found = {}
     for part, function in parts.items():
-        help_texts, may_change = meanings(function), changing(function)
+        help_texts = meanings(function)
+        may_change = changing(function)
         for x in _parameters(function):
             param = x.name
-            if param in skip or not _is_plain(x.default): continue
+            if param in skip or not _is_plain(x.default):
+                continue
             name = param if param not in found else f"{part}_{param}"
             kinds = kinds_of(x.annotation, x.default) + ("schedule",) * (param in may_change)
             found[name] = Option(name, part, param, x.default, help_texts.get(param, ""), kinds)
@@ -103,29 +139,74 @@ def options_of(parts: dict, skip: Iterable = ()) -> list[Option]:
 def _parameters(function: Callable) -> list:
     "The parameters of a function or a class. What a class itself declares comes before what it inherits."
     owners = function.__mro__ if inspect.isclass(function) else ()
-    first = {name: k for k, owner in enumerate(owners) for name in inspect.get_annotations(owner)}     # the number of the farthest base
-    return sorted(inspect.signature(function).parameters.values(), key=lambda x: first.get(x.name, 0))
+    first = {
+        name: k for k, owner in enumerate(owners) for name in inspect.get_annotations(owner)
+    }  # the number of the farthest base
+    return sorted(
+        inspect.signature(function).parameters.values(), key=lambda x: first.get(x.name, 0)
+    )
 
 
 def _is_plain(default: Any) -> bool:
     plain = (bool, int, float, str, type(None))
-    return isinstance(default, plain) or isinstance(default, tuple) and all(isinstance(x, plain) for x in default)
+    return (
+        isinstance(default, plain)
+        or isinstance(default, tuple)
+        and all(isinstance(x, plain) for x in default)
+    )
 
 # %% ../../nbs/settings/00_options.ipynb #1a32e825
 # ours -> the names of Stable-Baselines3 and CleanRL
 _ELSEWHERE = dict(
-    lr="learning_rate policy_lr", critic_lr="q_lr qf_lr", decay_steps="anneal_lr", steps="total_timesteps timesteps", n_envs="num_envs",
-    n_steps="num_steps train_freq train_frequency", minibatch="batch_size minibatch_size num_minibatches", epochs="n_epochs update_epochs",
-    lam="gae_lambda", clip="clip_range clip_coef", clip_value="clip_range_vf clip_vloss", c_entropy="ent_coef", c_value="vf_coef",
-    temperature="ent_coef autotune", max_kl="target_kl", normalize_adv="normalize_advantage norm_adv", critic_epochs="n_critic_updates",
-    cg_iters="cg_max_steps", damping="cg_damping", backtrack="line_search_shrinking_factor", capacity="buffer_size",
-    warmup="learning_starts", n_batches="gradient_steps", samples_per_step="gradient_steps", target_every="target_update_interval "
-    "target_network_frequency", tau="polyak", eps_start="exploration_initial_eps start_e", eps_end="exploration_final_eps end_e epsilon",
-    eps_steps="exploration_fraction", multi_step="n_step", policy_every="policy_delay policy_frequency", explore_std="action_noise "
-    "exploration_noise", smoothing="target_policy_noise policy_noise", smoothing_limit="target_noise_clip noise_clip", hidden="net_arch",
-    activation="activation_fn", log_std="log_std_init", normalize="normalize_obs norm_obs", reward_scale="norm_reward", device="cuda",
-    eval_every="eval_freq", eval_episodes="n_eval_episodes", checkpoint_every="save_freq", video_every="capture_video", name="exp_name",
-    tensorboard="tensorboard_log", wandb="track wandb_project_name", quiet="verbose")
+    lr="learning_rate policy_lr",
+    critic_lr="q_lr qf_lr",
+    decay_steps="anneal_lr",
+    steps="total_timesteps timesteps",
+    n_envs="num_envs",
+    n_steps="num_steps train_freq train_frequency",
+    minibatch="batch_size minibatch_size num_minibatches",
+    epochs="n_epochs update_epochs",
+    lam="gae_lambda",
+    clip="clip_range clip_coef",
+    clip_value="clip_range_vf clip_vloss",
+    c_entropy="ent_coef",
+    c_value="vf_coef",
+    temperature="ent_coef autotune",
+    max_kl="target_kl",
+    normalize_adv="normalize_advantage norm_adv",
+    critic_epochs="n_critic_updates",
+    cg_iters="cg_max_steps",
+    damping="cg_damping",
+    backtrack="line_search_shrinking_factor",
+    capacity="buffer_size",
+    warmup="learning_starts",
+    n_batches="gradient_steps",
+    samples_per_step="gradient_steps",
+    target_every="target_update_interval target_network_frequency",
+    tau="polyak",
+    eps_start="exploration_initial_eps start_e",
+    eps_end="exploration_final_eps end_e epsilon",
+    eps_steps="exploration_fraction",
+    multi_step="n_step",
+    policy_every="policy_delay policy_frequency",
+    explore_std="action_noise exploration_noise",
+    smoothing="target_policy_noise policy_noise",
+    smoothing_limit="target_noise_clip noise_clip",
+    hidden="net_arch",
+    activation="activation_fn",
+    log_std="log_std_init",
+    normalize="normalize_obs norm_obs",
+    reward_scale="norm_reward",
+    device="cuda",
+    eval_every="eval_freq",
+    eval_episodes="n_eval_episodes",
+    checkpoint_every="save_freq",
+    video_every="capture_video",
+    name="exp_name",
+    tensorboard="tensorboard_log",
+    wandb="track wandb_project_name",
+    quiet="verbose",
+)
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
@@ -136,7 +217,9 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
         n: largest number of similar names
     """
     known = list(known)
-    found = [ours for ours, theirs in _ELSEWHERE.items() if name in theirs.split() and ours in known]
+    found = [
+        ours for ours, theirs in _ELSEWHERE.items() if name in theirs.split() and ours in known
+    ]
     return found or difflib.get_close_matches(name, known, n)
 
 # %% ../../nbs/settings/00_options.ipynb #d9e5c44e
@@ -147,38 +230,53 @@ def parse_value(text: str, kinds: tuple) -> Any:
         text: the text on the command line
         kinds: kinds of values, see `kinds_of`
     """
-    if "None" in kinds and text.lower() == "none": return None
+    if "None" in kinds and text.lower() == "none":
+        return None
     for kind in kinds:
-        try: return _read(text, kind)
-        except (ValueError, OverflowError): pass
+        try:
+            return _read(text, kind)
+        except (ValueError, OverflowError):
+            pass
     raise ValueError(f"{text!r} is not {_as_typed(kinds)}")
 
 
 def _read(text: str, kind: str) -> Any:
-    if kind.endswith(",..."): return tuple(_read(x, kind[:-4]) for x in text.strip("()[] ").split(",") if x.strip())
-    if kind == "float": return float(text)
-    if kind == "int": return _integer(text)
-    if kind == "str": return text
-    if kind == "schedule": return Schedule.of(text, steps=1) and text
+    if kind.endswith(",..."):
+        return tuple(_read(x, kind[:-4]) for x in text.strip("()[] ").split(",") if x.strip())
+    if kind == "float":
+        return float(text)
+    if kind == "int":
+        return _integer(text)
+    if kind == "str":
+        return text
+    if kind == "schedule":
+        return Schedule.of(text, steps=1) and text
     value = _literal(text)
-    if kind == "dict" and re.match(r"\w+=", text): value = parse_env_kwargs(text.split(","))
-    if not _is_kind(value, kind): raise ValueError(f"{text!r} is no {kind}")
+    if kind == "dict" and re.match(r"\w+=", text):
+        value = parse_env_kwargs(text.split(","))
+    if not _is_kind(value, kind):
+        raise ValueError(f"{text!r} is no {kind}")
     return value
 
 
 def _integer(text: str) -> int:
     "An int, which may be written as 1e6, 1m or 100k, in small or capital letters."
     text = text.lower()
-    if text[-1:] in ("k", "m"): text = text[:-1] + dict(k="e3", m="e6")[text[-1]]     # 16.1 * 1000 would not be whole
+    if text[-1:] in ("k", "m"):
+        text = text[:-1] + dict(k="e3", m="e6")[text[-1]]  # 16.1 * 1000 would not be whole
     scaled = float(text)
-    if not scaled.is_integer(): raise ValueError(f"{text} is not whole")
+    if not scaled.is_integer():
+        raise ValueError(f"{text} is not whole")
     return int(scaled) if "e" in text else int(text)
 
 
 def _literal(text: str) -> Any:
-    if text in ("true", "false"): return text == "true"     # as TOML and JSON write them
-    try: return ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError): return text
+    if text in ("true", "false"):
+        return text == "true"  # as TOML and JSON write them
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
 
 # %% ../../nbs/settings/00_options.ipynb #0e7fd1b5
 def parse_options(words: Iterable, known: Iterable, several: bool = False) -> dict:
@@ -192,16 +290,28 @@ def parse_options(words: Iterable, known: Iterable, several: bool = False) -> di
     Returns:
         dict: name -> value, or a list of values
     """
-    kinds_by_name, found = {option.name: option.kinds for option in known}, {}
+    kinds_by_name = {option.name: option.kinds for option in known}
+    found = {}
     for word in words:
         name, equals, text = word.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         if not equals or name in found:
-            raise DataError("an option is there twice" if equals else "not an option", leaf="--set", expected="NAME=VALUE", got=word)
+            raise DataError(
+                "an option is there twice" if equals else "not an option",
+                leaf="--set",
+                expected="NAME=VALUE",
+                got=word,
+            )
         kinds = kinds_by_name.get(name, ("str",))
-        texts = text.split(",") if several and not any(kind.endswith(",...") for kind in kinds) else [text]
-        try: values = [parse_value(text, kinds) for text in texts]
-        except ValueError as e: raise DataError("wrong type of value", leaf=name, got=str(e)) from None
+        texts = (
+            text.split(",")
+            if several and not any(kind.endswith(",...") for kind in kinds)
+            else [text]
+        )
+        try:
+            values = [parse_value(text, kinds) for text in texts]
+        except ValueError as e:
+            raise DataError("wrong type of value", leaf=name, got=str(e)) from None
         found[name] = values if several else values[0]
     return found
 
@@ -215,9 +325,12 @@ def parse_env_kwargs(items: Iterable) -> dict:
     pairs = [item.partition("=") for item in items]
     for key, equals, _ in pairs:
         if not equals or not key.isidentifier():
-            raise DataError("not a keyword argument of the environment", expected="key=value", got=key + equals)
+            raise DataError(
+                "not a keyword argument of the environment", expected="key=value", got=key + equals
+            )
     keys = [key for key, *_ in pairs]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}): raise DataError("a keyword is there twice", got=", ".join(twice))
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise DataError("a keyword is there twice", got=", ".join(twice))
     return {key: _literal(value) for key, _, value in pairs}
 
 
@@ -232,7 +345,11 @@ def import_words(modules: Iterable) -> list:
 
 def shown(path: Path) -> Path:
     "The path as one types it here: relative to the current folder, if it is inside it."
-    return path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path
+    return (
+        path.relative_to(Path.cwd())
+        if path.is_absolute() and path.is_relative_to(Path.cwd())
+        else path
+    )
 
 
 def typed(words: Iterable) -> list:
@@ -241,7 +358,10 @@ def typed(words: Iterable) -> list:
     Args:
         words: words of a command line; paths as `Path`
     """
-    return [f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words]
+    return [
+        f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
+        for word in words
+    ]
 
 # %% ../../nbs/settings/00_options.ipynb #091c0aaa
 def parse_seeds(text: str) -> list[int]:
@@ -254,10 +374,14 @@ def parse_seeds(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not 0 <= high - low < 1000: raise DataError("not seeds", leaf="--seeds", expected="such as 0-4 or 0,3,7", got=part or repr(text))
+        if not 0 <= high - low < 1000:
+            raise DataError(
+                "not seeds", leaf="--seeds", expected="such as 0-4 or 0,3,7", got=part or repr(text)
+            )
         seeds += range(low, high + 1)
     twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
-    if twice: raise DataError("a seed is there twice", leaf="--seeds", got=", ".join(map(str, twice)))
+    if twice:
+        raise DataError("a seed is there twice", leaf="--seeds", got=", ".join(map(str, twice)))
     return seeds
 
 # %% ../../nbs/settings/00_options.ipynb #bbcce3fd
@@ -271,26 +395,42 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: boo
     groups = {}
     for option in options:
         if option.part not in groups:
-            groups[option.part] = parser.add_argument_group(f"options of the {option.part}") if grouped else parser
+            groups[option.part] = (
+                parser.add_argument_group(f"options of the {option.part}") if grouped else parser
+            )
         kind = dict(action=argparse.BooleanOptionalAction)
         if not isinstance(option.default, bool):
             kind = dict(type=_type_for(option.kinds), metavar="|".join(option.kinds).lower())
-        added = groups[option.part].add_argument(option.flag, dest=option.name, help=_help(option), **kind)
-        added.default = argparse.SUPPRESS  # set afterwards, because Python 3.10 would print it in the help of a boolean
+        added = groups[option.part].add_argument(
+            option.flag, dest=option.name, help=_help(option), **kind
+        )
+        added.default = (
+            argparse.SUPPRESS
+        )  # set afterwards, because Python 3.10 would print it in the help of a boolean
 
 
 def _help(option: Option) -> str:
-    default = ",".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
-    return (option.help.replace("None:", "none:") + ("" if default is None else f" [{default}]")).replace("%", "%%")
+    default = (
+        ",".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
+    )
+    return (
+        option.help.replace("None:", "none:") + ("" if default is None else f" [{default}]")
+    ).replace("%", "%%")
 
 
 def _type_for(kinds: tuple) -> Callable:
     def parse(text):
-        try: return parse_value(text, kinds)
+        try:
+            return parse_value(text, kinds)
         except ValueError:
-            if not re.match(r"[a-z]+:", text): raise
-            problem, form = "this option takes no schedule", _as_typed(kinds)
-            if "schedule" in kinds: problem, form = "not a schedule", "linear:START:END or cosine:START:END, and perhaps :STEPS"
+            if not re.match(r"[a-z]+:", text):
+                raise
+            problem = "this option takes no schedule"
+            form = _as_typed(kinds)
+            if "schedule" in kinds:
+                problem = "not a schedule"
+                form = "linear:START:END or cosine:START:END, and perhaps :STEPS"
             raise argparse.ArgumentTypeError(f"{problem}: {text!r}; expected {form}") from None
+
     parse.__name__ = _as_typed(kinds)  # argparse shows this name in its errors
     return parse

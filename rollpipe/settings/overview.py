@@ -17,6 +17,7 @@ __all__ = ['COMMANDS', 'Parser', 'general_options', 'top_parser', 'is_overview',
 # %% ../../nbs/settings/06_overview.ipynb #bd4160ea
 class Parser(argparse.ArgumentParser):
     "A parser whose errors are one line on stderr and exit code 2; names cannot be abbreviated."
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, formatter_class=_Formatter, **kwargs)
 
@@ -27,7 +28,8 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog): super().__init__(prog, max_help_position=30)
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=30)
 
 # %% ../../nbs/settings/06_overview.ipynb #aa7db482
 COMMANDS = dict(
@@ -59,9 +61,20 @@ COMMANDS = dict(
 def general_options() -> Parser:
     "A parser of the options that every command has, as a parent of others."
     parser = Parser(add_help=False)
-    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
-    parser.add_argument("--import", dest="imports", action="append", default=argparse.SUPPRESS, metavar="MODULE",
-                        help="import a module first, such as one that registers environments or algorithms")
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show the traceback of an error",
+    )
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="MODULE",
+        help="import a module first, such as one that registers environments or algorithms",
+    )
     return parser
 
 
@@ -71,7 +84,9 @@ def top_parser(general: Parser) -> tuple:
     Args:
         general: see `general_options`
     """
-    parser = Parser(prog="rollpipe", description="Reinforcement learning as a pipeline.", parents=[general])
+    parser = Parser(
+        prog="rollpipe", description="Reinforcement learning as a pipeline.", parents=[general]
+    )
     parser.add_argument("--version", action="version", version=f"rollpipe {rollpipe.__version__}")
     return parser, parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
@@ -84,6 +99,7 @@ def is_overview(words: Iterable) -> bool:
 def overview(words: Iterable) -> int:
     "Print the list of commands or the version. Returns the exit code."
     parser, commands = top_parser(general_options())
-    for name, doc in COMMANDS.items(): commands.add_parser(name, help=doc)
+    for name, doc in COMMANDS.items():
+        commands.add_parser(name, help=doc)
     parser.parse_args([*words] or ["--help"])
     return 0

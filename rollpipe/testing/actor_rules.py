@@ -43,76 +43,120 @@ ACTOR_VIRTUAL = "a virtual call of step has no effect on later calls"
 ACTOR_COLUMNS = "the environments of a batch do not influence one another"
 ACTOR_NEW_EPISODE = "where `fin`, the answer does not depend on the previous action and reward, which belong to another episode"
 ACTOR_RESET = "reset(hx, at), with a list of environments, keeps structure and shapes, and the memory of the other environments"
-ACTOR_RESET_FORGETS = "after reset(hx, at) the memory of the environments `at` does not depend on the past"
+ACTOR_RESET_FORGETS = (
+    "after reset(hx, at) the memory of the environments `at` does not depend on the past"
+)
 ACTOR_RESUMABLE = "two copies of an actor give the same answer, also if one of them has answered before: what it remembers is in hx"
 ACTOR_REPLAY = "states [T, B, ...] in one call give the same as step by step, with the memory reset where `fin`"
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #ac59fc3e
 def _random_states(space: gym.Space, act_space: gym.Space, T: int, B: int, seed: int) -> State:
     "A `State` with rows `[T, B, ...]` in which some episodes end. Row 0 begins new episodes."
-    rng, spaces = np.random.default_rng(seed), deepcopy((space, act_space))
+    rng = np.random.default_rng(seed)
+    spaces = deepcopy((space, act_space))
+
     def draw(space):
         space.seed(seed)
-        spec, samples = space_spec(space), [[space.sample() for _ in range(B)] for _ in range(T)]
-        rows = [nested.stack([in_containers(x, spec, lambda x, like: np.asarray(x, like.dtype)) for x in row]) for row in samples]
-        return nested.as_seen(nested.map(lambda x: torch.from_numpy(np.ascontiguousarray(x)), nested.stack(rows)))
-    fin = rng.random((T, B)) < .3
+        spec = space_spec(space)
+        samples = [[space.sample() for _ in range(B)] for _ in range(T)]
+        rows = [
+            nested.stack(
+                [in_containers(x, spec, lambda x, like: np.asarray(x, like.dtype)) for x in row]
+            )
+            for row in samples
+        ]
+        return nested.as_seen(
+            nested.map(lambda x: torch.from_numpy(np.ascontiguousarray(x)), nested.stack(rows))
+        )
+
+    fin = rng.random((T, B)) < 0.3
     fin[0] = True
     fin[1:2, 0], fin[1:2, 1:] = True, False
     stepno = np.zeros((T, B), np.int64)
-    for t in range(1, T): stepno[t] = np.where(fin[t], 0, stepno[t - 1] + 1)
+    for t in range(1, T):
+        stepno[t] = np.where(fin[t], 0, stepno[t - 1] + 1)
     rew = torch.from_numpy(rng.normal(size=(T, B)).astype(np.float32))
-    return State(torch.from_numpy(stepno), draw(spaces[0]), draw(spaces[1]), rew, torch.from_numpy(fin))
+    return State(
+        torch.from_numpy(stepno), draw(spaces[0]), draw(spaces[1]), rew, torch.from_numpy(fin)
+    )
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #625f914c
 class _Trial:
     "Calls an actor with reproducible random numbers, and checks each answer."
+
     def __init__(self, report: Report, actor: Any, spaces: tuple, n_envs: int, seed: int):
-        self.report, self.actor, self.spaces, self.n_envs, self.seed = report, actor, spaces, n_envs, seed
-        self.takes_noise = hasattr(actor, 'draw_noise')
+        self.report = report
+        self.actor = actor
+        self.spaces = spaces
+        self.n_envs = n_envs
+        self.seed = seed
+        self.takes_noise = hasattr(actor, "draw_noise")
 
     def noise(self, lead: Sequence[int], seed: int) -> Any:
-        return self.actor.draw_noise(lead, torch.Generator().manual_seed(seed)) if self.takes_noise else None
+        return (
+            self.actor.draw_noise(lead, torch.Generator().manual_seed(seed))
+            if self.takes_noise
+            else None
+        )
 
-    def step(self, state: State, hx: Any, seed: int = 0, virtual: bool = False, noise: Any = None) -> tuple:
+    def step(
+        self, state: State, hx: Any, seed: int = 0, virtual: bool = False, noise: Any = None
+    ) -> tuple:
         "`(act, hx, info)`, checked."
         T, B = state.fin.shape
         before = snapshot((state, hx))
         with self.report.demand(ACTOR_STEP), torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            if self.takes_noise and noise is None: noise = self.noise((T, B), seed)
+            if self.takes_noise and noise is None:
+                noise = self.noise((T, B), seed)
             rng_state = torch.get_rng_state()
-            act, hx_, info = self.actor.step(*state, hx=hx, virtual=virtual, **({'noise': noise} if self.takes_noise else {}))
+            act, hx_, info = self.actor.step(
+                *state, hx=hx, virtual=virtual, **({"noise": noise} if self.takes_noise else {})
+            )
             drew = not torch.equal(torch.get_rng_state(), rng_state)
-        self.report.check(ACTOR_NOISE, not (self.takes_noise and drew), "step drew from torch's global generator")
-        self.report.check(ACTOR_INPUTS_KEPT, same((state, hx), before), "step changed " + ("hx" if same(state, before[0]) else "the state"))
-        self.check_tensors(ACTOR_INFO, info, 'info', (T, B))
-        self.check_tensors(ACTOR_HX, hx_, 'hx', (None, B))
+        self.report.check(
+            ACTOR_NOISE, not (self.takes_noise and drew), "step drew from torch's global generator"
+        )
+        self.report.check(
+            ACTOR_INPUTS_KEPT,
+            same((state, hx), before),
+            "step changed " + ("hx" if same(state, before[0]) else "the state"),
+        )
+        self.check_tensors(ACTOR_INFO, info, "info", (T, B))
+        self.check_tensors(ACTOR_HX, hx_, "hx", (None, B))
         return self._checked_action(act, T, B), hx_, info
 
     def reset(self, hx: Any, at: list) -> Any:
         before = snapshot(hx)
         with self.report.demand(ACTOR_RESET):
             new = self.actor.reset(hx, at)
-            nested.Form(before, 'hx').check(new)
+            nested.Form(before, "hx").check(new)
         self.report.check(ACTOR_INPUTS_KEPT, same(hx, before), "reset changed hx")
         return new
 
     def check_tensors(self, rule: str, tree: Any, name: str, lead: tuple) -> None:
         "Demand that all leaves are tensors with the leading dimensions `lead`, where None stands for any size."
         for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
-            if not isinstance(x, torch.Tensor) or x.ndim < 2 or any(n not in (None, m) for n, m in zip(lead, x.shape)):
+            if (
+                not isinstance(x, torch.Tensor)
+                or x.ndim < 2
+                or any(n not in (None, m) for n, m in zip(lead, x.shape))
+            ):
                 self.report.add(rule, f"{path} is {describe(x)}, T={lead[0]}, B={lead[1]}")
                 raise self.report.Stop
 
     def _checked_action(self, act: Any, T: int, B: int) -> Any:
-        spec = space_spec(self.spaces[1], 'act')
+        spec = space_spec(self.spaces[1], "act")
         act = in_containers(act, spec)
-        self.check_tensors(ACTOR_ACT, act, 'act', (T, B))
+        self.check_tensors(ACTOR_ACT, act, "act", (T, B))
         with self.report.demand(ACTOR_ACT):
-            try: rows = action_rows(self.spaces[1])(nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), act))
+            try:
+                rows = action_rows(self.spaces[1])(
+                    nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), act)
+                )
             except ActorError as e:
-                if e.problem != 'out of range': raise
+                if e.problem != "out of range":
+                    raise
                 self.report.add(ACTOR_ACT_IN_SPACE, str(e))
                 rows = []
         row = next((row for row in rows if not self.spaces[1].contains(row)), None)
@@ -122,10 +166,15 @@ class _Trial:
 # %% ../../nbs/testing/02_actor_rules.ipynb #2b17f5b8
 def _check_noise(report: Report, trial: _Trial, T: int, B: int) -> None:
     before = torch.get_rng_state()
-    with report.demand(ACTOR_NOISE): one, two = (trial.noise((T, B), 5) for _ in range(2))
+    with report.demand(ACTOR_NOISE):
+        one, two = (trial.noise((T, B), 5) for _ in range(2))
     report.check(ACTOR_NOISE, same(one, two), "the same generator gave other noise")
-    report.check(ACTOR_NOISE, torch.equal(torch.get_rng_state(), before), "it drew from torch's global generator")
-    trial.check_tensors(ACTOR_NOISE, one, 'noise', (T, B))
+    report.check(
+        ACTOR_NOISE,
+        torch.equal(torch.get_rng_state(), before),
+        "it drew from torch's global generator",
+    )
+    trial.check_tensors(ACTOR_NOISE, one, "noise", (T, B))
 
 
 def _reset_all(trial: _Trial, hx: Any, B: int) -> Any:
@@ -136,34 +185,60 @@ def _check_reset(report: Report, trial: _Trial, used: Any, other: Any, B: int) -
     "Check `reset` on two recurrent states with different pasts, `used` and `other`."
     column = lambda hx, b: nested.map(lambda x: x[:, b], hx)
     for b in range(B):
-        new, new_too = trial.reset(used, [b]), trial.reset(other, [b])
+        new = trial.reset(used, [b])
+        new_too = trial.reset(other, [b])
         rest = [i for i in range(B) if i != b]
-        report.check(ACTOR_RESET, same(column(new, rest), column(used, rest)), f"reset(hx, [{b}]) changed another environment")
-        report.check(ACTOR_RESET_FORGETS, same(column(new, b), column(new_too, b)), "two pasts gave two memories")
+        report.check(
+            ACTOR_RESET,
+            same(column(new, rest), column(used, rest)),
+            f"reset(hx, [{b}]) changed another environment",
+        )
+        report.check(
+            ACTOR_RESET_FORGETS,
+            same(column(new, b), column(new_too, b)),
+            "two pasts gave two memories",
+        )
 
 
 def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B: int) -> None:
     "Check that the answer does not depend on how states are batched."
-    noise, cut = trial.noise((T, B), 6), lambda tree, t, b: nested.map(lambda x: x[t:t + 1, b:b + 1], tree)
+    noise = trial.noise((T, B), 6)
+    cut = lambda tree, t, b: nested.map(lambda x: x[t : t + 1, b : b + 1], tree)
     row = nested.getitem(state, slice(0, 1))
     whole = trial.step(row, hx, noise=nested.getitem(noise, slice(0, 1)))
     for b in range(B):
         one = slice(None), slice(b, b + 1)
         alone = trial.step(cut(state, 0, b), nested.getitem(hx, one), noise=cut(noise, 0, b))
-        report.check(ACTOR_COLUMNS, same(alone, nested.getitem(whole, one), 1e-4),
-                     f"environment {b} gets another answer alone than among {B}")
-    acts, infos, memory = [], [], hx
+        report.check(
+            ACTOR_COLUMNS,
+            same(alone, nested.getitem(whole, one), 1e-4),
+            f"environment {b} gets another answer alone than among {B}",
+        )
+    acts = []
+    infos = []
+    memory = hx
     for t in range(T):
-        if nested.leaves(hx) and state.fin[t].any(): memory = trial.reset(memory, state.fin[t].nonzero()[:, 0].tolist())
-        act, memory, info = trial.step(nested.getitem(state, slice(t, t + 1)), memory, noise=nested.getitem(noise, slice(t, t + 1)))
+        if nested.leaves(hx) and state.fin[t].any():
+            memory = trial.reset(memory, state.fin[t].nonzero()[:, 0].tolist())
+        act, memory, info = trial.step(
+            nested.getitem(state, slice(t, t + 1)),
+            memory,
+            noise=nested.getitem(noise, slice(t, t + 1)),
+        )
         acts.append(snapshot(act))
         infos.append(snapshot(info))
     act, last, info = trial.step(state, hx, noise=noise)
-    for name, x, y in (('act', act, nested.cat(acts)), ('info', info, nested.cat(infos)), ('hx', last, memory)):
+    for name, x, y in (
+        ("act", act, nested.cat(acts)),
+        ("info", info, nested.cat(infos)),
+        ("hx", last, memory),
+    ):
         report.check(ACTOR_REPLAY, same(x, y, 1e-4), f"{name} differs")
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #26706040
-def check_actor(actor: Any, env: Any, *, n_steps: int = 6, n_envs: int = 3, seed: int = 0, raises: bool = True) -> list:
+def check_actor(
+    actor: Any, env: Any, *, n_steps: int = 6, n_envs: int = 3, seed: int = 0, raises: bool = True
+) -> list:
     """Check an actor by the `ACTOR_...` rules, on random states from the spaces of `env`.
 
     The actor is in evaluation mode, as in every collection. Some rules need the same random numbers for batches of different shapes.
@@ -183,64 +258,101 @@ def check_actor(actor: Any, env: Any, *, n_steps: int = 6, n_envs: int = 3, seed
     return report.close(type(actor).__name__, raises)
 
 
-def _check_actor(report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space], T: int, B: int, seed: int) -> None:
-    for method in ('step', 'reset'): report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
-    if report.violations: return
-    trial, states = _Trial(report, actor, spaces, B, seed), [_random_states(*spaces, T, B, seed + k) for k in (0, 1)]
-    copies = _copies(actor)     # before it has answered
+def _check_actor(
+    report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space], T: int, B: int, seed: int
+) -> None:
+    for method in ("step", "reset"):
+        report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
+    if report.violations:
+        return
+    trial = _Trial(report, actor, spaces, B, seed)
+    states = [_random_states(*spaces, T, B, seed + k) for k in (0, 1)]
+    copies = _copies(actor)  # before it has answered
     with EvalMode(actor):
-        if trial.takes_noise: _check_noise(report, trial, T, B)
-        if report.violations: return
+        if trial.takes_noise:
+            _check_noise(report, trial, T, B)
+        if report.violations:
+            return
         _, hx, _ = trial.step(nested.getitem(states[0], slice(0, 1)), None, virtual=True)
-        before = _state_of(actor)   # taken after a first call: a value that this call caches does not count as a change
+        before = _state_of(
+            actor
+        )  # taken after a first call: a value that this call caches does not count as a change
         report.section(_check_answers, report, trial, *states, hx, T, B)
         after = _state_of(actor)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     report.check(ACTOR_UNCHANGED, not changed, f"{', '.join(changed)} changed")
     trials = [_Trial(report, x, spaces, B, seed) for x in copies]
-    if trials and not report.violations: report.section(_check_copies, report, trials, *states)
+    if trials and not report.violations:
+        report.section(_check_copies, report, trials, *states)
 
 
 def _copies(actor: Any) -> list:
-    try: return [deepcopy(actor), deepcopy(actor)]
-    except Exception: return []     # nobody can copy it, so no copy can go on
+    try:
+        return [deepcopy(actor), deepcopy(actor)]
+    except Exception:
+        return []  # nobody can copy it, so no copy can go on
 
 
 def _check_copies(report: Report, trials: list, here: State, there: State) -> None:
     "Compare the answers of two copies of an actor, of which the first has answered the states `there` before."
+
     def answer(trial, state):
-        with EvalMode(trial.actor): return trial.step(nested.getitem(state, slice(0, 1)), None, seed=1)
+        with EvalMode(trial.actor):
+            return trial.step(nested.getitem(state, slice(0, 1)), None, seed=1)
+
     answer(trials[0], there)
     used, fresh = (answer(trial, here) for trial in trials)
-    report.check(ACTOR_RESUMABLE, same(used, fresh), "one that has answered before gives another answer")
+    report.check(
+        ACTOR_RESUMABLE, same(used, fresh), "one that has answered before gives another answer"
+    )
 
 
 def _state_of(actor: Any) -> dict:
     "Name -> value to compare, for parameters, buffers and attributes."
     modules = modules_in(actor)
-    named = [('parameter', modules, 'named_parameters'), ('buffer', modules, 'named_buffers')]
-    tensors = {f"{kind} {name}": comparable(x.detach()) for kind, found, method in named for m in found for name, x in getattr(m, method)()}
+    named = [("parameter", modules, "named_parameters"), ("buffer", modules, "named_buffers")]
+    tensors = {
+        f"{kind} {name}": comparable(x.detach())
+        for kind, found, method in named
+        for m in found
+        for name, x in getattr(m, method)()
+    }
     return {**tensors, **{name: value for name, (value, _) in compared_attributes(actor).items()}}
 
 
-def _check_answers(report: Report, trial: _Trial, here: State, there: State, hx: Any, T: int, B: int) -> None:
+def _check_answers(
+    report: Report, trial: _Trial, here: State, there: State, hx: Any, T: int, B: int
+) -> None:
     "Check the answers of an actor. `hx` is any recurrent state of the actor."
     rows = lambda state, *index: nested.getitem(state, index)
-    row, hx = rows(here, slice(0, 1)), _reset_all(trial, hx, B)
+    row = rows(here, slice(0, 1))
+    hx = _reset_all(trial, hx, B)
     answer = trial.step(row, hx, seed=1)
     first = snapshot(answer)
-    other, used = trial.step(rows(there, slice(1, 2)), hx, seed=2), hx
+    other = trial.step(rows(there, slice(1, 2)), hx, seed=2)
+    used = hx
     report.check(ACTOR_FRESH, same(answer, first), "the first answer changed with the second call")
     repeats = same(trial.step(row, hx, seed=1), first)
     report.check(ACTOR_REPEATS, repeats, "the same call gave another answer the second time")
     trial.step(rows(there, slice(1, 2)), hx, seed=3, virtual=True)
     again = snapshot(trial.step(row, hx, seed=1))
-    report.check(ACTOR_VIRTUAL, not repeats or same(again, first), "the same call gave another answer after it")
+    report.check(
+        ACTOR_VIRTUAL,
+        not repeats or same(again, first),
+        "the same call gave another answer after it",
+    )
     past = row._replace(act=rows(there.act, slice(0, 1)), rew=row.rew + 1)
-    report.check(ACTOR_NEW_EPISODE, not repeats or same(trial.step(past, hx, seed=1), again), "another action or reward changed the answer")
+    report.check(
+        ACTOR_NEW_EPISODE,
+        not repeats or same(trial.step(past, hx, seed=1), again),
+        "another action or reward changed the answer",
+    )
     if nested.leaves(hx):
-        for t in range(T): _, used, _ = trial.step(rows(here, slice(t, t + 1)), used, seed=t)
+        for t in range(T):
+            _, used, _ = trial.step(rows(here, slice(t, t + 1)), used, seed=t)
         _check_reset(report, trial, used, other[1], B)
-    by_reset = {ACTOR_RESET, ACTOR_RESET_FORGETS} & {v.rule for v in report.violations}  # `_check_batch` needs a correct `reset`
+    by_reset = {ACTOR_RESET, ACTOR_RESET_FORGETS} & {
+        v.rule for v in report.violations
+    }  # `_check_batch` needs a correct `reset`
     if repeats and not by_reset and (trial.takes_noise or same(trial.step(row, hx, seed=4), again)):
         _check_batch(report, trial, here, hx, T, B)

@@ -33,11 +33,14 @@ class NarrowPath(gym.Env):
         length: number of steps to the end; a random policy gets there in one of 2**length episodes
         cost: cost of the whole path, less than 1
     """
+
     action_space = Discrete(2)
 
     def __init__(self, length: int = 6, cost: float = 0.01):
-        self.length, self.cost = check_integer('length', length, pipe=self), cost
-        if not 0 <= cost < 1: raise DataError('out of range', pipe=self, expected='0 <= cost < 1', got=f'cost={cost}')
+        self.length = check_integer("length", length, pipe=self)
+        self.cost = cost
+        if not 0 <= cost < 1:
+            raise DataError("out of range", pipe=self, expected="0 <= cost < 1", got=f"cost={cost}")
         self.observation_space = Discrete(length + 1)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
@@ -48,9 +51,15 @@ class NarrowPath(gym.Env):
     def step(self, action: Any) -> tuple:
         self.place += int(action)
         at_end = self.place == self.length
-        return self.place, float(at_end) - int(action) * self.cost / self.length, at_end or not action, False, {}
+        return (
+            self.place,
+            float(at_end) - int(action) * self.cost / self.length,
+            at_end or not action,
+            False,
+            {},
+        )
 
-    def value(self, obs: Any, gamma: float = 1., p: float | None = None) -> Any:
+    def value(self, obs: Any, gamma: float = 1.0, p: float | None = None) -> Any:
         """The value `[...]` of the places `obs`.
 
         Args:
@@ -58,11 +67,12 @@ class NarrowPath(gym.Env):
             gamma: discount factor
             p: probability with which the policy goes on; None: the best policy
         """
-        q, m = gamma * (1. if p is None else p), self.length - obs
+        q = gamma * (1.0 if p is None else p)
+        m = self.length - obs
         ahead = m > 0
-        m = m * ahead + (m <= 0)   # replace m <= 0 (the end) by 1, which avoids negative powers of 0
-        steps = m if q == 1 else (1 - q ** m) / (1 - q)
-        v = (1. if p is None else p) * (q ** (m - 1) - self.cost / self.length * steps) * ahead
+        m = m * ahead + (m <= 0)  # replace m <= 0 (the end) by 1, which avoids negative powers of 0
+        steps = m if q == 1 else (1 - q**m) / (1 - q)
+        v = (1.0 if p is None else p) * (q ** (m - 1) - self.cost / self.length * steps) * ahead
         return v * (v > 0) if p is None else v
 
 # %% ../../nbs/testing/04_chains.ipynb #6bc84d55
@@ -83,30 +93,38 @@ class Steering(gym.Env):
         effort: weight of the action's square, positive
         max_steps: length of an episode
     """
-    observation_space, action_space = Box(-np.inf, np.inf, (1,)), Box(-1, 1, (1,))
 
-    def __init__(self, effort: float = 2., max_steps: int = 20):
-        self.effort, self.max_steps = effort, check_integer('max_steps', max_steps, pipe=self)
-        if not effort > 0: raise DataError('out of range', pipe=self, expected='effort > 0', got=f'effort={effort}')
+    observation_space = Box(-np.inf, np.inf, (1,))
+    action_space = Box(-1, 1, (1,))
+
+    def __init__(self, effort: float = 2.0, max_steps: int = 20):
+        self.effort, self.max_steps = effort, check_integer("max_steps", max_steps, pipe=self)
+        if not effort > 0:
+            raise DataError(
+                "out of range", pipe=self, expected="effort > 0", got=f"effort={effort}"
+            )
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
-        self.x, self.count = self.np_random.uniform(-1, 1), 0
+        self.x = self.np_random.uniform(-1, 1)
+        self.count = 0
         return np.array([self.x], np.float32), {}
 
     def step(self, action: Any) -> tuple:
         a = float(np.clip(action[0], -1, 1))
-        reward = -(self.x ** 2 + self.effort * a ** 2)
-        self.x, self.count = self.x + a, self.count + 1
+        reward = -(self.x**2 + self.effort * a**2)
+        self.x = self.x + a
+        self.count = self.count + 1
         return np.array([self.x], np.float32), reward, False, self.count == self.max_steps, {}
 
-    def best_gain(self, gamma: float = 1.) -> float:
+    def best_gain(self, gamma: float = 1.0) -> float:
         "The best policy is a = -best_gain x."
-        e, b = self.effort, gamma + gamma * self.effort - self.effort
-        p = 2 * e / ((b ** 2 + 4 * gamma * e) ** .5 - b)
+        e = self.effort
+        b = gamma + gamma * self.effort - self.effort
+        p = 2 * e / ((b**2 + 4 * gamma * e) ** 0.5 - b)
         return gamma * p / (e + gamma * p)
 
-    def value(self, obs: Any, gamma: float = 1., gain: float | None = None) -> Any:
+    def value(self, obs: Any, gamma: float = 1.0, gain: float | None = None) -> Any:
         """The value `[...]` of the positions `obs`, for an episode without a limit.
 
         Args:
@@ -117,10 +135,17 @@ class Steering(gym.Env):
         Raises:
             DataError: the return of this policy is infinite; names `gain`.
         """
-        if gain is None: gain = self.best_gain(gamma)
-        left = gamma * (1 - gain) ** 2   # factor of the discounted x^2 from one step to the next
-        if not left < 1: raise DataError('gain: infinite return', pipe=self, expected='gamma (1 - gain)^2 < 1', got=f'gain={gain}')
-        return -(1 + self.effort * gain ** 2) / (1 - left) * obs[..., 0] ** 2
+        if gain is None:
+            gain = self.best_gain(gamma)
+        left = gamma * (1 - gain) ** 2  # factor of the discounted x^2 from one step to the next
+        if not left < 1:
+            raise DataError(
+                "gain: infinite return",
+                pipe=self,
+                expected="gamma (1 - gain)^2 < 1",
+                got=f"gain={gain}",
+            )
+        return -(1 + self.effort * gain**2) / (1 - left) * obs[..., 0] ** 2
 
 # %% ../../nbs/testing/04_chains.ipynb #46245c61
 class Gates(gym.Env):
@@ -140,16 +165,24 @@ class Gates(gym.Env):
         n_keys: number of actions, at least 3
         in_obs: the observation is a Dict of the `gate` and the mask; False: the mask is an info
     """
+
     def __init__(self, length: int = 6, n_keys: int = 5, in_obs: bool = False):
-        self.length, self.n_keys = check_integer('length', length, pipe=self), check_integer('n_keys', n_keys, 3, pipe=self)
+        self.length, self.n_keys = (
+            check_integer("length", length, pipe=self),
+            check_integer("n_keys", n_keys, 3, pipe=self),
+        )
         self.in_obs = in_obs
-        self.action_space, gates = Discrete(n_keys), Discrete(length + 1)
-        self.observation_space = Dict(gate=gates, action_mask=MultiBinary(n_keys)) if in_obs else gates
+        self.action_space = Discrete(n_keys)
+        gates = Discrete(length + 1)
+        self.observation_space = (
+            Dict(gate=gates, action_mask=MultiBinary(n_keys)) if in_obs else gates
+        )
 
     def mask(self) -> np.ndarray:
         "Which keys are allowed, int8 `[n_keys]`."
         mask = np.zeros(self.n_keys, np.int8)
-        if self.gate < self.length: mask[[self.gate % self.n_keys, (self.gate + 1) % self.n_keys]] = 1
+        if self.gate < self.length:
+            mask[[self.gate % self.n_keys, (self.gate + 1) % self.n_keys]] = 1
         return mask
 
     def fitting(self, gate: int) -> int:
@@ -157,7 +190,8 @@ class Gates(gym.Env):
         return (gate + gate % 2) % self.n_keys
 
     def _look(self):
-        if self.in_obs: return dict(gate=self.gate, action_mask=self.mask()), {}
+        if self.in_obs:
+            return dict(gate=self.gate, action_mask=self.mask()), {}
         return self.gate, dict(action_mask=self.mask())
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
@@ -166,12 +200,19 @@ class Gates(gym.Env):
         return self._look()
 
     def step(self, action: Any) -> tuple:
-        fits, allowed = bool(action == self.fitting(self.gate)), bool(self.mask()[action])
+        fits = bool(action == self.fitting(self.gate))
+        allowed = bool(self.mask()[action])
         self.gate += fits
         obs, info = self._look()
-        return obs, fits / self.length if allowed else -1., not fits or self.gate == self.length, False, info
+        return (
+            obs,
+            fits / self.length if allowed else -1.0,
+            not fits or self.gate == self.length,
+            False,
+            info,
+        )
 
-    def value(self, obs: Any, gamma: float = 1., p: float = 1.) -> Any:
+    def value(self, obs: Any, gamma: float = 1.0, p: float = 1.0) -> Any:
         """The value `[...]` of the gates `obs`.
 
         Args:
@@ -179,5 +220,6 @@ class Gates(gym.Env):
             gamma: discount factor
             p: probability with which the policy takes the key that fits; 1: the best policy, 1/2: a random one
         """
-        q, m = gamma * p, self.length - obs
-        return p / self.length * (m * 1. if q == 1 else (1 - q ** m) / (1 - q))
+        q = gamma * p
+        m = self.length - obs
+        return p / self.length * (m * 1.0 if q == 1 else (1 - q**m) / (1 - q))

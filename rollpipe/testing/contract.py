@@ -28,66 +28,95 @@ class Violation(NamedTuple):
         rule: one of the constants of the rules
         detail: what the check observed
     """
+
     rule: str
     detail: str
 
 
 class ContractError(PipeError, AssertionError):
     "At least one rule was broken; `violations` lists all that were."
+
     def __init__(self, subject: object, violations: Iterable):
         self.violations = list(violations)
-        super().__init__(f"{subject} breaks {len(self.violations)} rule{'s' * (len(self.violations) > 1)}:" +
-                         "".join(f"\n- {v.rule}: {v.detail}" for v in self.violations))
+        super().__init__(
+            f"{subject} breaks {len(self.violations)} rule{'s' * (len(self.violations) > 1)}:"
+            + "".join(f"\n- {v.rule}: {v.detail}" for v in self.violations)
+        )
 
 # %% ../../nbs/testing/00_contract.ipynb #69c9fd96
 class Report:
     "Collects violations: each broken rule once, with the first detail."
-    class Stop(Exception): "The rest of the section makes no sense without the rule that was broken."
 
-    def __init__(self): self.violations = []
+    class Stop(Exception):
+        "The rest of the section makes no sense without the rule that was broken."
+
+    def __init__(self):
+        self.violations = []
 
     def add(self, rule: str, detail: object) -> None:
         "Report a broken rule."
-        if all(v.rule != rule for v in self.violations): self.violations.append(Violation(rule, str(detail)))
+        if all(v.rule != rule for v in self.violations):
+            self.violations.append(Violation(rule, str(detail)))
 
     def check(self, rule: str, holds: bool, detail: object) -> None:
         "Report a broken rule unless it `holds`."
-        if not holds: self.add(rule, detail)
+        if not holds:
+            self.add(rule, detail)
 
     @contextmanager
     def demand(self, rule: str) -> Iterator[None]:
         "An exception in the block breaks the rule and ends the section."
-        try: yield
+        try:
+            yield
         except Exception as e:
             self.add(rule, f"{type(e).__name__}: {e}")
             raise self.Stop from e
 
     def section(self, fn: Callable, *args: Any) -> Any:
         "`fn(*args)`, or None if a broken rule ended it."
-        try: return fn(*args)
-        except self.Stop: return None
+        try:
+            return fn(*args)
+        except self.Stop:
+            return None
 
     def close(self, subject: object, raises: bool) -> list:
         "The violations; if there are any and `raises` is set, raise `ContractError`."
-        if raises and self.violations: raise ContractError(subject, self.violations)
+        if raises and self.violations:
+            raise ContractError(subject, self.violations)
         return self.violations
 
 # %% ../../nbs/testing/00_contract.ipynb #19511bf8
-def same(a: Any, b: Any, tolerance: float = 0.) -> bool:
+def same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
     "Whether two containers agree in structure, shapes, dtypes and values (nan equals nan)."
-    (xs, known), (ys, came) = nested.flatten(a), nested.flatten(b)
+    (xs, known) = nested.flatten(a)
+    (ys, came) = nested.flatten(b)
     return known == came and all(map(partial(_same_leaf, tolerance=tolerance), xs, ys))
 
 
 def _same_leaf(x: Any, y: Any, tolerance: float) -> bool:
-    if callable(x) or isinstance(x, TickSource): return True  # each iteration makes a new one, so they cannot be compared
-    if not isinstance(x, (torch.Tensor, np.ndarray, np.generic)): return x is y or bool(x == y)
-    x, y = (v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else np.asarray(v) for v in (x, y))
-    if (x.shape, x.dtype) != (y.shape, y.dtype): return False
-    if x.dtype.kind not in 'fc': return bool((x == y).all())
+    if callable(x) or isinstance(x, TickSource):
+        return True  # each iteration makes a new one, so they cannot be compared
+    if not isinstance(x, (torch.Tensor, np.ndarray, np.generic)):
+        return x is y or bool(x == y)
+    x, y = (
+        v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else np.asarray(v) for v in (x, y)
+    )
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return False
+    if x.dtype.kind not in "fc":
+        return bool((x == y).all())
     return np.allclose(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def snapshot(tree: Any) -> Any:
     "A copy that later changes of `tree` do not affect."
-    return nested.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x.copy() if isinstance(x, np.ndarray) else x, tree)
+    return nested.map(
+        lambda x: (
+            x.clone()
+            if isinstance(x, torch.Tensor)
+            else x.copy()
+            if isinstance(x, np.ndarray)
+            else x
+        ),
+        tree,
+    )

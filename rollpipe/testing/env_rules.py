@@ -5,7 +5,8 @@
 # %% ../../nbs/testing/01_env_rules.ipynb #1b096c21
 from __future__ import annotations
 
-import logging, math
+import logging
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -35,13 +36,17 @@ ENV_SPACES = "observation_space and action_space have a fixed-size array form (B
 ENV_MADE = "the factory makes a single gymnasium environment"
 ENV_RESET = "reset(seed=...) and reset() return (observation, info dict)"
 ENV_STEP = "step(action) returns (observation, reward, terminated, truncated, info dict) for every action of the space"
-ENV_OBS_LIKE_SPACE = "observations have the structure, shapes and kinds of numbers of observation_space"
+ENV_OBS_LIKE_SPACE = (
+    "observations have the structure, shapes and kinds of numbers of observation_space"
+)
 ENV_OBS_FINITE = "observations are finite"
 ENV_OBS_WITHIN_BOUNDS = "observations lie within the bounds of observation_space"
 ENV_LAST_OBS = "reset() does not change the last observation of the episode before"
 ENV_REWARD = "the reward is one finite number"
 ENV_FLAGS = "terminated and truncated are one bool each"
-ENV_INFO_STAYS = "an info that is numeric where it first appears keeps its structure and shapes, or is left out"
+ENV_INFO_STAYS = (
+    "an info that is numeric where it first appears keeps its structure and shapes, or is left out"
+)
 ENV_SPACES_STAY = "the spaces do not change"
 ENV_SEED = "the same seed and the same actions give the same episodes"
 ENV_CLOSE = "close() does not fail"
@@ -49,103 +54,172 @@ ENV_RESUMABLE = "a state from get_state() that is given to set_state(state) of a
 TENSOR_ENV_MADE = "a TensorEnv is made, and says its n_envs, spaces and device"
 TENSOR_ENV_RESET = "reset(seed) returns tensors on the device, with the structure, shapes and dtypes of a batch of observations"
 TENSOR_ENV_STEP = "step(act) returns (obs, rew, terminated, truncated, final_obs, info): tensors on the device, in the forms of `TensorEnv`"
-TENSOR_ENV_NUMBERS = "observations, also the last ones, and rewards are finite, and whole numbers lie in their space"
+TENSOR_ENV_NUMBERS = (
+    "observations, also the last ones, and rewards are finite, and whole numbers lie in their space"
+)
 TENSOR_ENV_FINAL = "where an episode is truncated, final_obs holds its true last observation"
 
 # %% ../../nbs/testing/01_env_rules.ipynb #528c339e
 def _check_obs(report: Report, obs: Any, space: gym.Space, spec: Any) -> Any:
     "The observation as arrays in the containers of its space. Reports an observation that is not in the space."
+
     def as_stored(x, like):
         x = np.array(x)
-        return x.astype(like.dtype) if np.can_cast(x.dtype, like.dtype, 'same_kind') else x
+        return x.astype(like.dtype) if np.can_cast(x.dtype, like.dtype, "same_kind") else x
+
     obs = in_containers(obs, spec, as_stored)
-    with report.demand(ENV_OBS_LIKE_SPACE): nested.Form(spec, 'obs').check(obs)
-    finite = all(np.isfinite(x).all() for x in nested.leaves(obs) if x.dtype.kind == 'f')
+    with report.demand(ENV_OBS_LIKE_SPACE):
+        nested.Form(spec, "obs").check(obs)
+    finite = all(np.isfinite(x).all() for x in nested.leaves(obs) if x.dtype.kind == "f")
     report.check(ENV_OBS_FINITE, finite, describe(obs))
-    report.check(ENV_OBS_WITHIN_BOUNDS, not finite or space.contains(_as_sample(obs, space)), f"{obs} is not in {space}")
+    report.check(
+        ENV_OBS_WITHIN_BOUNDS,
+        not finite or space.contains(_as_sample(obs, space)),
+        f"{obs} is not in {space}",
+    )
     return obs
 
 
 def _as_sample(x: Any, space: gym.Space) -> Any:
     "Nested arrays in the form that `space.contains` accepts."
-    if isinstance(space, gym.spaces.Dict): return {k: _as_sample(x[k], s) for k, s in space.spaces.items()}
-    if isinstance(space, gym.spaces.Tuple): return tuple(map(_as_sample, x, space.spaces))
+    if isinstance(space, gym.spaces.Dict):
+        return {k: _as_sample(x[k], s) for k, s in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(map(_as_sample, x, space.spaces))
     own = x.astype(space.dtype)
-    if isinstance(space, gym.spaces.Discrete): return own[()]
-    return own if (own == x).all() else x     # unsigned integers are stored in a wider dtype
+    if isinstance(space, gym.spaces.Discrete):
+        return own[()]
+    return own if (own == x).all() else x  # unsigned integers are stored in a wider dtype
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
 def _check_info(report: Report, info: dict, forms: dict) -> None:
     "Compare the infos with `forms`, key -> structure and shapes, or None if it is not numeric. Add new infos to `forms`."
-    def is_numeric(x): return bool(nested.leaves(x)) and all(np.asarray(leaf).dtype.kind in 'biuf' for leaf in nested.leaves(x))
-    def form(x): return (nested.flatten(x)[1], [np.shape(leaf) for leaf in nested.leaves(x)]) if is_numeric(x) else None
+
+    def is_numeric(x):
+        return bool(nested.leaves(x)) and all(
+            np.asarray(leaf).dtype.kind in "biuf" for leaf in nested.leaves(x)
+        )
+
+    def form(x):
+        return (
+            (nested.flatten(x)[1], [np.shape(leaf) for leaf in nested.leaves(x)])
+            if is_numeric(x)
+            else None
+        )
+
     try:
         for key, x in info.items():
             known = forms.setdefault(key, form(x))
-            report.check(ENV_INFO_STAYS, known is None or form(x) == known, f"info[{key!r}] became {describe(x)}")
-    except ValueError as e: report.add(ENV_INFO_STAYS, f"{type(e).__name__}: {e}")
+            report.check(
+                ENV_INFO_STAYS,
+                known is None or form(x) == known,
+                f"info[{key!r}] became {describe(x)}",
+            )
+    except ValueError as e:
+        report.add(ENV_INFO_STAYS, f"{type(e).__name__}: {e}")
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fa4a50b4
 def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
     "Play random actions. Returns a list of the environment's answers, step by step."
-    with report.demand(ENV_SPACES): spec = [space_spec(getattr(env, name), name) for name in ('observation_space', 'action_space')]
-    spaces, draw, forms, trace = deepcopy((env.observation_space, env.action_space)), sampler(env, seed), {}, []
+    with report.demand(ENV_SPACES):
+        spec = [
+            space_spec(getattr(env, name), name) for name in ("observation_space", "action_space")
+        ]
+    spaces = deepcopy((env.observation_space, env.action_space))
+    draw = sampler(env, seed)
+    forms = {}
+    trace = []
 
     def reset(**kwargs):
         with report.demand(ENV_RESET):
             obs, info = env.reset(**kwargs)
-            if not isinstance(info, dict): raise TypeError(f"info is {describe(info)}")
+            if not isinstance(info, dict):
+                raise TypeError(f"info is {describe(info)}")
         return _check_obs(report, obs, env.observation_space, spec[0])
+
     trace.append(reset(seed=seed))
     for _ in range(n_steps):
         with report.demand(ENV_STEP):
             last, rew, term, trunc, info = env.step(draw())
-            if not isinstance(info, dict): raise TypeError(f"info is {describe(info)}")
+            if not isinstance(info, dict):
+                raise TypeError(f"info is {describe(info)}")
         obs = _check_obs(report, last, env.observation_space, spec[0])
         number = np.asarray(rew)
-        is_number = number.ndim == 0 and number.dtype.kind in 'biuf' and math.isfinite(rew)
+        is_number = number.ndim == 0 and number.dtype.kind in "biuf" and math.isfinite(rew)
         report.check(ENV_REWARD, is_number, describe(rew))
-        for name, flag in (('terminated', term), ('truncated', trunc)):
-            report.check(ENV_FLAGS, isinstance(flag, (bool, np.bool_)), f"{name} is {describe(flag)}")
+        for name, flag in (("terminated", term), ("truncated", trunc)):
+            report.check(
+                ENV_FLAGS, isinstance(flag, (bool, np.bool_)), f"{name} is {describe(flag)}"
+            )
         _check_info(report, info, forms)
         trace.append((obs, np.array(rew), bool(np.any(term)), bool(np.any(trunc))))
         if np.any(term) or np.any(trunc):
             trace.append(reset())
             is_same = same(_check_obs(report, last, env.observation_space, spec[0]), obs)
-            report.check(ENV_LAST_OBS, is_same, "it is the same array; a vector with the autoreset mode SameStep would lose it")
-    report.check(ENV_SPACES_STAY, spaces == (env.observation_space, env.action_space), "they changed while it was stepped")
+            report.check(
+                ENV_LAST_OBS,
+                is_same,
+                "it is the same array; a vector with the autoreset mode SameStep would lose it",
+            )
+    report.check(
+        ENV_SPACES_STAY,
+        spaces == (env.observation_space, env.action_space),
+        "they changed while it was stepped",
+    )
     return trace
 
 # %% ../../nbs/testing/01_env_rules.ipynb #984fd136
 def _random_actions(space: gym.Space, n_envs: int, device: Any) -> Any:
     "A batch of actions `[1, B, ...]` of the space."
-    spec = space_spec(space, 'act')
-    rows = [in_containers(space.sample(), spec, lambda x, like: np.asarray(x, like.dtype)) for _ in range(n_envs)]
+    spec = space_spec(space, "act")
+    rows = [
+        in_containers(space.sample(), spec, lambda x, like: np.asarray(x, like.dtype))
+        for _ in range(n_envs)
+    ]
     return nested.map(lambda x: torch.from_numpy(x)[None].to(device), nested.stack(rows))
 
 
 def _check_numbers(report: Report, batch: TensorBatch, out: TensorOutcome) -> None:
     cut = (out.trunc & ~out.term).nonzero()[:, 0]
-    report.check(TENSOR_ENV_FINAL, out.final is not None or not len(cut), f"None, although an episode was truncated in {cut.tolist()}")
+    report.check(
+        TENSOR_ENV_FINAL,
+        out.final is not None or not len(cut),
+        f"None, although an episode was truncated in {cut.tolist()}",
+    )
     ends = [] if out.final is None else [x[None, cut] for x in out.final]
-    for name, check, leaves in (('obs', batch.obs_check, [x[None] for x in out.obs]), ('final_obs', batch.obs_check, ends),
-                                ('rew', batch.rew_check, [out.rew[None]])):
+    for name, check, leaves in (
+        ("obs", batch.obs_check, [x[None] for x in out.obs]),
+        ("final_obs", batch.obs_check, ends),
+        ("rew", batch.rew_check, [out.rew[None]]),
+    ):
         if leaves and (found := check.find(leaves)) is not None:
-            report.add(TENSOR_ENV_NUMBERS, f"{name}: {found.leaf} is {found.value.tolist()} in environment {found.b}")
+            report.add(
+                TENSOR_ENV_NUMBERS,
+                f"{name}: {found.leaf} is {found.value.tolist()} in environment {found.b}",
+            )
 
 
 def _play_tensors(report: Report, env: Any, n_steps: int, seed: int) -> list:
     "Play random actions in a `TensorEnv`. Returns a list of its answers, step by step."
-    with report.demand(TENSOR_ENV_MADE): batch = TensorBatch(env, np.random.SeedSequence(seed), closes=False)
-    spaces, actions = deepcopy((env.observation_space, env.action_space)), deepcopy(env.action_space)
+    with report.demand(TENSOR_ENV_MADE):
+        batch = TensorBatch(env, np.random.SeedSequence(seed), closes=False)
+    spaces = deepcopy((env.observation_space, env.action_space))
+    actions = deepcopy(env.action_space)
     actions.seed(seed)
-    with report.demand(TENSOR_ENV_RESET): trace = [snapshot(batch.begin())]
+    with report.demand(TENSOR_ENV_RESET):
+        trace = [snapshot(batch.begin())]
     for _ in range(n_steps):
         with report.demand(TENSOR_ENV_STEP), torch.no_grad():
-            out = batch.advance(batch.actions_for_env(_random_actions(actions, len(batch), batch.device))[1])
+            out = batch.advance(
+                batch.actions_for_env(_random_actions(actions, len(batch), batch.device))[1]
+            )
         _check_numbers(report, batch, out)
         trace.append(snapshot([out.obs, out.rew, out.term, out.trunc, out.info]))
-    report.check(ENV_SPACES_STAY, spaces == (env.observation_space, env.action_space), "they changed while it was stepped")
+    report.check(
+        ENV_SPACES_STAY,
+        spaces == (env.observation_space, env.action_space),
+        "they changed while it was stepped",
+    )
     return trace
 
 
@@ -153,15 +227,26 @@ def _play_twice(report: Report, rule: str, make: Callable, play: Callable, close
     "Make an environment and play, twice, because the same seed must give the same answers."
     traces = []
     for _ in range(2):
-        with report.demand(rule): env = make()
-        try: traces.append(play(env))
+        with report.demand(rule):
+            env = make()
+        try:
+            traces.append(play(env))
         finally:
             if closes:
-                with report.demand(ENV_CLOSE): env.close()
-    for t, (a, b) in enumerate(zip(*traces)): report.check(ENV_SEED, same(a, b), f"step {t} of the second run differs")
+                with report.demand(ENV_CLOSE):
+                    env.close()
+    for t, (a, b) in enumerate(zip(*traces)):
+        report.check(ENV_SEED, same(a, b), f"step {t} of the second run differs")
 
 # %% ../../nbs/testing/01_env_rules.ipynb #6e9104b1
-def check_env(env: Any, *, env_kwargs: dict | None = None, n_steps: int = 200, seed: int = 0, raises: bool = True) -> list:
+def check_env(
+    env: Any,
+    *,
+    env_kwargs: dict | None = None,
+    n_steps: int = 200,
+    seed: int = 0,
+    raises: bool = True,
+) -> list:
     """Check an environment by the `ENV_...` rules, or a `TensorEnv` by the `TENSOR_ENV_...` rules.
 
     Raises `ContractError` with all broken rules. Returns an empty list if no rule is broken.
@@ -173,27 +258,43 @@ def check_env(env: Any, *, env_kwargs: dict | None = None, n_steps: int = 200, s
         seed: seed of the environment and of the actions
         raises: False: return the violations instead of raising an error
     """
-    report, lent = Report(), isinstance(env, gym.Env)
+    report = Report()
+    lent = isinstance(env, gym.Env)
     if is_tensor_source(env):
         factory = TensorFactory(env)
-        report.section(_play_twice, report, TENSOR_ENV_MADE, partial(factory, seed),
-                       partial(_play_tensors, report, n_steps=n_steps, seed=seed), not factory.lends)
+        report.section(
+            _play_twice,
+            report,
+            TENSOR_ENV_MADE,
+            partial(factory, seed),
+            partial(_play_tensors, report, n_steps=n_steps, seed=seed),
+            not factory.lends,
+        )
         return report.close(factory, raises)
     report.section(_check_env, report, env, env_kwargs, n_steps, seed, lent)
     return report.close(env if lent else EnvFactory(env, env_kwargs), raises)
 
 
-def _check_env(report: Report, env: Any, env_kwargs: dict | None, n_steps: int, seed: int, lent: bool) -> None:
+def _check_env(
+    report: Report, env: Any, env_kwargs: dict | None, n_steps: int, seed: int, lent: bool
+) -> None:
     def make():
         made = env if lent else EnvFactory(env, env_kwargs)(seed)
-        if not isinstance(made, gym.Env): raise TypeError(f"got {type(made).__name__}")
+        if not isinstance(made, gym.Env):
+            raise TypeError(f"got {type(made).__name__}")
         return made
-    _play_twice(report, ENV_MADE, make, partial(_play, report, n_steps=n_steps, seed=seed), not lent)
-    if not lent and not report.violations: _check_resumable(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
+
+    _play_twice(
+        report, ENV_MADE, make, partial(_play, report, n_steps=n_steps, seed=seed), not lent
+    )
+    if not lent and not report.violations:
+        _check_resumable(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
 
 
 def _check_resumable(report: Report, make: Callable, seed: int) -> None:
     keeper = keeper_for(make, seed)
-    report.check(ENV_RESUMABLE, 'own' not in keeper.failed, keeper.failed.get('own'))
-    logging.getLogger('rollpipe').info(f"a running environment is kept by: {keeper.name}" + ''.join(
-        f"; {name}: {problem}" for name, problem in keeper.failed.items()))
+    report.check(ENV_RESUMABLE, "own" not in keeper.failed, keeper.failed.get("own"))
+    logging.getLogger("rollpipe").info(
+        f"a running environment is kept by: {keeper.name}"
+        + "".join(f"; {name}: {problem}" for name, problem in keeper.failed.items())
+    )

@@ -26,24 +26,37 @@ class BitFlip(gym.Env):
     Args:
         n: number of bits
     """
-    ends = True     # does an episode end where the goal is achieved?
+
+    ends = True  # does an episode end where the goal is achieved?
 
     def __init__(self, n: int = 12):
-        self.n = self.max_steps = check_integer('n', n, pipe=self)
+        self.n = self.max_steps = check_integer("n", n, pipe=self)
         self._set_spaces(MultiBinary(n), Discrete(n))
 
     def _set_spaces(self, goals, actions):
-        self.observation_space, self.action_space = Dict(observation=goals, achieved_goal=goals, desired_goal=goals), actions
+        self.observation_space = Dict(observation=goals, achieved_goal=goals, desired_goal=goals)
+        self.action_space = actions
 
-    def _draw(self) -> Any: return self.np_random.integers(2, size=self.n).astype(np.int8)
-    def _moved(self, action): return self.here ^ (np.arange(self.n) == action)
-    def _is_reached(self, achieved, desired): return (achieved == desired).all(-1)
-    def _obs(self): return dict(observation=self.here, achieved_goal=self.here, desired_goal=self.goal)
+    def _draw(self) -> Any:
+        return self.np_random.integers(2, size=self.n).astype(np.int8)
 
-    def compute_reward(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
-        return np.where(self._is_reached(achieved_goal, desired_goal), 0., -1.)
+    def _moved(self, action):
+        return self.here ^ (np.arange(self.n) == action)
 
-    def compute_terminated(self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any) -> np.ndarray:
+    def _is_reached(self, achieved, desired):
+        return (achieved == desired).all(-1)
+
+    def _obs(self):
+        return dict(observation=self.here, achieved_goal=self.here, desired_goal=self.goal)
+
+    def compute_reward(
+        self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any
+    ) -> np.ndarray:
+        return np.where(self._is_reached(achieved_goal, desired_goal), 0.0, -1.0)
+
+    def compute_terminated(
+        self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any
+    ) -> np.ndarray:
         return self._is_reached(achieved_goal, desired_goal) & self.ends
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
@@ -52,9 +65,19 @@ class BitFlip(gym.Env):
         return self._obs(), {}
 
     def step(self, action: Any) -> tuple:
-        self.here, self.count = self._moved(action), self.count + 1
-        reward, over = (float(f(self.here, self.goal, {})) for f in (self.compute_reward, self.compute_terminated))
-        return self._obs(), reward, bool(over), self.count == self.max_steps, dict(is_success=reward + 1)
+        self.here = self._moved(action)
+        self.count = self.count + 1
+        reward, over = (
+            float(f(self.here, self.goal, {}))
+            for f in (self.compute_reward, self.compute_terminated)
+        )
+        return (
+            self._obs(),
+            reward,
+            bool(over),
+            self.count == self.max_steps,
+            dict(is_success=reward + 1),
+        )
 
 
 class PointReach(BitFlip):
@@ -65,16 +88,23 @@ class PointReach(BitFlip):
     Args:
         radius: distance from the place that counts as reached
     """
+
     ends, max_steps = False, 50
 
     def __init__(self, radius: float = 0.05):
         self.radius = radius
         self._set_spaces(Box(-1, 1, (2,)), Box(-1, 1, (2,)))
 
-    def _draw(self) -> Any: return self.np_random.uniform(-1, 1, 2).astype(np.float32)
-    def _moved(self, action): return np.clip(self.here + .1 * np.clip(action, -1, 1), -1, 1).astype(np.float32)
-    def _is_reached(self, achieved, desired): return np.linalg.norm(achieved - desired, axis=-1) < self.radius
+    def _draw(self) -> Any:
+        return self.np_random.uniform(-1, 1, 2).astype(np.float32)
+
+    def _moved(self, action):
+        return np.clip(self.here + 0.1 * np.clip(action, -1, 1), -1, 1).astype(np.float32)
+
+    def _is_reached(self, achieved, desired):
+        return np.linalg.norm(achieved - desired, axis=-1) < self.radius
 
 
-for env in (BitFlip, PointReach):       # so that `rollpipe.testing:BitFlip-v0` is an id
-    if f'{env.__name__}-v0' not in gym.registry: gym.register(f'{env.__name__}-v0', f'rollpipe.testing.goals:{env.__name__}')
+for env in (BitFlip, PointReach):  # so that `rollpipe.testing:BitFlip-v0` is an id
+    if f"{env.__name__}-v0" not in gym.registry:
+        gym.register(f"{env.__name__}-v0", f"rollpipe.testing.goals:{env.__name__}")

@@ -35,45 +35,61 @@ PIPE_MADE = "make_pipe() makes an IterDataPipe"
 PIPE_RUNS = "the pipe can be iterated"
 PIPE_SEEDED = "make_pipe() called twice gives equal streams (everything random has a seed)"
 PIPE_BEGINS_ANEW = "iterating a pipe again gives the same stream again"
-PIPE_COPIES = "a copy of the graph gives the same stream, also if it was pickled (as by DataLoader2)"
+PIPE_COPIES = (
+    "a copy of the graph gives the same stream, also if it was pickled (as by DataLoader2)"
+)
 PIPE_ITEMS_KEPT = "a yielded item does not change later"
 PIPE_CLOSES = "breaking off an iteration closes the iterators of the pipes above"
 PIPE_LENGTH = "len() is the number of items, or raises TypeError"
-PIPE_RESUMABLE = "another pipe that gets the state goes on with the same items, or `not_kept` says why it cannot"
+PIPE_RESUMABLE = (
+    "another pipe that gets the state goes on with the same items, or `not_kept` says why it cannot"
+)
 FRAGMENT_SHAPES = "state and term have T+1 rows and B columns, valid, adv and ret T rows; lane, seq and version [B]"
 FRAGMENT_TERM = "where term is set, state.fin is set"
 FRAGMENT_FINAL = "final has one row for each truncated valid step, and rows of ended steps only"
-FRAGMENT_STEPNO = "stepno is 0 at the first step of an episode, and increases by one with each valid step"
+FRAGMENT_STEPNO = (
+    "stepno is 0 at the first step of an episode, and increases by one with each valid step"
+)
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #9edf8cbf
 @contextmanager
 def _open(pipe: IterDataPipe) -> Iterator:
     "An iterator of `pipe`. At the end it is closed, if it has a method `close`."
     stream = iter(pipe)
-    try: yield stream
+    try:
+        yield stream
     finally:
-        if close := getattr(stream, 'close', None): close()
+        if close := getattr(stream, "close", None):
+            close()
 
 
 def _check_stream(report: Report, rule: str, make: Callable, n: int, expected: list) -> None:
     "Compare the first `n` items of the pipe that `make` returns with the expected ones."
     with report.demand(rule):
-        with _open(make()) as stream: came = [snapshot(item) for item in islice(stream, n)]
+        with _open(make()) as stream:
+            came = [snapshot(item) for item in islice(stream, n)]
     k = next((k for k, (a, b) in enumerate(zip(came, expected)) if not same(a, b)), None)
     report.check(rule, len(came) == len(expected), f"{len(came)} items instead of {len(expected)}")
     report.check(rule, k is None, f"item {k} differs")
 
 
 def _check_length(report: Report, pipe: IterDataPipe) -> None:
-    try: n = len(pipe)  # pyright: ignore[reportArgumentType]  some pipes have a length
-    except TypeError: return
-    except Exception as e: return report.add(PIPE_LENGTH, f"{type(e).__name__}: {e}")
-    with report.demand(PIPE_LENGTH), _open(pipe) as stream: came = sum(1 for _ in islice(stream, n + 1))
-    report.check(PIPE_LENGTH, came == n, f"len() is {n}, but there are {'more' if came > n else came} items")
+    try:
+        n = len(pipe)  # pyright: ignore[reportArgumentType]  some pipes have a length
+    except TypeError:
+        return
+    except Exception as e:
+        return report.add(PIPE_LENGTH, f"{type(e).__name__}: {e}")
+    with report.demand(PIPE_LENGTH), _open(pipe) as stream:
+        came = sum(1 for _ in islice(stream, n + 1))
+    report.check(
+        PIPE_LENGTH, came == n, f"len() is {n}, but there are {'more' if came > n else came} items"
+    )
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #438bfbeb
 class _From(Pipe):
     "Leaves out the first `first` items, and calls `note()` with each item that it passes on."
+
     def __init__(self, pipe: IterDataPipe, first: int, note: Callable):
         super().__init__(pipe)
         self.first, self.note = first, note
@@ -86,93 +102,159 @@ class _From(Pipe):
 
 def _with_inputs_from(pipe: IterDataPipe, firsts: list | None = None) -> tuple:
     "`(graph, counts)`: the graph, whose last pipe reads each input from the item `firsts[i]` on, and the numbers of items that it read."
-    sources = [] if getattr(pipe, 'copies_above', False) else inputs(pipe)
+    sources = [] if getattr(pipe, "copies_above", False) else inputs(pipe)
     firsts = firsts or [0] * len(sources)
     counts = list(firsts)
     for i, first in enumerate(firsts):
-        def note(i=i): counts[i] += 1
-        source = inputs(pipe)[i]     # each edit copies the graph
-        pipe = insert_after(pipe, lambda p, source=source: p is source, partial(_From, first=first, note=note))
+
+        def note(i=i):
+            counts[i] += 1
+
+        source = inputs(pipe)[i]  # each edit copies the graph
+        pipe = insert_after(
+            pipe, lambda p, source=source: p is source, partial(_From, first=first, note=note)
+        )
     return pipe, counts
 
 
-def _learns(pipe): return all(callable(getattr(pipe, name, None)) for name in ('state_dict', 'load_state_dict'))
+def _learns(pipe):
+    return all(callable(getattr(pipe, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _check_resumes(report: Report, make: Callable, k: int, expected: list) -> None:
     "Cut the stream of a pipe after `k` items, and compare the rest of another one with the expected items."
     pipe, counts = _with_inputs_from(make())
-    if not isinstance(pipe, Pipe) or pipe.not_kept() or getattr(pipe, 'copies_above', False) and unknown_states(pipe): return
+    if (
+        not isinstance(pipe, Pipe)
+        or pipe.not_kept()
+        or getattr(pipe, "copies_above", False)
+        and unknown_states(pipe)
+    ):
+        return
     with report.demand(PIPE_RESUMABLE):
         with _open(pipe) as stream:
-            for _ in range(k): next(stream)
-            state, learned, read = pipe.get_state(), deepcopy(pipe.state_dict()) if _learns(pipe) else None, list(counts)
-            next(stream, None)     # this must not change the state
+            for _ in range(k):
+                next(stream)
+            state = pipe.get_state()
+            learned = deepcopy(pipe.state_dict()) if _learns(pipe) else None
+            read = list(counts)
+            next(stream, None)  # this must not change the state
         pipe, _ = _with_inputs_from(make(), read)
-        if learned is not None: pipe.load_state_dict(learned)
-        if state is not None: pipe.set_state(state)
-        with _open(pipe) as stream: came = [snapshot(item) for item in islice(stream, len(expected) - k)]
-    where = next((f"{path} of item {i} differs" for i, pair in enumerate(zip(expected[k:], came), k) if (path := _differs(*pair))), None)
-    if len(came) < len(expected) - k: where = where or f"{len(came)} items are left instead of {len(expected) - k}"
-    report.check(PIPE_RESUMABLE, where is None, f"after {k} items {where}. What {type(pipe).__name__} keeps from item to item belongs into "
-                                                "`self.keep(...)`")
+        if learned is not None:
+            pipe.load_state_dict(learned)
+        if state is not None:
+            pipe.set_state(state)
+        with _open(pipe) as stream:
+            came = [snapshot(item) for item in islice(stream, len(expected) - k)]
+    where = next(
+        (
+            f"{path} of item {i} differs"
+            for i, pair in enumerate(zip(expected[k:], came), k)
+            if (path := _differs(*pair))
+        ),
+        None,
+    )
+    if len(came) < len(expected) - k:
+        where = where or f"{len(came)} items are left instead of {len(expected) - k}"
+    report.check(
+        PIPE_RESUMABLE,
+        where is None,
+        f"after {k} items {where}. What {type(pipe).__name__} keeps from item to item belongs into "
+        "`self.keep(...)`",
+    )
 
 
 def _differs(a: Any, b: Any) -> str | None:
     "The path of the first leaf in which two items differ; None if they are the same."
-    if same(a, b): return None
-    leaves = zip(nested.paths(a, 'item'), nested.leaves(a), nested.leaves(b))
-    return next((path for path, x, y in leaves if not same(x, y)), 'the structure')
+    if same(a, b):
+        return None
+    leaves = zip(nested.paths(a, "item"), nested.leaves(a), nested.leaves(b))
+    return next((path for path, x, y in leaves if not same(x, y)), "the structure")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #039e11c3
 class _Probe(Pipe):
     "Calls `notes(1)` when its iteration begins, and `notes(-1)` when it ends."
+
     def __init__(self, pipe: IterDataPipe, notes: Callable):
         super().__init__(pipe)
         self.notes = notes
 
     def stream(self, items):
         self.notes(1)
-        try: yield from items
-        finally: self.notes(-1)
+        try:
+            yield from items
+        finally:
+            self.notes(-1)
 
 
 def _check_closes(report: Report, pipe: IterDataPipe) -> None:
     with report.demand(PIPE_CLOSES):
         n_open = 0
+
         def notes(change):
             nonlocal n_open
             n_open += change
-        def sources(): return find(pipe, lambda p: not inputs(p))
-        if not inputs(pipe): return  # a source has no pipes above it to close
+
+        def sources():
+            return find(pipe, lambda p: not inputs(p))
+
+        if not inputs(pipe):
+            return  # a source has no pipes above it to close
         for k in range(len(sources())):
-            source = sources()[k]  # look it up again: an edit copies the graph, but keeps the order of the sources
-            pipe = insert_after(pipe, lambda p, source=source: p is source, partial(_Probe, notes=notes))
-        with _open(pipe) as stream: next(stream, None)
+            source = sources()[
+                k
+            ]  # look it up again: an edit copies the graph, but keeps the order of the sources
+            pipe = insert_after(
+                pipe, lambda p, source=source: p is source, partial(_Probe, notes=notes)
+            )
+        with _open(pipe) as stream:
+            next(stream, None)
         del stream
         gc.collect()
         report.check(PIPE_CLOSES, n_open == 0, f"{n_open} of the sources stayed open")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #6e8cb3e8
 def _check_fragment(report: Report, fragment: Fragment) -> None:
-    state, term, valid, final = fragment.state, fragment.term, fragment.valid, fragment.final
+    state = fragment.state
+    term = fragment.term
+    valid = fragment.valid
+    final = fragment.final
     with report.demand(FRAGMENT_SHAPES):
         T, B = valid.shape
-        kinds = (Fragment.ROWS, (T + 1, B)), (Fragment.STEPS, (T, B)), (Fragment.COLUMNS, (B,)), (['final'], (len(final.t),))
+        kinds = (
+            (Fragment.ROWS, (T + 1, B)),
+            (Fragment.STEPS, (T, B)),
+            (Fragment.COLUMNS, (B,)),
+            (["final"], (len(final.t),)),
+        )
         leading = {name: lead for names, lead in kinds for name in names}
         for name, lead in leading.items():
-            for x, path in zip(nested.leaves(getattr(fragment, name)), nested.paths(getattr(fragment, name), name)):
-                if tuple(x.shape[:len(lead)]) != lead:
-                    raise DataError("wrong shape", leaf=path, expected=f"{list(lead)}, ...", got=describe(x))
+            for x, path in zip(
+                nested.leaves(getattr(fragment, name)), nested.paths(getattr(fragment, name), name)
+            ):
+                if tuple(x.shape[: len(lead)]) != lead:
+                    raise DataError(
+                        "wrong shape", leaf=path, expected=f"{list(lead)}, ...", got=describe(x)
+                    )
     report.check(FRAGMENT_TERM, not (term & ~state.fin)[1:].any(), "term without fin")
-    ends, truncated = (state.fin[1:] & valid), (state.fin & ~term)[1:] & valid
+    ends = state.fin[1:] & valid
+    truncated = (state.fin & ~term)[1:] & valid
     rows = torch.zeros(T, B, dtype=torch.int64)
     rows.index_put_((final.t, final.b), torch.ones_like(final.t), accumulate=True)
-    report.check(FRAGMENT_FINAL, bool((rows[truncated] == 1).all()), "a truncated step without a row, or with several rows")
+    report.check(
+        FRAGMENT_FINAL,
+        bool((rows[truncated] == 1).all()),
+        "a truncated step without a row, or with several rows",
+    )
     report.check(FRAGMENT_FINAL, not rows[~ends].any(), "a row for a step that ends no episode")
-    stepno, goes_on = state.stepno, valid & ~state.fin[1:]
-    report.check(FRAGMENT_STEPNO, not stepno[:-1][state.fin[:-1] & valid].any(), "not 0 at the first step")
-    report.check(FRAGMENT_STEPNO, torch.equal(stepno[1:][goes_on], stepno[:-1][goes_on] + 1), "wrong count")
+    stepno = state.stepno
+    goes_on = valid & ~state.fin[1:]
+    report.check(
+        FRAGMENT_STEPNO, not stepno[:-1][state.fin[:-1] & valid].any(), "not 0 at the first step"
+    )
+    report.check(
+        FRAGMENT_STEPNO, torch.equal(stepno[1:][goes_on], stepno[:-1][goes_on] + 1), "wrong count"
+    )
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #155dbb52
 def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) -> list:
@@ -187,26 +269,39 @@ def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) ->
     """
     report = Report()
     report.section(_check_pipe, report, make_pipe, n_items)
-    return report.close(getattr(make_pipe, '__name__', type(make_pipe).__name__), raises)
+    return report.close(getattr(make_pipe, "__name__", type(make_pipe).__name__), raises)
 
 
 def _check_pipe(report: Report, make_pipe: Callable, n: int) -> None:
     with report.demand(PIPE_MADE):
         pipe = make_pipe()
-        if not isinstance(pipe, IterDataPipe): raise TypeError(f"got {describe(pipe)}")
+        if not isinstance(pipe, IterDataPipe):
+            raise TypeError(f"got {describe(pipe)}")
     with report.demand(PIPE_RUNS):
-        items, copies = [], []
+        items = []
+        copies = []
         with _open(pipe) as stream:
             for item in islice(stream, n):
                 items.append(item)
                 copies.append(snapshot(item))
     changed = [k for k, (a, b) in enumerate(zip(items, copies)) if not same(a, b)]
-    report.check(PIPE_ITEMS_KEPT, not changed, f"item {changed[0] if changed else ''} changed while the next were made")
-    again = ((PIPE_BEGINS_ANEW, lambda: pipe), (PIPE_SEEDED, make_pipe), (PIPE_COPIES, lambda: copy_graph(make_pipe())),
-             (PIPE_COPIES, lambda: cloudpickle.loads(cloudpickle.dumps(make_pipe()))))
-    for rule, make in again: report.section(_check_stream, report, rule, make, n, copies)
+    report.check(
+        PIPE_ITEMS_KEPT,
+        not changed,
+        f"item {changed[0] if changed else ''} changed while the next were made",
+    )
+    again = (
+        (PIPE_BEGINS_ANEW, lambda: pipe),
+        (PIPE_SEEDED, make_pipe),
+        (PIPE_COPIES, lambda: copy_graph(make_pipe())),
+        (PIPE_COPIES, lambda: cloudpickle.loads(cloudpickle.dumps(make_pipe()))),
+    )
+    for rule, make in again:
+        report.section(_check_stream, report, rule, make, n, copies)
     report.section(_check_closes, report, make_pipe())
     report.section(_check_length, report, make_pipe())
-    for k in range(1, len(copies)) if not report.violations else (): report.section(_check_resumes, report, make_pipe, k, copies)
+    for k in range(1, len(copies)) if not report.violations else ():
+        report.section(_check_resumes, report, make_pipe, k, copies)
     for item in items:
-        if isinstance(item, Fragment): report.section(_check_fragment, report, item)
+        if isinstance(item, Fragment):
+            report.section(_check_fragment, report, item)

@@ -27,22 +27,30 @@ class Recall(gym.Env):
         delay: number of steps from the cue to the question
         n_cues: number of cues, and of answers
     """
+
     def __init__(self, delay: int = 20, n_cues: int = 4):
         super().__init__()
-        self.delay, self.n_cues = check_integer('delay', delay, pipe=self), check_integer('n_cues', n_cues, 2, pipe=self)
-        self.observation_space, self.action_space = Box(0, 1, (n_cues + 2,)), Discrete(n_cues)
+        self.delay, self.n_cues = (
+            check_integer("delay", delay, pipe=self),
+            check_integer("n_cues", n_cues, 2, pipe=self),
+        )
+        self.observation_space = Box(0, 1, (n_cues + 2,))
+        self.action_space = Discrete(n_cues)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
-        self.cue, self.count = int(self.np_random.integers(self.n_cues)), 0
+        self.cue = int(self.np_random.integers(self.n_cues))
+        self.count = 0
         return self._look(1 + self.cue), {}
 
     def step(self, action: Any) -> tuple:
-        if self.count == self.delay: return self._look(0), 1. if action == self.cue else -1., True, False, {}
+        if self.count == self.delay:
+            return self._look(0), 1.0 if action == self.cue else -1.0, True, False, {}
         self.count += 1
-        return self._look(self.n_cues + 1 if self.count == self.delay else 0), 0., False, False, {}
+        return self._look(self.n_cues + 1 if self.count == self.delay else 0), 0.0, False, False, {}
 
-    def _look(self, i: int) -> np.ndarray: return np.eye(self.n_cues + 2, dtype=np.float32)[i]
+    def _look(self, i: int) -> np.ndarray:
+        return np.eye(self.n_cues + 2, dtype=np.float32)[i]
 
 
-gym.register('Recall-v0', 'rollpipe.testing.recall:Recall')
+gym.register("Recall-v0", "rollpipe.testing.recall:Recall")

@@ -23,23 +23,29 @@ from ..pipes.data.compare import named_leaves
 from .journal import running
 
 # %% ../../nbs/traces/05_crash.ipynb #a22b2f49
-CRASH = "crash", "crash.safetensors"     # folder in the folder of a run, and file
+CRASH = "crash", "crash.safetensors"  # folder in the folder of a run, and file
 
 
 def add_note(error: BaseException, text: str) -> None:
     "Add a line to what Python shows of an error. Python 3.10 shows none, so there it goes to the log."
-    if hasattr(error, "add_note"): error.add_note(text)  # pyright: ignore[reportAttributeAccessIssue]
-    else: logging.getLogger("rollpipe").error(text)
+    if hasattr(error, "add_note"):
+        error.add_note(text)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        logging.getLogger("rollpipe").error(text)
 
 
 def checksum(tree: Any) -> str:
     "8 hexadecimal digits for the bits of all leaves of a container."
     crc = None
-    for x in named_leaves(tree).values(): crc = running(crc, x)
+    for x in named_leaves(tree).values():
+        crc = running(crc, x)
     return f"{crc or 0:08x}"
 
 # %% ../../nbs/traces/05_crash.ipynb #c7c31017
-SHARE, BYTES, MOST = 0.005, 2**26, 256    # share of the time for snapshots; bytes and number of the batches that are held, at most
+# share of the time for snapshots; bytes and number of the batches that are held, at most
+SHARE = 0.005
+BYTES = 2**26
+MOST = 256
 
 
 class FlightRecorder:
@@ -52,18 +58,26 @@ class FlightRecorder:
         agent: the learner
         command: the command line that makes the failed update again
     """
+
     def __init__(self, folder: Path, config: dict, counters: dict, agent: Any, command: str):
-        self.path, self.config, self.counters, self.agent, self.command = Path(folder, *CRASH), config, counters, agent, command
-        self.held: list = []      # the batches since the snapshot
-        self.most, self.due = MOST, 0.
+        self.path = Path(folder, *CRASH)
+        self.config = config
+        self.counters = counters
+        self.agent = agent
+        self.command = command
+        self.held: list = []  # the batches since the snapshot
+        self.most, self.due = MOST, 0.0
 
     def update(self, batch: Any) -> dict:
         "`agent.update(batch)`. Errors are raised as they are. An interrupt is no failure, and neither is a process that has ended."
-        if self._is_due(): self._take_snapshot()
+        if self._is_due():
+            self._take_snapshot()
         batch, data = noted(batch)
         self.held.append(data)
-        try: return self.agent.update(batch)
-        except WorkerError: raise
+        try:
+            return self.agent.update(batch)
+        except WorkerError:
+            raise
         except Exception as e:
             add_note(e, self._write(e))
             raise
@@ -71,29 +85,58 @@ class FlightRecorder:
     def _is_due(self):
         n = len(self.held)
         # To count the bytes of each batch would take 1 % of an update of DQN, so they are counted for some: 1, 2, 4, 8, ...
-        if n and n & (n - 1) == 0: self.most = min(MOST, BYTES // max(1, _bytes_in(self.held[-1])))
+        if n and n & (n - 1) == 0:
+            self.most = min(MOST, BYTES // max(1, _bytes_in(self.held[-1])))
         # One rank alone could not make the updates of several ranks again, so their snapshot is that before the last one.
-        return not n or n >= self.most or perf_counter() >= self.due or self.config.get("ranks", 1) > 1
+        return (
+            not n or n >= self.most or perf_counter() >= self.due or self.config.get("ranks", 1) > 1
+        )
 
     def _take_snapshot(self):
         begun = perf_counter()
         self.held.clear()
-        self.snapshot, self.random, self.before = Snapshot(self.agent), GlobalRandomStates().get_state(), dict(self.counters)
+        self.snapshot, self.random, self.before = (
+            Snapshot(self.agent),
+            GlobalRandomStates().get_state(),
+            dict(self.counters),
+        )
         self.due = (now := perf_counter()) + (now - begun) / SHARE
 
     def _write(self, error):
         "Write the file. Returns the text of a note."
         try:
-            failed = dict(update=self.counters["updates"] + 1, steps=self.counters["steps"], error=describe_exception(error))
-            crash = dict(failed, state=checksum(self.agent.state_dict()), random=capture(self.random), batches=self.held)
+            failed = dict(
+                update=self.counters["updates"] + 1,
+                steps=self.counters["steps"],
+                error=describe_exception(error),
+            )
+            crash = dict(
+                failed,
+                state=checksum(self.agent.state_dict()),
+                random=capture(self.random),
+                batches=self.held,
+            )
             self.path.parent.mkdir(exist_ok=True)
-            write_atomically(self.path, pack("checkpoint", FORMAT_VERSION, dict(config=self.config, counters=self.before,
-                                                                              agent=self.snapshot.state, crash=crash)))
+            write_atomically(
+                self.path,
+                pack(
+                    "checkpoint",
+                    FORMAT_VERSION,
+                    dict(
+                        config=self.config,
+                        counters=self.before,
+                        agent=self.snapshot.state,
+                        crash=crash,
+                    ),
+                ),
+            )
             return f"The update can be made again with: {self.command}"
-        except Exception as e: return f"What the update learned from could not be written ({describe_exception(e)})"
+        except Exception as e:
+            return f"What the update learned from could not be written ({describe_exception(e)})"
 
 
-def _bytes_in(data): return sum(getattr(x, "nbytes", 0) for x in nested.leaves(data))
+def _bytes_in(data):
+    return sum(getattr(x, "nbytes", 0) for x in nested.leaves(data))
 
 
 def read_crash(folder: str | Path) -> dict:
@@ -108,5 +151,9 @@ def read_crash(folder: str | Path) -> dict:
         checkpoint, of the learner before the first of them.
     """
     found = unpack(path := Path(folder, *CRASH), "checkpoint", FORMAT_VERSION).get("crash") or {}
-    try: return {**found, "batches": [*map(remade, found["batches"])]}
-    except Exception as e: raise CheckpointError(f"{path}: damaged, or not of an update that failed ({describe_exception(e)})") from None
+    try:
+        return {**found, "batches": [*map(remade, found["batches"])]}
+    except Exception as e:
+        raise CheckpointError(
+            f"{path}: damaged, or not of an update that failed ({describe_exception(e)})"
+        ) from None

@@ -5,7 +5,13 @@
 # %% ../../nbs/traces/01_description.ipynb #8f63f031
 from __future__ import annotations
 
-import copyreg, functools, importlib.metadata, inspect, random, sys, types
+import copyreg
+import functools
+import importlib.metadata
+import inspect
+import random
+import sys
+import types
 from collections import deque
 from enum import Enum
 from hashlib import blake2b
@@ -26,15 +32,16 @@ __all__ = ['UNKNOWN', 'digest', 'short', 'array_text', 'is_installed', 'version_
            'CodeDescription', 'Description']
 
 # %% ../../nbs/traces/01_description.ipynb #8e0f8511
-UNKNOWN = 'unknown'     # what a leaf that equals nothing begins with
+UNKNOWN = "unknown"  # what a leaf that equals nothing begins with
 
 
 def digest(*parts: Any) -> str:
     "Eight hexadecimal digits that stand for arrays, bytes and texts."
     found = blake2b(digest_size=4)
     for part in parts:
-        if isinstance(part, np.ndarray): part = part.data
-        found.update(part if isinstance(part, (bytes, memoryview)) else str(part).encode() + b'\0')
+        if isinstance(part, np.ndarray):
+            part = part.data
+        found.update(part if isinstance(part, (bytes, memoryview)) else str(part).encode() + b"\0")
     return found.hexdigest()
 
 
@@ -45,27 +52,37 @@ def short(text: str) -> str:
 
 def array_text(x: Any) -> str:
     "Form and hash of an array or tensor; of a single number its value."
-    try: return f"{form_of(x)} {x.item() if x.ndim == 0 else digest(as_array(x))}"
-    except (TypeError, ValueError, RuntimeError, NotImplementedError): return f"{UNKNOWN}: {type(x).__name__} without plain numbers"
+    try:
+        return f"{form_of(x)} {x.item() if x.ndim == 0 else digest(as_array(x))}"
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        return f"{UNKNOWN}: {type(x).__name__} without plain numbers"
 
 # %% ../../nbs/traces/01_description.ipynb #523aa69b
 @functools.cache
 def is_installed(module: str) -> bool:
     "Does the module belong to Python, to rollpipe, or to a package in `site-packages`?"
-    top = module.partition('.')[0]
-    if top in sys.stdlib_module_names or top in ('builtins', 'rollpipe'): return True
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or top in ("builtins", "rollpipe"):
+        return True
     found = sys.modules.get(top)
-    places = [getattr(found, '__file__', None), *getattr(found, '__path__', ())]
-    return any(not {'site-packages', 'dist-packages'}.isdisjoint(Path(place).parts) for place in places if place)
+    places = [getattr(found, "__file__", None), *getattr(found, "__path__", ())]
+    return any(
+        not {"site-packages", "dist-packages"}.isdisjoint(Path(place).parts)
+        for place in places
+        if place
+    )
 
 
 @functools.cache
 def version_of_package(name: str) -> str:
     "The version of an installed package, by the name that `import` knows."
-    found = getattr(sys.modules.get(name), '__version__', None)
-    if found is not None: return str(found)
-    try: return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError: return UNKNOWN
+    found = getattr(sys.modules.get(name), "__version__", None)
+    if found is not None:
+        return str(found)
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return UNKNOWN
 
 
 def code_digest(code: Any) -> str:
@@ -75,18 +92,54 @@ def code_digest(code: Any) -> str:
     it differently.
     """
     consts = [code_digest(x) if inspect.iscode(x) else _ordered(x) for x in code.co_consts]
-    return digest(code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_argcount, code.co_kwonlyargcount, consts,
-                  getattr(code, 'co_exceptiontable', b''))
+    return digest(
+        code.co_code,
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars,
+        code.co_argcount,
+        code.co_kwonlyargcount,
+        consts,
+        getattr(code, "co_exceptiontable", b""),
+    )
 
 
-def _ordered(x): return sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x)
+def _ordered(x):
+    return sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x)
 
 # %% ../../nbs/traces/01_description.ipynb #0f85b0f0
-_APART = {'process', 'timer', 'given_seed', 'lane', 'divisions', 'path', 'keeper'}    # of a process, an iteration or a folder
-_NO_CODE = {'__module__', '__qualname__', '__dict__', '__weakref__', '__doc__', '__annotations__', '__slots__', '__firstlineno__',
-            '__static_attributes__', '__abstractmethods__', '_abc_impl', '__parameters__', '__orig_bases__', '__match_args__',
-            '__dataclass_fields__', '__dataclass_params__', '__type_class__', '__slotnames__', 'type',
-            '__annotate_func__', '__annotations_cache__'}
+_APART = {
+    "process",
+    "timer",
+    "given_seed",
+    "lane",
+    "divisions",
+    "path",
+    "keeper",
+}  # of a process, an iteration or a folder
+_NO_CODE = {
+    "__module__",
+    "__qualname__",
+    "__dict__",
+    "__weakref__",
+    "__doc__",
+    "__annotations__",
+    "__slots__",
+    "__firstlineno__",
+    "__static_attributes__",
+    "__abstractmethods__",
+    "_abc_impl",
+    "__parameters__",
+    "__orig_bases__",
+    "__match_args__",
+    "__dataclass_fields__",
+    "__dataclass_params__",
+    "__type_class__",
+    "__slotnames__",
+    "type",
+    "__annotate_func__",
+    "__annotations_cache__",
+}
 _RANDOM = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
 _METHOD = types.MethodType, types.BuiltinMethodType, types.MethodWrapperType
 
@@ -98,48 +151,87 @@ def attributes(x: Any) -> dict:
     of these are missing, and for any other object, all attributes count.
     """
     found = all_attributes(x)
-    is_known = isinstance(x, IterDataPipe) or hasattr(x, 'state_dict') or type(x).__module__.partition('.')[0] == 'rollpipe'
-    if not is_known: return {name: y for name, y in found.items() if not (isinstance(x, gym.Space) and name == '_np_random')}
-    found = {name: y for name, y in found.items() if not name.startswith('_') and name not in _APART}
-    try: wanted = inspect.signature(type(x)).parameters.keys() - _APART
-    except (TypeError, ValueError): return found
-    return {name: y for name, y in found.items() if name in wanted} if wanted <= found.keys() else found
+    is_known = (
+        isinstance(x, IterDataPipe)
+        or hasattr(x, "state_dict")
+        or type(x).__module__.partition(".")[0] == "rollpipe"
+    )
+    if not is_known:
+        return {
+            name: y
+            for name, y in found.items()
+            if not (isinstance(x, gym.Space) and name == "_np_random")
+        }
+    found = {
+        name: y for name, y in found.items() if not name.startswith("_") and name not in _APART
+    }
+    try:
+        wanted = inspect.signature(type(x)).parameters.keys() - _APART
+    except (TypeError, ValueError):
+        return found
+    return (
+        {name: y for name, y in found.items() if name in wanted}
+        if wanted <= found.keys()
+        else found
+    )
 
 # %% ../../nbs/traces/01_description.ipynb #a3a346e3
 class CodeDescription:
     "Part of `Description`: classes and functions."
+
     leaves: dict
     packages: set
     told: dict
 
-    def add(self, path: str, x: Any) -> None: raise NotImplementedError
+    def add(self, path: str, x: Any) -> None:
+        raise NotImplementedError
 
     def _name(self, path, module, name):
         "A text for code that has a version: its full name. The package is noted. Code of the user has its own name, and its parts follow."
-        top = module.partition('.')[0]
-        if is_installed(module) and top not in sys.stdlib_module_names and top != 'rollpipe': self.packages.add(top)
-        self.leaves[path] = f"{module}.{name}".strip('.') if is_installed(module) else name
+        top = module.partition(".")[0]
+        if is_installed(module) and top not in sys.stdlib_module_names and top != "rollpipe":
+            self.packages.add(top)
+        self.leaves[path] = f"{module}.{name}".strip(".") if is_installed(module) else name
 
     def _class(self, path, cls):
         for base in cls.__mro__:
             self._name(path, base.__module__, base.__qualname__)
-            around = vars(sys.modules.get(base.__module__, object)).values() if issubclass(cls, gym.Env) else ()
-            self.packages |= {top for x in around if inspect.ismodule(x) and is_installed(top := x.__name__.partition('.')[0])
-                              and top not in sys.stdlib_module_names}     # such as the engine of an environment
+            around = (
+                vars(sys.modules.get(base.__module__, object)).values()
+                if issubclass(cls, gym.Env)
+                else ()
+            )
+            self.packages |= {
+                top
+                for x in around
+                if inspect.ismodule(x)
+                and is_installed(top := x.__name__.partition(".")[0])
+                and top not in sys.stdlib_module_names
+            }  # such as the engine of an environment
             for name, y in {} if is_installed(base.__module__) else vars(base).items():
-                if name not in _NO_CODE: self.add(f"{path}/{name}" if base is cls else f"{path}/{base.__qualname__}.{name}", y)
+                if name not in _NO_CODE:
+                    self.add(
+                        f"{path}/{name}" if base is cls else f"{path}/{base.__qualname__}.{name}", y
+                    )
         self._name(path, cls.__module__, cls.__qualname__)
         self.told[cls] = self.leaves[path]
 
     def _function(self, path, f):
-        self._name(path, f.__module__ or '', f.__qualname__)
-        if is_installed(f.__module__ or ''): return
+        self._name(path, f.__module__ or "", f.__qualname__)
+        if is_installed(f.__module__ or ""):
+            return
         self.told[f] = self.leaves[path] = f"{f.__qualname__} {code_digest(f.__code__)}"
         names = inspect.signature(f, follow_wrapped=False).parameters.values()
         parts = {p.name: p.default for p in names if p.default is not p.empty}
-        parts |= {name: content_of(cell) for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ())}
-        parts |= {name: f.__globals__[name] for name in globals_in(f.__code__) if name in f.__globals__}
-        for name, y in {**parts, **vars(f)}.items(): self.add(f"{path}/{name}", y)
+        parts |= {
+            name: content_of(cell)
+            for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ())
+        }
+        parts |= {
+            name: f.__globals__[name] for name in globals_in(f.__code__) if name in f.__globals__
+        }
+        for name, y in {**parts, **vars(f)}.items():
+            self.add(f"{path}/{name}", y)
 
 # %% ../../nbs/traces/01_description.ipynb #1eb94cd6
 class Description(CodeDescription):
@@ -148,94 +240,157 @@ class Description(CodeDescription):
     Args:
         networks: name -> network, of those that are known already
     """
-    MOST = 20_000           # leaves; what is larger is unknown
+
+    MOST = 20_000  # leaves; what is larger is unknown
 
     def __init__(self, networks: dict | None = None):
         self.leaves: dict = {}
-        self.packages: set = set()              # installed packages whose code was met
-        self.networks = dict(networks or {})    # new ones are added, with their path as the name
-        self._open: set = set()                 # ids of the objects that are being described: one may contain itself
-        self.told: dict = {}                   # function or class of the user -> its text: they are described once
+        self.packages: set = set()  # installed packages whose code was met
+        self.networks = dict(networks or {})  # new ones are added, with their path as the name
+        self._open: set = (
+            set()
+        )  # ids of the objects that are being described: one may contain itself
+        self.told: dict = {}  # function or class of the user -> its text: they are described once
 
     def add(self, path: str, x: Any) -> None:
         "Describe `x` at this path, and what is in it below this path."
-        if isinstance(x, PLAIN): self.leaves[path] = short(str(x) if isinstance(x, (torch.dtype, np.dtype)) else repr(x))
-        elif isinstance(x, (np.ndarray, np.generic, torch.Tensor)): self.leaves[path] = array_text(x)
-        elif isinstance(x, (torch.device, Enum, Path)): self.leaves[path] = str(x)
-        elif isinstance(x, torch.nn.Module): self.leaves[path] = f"network {self._network(path, x)}"
-        elif isinstance(x, types.ModuleType): self._name(path, x.__name__, '')
-        elif isinstance(x, (type, types.FunctionType)) and x in self.told: self.leaves[path] = self.told[x]
-        elif id(x) in self._open: self.leaves[path] = f"{type(x).__name__}, which contains itself"
-        elif len(self.leaves) > self.MOST: self.leaves[path] = f"{UNKNOWN}: too many parts"
+        if isinstance(x, PLAIN):
+            self.leaves[path] = short(str(x) if isinstance(x, (torch.dtype, np.dtype)) else repr(x))
+        elif isinstance(x, (np.ndarray, np.generic, torch.Tensor)):
+            self.leaves[path] = array_text(x)
+        elif isinstance(x, (torch.device, Enum, Path)):
+            self.leaves[path] = str(x)
+        elif isinstance(x, torch.nn.Module):
+            self.leaves[path] = f"network {self._network(path, x)}"
+        elif isinstance(x, types.ModuleType):
+            self._name(path, x.__name__, "")
+        elif isinstance(x, (type, types.FunctionType)) and x in self.told:
+            self.leaves[path] = self.told[x]
+        elif id(x) in self._open:
+            self.leaves[path] = f"{type(x).__name__}, which contains itself"
+        elif len(self.leaves) > self.MOST:
+            self.leaves[path] = f"{UNKNOWN}: too many parts"
         else:
             self._open.add(id(x))
-            try: self._describe(path, x)
-            except Exception as e: self.leaves[path] = f"{UNKNOWN}: {type(e).__name__} while it was described"     # by code of the user
+            try:
+                self._describe(path, x)
+            except Exception as e:
+                self.leaves[path] = (
+                    f"{UNKNOWN}: {type(e).__name__} while it was described"  # by code of the user
+                )
             self._open.discard(id(x))
 
     def _describe(self, path, x):
-        if isinstance(x, type): self._class(path, x)
-        elif isinstance(x, types.FunctionType): self._function(path, x)
-        elif isinstance(x, functools.partial): self._parts(path, 'partial', dict(func=x.func, args=x.args, keywords=x.keywords))
-        elif isinstance(x, property): self._parts(path, 'property', dict(get=x.fget, set=x.fset))
-        elif hasattr(x, '__wrapped__'): self.add(path, x.__wrapped__)       # such as a static method, or a function with a cache
+        if isinstance(x, type):
+            self._class(path, x)
+        elif isinstance(x, types.FunctionType):
+            self._function(path, x)
+        elif isinstance(x, functools.partial):
+            self._parts(path, "partial", dict(func=x.func, args=x.args, keywords=x.keywords))
+        elif isinstance(x, property):
+            self._parts(path, "property", dict(get=x.fget, set=x.fset))
+        elif hasattr(x, "__wrapped__"):
+            self.add(path, x.__wrapped__)  # such as a static method, or a function with a cache
         elif isinstance(x, _METHOD) and not isinstance(x.__self__, types.ModuleType | None):
-            self._parts(path, f"method {x.__name__}", dict(of=x.__self__, code=getattr(x, '__func__', None)))
-        elif isinstance(x, _RANDOM): self.leaves[_of_seeds(path)] = f"generator {digest(comparable(x, states=True))}"
-        elif isinstance(x, torch.optim.Optimizer): self._parts(path, type(x).__name__, x.defaults)
-        elif isinstance(x, IterDataPipe): self.leaves[path] = type(x).__name__
-        elif isinstance(x, dict): self._parts(path, f"{type(x).__name__} of {len(x)}", {_key(k): y for k, y in x.items()})
-        elif isinstance(x, (set, frozenset)): self.leaves[path] = self._set_text(x)
+            self._parts(
+                path, f"method {x.__name__}", dict(of=x.__self__, code=getattr(x, "__func__", None))
+            )
+        elif isinstance(x, _RANDOM):
+            self.leaves[_of_seeds(path)] = f"generator {digest(comparable(x, states=True))}"
+        elif isinstance(x, torch.optim.Optimizer):
+            self._parts(path, type(x).__name__, x.defaults)
+        elif isinstance(x, IterDataPipe):
+            self.leaves[path] = type(x).__name__
+        elif isinstance(x, dict):
+            self._parts(path, f"{type(x).__name__} of {len(x)}", {_key(k): y for k, y in x.items()})
+        elif isinstance(x, (set, frozenset)):
+            self.leaves[path] = self._set_text(x)
         elif isinstance(x, (list, tuple, deque)):
-            same = len(x) > 1 and len({self._hash(dict(item=y)) for y in x}) == 1      # such as the factories of environments
-            self._parts(path, f"{type(x).__name__} of {len(x)}", {'all': next(iter(x))} if same else dict(enumerate(x)))
-        elif hasattr(x, '__qualname__') and is_installed(getattr(x, '__module__', None) or ''):
+            same = (
+                len(x) > 1 and len({self._hash(dict(item=y)) for y in x}) == 1
+            )  # such as the factories of environments
+            self._parts(
+                path,
+                f"{type(x).__name__} of {len(x)}",
+                {"all": next(iter(x))} if same else dict(enumerate(x)),
+            )
+        elif hasattr(x, "__qualname__") and is_installed(getattr(x, "__module__", None) or ""):
             self._name(path, x.__module__, x.__qualname__)
-        else: self._object(path, x)
+        else:
+            self._object(path, x)
 
     def _parts(self, path, text, parts):
         "A text, and the parts below it. Of many parts one hash is kept."
         self.leaves[path] = text
-        if path.count('/') > 40: self.leaves[path] = f"{UNKNOWN}: nested too deep"
+        if path.count("/") > 40:
+            self.leaves[path] = f"{UNKNOWN}: nested too deep"
         elif len(parts) <= 50:
-            for name, y in parts.items(): self.add(_of_seeds(path) if name == 'seed' else f"{path}/{name}", y)
-        else: self.leaves[path] = f"{self._hash(parts)} {text}"
+            for name, y in parts.items():
+                self.add(_of_seeds(path) if name == "seed" else f"{path}/{name}", y)
+        else:
+            self.leaves[path] = f"{self._hash(parts)} {text}"
 
     def _hash(self, parts):
         "Hash of the description of parts, or `unknown`."
         inner = Description(self.networks)
         inner._open = self._open
-        for name, y in parts.items(): inner.add(str(name), y)
+        for name, y in parts.items():
+            inner.add(str(name), y)
         self.packages |= inner.packages
         self.networks.update(inner.networks)
-        return UNKNOWN if any(text.startswith(UNKNOWN) for text in inner.leaves.values()) else digest(sorted(inner.leaves.items()))
+        return (
+            UNKNOWN
+            if any(text.startswith(UNKNOWN) for text in inner.leaves.values())
+            else digest(sorted(inner.leaves.items()))
+        )
 
     def _set_text(self, x):
-        if all(isinstance(y, PLAIN) for y in x): return short(f"{{{', '.join(sorted(map(repr, x)))}}}")
-        hashes = sorted(self._hash(dict(member=y)) for y in x)      # in an order that does not depend on addresses
+        if all(isinstance(y, PLAIN) for y in x):
+            return short(f"{{{', '.join(sorted(map(repr, x)))}}}")
+        hashes = sorted(
+            self._hash(dict(member=y)) for y in x
+        )  # in an order that does not depend on addresses
         return UNKNOWN if UNKNOWN in hashes else f"{type(x).__name__} of {len(x)}, {digest(hashes)}"
 
     def _network(self, path, x):
         for name, net in self.networks.items():
-            if net is x: return name
+            if net is x:
+                return name
         self.networks[path] = x
         return path
 
     def _object(self, path, x):
-        kind, parts = type(x), attributes(x)
+        kind = type(x)
+        parts = attributes(x)
         is_own = (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__)
-        if kind in copyreg.dispatch_table or is_own or not parts:       # how pickle would make it again
-            try: made = copyreg.dispatch_table[kind](x) if kind in copyreg.dispatch_table else x.__reduce_ex__(2)
-            except Exception: made = None
-            if made is not None: parts = dict(enumerate(made[1:] if isinstance(made, tuple) else [made]))
-            elif not parts: parts = None
-        if parts is None: self.leaves[path] = f"{UNKNOWN}: a {kind.__qualname__}"
-        else: self._parts(path, kind.__qualname__, {'class': kind, **parts})
+        if kind in copyreg.dispatch_table or is_own or not parts:  # how pickle would make it again
+            try:
+                made = (
+                    copyreg.dispatch_table[kind](x)
+                    if kind in copyreg.dispatch_table
+                    else x.__reduce_ex__(2)
+                )
+            except Exception:
+                made = None
+            if made is not None:
+                parts = dict(enumerate(made[1:] if isinstance(made, tuple) else [made]))
+            elif not parts:
+                parts = None
+        if parts is None:
+            self.leaves[path] = f"{UNKNOWN}: a {kind.__qualname__}"
+        else:
+            self._parts(path, kind.__qualname__, {"class": kind, **parts})
 
 
-def _of_seeds(path): return f"seeds/{path.partition('/')[2]}"     # seeds and random states are a part of their own
+def _of_seeds(path):
+    return f"seeds/{path.partition('/')[2]}"  # seeds and random states are a part of their own
 
 
 def _key(key):
-    if isinstance(key, str) and key.isidentifier(): return key
-    return short(repr(key)) if isinstance(key, (*PLAIN, type, Enum)) else f"{UNKNOWN} key, a {type(key).__name__}"
+    if isinstance(key, str) and key.isidentifier():
+        return key
+    return (
+        short(repr(key))
+        if isinstance(key, (*PLAIN, type, Enum))
+        else f"{UNKNOWN} key, a {type(key).__name__}"
+    )

@@ -5,7 +5,8 @@
 # %% ../../nbs/traces/04_differences.ipynb #126d741f
 from __future__ import annotations
 
-import json, os
+import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,13 +14,29 @@ from ..pipes.data.files import write_json
 from ..pipes.data.errors import DataError
 from ..pipes.data.compare import differing
 from .fingerprint import Differences, Fingerprint
-from .journal import Entry, differing_networks, first_place, origin_of, read_journal, told, told_origin
+from rollpipe.traces.journal import (
+    Entry,
+    differing_networks,
+    first_place,
+    origin_of,
+    read_journal,
+    told,
+    told_origin,
+)
 
 # %% auto #0
 __all__ = ['FINGERPRINTS', 'JOURNAL', 'Parting', 'parting', 'read_fingerprints', 'keep_fingerprint', 'RunDifference', 'diff']
 
 # %% ../../nbs/traces/04_differences.ipynb #2f296c04
-_ORDER = '.obs', '.rew', '.fin', '.term', '.stepno', '.act', '.actor'       # what comes first, where a row differs in several leaves
+_ORDER = (
+    ".obs",
+    ".rew",
+    ".fin",
+    ".term",
+    ".stepno",
+    ".act",
+    ".actor",
+)  # what comes first, where a row differs in several leaves
 
 
 class Parting(NamedTuple):
@@ -33,6 +50,7 @@ class Parting(NamedTuple):
         place: `(row, column, lane, environment)` in the batch of this update; None: unknown
         is_known: whether the weights after the last update that is equal are known to be equal, too
     """
+
     after: int
     by: int
     leaves: list
@@ -41,11 +59,23 @@ class Parting(NamedTuple):
     is_known: bool = False
 
     def __str__(self):
-        update = f"update {self.by}" if self.by == self.after + 1 else f"between the updates {self.after + 1} and {self.by}"
+        update = (
+            f"update {self.by}"
+            if self.by == self.after + 1
+            else f"between the updates {self.after + 1} and {self.by}"
+        )
         if not self.leaves:
             return f"{update}: the weights of {', '.join(self.networks)} differ, and the batches do not: learning differs"
-        where = "" if self.place is None else " (row {}, column {}: lane {}, environment {} of it)".format(*self.place)
-        cause = ", the weights were equal before: collection differs" if self.is_known and self.by == self.after + 1 else ""
+        where = (
+            ""
+            if self.place is None
+            else " (row {}, column {}: lane {}, environment {} of it)".format(*self.place)
+        )
+        cause = (
+            ", the weights were equal before: collection differs"
+            if self.is_known and self.by == self.after + 1
+            else ""
+        )
         return f"{update}: {self.leaves[0]} differs first{where}{cause}"
 
 
@@ -58,25 +88,40 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
     """
     mine, other = ({(e.since, e.updates): e for e in entries} for entries in (a, b))
     both = [(e, other[key]) for key, e in mine.items() if key in other]
-    n = next((k for k, (x, y) in enumerate(both) if x.batch != y.batch or differing_networks(x, y)), None)
-    if n is None: return None
+    n = next(
+        (k for k, (x, y) in enumerate(both) if x.batch != y.batch or differing_networks(x, y)), None
+    )
+    if n is None:
+        return None
     x, y = both[n]
     leaves = [path for path, *_ in differing(x.batch, y.batch)]
     place = first_place(x.place, y.place) if leaves and x.place and y.place else None
-    is_actors = place is not None and place[2] == 'actor'
+    is_actors = place is not None and place[2] == "actor"
     leaves.sort(key=lambda path: _rank(path, is_actors))
-    located = place and _located(place, x.place['lane'])
-    return Parting(both[n - 1][0].updates if n else x.since, x.updates, leaves, differing_networks(x, y), located, is_known=n > 0)
+    located = place and _located(place, x.place["lane"])
+    return Parting(
+        both[n - 1][0].updates if n else x.since,
+        x.updates,
+        leaves,
+        differing_networks(x, y),
+        located,
+        is_known=n > 0,
+    )
 
 
 def _rank(path, is_actors):
-    found = [k for k, name in enumerate(_ORDER) if path.split('[')[0].endswith(name) and not path.startswith('.final')]
+    found = [
+        k
+        for k, name in enumerate(_ORDER)
+        if path.split("[")[0].endswith(name) and not path.startswith(".final")
+    ]
     return (not found, is_actors == (bool(found) and found[0] < 5), found)
 
 
 def _located(place, lanes):
     row, column, _ = place
-    if lanes is None: return row, column, 'unknown', 'unknown'
+    if lanes is None:
+        return row, column, "unknown", "unknown"
     return row, column, lanes[column], lanes[:column].count(lanes[column])
 
 # %% ../../nbs/traces/04_differences.ipynb #3214a07f
@@ -89,10 +134,16 @@ def read_fingerprints(folder: str | Path) -> dict:
     Args:
         folder: folder of a run
     """
-    path = Path(folder)/FINGERPRINTS
-    if not path.exists(): return {}
-    try: return {int(updates): Fingerprint(leaves) for updates, leaves in json.loads(path.read_text()).items()}
-    except (ValueError, AttributeError, RecursionError) as e: raise DataError(f"{path}: damaged ({e})") from None
+    path = Path(folder) / FINGERPRINTS
+    if not path.exists():
+        return {}
+    try:
+        return {
+            int(updates): Fingerprint(leaves)
+            for updates, leaves in json.loads(path.read_text()).items()
+        }
+    except (ValueError, AttributeError, RecursionError) as e:
+        raise DataError(f"{path}: damaged ({e})") from None
 
 
 def keep_fingerprint(folder: str | Path, updates: int, found: Fingerprint) -> Differences:
@@ -107,9 +158,10 @@ def keep_fingerprint(folder: str | Path, updates: int, found: Fingerprint) -> Di
     kept = {n: x for n, x in stored.items() if n < updates}
     last = kept[max(kept)] if kept else None
     changed = last.differs(found, *Fingerprint.FIXED) if last else Differences()
-    if last is None or changed: kept[updates] = found
+    if last is None or changed:
+        kept[updates] = found
     if kept.keys() != stored.keys() or changed:
-        write_json(Path(folder)/FINGERPRINTS, {n: x.leaves for n, x in kept.items()}, indent=1)
+        write_json(Path(folder) / FINGERPRINTS, {n: x.leaves for n, x in kept.items()}, indent=1)
     return changed
 
 # %% ../../nbs/traces/04_differences.ipynb #a9934efe
@@ -122,6 +174,7 @@ class RunDifference(NamedTuple):
         common: the last update for which both journals have a line; 0: there is none
         notes: what else is to be known, such as that a run was resumed
     """
+
     fingerprints: Differences | None
     parting: Parting | None
     common: int
@@ -134,10 +187,21 @@ class RunDifference(NamedTuple):
 
     def __str__(self):
         leaves = [f"  {path}: {a} != {b}" for path, (a, b) in (self.fingerprints or {}).items()]
-        first = ["no fingerprint to compare"] if self.fingerprints is None else ["fingerprints differ:", *leaves] if leaves else [
-            "fingerprints are equal"]
-        if self.parting: last = str(self.parting)
-        else: last = f"all updates are equal up to {self.common}" if self.common else "the journals have no line of the same update"
+        first = (
+            ["no fingerprint to compare"]
+            if self.fingerprints is None
+            else ["fingerprints differ:", *leaves]
+            if leaves
+            else ["fingerprints are equal"]
+        )
+        if self.parting:
+            last = str(self.parting)
+        else:
+            last = (
+                f"all updates are equal up to {self.common}"
+                if self.common
+                else "the journals have no line of the same update"
+            )
         return "\n".join([*first, *self.notes, last])
 
 
@@ -148,24 +212,45 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
         a: folder of a run
         b: folder of another one
     """
-    journals, prints = [read_journal(Path(x)/JOURNAL) for x in (a, b)], [read_fingerprints(x) for x in (a, b)]
+    journals = [read_journal(Path(x) / JOURNAL) for x in (a, b)]
+    prints = [read_fingerprints(x) for x in (a, b)]
     known = all(0 in x for x in prints)
     at = parting(*journals)
-    notes = [f"{folder} went on with another fingerprint after update {n}: {found.differs(later, *Fingerprint.FIXED)}"
-             for folder, x in zip((a, b), prints) for (_, found), (n, later) in zip(list(x.items()), list(x.items())[1:])]
+    notes = [
+        f"{folder} went on with another fingerprint after update {n}: {found.differs(later, *Fingerprint.FIXED)}"
+        for folder, x in zip((a, b), prints)
+        for (_, found), (n, later) in zip(list(x.items()), list(x.items())[1:])
+    ]
     for folder, entries in zip((a, b), journals):
-        notes += [f"{folder} was resumed after update {old.updates}, with new episodes" for old, new in zip(entries, entries[1:])
-                  if new.resumes > old.resumes]
-        notes += [f"{folder} was edited after update {e.updates}: {'; '.join(map(told, e.edits))}" for e in entries if e.edits]
+        notes += [
+            f"{folder} was resumed after update {old.updates}, with new episodes"
+            for old, new in zip(entries, entries[1:])
+            if new.resumes > old.resumes
+        ]
+        notes += [
+            f"{folder} was edited after update {e.updates}: {'; '.join(map(told, e.edits))}"
+            for e in entries
+            if e.edits
+        ]
     for folder, other in ((a, b), (b, a)):
-        if (found := _origin(folder)) is None: continue
+        if (found := _origin(folder)) is None:
+            continue
         notes.append(f"{folder} is {told_origin(found)}")
-        if at and at.after < found["at"] < at.by and os.path.realpath(found["run"]) == os.path.realpath(other):
+        if (
+            at
+            and at.after < found["at"] < at.by
+            and os.path.realpath(found["run"]) == os.path.realpath(other)
+        ):
             at = at._replace(after=found["at"], is_known=True)
-    common = max({(e.since, e.updates) for e in journals[0]} & {(e.since, e.updates) for e in journals[1]}, default=(0, 0))[1]
+    common = max(
+        {(e.since, e.updates) for e in journals[0]} & {(e.since, e.updates) for e in journals[1]},
+        default=(0, 0),
+    )[1]
     return RunDifference(prints[0][0].differs(prints[1][0]) if known else None, at, common, notes)
 
 
 def _origin(folder):
-    try: return origin_of(json.loads(Path(folder, "config.json").read_bytes()))
-    except (OSError, ValueError): return None
+    try:
+        return origin_of(json.loads(Path(folder, "config.json").read_bytes()))
+    except (OSError, ValueError):
+        return None

@@ -5,7 +5,8 @@
 # %% ../../nbs/traces/02_fingerprint.ipynb #0e6f8b09
 from __future__ import annotations
 
-import functools, platform
+import functools
+import platform
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -23,7 +24,14 @@ from ..pipes.graph.edits import inputs, nodes
 from ..pipes.graph.pipe import Seeded
 from ..pipes.graph.states import numbered
 from ..pipes.data.compare import differing
-from .description import UNKNOWN, Description, array_text, attributes, digest, version_of_package
+from rollpipe.traces.description import (
+    UNKNOWN,
+    Description,
+    array_text,
+    attributes,
+    digest,
+    version_of_package,
+)
 
 # %% auto #0
 __all__ = ['versions', 'source_digest', 'machine', 'Differences', 'Fingerprint', 'networks_of', 'fingerprint']
@@ -31,14 +39,16 @@ __all__ = ['versions', 'source_digest', 'machine', 'Differences', 'Fingerprint',
 # %% ../../nbs/traces/02_fingerprint.ipynb #89fdaf7b
 def versions() -> dict:
     "Package -> version: python, rollpipe, torch, gymnasium, numpy."
-    return dict(python=platform.python_version(),
-                **{module.__name__: module.__version__ for module in (rollpipe, torch, gym, np)})
+    return dict(
+        python=platform.python_version(),
+        **{module.__name__: module.__version__ for module in (rollpipe, torch, gym, np)},
+    )
 
 
 @functools.cache
 def source_digest() -> str:
     "Hash of rollpipe's own source, which changes between two versions."
-    files = sorted(Path(str(rollpipe.__file__)).parent.rglob('*.py'))
+    files = sorted(Path(str(rollpipe.__file__)).parent.rglob("*.py"))
     return digest(*(file.read_bytes() for file in files))
 
 
@@ -49,25 +59,49 @@ def machine(networks: Iterable = ()) -> dict:
         networks: modules, whose parameters may be on a GPU; one that nobody uses is not touched, because CUDA forbids to fork after it
     """
     show: Any = np.show_config
-    try: built = show(mode='dicts')
-    except TypeError: built = {}        # numpy below 1.26
-    blas = built.get('Build Dependencies', {}).get('blas', {})
-    return dict(system=f"{platform.system()} {platform.machine()}", processor=_processor(), threads=str(torch.get_num_threads()),
-                torch=torch.backends.cpu.get_cpu_capability(), blas=f"{blas.get('name')} {blas.get('version')}",
-                numpy=' '.join(built.get('SIMD Extensions', {}).get('found', [])),
-                accelerator=', '.join(sorted({torch.cuda.get_device_name(x.device) for network in networks for x in network.parameters()
-                                              if x.is_cuda})) or 'None')
+    try:
+        built = show(mode="dicts")
+    except TypeError:
+        built = {}  # numpy below 1.26
+    blas = built.get("Build Dependencies", {}).get("blas", {})
+    return dict(
+        system=f"{platform.system()} {platform.machine()}",
+        processor=_processor(),
+        threads=str(torch.get_num_threads()),
+        torch=torch.backends.cpu.get_cpu_capability(),
+        blas=f"{blas.get('name')} {blas.get('version')}",
+        numpy=" ".join(built.get("SIMD Extensions", {}).get("found", [])),
+        accelerator=", ".join(
+            sorted(
+                {
+                    torch.cuda.get_device_name(x.device)
+                    for network in networks
+                    for x in network.parameters()
+                    if x.is_cuda
+                }
+            )
+        )
+        or "None",
+    )
 
 
 def _processor():
-    try: lines = Path('/proc/cpuinfo').read_text().splitlines()
-    except OSError: lines = []      # not Linux
-    return next((line.partition(':')[2].strip() for line in lines if line.startswith('model name')), platform.processor())
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []  # not Linux
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 # %% ../../nbs/traces/02_fingerprint.ipynb #f3c0bd37
 class Differences(dict):
     "Leaf -> its text in both fingerprints; empty if they are equal."
-    def __str__(self): return '; '.join(f"{path}: {a} != {b}" for path, (a, b) in self.items())
+
+    def __str__(self):
+        return "; ".join(f"{path}: {a} != {b}" for path, (a, b) in self.items())
+
     __repr__ = __str__
 
 
@@ -77,17 +111,28 @@ class Fingerprint:
     Args:
         leaves: path -> text, such as 'graph/EnvStepper/n_envs' -> '8'; JSON can store it
     """
-    PARTS = 'graph', 'settings', 'networks', 'weights', 'seeds', 'versions', 'machine'
-    FIXED = 'graph', 'settings', 'networks', 'versions', 'machine'     # parts that learning does not change
+
+    PARTS = "graph", "settings", "networks", "weights", "seeds", "versions", "machine"
+    FIXED = (
+        "graph",
+        "settings",
+        "networks",
+        "versions",
+        "machine",
+    )  # parts that learning does not change
 
     def __init__(self, leaves: dict):
-        if not isinstance(leaves, dict) or not all(isinstance(x, str) for pair in leaves.items() for x in pair):
-            raise DataError("not the leaves of a fingerprint", expected="a dict of texts", got=leaves)
+        if not isinstance(leaves, dict) or not all(
+            isinstance(x, str) for pair in leaves.items() for x in pair
+        ):
+            raise DataError(
+                "not the leaves of a fingerprint", expected="a dict of texts", got=leaves
+            )
         self.leaves = dict(sorted(leaves.items()))
 
     def part(self, name: str) -> dict:
         "The leaves of a part."
-        return {path: text for path, text in self.leaves.items() if path.partition('/')[0] == name}
+        return {path: text for path, text in self.leaves.items() if path.partition("/")[0] == name}
 
     def differs(self, other: Fingerprint, *parts: str) -> Differences:
         """The leaves that differ. Of a pipe or network that only one of them has, the first leaf is named.
@@ -96,22 +141,42 @@ class Fingerprint:
             other: the fingerprint of another training
             *parts: only these of `PARTS`; none: all
         """
-        a, b = ({path: text for part in parts or self.PARTS for path, text in x.part(part).items()} for x in (self, other))
-        found = {path: ('missing' if x is None else x, 'missing' if y is None else y) for path, x, y in differing(a, b)}
-        found |= {path: (a[path], b[path]) for path in a.keys() & b.keys() if a[path].startswith(UNKNOWN)}
-        lonely = {path for path, pair in found.items() if 'missing' in pair}
-        return Differences({path: pair for path, pair in sorted(found.items()) if path not in lonely or not _above(path) & lonely})
+        a, b = (
+            {path: text for part in parts or self.PARTS for path, text in x.part(part).items()}
+            for x in (self, other)
+        )
+        found = {
+            path: ("missing" if x is None else x, "missing" if y is None else y)
+            for path, x, y in differing(a, b)
+        }
+        found |= {
+            path: (a[path], b[path]) for path in a.keys() & b.keys() if a[path].startswith(UNKNOWN)
+        }
+        lonely = {path for path, pair in found.items() if "missing" in pair}
+        return Differences(
+            {
+                path: pair
+                for path, pair in sorted(found.items())
+                if path not in lonely or not _above(path) & lonely
+            }
+        )
 
-    def __eq__(self, other: Any) -> bool: return isinstance(other, Fingerprint) and not self.differs(other)
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Fingerprint) and not self.differs(other)
+
     __hash__: Any = None
 
     def __repr__(self):
-        parts = [f"{name} {digest(part.items())[:4]}{' (unknown)' * any(x.startswith(UNKNOWN) for x in part.values())}"
-                 for name in self.PARTS if (part := self.part(name))]
+        parts = [
+            f"{name} {digest(part.items())[:4]}{' (unknown)' * any(x.startswith(UNKNOWN) for x in part.values())}"
+            for name in self.PARTS
+            if (part := self.part(name))
+        ]
         return f"{digest(self.leaves.items())}: {', '.join(parts)}"
 
 
-def _above(path): return {path[:i] for i, letter in enumerate(path) if letter == '/'}
+def _above(path):
+    return {path[:i] for i, letter in enumerate(path) if letter == "/"}
 
 # %% ../../nbs/traces/02_fingerprint.ipynb #5f545a99
 def networks_of(agent: Any) -> dict[str, torch.nn.Module]:
@@ -128,32 +193,52 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
         **settings: more that decides the numbers, such as `lag=1` of a reading service
     """
     networks = {} if agent is None else networks_of(agent)
-    told, named = Description(networks), numbered(nodes(pipe))
-    for name, node in named.items(): _add_pipe(told, name, node, [k for k, x in named.items() if any(x is y for y in inputs(node))])
-    if agent is not None: _add_agent(told, agent, networks)
-    for name, x in settings.items(): told.add(f"settings/{name}", x)
+    told = Description(networks)
+    named = numbered(nodes(pipe))
+    for name, node in named.items():
+        _add_pipe(
+            told, name, node, [k for k, x in named.items() if any(x is y for y in inputs(node))]
+        )
+    if agent is not None:
+        _add_agent(told, agent, networks)
+    for name, x in settings.items():
+        told.add(f"settings/{name}", x)
     _add_networks(told)
-    seeds = {f"seeds/{name}": repr(node.seed) for name, node in named.items() if isinstance(node, Seeded)}
-    if set(seeds.values()) == {'None'}: seeds = dict.fromkeys(seeds, f"{UNKNOWN}: fresh entropy in each iteration")
+    seeds = {
+        f"seeds/{name}": repr(node.seed) for name, node in named.items() if isinstance(node, Seeded)
+    }
+    if set(seeds.values()) == {"None"}:
+        seeds = dict.fromkeys(seeds, f"{UNKNOWN}: fresh entropy in each iteration")
     told.leaves.update(seeds)
     _add_versions(told, pipe)
-    for name, text in machine(told.networks.values()).items(): told.leaves[f"machine/{name}"] = text
+    for name, text in machine(told.networks.values()).items():
+        told.leaves[f"machine/{name}"] = text
     return Fingerprint(told.leaves)
 
 
 def _add_pipe(told, name, node, above):
     told.add(f"graph/{name}/class", type(node))
-    told.leaves[f"graph/{name}"], told.leaves[f"graph/{name}/inputs"] = type(node).__name__, ', '.join(above)
+    told.leaves[f"graph/{name}"] = type(node).__name__
+    told.leaves[f"graph/{name}/inputs"] = ", ".join(above)
     for key, x in attributes(node).items():
-        if key != 'seed' and not any(x is y for y in inputs(node)): told.add(f"graph/{name}/{key}", x)
+        if key != "seed" and not any(x is y for y in inputs(node)):
+            told.add(f"graph/{name}/{key}", x)
 
 
 def _add_agent(told, agent, networks):
-    told.add('settings/class', type(agent))
-    found = {f.name: getattr(agent, f.name) for f in fields(agent)} if is_dataclass(agent) else attributes(agent)
-    schedules = {name: str(x) if isinstance(x, Schedule) else x for name, x in getattr(agent, 'schedules', {}).items()}
+    told.add("settings/class", type(agent))
+    found = (
+        {f.name: getattr(agent, f.name) for f in fields(agent)}
+        if is_dataclass(agent)
+        else attributes(agent)
+    )
+    schedules = {
+        name: str(x) if isinstance(x, Schedule) else x
+        for name, x in getattr(agent, "schedules", {}).items()
+    }
     for name, x in {**found, **schedules}.items():
-        if name not in networks: told.add('seeds/learner' if name == 'seed' else f"settings/{name}", x)
+        if name not in networks:
+            told.add("seeds/learner" if name == "seed" else f"settings/{name}", x)
 
 
 def _add_networks(told):
@@ -162,23 +247,43 @@ def _add_networks(told):
     while left := [(name, x) for name, x in told.networks.items() if name not in done]:
         for name, network in left:
             done.add(name)
-            plain = name.removeprefix('graph/').replace('/', '.')
+            plain = name.removeprefix("graph/").replace("/", ".")
             for place, module in network.named_modules():
-                path = '/'.join(filter(None, ('networks', plain, place)))
+                path = "/".join(filter(None, ("networks", plain, place)))
                 told.add(f"{path}/class", type(module))
                 told.leaves[path] = type(module).__name__
-                own = {key: x for key, x in vars(module).items() if not key.startswith('_') and key != 'training'}
-                for key, x in own.items(): told.add(f"{path}/{key}", x)
-            for key, x in (*network.named_parameters(), *network.named_buffers()): told.leaves[f"weights/{plain}/{key}"] = array_text(x)
+                own = {
+                    key: x
+                    for key, x in vars(module).items()
+                    if not key.startswith("_") and key != "training"
+                }
+                for key, x in own.items():
+                    told.add(f"{path}/{key}", x)
+            for key, x in (*network.named_parameters(), *network.named_buffers()):
+                told.leaves[f"weights/{plain}/{key}"] = array_text(x)
 
 
 def _add_versions(told, pipe):
-    sources = {getattr(x, 'source', getattr(x, 'name', None)) for node in nodes(pipe) for x in getattr(node, 'factories', None) or ()}
-    ids = sorted(source.rpartition(':')[2] for source in sources if isinstance(source, str))
+    sources = {
+        getattr(x, "source", getattr(x, "name", None))
+        for node in nodes(pipe)
+        for x in getattr(node, "factories", None) or ()
+    }
+    ids = sorted(source.rpartition(":")[2] for source in sources if isinstance(source, str))
     for spec in (gym.registry[name] for name in ids if name in gym.registry):
-        told.add(f"versions/{spec.id}", {name: x for name, x in vars(spec).items() if name not in ('namespace', 'name', 'version')})
+        told.add(
+            f"versions/{spec.id}",
+            {
+                name: x
+                for name, x in vars(spec).items()
+                if name not in ("namespace", "name", "version")
+            },
+        )
         entry = spec.entry_point
-        if isinstance(entry, str): told.add(f"versions/{spec.id}/code", load_env_creator(entry))
-    for name, version in versions().items(): told.leaves[f"versions/{name}"] = version
-    told.leaves['versions/rollpipe'] += f" {source_digest()}"
-    for name in told.packages - versions().keys(): told.leaves[f"versions/{name}"] = version_of_package(name)
+        if isinstance(entry, str):
+            told.add(f"versions/{spec.id}/code", load_env_creator(entry))
+    for name, version in versions().items():
+        told.leaves[f"versions/{name}"] = version
+    told.leaves["versions/rollpipe"] += f" {source_digest()}"
+    for name in told.packages - versions().keys():
+        told.leaves[f"versions/{name}"] = version_of_package(name)

@@ -32,12 +32,16 @@ def running(crc: int | None, x: Any) -> int:
         crc: checksum of the values before; None: there are none
         x: array, tensor, or plain data
     """
-    if crc is None: crc = crc32((form_of(x) if isinstance(x, _KNOWN) else '').encode())
-    if type(x) is torch.Tensor and not x.requires_grad:         # the usual case, at half the time
-        try: return crc32(x.numpy().data, crc)
-        except (TypeError, ValueError, RuntimeError, BufferError): pass      # another device, a dtype that numpy lacks, gaps in memory
+    if crc is None:
+        crc = crc32((form_of(x) if isinstance(x, _KNOWN) else "").encode())
+    if type(x) is torch.Tensor and not x.requires_grad:  # the usual case, at half the time
+        try:
+            return crc32(x.numpy().data, crc)
+        except (TypeError, ValueError, RuntimeError, BufferError):
+            pass  # another device, a dtype that numpy lacks, gaps in memory
     data = as_array(x)
-    if data is not None: return crc32(data.data, crc)
+    if data is not None:
+        return crc32(data.data, crc)
     return crc32((form_of(x) if isinstance(x, PLAIN) else type(x).__name__).encode(), crc)
 
 
@@ -49,7 +53,9 @@ def _sums(trees) -> Any:
     total = 0
     for k, x in enumerate(nested.leaves(trees), 1):
         data = as_array(x)
-        bits = data.view(f'i{data.itemsize}') if data.itemsize in (1, 2, 4, 8) else data.view(np.uint8)
+        bits = (
+            data.view(f"i{data.itemsize}") if data.itemsize in (1, 2, 4, 8) else data.view(np.uint8)
+        )
         total = total + k * bits.reshape(*x.shape[:2], -1).sum(-1, dtype=np.int64)
     return total
 
@@ -64,9 +70,13 @@ def places(batch: Fragment) -> dict:
         dict: `env` and `actor`: 4 digits for each of the `T+1` rows; `columns`: 8 digits for each column; `lane`: the lane of each column
     """
     state = batch.state
-    env, actor = _sums((state.obs, state.rew, state.fin, batch.term, state.stepno)), _sums((batch.actor, state.act))
-    rows = {name: (x.sum(1) & 0xffff).astype('>u2').tobytes().hex() for name, x in dict(env=env, actor=actor).items()}
-    columns = ((env + 3 * actor).sum(0) & 0xffffffff).astype('>u4').tobytes().hex()
+    env = _sums((state.obs, state.rew, state.fin, batch.term, state.stepno))
+    actor = _sums((batch.actor, state.act))
+    rows = {
+        name: (x.sum(1) & 0xFFFF).astype(">u2").tobytes().hex()
+        for name, x in dict(env=env, actor=actor).items()
+    }
+    columns = ((env + 3 * actor).sum(0) & 0xFFFFFFFF).astype(">u4").tobytes().hex()
     return dict(**rows, columns=columns, lane=None if batch.lane is None else batch.lane.tolist())
 
 
@@ -77,10 +87,18 @@ def first_place(a: dict, b: dict) -> tuple | None:
         a: what `places` returned
         b: the same of another batch
     """
-    def differs(name, n): return [k // n for k in range(0, len(a[name]), n) if a[name][k:k + n] != b[name][k:k + n]]
-    if any(len(a[name]) != len(b[name]) for name in ('env', 'actor', 'columns')): return None
-    rows = [(row, k, name) for k, name in enumerate(('env', 'actor')) for row in differs(name, 4)[:1]]
-    columns = differs('columns', 8)
+
+    def differs(name, n):
+        return [
+            k // n for k in range(0, len(a[name]), n) if a[name][k : k + n] != b[name][k : k + n]
+        ]
+
+    if any(len(a[name]) != len(b[name]) for name in ("env", "actor", "columns")):
+        return None
+    rows = [
+        (row, k, name) for k, name in enumerate(("env", "actor")) for row in differs(name, 4)[:1]
+    ]
+    columns = differs("columns", 8)
     return (min(rows)[0], columns[0], min(rows)[2]) if rows and columns else None
 
 # %% ../../nbs/traces/03_journal.ipynb #72944357
@@ -99,6 +117,7 @@ class Entry(NamedTuple):
         edits: what was changed after this update, in turn, see `runs.changes`; None: nothing, and then the line lacks it
         now: network -> checksum of its weights after this update, in the extra lines; None in regular lines, which then lack it
     """
+
     updates: int
     steps: int
     resumes: int
@@ -121,21 +140,29 @@ _END = ', "sum": "'
 
 
 def _line(entry, before):
-    text = json.dumps({k: x for k, x in entry._asdict().items() if k not in ("edits", "now") or x is not None})[:-1]
+    text = json.dumps(
+        {k: x for k, x in entry._asdict().items() if k not in ("edits", "now") or x is not None}
+    )[:-1]
     total = crc32(text.encode(), before)
     return f'{text}{_END}{total:08x}"}}\n', total
 
 
 def _entries(path):
     "Rows `(entry, its line, checksum)` of a journal."
-    if not path.is_file(): raise DataError(f"{path}: no journal here", expected="the folder of a run")
-    before, rows = 0, []
+    if not path.is_file():
+        raise DataError(f"{path}: no journal here", expected="the folder of a run")
+    before = 0
+    rows = []
     for n, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
         try:
-            text, found = line[:-10 - len(_END)], Entry(**{k: x for k, x in json.loads(line).items() if k != "sum"})
-            if not all(type(x) is int for x in found[:4]) or _line(found, before)[0] != line + "\n": raise ValueError(text)
+            text = line[: -10 - len(_END)]
+            found = Entry(**{k: x for k, x in json.loads(line).items() if k != "sum"})
+            if not all(type(x) is int for x in found[:4]) or _line(found, before)[0] != line + "\n":
+                raise ValueError(text)
         except (ValueError, TypeError, AttributeError, RecursionError):
-            raise DataError(f"{path}, line {n}: damaged, or a line before it is missing", got=line[:80]) from None
+            raise DataError(
+                f"{path}, line {n}: damaged, or a line before it is missing", got=line[:80]
+            ) from None
         before = int(line[-10:-2], 16)
         rows.append((found, line, before))
     return rows
@@ -168,14 +195,21 @@ def cut(path: str | Path, updates: int) -> tuple[Entry | None, int]:
 # %% ../../nbs/traces/03_journal.ipynb #83503ed6
 def told(edit: dict) -> str:
     "An edit in words: `max_kl=0.01`, or `my_edits:scaled(by=0.1)`."
-    named = ", ".join(f"{name}={x}" for name, x in (edit["kwargs"] if "insert" in edit else edit["set"]).items())
+    named = ", ".join(
+        f"{name}={x}" for name, x in (edit["kwargs"] if "insert" in edit else edit["set"]).items()
+    )
     return f"{edit['insert']}({named})" if "insert" in edit else named
 
 
 def origin_of(config: Any) -> dict | None:
     "Where a fork comes from, by its configuration: `run`, `at`, `set`, and `noise` if it has other noise. None for another run."
     found = config.get("forked") if isinstance(config, dict) else None
-    is_whole = isinstance(found, dict) and isinstance(found.get("set"), dict) and isinstance(found.get("at"), int) and "run" in found
+    is_whole = (
+        isinstance(found, dict)
+        and isinstance(found.get("set"), dict)
+        and isinstance(found.get("at"), int)
+        and "run" in found
+    )
     return found if is_whole else None
 
 
@@ -204,27 +238,56 @@ class Journal:
         differs: `differs(before, now, after)` is called if the file has lines of updates that are made once more, and the first one of
             them is another one now: both entries, and the last update before them; if it raises an error, the file stays as it is
     """
-    LARGE, SPACING = 1024, 4096      # steps of a batch that gets a line, and between the lines of smaller batches
 
-    def __init__(self, path: str | Path | None, counters: dict, networks: dict, edits: Sequence = (),
-                 differs: Callable | None = None):
-        self.networks, self.path, self.file = networks, None if path is None else Path(path), None
+    # steps of a batch that gets a line, and between the lines of smaller batches
+    LARGE = 1024
+    SPACING = 4096
+
+    def __init__(
+        self,
+        path: str | Path | None,
+        counters: dict,
+        networks: dict,
+        edits: Sequence = (),
+        differs: Callable | None = None,
+    ):
+        self.networks = networks
+        self.path = None if path is None else Path(path)
+        self.file = None
         self.differs: Any = differs
         self.counters = {name: counters[name] for name in ("updates", "steps", "resumes")}
-        self.since = self.written = counters["updates"]      # `written`: the update of the last line, or of the checkpoint
-        self.batch, self.weights, self.again = {}, {}, {}    # `again`: update -> its line, for updates that are made once more
+        self.since = self.written = counters[
+            "updates"
+        ]  # `written`: the update of the last line, or of the checkpoint
+        # `again`: update -> its line, for updates that are made once more
+        self.batch = {}
+        self.weights = {}
+        self.again = {}
         rows = [] if self.path is None or not self.path.exists() else _entries(self.path)
-        self.ends = rows[-1][0].updates if rows else 0       # the update of the last line that was there
-        last, self.sum = next(((e, total) for e, _, total in reversed(rows) if e.updates <= self.written), (None, 0))
-        if last is not None and last.updates == self.written: self.since, self.batch, self.weights = last.since, last.batch, last.weights
-        if differs: self.again = {e.updates: e for e, *_ in rows if e.updates > self.written and self._continues(e)}
-        self.known: dict = {}       # root -> structure of a batch, and the paths of its leaves
-        self.next, self.more, self.is_regular = {}, {}, False       # what the present update adds
-        if self.path is not None and not self.again: self._open()     # or else with the first line, so that a kill before it loses none
+        self.ends = rows[-1][0].updates if rows else 0  # the update of the last line that was there
+        last, self.sum = next(
+            ((e, total) for e, _, total in reversed(rows) if e.updates <= self.written), (None, 0)
+        )
+        if last is not None and last.updates == self.written:
+            self.since = last.since
+            self.batch = last.batch
+            self.weights = last.weights
+        if differs:
+            self.again = {
+                e.updates: e for e, *_ in rows if e.updates > self.written and self._continues(e)
+            }
+        self.known: dict = {}  # root -> structure of a batch, and the paths of its leaves
+        # what the present update adds
+        self.next = {}
+        self.more = {}
+        self.is_regular = False
+        if self.path is not None and not self.again:
+            self._open()  # or else with the first line, so that a kill before it loses none
         self.edits = None if last is None else last.edits
         self.edited(edits)
 
-    def _continues(self, entry): return (entry.since, entry.resumes) == (self.since, self.counters["resumes"])
+    def _continues(self, entry):
+        return (entry.since, entry.resumes) == (self.since, self.counters["resumes"])
 
     def _open(self):
         assert self.path is not None
@@ -238,24 +301,36 @@ class Journal:
             batch: the batch; of a replayed one, its fresh steps count
             steps: environment steps after it
         """
-        if self.path is None: return
-        fresh, before = getattr(batch, "fresh", batch), self.counters["steps"]
-        self.is_regular = steps - before >= self.LARGE or steps // self.SPACING > before // self.SPACING
+        if self.path is None:
+            return
+        fresh = getattr(batch, "fresh", batch)
+        before = self.counters["steps"]
+        self.is_regular = (
+            steps - before >= self.LARGE or steps // self.SPACING > before // self.SPACING
+        )
         is_fragment = isinstance(fresh, Fragment)
         tree, root = (fresh.state, ".state") if is_fragment and not self.is_regular else (fresh, "")
         leaves, structure = nested.flatten(tree)
-        if structure != self.known.get(root, (None,))[0]: self.known[root] = structure, nested.paths(tree, root)
-        self.next = {path: running(self.batch.get(path), x) for path, x in zip(self.known[root][1], leaves)}
-        if not (self.is_regular and is_fragment): return
-        versions = None if fresh.version is None else [int(fresh.version.min()), int(fresh.version.max())]
+        if structure != self.known.get(root, (None,))[0]:
+            self.known[root] = structure, nested.paths(tree, root)
+        self.next = {
+            path: running(self.batch.get(path), x) for path, x in zip(self.known[root][1], leaves)
+        }
+        if not (self.is_regular and is_fragment):
+            return
+        versions = (
+            None if fresh.version is None else [int(fresh.version.min()), int(fresh.version.max())]
+        )
         self.more = dict(place=places(fresh), versions=versions)
 
     def learned(self, counters: dict) -> None:
         "Count the update that has learned from the batch."
-        if self.path is None: return
+        if self.path is None:
+            return
         self.batch.update(self.next)
         self.counters = {name: counters[name] for name in self.counters}
-        if not self.is_regular: return
+        if not self.is_regular:
+            return
         self.weights = self._after(self.weights)
         self._write(**self.more)
 
@@ -263,12 +338,14 @@ class Journal:
         "The running checksums of the weights, if these are those before."
         found = dict(weights)
         for name, network in self.networks.items():
-            for x in (*network.parameters(), *network.buffers()): found[name] = running(found.get(name), x.detach())
+            for x in (*network.parameters(), *network.buffers()):
+                found[name] = running(found.get(name), x.detach())
         return found
 
     def mark(self) -> None:
         "Write an extra line, unless the last update has one. A checkpoint is saved after it, so that its journal can go on."
-        if self.path is not None and self.written != self.counters["updates"]: self._write(now=self._after({}))
+        if self.path is not None and self.written != self.counters["updates"]:
+            self._write(now=self._after({}))
 
     def edited(self, edits: Sequence) -> None:
         """Write an extra line for what was changed after the last update, unless it has one.
@@ -277,27 +354,40 @@ class Journal:
             edits: what was changed so far, in turn, each with the update after which it was, `at`
         """
         found = [edit for edit in edits if edit["at"] == self.counters["updates"]]
-        if self.path is None or not found or found == self.edits: return
+        if self.path is None or not found or found == self.edits:
+            return
         self._write(now=self._after({}), edits=found)
         self.edits = found
 
     def _write(self, **more):
-        entry = Entry(**self.counters, since=self.since, batch=self.batch, weights=self.weights, **more)
+        entry = Entry(
+            **self.counters, since=self.since, batch=self.batch, weights=self.weights, **more
+        )
         before = self.again.get(entry.updates)
-        if before is not None and (before.batch != entry.batch or differing_networks(before, entry)):
-            self.differs(before, entry, self.written)     # if this raises, nothing is written, also when it is called again
-            self.again.clear()      # running checksums differ from here on
+        if before is not None and (
+            before.batch != entry.batch or differing_networks(before, entry)
+        ):
+            self.differs(
+                before, entry, self.written
+            )  # if this raises, nothing is written, also when it is called again
+            self.again.clear()  # running checksums differ from here on
         self.again.pop(entry.updates, None)
-        if self.file is None: self._open()
+        if self.file is None:
+            self._open()
         line, self.sum = _line(entry, self.sum)
         with names_file(self.file.name):
             self.file.write(line)
             self.file.flush()
         self.written = self.counters["updates"]
 
-    def __enter__(self): return self
+    def __enter__(self):
+        return self
 
     def __exit__(self, *exc: Any) -> None:
-        file, self.file, self.path = self.file, None, None
-        if file is None: return
-        with names_file(file.name): file.close()
+        file = self.file
+        self.file = None
+        self.path = None
+        if file is None:
+            return
+        with names_file(file.name):
+            file.close()

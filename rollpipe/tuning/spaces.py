@@ -15,6 +15,7 @@ __all__ = ['SPACES', 'Range', 'Choice', 'space_for']
 # %% ../../nbs/tuning/00_spaces.ipynb #0f4b41f8
 class Range(NamedTuple):
     "Numbers from `low` to `high`, on a logarithmic scale unless `log` is False; integers if `low` is an integer."
+
     low: float
     high: float
     log: bool = True
@@ -27,35 +28,65 @@ class Range(NamedTuple):
 
 class Choice(tuple):
     "Some values without an order."
+
     def ask(self, trial: Any, name: str) -> Any:
         "The value of the option `name` for a trial of Optuna."
         return trial.suggest_categorical(name, list(self))
 
 # %% ../../nbs/tuning/00_spaces.ipynb #7e1ab37a
-_GAMMA = dict(gamma=Choice([.9, .95, .98, .99, .995, .999]))
-_GAE = dict(_GAMMA, lam=Choice([.8, .9, .95, .98, 1.]))
+_GAMMA = dict(gamma=Choice([0.9, 0.95, 0.98, 0.99, 0.995, 0.999]))
+_GAE = dict(_GAMMA, lam=Choice([0.8, 0.9, 0.95, 0.98, 1.0]))
 _BATCH = dict(n_envs=Choice([4, 8, 16]), n_steps=Choice([32, 64, 128, 256, 512]))
 _SHORT = dict(n_envs=Choice([4, 8, 16]), n_steps=Choice([5, 8, 16, 32, 64]))
 _LR = dict(lr=Range(1e-4, 1e-2))
-_ENTROPY = dict(c_entropy=Range(1e-6, .1))
-_TRUST = dict(_GAE, **_BATCH, max_kl=Range(1e-3, .1), damping=Range(1e-3, .3), critic_lr=Range(1e-4, 1e-2), critic_epochs=Range(1, 20))
+_ENTROPY = dict(c_entropy=Range(1e-6, 0.1))
+_TRUST = dict(
+    _GAE,
+    **_BATCH,
+    max_kl=Range(1e-3, 0.1),
+    damping=Range(1e-3, 0.3),
+    critic_lr=Range(1e-4, 1e-2),
+    critic_epochs=Range(1, 20),
+)
 _REPLAY = dict(_GAMMA, lr=Range(1e-5, 3e-3), batch_size=Choice([64, 128, 256, 512]))
-_DEEP_Q = dict(_REPLAY, n_envs=Choice([1, 4, 8]), n_steps=Choice([1, 4, 8]), n_batches=Choice([1, 2, 4, 8]), eps_end=Range(.01, .1),
-               eps_steps=Range(1_000, 50_000), target_every=Range(50, 2_000))
+_DEEP_Q = dict(
+    _REPLAY,
+    n_envs=Choice([1, 4, 8]),
+    n_steps=Choice([1, 4, 8]),
+    n_batches=Choice([1, 2, 4, 8]),
+    eps_end=Range(0.01, 0.1),
+    eps_steps=Range(1_000, 50_000),
+    target_every=Range(50, 2_000),
+)
 _DATA = dict(lr=Range(1e-5, 3e-3), batch_size=Choice([64, 128, 256, 512]))
-_ACTIONS = dict(_REPLAY, samples_per_step=Choice([.25, .5, 1., 2.]))
-_TARGETS = dict(_ACTIONS, tau=Range(1e-3, .1))
+_ACTIONS = dict(_REPLAY, samples_per_step=Choice([0.25, 0.5, 1.0, 2.0]))
+_TARGETS = dict(_ACTIONS, tau=Range(1e-3, 0.1))
 
 SPACES: dict = dict(
-    trpo=_TRUST, npg=_TRUST,
+    trpo=_TRUST,
+    npg=_TRUST,
     reinforce=dict(_GAMMA, **_BATCH, **_LR, **_ENTROPY, epochs=Range(1, 4)),
     a2c=dict(_GAE, **_SHORT, **_LR, **_ENTROPY, critic_lr=Range(1e-4, 3e-2)),
-    ppo=dict(_GAE, **_BATCH, **_LR, **_ENTROPY, minibatch=Choice([64, 128, 256, 512]), epochs=Range(3, 20), clip=Choice([.1, .2, .3])),
+    ppo=dict(
+        _GAE,
+        **_BATCH,
+        **_LR,
+        **_ENTROPY,
+        minibatch=Choice([64, 128, 256, 512]),
+        epochs=Range(3, 20),
+        clip=Choice([0.1, 0.2, 0.3]),
+    ),
     vtrace=dict(_GAMMA, **_SHORT, **_LR, **_ENTROPY, critic_lr=Range(1e-4, 3e-2)),
-    dqn=_DEEP_Q, qr_dqn=dict(_DEEP_Q, n_quantiles=Choice([16, 32, 64, 200])),
-    sac=_TARGETS, crossq=_ACTIONS, td3=dict(_TARGETS, smoothing=Range(.05, .5)), ddpg=_TARGETS,
-    bc=_DATA, iql=dict(_DATA, **_GAMMA, expectile=Choice([.5, .7, .8, .9]), beta=Range(.1, 10.)),
-    td3bc=dict(_DATA, **_GAMMA, alpha=Range(.5, 10.)))
+    dqn=_DEEP_Q,
+    qr_dqn=dict(_DEEP_Q, n_quantiles=Choice([16, 32, 64, 200])),
+    sac=_TARGETS,
+    crossq=_ACTIONS,
+    td3=dict(_TARGETS, smoothing=Range(0.05, 0.5)),
+    ddpg=_TARGETS,
+    bc=_DATA,
+    iql=dict(_DATA, **_GAMMA, expectile=Choice([0.5, 0.7, 0.8, 0.9]), beta=Range(0.1, 10.0)),
+    td3bc=dict(_DATA, **_GAMMA, alpha=Range(0.5, 10.0)),
+)
 
 
 def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
@@ -70,12 +101,19 @@ def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
         dict: option -> `Range` or `Choice`
     """
     if algorithm not in SPACES:
-        raise DataError(f"no options to search are known for {algorithm}", expected=f"one of {', '.join(SPACES)}, or an entry of "
-                        "`rollpipe.tuning.spaces.SPACES`, made by a module of --import")
+        raise DataError(
+            f"no options to search are known for {algorithm}",
+            expected=f"one of {', '.join(SPACES)}, or an entry of "
+            "`rollpipe.tuning.spaces.SPACES`, made by a module of --import",
+        )
     space = {name: x for name, x in SPACES[algorithm].items() if name not in fixed}
     others = fixed if options is None else options
-    if "tau" not in space and others.get("tau") is not None: space.pop("target_every", None)  # has no effect with `tau`
-    if others.get("shared"): space.pop("critic_lr", None)     # there is no critic apart
-    if others.get("recurrent") and "state_size" not in fixed: space["state_size"] = Choice([32, 64, 128])
-    if not space: raise DataError("nothing is left to search", expected="fewer options", got=", ".join(fixed))
+    if "tau" not in space and others.get("tau") is not None:
+        space.pop("target_every", None)  # has no effect with `tau`
+    if others.get("shared"):
+        space.pop("critic_lr", None)  # there is no critic apart
+    if others.get("recurrent") and "state_size" not in fixed:
+        space["state_size"] = Choice([32, 64, 128])
+    if not space:
+        raise DataError("nothing is left to search", expected="fewer options", got=", ".join(fixed))
     return space

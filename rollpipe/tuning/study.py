@@ -25,8 +25,10 @@ __all__ = ['FILE', 'import_optuna', 'connections', 'open_study', 'forget_running
 # %% ../../nbs/tuning/02_study.ipynb #1a19719f
 def import_optuna() -> Any:
     "The package Optuna, which then logs only problems. Raises `ImportError`, which says what to install."
-    try: import optuna
-    except ImportError as e: raise ImportError(f"the search needs Optuna: pip install 'rollpipe[tune]' ({e})") from None
+    try:
+        import optuna
+    except ImportError as e:
+        raise ImportError(f"the search needs Optuna: pip install 'rollpipe[tune]' ({e})") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
@@ -37,6 +39,7 @@ FILE = "study.db"
 def connections(path: Path) -> dict:
     "Options for Optuna's engine: a connection to the file waits for other processes, and is closed after its use."
     from sqlalchemy.pool import NullPool
+
     return dict(creator=partial(sqlite3.connect, path.absolute(), timeout=60), poolclass=NullPool)
 
 
@@ -49,20 +52,38 @@ def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
         seed: seed of the proposals, combined with the number of trials so far
         n: number of evaluations of a trial before it can be pruned
     """
-    optuna, path, settings = import_optuna(), folder/FILE, json.loads(json.dumps(settings))
+    optuna = import_optuna()
+    path = folder / FILE
+    settings = json.loads(json.dumps(settings))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs=connections(path))     # in an address, "?" has a meaning
+            storage = optuna.storages.RDBStorage(
+                "sqlite://", engine_kwargs=connections(path)
+            )  # in an address, "?" has a meaning
             pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=n)
-            study = optuna.create_study(storage=storage, study_name="rollpipe", direction="maximize", load_if_exists=True, pruner=pruner)
+            study = optuna.create_study(
+                storage=storage,
+                study_name="rollpipe",
+                direction="maximize",
+                load_if_exists=True,
+                pruner=pruner,
+            )
             known = study.user_attrs.get("settings")
-            if known is None: study.set_user_attr("settings", settings)
-    except Exception as e: raise DataError(f"{path}: cannot be used as the file of a study ({describe_exception(e)})") from e
+            if known is None:
+                study.set_user_attr("settings", settings)
+    except Exception as e:
+        raise DataError(
+            f"{path}: cannot be used as the file of a study ({describe_exception(e)})"
+        ) from e
     changed = [name for name in settings if known is not None and known.get(name) != settings[name]]
     if changed:
-        raise DataError(f"the study in {folder} has other settings", leaf=changed[0], expected=f"{known[changed[0]]}, or another --storage",
-                        got=str(settings[changed[0]]))
+        raise DataError(
+            f"the study in {folder} has other settings",
+            leaf=changed[0],
+            expected=f"{known[changed[0]]}, or another --storage",
+            got=str(settings[changed[0]]),
+        )
     word = np.random.SeedSequence([seed, len(study.trials)]).generate_state(1)[0]
     study.sampler = optuna.samplers.TPESampler(seed=int(word))
     return study
@@ -77,12 +98,15 @@ def _lost(study, number, params):
 def forget_running(study: Any) -> None:
     "End the trials of killed processes. Their options are tried again."
     for x in study.trials:
-        if x.state.name == "RUNNING": _lost(study, x.number, x.params)
+        if x.state.name == "RUNNING":
+            _lost(study, x.number, x.params)
 
 
 def finished(study: Any) -> list:
     "The trials that are over: complete, pruned, or failed with an error. An interrupted trial has no error."
-    return [x for x in study.trials if x.state.name in ("COMPLETE", "PRUNED") or "error" in x.user_attrs]
+    return [
+        x for x in study.trials if x.state.name in ("COMPLETE", "PRUNED") or "error" in x.user_attrs
+    ]
 
 # %% ../../nbs/tuning/02_study.ipynb #ca940950
 def try_one(study: Any, space: dict, returns: Callable) -> str:
@@ -95,15 +119,18 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
     Returns:
         str: the result, as one line
     """
-    optuna, trial = import_optuna(), study.ask()
+    optuna = import_optuna()
+    trial = study.ask()
 
     def report(value, k):
         trial.report(value, k)
-        if trial.should_prune(): raise optuna.TrialPruned
+        if trial.should_prune():
+            raise optuna.TrialPruned
 
     def tell(value=None, state=None, **facts):
         with uninterrupted():
-            for name, fact in facts.items(): trial.set_user_attr(name, fact)
+            for name, fact in facts.items():
+                trial.set_user_attr(name, fact)
             study.tell(trial, value, state)
 
     state = optuna.trial.TrialState
@@ -117,7 +144,8 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
         tell(state=state.FAIL, error=(error := describe_exception(e)))
         return f"trial {trial.number}: failed, {error}"
     except BaseException:
-        with uninterrupted(): _lost(study, trial.number, trial.params)
+        with uninterrupted():
+            _lost(study, trial.number, trial.params)
         raise
     tell(mean(found), returns=found)
     told = (f"{name}={f'{x:.3g}' if isinstance(x, float) else x}" for name, x in options.items())

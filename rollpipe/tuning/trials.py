@@ -20,8 +20,8 @@ from ..pipes.taps import count_steps
 __all__ = ['EPISODES', 'learning_curve', 'returns_of']
 
 # %% ../../nbs/tuning/01_trials.ipynb #1dd39c89
-EPISODES = 10       # number of episodes of an evaluation
-_SEED = 1_000_000   # plus the training's seed: seed of these episodes; no run is evaluated with these seeds
+EPISODES = 10  # number of episodes of an evaluation
+_SEED = 1_000_000  # plus the training's seed: seed of these episodes; no run is evaluated with these seeds
 
 
 def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
@@ -32,19 +32,33 @@ def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
         n: number of evaluations, at equal distances in steps
     """
     agent, pipe = build(config)
-    done, steps, seed = 0, 0, _SEED + config["seed"]
+    done = 0
+    steps = 0
+    seed = _SEED + config["seed"]
     with closing(iter(pipe)) as batches:
         for batch in batches:
             agent.update(batch)
             steps += count_steps(getattr(batch, "fresh", batch))
             while done < n and steps >= (done + 1) * config["steps"] / n:
-                mean = evaluate(config["env"], policy_of(agent), EPISODES, seed=seed, env_kwargs=config["env_kwargs"],
-                                device=device_of(config["device"])).mean
-                if not math.isfinite(mean): raise DataError("the mean return is not finite", got=str(mean))
+                mean = evaluate(
+                    config["env"],
+                    policy_of(agent),
+                    EPISODES,
+                    seed=seed,
+                    env_kwargs=config["env_kwargs"],
+                    device=device_of(config["device"]),
+                ).mean
+                if not math.isfinite(mean):
+                    raise DataError("the mean return is not finite", got=str(mean))
                 done += 1
                 yield mean
-            if done == n: return
-    raise DataError("the pipeline ended before the training did", expected=f"{config['steps']} steps", got=f"{steps} steps")
+            if done == n:
+                return
+    raise DataError(
+        "the pipeline ended before the training did",
+        expected=f"{config['steps']} steps",
+        got=f"{steps} steps",
+    )
 
 # %% ../../nbs/tuning/01_trials.ipynb #3d8079b9
 def returns_of(configs: list, n: int, report: Callable) -> list:
@@ -65,7 +79,9 @@ def returns_of(configs: list, n: int, report: Callable) -> list:
             torch.set_num_threads(config["threads"])
             value = math.nan
             with closing(learning_curve(config, n)) as curve:
-                for k, value in enumerate(curve): report((sum(last) + value) / (len(last) + 1), len(last) * n + k)
+                for k, value in enumerate(curve):
+                    report((sum(last) + value) / (len(last) + 1), len(last) * n + k)
             last.append(value)
-    finally: torch.set_num_threads(threads)
+    finally:
+        torch.set_num_threads(threads)
     return last

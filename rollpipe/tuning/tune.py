@@ -5,7 +5,9 @@
 # %% ../../nbs/tuning/03_tune.ipynb #0c3655fc
 from __future__ import annotations
 
-import json, re, shlex
+import json
+import re
+import shlex
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +22,14 @@ from ..runs.locks import lock, unlock
 from ..settings.options import import_words, parse_seeds, typed
 from ..pipes.data.errors import DataError, WorkerError
 from .spaces import space_for
-from .study import best_of, finished, forget_running, import_optuna, open_study, try_one
+from rollpipe.tuning.study import (
+    best_of,
+    finished,
+    forget_running,
+    import_optuna,
+    open_study,
+    try_one,
+)
 from .trials import EPISODES, returns_of
 
 # %% auto #0
@@ -32,10 +41,18 @@ _MARK = "# Found by rollpipe tune"
 
 def _toml(value: Any, key: str) -> str:
     "A value of an option, or a part of the value, in TOML."
-    if value is None: raise DataError("TOML cannot say what is None within another value", leaf=key, expected="a value without None")
-    if isinstance(value, dict): return "{" + ", ".join(f"{_toml(k, key)} = {_toml(x, key)}" for k, x in value.items()) + "}"
-    if isinstance(value, (list, tuple)): return "[" + ", ".join(_toml(x, key) for x in value) + "]"
-    if isinstance(value, float): return repr(float(value))  # TOML writes inf and nan as Python does
+    if value is None:
+        raise DataError(
+            "TOML cannot say what is None within another value",
+            leaf=key,
+            expected="a value without None",
+        )
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(k, key)} = {_toml(x, key)}" for k, x in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(x, key) for x in value) + "]"
+    if isinstance(value, float):
+        return repr(float(value))  # TOML writes inf and nan as Python does
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -49,8 +66,19 @@ def preset_text(env: str, values: dict, env_kwargs: dict, comments: list) -> str
     """
     name = env.rpartition(":")[2]
     table = [f"[{name if re.fullmatch('[A-Za-z0-9_-]+', name) else json.dumps(name)}]"]
-    kwargs = ["[env_kwargs]", *(f"{json.dumps(key)} = {_toml(x, key)}" for key, x in env_kwargs.items()), ""] if env_kwargs else []
-    lines = [*(f"# {line}" for line in comments), *(f"{key} = {_toml('none' if x is None else x, key)}" for key, x in values.items())]
+    kwargs = (
+        [
+            "[env_kwargs]",
+            *(f"{json.dumps(key)} = {_toml(x, key)}" for key, x in env_kwargs.items()),
+            "",
+        ]
+        if env_kwargs
+        else []
+    )
+    lines = [
+        *(f"# {line}" for line in comments),
+        *(f"{key} = {_toml('none' if x is None else x, key)}" for key, x in values.items()),
+    ]
     return "\n".join([_MARK, *kwargs, *table, *lines, ""])
 
 # %% ../../nbs/tuning/03_tune.ipynb #a1c7e3f1
@@ -64,10 +92,21 @@ def complete_values(config: dict, given: Iterable) -> dict:
     Returns:
         dict: option -> value
     """
-    kept, values = {*given, "preset"}, {**config, **config["options"], "preset": "none"}
-    known = [option for option in [*RUN_OPTIONS, *options_for(config["algorithm"])] if option.name != "seed"]
-    found = {option.name: (values.get(option.name, option.default), option.default) for option in known}
-    return {name: x for name, (x, default) in found.items() if name in kept or json.dumps(x) != json.dumps(default)}
+    kept = {*given, "preset"}
+    values = {**config, **config["options"], "preset": "none"}
+    known = [
+        option
+        for option in [*RUN_OPTIONS, *options_for(config["algorithm"])]
+        if option.name != "seed"
+    ]
+    found = {
+        option.name: (values.get(option.name, option.default), option.default) for option in known
+    }
+    return {
+        name: x
+        for name, (x, default) in found.items()
+        if name in kept or json.dumps(x) != json.dumps(default)
+    }
 
 # %% ../../nbs/tuning/03_tune.ipynb #8219f28a
 def check_file(path: Path, overwrite: bool) -> None:
@@ -76,83 +115,167 @@ def check_file(path: Path, overwrite: bool) -> None:
     Args:
         path: file of the preset
     """
-    if not path.exists() or overwrite: return
-    if path.is_file() and path.read_bytes().startswith(_MARK.encode()): return
+    if not path.exists() or overwrite:
+        return
+    if path.is_file() and path.read_bytes().startswith(_MARK.encode()):
+        return
     raise DataError(f"{path} is there already", expected="another --out, or --overwrite")
 
 # %% ../../nbs/tuning/03_tune.ipynb #2783ed05
-_OF_TRIALS = ("seed", "steps", "threads", "device", "intrinsic", "preset")      # the options of a run that a trial follows
-_IN_PROCESS = ("workers", "lag", "order", "restarts", "reading", "address")     # and those of its workers, which a trial does not have
+_OF_TRIALS = (
+    "seed",
+    "steps",
+    "threads",
+    "device",
+    "intrinsic",
+    "preset",
+)  # the options of a run that a trial follows
+_IN_PROCESS = (
+    "workers",
+    "lag",
+    "order",
+    "restarts",
+    "reading",
+    "address",
+)  # and those of its workers, which a trial does not have
 
 
 class Search:
     "A search: its options, and the configurations of its trials."
+
     def __init__(self, args: Namespace):
-        self.args, (self.given, self.env_kwargs) = args, given_by(args)
+        self.args = args
+        (self.given, self.env_kwargs) = given_by(args)
         self.seed = self.given.pop("seed", RunOptions.seed)
-        self.seeds, self.n = parse_seeds(args.seeds), args.evaluations
-        self.free = max(1, self.n // 3)  # so many evaluations, at the start of the first training, cannot end a trial
+        self.seeds = parse_seeds(args.seeds)
+        self.n = args.evaluations
+        self.free = max(
+            1, self.n // 3
+        )  # so many evaluations, at the start of the first training, cannot end a trial
 
         check_counts(args, "trials", "jobs", "evaluations")
         for name, fixed in vars(RunOptions()).items():
-            found = self.given if name in _IN_PROCESS else vars(args)      # others may be in a --config file, as that of a run
-            if name in _OF_TRIALS or (got := found.get(name, fixed)) == fixed: continue
-            why, other = ("rollpipe tune trains in its own process", "--jobs N for N trials at a time") if name in _IN_PROCESS else (
-                "a trial leaves no run, and ends only after its steps or by its --evaluations", "the option for rollpipe train")
+            found = (
+                self.given if name in _IN_PROCESS else vars(args)
+            )  # others may be in a --config file, as that of a run
+            if name in _OF_TRIALS or (got := found.get(name, fixed)) == fixed:
+                continue
+            why, other = (
+                ("rollpipe tune trains in its own process", "--jobs N for N trials at a time")
+                if name in _IN_PROCESS
+                else (
+                    "a trial leaves no run, and ends only after its steps or by its --evaluations",
+                    "the option for rollpipe train",
+                )
+            )
             raise DataError(why, leaf=name, got=repr(got), expected=f"{name}={fixed}, and {other}")
         options = self.config({}, 0)["options"]
         self.fixed = {name: x for name, x in self.given.items() if name in options}
         self.space = space_for(args.algorithm, self.fixed, options)
         self.folder = Path(args.storage or f"tuning/{args.algorithm}-{folder_name(args.env)}")
-        self.out = Path(args.out) if args.out else self.folder/"preset.toml"
+        self.out = Path(args.out) if args.out else self.folder / "preset.toml"
 
     def config(self, options: dict, seed: int) -> dict:
         "The configuration of one training."
-        return make_config(self.args.algorithm, self.args.env, options, self.env_kwargs, seed=seed,
-                           imports=getattr(self.args, "imports", ()), **self.given)
+        return make_config(
+            self.args.algorithm,
+            self.args.env,
+            options,
+            self.env_kwargs,
+            seed=seed,
+            imports=getattr(self.args, "imports", ()),
+            **self.given,
+        )
 
     def settings(self) -> dict:
         "All settings that must be equal for trials to be comparable."
         config = self.config({}, 0)
-        kept = {name: config[name] for name in ("algorithm", "env", "env_kwargs", "steps", "intrinsic", "preset")}
-        return dict(kept, given=self.fixed, seeds=self.seeds, evaluations=self.n, space=repr(self.space))
+        kept = {
+            name: config[name]
+            for name in ("algorithm", "env", "env_kwargs", "steps", "intrinsic", "preset")
+        }
+        return dict(
+            kept, given=self.fixed, seeds=self.seeds, evaluations=self.n, space=repr(self.space)
+        )
 
     def returns(self, options: dict, report: Any) -> list:
         "The last returns of a trial, one for each seed."
         place = f"{self.folder.resolve().name}-{(self.args.part or '0').partition(':')[0]}"  # a folder for the replay files of each process
-        return returns_of([{**self.config(options, seed), "folder": place, "record": False} for seed in self.seeds], self.n, report)
+        return returns_of(
+            [
+                {**self.config(options, seed), "folder": place, "record": False}
+                for seed in self.seeds
+            ],
+            self.n,
+            report,
+        )
 
 # %% ../../nbs/tuning/03_tune.ipynb #1c178a19
 def _try(search, study, n):
     "Run `n` more trials."
-    for _ in range(n): print(try_one(study, search.space, search.returns), flush=True)
+    for _ in range(n):
+        print(try_one(study, search.space, search.returns), flush=True)
 
 
 def _in_processes(search, n):
     "Distribute `n` trials over processes. Returns the problems, and the number of the signal that stopped the processes."
-    args, python = search.args, python_words()
+    args = search.args
+    python = python_words()
     shares = [n // args.jobs + (k < n % args.jobs) for k in range(args.jobs)]
     words = without(args.words, ("--jobs",), ("--overwrite",))
-    runs, stopped = run_all({f"job {k}": [*python, *words, "--part", f"{k}:{m}"] for k, m in enumerate(shares) if m}, args.jobs)
-    return [f"{name}: {run.problem}" for name, run in runs.items() if run.problem is not None and not run.obeyed(stopped)], stopped
+    runs, stopped = run_all(
+        {f"job {k}": [*python, *words, "--part", f"{k}:{m}"] for k, m in enumerate(shares) if m},
+        args.jobs,
+    )
+    return [
+        f"{name}: {run.problem}"
+        for name, run in runs.items()
+        if run.problem is not None and not run.obeyed(stopped)
+    ], stopped
 
 
 def _write(search, study) -> str:
     "Write the best options so far. Returns a text about it. Raises `WorkerError` if all trials failed."
-    best, over, args = best_of(study), finished(study), search.args
+    best = best_of(study)
+    over = finished(study)
+    args = search.args
     failed = [x.user_attrs["error"] for x in over if "error" in x.user_attrs]
-    if best is None and not over: return "no trial is complete"
-    if best is None: raise WorkerError(f"no trial is complete, {len(failed)} failed{'; the first error: ' + failed[0] if failed else ''}")
+    if best is None and not over:
+        return "no trial is complete"
+    if best is None:
+        raise WorkerError(
+            f"no trial is complete, {len(failed)} failed{'; the first error: ' + failed[0] if failed else ''}"
+        )
     config = search.config(best.params, 0)
     values = complete_values(config, [*search.given, *best.params, "steps"])
-    first = 0 if min(search.seeds) > 4 else max(search.seeds) + 1       # seeds that the search has not seen
-    train = shlex.join(typed(["rollpipe", "train", args.algorithm, args.env, "--config", search.out, "--seeds", f"{first}-{first + 4}",
-                              *import_words(getattr(args, "imports", ()))]))
+    first = (
+        0 if min(search.seeds) > 4 else max(search.seeds) + 1
+    )  # seeds that the search has not seen
+    train = shlex.join(
+        typed(
+            [
+                "rollpipe",
+                "train",
+                args.algorithm,
+                args.env,
+                "--config",
+                search.out,
+                "--seeds",
+                f"{first}-{first + 4}",
+                *import_words(getattr(args, "imports", ())),
+            ]
+        )
+    )
     returns = " ".join(f"{x:.0f}" for x in best.user_attrs["returns"])
-    comments = [f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
-                f"the best of {len(over)} trials of {args.algorithm}.", f"Measure it afresh, with other seeds: {train}"]
+    comments = [
+        f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
+        f"the best of {len(over)} trials of {args.algorithm}.",
+        f"Measure it afresh, with other seeds: {train}",
+    ]
     said = "replaced" if search.out.exists() else "written"
-    write_atomically(search.out, preset_text(args.env, values, config["env_kwargs"], comments).encode())
+    write_atomically(
+        search.out, preset_text(args.env, values, config["env_kwargs"], comments).encode()
+    )
     text = f"{len(over)} trials, {len(failed)} failed; best: trial {best.number}, return {best.value:.1f}; {search.out} {said}"
     return f"{text}\ntrain with it:  {train}"
 
@@ -162,31 +285,51 @@ def tune_command(args: Namespace) -> None:
     import_optuna()
     search = Search(args)
     config = search.config({}, search.seeds[0])
-    build(config)        # raises here the error that every trial would raise
-    preset_text(args.env, complete_values(config, search.fixed), config["env_kwargs"], [])  # and the error of the end
+    build(config)  # raises here the error that every trial would raise
+    preset_text(
+        args.env, complete_values(config, search.fixed), config["env_kwargs"], []
+    )  # and the error of the end
     if args.part is not None:
         number, n = map(int, args.part.split(":"))
-        return _try(search, open_study(search.folder, search.settings(), search.seed + 1000 * (number + 1), search.free), n)
+        return _try(
+            search,
+            open_study(
+                search.folder, search.settings(), search.seed + 1000 * (number + 1), search.free
+            ),
+            n,
+        )
     check_file(search.out, args.overwrite)
-    for folder in (search.out.parent, search.folder): make_folder(folder)
+    for folder in (search.out.parent, search.folder):
+        make_folder(folder)
     lock(search.folder)
-    try: _search(search)
-    finally: unlock(search.folder)
+    try:
+        _search(search)
+    finally:
+        unlock(search.folder)
 
 
 def _search(search):
-    study, args = open_study(search.folder, search.settings(), search.seed, search.free), search.args
+    study = open_study(search.folder, search.settings(), search.seed, search.free)
+    args = search.args
     forget_running(study)
-    over, problems, stopped = len(finished(study)), [], None
+    over = len(finished(study))
+    problems = []
+    stopped = None
     left = args.trials - over
     count = f"{args.trials} trials, of which {over} are over"
-    if left < 0: count = f"{over} trials are over, and --trials asks for {args.trials}"
+    if left < 0:
+        count = f"{over} trials are over, and --trials asks for {args.trials}"
     print(f"{args.algorithm} on {args.env}: {count}, in {search.folder}", flush=True)
     try:
-        if left > 0 and args.jobs > 1: problems, stopped = _in_processes(search, left)
-        elif left > 0: _try(search, study, left)
-    except KeyboardInterrupt as e: stopped = int(e.args[0]) if e.args else 2
+        if left > 0 and args.jobs > 1:
+            problems, stopped = _in_processes(search, left)
+        elif left > 0:
+            _try(search, study, left)
+    except KeyboardInterrupt as e:
+        stopped = int(e.args[0]) if e.args else 2
     told = _write(search, study)
-    if stopped is not None: raise Interrupted(stopped, f"interrupted; {told}\nthe same command goes on")
+    if stopped is not None:
+        raise Interrupted(stopped, f"interrupted; {told}\nthe same command goes on")
     print(told)
-    if problems: raise WorkerError(f"{'; '.join(problems).rstrip('.')}. The same command goes on")
+    if problems:
+        raise WorkerError(f"{'; '.join(problems).rstrip('.')}. The same command goes on")

@@ -29,15 +29,27 @@ class Features(Torso):
         clip: largest magnitude of a normalised observation
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
+
     n_spaces = 1
     net: MLP
 
-    def __init__(self, observation_space: gym.Space, hidden: tuple, n_out: int, clip: float = 5., encoder: dict | Callable | None = None):
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        hidden: tuple,
+        n_out: int,
+        clip: float = 5.0,
+        encoder: dict | Callable | None = None,
+    ):
         super().__init__()
-        self.net = self.make_torso(observation_space, n_out=n_out, hidden=hidden, activation='relu', encoder=encoder)
-        if self.obs_norm is not None: self.obs_norm.clip = clip
+        self.net = self.make_torso(
+            observation_space, n_out=n_out, hidden=hidden, activation="relu", encoder=encoder
+        )
+        if self.obs_norm is not None:
+            self.obs_norm.clip = clip
 
-    def forward(self, obs: Any) -> Tensor: return self.net(self.features(obs))
+    def forward(self, obs: Any) -> Tensor:
+        return self.net(self.features(obs))
 
 # %% ../../../nbs/agents/25_intrinsic/00_distillation.ipynb #9180327b
 class Distillation(ForSpaces, nn.Module):
@@ -54,17 +66,30 @@ class Distillation(ForSpaces, nn.Module):
         clip: largest magnitude of a normalised observation
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
+
     n_spaces = 1
 
-    def __init__(self, observation_space: gym.Space, hidden: tuple = (64, 64), n_out: int = 64, clip: float = 5.,
-                 encoder: dict | Callable | None = None):
+    def __init__(
+        self,
+        observation_space: gym.Space,
+        hidden: tuple = (64, 64),
+        n_out: int = 64,
+        clip: float = 5.0,
+        encoder: dict | Callable | None = None,
+    ):
         super().__init__()
-        check_integer('n_out', n_out)
-        self.target = Features(observation_space, tuple(hidden), n_out, clip, encoder).requires_grad_(False)
-        self.predictor = Features(observation_space, (*hidden, *tuple(hidden)[-1:] * 2), n_out, clip, encoder)
+        check_integer("n_out", n_out)
+        self.target = Features(
+            observation_space, tuple(hidden), n_out, clip, encoder
+        ).requires_grad_(False)
+        self.predictor = Features(
+            observation_space, (*hidden, *tuple(hidden)[-1:] * 2), n_out, clip, encoder
+        )
 
-    def forward(self, obs: Any) -> Tensor: return (self.predictor(obs) - self.target(obs)).square().mean(-1)
+    def forward(self, obs: Any) -> Tensor:
+        return (self.predictor(obs) - self.target(obs)).square().mean(-1)
 
     def observe(self, obs: Any, valid: Tensor | None = None) -> None:
         "Update the normalisers with observations `[*lead, ...]`, except those where `valid` `[*lead]` is False."
-        for network in (self.target, self.predictor): network.observe(obs, valid)
+        for network in (self.target, self.predictor):
+            network.observe(obs, valid)

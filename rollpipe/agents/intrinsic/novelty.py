@@ -42,16 +42,31 @@ def finite_observations(fragment: Fragment) -> Any:
     missing = fragment.state.fin[1:] & fragment.valid & (final_numbers(fragment) < 0)
     if missing.any():
         t, b = missing.nonzero()[0].tolist()
-        raise DataError("the last observation of an episode was not kept", env=b, leaf=f"final of step [{t}, {b}]", got="none",
-                        expected="`terminal_obs=True`, of the recipe or the `EnvStepper`")
+        raise DataError(
+            "the last observation of an episode was not kept",
+            env=b,
+            leaf=f"final of step [{t}, {b}]",
+            got="none",
+            expected="`terminal_obs=True`, of the recipe or the `EnvStepper`",
+        )
     rows = valid_rows(nested.as_seen(observations_reached(fragment)), fragment.valid, 2)
-    for x, path in zip(nested.leaves(rows), nested.paths(rows, 'obs')):
-        if not x.is_floating_point() or (fits := x.abs() < LARGEST).all(): continue
+    for x, path in zip(nested.leaves(rows), nested.paths(rows, "obs")):
+        if not x.is_floating_point() or (fits := x.abs() < LARGEST).all():
+            continue
         n, *_ = (~fits).nonzero()[0].tolist()
         t, b = fragment.valid.nonzero()[n].tolist()
-        problem, expected = ("too large an", f"at most {LARGEST:.1e}, whose square is finite") if x[n].isfinite().all() else (
-                             "non-finite", "finite numbers")
-        raise DataError(f"{problem} observation", env=b, leaf=f"{path} after step [{t}, {b}]", expected=expected, got=str(x[n]))
+        problem, expected = (
+            ("too large an", f"at most {LARGEST:.1e}, whose square is finite")
+            if x[n].isfinite().all()
+            else ("non-finite", "finite numbers")
+        )
+        raise DataError(
+            f"{problem} observation",
+            env=b,
+            leaf=f"{path} after step [{t}, {b}]",
+            expected=expected,
+            got=str(x[n]),
+        )
     return rows
 
 # %% ../../../nbs/agents/25_intrinsic/01_novelty.ipynb #afadcff3
@@ -69,29 +84,59 @@ class Novelty:
         fraction: fraction of the rows that a pass learns from; the paper has 0.25 for 128 environments
         seed: seed of the choice and the order of the rows
     """
-    def __init__(self, network: Distillation, gamma: float = 0.99, lr: float = 1e-3, epochs: int = 4, minibatch: int = 256,
-                 fraction: float = 1., seed: int = 0):
-        check_fraction('gamma', gamma, pipe=self)
-        check_fraction('fraction', fraction, pipe=self)
-        if not fraction: raise DataError("out of range", pipe=self, leaf='fraction', expected="more than 0", got='0')
-        if not lr > 0: raise DataError("out of range", pipe=self, leaf='lr', expected="more than 0", got=str(lr))
-        self.network, self.gamma, self.lr, self.fraction, self.seed = network, gamma, lr, fraction, seed
-        self.epochs, self.minibatch = check_integer('epochs', epochs, pipe=self), check_integer('minibatch', minibatch, pipe=self)
+
+    def __init__(
+        self,
+        network: Distillation,
+        gamma: float = 0.99,
+        lr: float = 1e-3,
+        epochs: int = 4,
+        minibatch: int = 256,
+        fraction: float = 1.0,
+        seed: int = 0,
+    ):
+        check_fraction("gamma", gamma, pipe=self)
+        check_fraction("fraction", fraction, pipe=self)
+        if not fraction:
+            raise DataError(
+                "out of range", pipe=self, leaf="fraction", expected="more than 0", got="0"
+            )
+        if not lr > 0:
+            raise DataError(
+                "out of range", pipe=self, leaf="lr", expected="more than 0", got=str(lr)
+            )
+        self.network = network
+        self.gamma = gamma
+        self.lr = lr
+        self.fraction = fraction
+        self.seed = seed
+        self.epochs, self.minibatch = (
+            check_integer("epochs", epochs, pipe=self),
+            check_integer("minibatch", minibatch, pipe=self),
+        )
         self.optimizer = torch.optim.Adam(network.predictor.parameters(), lr)
-        self.norm = RunningNorm(())     # its moments are those of the discounted sums
+        self.norm = RunningNorm(())  # its moments are those of the discounted sums
         self.generator = torch.Generator().manual_seed(index(seed))
-        self.sums: dict = {}            # lane -> discounted sum of the errors so far, float64 [B]
+        self.sums: dict = {}  # lane -> discounted sum of the errors so far, float64 [B]
 
     def __call__(self, fragment: Fragment) -> Tensor:
         "The intrinsic rewards of the steps of a fragment, float32 `[T, B]`. Then the predictor learns. Raises as `finite_observations`."
         device = next(self.network.parameters()).device
         rows = nested.map(lambda x: x.to(device), finite_observations(fragment))
-        valid, errors = fragment.valid.cpu(), torch.zeros(fragment.valid.shape)
-        if not valid.any(): return errors.to(fragment.valid.device)
+        valid = fragment.valid.cpu()
+        errors = torch.zeros(fragment.valid.shape)
+        if not valid.any():
+            return errors.to(fragment.valid.device)
         self.network.observe(rows)
-        with EvalMode(self.network): errors[valid] = self.network(rows).cpu()
+        with EvalMode(self.network):
+            errors[valid] = self.network(rows).cpu()
         if not errors.isfinite().all():
-            raise DataError("the error of the predictor is not finite", pipe=self, expected="a smaller `lr`", got=str(errors[valid]))
+            raise DataError(
+                "the error of the predictor is not finite",
+                pipe=self,
+                expected="a smaller `lr`",
+                got=str(errors[valid]),
+            )
         rewards = self._scaled(fragment, errors, valid)
         self._learn(rows, int(valid.sum()))
         return rewards.to(fragment.valid.device)
@@ -99,10 +144,12 @@ class Novelty:
     def _scaled(self, fragment, errors, valid):
         rewards = torch.empty_like(errors)
         for lane, _, columns in strands(fragment):
-            error, kept = errors[:, columns].double(), valid[:, columns]
+            error = errors[:, columns].double()
+            kept = valid[:, columns]
             before = self.sums.get(lane)
-            if before is None or len(before) != error.shape[1]: before = torch.zeros_like(error[0])
-            sums = running_returns(error, torch.where(kept, self.gamma, 1.).double(), before)
+            if before is None or len(before) != error.shape[1]:
+                before = torch.zeros_like(error[0])
+            sums = running_returns(error, torch.where(kept, self.gamma, 1.0).double(), before)
             self.sums[lane] = sums[-1].clone()
             self.norm.update(sums, kept)
             rewards[:, columns] = (error / self.scale()).float()
@@ -110,14 +157,17 @@ class Novelty:
 
     def scale(self) -> float:
         "The standard deviation of the discounted sums; 1 as long as all sums are equal, because their scale is unknown."
-        var, mean = float(self.norm.var), float(self.norm.mean)
-        return var ** .5 if self.norm.count and var > 1e-12 * mean ** 2 else 1.
+        var = float(self.norm.var)
+        mean = float(self.norm.mean)
+        return var**0.5 if self.norm.count and var > 1e-12 * mean**2 else 1.0
 
     @torch.enable_grad()
     def _learn(self, rows, n):
         device = next(self.network.parameters()).device
         for _ in range(self.epochs):
-            order = torch.randperm(n, generator=self.generator)[:ceil(self.fraction * n)].to(device)
+            order = torch.randperm(n, generator=self.generator)[: ceil(self.fraction * n)].to(
+                device
+            )
             for part in order.tensor_split(ceil(len(order) / self.minibatch)):
                 self.optimizer.zero_grad()
                 self.network(nested.getitem(rows, part)).mean().backward()
@@ -125,13 +175,18 @@ class Novelty:
 
     def state_dict(self) -> dict:
         "All that is needed to resume training."
-        return dict(network=self.network.state_dict(), optimizer=self.optimizer.state_dict(), norm=self.norm.state_dict(),
-                    generator=self.generator.get_state(), sums={lane: x.clone() for lane, x in self.sums.items()})
+        return dict(
+            network=self.network.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            norm=self.norm.state_dict(),
+            generator=self.generator.get_state(),
+            sums={lane: x.clone() for lane, x in self.sums.items()},
+        )
 
     def load_state_dict(self, state: dict) -> None:
         "Restore what `state_dict` returned."
-        self.network.load_state_dict(state['network'])
-        self.optimizer.load_state_dict(copy.deepcopy(state['optimizer']))
-        self.norm.load_state_dict(state['norm'])
-        self.generator.set_state(state['generator'])
-        self.sums = {lane: x.clone() for lane, x in state['sums'].items()}
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.norm.load_state_dict(state["norm"])
+        self.generator.set_state(state["generator"])
+        self.sums = {lane: x.clone() for lane, x in state["sums"].items()}

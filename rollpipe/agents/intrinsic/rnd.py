@@ -43,15 +43,37 @@ class RND(Pipe):
         env_weight: weight of the environment's reward
         **options: options of `Novelty`: gamma, lr, epochs, minibatch, fraction, seed
     """
-    reads, keeps_items, any_strides, adds_rewards = 1, False, True, True
 
-    def __init__(self, pipe: IterDataPipe, network: Distillation, weight: float = 1., env_weight: float = 1., **options: Any):
+    reads = 1
+    keeps_items = False
+    any_strides = True
+    adds_rewards = True
+
+    def __init__(
+        self,
+        pipe: IterDataPipe,
+        network: Distillation,
+        weight: float = 1.0,
+        env_weight: float = 1.0,
+        **options: Any,
+    ):
         super().__init__(pipe)
         if not isinstance(network, Distillation):
-            raise DataError("no networks to distil", pipe=self, leaf='network', expected="a Distillation", got=describe(network))
-        for name, x in (('weight', weight), ('env_weight', env_weight)):
-            if not 0 <= x < float('inf'): raise DataError("out of range", pipe=self, leaf=name, expected="at least 0, finite", got=str(x))
-        self.network, self.weight, self.env_weight = network, weight, env_weight
+            raise DataError(
+                "no networks to distil",
+                pipe=self,
+                leaf="network",
+                expected="a Distillation",
+                got=describe(network),
+            )
+        for name, x in (("weight", weight), ("env_weight", env_weight)):
+            if not 0 <= x < float("inf"):
+                raise DataError(
+                    "out of range", pipe=self, leaf=name, expected="at least 0, finite", got=str(x)
+                )
+        self.network = network
+        self.weight = weight
+        self.env_weight = env_weight
         self.novelty = Novelty(network, **options)
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
@@ -62,19 +84,25 @@ class RND(Pipe):
 
     def with_novelty(self, fragment: Fragment) -> Fragment:
         "The fragment with the new rewards. The networks learn from it."
-        try: novelty = self.novelty(fragment)
+        try:
+            novelty = self.novelty(fragment)
         except PipeError as e:
             b = e.env if isinstance(e.env, int) else 0
             e.locate(pipe=self, lane=None if fragment.lane is None else int(fragment.lane[b]))
             raise
         rew = self.env_weight * fragment.state.rew
         rew[1:] += self.weight * novelty
-        with located(pipe=self): return with_rewards(fragment, rew)
+        with located(pipe=self):
+            return with_rewards(fragment, rew)
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
         "Raise `GraphError`: `Lanes` calls this on the pipes above it. Their copies would learn separately."
-        raise GraphError("what learns cannot be copied for each lane", pipe=self, got=f"RND above it, in lane {lane}",
-                         expected="RND below `Lanes`: `RND.inserter(after=Lanes, ...)`")
+        raise GraphError(
+            "what learns cannot be copied for each lane",
+            pipe=self,
+            got=f"RND above it, in lane {lane}",
+            expected="RND below `Lanes`: `RND.inserter(after=Lanes, ...)`",
+        )
 
     def state_dict(self) -> dict:
         "All that is needed to resume training."

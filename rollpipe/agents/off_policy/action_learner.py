@@ -15,7 +15,11 @@ from typing import Any
 import torch
 
 import rollpipe.ranks as ranks
-from .action_losses import action_value_loss, deterministic_policy_loss, smoothed_target
+from rollpipe.agents.off_policy.action_losses import (
+    action_value_loss,
+    deterministic_policy_loss,
+    smoothed_target,
+)
 from .action_losses import soft_policy_loss, soft_target, temperature_loss
 from .replay_learner import ReplayLearner
 from ..critics import check_apart
@@ -30,7 +34,8 @@ from ...pipes.data.errors import DataError
 from ...pipes.replay.memory import ReplayMemory, Sample
 
 # %% ../../../nbs/agents/16_off_policy/03_action_learner.ipynb #c9810b85
-def _adam(params, lr): return Adam([p for p in params if p.requires_grad], lr=lr, fused=True)
+def _adam(params, lr):
+    return Adam([p for p in params if p.requires_grad], lr=lr, fused=True)
 
 
 class ActionLearner(ReplayLearner, ByAdam):
@@ -44,31 +49,43 @@ class ActionLearner(ReplayLearner, ByAdam):
         tau: fraction of the way that the target networks move each time
         random_steps: environment steps with random actions, before the policy acts
     """
+
     critic: Any = field(kw_only=False, repr=False)
     tau: float = number(0.005, 0, 1, changes=True)
     random_steps: int = number(1000)
     max_grad_norm: float | None = None
     decay_steps: int = not_offered(0)
-    policy_every = 1        # steps of the critic for each step of policy and target networks
-    eta = 0.9               # weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
-    actor_needs = ('is_random',)
-    keeps = (*ReplayLearner.keeps, 'descents')
-    joins_ranks = True      # see `ranks.distributed`
+    policy_every = 1  # steps of the critic for each step of policy and target networks
+    eta = 0.9  # weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
+    actor_needs = ("is_random",)
+    keeps = (*ReplayLearner.keeps, "descents")
+    joins_ranks = True  # see `ranks.distributed`
 
     def __post_init__(self):
         super().__post_init__()
         if self.critic is None or isinstance(self.critic, Critic):
-            raise DataError(f"{type(self).__name__} needs a critic of actions", leaf='critic', expected="an `ActionCritic`",
-                            got=type(self.critic).__name__)
+            raise DataError(
+                f"{type(self).__name__} needs a critic of actions",
+                leaf="critic",
+                expected="an `ActionCritic`",
+                got=type(self.critic).__name__,
+            )
         check_apart(self, self.actor, self.critic)
-        self.descents = dict(critic=_adam(self.critic.parameters(), self.lr_of_critic), policy=_adam(self.actor.parameters(), self.lr))
+        self.descents = dict(
+            critic=_adam(self.critic.parameters(), self.lr_of_critic),
+            policy=_adam(self.actor.parameters(), self.lr),
+        )
         self.make_target(self.critic)
         self.explore()
 
     def rates(self) -> list:
         "The groups of all descents. All but the critic have the policy's learning rate."
-        own = dict(critic='lr' if self.critic_lr is None else 'critic_lr')
-        return [(group, own.get(name, 'lr')) for name, x in self.descents.items() for group in x.param_groups]
+        own = dict(critic="lr" if self.critic_lr is None else "critic_lr")
+        return [
+            (group, own.get(name, "lr"))
+            for name, x in self.descents.items()
+            for group in x.param_groups
+        ]
 
     def explore(self) -> None:
         "Let the actor act at random for the first `random_steps` steps."
@@ -78,7 +95,14 @@ class ActionLearner(ReplayLearner, ByAdam):
         "The probability of a random action now."
         return dict(epsilon=float(self.actor.is_random))
 
-    def lower(self, name: str, loss: torch.Tensor, of: str, metrics: dict | None = None, n: int | torch.Tensor | None = None) -> dict:
+    def lower(
+        self,
+        name: str,
+        loss: torch.Tensor,
+        of: str,
+        metrics: dict | None = None,
+        n: int | torch.Tensor | None = None,
+    ) -> dict:
         """Lower a loss by one step of one optimiser, which changes its own network only, whatever else the loss depends on.
 
         Args:
@@ -88,8 +112,9 @@ class ActionLearner(ReplayLearner, ByAdam):
             metrics: see `descend`
             n: see `descend`
         """
-        optimizer, limit = self.descents[name], None if name == 'temperature' else self.max_grad_norm
-        params = [p for group in optimizer.param_groups for p in group['params']]
+        optimizer = self.descents[name]
+        limit = None if name == "temperature" else self.max_grad_norm
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         return descend(params, optimizer, limit, loss, of, metrics, n)
 
     def copy_buffers(self) -> None:
@@ -122,15 +147,19 @@ class ActionLearner(ReplayLearner, ByAdam):
         "Improve the critic, and every `policy_every` steps policy and targets. Errors become priorities. Returns metrics, some as tensors."
         fragment, weight, index = sample
         self.check_length(fragment.n_steps)
-        if nested.leaves(fragment.hx): raise DataError("actors with memory are not supported", pipe=self, leaf='hx', expected="()")
+        if nested.leaves(fragment.hx):
+            raise DataError(
+                "actors with memory are not supported", pipe=self, leaf="hx", expected="()"
+            )
         loss, metrics, errors = self.critic_loss(fragment, weight)
-        metrics = self.lower('critic', loss, 'loss_value', metrics, fragment.valid.sum())
-        metrics['grad_norm_critic'] = metrics.pop('grad_norm')
+        metrics = self.lower("critic", loss, "loss_value", metrics, fragment.valid.sum())
+        metrics["grad_norm_critic"] = metrics.pop("grad_norm")
         self.gradient_steps += 1
         if self.gradient_steps % self.policy_every == 0:
             metrics |= self.improve_policy(fragment)
             self.move_targets()
-        if not getattr(memory, 'prioritized', False): return metrics
+        if not getattr(memory, "prioritized", False):
+            return metrics
         memory.prioritize(index, priorities(errors, fragment.valid, self.eta))
         return metrics | dict(weight_min=weight.min())
 
@@ -141,9 +170,10 @@ class DeterministicLearner(ActionLearner):
     Args:
         actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
     """
-    actor_needs = ('act', 'is_random')
-    actor_kind = 'a `rollpipe.layers.DeterministicPolicy`'
-    keeps = (*ActionLearner.keeps, 'target_actor')
+
+    actor_needs = ("act", "is_random")
+    actor_kind = "a `rollpipe.layers.DeterministicPolicy`"
+    keeps = (*ActionLearner.keeps, "target_actor")
 
     def __post_init__(self):
         super().__post_init__()
@@ -160,13 +190,19 @@ class DeterministicLearner(ActionLearner):
 
     def critic_target(self, fragment: Fragment) -> torch.Tensor:
         "See `smoothed_target`."
-        return smoothed_target(fragment, self.target_actor, self.target, self.shift(fragment), gamma=self.gamma,
-                               n_steps=self.multi_step)
+        return smoothed_target(
+            fragment,
+            self.target_actor,
+            self.target,
+            self.shift(fragment),
+            gamma=self.gamma,
+            n_steps=self.multi_step,
+        )
 
     def improve_policy(self, fragment: Fragment) -> dict:
         "A step of the policy, see `deterministic_policy_loss`."
         loss, metrics = deterministic_policy_loss(fragment, self.actor, self.critic)
-        return self.lower('policy', loss, 'loss_policy', metrics, fragment.valid.sum())
+        return self.lower("policy", loss, "loss_policy", metrics, fragment.valid.sum())
 
     def move_targets(self) -> None:
         "Move the target networks of critic and policy."
@@ -182,13 +218,16 @@ class SmoothedLearner(DeterministicLearner):
         smoothing_limit: greatest noise of the target's actions; 1 is half the range of the action
         policy_every: steps of the critic for each step of policy and target networks
     """
+
     smoothing: float = number(0.2, changes=True)
     smoothing_limit: float = number(0.5, 0, inf, changes=True)
     policy_every: int = integer(2)
 
     def shift(self, fragment: Fragment) -> torch.Tensor:
         "Clipped noise `[T, B, ...]` for the target's actions."
-        return (self.smoothing * self.noise(fragment)).clamp(-self.smoothing_limit, self.smoothing_limit)
+        return (self.smoothing * self.noise(fragment)).clamp(
+            -self.smoothing_limit, self.smoothing_limit
+        )
 
 # %% ../../../nbs/agents/16_off_policy/03_action_learner.ipynb #b7c932c0
 class SoftLearner(ActionLearner):
@@ -200,25 +239,44 @@ class SoftLearner(ActionLearner):
         first_temperature: the temperature at the beginning, if it is learnt
         target_entropy: target of the entropy, for actions within -1 and 1; None: minus the number of dimensions
     """
+
     temperature: float | None = number(None)
     first_temperature: float = 1.0
     target_entropy: float | None = number(None, -float_info.max)
-    actor_needs = ('sample', 'is_random')
-    actor_kind = 'a `rollpipe.layers.SquashedPolicy`'
-    keeps = (*ActionLearner.keeps, 'log_temperature')       # a fixed temperature is `fixed`, which is an option
+    actor_needs = ("sample", "is_random")
+    actor_kind = "a `rollpipe.layers.SquashedPolicy`"
+    keeps = (
+        *ActionLearner.keeps,
+        "log_temperature",
+    )  # a fixed temperature is `fixed`, which is an option
 
     def __post_init__(self):
         super().__post_init__()
         if None not in (self.temperature, self.target_entropy):
-            raise DataError("a temperature that is given has no target", pipe=self, leaf='target_entropy', got=str(self.target_entropy),
-                            expected="None, or temperature=None")
-        if self.temperature is None: check_range(self, 1e-9, first_temperature=self.first_temperature)      # its logarithm is learnt
-        start, box = self.first_temperature if self.temperature is None else self.temperature, self.actor.box
-        self.wanted_entropy = -float(box.center.numel()) if self.target_entropy is None else self.target_entropy
-        self.is_fixed, device = self.temperature is not None, box.center.device
+            raise DataError(
+                "a temperature that is given has no target",
+                pipe=self,
+                leaf="target_entropy",
+                got=str(self.target_entropy),
+                expected="None, or temperature=None",
+            )
+        if self.temperature is None:
+            check_range(
+                self, 1e-9, first_temperature=self.first_temperature
+            )  # its logarithm is learnt
+        start = self.first_temperature if self.temperature is None else self.temperature
+        box = self.actor.box
+        self.wanted_entropy = (
+            -float(box.center.numel()) if self.target_entropy is None else self.target_entropy
+        )
+        self.is_fixed = self.temperature is not None
+        device = box.center.device
         self.fixed = torch.tensor(float(start)).to(device)
-        self.log_temperature = torch.tensor(log(max(start, 1e-9))).to(device).requires_grad_(not self.is_fixed)
-        if not self.is_fixed: self.descents['temperature'] = _adam([self.log_temperature], self.lr)
+        self.log_temperature = (
+            torch.tensor(log(max(start, 1e-9))).to(device).requires_grad_(not self.is_fixed)
+        )
+        if not self.is_fixed:
+            self.descents["temperature"] = _adam([self.log_temperature], self.lr)
 
     @property
     def entropy_weight(self) -> torch.Tensor:
@@ -227,16 +285,28 @@ class SoftLearner(ActionLearner):
 
     def critic_target(self, fragment: Fragment) -> torch.Tensor:
         "See `soft_target`."
-        return soft_target(fragment, self.actor, self.target, self.noise(fragment), self.entropy_weight, gamma=self.gamma,
-                           n_steps=self.multi_step)
+        return soft_target(
+            fragment,
+            self.actor,
+            self.target,
+            self.noise(fragment),
+            self.entropy_weight,
+            gamma=self.gamma,
+            n_steps=self.multi_step,
+        )
 
     def improve_policy(self, fragment: Fragment) -> dict:
         "Take a step of the policy, then a step of the temperature."
-        temperature, n = self.entropy_weight, fragment.valid.sum()
-        loss, metrics = soft_policy_loss(fragment, self.actor, self.critic, self.noise(fragment), temperature)
-        entropy = metrics['entropy'] - self.actor.box.log_volume
-        metrics = self.lower('policy', loss, 'loss_policy', metrics | dict(temperature=temperature), n)
+        temperature = self.entropy_weight
+        n = fragment.valid.sum()
+        loss, metrics = soft_policy_loss(
+            fragment, self.actor, self.critic, self.noise(fragment), temperature
+        )
+        entropy = metrics["entropy"] - self.actor.box.log_volume
+        metrics = self.lower(
+            "policy", loss, "loss_policy", metrics | dict(temperature=temperature), n
+        )
         if not self.is_fixed:
             loss = temperature_loss(self.log_temperature, entropy, self.wanted_entropy)
-            self.lower('temperature', loss, 'temperature', n=n)
+            self.lower("temperature", loss, "temperature", n=n)
         return metrics

@@ -29,8 +29,16 @@ def reached(fragment: Fragment) -> Any:
 
 # %% ../../../nbs/agents/16_off_policy/02_action_losses.ipynb #34039091
 @torch.no_grad()
-def soft_target(fragment: Fragment, actor: Any, target: Any, noise: Tensor, temperature: Tensor | float, *, gamma: float = 0.99,
-                n_steps: int = 1) -> Tensor:
+def soft_target(
+    fragment: Fragment,
+    actor: Any,
+    target: Any,
+    noise: Tensor,
+    temperature: Tensor | float,
+    *,
+    gamma: float = 0.99,
+    n_steps: int = 1,
+) -> Tensor:
     """Targets `[T, B]` of soft action values. The entropy is that of actions scaled to -1 and 1, so that units do not matter.
 
     Source: Haarnoja et al. 2018, *Soft actor-critic algorithms and applications*, https://arxiv.org/abs/1812.05905
@@ -46,12 +54,25 @@ def soft_target(fragment: Fragment, actor: Any, target: Any, noise: Tensor, temp
     """
     obs = reached(fragment)
     act, logp = actor.sample(obs, noise)
-    return td_targets(fragment, target(obs, act).amin(0), gamma, n_steps, -temperature * (logp + actor.box.log_volume))
+    return td_targets(
+        fragment,
+        target(obs, act).amin(0),
+        gamma,
+        n_steps,
+        -temperature * (logp + actor.box.log_volume),
+    )
 
 
 @torch.no_grad()
-def smoothed_target(fragment: Fragment, actor: Any, target: Any, shift: Tensor | None = None, *, gamma: float = 0.99,
-                    n_steps: int = 1) -> Tensor:
+def smoothed_target(
+    fragment: Fragment,
+    actor: Any,
+    target: Any,
+    shift: Tensor | None = None,
+    *,
+    gamma: float = 0.99,
+    n_steps: int = 1,
+) -> Tensor:
     """Targets `[T, B]` of action values of a deterministic policy.
 
     Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*, https://arxiv.org/abs/1802.09477
@@ -71,12 +92,14 @@ def smoothed_target(fragment: Fragment, actor: Any, target: Any, shift: Tensor |
 def taken(fragment: Fragment) -> tuple:
     "Observations and actions of the steps, `[T, B, ...]`. Rows that are not valid get those of a valid row."
     state = fill_invalid(fragment).state
-    return nested.as_seen(nested.getitem(state.obs, slice(None, -1))), nested.getitem(state.act, slice(1, None))
+    return nested.as_seen(nested.getitem(state.obs, slice(None, -1))), nested.getitem(
+        state.act, slice(1, None)
+    )
 
 
 def first_value(critic: Any, obs: Any, act: Tensor) -> Tensor:
     "The first of the values of `critic(obs, act)`, `[T, B]`, by its method `first_value` if it has one."
-    return critic.first_value(obs, act) if hasattr(critic, 'first_value') else critic(obs, act)[0]
+    return critic.first_value(obs, act) if hasattr(critic, "first_value") else critic(obs, act)[0]
 
 
 def mean_size(value: Tensor) -> Tensor:
@@ -84,7 +107,8 @@ def mean_size(value: Tensor) -> Tensor:
     return ranks.mean_of_all(value.detach().abs().mean(), len(value))[0]
 
 
-def _mean(x, valid, n): return x.masked_fill(~valid, 0.).sum() / n
+def _mean(x, valid, n):
+    return x.masked_fill(~valid, 0.0).sum() / n
 
 
 def check_values(x: Tensor, valid: Tensor, leaf: str, many: bool = False) -> Tensor:
@@ -96,12 +120,19 @@ def check_values(x: Tensor, valid: Tensor, leaf: str, many: bool = False) -> Ten
         leaf: name of the values
         many: they are those of several critics, [k, T, B]
     """
-    if x.ndim == valid.ndim + many and x.shape[many:] == valid.shape: return x
-    raise DataError("critic: wrong shape", leaf=leaf, expected=f"{'[k, T, B]' if many else '[T, B]'} with [T, B] = {list(valid.shape)}",
-                    got=describe(x))
+    if x.ndim == valid.ndim + many and x.shape[many:] == valid.shape:
+        return x
+    raise DataError(
+        "critic: wrong shape",
+        leaf=leaf,
+        expected=f"{'[k, T, B]' if many else '[T, B]'} with [T, B] = {list(valid.shape)}",
+        got=describe(x),
+    )
 
 
-def action_value_loss(fragment: Fragment, critic: Any, target: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict, Tensor]:
+def action_value_loss(
+    fragment: Fragment, critic: Any, target: Tensor, weight: Tensor | None = None
+) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: half the sum over the critics of `mean[weight (target - Q)²]` over valid rows.
 
     The errors `[T, B]` are the means of `|target - Q|` over the critics, and 0 where a row is not valid. Raises `DataError` if
@@ -115,20 +146,31 @@ def action_value_loss(fragment: Fragment, critic: Any, target: Tensor, weight: T
     """
     valid = fragment.valid
     if weight is not None and weight.shape not in (valid.shape, valid.shape[1:]):
-        raise DataError("action_value_loss: wrong shape", leaf='weight', got=describe(weight),
-                        expected=f"[B] or [T, B] = {list(valid.shape)}")
-    q = check_values(critic(*taken(fragment)), valid, 'Q(s, a)', many=True)
-    error, n = (check_values(target, valid, 'target') - q).masked_fill(~valid, 0.), valid.sum()
+        raise DataError(
+            "action_value_loss: wrong shape",
+            leaf="weight",
+            got=describe(weight),
+            expected=f"[B] or [T, B] = {list(valid.shape)}",
+        )
+    q = check_values(critic(*taken(fragment)), valid, "Q(s, a)", many=True)
+    error = (check_values(target, valid, "target") - q).masked_fill(~valid, 0.0)
+    n = valid.sum()
     square = error.square() if weight is None else weight * error.square()
     loss = 0.5 * square.sum() / n
     with torch.no_grad():
         size = error.abs().mean(0)
-        metrics = dict(loss_value=2 * loss / len(q), q_mean=_mean(q.mean(0), valid, n), q_target=_mean(target, valid, n),
-                       td_error=size.sum() / n)
+        metrics = dict(
+            loss_value=2 * loss / len(q),
+            q_mean=_mean(q.mean(0), valid, n),
+            q_target=_mean(target, valid, n),
+            td_error=size.sum() / n,
+        )
     return loss, metrics, size.detach()
 
 
-def soft_policy_loss(fragment: Fragment, actor: Any, critic: Any, noise: Tensor, temperature: Tensor | float) -> tuple[Tensor, dict]:
+def soft_policy_loss(
+    fragment: Fragment, actor: Any, critic: Any, noise: Tensor, temperature: Tensor | float
+) -> tuple[Tensor, dict]:
     """`(loss, metrics)`: `mean[temperature log pi - min Q]` over valid rows. The metric `entropy` is estimated from these actions.
 
     Args:
@@ -138,8 +180,10 @@ def soft_policy_loss(fragment: Fragment, actor: Any, critic: Any, noise: Tensor,
         noise: standard normal, for the actions [T, B, ...]
         temperature: weight of the entropy, relative to the reward
     """
-    valid, obs = fragment.valid, taken(fragment)[0]
-    n, (act, logp) = valid.sum(), actor.sample(obs, noise)
+    valid = fragment.valid
+    obs = taken(fragment)[0]
+    n = valid.sum()
+    (act, logp) = actor.sample(obs, noise)
     loss = _mean(temperature * (logp + actor.box.log_volume) - critic(obs, act).amin(0), valid, n)
     return loss, dict(loss_policy=loss.detach(), entropy=_mean(-logp.detach(), valid, n))
 
@@ -152,7 +196,8 @@ def deterministic_policy_loss(fragment: Fragment, actor: Any, critic: Any) -> tu
         actor: `act(obs) -> [T, B, ...]`, see `DeterministicPolicy`
         critic: `critic(obs, act) -> [k, T, B]`; only the first value is used, from `first_value(obs, act)` if the critic has it
     """
-    valid, obs = fragment.valid, taken(fragment)[0]
+    valid = fragment.valid
+    obs = taken(fragment)[0]
     loss = -_mean(first_value(critic, obs, actor.act(obs)), valid, valid.sum())
     return loss, dict(loss_policy=loss.detach())
 

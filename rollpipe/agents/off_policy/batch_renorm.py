@@ -34,24 +34,44 @@ class BatchRenorm(nn.Module):
         d_max: greatest difference of their means, in deviations
         warm_up: number of batches that are normalised by their own moments
     """
-    averaged = 'mean', 'var'       # they belong to the weights, so an average of networks averages them, too
+
+    averaged = (
+        "mean",
+        "var",
+    )  # they belong to the weights, so an average of networks averages them, too
     mean: Tensor
     var: Tensor
     n_batches: Tensor
 
-    def __init__(self, shape: int | tuple, momentum: float = 0.99, eps: float = 1e-3, r_max: float = 3., d_max: float = 5.,
-                 warm_up: int = 100_000):
+    def __init__(
+        self,
+        shape: int | tuple,
+        momentum: float = 0.99,
+        eps: float = 1e-3,
+        r_max: float = 3.0,
+        d_max: float = 5.0,
+        warm_up: int = 100_000,
+    ):
         super().__init__()
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self.momentum, self.eps, self.r_max, self.d_max, self.warm_up, self.learns = momentum, eps, r_max, d_max, warm_up, False
-        self.weight, self.bias = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.zeros(shape))
-        self.register_buffer('mean', torch.zeros(shape))
-        self.register_buffer('var', torch.ones(shape))
-        self.register_buffer('n_batches', torch.zeros((), dtype=torch.int64))
+        self.momentum = momentum
+        self.eps = eps
+        self.r_max = r_max
+        self.d_max = d_max
+        self.warm_up = warm_up
+        self.learns = False
+        self.weight = nn.Parameter(torch.ones(shape))
+        self.bias = nn.Parameter(torch.zeros(shape))
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("n_batches", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.learns: return torch.addcmul(self.bias, x - self.mean, self.weight * (self.var + self.eps).rsqrt())
-        n = x.numel() // max(self.mean.numel(), 1)     # an observation may have no number
+        if not self.learns:
+            return torch.addcmul(
+                self.bias, x - self.mean, self.weight * (self.var + self.eps).rsqrt()
+            )
+        n = x.numel() // max(self.mean.numel(), 1)  # an observation may have no number
         mean = x.sum_to_size(self.mean.shape) / n
         centred = x - mean
         var = centred.square().sum_to_size(self.mean.shape) / n
@@ -61,9 +81,12 @@ class BatchRenorm(nn.Module):
         return torch.addcmul(self.bias, centred / std * r + d, self.weight)
 
     def _correction(self, mean, std):
-        if self.n_batches < self.warm_up: return 1., 0.
+        if self.n_batches < self.warm_up:
+            return 1.0, 0.0
         past = (self.var + self.eps).sqrt()
-        return (std / past).clamp(1 / self.r_max, self.r_max), ((mean - self.mean) / past).clamp(-self.d_max, self.d_max)
+        return (std / past).clamp(1 / self.r_max, self.r_max), ((mean - self.mean) / past).clamp(
+            -self.d_max, self.d_max
+        )
 
     @torch.no_grad()
     def _remember(self, mean, var):
@@ -74,48 +97,68 @@ class BatchRenorm(nn.Module):
 # %% ../../../nbs/agents/16_off_policy/11_batch_renorm.ipynb #6eb3e884
 class RenormMLP(MLP):
     "An `MLP` with `BatchRenorm` before its first hidden layer and after each hidden activation."
-    def __init__(self, n_in: int, hidden: tuple = (64, 64), n_out: int | None = None, activation: str | type = 'relu', gain: float = 1.0):
+
+    def __init__(
+        self,
+        n_in: int,
+        hidden: tuple = (64, 64),
+        n_out: int | None = None,
+        activation: str | type = "relu",
+        gain: float = 1.0,
+    ):
         super().__init__(n_in, hidden, n_out, activation, gain)
         self.norms = nn.ModuleList(map(BatchRenorm, [n_in, *hidden]))
 
     def forward(self, x: Tensor) -> Tensor:
         first, *norms = self.norms
         x = first(x)
-        for layer, norm in zip(self.hidden, norms): x = norm(self.activation(linear(layer, x)))  # pyright: ignore[reportArgumentType]
+        for layer, norm in zip(self.hidden, norms):
+            x = norm(self.activation(linear(layer, x)))  # pyright: ignore[reportArgumentType]
         return x if self.last is None else linear(self.last, x)
 
 
 class StackedRenormMLP(StackedMLP):
     "A `StackedMLP` with `BatchRenorm` before each layer. It always computes all of its perceptrons."
-    def __init__(self, k: int, n_in: int, hidden: tuple, n_out: int, activation: str | type = 'relu'):
+
+    def __init__(
+        self, k: int, n_in: int, hidden: tuple, n_out: int, activation: str | type = "relu"
+    ):
         super().__init__(k, n_in, hidden, n_out, activation)
         self.norms = nn.ModuleList(BatchRenorm((k, 1, n)) for n in (n_in, *hidden))
 
     def forward(self, x: Tensor, n: int | None = None) -> Tensor:
-        layers, x = zip(self.norms, self.weights, self.biases), x.expand(self.k, *x.shape)
-        for i, (norm, weight, bias) in enumerate(layers): x = torch.baddbmm(bias, norm(self.activation(x) if i else x), weight)
+        layers = zip(self.norms, self.weights, self.biases)
+        x = x.expand(self.k, *x.shape)
+        for i, (norm, weight, bias) in enumerate(layers):
+            x = torch.baddbmm(bias, norm(self.activation(x) if i else x), weight)
         return x[:n]
 
 
 class Renormed:
     "Mixin of networks with `BatchRenorm`."
+
     @contextmanager
     def by_batch(self: Any) -> Iterator[None]:
         "In this context, each `BatchRenorm` normalises by the batch, and moves its running moments."
         norms = [part for part in self.modules() if isinstance(part, BatchRenorm)]
-        for norm in norms: norm.learns = True
-        try: yield
+        for norm in norms:
+            norm.learns = True
+        try:
+            yield
         finally:
-            for norm in norms: norm.learns = False
+            for norm in norms:
+                norm.learns = False
 
 
 @takes(SquashedPolicy)
 class RenormPolicy(Renormed, SquashedPolicy):
     "A `SquashedPolicy` whose hidden layers have `BatchRenorm`, as CrossQ learns it."
+
     perceptron = RenormMLP
 
 
 @takes(ActionCritic)
 class RenormCritic(Renormed, ActionCritic):
     "An `ActionCritic` whose layers have `BatchRenorm`, as CrossQ learns it."
+
     perceptron = StackedRenormMLP

@@ -30,24 +30,31 @@ class CrossQ(SoftLearner):
         policy_every: steps of the critic for each step of the policy
         beta1: weight of the past in Adam's mean of the gradients of policy and critic
     """
+
     lr: float = 1e-3
     policy_every: int = integer(3)
     beta1: float = number(0.5, 0, 0.999)
-    tau: float = not_offered(0.)
-    actor_needs = ('sample', 'is_random', 'by_batch')
-    actor_kind = 'a `rollpipe.agents.off_policy.batch_renorm.RenormPolicy`'
-    joins_ranks = False     # the moments of a batch would be those of one rank
+    tau: float = not_offered(0.0)
+    actor_needs = ("sample", "is_random", "by_batch")
+    actor_kind = "a `rollpipe.agents.off_policy.batch_renorm.RenormPolicy`"
+    joins_ranks = False  # the moments of a batch would be those of one rank
 
     def __post_init__(self):
         super().__post_init__()
-        if not hasattr(self.critic, 'by_batch'):
-            raise DataError("CrossQ needs batch renormalisation", leaf='critic', expected="a `RenormCritic`", got=describe(self.critic))
+        if not hasattr(self.critic, "by_batch"):
+            raise DataError(
+                "CrossQ needs batch renormalisation",
+                leaf="critic",
+                expected="a `RenormCritic`",
+                got=describe(self.critic),
+            )
         self.set_betas()
 
     def set_betas(self) -> None:
         "Give `beta1` to the optimisers of policy and critic."
-        for name in ('critic', 'policy'):
-            for group in self.descents[name].param_groups: group['betas'] = self.beta1, group['betas'][1]
+        for name in ("critic", "policy"):
+            for group in self.descents[name].param_groups:
+                group["betas"] = self.beta1, group["betas"][1]
 
     def load_state_dict(self, state: dict) -> None:
         "As `ScheduledLearner.load_state_dict`; `beta1` is an option, too."
@@ -64,20 +71,34 @@ class CrossQ(SoftLearner):
     def critic_loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "As `action_value_loss`, with soft targets from the same batch of the critic as the values."
         obs = nested.as_seen(observations_reached(fragment))
-        with torch.no_grad(): act, logp = self.actor.sample(obs, self.noise(fragment))
-        valid = fragment.valid      # other rows are no part of the moments, and neither is a first observation of the next episode
+        with torch.no_grad():
+            act, logp = self.actor.sample(obs, self.noise(fragment))
+        valid = fragment.valid  # other rows are no part of the moments, and neither is a first observation of the next episode
         known = valid & ~(fragment.state.fin[1:] & (final_numbers(fragment) < 0))
-        pairs = nested.map(lambda x, y: torch.cat([x[valid], y[known]]), taken(fragment), (obs, act))
-        with self.critic.by_batch(): both = self.critic(*pairs)
-        def spread(x, where): return x.new_zeros(len(x), *where.shape).masked_scatter(where, x)
+        pairs = nested.map(
+            lambda x, y: torch.cat([x[valid], y[known]]), taken(fragment), (obs, act)
+        )
+        with self.critic.by_batch():
+            both = self.critic(*pairs)
+
+        def spread(x, where):
+            return x.new_zeros(len(x), *where.shape).masked_scatter(where, x)
+
         n = int(valid.sum())
-        q, q_next = spread(both[:, :n], valid), spread(both[:, n:], known)
-        target = td_targets(fragment, q_next.detach().amin(0), self.gamma, self.multi_step,
-                            -self.entropy_weight * (logp + self.actor.box.log_volume))
+        q = spread(both[:, :n], valid)
+        q_next = spread(both[:, n:], known)
+        target = td_targets(
+            fragment,
+            q_next.detach().amin(0),
+            self.gamma,
+            self.multi_step,
+            -self.entropy_weight * (logp + self.actor.box.log_volume),
+        )
         return action_value_loss(fragment, lambda *_: q, target, weight)
 
     def improve_policy(self, fragment: Fragment) -> dict:
         "As `SoftLearner.improve_policy`; the policy normalises by the batch, and the critic by its running moments."
         valid = fragment.valid
         steps = fragment if valid.all() else transitions(fragment, valid.flatten().nonzero()[:, 0])
-        with self.actor.by_batch(): return super().improve_policy(steps)
+        with self.actor.by_batch():
+            return super().improve_policy(steps)

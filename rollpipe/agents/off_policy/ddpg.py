@@ -18,4 +18,5 @@ class DDPG(DeterministicLearner):
         critic: an `ActionCritic` with `n_critics=1`; of several values, the smallest is the target, as in TD3
         tau: fraction of the way that the target networks move after each step
     """
+
     lr: float = 1e-3

@@ -35,6 +35,7 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
         tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies, see `target_every`
         eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
     """
+
     double: bool = flag(True)
     burn_in: int = integer(0, 0)
     target_every: int = integer(200)
@@ -44,9 +45,9 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
     max_grad_norm: float | None = 10.0
     critic: Any = not_offered(None)
     critic_lr: float | None = not_offered(None)
-    actor_needs = ('values', 'epsilon')
-    actor_kind = 'a `rollpipe.layers.QPolicy`'
-    joins_ranks = True      # see `ranks.distributed`
+    actor_needs = ("values", "epsilon")
+    actor_kind = "a `rollpipe.layers.QPolicy`"
+    joins_ranks = True  # see `ranks.distributed`
 
     def __post_init__(self):
         super().__post_init__()
@@ -56,18 +57,25 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
     @property
     def td_options(self) -> dict[str, Any]:
         "Present options for `td_loss`."
-        return dict(gamma=self.gamma, double=self.double, n_steps=self.multi_step, burn_in=self.burn_in)
+        return dict(
+            gamma=self.gamma, double=self.double, n_steps=self.multi_step, burn_in=self.burn_in
+        )
 
     def count_step(self) -> None:
         "Count a step of the optimiser, and update the target network when it is due."
         self.gradient_steps += 1
-        if self.tau is None and self.gradient_steps % self.target_every: return
-        update_target(self.target, self.actor, 1. if self.tau is None else self.tau)
+        if self.tau is None and self.gradient_steps % self.target_every:
+            return
+        update_target(self.target, self.actor, 1.0 if self.tau is None else self.tau)
         self.target_updates += 1
 
     def least_lengths(self) -> dict[str, int]:
         "As `ReplayLearner.least_lengths`. The rewards that are summed come after the first `burn_in` steps."
-        return {'burn_in + multi_step': self.burn_in + self.multi_step} if self.burn_in else super().least_lengths()
+        return (
+            {"burn_in + multi_step": self.burn_in + self.multi_step}
+            if self.burn_in
+            else super().least_lengths()
+        )
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "`(loss, metrics, errors)`, see `td_loss`."
@@ -76,13 +84,16 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
         "One step of the optimiser from a `Sample`, whose TD errors become priorities; returns metrics, some of them tensors."
         fragment, weight, index = sample
-        if memory is not None and not (ranks.active() or fragment.valid[self.burn_in:].any()): return {}    # all rest after the burn-in
+        if memory is not None and not (ranks.active() or fragment.valid[self.burn_in :].any()):
+            return {}  # all rest after the burn-in
         self.check_length(fragment.n_steps)
-        if getattr(memory, 'zero_state', False) and nested.leaves(fragment.hx): check_segments(fragment)
+        if getattr(memory, "zero_state", False) and nested.leaves(fragment.hx):
+            check_segments(fragment)
         loss, metrics, errors = self.loss(fragment, weight)
         rows = slice(self.burn_in, None)
         metrics = self.step(loss, metrics=metrics, n=fragment.valid[rows].sum())
         self.count_step()
-        if not getattr(memory, 'prioritized', False): return metrics
+        if not getattr(memory, "prioritized", False):
+            return metrics
         memory.prioritize(index, priorities(errors[rows], fragment.valid[rows], self.eta))
         return metrics | dict(weight_min=weight.min())

@@ -24,11 +24,14 @@ class QRDQN(DeepQLearner):
         actor: a `QuantilePolicy`, or another actor with `quantiles`, `values` and `epsilon`
         huber: differences beyond this limit count linearly; 0: all count linearly
     """
+
     huber: float = number(1.0, 0, 1e6, changes=True)
     lr: float = 5e-4
-    actor_needs = ('values', 'quantiles', 'epsilon')
-    actor_kind = 'a `rollpipe.layers.QuantilePolicy`'
+    actor_needs = ("values", "quantiles", "epsilon")
+    actor_kind = "a `rollpipe.layers.QuantilePolicy`"
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "See `quantile_td`."
-        return quantile_td(fragment, self.actor, self.target, weight=weight, huber=self.huber, **self.td_options)
+        return quantile_td(
+            fragment, self.actor, self.target, weight=weight, huber=self.huber, **self.td_options
+        )

@@ -24,7 +24,7 @@ def levels(n: int, like: Tensor) -> Tensor:
         n: number of quantiles
         like: dtype and device of the result
     """
-    return (torch.arange(n, dtype=like.dtype, device=like.device) + .5) / n
+    return (torch.arange(n, dtype=like.dtype, device=like.device) + 0.5) / n
 
 # %% ../../../nbs/agents/16_off_policy/08_quantile_td.ipynb #d7c65834
 def quantile_penalty(goal: Tensor, value: Tensor, huber: float = 1.0) -> Tensor:
@@ -44,7 +44,9 @@ def quantile_penalty(goal: Tensor, value: Tensor, huber: float = 1.0) -> Tensor:
     return (slope * size).mean(-1).sum(-1)
 
 # %% ../../../nbs/agents/16_off_policy/08_quantile_td.ipynb #e53f8225
-def quantile_td(fragment: Fragment, actor: Any, target: Any = None, *, huber: float = 1.0, **options: Any) -> tuple[Tensor, dict, Tensor]:
+def quantile_td(
+    fragment: Fragment, actor: Any, target: Any = None, *, huber: float = 1.0, **options: Any
+) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)`: loss `mean[weightₜ quantile_penalty(Gₜ, θ(sₜ, aₜ))]` over valid rows, and errors `[T, B]` of the means.
 
         Gⱼₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ θ̂ⱼ(sₜ₊ₘ, a*),    a* = argmaxₐ meanⱼ θ̂ⱼ(sₜ₊ₘ, a),   or argmaxₐ meanⱼ θⱼ(sₜ₊ₘ, a) if `double`
@@ -60,5 +62,8 @@ def quantile_td(fragment: Fragment, actor: Any, target: Any = None, *, huber: fl
         huber: see `quantile_penalty`
         **options: gamma, double, n_steps, burn_in, weight, see `td_loss`
     """
-    def penalty(goal, value): return quantile_penalty(goal, value, huber)
-    return td_loss(fragment, actor, target, penalty, method='quantiles', **options)
+
+    def penalty(goal, value):
+        return quantile_penalty(goal, value, huber)
+
+    return td_loss(fragment, actor, target, penalty, method="quantiles", **options)

@@ -27,14 +27,20 @@ from ...pipes.replay.pipe import Replayed
 # %% ../../../nbs/agents/16_off_policy/01_replay_learner.ipynb #ec6c98e0
 class TimedIterator:
     "An iterator over `items` that measures the `seconds` spent waiting for them."
-    def __init__(self, items: Iterable): self.items, self.seconds = iter(items), 0.
 
-    def __iter__(self): return self
+    def __init__(self, items: Iterable):
+        self.items = iter(items)
+        self.seconds = 0.0
+
+    def __iter__(self):
+        return self
 
     def __next__(self):
         start = perf_counter()
-        try: return next(self.items)
-        finally: self.seconds += perf_counter() - start
+        try:
+            return next(self.items)
+        finally:
+            self.seconds += perf_counter() - start
 
 # %% ../../../nbs/agents/16_off_policy/01_replay_learner.ipynb #8dd9aed1
 class ReplayLearner(Discounted, Learner):
@@ -49,11 +55,12 @@ class ReplayLearner(Discounted, Learner):
         multi_step: number of rewards that are summed before a value; at most the length of the samples
         beta_steps: environment steps in which the memory's `beta` rises to 1; 0: it is 1; None: it stays constant
     """
+
     multi_step: int = integer(1)
     beta_steps: int | None = number(None)
     critic_epochs: int = not_offered(0)
-    keeps = (*Learner.keeps, 'target', 'gradient_steps', 'target_updates')
-    batch_needs = ()        # a fresh fragment needs no advantages, value targets and log-probabilities
+    keeps = (*Learner.keeps, "target", "gradient_steps", "target_updates")
+    batch_needs = ()  # a fresh fragment needs no advantages, value targets and log-probabilities
 
     def make_target(self, net: torch.nn.Module) -> None:
         "Make the target network, a copy of `net`, and set all counters to 0."
@@ -80,23 +87,44 @@ class ReplayLearner(Discounted, Learner):
         if not isinstance(batch, Replayed):
             check_item(batch, Fragment, self)
             batch = Replayed(batch, iter([Sample(batch, None, None)]), None)
-        fresh, memory, start = batch.fresh, batch.memory, perf_counter()
-        begun, exploration = self.begin(fresh, may_rest=memory is not None), self.exploration()
-        prioritized = getattr(memory, 'prioritized', False)
+        fresh = batch.fresh
+        memory = batch.memory
+        start = perf_counter()
+        begun = self.begin(fresh, may_rest=memory is not None)
+        exploration = self.exploration()
+        prioritized = getattr(memory, "prioritized", False)
         if prioritized and ranks.active():
-            raise DataError("several ranks cannot learn from memories with priorities", pipe=self, leaf='prioritized', expected="False",
-                            got="True")
-        if prioritized and self.beta_steps is not None: memory.beta = Schedule('linear', memory.first_beta, 1., self.beta_steps)(self.steps)
-        records, drawn, samples = [], 0, TimedIterator(batch.samples)
-        for sample in ranks.in_step(samples, 'samples'):
+            raise DataError(
+                "several ranks cannot learn from memories with priorities",
+                pipe=self,
+                leaf="prioritized",
+                expected="False",
+                got="True",
+            )
+        if prioritized and self.beta_steps is not None:
+            memory.beta = Schedule("linear", memory.first_beta, 1.0, self.beta_steps)(self.steps)
+        records = []
+        drawn = 0
+        samples = TimedIterator(batch.samples)
+        for sample in ranks.in_step(samples, "samples"):
             records.append(self.learn(sample, memory))
             drawn += sample.fragment.valid.sum()
-        n_fresh, n_kept, drawn = self.count(fresh), *map(int, ranks.totals(torch.tensor([len(memory or ()), int(drawn)]))[0])
-        if memory is not None: records.append(dict(replay_size=n_kept, replay_ratio=drawn / max(n_fresh, 1)))
-        if prioritized: records.append(dict(beta=memory.beta))
+        n_fresh, n_kept, drawn = (
+            self.count(fresh),
+            *map(int, ranks.totals(torch.tensor([len(memory or ()), int(drawn)]))[0]),
+        )
+        if memory is not None:
+            records.append(dict(replay_size=n_kept, replay_ratio=drawn / max(n_fresh, 1)))
+        if prioritized:
+            records.append(dict(beta=memory.beta))
         self.end()
-        return mean_metrics(records) | dict(begun, **exploration, target_updates=self.target_updates, seconds_sample=samples.seconds,
-                                            seconds_update=perf_counter() - start)
+        return mean_metrics(records) | dict(
+            begun,
+            **exploration,
+            target_updates=self.target_updates,
+            seconds_sample=samples.seconds,
+            seconds_update=perf_counter() - start,
+        )
 
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
         "The algorithm: learn from a `Sample`, and tell a prioritised memory the errors. Returns metrics, some of them tensors."
@@ -109,14 +137,19 @@ class ReplayLearner(Discounted, Learner):
     def check_length(self, length: int) -> None:
         "Raise `DataError` if samples of `length` steps are too short for an option."
         for name, least in self.least_lengths().items():
-            if length >= least: continue
-            raise DataError(f"{type(self).__name__}: samples are too short", got=f"{length} steps",
-                            expected=f"a memory with length >= {name} = {least}")
+            if length >= least:
+                continue
+            raise DataError(
+                f"{type(self).__name__}: samples are too short",
+                got=f"{length} steps",
+                expected=f"a memory with length >= {name} = {least}",
+            )
 
     def end(self) -> None:
         "As `Learner.end`. The average of the policy begins with the first step of the optimiser."
         super().end()
-        if self.average is not None and not self.gradient_steps: self.average.count.zero_()
+        if self.average is not None and not self.gradient_steps:
+            self.average.count.zero_()
 
     def count(self, fresh: Fragment) -> int:
         "Count an update and the steps of the fresh fragment, which drive exploration and the normalisers; returns their number."
@@ -126,6 +159,7 @@ class ReplayLearner(Discounted, Learner):
         if self.critic is not None:
             self.tell_critic(fresh)
             bump_version(self.critic)
-        if not self.target_updates: self.copy_buffers()
+        if not self.target_updates:
+            self.copy_buffers()
         bump_version(self.actor)
         return n

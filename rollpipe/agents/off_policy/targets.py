@@ -17,7 +17,8 @@ def update_buffers(target: torch.nn.Module, net: torch.nn.Module) -> None:
         target: changed in place
         net: module of the same structure
     """
-    if buffers := list(target.buffers()): torch._foreach_copy_(buffers, list(net.buffers()))
+    if buffers := list(target.buffers()):
+        torch._foreach_copy_(buffers, list(net.buffers()))
 
 
 @torch.no_grad()
@@ -31,6 +32,8 @@ def update_target(target: torch.nn.Module, net: torch.nn.Module, tau: float = 1.
     """
     mine: list[torch.Tensor] = list(target.parameters())
     others = [p.detach() for p in net.parameters()]
-    if tau < 1: torch._foreach_lerp_(mine, others, tau)
-    else: torch._foreach_copy_(mine, others)
+    if tau < 1:
+        torch._foreach_lerp_(mine, others, tau)
+    else:
+        torch._foreach_copy_(mine, others)
     update_buffers(target, net)

@@ -14,4 +14,5 @@ class TD3(SmoothedLearner):
 
     Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*, https://arxiv.org/abs/1802.09477
     """
+
     lr: float = 1e-3

@@ -27,9 +27,11 @@ def cloning_loss(fragment: Fragment, actor: Any) -> tuple[torch.Tensor, dict]:
             another recurrent actor
         actor: a `Policy`: it has `replay(fragment) -> dict(dist, logp)` and `dist`
     """
-    info, valid = replay_recorded(fragment, actor), fragment.valid
-    loss = -info['logp'][valid].mean()
-    with torch.no_grad(): entropy = actor.dist.entropy(info['dist'])[valid].mean()
+    info = replay_recorded(fragment, actor)
+    valid = fragment.valid
+    loss = -info["logp"][valid].mean()
+    with torch.no_grad():
+        entropy = actor.dist.entropy(info["dist"])[valid].mean()
     return loss, dict(loss=loss.detach(), entropy=entropy)
 
 # %% ../../../nbs/agents/26_offline/00_bc.ipynb #553d21a5
@@ -42,12 +44,13 @@ class BC(GradientLearner):
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
     """
+
     lr: float = 1e-3
     max_grad_norm: float | None = None
     critic: Any = not_offered(None)
     critic_lr: float | None = not_offered(None)
     critic_epochs: int = not_offered(0)
-    joins_ranks = True      # see `ranks.distributed`
+    joins_ranks = True  # see `ranks.distributed`
     batch_needs = ()
 
     def improve(self, batch: Fragment) -> dict:

@@ -34,7 +34,9 @@ def expectile_penalty(error: Tensor, level: float) -> Tensor:
     return torch.where(error < 0, 1 - level, level) * error.square()
 
 
-def state_value_loss(fragment: Fragment, critic: Any, target: Any, level: float, weight: Tensor | None = None) -> tuple[Tensor, dict]:
+def state_value_loss(
+    fragment: Fragment, critic: Any, target: Any, level: float, weight: Tensor | None = None
+) -> tuple[Tensor, dict]:
     """`(loss, metrics)`: `mean[weight * expectile_penalty(min Q(s, a) - V(s))]` over valid rows, with gradients for `V` alone.
 
     Args:
@@ -45,14 +47,18 @@ def state_value_loss(fragment: Fragment, critic: Any, target: Any, level: float,
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
     """
     obs, act = taken(fragment)
-    with torch.no_grad(): q = target(obs, act).amin(0)
-    value, valid = check_values(critic.value(obs), fragment.valid, 'V(s)'), fragment.valid
+    with torch.no_grad():
+        q = target(obs, act).amin(0)
+    value = check_values(critic.value(obs), fragment.valid, "V(s)")
+    valid = fragment.valid
     penalty = expectile_penalty(q - value, level)
     loss = (penalty if weight is None else weight * penalty)[valid].mean()
     return loss, dict(loss_expectile=loss.detach(), value_mean=value.detach()[valid].mean())
 
 
-def weighted_cloning_loss(fragment: Fragment, actor: Any, critic: Any, target: Any, beta: float, max_weight: float) -> tuple[Tensor, dict]:
+def weighted_cloning_loss(
+    fragment: Fragment, actor: Any, critic: Any, target: Any, beta: float, max_weight: float
+) -> tuple[Tensor, dict]:
     """`(loss, metrics)`: `-mean[min(exp(beta * A), max_weight) log pi(a|s)]` over valid rows, where `A = min Q(s, a) - V(s)`.
 
     Args:
@@ -63,11 +69,12 @@ def weighted_cloning_loss(fragment: Fragment, actor: Any, critic: Any, target: A
         beta: inverse temperature, per unit of the return
         max_weight: greatest weight
     """
-    (obs, act), valid = taken(fragment), fragment.valid
+    (obs, act) = taken(fragment)
+    valid = fragment.valid
     with torch.no_grad():
-        adv = (target(obs, act).amin(0) - check_values(critic.value(obs), valid, 'V(s)'))[valid]
+        adv = (target(obs, act).amin(0) - check_values(critic.value(obs), valid, "V(s)"))[valid]
         weight = (beta * adv).exp().clamp(max=max_weight)
-    loss = -(weight * replay_recorded(fragment, actor)['logp'][valid]).mean()
+    loss = -(weight * replay_recorded(fragment, actor)["logp"][valid]).mean()
     return loss, dict(loss_policy=loss.detach(), adv_mean=adv.mean(), adv_weight=weight.mean())
 
 # %% ../../../nbs/agents/26_offline/01_iql.ipynb #eecbaa31
@@ -84,18 +91,24 @@ class IQL(ActionLearner):
         max_weight: greatest weight of an action
         decay_steps: steps in which the learning rate of the policy falls to 0 by a cosine, as in the authors' code; 0: it does not fall
     """
+
     expectile: float = number(0.7, 0, 1, changes=True)
     beta: float = number(3.0, changes=True)
     max_weight: float = number(100.0, changes=True)
     decay_steps: int = number(0)
     random_steps: int = not_offered(0)
-    actor_needs = ('replay',)
-    way_down = 'cosine'
+    actor_needs = ("replay",)
+    way_down = "cosine"
 
     def __post_init__(self):
         super().__post_init__()
-        if not hasattr(self.critic, 'value'):
-            raise DataError("IQL needs values of states", leaf='critic', expected="a `QVCritic`", got=describe(self.critic))
+        if not hasattr(self.critic, "value"):
+            raise DataError(
+                "IQL needs values of states",
+                leaf="critic",
+                expected="a `QVCritic`",
+                got=describe(self.critic),
+            )
 
     def explore(self) -> None:
         "Nothing: the policy draws its actions."
@@ -106,21 +119,27 @@ class IQL(ActionLearner):
 
     def fall_of(self, group: dict) -> Schedule | None:
         "How the learning rate of the policy falls by `decay_steps`. That of the critic stays."
-        is_policy = group is self.descents['policy'].param_groups[0]
+        is_policy = group is self.descents["policy"].param_groups[0]
         return super().fall_of(group) if is_policy else None
 
     @torch.no_grad()
     def critic_target(self, fragment: Fragment) -> Tensor:
         "The rewards, and the values of the states that they led to, see `td_targets`."
-        return td_targets(fragment, self.critic.value(reached(fragment)), self.gamma, self.multi_step)
+        return td_targets(
+            fragment, self.critic.value(reached(fragment)), self.gamma, self.multi_step
+        )
 
     def critic_loss(self, fragment: Fragment, weight: Tensor | None) -> tuple:
         "As `ActionLearner.critic_loss`, with the loss of the values of states."
         loss, metrics, errors = super().critic_loss(fragment, weight)
-        more_loss, more = state_value_loss(fragment, self.critic, self.target, self.expectile, weight)
+        more_loss, more = state_value_loss(
+            fragment, self.critic, self.target, self.expectile, weight
+        )
         return loss + more_loss, metrics | more, errors
 
     def improve_policy(self, fragment: Fragment) -> dict:
         "A step of the policy, see `weighted_cloning_loss`."
-        loss, metrics = weighted_cloning_loss(fragment, self.actor, self.critic, self.target, self.beta, self.max_weight)
-        return self.lower('policy', loss, 'loss_policy', metrics, fragment.valid.sum())
+        loss, metrics = weighted_cloning_loss(
+            fragment, self.actor, self.critic, self.target, self.beta, self.max_weight
+        )
+        return self.lower("policy", loss, "loss_policy", metrics, fragment.valid.sum())

@@ -18,7 +18,9 @@ from ...pipes.data.fragment import Fragment
 __all__ = ['tied_policy_loss', 'TD3BC']
 
 # %% ../../../nbs/agents/26_offline/02_td3_bc.ipynb #7e7f4877
-def tied_policy_loss(fragment: Fragment, actor: Any, critic: Any, alpha: float) -> tuple[torch.Tensor, dict]:
+def tied_policy_loss(
+    fragment: Fragment, actor: Any, critic: Any, alpha: float
+) -> tuple[torch.Tensor, dict]:
     """`(loss, metrics)`: `mean (pi(s) - a)² - alpha mean Q / mean |Q|` over valid rows, with `Q = Q(s, pi(s))`.
 
     Actions are compared by their positions between the bounds, from -1 to 1, and squares are averaged over the numbers of an action.
@@ -29,9 +31,12 @@ def tied_policy_loss(fragment: Fragment, actor: Any, critic: Any, alpha: float) 
         critic: see `first_value`
         alpha: weight of the values; 0: behaviour cloning
     """
-    (obs, act), valid, box = taken(fragment), fragment.valid, actor.box
+    (obs, act) = taken(fragment)
+    valid = fragment.valid
+    box = actor.box
     own = actor.act(obs)
-    value, distance = first_value(critic, obs, own)[valid], (box.position(own) - box.position(act))[valid].square().mean()
+    value = first_value(critic, obs, own)[valid]
+    distance = (box.position(own) - box.position(act))[valid].square().mean()
     loss = distance - alpha / mean_size(value).clamp(min=1e-8) * value.mean()
     return loss, dict(loss_policy=loss.detach(), distance=distance.detach())
 
@@ -44,10 +49,11 @@ class TD3BC(SmoothedLearner):
     Args:
         alpha: weight of the values, relative to the distance from the recorded actions; 0: behaviour cloning
     """
+
     alpha: float = number(2.5, changes=True)
     random_steps: int = not_offered(0)
 
     def improve_policy(self, fragment: Fragment) -> dict:
         "A step of the policy, see `tied_policy_loss`."
         loss, metrics = tied_policy_loss(fragment, self.actor, self.critic, self.alpha)
-        return self.lower('policy', loss, 'loss_policy', metrics, fragment.valid.sum())
+        return self.lower("policy", loss, "loss_policy", metrics, fragment.valid.sum())

@@ -6,7 +6,10 @@
 __all__ = ['Outbox', 'node_of_this_process', 'WorkerActor', 'LaneServer']
 
 # %% ../../../nbs/pipes/32_cluster/02_actor.ipynb #1f6cd9e3
-import multiprocessing, os, signal, sys
+import multiprocessing
+import os
+import signal
+import sys
 from typing import Any
 
 import cloudpickle
@@ -20,27 +23,34 @@ from ..workers.slots import Layout, Slot
 # %% ../../../nbs/pipes/32_cluster/02_actor.ipynb #a019ccd0
 class Outbox(list):
     "Takes the place of a worker's connection: it keeps messages until the next answer carries them to the driver."
+
     send = list.append
-    def send_bytes(self, data: bytes) -> None: pass     # a `WorkerProcess` announces here that it puts an item together
+
+    def send_bytes(self, data: bytes) -> None:
+        pass  # a `WorkerProcess` announces here that it puts an item together
 
     def take(self) -> list:
         "Return all messages so far, and forget them."
-        messages, self[:] = self[:], []
+        messages = self[:]
+        self[:] = []
         return messages
 
 
 def node_of_this_process() -> tuple:
     "`(id, address)` of the cluster node on which this process runs; None for both if it runs outside of the cluster."
-    ray = sys.modules.get('ray')
-    if ray is None or not ray.is_initialized(): return None, None
-    if ray.util.client.ray.is_connected(): return None, None         # through `ray://`, Ray would return the node of its server
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None, None
+    if ray.util.client.ray.is_connected():
+        return None, None  # through `ray://`, Ray would return the node of its server
     return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
 # %% ../../../nbs/pipes/32_cluster/02_actor.ipynb #241a9801
 class WorkerActor:
     "One worker. Each method returns a tuple that begins with a list of messages: warnings, errors, and the end of the worker."
-    runner: Any = None                # the object that does the work, such as a `LaneServer`; None before the beginning and after the end
-    leaving = working = False         # has SIGTERM come? is a request being answered?
+
+    runner: Any = None  # the object that does the work, such as a `LaneServer`; None before the beginning and after the end
+    leaving = working = False  # has SIGTERM come? is a request being answered?
 
     def begin(self, name: str, packed: bytes, receiver: Any, threads: int) -> tuple:
         """Make the object that does the worker's work, called its runner.
@@ -54,7 +64,10 @@ class WorkerActor:
         Returns:
             tuple: `(messages, pid, descriptor of its `TracebackFile`, id of its node, address of its node)`
         """
-        self.name, self.receiver, self.outbox, self.tracebacks = name, receiver, Outbox(), TracebackFile()
+        self.name = name
+        self.receiver = receiver
+        self.outbox = Outbox()
+        self.tracebacks = TracebackFile()
         multiprocessing.current_process().name = name
         signal.signal(signal.SIGTERM, self._on_sigterm)
         self.tracebacks.serve()
@@ -62,7 +75,8 @@ class WorkerActor:
             torch.set_num_threads(threads)
             make, args = cloudpickle.loads(packed)
             self.runner = make(self.outbox, receiver, name, *args)
-        except BaseException as e: self._fail(e)
+        except BaseException as e:
+            self._fail(e)
         return self.outbox.take(), os.getpid(), self.tracebacks.file.fd, *node_of_this_process()
 
     def answer(self, number: int, weights: Any, *request: Any, started: Any = None) -> tuple:
@@ -77,38 +91,52 @@ class WorkerActor:
         Returns:
             tuple: `(messages, *answer)`, or `(messages,)` if the worker has ended
         """
-        if self.runner is None: return self.outbox.take(),
+        if self.runner is None:
+            return (self.outbox.take(),)
         try:
             self.working = True
-            if self.leaving: raise Terminated(0)
-            if weights is not None: self.receiver.receive(number, weights)
+            if self.leaving:
+                raise Terminated(0)
+            if weights is not None:
+                self.receiver.receive(number, weights)
             answer = self.runner.serve(*request)
             return self.outbox.take(), *answer
-        except BaseException as e: self._fail(e)
-        finally: self.working = False
-        return self.outbox.take(),
+        except BaseException as e:
+            self._fail(e)
+        finally:
+            self.working = False
+        return (self.outbox.take(),)
 
     def close(self) -> tuple:
         "Close the runner with its environments. Returns `(messages,)`."
         self._end()
-        return self.outbox.take(),
+        return (self.outbox.take(),)
 
     def _end(self):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)     # the driver limits the time in which environments may close
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # the driver limits the time in which environments may close
         runner, self.runner = self.runner, None
-        if runner is not None: runner.close()
+        if runner is not None:
+            runner.close()
 
     def _on_sigterm(self, *signal_and_frame):
         self.leaving = True
-        if self.working: raise Terminated(0)
+        if self.working:
+            raise Terminated(0)
 
     def _fail(self, e):
         "Send the exception that was raised, and end."
         if isinstance(e, SystemExit):
-            if not isinstance(e, Terminated): send_exception(self.outbox, e, self.name)
-            self.outbox.send(('ended', e.code if isinstance(e.code, int) else 0 if e.code is None else 1))
-        elif self.runner is None: send_exception(self.outbox, e, self.name)
-        else: self.runner.send_error(e)
+            if not isinstance(e, Terminated):
+                send_exception(self.outbox, e, self.name)
+            self.outbox.send(
+                ("ended", e.code if isinstance(e.code, int) else 0 if e.code is None else 1)
+            )
+        elif self.runner is None:
+            send_exception(self.outbox, e, self.name)
+        else:
+            self.runner.send_error(e)
         self._end()
 
 # %% ../../../nbs/pipes/32_cluster/02_actor.ipynb #d99ea336
@@ -120,6 +148,7 @@ class LaneServer(LaneRunner):
         receiver: a `WeightReceiver` for the networks in the graphs
         *args: the other arguments of `LaneRunner`
     """
+
     def __init__(self, outbox: Any, receiver: Any, *args: Any):
         self.slot = Slot()
         super().__init__(outbox, [self.slot], receiver, *args)
@@ -134,14 +163,16 @@ class LaneServer(LaneRunner):
             tuple: `(reply, bytes)`; the bytes begin with the arrays of the layout, unless the item has no such arrays; or `(state,)`
                 of a lane, for which `(STATE, lane)` asks
         """
-        if request[0] == STATE: return self.state(request[1]),
+        if request[0] == STATE:
+            return (self.state(request[1]),)
         self.lane, _, _, _, layout = request
         memory = self.slot.layout_memory
         if layout is not None:
             layout = 1, layout[1]
             memory.reserve(Layout(*layout).size)
         reply = Reply(*self.answer((self.lane, 0, 0, None, layout)))
-        if reply.publication is None: return tuple(reply), memory.view()[:0]
+        if reply.publication is None:
+            return tuple(reply), memory.view()[:0]
         entries, end = self.writer.entries, self.writer.end
         begin = 0 if len(entries.free) < len(self.layout.arrays) else self.layout.size
         return tuple(reply._replace(copied_bytes=end - begin)), memory.view(end)[begin:end]

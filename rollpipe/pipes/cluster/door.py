@@ -6,7 +6,16 @@
 __all__ = ['import_ray', 'is_address', 'descendants', 'lease', 'is_own']
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #4c129db8
-import os, re, secrets, shutil, signal, socket, sys, tempfile, threading, weakref
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,50 +30,71 @@ from ..workers.remote_errors import log
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #8d5022d5
 def import_ray() -> Any:
     "The module `ray`. Raises `WorkerError` if it is not installed."
-    try: import ray
+    try:
+        import ray
     except ImportError as e:
-        raise WorkerError("Ray is not installed", expected="pip install 'rollpipe[ray]'", got=str(e)) from e
+        raise WorkerError(
+            "Ray is not installed", expected="pip install 'rollpipe[ray]'", got=str(e)
+        ) from e
     return ray
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #4224a7b9
 def is_address(address: Any) -> bool:
     "Is this None, 'auto', 'host:port' or 'ray://host:port'?"
-    return address is None or isinstance(address, str) and re.fullmatch(r"auto|(ray://)?[^\s/:]+:\d{1,5}", address) is not None
+    return (
+        address is None
+        or isinstance(address, str)
+        and re.fullmatch(r"auto|(ray://)?[^\s/:]+:\d{1,5}", address) is not None
+    )
 
 
-_HELLO = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])     # HTTP/2 preface and empty SETTINGS, as gRPC begins
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
+    [0, 0, 0, 4, 0, 0, 0, 0, 0]
+)  # HTTP/2 preface and empty SETTINGS, as gRPC begins
 
 
-def _check_somebody_listens(address, timeout=5.):
+def _check_somebody_listens(address, timeout=5.0):
     "Raise `WorkerError` if no server at this address speaks Ray's protocol, HTTP/2: its answer begins with SETTINGS (frame type 4)."
-    if address == 'auto': return
-    host, port = address.removeprefix('ray://').split(':')
+    if address == "auto":
+        return
+    host, port = address.removeprefix("ray://").split(":")
     try:
         with socket.create_connection((host, int(port)), timeout) as link:
             link.sendall(_HELLO)
-            if link.recv(9)[3:4] != b'\x04': raise ConnectionError("what listens there is not Ray")
-    except (OSError, OverflowError) as e: raise _no_cluster(address, e) from e
+            if link.recv(9)[3:4] != b"\x04":
+                raise ConnectionError("what listens there is not Ray")
+    except (OSError, OverflowError) as e:
+        raise _no_cluster(address, e) from e
 
 
-def _line(error) -> str: return ' '.join(str(error).split())[:500]
+def _line(error) -> str:
+    return " ".join(str(error).split())[:500]
 
 
 def _no_cluster(address, error) -> WorkerError:
-    return WorkerError("there is no Ray cluster that can be used", got=f"address={address!r} ({type(error).__name__}: "
-                       f"{_line(error)})",
-                       expected="the address of one (`ray start --head` prints it), or None for Ray on this machine alone")
+    return WorkerError(
+        "there is no Ray cluster that can be used",
+        got=f"address={address!r} ({type(error).__name__}: {_line(error)})",
+        expected="the address of one (`ray start --head` prints it), or None for Ray on this machine alone",
+    )
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #01e034ba
-_TOKEN = secrets.token_hex(32)     # protects the Ray started here; made once, as Ray keeps a process's first token
+_TOKEN = secrets.token_hex(
+    32
+)  # protects the Ray started here; made once, as Ray keeps a process's first token
 
 
 def _own_settings() -> dict:
     "Environment variables for a Ray on this machine alone, without those that the user has set."
-    settings = dict(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER='0',        # Ray listens on the loopback interface only
-                    RAY_worker_niceness='0', RAY_USAGE_STATS_ENABLED='0',
-                    RAY_free_objects_period_milliseconds='0',     # freed memory is reused at once, while its pages are resident
-                    RAY_max_direct_call_object_size='1000000')    # [bytes] smaller items come with the answer, not through the object store
-    if 'RAY_AUTH_MODE' not in os.environ: settings |= dict(RAY_AUTH_MODE='token', RAY_AUTH_TOKEN=_TOKEN)
+    settings = dict(
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # Ray listens on the loopback interface only
+        RAY_worker_niceness="0",
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_free_objects_period_milliseconds="0",  # freed memory is reused at once, while its pages are resident
+        RAY_max_direct_call_object_size="1000000",
+    )  # [bytes] smaller items come with the answer, not through the object store
+    if "RAY_AUTH_MODE" not in os.environ:
+        settings |= dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=_TOKEN)
     return {name: x for name, x in settings.items() if name not in os.environ}
 
 
@@ -73,43 +103,55 @@ def _environment(settings: dict) -> Iterator[None]:
     "Set environment variables for the block, and restore them afterwards."
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
-    try: yield
+    try:
+        yield
     finally:
-        for name, x in before.items(): os.environ.pop(name, None) if x is None else os.environ.update({name: x})
+        for name, x in before.items():
+            os.environ.pop(name, None) if x is None else os.environ.update({name: x})
 
 
 def _read_settings(ray: Any) -> None:
     "Make Ray read its environment variables again, because its code for tokens read them at import."
     raylet = ray._raylet
-    if not hasattr(raylet, 'Config') or not hasattr(raylet, 'AuthenticationTokenLoader'): return
-    raylet.Config.initialize('')
+    if not hasattr(raylet, "Config") or not hasattr(raylet, "AuthenticationTokenLoader"):
+        return
+    raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _told(data: dict, ignore_prefix: bool = False) -> None:
     "Log at level DEBUG what Ray would write to the console."
-    log.debug('Ray: %s', ' '.join(data.get('lines', ())))
+    log.debug("Ray: %s", " ".join(data.get("lines", ())))
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #941a7f0d
 @contextmanager
 def _process_kept() -> Iterator[None]:
     "Restore the handler of SIGTERM at the end of the block, and remove new environment variables."
-    before, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
-    try: yield
+    before = signal.getsignal(signal.SIGTERM)
+    environment = dict(os.environ)
+    try:
+        yield
     finally:
-        for name in os.environ.keys() - environment.keys(): del os.environ[name]
-        if threading.current_thread() is threading.main_thread() and before is not None: signal.signal(signal.SIGTERM, before)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #3ee89eba
 def descendants(pid: int) -> list:
     "The child processes of process `pid`, their children, and so on; empty on systems without /proc."
-    started = defaultdict(list)      # from the parents: /proc lists children per thread, and misses those of a thread that just ends
-    for file in Path('/proc').glob('[0-9]*/stat'):
-        try: parent = int(file.read_text(errors='replace').rpartition(')')[2].split()[1])
-        except OSError: continue     # the process has ended
+    started = defaultdict(
+        list
+    )  # from the parents: /proc lists children per thread, and misses those of a thread that just ends
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(file.read_text(errors="replace").rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # the process has ended
         started[parent].append(int(file.parent.name))
     found = [pid]
-    for process in found: found += started[process]
+    for process in found:
+        found += started[process]
     return found[1:]
 
 
@@ -117,35 +159,56 @@ def _start(ray, ending: ExitStack) -> None:
     "Start Ray on this machine, for this process alone."
     ending.enter_context(_environment(_own_settings()))
     # An imported Ray ignores the variable.
-    ending.enter_context(patch.object(ray._private.ray_constants, 'ENABLE_RAY_CLUSTER', False, create=True))
+    ending.enter_context(
+        patch.object(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False, create=True)
+    )
     _read_settings(ray)
     # The path of a socket in this folder may have at most 107 characters, so the folder needs a short name.
-    folder = tempfile.mkdtemp(prefix='ray-', dir='/tmp' if len(tempfile.gettempdir()) > 30 and os.path.isdir('/tmp') else None)
+    folder = tempfile.mkdtemp(
+        prefix="ray-",
+        dir="/tmp" if len(tempfile.gettempdir()) > 30 and os.path.isdir("/tmp") else None,
+    )
     ending.callback(shutil.rmtree, folder, ignore_errors=True)
-    before, guarded = set(descendants(os.getpid())), set()
+    before = set(descendants(os.getpid()))
+    guarded = set()
     ending.callback(unguard, guarded)
-    ending.callback(lambda: [_kill(pid, folder) for pid in descendants(os.getpid())])     # after a failed start, some may still run
+    ending.callback(
+        lambda: [_kill(pid, folder) for pid in descendants(os.getpid())]
+    )  # after a failed start, some may still run
     ending.callback(ray.shutdown)
-    modules = dict(PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path))     # workers can import the same modules
+    modules = dict(
+        PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path)
+    )  # workers can import the same modules
     # Otherwise Ray puts the current folder first.
-    alone = patch.object(ray.job_config.JobConfig, '_runtime_env_has_working_dir', lambda self: True, create=True)
+    alone = patch.object(
+        ray.job_config.JobConfig, "_runtime_env_has_working_dir", lambda self: True, create=True
+    )
     with _process_kept(), _environment(modules), alone:
-        ray.init('local', include_dashboard=False, log_to_driver=False, logging_level='ERROR', _temp_dir=folder)
+        ray.init(
+            "local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=folder,
+        )
     guarded |= set(descendants(os.getpid())) - before
-    for pid in guarded: guard(pid)
+    for pid in guarded:
+        guard(pid)
 
 
 def _kill(pid, folder):
     "Kill a process if the name of this folder is in its command line."
     try:
-        if folder.encode() in Path(f'/proc/{pid}/cmdline').read_bytes(): os.kill(pid, signal.SIGKILL)
-    except OSError: pass     # the process has ended
+        if folder.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass  # the process has ended
 
 
 def _meant(ray, address):
     "The address for which 'auto' stands; other addresses stay. The cluster at this address may have ended."
-    find = getattr(ray._private.services, 'get_ray_address_from_environment', None)
-    found = find(address, None) if address == 'auto' and find is not None else address
+    find = getattr(ray._private.services, "get_ray_address_from_environment", None)
+    found = find(address, None) if address == "auto" and find is not None else address
     return found if is_address(found) else address
 
 
@@ -155,49 +218,74 @@ def _connect(ray, address: str, ending: ExitStack) -> None:
     _check_somebody_listens(address)
     _read_settings(ray)
     ending.callback(ray.shutdown)
-    with _process_kept(): ray.init(address, log_to_driver=False, logging_level='ERROR')
+    with _process_kept():
+        ray.init(address, log_to_driver=False, logging_level="ERROR")
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #1fabdce4
 def _resolved(address, ray):
     "`(IP address, port)`. A loopback address becomes the IP address under which other machines know this machine, as Ray uses it."
-    host, _, port = address.rpartition(':')
-    try: number = socket.gethostbyname(host)
-    except OSError: number = host
-    return ray.util.get_node_ip_address() if number.startswith('127.') else number, port
+    host, _, port = address.rpartition(":")
+    try:
+        number = socket.gethostbyname(host)
+    except OSError:
+        number = host
+    return ray.util.get_node_ip_address() if number.startswith("127.") else number, port
 
 
 class _Connection:
     "This process's connection to Ray."
-    def __init__(self): self.lock, self.users, self.own, self.ending = threading.RLock(), 0, False, ExitStack()
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.users = 0
+        self.own = False
+        self.ending = ExitStack()
 
     def begin(self, ray: Any, address: str | None) -> None:
         "Connect unless there is a connection. Raises `WorkerError` if Ray cannot be used, or is connected to another cluster."
-        if ray.is_initialized(): return self._check_address(ray, address)
+        if ray.is_initialized():
+            return self._check_address(ray, address)
         self.own = False
-        self.ending.close()     # the user may have shut down the Ray that was started here
+        self.ending.close()  # the user may have shut down the Ray that was started here
         try:
-            self.ending.enter_context(patch.object(ray._private.worker, 'print_to_stdstream', _told, create=True))
-            if address is None: _start(ray, self.ending)
-            else: _connect(ray, address, self.ending)
+            self.ending.enter_context(
+                patch.object(ray._private.worker, "print_to_stdstream", _told, create=True)
+            )
+            if address is None:
+                _start(ray, self.ending)
+            else:
+                _connect(ray, address, self.ending)
             self.own = address is None
         except BaseException as e:
             self.ending.close()
-            if isinstance(e, WorkerError) or not isinstance(e, Exception): raise
-            if address is not None: raise _no_cluster(address, e) from e
-            raise WorkerError(f"Ray cannot be started on this machine: {type(e).__name__}: {_line(e)}") from e
+            if isinstance(e, WorkerError) or not isinstance(e, Exception):
+                raise
+            if address is not None:
+                raise _no_cluster(address, e) from e
+            raise WorkerError(
+                f"Ray cannot be started on this machine: {type(e).__name__}: {_line(e)}"
+            ) from e
 
     def _check_address(self, ray, address):
-        if address in (None, 'auto') or address.startswith('ray://'): return
-        if (present := ray.get_runtime_context().gcs_address) != address and _resolved(present, ray) != _resolved(address, ray):
-            raise WorkerError("this process is connected to another Ray cluster", expected=f"address={present!r}",
-                              got=f"address={address!r}")
+        if address in (None, "auto") or address.startswith("ray://"):
+            return
+        if (present := ray.get_runtime_context().gcs_address) != address and _resolved(
+            present, ray
+        ) != _resolved(address, ray):
+            raise WorkerError(
+                "this process is connected to another Ray cluster",
+                expected=f"address={present!r}",
+                got=f"address={address!r}",
+            )
 
     def end(self, pid: int) -> None:
         "Count one user less. Without users, the connection ends, and with it a Ray started here. Does nothing in a forked process."
-        if pid != os.getpid(): return
+        if pid != os.getpid():
+            return
         with self.lock:
             self.users -= 1
-            if not self.users: self.ending.close()
+            if not self.users:
+                self.ending.close()
 
 
 _connection = _Connection()

@@ -28,12 +28,20 @@ class Served:
         name: name of the worker in error messages
         make: `make(receiver, *args)` returns a function without arguments, which returns an answer
     """
-    def __init__(self, outbox: Any, receiver: Any, name: str, make: Callable, *args: Any):
-        self.outbox, self.name, self.function = outbox, name, make(receiver, *args)
 
-    def serve(self) -> tuple: return pickle.dumps(self.function()),
-    def send_error(self, e: BaseException) -> None: send_exception(self.outbox, e, self.name)
-    def close(self) -> None: "There is nothing to close between two answers."
+    def __init__(self, outbox: Any, receiver: Any, name: str, make: Callable, *args: Any):
+        self.outbox = outbox
+        self.name = name
+        self.function = make(receiver, *args)
+
+    def serve(self) -> tuple:
+        return (pickle.dumps(self.function()),)
+
+    def send_error(self, e: BaseException) -> None:
+        send_exception(self.outbox, e, self.name)
+
+    def close(self) -> None:
+        "There is nothing to close between two answers."
 
 # %% ../../../nbs/pipes/32_cluster/06_evaluation.ipynb #1e282e0f
 class RemoteService(RemoteWorker):
@@ -49,18 +57,31 @@ class RemoteService(RemoteWorker):
         threads: torch threads in the worker
         grace: seconds from SIGTERM until the worker is killed
     """
-    def __init__(self, name: str, make: Callable, args: tuple, publisher: WeightPublisher, place: ClusterPlace, *, threads: int = 1,
-                 grace: float = 5.0):
-        self.place, self.number = place, None             # `number` of the publication that the worker has
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable,
+        args: tuple,
+        publisher: WeightPublisher,
+        place: ClusterPlace,
+        *,
+        threads: int = 1,
+        grace: float = 5.0,
+    ):
+        self.place, self.number = place, None  # `number` of the publication that the worker has
         try:
             packed = packed_for(name, Served, (make, *args))
             ray = place.connect()
             place.check_capacity(ray, 1)
-            super().__init__(ray, name, place.options(ray), (packed, publisher.receiver([0]), threads), grace)
+            super().__init__(
+                ray, name, place.options(ray), (packed, publisher.receiver([0]), threads), grace
+            )
             self.weights = SentWeights(ray, publisher)
         except BaseException as e:
             place.release()
-            if isinstance(e, WorkerError): e.locate(pipe=place.pipe)
+            if isinstance(e, WorkerError):
+                e.locate(pipe=place.pipe)
             raise
 
     def send(self, message: Any) -> None:
@@ -69,7 +90,7 @@ class RemoteService(RemoteWorker):
         super().send((number, None if number == self.number else data))
         self.number = number
 
-    def poll(self, timeout: float = 0.) -> bool:
+    def poll(self, timeout: float = 0.0) -> bool:
         "Has something arrived, or has the worker ended? Waits at most `timeout` seconds."
         return bool(self.unanswered and self.ray.wait([self.unanswered[0]], timeout=timeout)[0])
 
@@ -79,5 +100,7 @@ class RemoteService(RemoteWorker):
 
     def close(self) -> BaseException | None:
         "End the worker, and give the connection back. Returns the error that it sent at the end, or None."
-        try: return super().close()
-        finally: self.place.release()
+        try:
+            return super().close()
+        finally:
+            self.place.release()

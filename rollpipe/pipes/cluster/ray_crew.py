@@ -31,24 +31,30 @@ class Arrived(NamedTuple):
     Args:
         data: uint8: first the arrays of a layout for one item, if this item has any, then the item's own arrays
     """
+
     item_format: ItemFormat
     data: np.ndarray
 
     def put(self, slot: Slot, position: int, layout: Layout) -> None:
         "Copy the arrays to this position of a slot."
-        memory, start, n_own = slot.item_memory[position], slot.start(position, layout), self.item_format.size
+        memory = slot.item_memory[position]
+        start = slot.start(position, layout)
+        n_own = self.item_format.size
         n_layout = self.data.nbytes - n_own
         memory.reserve(start + n_own)
-        memory.view()[start:start + n_own] = self.data[n_layout:]
-        if not n_layout: return
-        sent, whole = Layout(1, layout.arrays), slot.layout_memory.view(layout.size)
+        memory.view()[start : start + n_own] = self.data[n_layout:]
+        if not n_layout:
+            return
+        sent = Layout(1, layout.arrays)
+        whole = slot.layout_memory.view(layout.size)
         for entry, offset in enumerate(sent.offsets):
             into = layout.tensor(whole, entry, position).flatten(1).view(torch.uint8).numpy()
-            into[...] = self.data[offset:offset + into.nbytes].reshape(into.shape)
+            into[...] = self.data[offset : offset + into.nbytes].reshape(into.shape)
 
 
 class ArrivalPool(SlotPool):
     "A `SlotPool` for items that arrive in memory of their own and not in a slot."
+
     def read(self, slot: int, position: int, item_format: Any) -> Any:
         "Copy an item into its slot, and read it as a `SlotPool` does. `item_format` is an `Arrived`, which has the arrays and the format."
         item_format.put(self.slots[slot], position, self.states[slot].layout)
@@ -60,7 +66,9 @@ class ArrivalPool(SlotPool):
         return super().copy(slot, position, item_format.item_format)
 
 # %% ../../../nbs/pipes/32_cluster/04_ray_crew.ipynb #5ae6d508
-SMALL_WEIGHTS = 2 ** 16     # [bytes] smaller weights are sent with the request, larger ones through Ray's object store
+SMALL_WEIGHTS = (
+    2**16
+)  # [bytes] smaller weights are sent with the request, larger ones through Ray's object store
 
 
 class SentWeights:
@@ -69,28 +77,36 @@ class SentWeights:
     Args:
         ray: the module
     """
+
     def __init__(self, ray: Any, publisher: WeightPublisher):
-        self.ray, self.publisher, self.sent = ray, publisher, {}     # number -> argument of the call
+        # number -> argument of the call
+        self.ray = ray
+        self.publisher = publisher
+        self.sent = {}
 
     def of(self, publication: int | None) -> tuple:
         "`(number, argument)` for this publication, or for the latest one if it is None or was overwritten."
         number = self.publisher.block.available(publication, self.publisher.publication)
         if number not in self.sent:
             _, data = self.publisher.packed(number)
-            self.sent = {n: x for n, x in self.sent.items() if number - n < self.publisher.block.depth}
+            self.sent = {
+                n: x for n, x in self.sent.items() if number - n < self.publisher.block.depth
+            }
             self.sent[number] = data if data.nbytes < SMALL_WEIGHTS else self.ray.put(data)
         return number, self.sent[number]
 
 # %% ../../../nbs/pipes/32_cluster/04_ray_crew.ipynb #e925cb56
 class RemoteMember(Member):
     "A worker in a cluster, and what the coordinator knows about it."
+
     weights: SentWeights
-    number: int | None = None     # number of the weights that the worker got last
+    number: int | None = None  # number of the weights that the worker got last
 
     def message(self, request: Request, slot_states: list) -> tuple:
         "The arguments of `WorkerActor.answer`."
         number, data = self.weights.of(request.publication)
-        if number == self.number: data = None
+        if number == self.number:
+            data = None
         self.number = number
         return number, data, *super().message(request, slot_states)
 
@@ -101,9 +117,14 @@ class RemoteMember(Member):
     def take_reply(self, message: tuple) -> tuple:
         "As `Member.take_reply`, but the format is an `Arrived`. Times are shifted to the clock of this process: clocks of machines differ."
         request, reply, item_format = super().take_reply(message[0])
-        if item_format is None: return request, reply, None
+        if item_format is None:
+            return request, reply, None
         now = time.monotonic()
-        return request, reply._replace(begin=now - (reply.end - reply.begin), end=now), Arrived(item_format, message[1])
+        return (
+            request,
+            reply._replace(begin=now - (reply.end - reply.begin), end=now),
+            Arrived(item_format, message[1]),
+        )
 
 
 class RemoteMembers(Members):
@@ -112,27 +133,39 @@ class RemoteMembers(Members):
     Args:
         ray: the module
     """
+
     def __init__(self, ray: Any):
-        self.ray, self.members, self.group = ray, [], None      # the placement group of the workers, if they have one
+        # the placement group of the workers, if they have one
+        self.ray = ray
+        self.members = []
+        self.group = None
 
     def add(self, member: Member) -> None:
         "Add a member, or replace the one with the same index."
-        self.members[member.index:member.index + 1] = [member]
+        self.members[member.index : member.index + 1] = [member]
 
-    def disconnect(self, member: Member) -> None: "Nothing waits for a member between two calls of `wait`."
+    def disconnect(self, member: Member) -> None:
+        "Nothing waits for a member between two calls of `wait`."
 
     def wait(self, seconds: float) -> list:
         "Members that have answered or have died. Waits at most `seconds` for the first one."
-        first = {member.process.unanswered[0]: member for member in self.members if member.process.unanswered}
-        if not first: return []
+        first = {
+            member.process.unanswered[0]: member
+            for member in self.members
+            if member.process.unanswered
+        }
+        if not first:
+            return []
         ready = self.ray.wait(list(first), timeout=seconds)[0]
         return [first[answer] for answer in ready]
 
     def end(self, failed: bool = False) -> list:
         "End all workers, without waiting if something has `failed`. Returns the errors that they sent at the end."
-        try: return end_remote([member.process for member in self.members], failed)
+        try:
+            return end_remote([member.process for member in self.members], failed)
         finally:
-            if self.group is not None and self.ray.is_initialized(): self.ray.util.remove_placement_group(self.group)
+            if self.group is not None and self.ray.is_initialized():
+                self.ray.util.remove_placement_group(self.group)
             self.group = None
 
 # %% ../../../nbs/pipes/32_cluster/04_ray_crew.ipynb #686fb808
@@ -143,8 +176,12 @@ class RayCrew:
         service: the `RayReading` with the options
         ray: the module
     """
+
     def __init__(self, seam: Any, service: Any, ray: Any):
-        self.service, self.ray, self.weights, self.n = service, ray, None, min(service.num_workers, len(seam.own_lanes()))
+        self.service = service
+        self.ray = ray
+        self.weights = None
+        self.n = min(service.num_workers, len(seam.own_lanes()))
         self.max_pending, self.pool = planned_pool(seam, service, kind=ArrivalPool)
         self.members = RemoteMembers(ray)
 
@@ -152,15 +189,35 @@ class RayCrew:
         "Raise an error if a graph cannot be sent to workers."
         check_picklable(graphs, expected="what can be pickled")
 
-    def start(self, index: int, graphs: dict, states: dict, publisher: WeightPublisher, holders: Sequence,
-              tells: bool = False) -> Member:
+    def start(
+        self,
+        index: int,
+        graphs: dict,
+        states: dict,
+        publisher: WeightPublisher,
+        holders: Sequence,
+        tells: bool = False,
+    ) -> Member:
         "As `ProcessCrew.start`. Raises `WorkerError` if the living nodes have no room for all workers."
-        service, place, name = self.service, self.service.place, f"worker {index}"
-        place.check_capacity(self.ray, self.n)     # before each start, because a node may leave between a start and a restart
-        if self.weights is None: self.weights, self.members.group = SentWeights(self.ray, publisher), place.group(self.ray, self.n)
-        with pickled_for(service.device): packed = packed_for(f"the lanes of {name}", LaneServer, (graphs, states, service.device, tells))
+        service = self.service
+        place = self.service.place
+        name = f"worker {index}"
+        place.check_capacity(
+            self.ray, self.n
+        )  # before each start, because a node may leave between a start and a restart
+        if self.weights is None:
+            self.weights, self.members.group = (
+                SentWeights(self.ray, publisher),
+                place.group(self.ray, self.n),
+            )
+        with pickled_for(service.device):
+            packed = packed_for(
+                f"the lanes of {name}", LaneServer, (graphs, states, service.device, tells)
+            )
         args = packed, publisher.receiver(holders), service.worker_threads
-        worker = RemoteWorker(self.ray, name, place.options(self.ray, self.members.group, index), args, service.grace)
+        worker = RemoteWorker(
+            self.ray, name, place.options(self.ray, self.members.group, index), args, service.grace
+        )
         member = RemoteMember(index, worker, graphs, worker.patience(service.silence))
         member.weights = self.weights
         return member

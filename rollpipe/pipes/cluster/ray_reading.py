@@ -57,17 +57,47 @@ class RayReading(WorkerReading):
         on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before a worker is killed
     """
-    def __init__(self, num_workers: int, lag: int | None = 0, order: str = 'canonical', *, address: str | None = None,
-                 resources: dict | None = None, runtime_env: dict | None = None, placement: str | None = 'spread', device: Any = None,
-                 worker_threads: int = 1, restart: int = 0, silence: float = 60.0, on_silence: str = 'warn', grace: float = 5.0):
-        self.num_workers, self.lag, self.order, self.device, self.worker_threads = num_workers, lag, order, device, worker_threads
-        self.restart, self.silence, self.on_silence, self.grace = restart, silence, on_silence, grace
+
+    def __init__(
+        self,
+        num_workers: int,
+        lag: int | None = 0,
+        order: str = "canonical",
+        *,
+        address: str | None = None,
+        resources: dict | None = None,
+        runtime_env: dict | None = None,
+        placement: str | None = "spread",
+        device: Any = None,
+        worker_threads: int = 1,
+        restart: int = 0,
+        silence: float = 60.0,
+        on_silence: str = "warn",
+        grace: float = 5.0,
+    ):
+        self.num_workers = num_workers
+        self.lag = lag
+        self.order = order
+        self.device = device
+        self.worker_threads = worker_threads
+        self.restart = restart
+        self.silence = silence
+        self.on_silence = on_silence
+        self.grace = grace
         self.begin()
         self.place = ClusterPlace(self, address, resources, runtime_env, placement)
         if address is not None and not num_workers:
-            raise DataError("an address, but no workers", pipe=self, leaf='address', expected="num_workers > 0, or no address", got=address)
-        try: torch.device('cpu' if device is None else device)
-        except (RuntimeError, TypeError) as e: check_option(self, 'device', False, f"a device of torch ({str(e).splitlines()[0]})")
+            raise DataError(
+                "an address, but no workers",
+                pipe=self,
+                leaf="address",
+                expected="num_workers > 0, or no address",
+                got=address,
+            )
+        try:
+            torch.device("cpu" if device is None else device)
+        except (RuntimeError, TypeError) as e:
+            check_option(self, "device", False, f"a device of torch ({str(e).splitlines()[0]})")
 
     def crew(self, seam: WorkerLanes) -> RayCrew:
         "Workers in the cluster for one iteration of `seam`. The first call connects this process."
@@ -75,5 +105,7 @@ class RayReading(WorkerReading):
 
     def finalize(self) -> None:
         "End the workers, and give the connection back; called by `DataLoader2.shutdown`."
-        try: super().finalize()
-        finally: self.place.release()
+        try:
+            super().finalize()
+        finally:
+            self.place.release()

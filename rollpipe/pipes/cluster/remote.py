@@ -6,7 +6,10 @@
 __all__ = ['reason_of', 'traceback_of', 'end_process', 'packed_for', 'RemoteWorker', 'end_remote']
 
 # %% ../../../nbs/pipes/32_cluster/03_remote.ipynb #3183f50c
-import os, re, signal, weakref
+import os
+import re
+import signal
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
@@ -23,8 +26,12 @@ from ..workers.remote_errors import TracebackFile, log, unpack_exception
 # %% ../../../nbs/pipes/32_cluster/03_remote.ipynb #8179ee4f
 def reason_of(e: BaseException) -> str:
     "The reason that an exception of Ray gives for the end of an actor, in one line."
-    text = ' '.join(re.sub(r'\x1b\[[0-9;]*m', '', str(e)).split())
-    for begin in ("The actor is dead because ", "The actor died because of an error raised in its creation task, ", "Worker exit detail: "):
+    text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(e)).split())
+    for begin in (
+        "The actor is dead because ",
+        "The actor died because of an error raised in its creation task, ",
+        "Worker exit detail: ",
+    ):
         text = text.rpartition(begin)[2]
     return text.partition(" Some common causes")[0][:600] or type(e).__name__
 
@@ -37,26 +44,37 @@ def traceback_of(pid: int, descriptor: int, timeout: float) -> str:
         descriptor: file descriptor of the `TracebackFile` in that process
         timeout: [s]
     """
-    try: fd = os.open(f'/proc/{pid}/fd/{descriptor}', os.O_RDONLY)
-    except OSError: return "(it has ended, or this system has no /proc)"
-    try: return TracebackFile(SimpleNamespace(fd=fd)).ask(pid, timeout)
-    finally: os.close(fd)
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
+    except OSError:
+        return "(it has ended, or this system has no /proc)"
+    try:
+        return TracebackFile(SimpleNamespace(fd=fd)).ask(pid, timeout)
+    finally:
+        os.close(fd)
 
 
-def _called(function): return function()
+def _called(function):
+    return function()
 
 
 def end_process(pid: int) -> None:
     "Ask a process of this node to end."
-    try: os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError: pass
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        pass
 
 # %% ../../../nbs/pipes/32_cluster/03_remote.ipynb #d860e8b5
 def packed_for(what: str, make: Any, args: tuple) -> bytes:
     "The pickle of `(make, args)` for `WorkerActor.begin`. Raises `WorkerError`, which names `what`, if they cannot be pickled."
-    try: return cloudpickle.dumps((make, args))
+    try:
+        return cloudpickle.dumps((make, args))
     except Exception as e:
-        raise WorkerError(f"{what} cannot be sent to a cluster: {type(e).__name__}: {e}", expected="what can be pickled") from e
+        raise WorkerError(
+            f"{what} cannot be sent to a cluster: {type(e).__name__}: {e}",
+            expected="what can be pickled",
+        ) from e
 
 # %% ../../../nbs/pipes/32_cluster/03_remote.ipynb #2a5601f4
 class RemoteWorker:
@@ -69,23 +87,39 @@ class RemoteWorker:
         args: the arguments of `WorkerActor.begin` after the name
         grace: seconds from SIGTERM until the worker is killed
     """
-    threads = ()     # names of the threads at the fork; none, because nothing is forked
-    pid: Any         # process id on the worker's node; None: the worker has not started
+
+    threads = ()  # names of the threads at the fork; none, because nothing is forked
+    pid: Any  # process id on the worker's node; None: the worker has not started
 
     def __init__(self, ray: Any, name: str, options: dict, args: tuple, grace: float):
-        self.ray, self.name, self.grace, self.pid, self.descriptor = ray, name, grace, None, -1
+        self.ray = ray
+        self.name = name
+        self.grace = grace
+        self.pid = None
+        self.descriptor = -1
         self.actor = ray.remote(WorkerActor).options(**options).remote()
-        self.kill = weakref.finalize(self, _kill, os.getpid(), ray, self.actor)     # ends the worker at once
+        self.kill = weakref.finalize(
+            self, _kill, os.getpid(), ray, self.actor
+        )  # ends the worker at once
         self.started = self.actor.begin.remote(name, *args)
         self.unanswered = deque([self.started])
         self.node = self.host = None
 
     @property
-    def has_started(self) -> bool: return self.pid is not None
+    def has_started(self) -> bool:
+        return self.pid is not None
+
     @property
-    def closed(self) -> bool: return not self.kill.alive
-    def is_alive(self) -> bool: return self.kill.alive     # the next message tells of a death
-    def __repr__(self): return f"{self.name} (pid {self.pid}) on node {self.host}" if self.has_started else self.name
+    def closed(self) -> bool:
+        return not self.kill.alive
+
+    def is_alive(self) -> bool:
+        return self.kill.alive  # the next message tells of a death
+
+    def __repr__(self):
+        return (
+            f"{self.name} (pid {self.pid}) on node {self.host}" if self.has_started else self.name
+        )
 
     def send(self, message: tuple) -> None:
         "Send a request: the arguments of `WorkerActor.answer`."
@@ -95,44 +129,67 @@ class RemoteWorker:
 
     def take(self) -> Any:
         "The result of `serve` in the worker, or `NOTHING` if there is no answer yet. Raises the worker's own exception, or `WorkerDied`."
-        if not self.unanswered or not self.ray.wait([self.unanswered[0]], timeout=0)[0]: return NOTHING
+        if not self.unanswered or not self.ray.wait([self.unanswered[0]], timeout=0)[0]:
+            return NOTHING
         messages, *answer = self._read(self.unanswered.popleft())
         for kind, *content in messages:
-            if kind == 'error': raise unpack_exception(*content)
-            if kind == 'ended': raise WorkerDied(f"{self} ended with exit code {content[0]}")
-        if self.has_started: return tuple(answer)
+            if kind == "error":
+                raise unpack_exception(*content)
+            if kind == "ended":
+                raise WorkerDied(f"{self} ended with exit code {content[0]}")
+        if self.has_started:
+            return tuple(answer)
         self.pid, self.descriptor, self.node, self.host = answer
         return NOTHING
 
     def _read(self, answer) -> tuple:
         "The content of an answer. Logs the worker's warnings."
-        try: messages, *rest = self.ray.get(answer)
-        except self.ray.exceptions.RayError as e: raise self._death(e) from None
+        try:
+            messages, *rest = self.ray.get(answer)
+        except self.ray.exceptions.RayError as e:
+            raise self._death(e) from None
         for kind, *content in messages:
-            if kind == 'warning': log.warning(content[0])
+            if kind == "warning":
+                log.warning(content[0])
         return messages, *rest
 
     def _death(self, e) -> WorkerDied:
         "The error that says how the worker died."
-        if self.has_started: return WorkerDied(f"{self} died ({reason_of(e)})")
-        return WorkerNotStarted(f"{self} died while it was started ({reason_of(e)})", expected="rollpipe and all that the graph needs on "
-                                "each node of the cluster, in the same versions (see `runtime_env`)")
+        if self.has_started:
+            return WorkerDied(f"{self} died ({reason_of(e)})")
+        return WorkerNotStarted(
+            f"{self} died while it was started ({reason_of(e)})",
+            expected="rollpipe and all that the graph needs on "
+            "each node of the cluster, in the same versions (see `runtime_env`)",
+        )
 
     def patience(self, silence: float) -> float:
         "How long the worker may be silent now [s]: `silence`, but at least `STARTING` until it has started."
         return silence if self.has_started else max(silence, STARTING)
 
-    def current_traceback(self, timeout: float = 1.) -> str:
+    def current_traceback(self, timeout: float = 1.0) -> str:
         "The worker's current traceback, most recent call first."
-        if not self.has_started: return "(it is still being started, or Ray waits for a node with room for it)"
-        try: return self.on_node(partial(traceback_of, self.pid, self.descriptor, timeout), timeout + 10)
-        except self.ray.exceptions.RayError: return "(its node gives no answer)"
+        if not self.has_started:
+            return "(it is still being started, or Ray waits for a node with room for it)"
+        try:
+            return self.on_node(
+                partial(traceback_of, self.pid, self.descriptor, timeout), timeout + 10
+            )
+        except self.ray.exceptions.RayError:
+            return "(its node gives no answer)"
 
     def on_node(self, function: Any, timeout: float | None = None) -> Any:
         "Run `function` on the node of this worker and return its result. Without a `timeout` [s], do not wait for another node."
-        if self.node == node_of_this_process()[0]: return function()
-        where = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(self.node, soft=False)
-        task = self.ray.remote(_called).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote(function)
+        if self.node == node_of_this_process()[0]:
+            return function()
+        where = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            self.node, soft=False
+        )
+        task = (
+            self.ray.remote(_called)
+            .options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+            .remote(function)
+        )
         return None if timeout is None else self.ray.get(task, timeout=timeout)
 
     def close(self) -> BaseException | None:
@@ -142,32 +199,49 @@ class RemoteWorker:
 
 def _kill(pid, ray, actor):
     "Kill an actor. Does nothing in a process that was forked from the driver `pid`."
-    if pid == os.getpid() and ray.is_initialized(): ray.kill(actor, no_restart=True)
+    if pid == os.getpid() and ray.is_initialized():
+        ray.kill(actor, no_restart=True)
 
 # %% ../../../nbs/pipes/32_cluster/03_remote.ipynb #c1c75383
 def end_remote(workers: Iterable, failed: bool = False) -> list:
     "End all `workers`, at once if something has `failed`. Returns the errors that they sent at the end."
-    workers, errors = [w for w in workers if not w.closed], []
+    workers = [w for w in workers if not w.closed]
+    errors = []
     try:
-        if not workers or not workers[0].ray.is_initialized(): return errors
+        if not workers or not workers[0].ray.is_initialized():
+            return errors
         ray = workers[0].ray
-        unanswered = lambda calls, timeout: ray.wait(calls, num_returns=len(calls), timeout=timeout)[1] if calls else []
+        unanswered = lambda calls, timeout: (
+            ray.wait(calls, num_returns=len(calls), timeout=timeout)[1] if calls else []
+        )
         # A worker that is starting may soon have environments to close.
         last = {w.actor.close.remote(): w for w in workers if w.has_started or not failed}
-        left = unanswered(list(last), 0. if failed else 0.5)
-        for w in (last[x] for x in left if last[x].has_started): w.on_node(partial(end_process, w.pid))
+        left = unanswered(list(last), 0.0 if failed else 0.5)
+        for w in (last[x] for x in left if last[x].has_started):
+            w.on_node(partial(end_process, w.pid))
         left = unanswered(left, max(w.grace for w in workers))
-        for answer, w in last.items(): errors += _errors_of(w, [*w.unanswered, answer])
+        for answer, w in last.items():
+            errors += _errors_of(w, [*w.unanswered, answer])
         if not failed:
             for w in (last[x] for x in left):
-                log.warning(f"{w} was killed while it was closing: it had not ended {w.grace:g} s after SIGTERM")
+                log.warning(
+                    f"{w} was killed while it was closing: it had not ended {w.grace:g} s after SIGTERM"
+                )
         return errors
     finally:
-        for w in workers: w.kill()
+        for w in workers:
+            w.kill()
 
 
 def _errors_of(worker, answers) -> list:
     "The errors in the `answers` of a worker that have arrived. Logs the worker's warnings."
-    try: found = [worker._read(x)[0] for x in answers if worker.ray.wait([x], timeout=0)[0]]
-    except WorkerDied: return []
-    return [unpack_exception(*content) for messages in found for kind, *content in messages if kind == 'error']
+    try:
+        found = [worker._read(x)[0] for x in answers if worker.ray.wait([x], timeout=0)[0]]
+    except WorkerDied:
+        return []
+    return [
+        unpack_exception(*content)
+        for messages in found
+        for kind, *content in messages
+        if kind == "error"
+    ]

@@ -14,18 +14,35 @@ from .door import import_ray, is_address, is_own, lease
 from ..data.errors import DataError, WorkerError, describe, located
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #12b9a13b
-NAMES = dict(num_cpus='CPU', num_gpus='GPU', memory='memory')     # name in an actor's options -> name in a node's resources
-UNIT = 1e-4                                                       # the smallest amount of a resource that Ray counts
+NAMES = dict(
+    num_cpus="CPU", num_gpus="GPU", memory="memory"
+)  # name in an actor's options -> name in a node's resources
+UNIT = 1e-4  # the smallest amount of a resource that Ray counts
 
 
 def check_resources(resources: Any, pipe: Any = None) -> None:
     "Raise `DataError`, which names `pipe`, unless `resources` is None or a dict of amounts that Ray can count."
-    if resources is None: return
-    is_amount = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and (x == 0 or UNIT <= x < float('inf'))
-    is_name = lambda name: isinstance(name, str) and name not in ('CPU', 'GPU')      # Ray calls these num_cpus, num_gpus
-    if isinstance(resources, dict) and all(is_name(name) and is_amount(x) for name, x in resources.items()): return
-    raise DataError("out of range", pipe=pipe, leaf='resources', got=repr(resources)[:200],
-                    expected=f"a dict such as dict(num_cpus=1, num_gpus=0.5, far=1), with amounts of at least {UNIT}, or None")
+    if resources is None:
+        return
+    is_amount = lambda x: (
+        isinstance(x, (int, float))
+        and not isinstance(x, bool)
+        and (x == 0 or UNIT <= x < float("inf"))
+    )
+    is_name = lambda name: (
+        isinstance(name, str) and name not in ("CPU", "GPU")
+    )  # Ray calls these num_cpus, num_gpus
+    if isinstance(resources, dict) and all(
+        is_name(name) and is_amount(x) for name, x in resources.items()
+    ):
+        return
+    raise DataError(
+        "out of range",
+        pipe=pipe,
+        leaf="resources",
+        got=repr(resources)[:200],
+        expected=f"a dict such as dict(num_cpus=1, num_gpus=0.5, far=1), with amounts of at least {UNIT}, or None",
+    )
 
 
 def needs_of(resources: dict) -> dict:
@@ -36,16 +53,23 @@ def needs_of(resources: dict) -> dict:
 def actor_options(resources: dict) -> dict:
     "Ray's options for an actor with these resources."
     own = {name: x for name, x in resources.items() if name not in NAMES}
-    return dict(num_cpus=0) | {name: x for name, x in resources.items() if name in NAMES} | (dict(resources=own) if own else {})
+    return (
+        dict(num_cpus=0)
+        | {name: x for name, x in resources.items() if name in NAMES}
+        | (dict(resources=own) if own else {})
+    )
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #4f0e25fa
 def _places(node, needs) -> float:
     "The number of workers with these needs for which the node has room."
-    units = lambda x: round(x / UNIT)       # whole units, because 1.0 // 0.2 is 4
-    return min((units(node.get(name, 0)) // units(x) for name, x in needs.items()), default=float('inf'))
+    units = lambda x: round(x / UNIT)  # whole units, because 1.0 // 0.2 is 4
+    return min(
+        (units(node.get(name, 0)) // units(x) for name, x in needs.items()), default=float("inf")
+    )
 
 
-def _text(amounts) -> str: return ', '.join(f"{x:g} {name}" for name, x in amounts.items()) or "nothing"
+def _text(amounts) -> str:
+    return ", ".join(f"{x:g} {name}" for name, x in amounts.items()) or "nothing"
 
 
 def check_capacity(nodes: Iterable, resources: dict, n: int, pipe: Any = None) -> None:
@@ -56,14 +80,27 @@ def check_capacity(nodes: Iterable, resources: dict, n: int, pipe: Any = None) -
         resources: what each worker needs
         n: number of workers
     """
-    needs, nodes = needs_of(resources), list(nodes)
-    if sum(_places(node, needs) for _, node in nodes) >= n: return
-    here = '; '.join(f"node {name}: {_text({key: node.get(key, 0) for key in {'CPU': 0, **needs}})}" for name, node in nodes)
-    raise WorkerError(f"no room for {n} worker{'s' if n > 1 else ''} in the cluster, and Ray would wait for it for ever", pipe=pipe,
-                      expected=f"room for {_text(needs)} for each worker", got=here or "no node")
+    needs = needs_of(resources)
+    nodes = list(nodes)
+    if sum(_places(node, needs) for _, node in nodes) >= n:
+        return
+    here = "; ".join(
+        f"node {name}: {_text({key: node.get(key, 0) for key in {'CPU': 0, **needs}})}"
+        for name, node in nodes
+    )
+    raise WorkerError(
+        f"no room for {n} worker{'s' if n > 1 else ''} in the cluster, and Ray would wait for it for ever",
+        pipe=pipe,
+        expected=f"room for {_text(needs)} for each worker",
+        got=here or "no node",
+    )
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #0da8682f
-PLACEMENTS = {'spread': 'SPREAD', 'pack': 'DEFAULT', None: 'DEFAULT'}     # Ray's strategy for a worker without a placement group
+PLACEMENTS = {
+    "spread": "SPREAD",
+    "pack": "DEFAULT",
+    None: "DEFAULT",
+}  # Ray's strategy for a worker without a placement group
 
 
 class ClusterPlace:
@@ -76,46 +113,86 @@ class ClusterPlace:
         runtime_env: what Ray prepares for the workers on their nodes
         placement: 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by default
     """
-    lease: Any = None     # the use of the connection to Ray, from `lease`
 
-    def __init__(self, pipe: Any, address: str | None = None, resources: dict | None = None, runtime_env: dict | None = None,
-                 placement: str | None = 'spread'):
-        self.pipe, self.address, self.resources = pipe if isinstance(pipe, str) else type(pipe).__name__, address, resources
+    lease: Any = None  # the use of the connection to Ray, from `lease`
+
+    def __init__(
+        self,
+        pipe: Any,
+        address: str | None = None,
+        resources: dict | None = None,
+        runtime_env: dict | None = None,
+        placement: str | None = "spread",
+    ):
+        self.pipe = pipe if isinstance(pipe, str) else type(pipe).__name__
+        self.address = address
+        self.resources = resources
         self.runtime_env, self.placement = runtime_env, placement
         check_resources(resources, self.pipe)
         for name, x, is_allowed, expected in (
-                ('address', address, is_address(address), "'auto', 'host:port', 'ray://host:port', or None"),
-                ('runtime_env', runtime_env, runtime_env is None or isinstance(runtime_env, dict), "a dict, or None"),
-                ('placement', placement, placement is None or placement in ('spread', 'pack'), "'spread', 'pack', or None")):
-            if not is_allowed: raise DataError("out of range", pipe=self.pipe, leaf=name, expected=expected, got=describe(x))
-        if placement == 'pack' and resources is not None and not needs_of(resources):
-            raise DataError("workers that need nothing cannot be packed", pipe=self.pipe, leaf='placement',
-                            expected="resources of which a node has a limited amount, such as dict(num_cpus=1)", got=describe(resources))
+            (
+                "address",
+                address,
+                is_address(address),
+                "'auto', 'host:port', 'ray://host:port', or None",
+            ),
+            (
+                "runtime_env",
+                runtime_env,
+                runtime_env is None or isinstance(runtime_env, dict),
+                "a dict, or None",
+            ),
+            (
+                "placement",
+                placement,
+                placement is None or placement in ("spread", "pack"),
+                "'spread', 'pack', or None",
+            ),
+        ):
+            if not is_allowed:
+                raise DataError(
+                    "out of range", pipe=self.pipe, leaf=name, expected=expected, got=describe(x)
+                )
+        if placement == "pack" and resources is not None and not needs_of(resources):
+            raise DataError(
+                "workers that need nothing cannot be packed",
+                pipe=self.pipe,
+                leaf="placement",
+                expected="resources of which a node has a limited amount, such as dict(num_cpus=1)",
+                got=describe(resources),
+            )
 
     def connect(self) -> Any:
         "The module `ray`. The first call connects this process. Raises `WorkerError` if there is no Ray, or none at the address."
         with located(pipe=self.pipe):
-            if self.lease is None or not self.lease.alive: self.lease = lease(self.address, self)
+            if self.lease is None or not self.lease.alive:
+                self.lease = lease(self.address, self)
         return import_ray()
 
     def release(self) -> None:
         "Give the connection back."
-        if self.lease is not None: self.lease()
+        if self.lease is not None:
+            self.lease()
         self.lease = None
 
     def needs(self) -> dict:
         "The resources that each worker needs, in the form of `resources`."
-        return self.resources if self.resources is not None else {} if is_own() else dict(num_cpus=1)
+        return (
+            self.resources if self.resources is not None else {} if is_own() else dict(num_cpus=1)
+        )
 
     def check_capacity(self, ray: Any, n: int) -> None:
         "Raise `WorkerError` if the living nodes have no room for `n` workers."
-        nodes = [(node['NodeManagerAddress'], node['Resources']) for node in ray.nodes() if node['Alive']]
+        nodes = [
+            (node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]
+        ]
         check_capacity(nodes, self.needs(), n, self.pipe)
 
     def group(self, ray: Any, n: int) -> Any:
         "The placement group of `n` workers, which reserves room for them until it is removed; None if they need no group."
-        if self.placement != 'pack' or not (needs := needs_of(self.needs())): return None
-        return ray.util.placement_group([needs] * n, strategy='PACK')
+        if self.placement != "pack" or not (needs := needs_of(self.needs())):
+            return None
+        return ray.util.placement_group([needs] * n, strategy="PACK")
 
     def options(self, ray: Any, group: Any = None, index: int = 0) -> dict:
         """Ray's options for the actor of a worker.
@@ -125,8 +202,11 @@ class ClusterPlace:
             index: index of the worker in the group
         """
         strategy: Any = PLACEMENTS[self.placement]
-        if group is not None: strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
-        options = actor_options(self.needs()) | dict(max_restarts=0, max_task_retries=0, scheduling_strategy=strategy)
+        if group is not None:
+            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, index)
+        options = actor_options(self.needs()) | dict(
+            max_restarts=0, max_task_retries=0, scheduling_strategy=strategy
+        )
         return options if self.runtime_env is None else options | dict(runtime_env=self.runtime_env)
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #516ccde1
@@ -137,7 +217,15 @@ def service_place(options: dict, pipe: Any) -> ClusterPlace:
         options: options of a `ClusterPlace`; without `resources` the worker needs none
         pipe: the pipe that uses the worker, or its name
     """
-    known = ('address', 'resources', 'runtime_env')
+    known = ("address", "resources", "runtime_env")
     if not isinstance(options, dict) or not set(options) <= {*known}:
-        raise DataError("out of range", pipe=pipe, leaf='ray', expected=f"a dict with some of {', '.join(known)}", got=describe(options))
-    return ClusterPlace(pipe, **{**options, **(dict(resources={}) if options.get('resources') is None else {})})
+        raise DataError(
+            "out of range",
+            pipe=pipe,
+            leaf="ray",
+            expected=f"a dict with some of {', '.join(known)}",
+            got=describe(options),
+        )
+    return ClusterPlace(
+        pipe, **{**options, **(dict(resources={}) if options.get("resources") is None else {})}
+    )

@@ -23,22 +23,30 @@ def mask_sizes(space: gym.Space) -> Any:
 
     Parts of a Dict without a mask are left out. For all other spaces the result is empty.
     """
-    if isinstance(space, gym.spaces.Discrete): return (int(space.n),)
-    if isinstance(space, gym.spaces.MultiDiscrete): return tuple(map(int, space.nvec.reshape(-1)))
+    if isinstance(space, gym.spaces.Discrete):
+        return (int(space.n),)
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return tuple(map(int, space.nvec.reshape(-1)))
     parts = space.spaces.items() if isinstance(space, gym.spaces.Dict) else ()
     return {k: sizes for k, part in parts if (sizes := mask_sizes(part))}
 
 
 def mask_space(sizes: Any) -> gym.Space:
     "The space of the masks of actions with these `mask_sizes`."
-    if isinstance(sizes, dict): return gym.spaces.Dict({k: mask_space(x) for k, x in sizes.items()})
+    if isinstance(sizes, dict):
+        return gym.spaces.Dict({k: mask_space(x) for k, x in sizes.items()})
     return gym.spaces.MultiBinary(sum(sizes))
 
 
 def _checked_sizes(space, what):
-    if sizes := mask_sizes(space): return sizes
-    raise SpaceError(f"{what}: there are no masks for such actions", leaf='action_space', got=str(space),
-                     expected="Discrete, MultiDiscrete, or a Dict with them")
+    if sizes := mask_sizes(space):
+        return sizes
+    raise SpaceError(
+        f"{what}: there are no masks for such actions",
+        leaf="action_space",
+        got=str(space),
+        expected="Discrete, MultiDiscrete, or a Dict with them",
+    )
 
 # %% ../../../nbs/pipes/00_data/14_action_masks.ipynb #45bb8a58
 def allowed(mask: Tensor, sizes: tuple) -> Tensor:
@@ -48,34 +56,49 @@ def allowed(mask: Tensor, sizes: tuple) -> Tensor:
 
 
 def _masked(x, mask, sizes):
-    if isinstance(sizes, dict): return {**x, **{k: _masked(x[k], mask[k], part) for k, part in sizes.items()}}
+    if isinstance(sizes, dict):
+        return {**x, **{k: _masked(x[k], mask[k], part) for k, part in sizes.items()}}
     return x.masked_fill(~allowed(mask, sizes), -torch.inf)
 
 
 def _opened(mask, sizes):
-    if isinstance(sizes, dict): return {k: _opened(mask[k], x) for k, x in sizes.items()}
+    if isinstance(sizes, dict):
+        return {k: _opened(mask[k], x) for k, x in sizes.items()}
     return allowed(torch.from_numpy(mask), sizes).numpy().astype(mask.dtype)
 
 
 def _leaves(mask, sizes, leaf):
     "Each mask, its sizes and its name."
-    if not isinstance(sizes, dict): return [(mask, sizes, leaf)]
+    if not isinstance(sizes, dict):
+        return [(mask, sizes, leaf)]
     return [found for k, x in sizes.items() for found in _leaves(mask[k], x, f"{leaf}[{k!r}]")]
 
 
 def _drawn(space, act, mask, sizes):
-    if isinstance(sizes, dict): return {**act, **{k: _drawn(space[k], act[k], mask[k], x) for k, x in sizes.items()}}
+    if isinstance(sizes, dict):
+        return {**act, **{k: _drawn(space[k], act[k], mask[k], x) for k, x in sizes.items()}}
     parts = np.split(mask != 0, np.cumsum(sizes)[:-1])
-    return np.reshape([space.np_random.choice(part.nonzero()[0]) for part in parts], space.shape or ()) + space.start
+    return (
+        np.reshape([space.np_random.choice(part.nonzero()[0]) for part in parts], space.shape or ())
+        + space.start
+    )
 
 
 def _sizes_in(space, sizes, leaf, what):
     "The part of the `sizes` for which the `space` of a mask has masks."
     if not isinstance(sizes, dict):
-        if isinstance(space, (gym.spaces.MultiBinary, gym.spaces.Box)) and space.shape == (sum(sizes),): return sizes
+        if isinstance(space, (gym.spaces.MultiBinary, gym.spaces.Box)) and space.shape == (
+            sum(sizes),
+        ):
+            return sizes
     elif isinstance(space, gym.spaces.Dict) and space.spaces and set(space.spaces) <= set(sizes):
         return {k: _sizes_in(x, sizes[k], f"{leaf}[{k!r}]", what) for k, x in space.spaces.items()}
-    raise SpaceError(f"{what}: this is no mask of the actions", leaf=leaf, expected=f"as in {mask_space(sizes)}", got=str(space))
+    raise SpaceError(
+        f"{what}: this is no mask of the actions",
+        leaf=leaf,
+        expected=f"as in {mask_space(sizes)}",
+        got=str(space),
+    )
 
 # %% ../../../nbs/pipes/00_data/14_action_masks.ipynb #ed0b67a4
 class WithActionMask(gym.Wrapper):
@@ -89,16 +112,25 @@ class WithActionMask(gym.Wrapper):
         env: an environment with actions of Discrete, MultiDiscrete, or a Dict with them
         key: name of the info, of a method that returns the mask, or of the entry that is there already; the name of the entry
     """
-    def __init__(self, env: Any, key: str = 'action_mask'):
+
+    def __init__(self, env: Any, key: str = "action_mask"):
         super().__init__(env)
         what, space = type(self).__name__, env.observation_space
-        self.key, self.mask, self.sizes = key, None, _checked_sizes(env.action_space, what)
+        self.key = key
+        self.mask = None
+        self.sizes = _checked_sizes(env.action_space, what)
         parts = space.spaces if isinstance(space, gym.spaces.Dict) else None
-        self.spread, self.there = parts is not None, parts is not None and key in parts
-        if self.there: self.sizes = _sizes_in(space[key], self.sizes, f"observation_space[{key!r}]", what)
-        else: self.observation_space = gym.spaces.Dict({**({'obs': space} if parts is None else parts), key: mask_space(self.sizes)})
+        self.spread = parts is not None
+        self.there = parts is not None and key in parts
+        if self.there:
+            self.sizes = _sizes_in(space[key], self.sizes, f"observation_space[{key!r}]", what)
+        else:
+            self.observation_space = gym.spaces.Dict(
+                {**({"obs": space} if parts is None else parts), key: mask_space(self.sizes)}
+            )
 
-    def reset(self, **kwargs: Any) -> tuple: return self._moved(*self.env.reset(**kwargs))
+    def reset(self, **kwargs: Any) -> tuple:
+        return self._moved(*self.env.reset(**kwargs))
 
     def step(self, action: Any) -> tuple:
         obs, reward, terminated, truncated, info = self.env.step(action)
@@ -108,16 +140,27 @@ class WithActionMask(gym.Wrapper):
     def _moved(self, obs, info, terminated=False):
         "The observation with the mask, and the other infos."
         key = self.key
-        if self.there: mask = obs[key]
-        elif key in info: mask = info[key]
-        elif self.env.has_wrapper_attr(key): mask = self.env.get_wrapper_attr(key)()
-        elif terminated: mask = _everywhere(self.sizes, 0)     # no action follows
+        if self.there:
+            mask = obs[key]
+        elif key in info:
+            mask = info[key]
+        elif self.env.has_wrapper_attr(key):
+            mask = self.env.get_wrapper_attr(key)()
+        elif terminated:
+            mask = _everywhere(self.sizes, 0)  # no action follows
         else:
-            raise EnvError("there is no mask of the actions", leaf=f"info[{key!r}]", got=f"infos {sorted(map(str, info))}",
-                           expected="an info, or a method of the environment, of this name")
+            raise EnvError(
+                "there is no mask of the actions",
+                leaf=f"info[{key!r}]",
+                got=f"infos {sorted(map(str, info))}",
+                expected="an info, or a method of the environment, of this name",
+            )
         self.mask = _fitting(mask, self.sizes, f"info[{key!r}]")
-        if self.there: return obs, info
-        return {**(obs if self.spread else {'obs': obs}), key: self.mask}, {k: x for k, x in info.items() if k != key}
+        if self.there:
+            return obs, info
+        return {**(obs if self.spread else {"obs": obs}), key: self.mask}, {
+            k: x for k, x in info.items() if k != key
+        }
 
     def sample(self, space: gym.Space) -> Any:
         "A random action that the present mask allows, drawn from `space`, a copy of the action space with a generator of its own."
@@ -126,19 +169,35 @@ class WithActionMask(gym.Wrapper):
 
 def _everywhere(sizes, x):
     "A mask with the number `x` everywhere."
-    return {k: _everywhere(part, x) for k, part in sizes.items()} if isinstance(sizes, dict) else np.full(sum(sizes), x, np.int8)
+    return (
+        {k: _everywhere(part, x) for k, part in sizes.items()}
+        if isinstance(sizes, dict)
+        else np.full(sum(sizes), x, np.int8)
+    )
 
 
 def _fitting(mask, sizes, leaf):
     "The mask as int8 `[n]`, 0 or 1. A part that is missing in a Dict allows everything."
     if not isinstance(sizes, dict):
-        try: x = np.concatenate([np.ravel(part) for part in mask])     # the mask may be a tuple of one array for each integer
-        except (TypeError, ValueError): x = np.zeros(0)
-        if x.shape == (sum(sizes),) and x.dtype.kind in 'biuf': return (x != 0).astype(np.int8)
+        try:
+            x = np.concatenate(
+                [np.ravel(part) for part in mask]
+            )  # the mask may be a tuple of one array for each integer
+        except (TypeError, ValueError):
+            x = np.zeros(0)
+        if x.shape == (sum(sizes),) and x.dtype.kind in "biuf":
+            return (x != 0).astype(np.int8)
     elif isinstance(mask, Mapping) and set(mask) <= set(sizes):
-        return {k: _fitting(mask[k], x, f"{leaf}[{k!r}]") if k in mask else _everywhere(x, 1) for k, x in sizes.items()}
-    raise EnvError("this is no mask of the actions", leaf=leaf, got=describe(mask),
-                   expected=f"a number for each value, 0 where it is forbidden, as in {mask_space(sizes)}")
+        return {
+            k: _fitting(mask[k], x, f"{leaf}[{k!r}]") if k in mask else _everywhere(x, 1)
+            for k, x in sizes.items()
+        }
+    raise EnvError(
+        "this is no mask of the actions",
+        leaf=leaf,
+        got=describe(mask),
+        expected=f"a number for each value, 0 where it is forbidden, as in {mask_space(sizes)}",
+    )
 
 # %% ../../../nbs/pipes/00_data/14_action_masks.ipynb #01d4f2b2
 @dataclass(frozen=True)
@@ -149,11 +208,14 @@ class ActionMask:
         name: name of the entry
         sizes: see `mask_sizes`; of a Dict only those parts that the entry has
     """
+
     name: str
     sizes: Any
 
     @classmethod
-    def of(cls, name: str, observation_space: gym.Space, action_space: gym.Space, owner: Any) -> 'ActionMask':
+    def of(
+        cls, name: str, observation_space: gym.Space, action_space: gym.Space, owner: Any
+    ) -> "ActionMask":
         """The mask in the observations of an environment.
 
         Raises `SpaceError` if there is no such entry, if it does not fit the actions, or if there is nothing else to be seen.
@@ -163,10 +225,15 @@ class ActionMask:
             owner: the actor, for messages
         """
         what = owner if isinstance(owner, str) else type(owner).__name__
-        sizes, parts = _checked_sizes(action_space, what), getattr(observation_space, 'spaces', None)
+        sizes = _checked_sizes(action_space, what)
+        parts = getattr(observation_space, "spaces", None)
         if not isinstance(parts, dict) or name not in parts or len(parts) == 1:
-            raise SpaceError(f"{what}: there is no mask of the actions beside other observations", leaf=f"observation_space[{name!r}]",
-                             expected=f"a Dict with this entry, as `WithActionMask(env, {name!r})` makes it", got=str(observation_space))
+            raise SpaceError(
+                f"{what}: there is no mask of the actions beside other observations",
+                leaf=f"observation_space[{name!r}]",
+                expected=f"a Dict with this entry, as `WithActionMask(env, {name!r})` makes it",
+                got=str(observation_space),
+            )
         return cls(name, _sizes_in(parts[name], sizes, f"observation_space[{name!r}]", what))
 
     def rest(self, obs: dict) -> dict:
@@ -193,8 +260,11 @@ class ActionMask:
             acting: bool [n]: False where no action will be taken
         """
         for x, sizes, leaf in _leaves(obs[self.name], self.sizes, f"obs[{self.name!r}]"):
-            stuck = ~np.logical_or.reduceat(x != 0, np.cumsum((0, *sizes[:-1])), -1).all(-1) & acting
-            if stuck.any(): return (b := int(stuck.argmax())), leaf, x[b]
+            stuck = (
+                ~np.logical_or.reduceat(x != 0, np.cumsum((0, *sizes[:-1])), -1).all(-1) & acting
+            )
+            if stuck.any():
+                return (b := int(stuck.argmax())), leaf, x[b]
         return None
 
     def opened(self, obs: dict) -> dict:
@@ -208,4 +278,10 @@ class ActionMask:
 
 def no_action(kind: Any, env: Any, leaf: str, mask: Any) -> Any:
     "The error, of the class `kind`, for what `ActionMask.find` has found."
-    return kind("the mask allows no action", env=env, leaf=leaf, expected="an allowed value of each integer", got=str(mask))
+    return kind(
+        "the mask allows no action",
+        env=env,
+        leaf=leaf,
+        expected="an allowed value of each integer",
+        got=str(mask),
+    )

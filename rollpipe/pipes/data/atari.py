@@ -24,14 +24,21 @@ class Lives(gym.Wrapper):
         env: a game of ale_py, or a wrapper of it
         end_episodes: whether a lost life ends the episode
     """
+
     def __init__(self, env: Any, end_episodes: bool):
         super().__init__(env)
-        self.end_episodes, self.lives, self.going = end_episodes, 0, None    # `going`: first observation and info of the next life
+        # `going`: first observation and info of the next life
+        self.end_episodes = end_episodes
+        self.lives = 0
+        self.going = None
         self.game: Any = env.unwrapped
-        self.start = int('FIRE' in self.game.get_action_meanings())      # number of the action: NOOP is 0 and FIRE is 1 in all games
+        self.start = int(
+            "FIRE" in self.game.get_action_meanings()
+        )  # number of the action: NOOP is 0 and FIRE is 1 in all games
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
-        (obs, info), self.going = self.going or (None, None), None
+        (obs, info) = self.going or (None, None)
+        self.going = None
         if obs is None or seed is not None:
             self.env.reset(seed=seed, options=options)
             obs, _, _, _, info = self.env.step(self.start)
@@ -40,15 +47,18 @@ class Lives(gym.Wrapper):
 
     def step(self, action: Any) -> tuple:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        before, self.lives = self.lives, self.game.ale.lives()
+        before = self.lives
+        self.lives = self.game.ale.lives()
         if self.lives < before and not (terminated or truncated):
             obs, more, terminated, truncated, info = self.env.step(self.start)
             reward = float(reward) + float(more)
-            if self.end_episodes and not (terminated or truncated): self.going, terminated = (obs, info), True
+            if self.end_episodes and not (terminated or truncated):
+                self.going = (obs, info)
+                terminated = True
         return obs, reward, terminated, truncated, info
 
 # %% ../../../nbs/pipes/00_data/17_atari.ipynb #eaf9f4cf
-def atari(env: Any, episodes: str = 'games') -> gym.Env:
+def atari(env: Any, episodes: str = "games") -> gym.Env:
     """A game with the customary wrappers, which observes stacks of four images, uint8 `[4, 84, 84]`. Raises `EnvError`.
 
     Source: Mnih et al. 2015, Human-level control through deep reinforcement learning, https://doi.org/10.1038/nature14236, without
@@ -58,9 +68,16 @@ def atari(env: Any, episodes: str = 'games') -> gym.Env:
         env: a game of ale_py, made with `frameskip=1`
         episodes: 'games', for evaluations, or 'lives', for training
     """
-    if episodes not in ('games', 'lives'):
-        raise EnvError("unknown episodes of an Atari game", leaf='atari', expected="'games' or 'lives'", got=repr(episodes))
-    return gym.wrappers.FrameStackObservation(Lives(gym.wrappers.AtariPreprocessing(env), episodes == 'lives'), 4)
+    if episodes not in ("games", "lives"):
+        raise EnvError(
+            "unknown episodes of an Atari game",
+            leaf="atari",
+            expected="'games' or 'lives'",
+            got=repr(episodes),
+        )
+    return gym.wrappers.FrameStackObservation(
+        Lives(gym.wrappers.AtariPreprocessing(env), episodes == "lives"), 4
+    )
 
 # %% ../../../nbs/pipes/00_data/17_atari.ipynb #b4248c46
 def wrappers_in(env_kwargs: dict) -> tuple[dict, list]:
@@ -69,9 +86,11 @@ def wrappers_in(env_kwargs: dict) -> tuple[dict, list]:
     Args:
         env_kwargs: with `atari`, the `episodes` of `atari`, and with `with_action_mask`, the `key` of a `WithActionMask`
     """
-    kwargs, wrappers = dict(env_kwargs), []
-    if (episodes := kwargs.pop('atari', None)) is not None:
-        kwargs = {'frameskip': 1, **kwargs}
+    kwargs = dict(env_kwargs)
+    wrappers = []
+    if (episodes := kwargs.pop("atari", None)) is not None:
+        kwargs = {"frameskip": 1, **kwargs}
         wrappers.append(partial(atari, episodes=episodes))
-    if (key := kwargs.pop('with_action_mask', None)) is not None: wrappers.append(partial(WithActionMask, key=key))
+    if (key := kwargs.pop("with_action_mask", None)) is not None:
+        wrappers.append(partial(WithActionMask, key=key))
     return kwargs, wrappers

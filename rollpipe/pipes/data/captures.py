@@ -8,7 +8,13 @@ __all__ = ['VALUES', 'MADE', 'MOST', 'ITEMS', 'label_of', 'cells_of', 'is_bound'
            'made_of', 'capture']
 
 # %% ../../../nbs/pipes/00_data/06_captures.ipynb #d96aa153
-import enum, json, logging, re, sys, threading, zlib
+import enum
+import json
+import logging
+import re
+import sys
+import threading
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
@@ -17,8 +23,20 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from numbers import Number
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from types import (BuiltinFunctionType, CellType, EllipsisType, FunctionType, GetSetDescriptorType, MemberDescriptorType,
-                   MethodDescriptorType, MethodType, ModuleType, NotImplementedType, SimpleNamespace, WrapperDescriptorType)
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    EllipsisType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    NotImplementedType,
+    SimpleNamespace,
+    WrapperDescriptorType,
+)
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -30,33 +48,84 @@ from .errors import EnvError, PipeError, describe_exception
 from .simulators import model_mark, name_of, through
 
 # %% ../../../nbs/pipes/00_data/06_captures.ipynb #5bc9a117
-_STAY = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MemberDescriptorType,
-         GetSetDescriptorType)
+_STAY = (
+    type,
+    ModuleType,
+    FunctionType,
+    MethodType,
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+    MemberDescriptorType,
+    GetSetDescriptorType,
+)
 
 
 _VALUES = Number, str, bytes, range, slice, enum.Enum, PurePath, date, time, timedelta, tzinfo, UUID
 
 
 # name -> class of values that the arguments which `pickle` takes make again; no code of anybody else is called
-VALUES: dict = {name_of(kind): kind for kind in (range, slice, date, datetime, time, timedelta, timezone, Decimal, Fraction, type(Path()),
-                                                 PurePosixPath, PureWindowsPath)}
+VALUES: dict = {
+    name_of(kind): kind
+    for kind in (
+        range,
+        slice,
+        date,
+        datetime,
+        time,
+        timedelta,
+        timezone,
+        Decimal,
+        Fraction,
+        type(Path()),
+        PurePosixPath,
+        PureWindowsPath,
+    )
+}
 
 # Objects of these classes cannot change, or no environment's next step depends on their state.
-_CONSTANT = (*_STAY, *_VALUES, np.dtype, np.ufunc, torch.dtype, torch.device, re.Pattern, property, logging.Logger, EllipsisType,
-             NotImplementedType, *map(type, (threading.Lock(), threading.RLock())))
+_CONSTANT = (
+    *_STAY,
+    *_VALUES,
+    np.dtype,
+    np.ufunc,
+    torch.dtype,
+    torch.device,
+    re.Pattern,
+    property,
+    logging.Logger,
+    EllipsisType,
+    NotImplementedType,
+    *map(type, (threading.Lock(), threading.RLock())),
+)
 
 
 def label_of(x: Any) -> str:
     "The class of an object that stays, and which of its class it is, if that can be told."
-    which = getattr(x, '__qualname__', getattr(x, '__name__', '')) if isinstance(x, _STAY) else repr(x) if isinstance(x, _VALUES) else ''
-    if isinstance(x, (type, FunctionType)): which = name_of(x)     # several modules may have one of this name
-    if name_of(type(x)) == 'mujoco._structs.MjModel': which = str(model_mark(x))
-    if isinstance(x, np.ndarray): which = f'{x.dtype} {x.shape} {zlib.crc32(x.tobytes())}'
-    if isinstance(x, FunctionType) and '<' in which: which += f':{x.__code__.co_firstlineno}:{_checksum(x.__code__)}'
-    return f'{name_of(type(x))} {which}'.rstrip()
+    which = (
+        getattr(x, "__qualname__", getattr(x, "__name__", ""))
+        if isinstance(x, _STAY)
+        else repr(x)
+        if isinstance(x, _VALUES)
+        else ""
+    )
+    if isinstance(x, (type, FunctionType)):
+        which = name_of(x)  # several modules may have one of this name
+    if name_of(type(x)) == "mujoco._structs.MjModel":
+        which = str(model_mark(x))
+    if isinstance(x, np.ndarray):
+        which = f"{x.dtype} {x.shape} {zlib.crc32(x.tobytes())}"
+    if isinstance(x, FunctionType) and "<" in which:
+        which += f":{x.__code__.co_firstlineno}:{_checksum(x.__code__)}"
+    return f"{name_of(type(x))} {which}".rstrip()
 
 
-def _checksum(code): return zlib.crc32(repr((code.co_code, code.co_names, [c for c in code.co_consts if isinstance(c, _VALUES)])).encode())
+def _checksum(code):
+    return zlib.crc32(
+        repr(
+            (code.co_code, code.co_names, [c for c in code.co_consts if isinstance(c, _VALUES)])
+        ).encode()
+    )
 
 
 def cells_of(f: FunctionType) -> dict:
@@ -67,28 +136,49 @@ def cells_of(f: FunctionType) -> dict:
 
 def is_bound(x: Any) -> bool:
     "Is `x` a method of an object, and not a function of a module?"
-    owner = getattr(x, '__self__', None)
-    return isinstance(x, (MethodType, BuiltinFunctionType)) and not isinstance(owner, (ModuleType, type(None)))
+    owner = getattr(x, "__self__", None)
+    return isinstance(x, (MethodType, BuiltinFunctionType)) and not isinstance(
+        owner, (ModuleType, type(None))
+    )
 
 
 @lru_cache(maxsize=1000)
 def _slots(kind):
     "Name -> descriptor of the attributes that a class keeps outside of `__dict__`."
-    return {name: x for c in kind.__mro__ if '__slots__' in vars(c) or c is defaultdict
-            for name, x in vars(c).items() if isinstance(x, MemberDescriptorType)}
+    return {
+        name: x
+        for c in kind.__mro__
+        if "__slots__" in vars(c) or c is defaultdict
+        for name, x in vars(c).items()
+        if isinstance(x, MemberDescriptorType)
+    }
 
 
-@lru_cache(maxsize=1000)     # most objects of an environment are of few classes
+@lru_cache(maxsize=1000)  # most objects of an environment are of few classes
 def hides_state(kind: type) -> bool:
     "Has a class fields of C, which no attribute need show, of its own or of a base?"
-    def shown(c): return sum(name in ('__dict__', '__weakref__') or '__slots__' in vars(c) and isinstance(x, MemberDescriptorType)
-                             for name, x in vars(c).items())
-    return any(c.__basicsize__ - c.__base__.__basicsize__ > 8 * shown(c) for c in kind.__mro__ if c not in (object, SimpleNamespace))
+
+    def shown(c):
+        return sum(
+            name in ("__dict__", "__weakref__")
+            or "__slots__" in vars(c)
+            and isinstance(x, MemberDescriptorType)
+            for name, x in vars(c).items()
+        )
+
+    return any(
+        c.__basicsize__ - c.__base__.__basicsize__ > 8 * shown(c)
+        for c in kind.__mro__
+        if c not in (object, SimpleNamespace)
+    )
 
 
 def all_attributes(x: Any) -> dict:
     "Name -> value of the attributes of an object, also of those that its class keeps outside of `__dict__`, if they have a value."
-    return {**(getattr(x, '__dict__', None) or {}), **{name: d.__get__(x) for name, d in _slots(type(x)).items() if hasattr(x, name)}}
+    return {
+        **(getattr(x, "__dict__", None) or {}),
+        **{name: d.__get__(x) for name, d in _slots(type(x)).items() if hasattr(x, name)},
+    }
 
 
 def attributes_of(x: Any) -> dict | None:
@@ -97,20 +187,29 @@ def attributes_of(x: Any) -> dict | None:
     Objects of the standard library stay, because threads, locks and files cannot go on from an old state.
     """
     kind = type(x)
-    if isinstance(x, _STAY) or name_of(kind).partition('.')[0] in sys.stdlib_module_names and kind is not SimpleNamespace: return None
-    if not _slots(kind) and not isinstance(getattr(x, '__dict__', None), dict): return None
+    if (
+        isinstance(x, _STAY)
+        or name_of(kind).partition(".")[0] in sys.stdlib_module_names
+        and kind is not SimpleNamespace
+    ):
+        return None
+    if not _slots(kind) and not isinstance(getattr(x, "__dict__", None), dict):
+        return None
     return all_attributes(x)
 
 
 def set_attribute(x: Any, name: str, value: Any) -> None:
     "Set what `attributes_of` returned, without code of the class, which `setattr` may run."
     slot = _slots(type(x)).get(name)
-    if slot is None: vars(x)[name] = value
-    else: slot.__set__(x, value)
+    if slot is None:
+        vars(x)[name] = value
+    else:
+        slot.__set__(x, value)
 
 # %% ../../../nbs/pipes/00_data/06_captures.ipynb #33d396db
 class Memory(NamedTuple):
     "Some bytes that arrays lie in: uint8 `[n]`, an array or, on another device, a tensor."
+
     flat: Any
     address: int
 
@@ -120,25 +219,45 @@ def memory_of(x: Any) -> tuple[Memory, Any]:
     if isinstance(x, torch.Tensor):
         storage = x.untyped_storage()
         flat = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
-        return Memory(flat.numpy() if x.is_cpu else flat, storage.data_ptr()), x.storage_offset() * x.itemsize
+        return Memory(
+            flat.numpy() if x.is_cpu else flat, storage.data_ptr()
+        ), x.storage_offset() * x.itemsize
     root = x
-    while isinstance(root.base, np.ndarray): root = root.base
-    if not (root.flags.c_contiguous or root.flags.f_contiguous): root = x = np.array(x, order='C')
-    address = root.__array_interface__['data'][0]
-    return Memory(root.reshape(-1, order='A').view(np.uint8), address), x.__array_interface__['data'][0] - address
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if not (root.flags.c_contiguous or root.flags.f_contiguous):
+        root = x = np.array(x, order="C")
+    address = root.__array_interface__["data"][0]
+    return Memory(root.reshape(-1, order="A").view(np.uint8), address), x.__array_interface__[
+        "data"
+    ][0] - address
 
 
 def is_dense(x: Any) -> bool:
     "Is `x` a tensor whose numbers lie in memory as they are?"
-    return isinstance(x, torch.Tensor) and x.layout is torch.strided and not (x.is_quantized or x.is_meta or x.is_conj() or x.is_neg())
+    return (
+        isinstance(x, torch.Tensor)
+        and x.layout is torch.strided
+        and not (x.is_quantized or x.is_meta or x.is_conj() or x.is_neg())
+    )
 
 
 def dtype_of(descr: Any) -> np.dtype:
     "The dtype that `numpy.lib.format.dtype_to_descr` has described, after JSON has made lists of its tuples. Raises `ValueError`."
-    def fields(x): return [(tuple(name) if isinstance(name, list) else name, fields(of), *map(tuple, shape)) for name, of, *shape in x
-                           ] if isinstance(x, list) else x
+
+    def fields(x):
+        return (
+            [
+                (tuple(name) if isinstance(name, list) else name, fields(of), *map(tuple, shape))
+                for name, of, *shape in x
+            ]
+            if isinstance(x, list)
+            else x
+        )
+
     found = np.lib.format.descr_to_dtype(fields(descr))
-    if found.hasobject: raise ValueError("bytes are no objects")     # they would be used as pointers
+    if found.hasobject:
+        raise ValueError("bytes are no objects")  # they would be used as pointers
     return found
 
 
@@ -152,20 +271,23 @@ def array_in(flat: Any, dtype: Any, shape: list, strides: list, offset: int) -> 
         strides: in bytes, or for a tensor in elements
         offset: where it begins [bytes]
     """
-    if not isinstance(dtype, torch.dtype): return np.ndarray(shape, dtype, flat, offset, strides)
+    if not isinstance(dtype, torch.dtype):
+        return np.ndarray(shape, dtype, flat, offset, strides)
     flat = torch.from_numpy(flat) if isinstance(flat, np.ndarray) else flat
     size = dtype.itemsize
-    whole = flat[:len(flat) // size * size].view(dtype)
-    try: return whole.as_strided(shape, strides, offset // size)
-    except RuntimeError as e: raise ValueError(str(e)) from e
+    whole = flat[: len(flat) // size * size].view(dtype)
+    try:
+        return whole.as_strided(shape, strides, offset // size)
+    except RuntimeError as e:
+        raise ValueError(str(e)) from e
 
 # %% ../../../nbs/pipes/00_data/06_captures.ipynb #46a0218e
 def has_own_state(x: Any) -> bool:
     "Does the class of `x` say itself what its state is, by methods `get_state()` and `set_state(state)`?"
-    return all(callable(getattr(type(x), name, None)) for name in ('get_state', 'set_state'))
+    return all(callable(getattr(type(x), name, None)) for name in ("get_state", "set_state"))
 
 
-MADE: dict = {}     # name -> a class, and a function of such an object, which returns the arguments that make it again
+MADE: dict = {}  # name -> a class, and a function of such an object, which returns the arguments that make it again
 
 
 def made_of(arguments: Callable) -> Callable:
@@ -177,84 +299,149 @@ def made_of(arguments: Callable) -> Callable:
     return lambda cls: MADE.setdefault(name_of(cls), (cls, arguments))[0]
 
 # %% ../../../nbs/pipes/00_data/06_captures.ipynb #f6dae7f4
-MOST = 1_000_000     # objects in a capture; an environment with more of them probably holds something that is not its own
+MOST = 1_000_000  # objects in a capture; an environment with more of them probably holds something that is not its own
 ITEMS = list, tuple, deque, set, frozenset
-_LARGE = 1000     # numbers in a bound of a space; of more of them only a checksum is kept
-_REDRAWN = 'mujoco._structs.MjModel', 'pygame.surface.Surface', 'pygame.time.Clock', 'pygame.font.Font'     # or told by their label
+_LARGE = 1000  # numbers in a bound of a space; of more of them only a checksum is kept
+_REDRAWN = (
+    "mujoco._structs.MjModel",
+    "pygame.surface.Surface",
+    "pygame.time.Clock",
+    "pygame.font.Font",
+)  # or told by their label
 _ATOMS = frozenset((type(None), bool, int, float, str))
 
 
 class _Capture:
     "Writes down `root` and all objects that it reaches."
+
     def __init__(self, root, opaque, complete):
-        self.complete, self.opaque, self.objects, self.numbers, self.blocks, self.size, self.large = complete, opaque, [], {}, [], 0, set()
-        self.root, self.entries = self.value(root), []
-        for x in self.objects:     # grows in the loop
+        self.complete = complete
+        self.opaque = opaque
+        self.objects = []
+        self.numbers = {}
+        self.blocks = []
+        self.size = 0
+        self.large = set()
+        self.root = self.value(root)
+        self.entries = []
+        for x in self.objects:  # grows in the loop
             self.entries.append(self._entry(x))
-            if len(self.objects) > MOST: raise EnvError("an environment holds too much", expected=f"at most {MOST:,} objects")
+            if len(self.objects) > MOST:
+                raise EnvError(
+                    "an environment holds too much", expected=f"at most {MOST:,} objects"
+                )
 
     def value(self, x):
-        if type(x) in _ATOMS: return x
-        if type(x) is tuple: return {'tuple': [self.value(y) for y in x]}
-        key = ('memory', x.address, len(x.flat)) if isinstance(x, Memory) and len(x.flat) else id(x)
+        if type(x) in _ATOMS:
+            return x
+        if type(x) is tuple:
+            return {"tuple": [self.value(y) for y in x]}
+        key = ("memory", x.address, len(x.flat)) if isinstance(x, Memory) and len(x.flat) else id(x)
         if key not in self.numbers:
             self.numbers[key] = len(self.objects)
-            self.objects.append(x)     # which also keeps it, so that no other object gets its id
+            self.objects.append(x)  # which also keeps it, so that no other object gets its id
         return [self.numbers[key]]
 
     def _entry(self, x):
         kind = type(x)
         name = name_of(kind)
-        if isinstance(x, Memory): return ['memory', *self._write(x.flat)]
-        if name in MADE: return ['made', name, self.value(MADE[name][1](x))]
-        if id(x) in self.large: return ['stays', label_of(x)]
-        if kind is np.ndarray or is_dense(x): return self._array(x)
-        if isinstance(x, enum.Enum): return ['enum', name, x.name] if x.name in kind.__members__ else ['stays', label_of(x)]
-        if isinstance(x, (np.ndarray, torch.Tensor)): raise EnvError("numbers of this kind cannot be written down", got=name)
+        if isinstance(x, Memory):
+            return ["memory", *self._write(x.flat)]
+        if name in MADE:
+            return ["made", name, self.value(MADE[name][1](x))]
+        if id(x) in self.large:
+            return ["stays", label_of(x)]
+        if kind is np.ndarray or is_dense(x):
+            return self._array(x)
+        if isinstance(x, enum.Enum):
+            return ["enum", name, x.name] if x.name in kind.__members__ else ["stays", label_of(x)]
+        if isinstance(x, (np.ndarray, torch.Tensor)):
+            raise EnvError("numbers of this kind cannot be written down", got=name)
         if is_bound(x):
-            if getattr(x.__self__, x.__name__, None) == x: return ['method', x.__name__, self.value(x.__self__)]
-            raise EnvError("the object of a method does not have it under its name", got=label_of(x))
+            if getattr(x.__self__, x.__name__, None) == x:
+                return ["method", x.__name__, self.value(x.__self__)]
+            raise EnvError(
+                "the object of a method does not have it under its name", got=label_of(x)
+            )
         if kind is FunctionType and (found := cells_of(x)):
-            return ['function', label_of(x), {k: self.value(cell) for k, cell in found.items()}]
-        if kind is CellType: return ['cell', self.value(x.cell_contents)]     # functions may share it
-        if kind is partial: return ['partial', *(self.value(y) for y in (x.func, x.args, x.keywords))]
-        if isinstance(x, ITEMS): return ['items', name, [self.value(y) for y in x], getattr(x, 'maxlen', None), *self._beside(x)]
-        if isinstance(x, dict): return ['dict', name, [[self.value(k), self.value(y)] for k, y in x.items()], *self._beside(x)]
-        if name in VALUES: return ['value', name, self.value(x.__reduce_ex__(4)[1])]
-        if isinstance(x, np.generic): return ['number', np.lib.format.dtype_to_descr(x.dtype), x.tobytes().hex()]
-        if kind in (bytes, bytearray): return ['bytes', name, *self._write(np.frombuffer(x, np.uint8))]
-        if kind is complex: return ['complex', x.real, x.imag]
+            return ["function", label_of(x), {k: self.value(cell) for k, cell in found.items()}]
+        if kind is CellType:
+            return ["cell", self.value(x.cell_contents)]  # functions may share it
+        if kind is partial:
+            return ["partial", *(self.value(y) for y in (x.func, x.args, x.keywords))]
+        if isinstance(x, ITEMS):
+            return [
+                "items",
+                name,
+                [self.value(y) for y in x],
+                getattr(x, "maxlen", None),
+                *self._beside(x),
+            ]
+        if isinstance(x, dict):
+            return [
+                "dict",
+                name,
+                [[self.value(k), self.value(y)] for k, y in x.items()],
+                *self._beside(x),
+            ]
+        if name in VALUES:
+            return ["value", name, self.value(x.__reduce_ex__(4)[1])]
+        if isinstance(x, np.generic):
+            return ["number", np.lib.format.dtype_to_descr(x.dtype), x.tobytes().hex()]
+        if kind in (bytes, bytearray):
+            return ["bytes", name, *self._write(np.frombuffer(x, np.uint8))]
+        if kind is complex:
+            return ["complex", x.real, x.imag]
         if (found := through(name)) is not None:
-            if self.complete and (lack := found.lacks(x)): raise EnvError(lack, got=name)
-            return ['through', name, self.value(found.get(x))]
-        if self.opaque(x): return ['own', name, self.value(x.get_state())]
+            if self.complete and (lack := found.lacks(x)):
+                raise EnvError(lack, got=name)
+            return ["through", name, self.value(found.get(x))]
+        if self.opaque(x):
+            return ["own", name, self.value(x.get_state())]
         found = None if isinstance(x, _VALUES) else attributes_of(x)
-        if isinstance(x, gym.Space):     # the bounds of images, say, hardly ever change
-            self.large.update(id(y) for y in all_attributes(x).values() if isinstance(y, np.ndarray) and y.size > _LARGE)
+        if isinstance(x, gym.Space):  # the bounds of images, say, hardly ever change
+            self.large.update(
+                id(y)
+                for y in all_attributes(x).values()
+                if isinstance(y, np.ndarray) and y.size > _LARGE
+            )
         is_known = isinstance(x, _CONSTANT) or name in _REDRAWN
         # What a simulator has made is for the test if a reset comes first, which may make it anew.
         is_hidden = (self.complete or found is not None) and hides_state(kind)
-        if not is_known and (is_hidden or found is None and name.partition('.')[0] in sys.stdlib_module_names):
+        if not is_known and (
+            is_hidden or found is None and name.partition(".")[0] in sys.stdlib_module_names
+        ):
             raise EnvError("the state of an object cannot be written down", got=name)
-        return ['stays', label_of(x)] if found is None else ['object', name, {k: self.value(y) for k, y in found.items()}]
+        return (
+            ["stays", label_of(x)]
+            if found is None
+            else ["object", name, {k: self.value(y) for k, y in found.items()}]
+        )
 
     def _beside(self, x):
         "The attributes that a container of a class of its own has beside its items."
-        if not _slots(type(x)) and getattr(x, '__dict__', x) is x: return []     # some dicts are their own attributes
+        if not _slots(type(x)) and getattr(x, "__dict__", x) is x:
+            return []  # some dicts are their own attributes
         return [{k: self.value(y) for k, y in all_attributes(x).items()}]
 
     def _write(self, flat):
-        self.blocks.append(flat.copy() if isinstance(flat, np.ndarray) else flat.cpu().numpy().copy())
+        self.blocks.append(
+            flat.copy() if isinstance(flat, np.ndarray) else flat.cpu().numpy().copy()
+        )
         self.size += len(flat)
         return self.size - len(flat), len(flat)
 
     def _array(self, x):
         if isinstance(x, np.ndarray) and x.dtype.hasobject:
-            return ['objects', list(x.shape), [self.value(y) for y in x.ravel()]]
+            return ["objects", list(x.shape), [self.value(y) for y in x.ravel()]]
         memory, offset = memory_of(x.detach() if isinstance(x, torch.Tensor) else x)
-        if isinstance(x, torch.Tensor): kind, strides = [str(x.dtype).removeprefix('torch.'), str(x.device)], x.stride()
-        else: kind, strides = [np.lib.format.dtype_to_descr(x.dtype)], x.strides
-        return ['array', self.value(memory), kind, list(x.shape), list(strides), offset]
+        if isinstance(x, torch.Tensor):
+            kind = [str(x.dtype).removeprefix("torch."), str(x.device)]
+            strides = x.stride()
+        else:
+            kind = [np.lib.format.dtype_to_descr(x.dtype)]
+            strides = x.strides
+        return ["array", self.value(memory), kind, list(x.shape), list(strides), offset]
 
 
 def capture(root: Any, opaque: Callable = lambda x: False, complete: bool = True) -> dict:
@@ -267,7 +454,13 @@ def capture(root: Any, opaque: Callable = lambda x: False, complete: bool = True
     """
     try:
         found = _Capture(root, opaque, complete)
-        graph = json.dumps([found.root, found.entries], separators=(',', ':'))
-    except PipeError: raise
-    except Exception as e: raise EnvError(f"the state cannot be written down ({describe_exception(e)})", got=name_of(type(root))) from e
-    return dict(graph=graph, memory=torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *found.blocks])))
+        graph = json.dumps([found.root, found.entries], separators=(",", ":"))
+    except PipeError:
+        raise
+    except Exception as e:
+        raise EnvError(
+            f"the state cannot be written down ({describe_exception(e)})", got=name_of(type(root))
+        ) from e
+    return dict(
+        graph=graph, memory=torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *found.blocks]))
+    )

@@ -6,7 +6,10 @@
 __all__ = ['AT_ONCE', 'CHUNK', 'ChunkFolder', 'chunk_names', 'RowChanges']
 
 # %% ../../../nbs/pipes/00_data/09_chunks.ipynb #61370d34
-import hashlib, os, re, secrets
+import hashlib
+import os
+import re
+import secrets
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,8 +22,8 @@ import torch
 from .errors import CheckpointError
 
 # %% ../../../nbs/pipes/00_data/09_chunks.ipynb #e8f3ccd6
-AT_ONCE = 32     # files that wait for `sync`, at most
-_NAME = re.compile(r'[0-9a-f]{64}\.chunk')
+AT_ONCE = 32  # files that wait for `sync`, at most
+_NAME = re.compile(r"[0-9a-f]{64}\.chunk")
 
 
 class ChunkFolder:
@@ -29,66 +32,90 @@ class ChunkFolder:
     Args:
         path: a folder, which is made when it is needed
     """
+
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.names = {file.name for file in self.path.glob('*.chunk')}     # of the files that are there
-        self.pending: dict = {}     # name -> file that has been written, and has another name yet
+        self.names = {
+            file.name for file in self.path.glob("*.chunk")
+        }  # of the files that are there
+        self.pending: dict = {}  # name -> file that has been written, and has another name yet
 
     def write(self, data: np.ndarray) -> str:
         """Write bytes, uint8 `[n]`, to a file that gets its name with the next `sync`. Returns the name.
 
         Raises `OSError`, which names the folder, as for a full disk; then what was written since the last `sync` is gone.
         """
-        name = f'{hashlib.sha256(data.data).hexdigest()}.chunk'
-        if name in self.names or name in self.pending: return name
+        name = f"{hashlib.sha256(data.data).hexdigest()}.chunk"
+        if name in self.names or name in self.pending:
+            return name
         with self._clearing():
             self.path.mkdir(parents=True, exist_ok=True)
-            self.pending[name] = open(self.path/f'.{secrets.token_hex(8)}.tmp', 'xb')
+            self.pending[name] = open(self.path / f".{secrets.token_hex(8)}.tmp", "xb")
             self.pending[name].write(data.data)
             self.pending[name].flush()
-        if len(self.pending) >= AT_ONCE: self.sync()
+        if len(self.pending) >= AT_ONCE:
+            self.sync()
         return name
 
     def sync(self) -> None:
         "Wait until all that was written is on disk, and then give the files their names. Raises `OSError` as `write` does."
-        if not self.pending: return
+        if not self.pending:
+            return
         with self._clearing():
             # Together the files need the time of one, because the file system writes its journal once.
-            with ThreadPoolExecutor(len(self.pending)) as pool: list(pool.map(lambda file: os.fsync(file.fileno()), self.pending.values()))
+            with ThreadPoolExecutor(len(self.pending)) as pool:
+                list(pool.map(lambda file: os.fsync(file.fileno()), self.pending.values()))
             for name, file in self.pending.items():
                 file.close()
-                os.replace(file.name, self.path/name)
-            if os.name != 'nt':     # Windows cannot open a folder
+                os.replace(file.name, self.path / name)
+            if os.name != "nt":  # Windows cannot open a folder
                 folder = os.open(self.path, os.O_RDONLY)
-                try: os.fsync(folder)
-                finally: os.close(folder)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
         self.names |= self.pending.keys()
         self.pending.clear()
 
     @contextmanager
     def _clearing(self):
         "Drop what waits for `sync` if there is an error in the block."
-        try: yield
+        try:
+            yield
         except BaseException as e:
             for file in self.pending.values():
-                with suppress(OSError): file.close()
+                with suppress(OSError):
+                    file.close()
                 Path(file.name).unlink(missing_ok=True)
             self.pending.clear()
-            if isinstance(e, OSError): raise OSError(e.errno, e.strerror or str(e), str(self.path)) from e
+            if isinstance(e, OSError):
+                raise OSError(e.errno, e.strerror or str(e), str(self.path)) from e
             raise
 
     def check(self, names: Iterable[str]) -> None:
         "Raise `CheckpointError` for the first of these chunks that is not there."
         for name in names:
-            if name not in self.names: raise CheckpointError(f"{self.path/name}: there is no such chunk", expected="what a state names")
+            if name not in self.names:
+                raise CheckpointError(
+                    f"{self.path / name}: there is no such chunk", expected="what a state names"
+                )
 
     def read(self, name: str) -> np.ndarray:
         "The bytes of a chunk, uint8 `[n]`. Raises `CheckpointError` if it is missing or damaged, or another chunk has its name."
         self.check([name])
-        try: data = np.fromfile(self.path/name, np.uint8)
-        except OSError as e: raise CheckpointError(f"{self.path/name}: the chunk cannot be read ({e.strerror})") from None
-        if (got := f'{hashlib.sha256(data.data).hexdigest()}.chunk') == name: return data
-        raise CheckpointError(f"{self.path/name}: the chunk is damaged, or is that of another training", expected=name, got=got)
+        try:
+            data = np.fromfile(self.path / name, np.uint8)
+        except OSError as e:
+            raise CheckpointError(
+                f"{self.path / name}: the chunk cannot be read ({e.strerror})"
+            ) from None
+        if (got := f"{hashlib.sha256(data.data).hexdigest()}.chunk") == name:
+            return data
+        raise CheckpointError(
+            f"{self.path / name}: the chunk is damaged, or is that of another training",
+            expected=name,
+            got=got,
+        )
 
     def sweep(self, checkpoints: Iterable[str | Path], names: Iterable[str] = ()) -> None:
         """Remove all chunks that no checkpoint names, and what killed writers have left. Call it when the newest checkpoint is on disk.
@@ -100,21 +127,27 @@ class ChunkFolder:
             names: of other chunks that are needed
         """
         named = {*names, *(name for path in checkpoints for name in chunk_names(path))}
-        for file in self.path.glob('*'):
-            if file.name not in named and (_NAME.fullmatch(file.name) or file.suffix == '.tmp'): file.unlink(missing_ok=True)
+        for file in self.path.glob("*"):
+            if file.name not in named and (_NAME.fullmatch(file.name) or file.suffix == ".tmp"):
+                file.unlink(missing_ok=True)
         self.names &= named
 
 
 def chunk_names(path: str | Path) -> list:
     "The names of chunks in the header of a safetensors file, which begins with its number of bytes."
     try:
-        with open(path, 'rb') as file: header = file.read(int.from_bytes(file.read(8), 'little') if os.fstat(file.fileno()).st_size else 0)
-    except (OSError, OverflowError, MemoryError) as e: raise CheckpointError(f"{path}: the checkpoint cannot be read ({e})") from None
-    if header[:1] != b'{': raise CheckpointError(f"{path}: not a checkpoint", expected="a safetensors file")
-    return _NAME.findall(header.decode('utf-8', 'replace'))
+        with open(path, "rb") as file:
+            header = file.read(
+                int.from_bytes(file.read(8), "little") if os.fstat(file.fileno()).st_size else 0
+            )
+    except (OSError, OverflowError, MemoryError) as e:
+        raise CheckpointError(f"{path}: the checkpoint cannot be read ({e})") from None
+    if header[:1] != b"{":
+        raise CheckpointError(f"{path}: not a checkpoint", expected="a safetensors file")
+    return _NAME.findall(header.decode("utf-8", "replace"))
 
 # %% ../../../nbs/pipes/00_data/09_chunks.ipynb #b83cd66d
-CHUNK = 1 << 20     # most bytes in a chunk
+CHUNK = 1 << 20  # most bytes in a chunk
 
 
 class RowChanges:
@@ -123,20 +156,27 @@ class RowChanges:
     Args:
         rows: the array `[n]`, with any dtype without objects
     """
+
     def __init__(self, rows: np.ndarray):
-        self.size, self.changed, self.names = max(1, CHUNK // max(1, rows.itemsize)), np.zeros(0, bool), []
+        self.size = max(1, CHUNK // max(1, rows.itemsize))
+        self.changed = np.zeros(0, bool)
+        self.names = []
         self.resize(0, len(rows))
 
     def resize(self, n: int, larger: int) -> None:
         "The array has become larger: it had `n` rows, and has now `larger` rows."
         more = -(-larger // self.size) - len(self.names)
-        if n % self.size: self.changed[-1] = True     # this chunk becomes longer
-        self.changed, self.names = np.append(self.changed, np.zeros(more, bool)), self.names + [None] * more
+        if n % self.size:
+            self.changed[-1] = True  # this chunk becomes longer
+        self.changed = np.append(self.changed, np.zeros(more, bool))
+        self.names = self.names + [None] * more
 
     def mark(self, index: Any) -> None:
         "Rows have changed: those of a slice, or int64 `[n]`."
-        if isinstance(index, slice): self.changed[index.start // self.size:-(-index.stop // self.size)] = True
-        else: self.changed[index // self.size] = True
+        if isinstance(index, slice):
+            self.changed[index.start // self.size : -(-index.stop // self.size)] = True
+        else:
+            self.changed[index // self.size] = True
 
     def save(self, rows: np.ndarray, chunks: ChunkFolder | None = None) -> dict:
         """The state of the rows, as plain data: their number `n`, the `size` of a chunk, and for each chunk the name of its file, or None
@@ -146,11 +186,13 @@ class RowChanges:
             rows: the array
             chunks: gets the chunks that changed, or that it lacks, and has to `sync` them; None: the state has the bytes of the chunks
         """
-        data, found = rows.view(np.uint8).reshape(len(rows), rows.itemsize), []
+        data = rows.view(np.uint8).reshape(len(rows), rows.itemsize)
+        found = []
         for k, name in enumerate(self.names):
             if name is not None or self.changed[k]:
-                chunk = data[k * self.size:(k + 1) * self.size].ravel()
-                if chunks is None: name = torch.from_numpy(chunk.copy())
+                chunk = data[k * self.size : (k + 1) * self.size].ravel()
+                if chunks is None:
+                    name = torch.from_numpy(chunk.copy())
                 elif self.changed[k] or name not in chunks.names:
                     name = self.names[k] = chunks.write(chunk)
                     self.changed[k] = False
@@ -165,23 +207,41 @@ class RowChanges:
             state: of an array of the same form
             chunks: the folder of the files that `state` names
         """
-        data, size, found = rows.view(np.uint8).reshape(len(rows), rows.itemsize), int(state['size']), state['chunks']
-        if len(rows) != state['n'] or len(found) != -(-len(rows) // size):
-            raise CheckpointError("rows of another array", expected=f"{len(rows)} rows", got=f"{state['n']} rows, {len(found)} chunks")
-        self.size, self.names = size, [name if isinstance(name, str) else None for name in found]
+        data = rows.view(np.uint8).reshape(len(rows), rows.itemsize)
+        size = int(state["size"])
+        found = state["chunks"]
+        if len(rows) != state["n"] or len(found) != -(-len(rows) // size):
+            raise CheckpointError(
+                "rows of another array",
+                expected=f"{len(rows)} rows",
+                got=f"{state['n']} rows, {len(found)} chunks",
+            )
+        self.size = size
+        self.names = [name if isinstance(name, str) else None for name in found]
         self.changed = np.array([isinstance(x, torch.Tensor) for x in found], bool)
         for k, name in enumerate(found):
-            if name is None: continue
-            chunk, into = _bytes_of(name, chunks), data[k * size:(k + 1) * size].ravel()
+            if name is None:
+                continue
+            chunk = _bytes_of(name, chunks)
+            into = data[k * size : (k + 1) * size].ravel()
             if len(chunk) != len(into):
-                raise CheckpointError(f"{_label(name)}: rows of another array", expected=f"{len(into)} bytes", got=f"{len(chunk)} bytes")
+                raise CheckpointError(
+                    f"{_label(name)}: rows of another array",
+                    expected=f"{len(into)} bytes",
+                    got=f"{len(chunk)} bytes",
+                )
             into[:] = chunk
 
 
-def _label(name): return name if isinstance(name, str) else "a chunk"
+def _label(name):
+    return name if isinstance(name, str) else "a chunk"
 
 
 def _bytes_of(name, chunks):
-    if isinstance(name, torch.Tensor): return name.numpy()
-    if chunks is None: raise CheckpointError(f"{name}: the state names chunks", expected="their `ChunkFolder`", got="None")
+    if isinstance(name, torch.Tensor):
+        return name.numpy()
+    if chunks is None:
+        raise CheckpointError(
+            f"{name}: the state names chunks", expected="their `ChunkFolder`", got="None"
+        )
     return chunks.read(name)

@@ -21,11 +21,15 @@ PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)
 def as_array(x: Any) -> np.ndarray | None:
     "The elements of a tensor or an array, contiguous in host memory; not copied if they are so already. None for other values."
     if isinstance(x, torch.Tensor):
-        if x.requires_grad or not x.is_cpu or x.is_conj() or x.is_neg(): x = x.detach().cpu().resolve_conj().resolve_neg()
-        try: x = x.numpy()
-        except TypeError: x = x.reshape(-1).view(torch.uint8).numpy()   # numpy lacks this dtype, such as bfloat16
-    elif not isinstance(x, (np.ndarray, np.generic)) or x.dtype.hasobject: return None
-    return x if isinstance(x, np.ndarray) and x.flags.c_contiguous else np.array(x, order='C')
+        if x.requires_grad or not x.is_cpu or x.is_conj() or x.is_neg():
+            x = x.detach().cpu().resolve_conj().resolve_neg()
+        try:
+            x = x.numpy()
+        except TypeError:
+            x = x.reshape(-1).view(torch.uint8).numpy()  # numpy lacks this dtype, such as bfloat16
+    elif not isinstance(x, (np.ndarray, np.generic)) or x.dtype.hasobject:
+        return None
+    return x if isinstance(x, np.ndarray) and x.flags.c_contiguous else np.array(x, order="C")
 
 
 def form_of(x: Any) -> str:
@@ -34,9 +38,12 @@ def form_of(x: Any) -> str:
     Args:
         x: a leaf
     """
-    if isinstance(x, torch.Tensor): return f"torch {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-    if isinstance(x, (np.ndarray, np.generic)) and not x.dtype.hasobject: return f"numpy {x.dtype} {list(x.shape)}"
-    if isinstance(x, PLAIN) or _is_empty(x): return repr(x)
+    if isinstance(x, torch.Tensor):
+        return f"torch {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    if isinstance(x, (np.ndarray, np.generic)) and not x.dtype.hasobject:
+        return f"numpy {x.dtype} {list(x.shape)}"
+    if isinstance(x, PLAIN) or _is_empty(x):
+        return repr(x)
     raise TypeError(f"a {type(x).__name__} is neither an array nor plain data")
 
 
@@ -46,14 +53,19 @@ def leaf(x: Any) -> tuple[str, str]:
     return form_of(x), "" if data is None else hashlib.sha256(data.data).hexdigest()
 
 
-def _is_empty(x): return isinstance(x, (dict, list, tuple)) and not x
+def _is_empty(x):
+    return isinstance(x, (dict, list, tuple)) and not x
 
 # %% ../../../nbs/pipes/00_data/13_compare.ipynb #6e14a7fb
-def named_leaves(tree: Any, root: str = '') -> dict:
+def named_leaves(tree: Any, root: str = "") -> dict:
     "Path -> leaf, for every leaf of a container, empty containers and None included."
     options: Any = dict(is_leaf=_is_empty, none_is_leaf=True)
-    return {f"{root}{place.codify('')}": x
-            for place, x in zip(optree.tree_accessors(tree, **options), optree.tree_leaves(tree, **options))}
+    return {
+        f"{root}{place.codify('')}": x
+        for place, x in zip(
+            optree.tree_accessors(tree, **options), optree.tree_leaves(tree, **options)
+        )
+    }
 
 
 def leaves(label: str, tree: Any) -> list:
@@ -64,7 +76,8 @@ def leaves(label: str, tree: Any) -> list:
 def differing(a: dict, b: dict) -> Iterator[tuple]:
     "`(key, a's value, b's value)` where two dicts differ, in their order; None stands for a missing value."
     for key in [*a, *(key for key in b if key not in a)]:
-        if key not in a or key not in b or a[key] != b[key]: yield key, a.get(key), b.get(key)
+        if key not in a or key not in b or a[key] != b[key]:
+            yield key, a.get(key), b.get(key)
 
 # %% ../../../nbs/pipes/00_data/13_compare.ipynb #8fdfca67
 class Difference(NamedTuple):
@@ -76,17 +89,18 @@ class Difference(NamedTuple):
         a: the value in the first tree, or the form of the leaf
         b: the same of the second tree
     """
+
     path: str
     at: tuple | None
     a: Any
     b: Any
 
     def __str__(self):
-        place = '' if self.at is None else f"[{', '.join(map(str, self.at))}]"
+        place = "" if self.at is None else f"[{', '.join(map(str, self.at))}]"
         return f"{self.path}{place}: {self.a} != {self.b}"
 
 
-def first_difference(a: Any, b: Any, root: str = '') -> Difference | None:
+def first_difference(a: Any, b: Any, root: str = "") -> Difference | None:
     """The first leaf in which two trees differ, bit for bit; None if they are equal. Raises `TypeError` as `form_of` does.
 
     Args:
@@ -94,12 +108,15 @@ def first_difference(a: Any, b: Any, root: str = '') -> Difference | None:
         b: another one
         root: what the path begins with
     """
-    a, b = named_leaves(a, root), named_leaves(b, root)
+    a = named_leaves(a, root)
+    b = named_leaves(b, root)
     forms = [{path: form_of(x) for path, x in tree.items()} for tree in (a, b)]
     for path in [*a, *(path for path in b if path not in a)]:
-        old, new = (form.get(path, 'no such leaf') for form in forms)
-        if old != new: return Difference(path, None, old, new)
-        x, y = as_array(a[path]), as_array(b[path])
+        old, new = (form.get(path, "no such leaf") for form in forms)
+        if old != new:
+            return Difference(path, None, old, new)
+        x = as_array(a[path])
+        y = as_array(b[path])
         if x is not None and y is not None and (byte := _first_byte(x, y)) is not None:
             at = tuple(map(int, np.unravel_index(byte // a[path].itemsize, a[path].shape)))
             return Difference(path, at, *(tree[path][at].item() for tree in (a, b)))

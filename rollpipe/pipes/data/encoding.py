@@ -6,7 +6,8 @@
 __all__ = ['DEPTH', 'LINE', 'encode', 'decode']
 
 # %% ../../../nbs/pipes/00_data/11_encoding.ipynb #bca04cd9
-import importlib, math
+import importlib
+import math
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from .leaves import loaded_class
 from .simulators import name_of
 
 # %% ../../../nbs/pipes/00_data/11_encoding.ipynb #2fc12a5a
-DEPTH = 100     # most containers around a leaf: a limit of our own, because Python's differs between its versions
-LINE = 64       # bytes of a line of the processor's cache, at the border of which torch begins a tensor
+DEPTH = 100  # most containers around a leaf: a limit of our own, because Python's differs between its versions
+LINE = 64  # bytes of a line of the processor's cache, at the border of which torch begins a tensor
 
 
 def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
@@ -31,38 +32,64 @@ def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
         name: path of `tree` in the whole state; a tensor has this name in the file
         depth: how many containers are around `tree`
     """
-    if depth > DEPTH: raise CheckpointError("nested too deep", leaf=name, expected=f"at most {DEPTH} containers, one in another")
-    if tree is None or type(tree) in (bool, int, str): return tree
-    if type(tree) is float: return tree if math.isfinite(tree) else {"float": repr(tree)}
-    below = lambda key, value: encode(value, tensors, f"{name}.{key}" if name else str(key), depth + 1)
+    if depth > DEPTH:
+        raise CheckpointError(
+            "nested too deep", leaf=name, expected=f"at most {DEPTH} containers, one in another"
+        )
+    if tree is None or type(tree) in (bool, int, str):
+        return tree
+    if type(tree) is float:
+        return tree if math.isfinite(tree) else {"float": repr(tree)}
+    below = lambda key, value: encode(
+        value, tensors, f"{name}.{key}" if name else str(key), depth + 1
+    )
     if (made := MADE.get(name_of(type(tree)))) is not None:
         return {"made": [name_of(type(tree)), [below(i, x) for i, x in enumerate(made[1](tree))]]}
-    if isinstance(tree, torch.Tensor): return {"tensor": _store(tree, tensors, name)}
-    if isinstance(tree, (np.ndarray, np.generic)) and not tree.dtype.hasobject: return _array(tree, tensors, name)
+    if isinstance(tree, torch.Tensor):
+        return {"tensor": _store(tree, tensors, name)}
+    if isinstance(tree, (np.ndarray, np.generic)) and not tree.dtype.hasobject:
+        return _array(tree, tensors, name)
     if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
         return {type(tree).__name__: [below(i, x) for i, x in enumerate(tree)]}
-    if isinstance(tree, dict): return {"dict": [[_key(k, name), below(k, x)] for k, x in tree.items()]}
-    if (fields := getattr(tree, '_fields', None)) and isinstance(tree, tuple) and _can_be_found(type(tree)):
+    if isinstance(tree, dict):
+        return {"dict": [[_key(k, name), below(k, x)] for k, x in tree.items()]}
+    if (
+        (fields := getattr(tree, "_fields", None))
+        and isinstance(tree, tuple)
+        and _can_be_found(type(tree))
+    ):
         return {"named": [name_of(type(tree)), [below(k, x) for k, x in zip(fields, tree)]]}
-    raise CheckpointError("cannot be stored without a pickle", leaf=name, got=type(tree).__name__,
-                          expected="tensor, array, number, str, bool, None, or a dict, list or tuple of them")
+    raise CheckpointError(
+        "cannot be stored without a pickle",
+        leaf=name,
+        got=type(tree).__name__,
+        expected="tensor, array, number, str, bool, None, or a dict, list or tuple of them",
+    )
 
 
 def _can_be_found(cls):
-    try: return loaded_class(name_of(cls), tuple) is cls
-    except ValueError: return False     # it is defined within a function
+    try:
+        return loaded_class(name_of(cls), tuple) is cls
+    except ValueError:
+        return False  # it is defined within a function
 
 
 def _key(key, name):
-    if key is None or type(key) in (str, int, bool): return key
-    raise CheckpointError("a key cannot be stored", leaf=name, expected="str, int, bool or None", got=repr(key))
+    if key is None or type(key) in (str, int, bool):
+        return key
+    raise CheckpointError(
+        "a key cannot be stored", leaf=name, expected="str, int, bool or None", got=repr(key)
+    )
 
 
 def _store(tensor, tensors, name):
     "The name of the tensor in the file. Beside it stand shape, strides and address modulo `LINE`, unless they are the usual ones."
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise CheckpointError("cannot be stored", leaf=name, expected="a dense tensor", got=str(tensor.layout))
-    while name in tensors: name += "'"  # both tensors of {"a.b": x, "a": {"b": y}} would be called "a.b"
+        raise CheckpointError(
+            "cannot be stored", leaf=name, expected="a dense tensor", got=str(tensor.layout)
+        )
+    while name in tensors:
+        name += "'"  # both tensors of {"a.b": x, "a": {"b": y}} would be called "a.b"
     x = tensor.detach()
     # A product of the same matrices differs in the last bit if their strides or addresses do. An expanded dimension is stored once.
     shift = x.data_ptr() % LINE if x.is_cpu and x.numel() else 0
@@ -79,12 +106,21 @@ def _overlaps(x) -> bool:
 
 
 def _array(x, tensors, name):
-    if isinstance(x, np.generic): return {"number": [np.lib.format.dtype_to_descr(x.dtype), x.tobytes().hex()]}
-    if x.dtype.kind in 'biuf' and x.dtype.isnative and x.dtype.itemsize <= 8:
+    if isinstance(x, np.generic):
+        return {"number": [np.lib.format.dtype_to_descr(x.dtype), x.tobytes().hex()]}
+    if x.dtype.kind in "biuf" and x.dtype.isnative and x.dtype.itemsize <= 8:
         is_known = x.flags.writeable and all(n >= 0 and n % x.itemsize == 0 for n in x.strides)
-        return {"array": [_store(torch.from_numpy(x if is_known else x.copy('K')), tensors, name)]}     # torch knows no other arrays
-    data = torch.frombuffer(bytearray(x.tobytes()), dtype=torch.uint8) if x.nbytes else torch.empty(0, dtype=torch.uint8)
-    return {"array": [_store(data, tensors, name), np.lib.format.dtype_to_descr(x.dtype), list(x.shape)]}
+        return {
+            "array": [_store(torch.from_numpy(x if is_known else x.copy("K")), tensors, name)]
+        }  # torch knows no other arrays
+    data = (
+        torch.frombuffer(bytearray(x.tobytes()), dtype=torch.uint8)
+        if x.nbytes
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    return {
+        "array": [_store(data, tensors, name), np.lib.format.dtype_to_descr(x.dtype), list(x.shape)]
+    }
 
 # %% ../../../nbs/pipes/00_data/11_encoding.ipynb #1f11302b
 def decode(code: Any, tensors: dict, depth: int = 0, most: float = math.inf) -> Any:
@@ -98,45 +134,72 @@ def decode(code: Any, tensors: dict, depth: int = 0, most: float = math.inf) -> 
         depth: how many containers are around `code`
         most: bytes over which the elements of one tensor may be spread
     """
-    if code is None or isinstance(code, (bool, int, float, str)): return code
-    (kind, value), = code.items()
-    if kind == "float": return float(value)
-    if kind == "tensor": return _stored(value, tensors, most)
-    if kind not in ("dict", "list", "tuple", "named", "made", "array", "number"): raise ValueError(f"unknown tag {kind!r}")
-    if not isinstance(value, list): raise TypeError(f"{kind!r} holds no list")
-    if kind == "array": return _stored_array(tensors, most, *value)
-    if kind == "number": return array_in(np.frombuffer(bytes.fromhex(value[1]), np.uint8), dtype_of(value[0]), [], [], 0)[()]
-    if depth >= DEPTH: raise ValueError(f"nested more than {DEPTH} deep")
-    if kind == "dict": return {k: decode(x, tensors, depth + 1, most) for k, x in value}
-    found = [decode(x, tensors, depth + 1, most) for x in (value[1] if kind in ("named", "made") else value)]
-    if kind in ("list", "tuple"): return found if kind == "list" else tuple(found)
+    if code is None or isinstance(code, (bool, int, float, str)):
+        return code
+    ((kind, value),) = code.items()
+    if kind == "float":
+        return float(value)
+    if kind == "tensor":
+        return _stored(value, tensors, most)
+    if kind not in ("dict", "list", "tuple", "named", "made", "array", "number"):
+        raise ValueError(f"unknown tag {kind!r}")
+    if not isinstance(value, list):
+        raise TypeError(f"{kind!r} holds no list")
+    if kind == "array":
+        return _stored_array(tensors, most, *value)
+    if kind == "number":
+        return array_in(
+            np.frombuffer(bytes.fromhex(value[1]), np.uint8), dtype_of(value[0]), [], [], 0
+        )[()]
+    if depth >= DEPTH:
+        raise ValueError(f"nested more than {DEPTH} deep")
+    if kind == "dict":
+        return {k: decode(x, tensors, depth + 1, most) for k, x in value}
+    found = [
+        decode(x, tensors, depth + 1, most)
+        for x in (value[1] if kind in ("named", "made") else value)
+    ]
+    if kind in ("list", "tuple"):
+        return found if kind == "list" else tuple(found)
     cls: Any = _known_class(value[0], tuple if kind == "named" else object)
-    if kind == "made": return MADE[name_of(cls)][0](*found)
-    if len(found) != len(cls._fields): raise ValueError(f"{value[0]} has other fields")
+    if kind == "made":
+        return MADE[name_of(cls)][0](*found)
+    if len(found) != len(cls._fields):
+        raise ValueError(f"{value[0]} has other fields")
     return tuple.__new__(cls, found)
 
 
 def _known_class(name, base):
-    module = name.rpartition('.')[0]
-    if module.startswith(('rollpipe.pipes.', 'rollpipe.layers.')): importlib.import_module(module)
-    try: return loaded_class(name, base)
-    except ValueError: raise ValueError(f"{name}, whose module has to be imported before") from None
+    module = name.rpartition(".")[0]
+    if module.startswith(("rollpipe.pipes.", "rollpipe.layers.")):
+        importlib.import_module(module)
+    try:
+        return loaded_class(name, base)
+    except ValueError:
+        raise ValueError(f"{name}, whose module has to be imported before") from None
 
 
 def _stored(place, tensors, most):
-    if isinstance(place, str): return tensors[place]
+    if isinstance(place, str):
+        return tensors[place]
     name, shape, strides, shift = place
-    x, few = tensors[name], [n if stride else 1 for n, stride in zip(shape, strides, strict=True)]
+    x = tensors[name]
+    few = [n if stride else 1 for n, stride in zip(shape, strides, strict=True)]
     span = x.itemsize * sum((n - 1) * stride for n, stride in zip(few, strides))
     if list(x.shape) != few or shift not in range(LINE) or not 0 <= span <= most:
         raise ValueError(f"the strides {strides} do not fit a tensor of shape {list(x.shape)}")
-    begin, n = shift // x.itemsize, span // x.itemsize + 1
-    return torch.empty(begin + n, dtype=x.dtype).as_strided(few, strides, begin).copy_(x).expand(shape)
+    begin = shift // x.itemsize
+    n = span // x.itemsize + 1
+    return (
+        torch.empty(begin + n, dtype=x.dtype).as_strided(few, strides, begin).copy_(x).expand(shape)
+    )
 
 
 def _stored_array(tensors, most, place, descr=None, shape=()):
     x = _stored(place, tensors, most).numpy()
-    if descr is None: return x
+    if descr is None:
+        return x
     dtype = dtype_of(descr)
-    if x.nbytes != math.prod(shape) * dtype.itemsize: raise ValueError(f"an array of {shape} is no {x.nbytes} bytes")
+    if x.nbytes != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"an array of {shape} is no {x.nbytes} bytes")
     return np.ndarray(shape, dtype, x)

@@ -24,16 +24,27 @@ def episode_seed(first: int, number: int) -> int:
 
 class EpisodeSeeds(gym.Wrapper):
     "Resets the environment with an `episode_seed`. The info of a reset and of the last step holds it under this name."
+
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        self.first, self.number, self.seed = 0, -1, 0
+        self.first = 0
+        self.number = -1
+        self.seed = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
         self.first, self.number = (self.first, self.number + 1) if seed is None else (seed, 0)
         self.seed = episode_seed(self.first, self.number)
-        obs, info = self.env.reset(seed=self.seed, **{} if options is None else {'options': options})     # which some do not take
-        return obs, {**info, 'episode_seed': self.seed}
+        obs, info = self.env.reset(
+            seed=self.seed, **{} if options is None else {"options": options}
+        )  # which some do not take
+        return obs, {**info, "episode_seed": self.seed}
 
     def step(self, action: Any) -> tuple:
         obs, rew, terminated, truncated, info = self.env.step(action)
-        return obs, rew, terminated, truncated, {**info, 'episode_seed': self.seed} if terminated or truncated else info
+        return (
+            obs,
+            rew,
+            terminated,
+            truncated,
+            {**info, "episode_seed": self.seed} if terminated or truncated else info,
+        )

@@ -19,22 +19,35 @@ __all__ = ['LEAST_BYTES', 'describe', 'shortened', 'describe_exception', 'PipeEr
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #74c0db68
 def describe(value: Any, width: int = 120, depth: int = 6) -> str:
     "A short text for messages: the dtype and shape of an array or tensor, else the value itself, cut off after `width` characters."
-    if hasattr(value, 'dtype') and hasattr(value, 'ndim'):
-        dtype = str(value.dtype).removeprefix('torch.')
-        return f'{dtype} {list(value.shape)}' if len(value.shape) else f'{dtype} {value.item()}'
-    text = value.__name__ if isinstance(value, type) else _describe_items(value, width, depth) or repr(value)
-    return text if len(text) <= width else text[:width - 3] + '...'
+    if hasattr(value, "dtype") and hasattr(value, "ndim"):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} {list(value.shape)}" if len(value.shape) else f"{dtype} {value.item()}"
+    text = (
+        value.__name__
+        if isinstance(value, type)
+        else _describe_items(value, width, depth) or repr(value)
+    )
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def _describe_items(value, width, depth) -> str | None:
     "The text of a container, or None for other values. Reads at most `width` items and `depth` levels, as a container may contain itself."
-    if not isinstance(value, (dict, list, tuple)): return None
-    if not depth: return '...'
+    if not isinstance(value, (dict, list, tuple)):
+        return None
+    if not depth:
+        return "..."
     if isinstance(value, dict):
-        return '{' + ', '.join(f'{k!r}: {describe(v, depth=depth - 1)}' for k, v in islice(value.items(), width)) + '}'
+        return (
+            "{"
+            + ", ".join(
+                f"{k!r}: {describe(v, depth=depth - 1)}" for k, v in islice(value.items(), width)
+            )
+            + "}"
+        )
     items = [describe(v, depth=depth - 1) for v in value[:width]]
-    if isinstance(value, list): return f"[{', '.join(items)}]"
-    if (fields := getattr(value, '_fields', None)) is not None:
+    if isinstance(value, list):
+        return f"[{', '.join(items)}]"
+    if (fields := getattr(value, "_fields", None)) is not None:
         return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in zip(fields, items))})"
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
@@ -42,14 +55,19 @@ def _describe_items(value, width, depth) -> str | None:
 def shortened(text: str, limit: int = 20_000) -> str:
     "`text`; if it has more than `limit` characters, its middle is left out."
     left_out = len(text) - limit
-    if left_out <= 0: return text
-    return f"{text[:limit // 2]} ... ({left_out} characters are left out) ... {text[-(limit // 2):]}"
+    if left_out <= 0:
+        return text
+    return (
+        f"{text[: limit // 2]} ... ({left_out} characters are left out) ... {text[-(limit // 2) :]}"
+    )
 
 
 def describe_exception(e: BaseException, width: int = 2_000) -> str:
     "The class and text of an exception, for messages. The middle of a text of more than `width` characters is left out."
-    try: text = str(e)
-    except Exception as other: text = f"(its text cannot be made: {type(other).__name__})"
+    try:
+        text = str(e)
+    except Exception as other:
+        text = f"(its text cannot be made: {type(other).__name__})"
     return f"{type(e).__name__}: {shortened(text, width)}" if text else type(e).__name__
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #71d2222b
@@ -65,37 +83,63 @@ class PipeError(RuntimeError):
         expected: a text, or any value, which is stored as `describe(value)`
         got: the actual value, stored like `expected`
     """
+
     pipe: str | None
     lane: Any
     env: Any
     leaf: str | None
 
-    def __init__(self, problem: str, *, pipe: Any = None, lane: Any = None, env: Any = None, leaf: str | None = None, expected: Any = None,
-                 got: Any = None):
+    def __init__(
+        self,
+        problem: str,
+        *,
+        pipe: Any = None,
+        lane: Any = None,
+        env: Any = None,
+        leaf: str | None = None,
+        expected: Any = None,
+        got: Any = None,
+    ):
         super().__init__(problem)
-        self.problem, self.pipe, self.lane, self.env, self.leaf = problem, None, None, None, None
-        self.expected, self.got = (v if v is None or isinstance(v, str) else describe(v) for v in (expected, got))
+        self.problem = problem
+        self.pipe = None
+        self.lane = None
+        self.env = None
+        self.leaf = None
+        self.expected, self.got = (
+            v if v is None or isinstance(v, str) else describe(v) for v in (expected, got)
+        )
         self.locate(pipe=pipe, lane=lane, env=env, leaf=leaf)
 
-    def locate(self, *, pipe: Any = None, lane: Any = None, env: Any = None, leaf: str | None = None) -> PipeError:
+    def locate(
+        self, *, pipe: Any = None, lane: Any = None, env: Any = None, leaf: str | None = None
+    ) -> PipeError:
         "Fill in fields that are still unknown, and return the error. Code that catches and re-raises the error calls this."
         if pipe is not None and not isinstance(pipe, str):
             pipe = (pipe if isinstance(pipe, type) else type(pipe)).__name__
-        if isinstance(env, tuple): env = '{} ({})'.format(*env)
-        for name, value in (('pipe', pipe), ('lane', lane), ('env', env), ('leaf', leaf)):
-            if getattr(self, name) is None: setattr(self, name, value)
+        if isinstance(env, tuple):
+            env = "{} ({})".format(*env)
+        for name, value in (("pipe", pipe), ("lane", lane), ("env", env), ("leaf", leaf)):
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         return self
 
     def __str__(self):
-        places = ('', self.pipe), ('lane ', self.lane), ('environment ', self.env), ('leaf ', self.leaf)
-        where = ', '.join(f'{word}{value}' for word, value in places if value not in (None, ''))
-        facts = ('expected', self.expected), ('got', self.got)
-        seen = ', '.join(f'{word} {value}' for word, value in facts if value is not None)
-        text = f'{where}: {self.problem}' if where else self.problem
+        places = (
+            ("", self.pipe),
+            ("lane ", self.lane),
+            ("environment ", self.env),
+            ("leaf ", self.leaf),
+        )
+        where = ", ".join(f"{word}{value}" for word, value in places if value not in (None, ""))
+        facts = ("expected", self.expected), ("got", self.got)
+        seen = ", ".join(f"{word} {value}" for word, value in facts if value is not None)
+        text = f"{where}: {self.problem}" if where else self.problem
         sentences = [text, seen[0].upper() + seen[1:]] if seen else [text]
-        return ' '.join(s if s.endswith(('.', '!', '?', '\n')) else s + '.' for s in sentences)
+        return " ".join(s if s.endswith((".", "!", "?", "\n")) else s + "." for s in sentences)
 
-    def __reduce__(self): return _restore, (type(self), self.problem), self.__dict__
+    def __reduce__(self):
+        return _restore, (type(self), self.problem), self.__dict__
 
 
 def _restore(cls, problem):
@@ -113,34 +157,46 @@ class located:
         kind: class of these errors
         **where: pipe, lane, env, leaf
     """
-    def __init__(self, call: str = '', kind: type[PipeError] = PipeError, **where: Any):
-        self.call, self.kind, self.where = call, kind, where
 
-    def __enter__(self) -> None: pass
+    def __init__(self, call: str = "", kind: type[PipeError] = PipeError, **where: Any):
+        self.call = call
+        self.kind = kind
+        self.where = where
+
+    def __enter__(self) -> None:
+        pass
 
     # `@contextmanager` would turn a `StopIteration` of the block into a `RuntimeError`.
     def __exit__(self, kind: Any, e: Any, traceback: Any) -> None:
-        if isinstance(e, PipeError): e.locate(**self.where)
-        elif self.call and isinstance(e, Exception): raise self.kind(f"{self.call} raised {describe_exception(e)}", **self.where) from e
+        if isinstance(e, PipeError):
+            e.locate(**self.where)
+        elif self.call and isinstance(e, Exception):
+            raise self.kind(f"{self.call} raised {describe_exception(e)}", **self.where) from e
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #b64a54c0
 class EnvError(PipeError):
     "An environment could not be made, or failed in `reset` or `step`."
 
+
 class ActorError(PipeError):
     "An actor failed, or answered with something of the wrong structure, shape or dtype."
+
 
 class DataError(PipeError, ValueError):
     "A value has the wrong structure, shape, dtype or range."
 
+
 class GraphError(PipeError, LookupError):
     "A pipe was not found in the graph, or found more than once."
+
 
 class CheckpointError(PipeError):
     "A checkpoint cannot be read, or it does not fit the agent."
 
+
 class SpaceError(PipeError, TypeError):
     "An observation or action space is not supported."
+
 
 class WorkerError(PipeError):
     "A worker process ended, is silent, or cannot be started."
@@ -152,15 +208,29 @@ def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
     Raises:
         DataError: `value` is not an integer, is a bool, or is too small or too large. `where` (pipe, lane, env) names the culprit.
     """
-    if isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= sys.maxsize: return int(value)
-    most = f' and <= {sys.maxsize}' * is_between(value, sys.maxsize, inf)
-    raise DataError('out of range', expected=f'an integer {name} >= {least}{most}', got=f'{name}={value!r}', **where)
+    if (
+        isinstance(value, Integral)
+        and not isinstance(value, bool)
+        and least <= int(value) <= sys.maxsize
+    ):
+        return int(value)
+    most = f" and <= {sys.maxsize}" * is_between(value, sys.maxsize, inf)
+    raise DataError(
+        "out of range",
+        expected=f"an integer {name} >= {least}{most}",
+        got=f"{name}={value!r}",
+        **where,
+    )
 
 
 def is_between(value: Any, low: float, high: float) -> bool:
     "Is `value` a number from `low` to `high`? False for nan, True and False, and for values that cannot be compared with numbers."
-    try: return not isinstance(value, bool) and bool(low <= (value.item() if hasattr(value, 'item') else value) <= high)
-    except (TypeError, ValueError, RuntimeError): return False
+    try:
+        return not isinstance(value, bool) and bool(
+            low <= (value.item() if hasattr(value, "item") else value) <= high
+        )
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def check_fraction(name: str, value: Any, **where: Any) -> float:
@@ -169,34 +239,43 @@ def check_fraction(name: str, value: Any, **where: Any) -> float:
     Raises:
         DataError: `value` is no number, is not a number (nan), or is outside of [0, 1]. `where` (pipe, lane, env) names the culprit.
     """
-    if is_between(value, 0, 1): return value
-    raise DataError('out of range', expected=f'0 <= {name} <= 1', got=f'{name}={value!r}', **where)
+    if is_between(value, 0, 1):
+        return value
+    raise DataError("out of range", expected=f"0 <= {name} <= 1", got=f"{name}={value!r}", **where)
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #df8d3011
 def available_memory() -> int:
     "Bytes of memory that this process may still allocate. If the system does not report it, this is a very large number."
-    found = [2 ** 62]
+    found = [2**62]
     try:
-        with open('/proc/meminfo') as f: found += [1024 * int(line.split()[1]) for line in f if line.startswith('MemAvailable')]
-    except OSError: pass
-    for group, limit, used, prefix in (('/sys/fs/cgroup', 'memory.max', 'memory.current', ''),
-                                       ('/sys/fs/cgroup/memory', 'memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_')):
+        with open("/proc/meminfo") as f:
+            found += [1024 * int(line.split()[1]) for line in f if line.startswith("MemAvailable")]
+    except OSError:
+        pass
+    for group, limit, used, prefix in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
         try:
-            with open(f'{group}/{limit}') as top, open(f'{group}/{used}') as now: left = int(top.read()) - int(now.read())
-            found.append(left + _file_bytes(f'{group}/memory.stat', prefix))
-        except (OSError, ValueError): pass     # there is no control group, or its limit is "max"
+            with open(f"{group}/{limit}") as top, open(f"{group}/{used}") as now:
+                left = int(top.read()) - int(now.read())
+            found.append(left + _file_bytes(f"{group}/memory.stat", prefix))
+        except (OSError, ValueError):
+            pass  # there is no control group, or its limit is "max"
     return max(0, min(found))
 
 
 def _file_bytes(stat, prefix):
     "Bytes of cached files in a control group, which the system can free when memory is needed; 0 if unknown."
-    names = f'{prefix}inactive_file', f'{prefix}active_file'
+    names = f"{prefix}inactive_file", f"{prefix}active_file"
     try:
-        with open(stat) as f: return sum(int(line.split()[1]) for line in f if line.split()[0] in names)
-    except OSError: return 0
+        with open(stat) as f:
+            return sum(int(line.split()[1]) for line in f if line.split()[0] in names)
+    except OSError:
+        return 0
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #e52f6dc4
-LEAST_BYTES = 40     # bytes of a recorded step, without observation and action
+LEAST_BYTES = 40  # bytes of a recorded step, without observation and action
 
 
 def check_memory(what: str, needed: int, **where: Any) -> None:
@@ -208,4 +287,9 @@ def check_memory(what: str, needed: int, **where: Any) -> None:
         **where: context for the message: pipe
     """
     if needed > (free := available_memory()):
-        raise DataError('not enough memory', expected=f'at most {free:,} bytes', got=f'{what}, which needs {needed:,} bytes', **where)
+        raise DataError(
+            "not enough memory",
+            expected=f"at most {free:,} bytes",
+            got=f"{what}, which needs {needed:,} bytes",
+            **where,
+        )

@@ -6,14 +6,20 @@
 __all__ = ['SPREAD', 'write_atomically', 'sync', 'make_folder', 'write_json', 'no_wait', 'names_file', 'pack', 'packed', 'unpack']
 
 # %% ../../../nbs/pipes/00_data/12_files.ipynb #1f54fd3a
-import glob, hashlib, json, os, secrets
+import glob
+import hashlib
+import json
+import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-try: import fcntl
-except ImportError: fcntl = None     # this system has no such locks
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # this system has no such locks
 from safetensors.torch import load, save
 
 from .encoding import decode, encode
@@ -38,8 +44,12 @@ def write_atomically(path: str | Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-                if fcntl is not None: os.replace(beside, path)    # while the lock keeps other writers from removing it
-            if fcntl is None: os.replace(beside, path)            # a system without fcntl (Windows) cannot rename an open file
+                if fcntl is not None:
+                    os.replace(beside, path)  # while the lock keeps other writers from removing it
+            if fcntl is None:
+                os.replace(
+                    beside, path
+                )  # a system without fcntl (Windows) cannot rename an open file
         finally:
             beside.unlink(missing_ok=True)
 
@@ -47,17 +57,24 @@ def write_atomically(path: str | Path, data: bytes) -> None:
 def sync(path: str | Path) -> None:
     "Wait until what was written to a file, or the names in a folder, if it is there, is on disk. Raises `OSError`, which names it."
     is_folder = Path(path).is_dir()
-    if not Path(path).exists() or is_folder and os.name == 'nt': return     # Windows cannot open a folder
+    if not Path(path).exists() or is_folder and os.name == "nt":
+        return  # Windows cannot open a folder
     with names_file(path):
         fd = os.open(path, os.O_RDONLY if is_folder else os.O_WRONLY)
-        try: os.fsync(fd)
-        finally: os.close(fd)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def make_folder(path: str | Path) -> None:
     "Make a folder, and those that it is in, unless it is there. Raises `DataError` for the path of a file."
-    try: Path(path).mkdir(parents=True, exist_ok=True)
-    except FileExistsError: raise DataError(f"{path}: this is a file", expected="a folder, or a path where nothing is") from None
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise DataError(
+            f"{path}: this is a file", expected="a folder, or a path where nothing is"
+        ) from None
 
 
 def write_json(path: str | Path, content: Any, indent: int = 2) -> None:
@@ -77,25 +94,34 @@ def _open_beside(path) -> tuple:
         beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
             file = open(beside, "xb", opener=_no_follow)
-            if fcntl is None: return file, beside
-            try: fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError: return file, beside    # this file system has no locks, so nobody can remove the file as stale
-            if os.fstat(file.fileno()).st_nlink: return file, beside
-        except KeyboardInterrupt:                  # Ctrl-C, or another signal that ends the training
+            if fcntl is None:
+                return file, beside
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError:
+                return (
+                    file,
+                    beside,
+                )  # this file system has no locks, so nobody can remove the file as stale
+            if os.fstat(file.fileno()).st_nlink:
+                return file, beside
+        except KeyboardInterrupt:  # Ctrl-C, or another signal that ends the training
             beside.unlink(missing_ok=True)
             raise
-        file.close()                               # another writer removed it before it was locked: try again
+        file.close()  # another writer removed it before it was locked: try again
 
 
 def _remove_stale(path):
     "Remove the files beside `path` that killed writers have left. A running writer holds the lock of its file, so that file stays."
-    if fcntl is None: return
+    if fcntl is None:
+        return
     for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
         try:
             with open(left, "rb", opener=no_wait) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink(missing_ok=True)
-        except OSError: pass
+        except OSError:
+            pass
 
 
 def no_wait(path: str, flags: int) -> int:
@@ -111,11 +137,13 @@ def _no_follow(path, flags) -> int:
 @contextmanager
 def names_file(path: str | Path) -> Iterator[None]:
     "Make an `OSError` in the block, such as a full disk, name the file `path`."
-    try: yield
-    except OSError as e: raise OSError(e.errno, e.strerror or str(e), str(path)) from e
+    try:
+        yield
+    except OSError as e:
+        raise OSError(e.errno, e.strerror or str(e), str(path)) from e
 
 # %% ../../../nbs/pipes/00_data/12_files.ipynb #e3c30f24
-SPREAD = 64     # the elements of a tensor may be spread over so many times the bytes of the file, and no more
+SPREAD = 64  # the elements of a tensor may be spread over so many times the bytes of the file, and no more
 _NO_CHECKSUM = b'"sha256":"' + b"0" * 64  # stands in the header in place of the checksum
 
 
@@ -128,7 +156,9 @@ def pack(kind: str, version: int, parts: dict) -> bytes:
         parts: name -> tree, see `encode`
     """
     tensors: dict = {}
-    return packed(kind, version, {name: encode(part, tensors, name) for name, part in parts.items()}, tensors)
+    return packed(
+        kind, version, {name: encode(part, tensors, name) for name, part in parts.items()}, tensors
+    )
 
 
 def packed(kind: str, version: int, codes: dict, tensors: dict) -> bytes:
@@ -142,7 +172,9 @@ def packed(kind: str, version: int, codes: dict, tensors: dict) -> bytes:
     """
     meta = {name: json.dumps(code, allow_nan=False) for name, code in codes.items()}
     data = save(tensors, metadata={f"rollpipe_{kind}": str(version), "sha256": "0" * 64, **meta})
-    return data.replace(_NO_CHECKSUM, _NO_CHECKSUM[:-64] + hashlib.sha256(data).hexdigest().encode(), 1)
+    return data.replace(
+        _NO_CHECKSUM, _NO_CHECKSUM[:-64] + hashlib.sha256(data).hexdigest().encode(), 1
+    )
 
 
 def unpack(path: str | Path, kind: str, version: int, data: bytes | None = None) -> dict:
@@ -158,28 +190,51 @@ def unpack(path: str | Path, kind: str, version: int, data: bytes | None = None)
     """
     try:
         data = Path(path).read_bytes() if data is None else data
-        tensors = {name: x.clone() for name, x in load(data).items()}     # in memory that torch has aligned for its own use
+        tensors = {
+            name: x.clone() for name, x in load(data).items()
+        }  # in memory that torch has aligned for its own use
         meta = _metadata(path, data, kind, version)
-    except CheckpointError: raise
-    except FileNotFoundError: raise CheckpointError(f"{path}: there is no such {kind}") from None
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: there is no such {kind}") from None
     except Exception as e:  # a damaged file can break the reader anywhere
-        raise CheckpointError(f"{path}: damaged, or not a {kind} ({e})", expected="a safetensors file") from None
+        raise CheckpointError(
+            f"{path}: damaged, or not a {kind} ({e})", expected="a safetensors file"
+        ) from None
     most = SPREAD * len(data)
-    try: return {name: decode(json.loads(text), tensors, most=most) for name, text in sorted(meta.items())}     # the header has no order
-    except Exception as e: raise CheckpointError(f"{path}: damaged metadata ({type(e).__name__}: {e})") from None
+    try:
+        return {
+            name: decode(json.loads(text), tensors, most=most)
+            for name, text in sorted(meta.items())
+        }  # the header has no order
+    except Exception as e:
+        raise CheckpointError(f"{path}: damaged metadata ({type(e).__name__}: {e})") from None
 
 
 def _metadata(path, data, kind, version):
     "The texts of the parts. Raises `CheckpointError` for another kind, another version, and a wrong checksum."
-    begin = 8 + int.from_bytes(data[:8], 'little')
+    begin = 8 + int.from_bytes(data[:8], "little")
     meta = json.loads(data[8:begin]).get("__metadata__", {})
     if (found := meta.pop(f"rollpipe_{kind}", None)) is None:
-        raise CheckpointError(f"{path}: a safetensors file, but not made by rollpipe",
-                              expected=f"rollpipe_{kind} in its metadata", got=sorted(meta) or "no metadata")
+        raise CheckpointError(
+            f"{path}: a safetensors file, but not made by rollpipe",
+            expected=f"rollpipe_{kind} in its metadata",
+            got=sorted(meta) or "no metadata",
+        )
     if found != str(version):
-        raise CheckpointError(f"{path}: made by another version of rollpipe", expected=f"format {version}", got=found)
+        raise CheckpointError(
+            f"{path}: made by another version of rollpipe", expected=f"format {version}", got=found
+        )
     stored = str(meta.pop("sha256", None))
-    total = hashlib.sha256(data[:begin].replace(_NO_CHECKSUM[:-64] + stored.encode(), _NO_CHECKSUM, 1))
+    total = hashlib.sha256(
+        data[:begin].replace(_NO_CHECKSUM[:-64] + stored.encode(), _NO_CHECKSUM, 1)
+    )
     total.update(memoryview(data)[begin:])
-    if total.hexdigest() == stored: return meta
-    raise CheckpointError(f"{path}: damaged, its content is not what was saved", expected=f"checksum {stored}", got=total.hexdigest())
+    if total.hexdigest() == stored:
+        return meta
+    raise CheckpointError(
+        f"{path}: damaged, its content is not what was saved",
+        expected=f"checksum {stored}",
+        got=total.hexdigest(),
+    )

@@ -22,9 +22,10 @@ Kind = TypeVar("Kind", bound=type)
 
 def with_field_docs(cls: Kind) -> Kind:
     "Decorator of a named tuple: the entry of a field under `Args:` in the class docstring becomes the docstring of that field."
-    told = (cls.__doc__ or '').partition('Args:')[2]
-    for name, meaning in re.findall(r'^ +(\w+): (.+)$', told, re.M):
-        if name in getattr(cls, '_fields'): getattr(cls, name).__doc__ = meaning     # noqa: B009  the type checker does not know `_fields`
+    told = (cls.__doc__ or "").partition("Args:")[2]
+    for name, meaning in re.findall(r"^ +(\w+): (.+)$", told, re.M):
+        if name in getattr(cls, "_fields"):  # noqa: B009  the type checker does not know `_fields`
+            getattr(cls, name).__doc__ = meaning
     return cls
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #cb79ba8f
@@ -41,21 +42,22 @@ class State(NamedTuple):
         rew: float32: reward of the previous row's action; where `fin`, of the old episode; 0 on the very first row
         fin: bool: did the previous row's action end an episode? True on the very first row
     """
+
     stepno: Any
     obs: Any
     act: Any
     rew: Any
     fin: Any
 
-    def without_past(self) -> 'State':
+    def without_past(self) -> "State":
         "The state, tensors `[T, B, ...]`, with zeros in `act` and `rew` where `fin`."
         act, rew = nested.without_past(self.act, self.rew, self.fin)
         return self._replace(act=act, rew=rew)
 
-    def seen_by(self, actor: Any) -> 'State':
+    def seen_by(self, actor: Any) -> "State":
         "The state, tensors `[T, B, ...]`, as an actor sees it. With `uses_past = False`, `act` and `rew` are not masked."
         seen = nested.as_seen(self)
-        return seen.without_past() if getattr(actor, 'uses_past', True) else seen
+        return seen.without_past() if getattr(actor, "uses_past", True) else seen
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #1154235c
 @with_field_docs
@@ -70,6 +72,7 @@ class Final(NamedTuple):
         obs: [K, ...]: the true last observation
         actor: [K, ...]: the actor's virtual reaction to `obs`, with the recurrent state of that moment; may be 0 where terminated
     """
+
     t: Any
     b: Any
     obs: Any
@@ -86,6 +89,7 @@ class Collected(NamedTuple):
         valid: bool `[B]` of each step
         ends: list of `fragment_ops.End`, in the order of time
     """
+
     reports: list
     env: list
     valid: list
@@ -97,7 +101,8 @@ class TickSource:
 
     Pipes that change ticks pass the source on unchanged.
     """
-    collected: 'Collected'     # of the steps of `collect_into`
+
+    collected: "Collected"  # of the steps of `collect_into`
 
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
         """The actor's virtual reaction `(act, info)`, torch `[1, n, ...]`, to a `state`, numpy `[n, ...]`, with the recurrent state `hx`.
@@ -149,6 +154,7 @@ class Tick(NamedTuple):
         version: version of the weights that chose the action
         source: object that answers a collector's requests, see `TickSource`
     """
+
     state: State
     hx: Any
     actor: Any
@@ -165,46 +171,92 @@ class Tick(NamedTuple):
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #e3c00ae6
 def _flags(like, name, x, default=False):
     x = torch.full_like(like, default, dtype=torch.bool) if x is None else torch.as_tensor(x)
-    if x.dtype is torch.bool: return x
-    raise DataError("wrong dtype", pipe='Fragment.from_steps', leaf=name, expected="bool [T, B]", got=describe(x))
+    if x.dtype is torch.bool:
+        return x
+    raise DataError(
+        "wrong dtype",
+        pipe="Fragment.from_steps",
+        leaf=name,
+        expected="bool [T, B]",
+        got=describe(x),
+    )
 
 
 def _history(first, obs, act, rew, end) -> State:
     "The rows `[T+1, B]` of environments whose step numbers begin with `first` `[B]`; `end` `[T, B]` is True where an episode ended."
     stepno = [first]
-    for over in end: stepno.append(torch.where(over, 0, stepno[-1] + 1))
+    for over in end:
+        stepno.append(torch.where(over, 0, stepno[-1] + 1))
     act, rew = nested.map(lambda x: torch.cat([torch.zeros_like(x[:1]), x]), (act, rew))
     return State(torch.stack(stepno), obs, act, rew, torch.cat([(first == 0)[None], end]))
 
 
 def _check_shapes(shape, rows, steps, columns):
     n_steps, n_envs = shape
-    for kind, trees, lead in (('[T+1, B]', rows, (n_steps + 1, n_envs)), ('[T, B]', steps, (n_steps, n_envs)), ('[B]', columns, (n_envs,))):
-        for name, tree in trees.items(): _check_lead(name, tree, kind, lead)
+    for kind, trees, lead in (
+        ("[T+1, B]", rows, (n_steps + 1, n_envs)),
+        ("[T, B]", steps, (n_steps, n_envs)),
+        ("[B]", columns, (n_envs,)),
+    ):
+        for name, tree in trees.items():
+            _check_lead(name, tree, kind, lead)
 
 
 def _check_lead(name, tree, kind, lead):
     for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
-        if tuple(x.shape[:len(lead)]) == lead: continue
-        raise DataError("wrong shape", pipe='Fragment.from_steps', leaf=path, expected=f"{kind} = {list(lead)}", got=describe(x))
+        if tuple(x.shape[: len(lead)]) == lead:
+            continue
+        raise DataError(
+            "wrong shape",
+            pipe="Fragment.from_steps",
+            leaf=path,
+            expected=f"{kind} = {list(lead)}",
+            got=describe(x),
+        )
 
 
 def _final_rows(cut, obs, actor, last_obs, last_actor):
     "The `Final` of the truncated steps `cut` `[T, B]`."
     t, b = cut.nonzero(as_tuple=True)
+
     def rows(name, given, like):
         if given is None and len(t) and nested.leaves(like):
-            raise DataError("a step was truncated", pipe='Fragment.from_steps', leaf=name, got="None",
-                            expected=f"one row for each truncated step: [K = {len(t)}, ...]")
-        if given is None: return nested.map(lambda x: x[0, :0], like)
-        _check_lead(name, given, '[K]', (len(t),))
+            raise DataError(
+                "a step was truncated",
+                pipe="Fragment.from_steps",
+                leaf=name,
+                got="None",
+                expected=f"one row for each truncated step: [K = {len(t)}, ...]",
+            )
+        if given is None:
+            return nested.map(lambda x: x[0, :0], like)
+        _check_lead(name, given, "[K]", (len(t),))
         return given
-    return Final(t, b, rows('last_obs', last_obs, obs), rows('last_actor', last_actor, actor))
+
+    return Final(t, b, rows("last_obs", last_obs, obs), rows("last_actor", last_actor, actor))
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #f63668f2
-def from_steps(obs: Any, act: Any, rew: Tensor, terminated: Any = None, truncated: Any = None, *, last_obs: Any = None, actor: Any = None,
-               last_actor: Any = None, env: Any = None, hx: Any = (), valid: Any = None, stepno: Any = 0, adv: Any = None, ret: Any = None,
-               lane: Any = None, seq: Any = None, version: Any = None, restarts: Any = None) -> 'Fragment':
+def from_steps(
+    obs: Any,
+    act: Any,
+    rew: Tensor,
+    terminated: Any = None,
+    truncated: Any = None,
+    *,
+    last_obs: Any = None,
+    actor: Any = None,
+    last_actor: Any = None,
+    env: Any = None,
+    hx: Any = (),
+    valid: Any = None,
+    stepno: Any = 0,
+    adv: Any = None,
+    ret: Any = None,
+    lane: Any = None,
+    seq: Any = None,
+    version: Any = None,
+    restarts: Any = None,
+) -> "Fragment":
     """Make a `Fragment`. The action and reward before row 0 are zero. Row 0 begins an episode where `stepno` is 0.
 
     Raises `DataError` if an argument has the wrong shape, a mask is not bool, or the last observation of a truncated episode is missing.
@@ -229,15 +281,32 @@ def from_steps(obs: Any, act: Any, rew: Tensor, terminated: Any = None, truncate
         version: int64 [B]: version of the weights that collected the column
         restarts: int64 [B]: how often the lane was lost with its worker and began anew; None: never
     """
-    valid, terminated = _flags(rew, 'valid', valid, True), _flags(rew, 'terminated', terminated)
-    truncated = _flags(rew, 'truncated', truncated)
-    actor, env = {} if actor is None else actor, {} if env is None else env
+    valid = _flags(rew, "valid", valid, True)
+    terminated = _flags(rew, "terminated", terminated)
+    truncated = _flags(rew, "truncated", truncated)
+    actor = {} if actor is None else actor
+    env = {} if env is None else env
     columns = dict(lane=lane, seq=seq, version=version, restarts=restarts)
-    _check_shapes(rew.shape, rows=dict(obs=obs, actor=actor), columns=columns, steps=dict(
-        act=act, terminated=terminated, truncated=truncated, env=env, valid=valid, adv=adv, ret=ret))
-    if lane is not None and seq is None: raise DataError("a lane numbers its fragments", leaf='seq', expected="int64 [B]", got="None")
+    _check_shapes(
+        rew.shape,
+        rows=dict(obs=obs, actor=actor),
+        columns=columns,
+        steps=dict(
+            act=act,
+            terminated=terminated,
+            truncated=truncated,
+            env=env,
+            valid=valid,
+            adv=adv,
+            ret=ret,
+        ),
+    )
+    if lane is not None and seq is None:
+        raise DataError(
+            "a lane numbers its fragments", leaf="seq", expected="int64 [B]", got="None"
+        )
     first = torch.zeros_like(rew[0], dtype=torch.int64) + stepno
-    state = _history(first, obs, act, rew.masked_fill(~valid, 0.), terminated | truncated | ~valid)
+    state = _history(first, obs, act, rew.masked_fill(~valid, 0.0), terminated | truncated | ~valid)
     term = torch.cat([torch.zeros_like(valid[:1]), terminated & valid])
     final = _final_rows(truncated & ~terminated & valid, obs, actor, last_obs, last_actor)
     return Fragment(state, actor, env, hx, term, final, valid, adv, ret, **columns)
@@ -281,6 +350,7 @@ class Fragment(NamedTuple):
         version: int64 [B]: version of the weights that collected the column
         restarts: int64 [B]: how often the lane was lost with its worker and began anew, with other random numbers; None: never
     """
+
     state: State
     actor: Any
     env: Any
@@ -295,11 +365,23 @@ class Fragment(NamedTuple):
     version: Any = None
     restarts: Any = None
 
-    ROWS, STEPS, COLUMNS = ('state', 'actor', 'term'), ('env', 'valid', 'adv', 'ret'), ('lane', 'seq', 'version', 'restarts')
+    ROWS = ("state", "actor", "term")
+    STEPS = ("env", "valid", "adv", "ret")
+    COLUMNS = ("lane", "seq", "version", "restarts")
     from_steps = staticmethod(from_steps)
 
-    def __repr__(self):     # the numbers of a batch fill many screens
-        return '\n'.join(['Fragment(', *(f'  {name}={describe(x, 1000)},' for name, x in zip(self._fields, self) if x is not None), ')'])
+    def __repr__(self):  # the numbers of a batch fill many screens
+        return "\n".join(
+            [
+                "Fragment(",
+                *(
+                    f"  {name}={describe(x, 1000)},"
+                    for name, x in zip(self._fields, self)
+                    if x is not None
+                ),
+                ")",
+            ]
+        )
 
     @property
     def n_steps(self) -> int:
@@ -311,19 +393,36 @@ class Fragment(NamedTuple):
         "`B`"
         return self.valid.shape[1]
 
-    def only(self, *names: str) -> 'Fragment':
+    def only(self, *names: str) -> "Fragment":
         "The fragment with None in every field except `names`. Example: `fragment.only(*Fragment.ROWS)`."
         return self._make(x if name in names else None for name, x in zip(self._fields, self))
 
-    def map(self, *, rows: Callable | None = None, steps: Callable | None = None, columns: Callable | None = None,
-            hx: Callable | None = None, final: Callable | None = None) -> 'Fragment':
+    def map(
+        self,
+        *,
+        rows: Callable | None = None,
+        steps: Callable | None = None,
+        columns: Callable | None = None,
+        hx: Callable | None = None,
+        final: Callable | None = None,
+    ) -> "Fragment":
         """The fragment with `rows(x)` for each leaf `x` `[T+1, B, ...]`, `steps(x)` for each `[T, B, ...]`, `columns(x)` for each `[B]`,
         `hx(x)` for each `[layers, B, ...]`, and `final(final)` for the whole `Final`. Fields without a function stay as they are.
         """
-        new, fields = {'final': final(self.final)} if final else {}, {}
-        for names, fn in ((self.ROWS, rows), (self.STEPS, steps), (self.COLUMNS, columns), (('hx',), hx)):
-            if fn: fields[fn] = fields.get(fn, ()) + names      # fields with the same function share one call, which saves time
-        for fn, names in fields.items(): new |= zip(names, nested.map(fn, [getattr(self, name) for name in names]))
+        new = {"final": final(self.final)} if final else {}
+        fields = {}
+        for names, fn in (
+            (self.ROWS, rows),
+            (self.STEPS, steps),
+            (self.COLUMNS, columns),
+            (("hx",), hx),
+        ):
+            if fn:
+                fields[fn] = (
+                    fields.get(fn, ()) + names
+                )  # fields with the same function share one call, which saves time
+        for fn, names in fields.items():
+            new |= zip(names, nested.map(fn, [getattr(self, name) for name in names]))
         return self._replace(**new)
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #d715783a
@@ -336,4 +435,9 @@ def check_item(item: Any, kind: type, pipe: Any) -> None:
         pipe: the pipe, or its name
     """
     if not isinstance(item, kind):
-        raise DataError(f"{kind.__name__}s are wanted here", pipe=pipe, expected=kind.__name__, got=type(item).__name__)
+        raise DataError(
+            f"{kind.__name__}s are wanted here",
+            pipe=pipe,
+            expected=kind.__name__,
+            got=type(item).__name__,
+        )

@@ -30,35 +30,52 @@ def same_keys(infos: list, valid: list) -> list:
         infos: dicts, leaves [*lead, ...], numpy or torch
         valid: for each dict, bool [*lead]: True where a step took place
     """
-    if all(info.keys() == infos[0].keys() for info in infos): return infos
-    known = {key: (value, where.ndim) for info, where in zip(infos, valid) for key, value in info.items()}
-    masks = {key: f'_{key}' for key in known}
+    if all(info.keys() == infos[0].keys() for info in infos):
+        return infos
+    known = {
+        key: (value, where.ndim) for info, where in zip(infos, valid) for key, value in info.items()
+    }
+    masks = {key: f"_{key}" for key in known}
     known = {key: example for key, example in known.items() if key not in masks.values()}
     partial = [key for key in known if any(key not in info or masks[key] in info for info in infos)]
+
     def completed(info, where):
-        def filled(value, n): return nested.map(lambda x: _missing(x, n, where), value)
-        found = {key: info[key] if key in info else filled(*example) for key, example in known.items()}
-        return found | {masks[key]: info[masks[key]] if masks[key] in info else where & (key in info) for key in partial}
+        def filled(value, n):
+            return nested.map(lambda x: _missing(x, n, where), value)
+
+        found = {
+            key: info[key] if key in info else filled(*example) for key, example in known.items()
+        }
+        return found | {
+            masks[key]: info[masks[key]] if masks[key] in info else where & (key in info)
+            for key in partial
+        }
+
     return [completed(info, where) for info, where in zip(infos, valid)]
 
 
 def _missing(x, n, valid):
     "The filler for an info like `x`, with the leading dimensions of `valid` in place of the `n` leading dimensions of `x`."
     shape = *valid.shape, *x.shape[n:]
-    if isinstance(x, np.ndarray): return np.full(shape, np.nan if x.dtype.kind == 'f' else 0, x.dtype)
-    return x.new_full(shape, float('nan') if x.is_floating_point() else 0)
+    if isinstance(x, np.ndarray):
+        return np.full(shape, np.nan if x.dtype.kind == "f" else 0, x.dtype)
+    return x.new_full(shape, float("nan") if x.is_floating_point() else 0)
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #160552f4
 def stack_rows(rows: list) -> Any:
     "Stack numpy containers `[B, ...]` into tensors `[len(rows), B, ...]` with one copy. The rows may differ in dtype."
-    def stack(*xs): return torch.from_numpy(np.concatenate(xs).reshape(len(xs), *xs[0].shape))
+
+    def stack(*xs):
+        return torch.from_numpy(np.concatenate(xs).reshape(len(xs), *xs[0].shape))
+
     return stack(*rows) if isinstance(rows[0], np.ndarray) else nested.map(stack, *rows)
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #6a2da3f2
 def stack_infos(infos: list, valid: list) -> Any:
     "The infos of successive steps of one lane, as tensors `[len(infos), B, ...]`. `valid` has a mask for each step."
     # A lane never loses an info. So if the first and the last step have the same infos, all steps have.
-    if isinstance(infos[0], dict) and infos[0].keys() != infos[-1].keys(): infos = same_keys(infos, valid)
+    if isinstance(infos[0], dict) and infos[0].keys() != infos[-1].keys():
+        infos = same_keys(infos, valid)
     return stack_rows(infos) if infos[-1] != {} else {}
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #85c95158
@@ -70,6 +87,7 @@ class End(NamedTuple):
         hx: recurrent state of that moment, `[layers, 1, ...]`
         term: True: the episode terminated; False: it was truncated
     """
+
     t: int
     b: int
     obs: Any
@@ -79,7 +97,8 @@ class End(NamedTuple):
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #3fbf3a77
 def with_restarts(item: Any, restarts: int) -> Any:
     "`item`, a fragment or a list of fragments, with `restarts` in each column. Any other item stays as it is."
-    if isinstance(item, Fragment): return item._replace(restarts=torch.full_like(item.valid[0], restarts, dtype=torch.int64))
+    if isinstance(item, Fragment):
+        return item._replace(restarts=torch.full_like(item.valid[0], restarts, dtype=torch.int64))
     return [with_restarts(x, restarts) for x in item] if type(item) is list else item
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #41efe5ca
@@ -89,17 +108,36 @@ def join(fragments: Iterable[Fragment]) -> Fragment:
     Arrays that already lie side by side in memory are not copied. Raises `DataError` if lengths or structures differ.
     """
     fragments = list(fragments)
-    if len(fragments) == 1: return fragments[0]
-    lengths, widths = [f.n_steps for f in fragments], [f.n_envs for f in fragments]
+    if len(fragments) == 1:
+        return fragments[0]
+    lengths = [f.n_steps for f in fragments]
+    widths = [f.n_envs for f in fragments]
     if len(set(lengths)) > 1:
-        raise DataError("fragments of different lengths cannot stand side by side", expected=f"T={lengths[0]}", got=f"T={lengths}")
+        raise DataError(
+            "fragments of different lengths cannot stand side by side",
+            expected=f"T={lengths[0]}",
+            got=f"T={lengths}",
+        )
     if all(isinstance(f.env, dict) for f in fragments):
-        fragments = [f._replace(env=env) for f, env in zip(fragments, same_keys([f.env for f in fragments], [f.valid for f in fragments]))]
-    if any(f.restarts is not None for f in fragments): fragments = [with_restarts(f, 0) if f.restarts is None else f for f in fragments]
-    wide = nested.cat([f.only(*Fragment.ROWS, *Fragment.STEPS, 'hx') for f in fragments], dim=1, view=True)
+        fragments = [
+            f._replace(env=env)
+            for f, env in zip(
+                fragments, same_keys([f.env for f in fragments], [f.valid for f in fragments])
+            )
+        ]
+    if any(f.restarts is not None for f in fragments):
+        fragments = [with_restarts(f, 0) if f.restarts is None else f for f in fragments]
+    wide = nested.cat(
+        [f.only(*Fragment.ROWS, *Fragment.STEPS, "hx") for f in fragments], dim=1, view=True
+    )
     offsets = np.cumsum([0, *widths]).tolist()
-    final = nested.cat([f.final._replace(b=f.final.b + offset) for f, offset in zip(fragments, offsets)])
-    return wide._replace(final=final, **{name: nested.cat([getattr(f, name) for f in fragments]) for name in Fragment.COLUMNS})
+    final = nested.cat(
+        [f.final._replace(b=f.final.b + offset) for f, offset in zip(fragments, offsets)]
+    )
+    return wide._replace(
+        final=final,
+        **{name: nested.cat([getattr(f, name) for f in fragments]) for name in Fragment.COLUMNS},
+    )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #1c115c45
 def pad_episodes(fragments: Iterable[Fragment]) -> Fragment:
@@ -111,18 +149,28 @@ def pad_episodes(fragments: Iterable[Fragment]) -> Fragment:
 
 def _padded(fragment, n):
     "`fragment` with `n` more steps, which are not valid: they repeat the last observation, action and report; other fields are 0."
-    if n == 0: return fragment
-    def repeat(x): return torch.cat([x, x[-1:].expand(n, *x.shape[1:])])
-    def fill(x, value=0): return torch.cat([x, x.new_full((n, *x.shape[1:]), value)])
-    state, padded = fragment.state, fragment.map(rows=repeat, steps=fill)
-    state = padded.state._replace(stepno=fill(state.stepno), rew=fill(state.rew), fin=fill(state.fin, True))
+    if n == 0:
+        return fragment
+
+    def repeat(x):
+        return torch.cat([x, x[-1:].expand(n, *x.shape[1:])])
+
+    def fill(x, value=0):
+        return torch.cat([x, x.new_full((n, *x.shape[1:]), value)])
+
+    state = fragment.state
+    padded = fragment.map(rows=repeat, steps=fill)
+    state = padded.state._replace(
+        stepno=fill(state.stepno), rew=fill(state.rew), fin=fill(state.fin, True)
+    )
     return padded._replace(state=state, term=fill(fragment.term))
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #2cdb657d
 def strands(fragment: Fragment) -> list:
     "The parts from which the fragment was joined, in the order of time: `(lane, seq, columns)`, where `columns` is a slice."
     n = fragment.n_envs
-    if fragment.lane is None: return [(0, None, slice(0, n))]
+    if fragment.lane is None:
+        return [(0, None, slice(0, n))]
     restarts = torch.zeros_like(fragment.seq) if fragment.restarts is None else fragment.restarts
     numbers = np.stack([x.cpu().numpy() for x in (restarts, fragment.seq, fragment.lane)])
     borders = [0, *(np.flatnonzero((numbers[:, 1:] != numbers[:, :-1]).any(0)) + 1).tolist(), n]
@@ -140,10 +188,17 @@ def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
         expected: number of the next fragment of this lane; None: unknown
     """
     lane, seq, at = strand
-    if None in (seq, expected): return False
-    if seq >= expected or seq == 0 and not fragment.state.stepno[0, at].any(): return seq == expected
-    raise DataError("a fragment comes twice or too late, or two sources have the same lane", lane=lane, leaf='seq', got=f"seq={seq}",
-                    expected=f"seq >= {expected}; one `Lanes` for all sources that are mixed, or other lane numbers")
+    if None in (seq, expected):
+        return False
+    if seq >= expected or seq == 0 and not fragment.state.stepno[0, at].any():
+        return seq == expected
+    raise DataError(
+        "a fragment comes twice or too late, or two sources have the same lane",
+        lane=lane,
+        leaf="seq",
+        got=f"seq={seq}",
+        expected=f"seq >= {expected}; one `Lanes` for all sources that are mixed, or other lane numbers",
+    )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #d4f3c844
 def columns(fragment: Fragment, index: Tensor) -> Fragment:
@@ -152,13 +207,19 @@ def columns(fragment: Fragment, index: Tensor) -> Fragment:
     Args:
         index: int64 [n]: indices of environments, each at most once
     """
-    index = index.to(device := fragment.valid.device)     # a tensor of the host takes no indices of a GPU
+    index = index.to(
+        device := fragment.valid.device
+    )  # a tensor of the host takes no indices of a GPU
     position = torch.full((fragment.n_envs,), -1, device=device)
     position[index] = torch.arange(len(index), device=device)
-    def wide(x): return x[:, index]
+
+    def wide(x):
+        return x[:, index]
+
     def kept(final):
         final = nested.getitem(final, position[final.b] >= 0)
         return final._replace(b=position[final.b])
+
     return fragment.map(rows=wide, steps=wide, hx=wide, columns=lambda x: x[index], final=kept)
 
 
@@ -169,7 +230,7 @@ def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
         size: environments per piece
     """
     parts = [slice(first, first + size) for first in range(0, fragment.n_envs, size)]
-    wide, structure = nested.flatten(fragment.only(*Fragment.ROWS, *Fragment.STEPS, 'hx'))
+    wide, structure = nested.flatten(fragment.only(*Fragment.ROWS, *Fragment.STEPS, "hx"))
     narrow = {name: x for name in Fragment.COLUMNS if (x := getattr(fragment, name)) is not None}
     cut = zip(*([x[:, part] for part in parts] for x in wide))
     for leaves, part in zip(cut, parts):
@@ -177,15 +238,24 @@ def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
         if len(final.b):
             final = nested.getitem(final, final.b // size == part.start // size)
             final = final._replace(b=final.b - part.start)
-        yield structure.unflatten(leaves)._replace(final=final, **{name: x[part] for name, x in narrow.items()})
+        yield structure.unflatten(leaves)._replace(
+            final=final, **{name: x[part] for name, x in narrow.items()}
+        )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #25c2c0b5
 def unstacked(fragment: Fragment) -> list:
     "The fragments that were joined side by side: the columns of each lane, `seq` and `restarts`, in the order of their first column."
-    if fragment.lane is None: return [fragment]
-    groups, keys = {}, [x.tolist() for x in (fragment.lane, fragment.seq, fragment.restarts) if x is not None]
-    for b, key in enumerate(zip(*keys)): groups.setdefault(key, []).append(b)
-    return [fragment] if len(groups) == 1 else [columns(fragment, torch.tensor(group)) for group in groups.values()]
+    if fragment.lane is None:
+        return [fragment]
+    groups = {}
+    keys = [x.tolist() for x in (fragment.lane, fragment.seq, fragment.restarts) if x is not None]
+    for b, key in enumerate(zip(*keys)):
+        groups.setdefault(key, []).append(b)
+    return (
+        [fragment]
+        if len(groups) == 1
+        else [columns(fragment, torch.tensor(group)) for group in groups.values()]
+    )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #485b2ff6
 def is_cut(fragment: Fragment) -> Tensor:
@@ -205,8 +275,10 @@ def final_numbers(fragment: Fragment) -> Tensor:
 
 def observations_reached(fragment: Fragment) -> Any:
     "The observations `[T, B, ...]` after each step: of the next row, or of `final`."
-    after, final = nested.getitem(fragment.state.obs, slice(1, None)), fragment.final
-    if not len(final.t): return after
+    after = nested.getitem(fragment.state.obs, slice(1, None))
+    final = fragment.final
+    if not len(final.t):
+        return after
     return nested.map(lambda x, last: x.index_put((final.t, final.b), last), after, final.obs)
 
 
@@ -216,7 +288,10 @@ def next_observations(fragment: Fragment) -> Any:
     Where an episode ended, this is the observation in `final`, or the one before the step if `final` did not keep a termination.
     """
     unknown = fragment.state.fin[1:] & (final_numbers(fragment) < 0)
-    def known(x, before): return x.index_put((unknown,), before[:-1][unknown])
+
+    def known(x, before):
+        return x.index_put((unknown,), before[:-1][unknown])
+
     return nested.map(known, observations_reached(fragment), fragment.state.obs)
 
 
@@ -227,28 +302,42 @@ def transitions(fragment: Fragment, index: Tensor) -> Fragment:
         fragment: a fragment of an actor without memory
         index: int64 [n]: `t * B + b` for the step t -> t+1 of environment b
     """
-    b, both = index % fragment.n_envs, torch.stack([index, index + fragment.n_envs])
-    def rows(x): return _rows(x, both)
-    def steps(x): return _rows(x, index[None])
-    return fragment._replace(hx=(), final=_final_of(fragment, index)).map(rows=rows, steps=steps, columns=lambda x: x[b])
+    b = index % fragment.n_envs
+    both = torch.stack([index, index + fragment.n_envs])
+
+    def rows(x):
+        return _rows(x, both)
+
+    def steps(x):
+        return _rows(x, index[None])
+
+    return fragment._replace(hx=(), final=_final_of(fragment, index)).map(
+        rows=rows, steps=steps, columns=lambda x: x[b]
+    )
 
 
 def _rows(x, index):
     "The rows of `x` `[T, B, ...]` whose numbers `t * B + b` are in `index` `[k, n]`, as `[k, n, ...]`."
-    if type(x) is not Tensor or not x.is_contiguous(): return x[index // x.shape[1], index % x.shape[1]]
-    return x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)      # faster than `x.flatten(0, 1)[index]`
+    if type(x) is not Tensor or not x.is_contiguous():
+        return x[index // x.shape[1], index % x.shape[1]]
+    return (
+        x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
+    )  # faster than `x.flatten(0, 1)[index]`
 
 
 def _final_of(fragment, index):
     "The rows of `final` that belong to the transitions `index`, for a fragment `[1, n]`."
     final = fragment.final
-    if not len(final.t): return final
+    if not len(final.t):
+        return final
     number = final_numbers(fragment).flatten()[index]
     column = (number >= 0).nonzero()[:, 0]
-    return Final(torch.zeros_like(column), column, *nested.getitem((final.obs, final.actor), number[column]))
+    return Final(
+        torch.zeros_like(column), column, *nested.getitem((final.obs, final.actor), number[column])
+    )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #04805543
-ENV_REWARD = 'rollpipe.reward'      # name of the info with the environment's rewards
+ENV_REWARD = "rollpipe.reward"  # name of the info with the environment's rewards
 
 
 def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
@@ -260,13 +349,29 @@ def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
         rew: float32 [T+1, B]: the new rewards
     """
     if fragment.adv is not None:
-        raise DataError("the advantages are those of other rewards", leaf='adv', expected="this pipe before `AdvantageBuffer`")
+        raise DataError(
+            "the advantages are those of other rewards",
+            leaf="adv",
+            expected="this pipe before `AdvantageBuffer`",
+        )
     if not isinstance(fragment.env, dict):
-        raise DataError("infos without names have no place for the rewards", leaf='env', expected="a dict", got=type(fragment.env).__name__)
-    env = {ENV_REWARD: fragment.state.rew[1:], **fragment.env}      # rewards that an earlier pipe has kept are the original ones
+        raise DataError(
+            "infos without names have no place for the rewards",
+            leaf="env",
+            expected="a dict",
+            got=type(fragment.env).__name__,
+        )
+    env = {
+        ENV_REWARD: fragment.state.rew[1:],
+        **fragment.env,
+    }  # rewards that an earlier pipe has kept are the original ones
     return fragment._replace(state=fragment.state._replace(rew=rew), env=env)
 
 
 def env_rewards(fragment: Fragment) -> Tensor:
     "The rewards of the environment, float32 `[T, B]`, also if pipes have changed the rewards by `with_rewards`."
-    return fragment.env.get(ENV_REWARD, fragment.state.rew[1:]) if isinstance(fragment.env, dict) else fragment.state.rew[1:]
+    return (
+        fragment.env.get(ENV_REWARD, fragment.state.rew[1:])
+        if isinstance(fragment.env, dict)
+        else fragment.state.rew[1:]
+    )

@@ -14,6 +14,7 @@ import gymnasium as gym
 # %% ../../../nbs/pipes/00_data/19_last_obs.ipynb #1a570005
 class CopiesLastObs(gym.Wrapper):
     "Returns a copy of the last observation of each episode, which a later `reset` does not change."
+
     def step(self, action: Any) -> tuple:
         obs, rew, terminated, truncated, info = self.env.step(action)
         return deepcopy(obs) if terminated or truncated else obs, rew, terminated, truncated, info

@@ -6,7 +6,9 @@
 __all__ = ['MISSING', 'loaded', 'loaded_class', 'plain_class', 'blank', 'is_foreign', 'objects_in', 'Leaves']
 
 # %% ../../../nbs/pipes/00_data/07_leaves.ipynb #1ea7e503
-import enum, json, sys
+import enum
+import json
+import sys
 from collections.abc import Callable, Collection, Iterator
 from types import BuiltinFunctionType
 from typing import Any
@@ -16,33 +18,46 @@ import numpy as np
 import torch
 
 from .errors import EnvError
-from .captures import all_attributes, array_in, dtype_of, hides_state, is_dense, memory_of, set_attribute
+from rollpipe.pipes.data.captures import (
+    all_attributes,
+    array_in,
+    dtype_of,
+    hides_state,
+    is_dense,
+    memory_of,
+    set_attribute,
+)
 from .simulators import name_of, through
 
 # %% ../../../nbs/pipes/00_data/07_leaves.ipynb #1ea7e505
-MISSING = object()     # in place of what a new environment lacks
+MISSING = object()  # in place of what a new environment lacks
 
 
 def loaded(name: str) -> Iterator:
     "What is called so in modules that are loaded. Nothing is imported."
-    parts = name.split('.')
+    parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get('.'.join(parts[:i]))
-        for part in parts[i:]: found = getattr(found, '__dict__', {}).get(part)
+        found: Any = sys.modules.get(".".join(parts[:i]))
+        for part in parts[i:]:
+            found = getattr(found, "__dict__", {}).get(part)
         yield found
 
 
 def loaded_class(name: str, base: Any) -> Any:
     "The class of this name, if it is a subclass of `base` in a module that is loaded, or else `ValueError`."
     for found in loaded(name):
-        if isinstance(found, type) and issubclass(found, base): return found
+        if isinstance(found, type) and issubclass(found, base):
+            return found
     raise ValueError(f"no {base.__name__} is called {name}")
 
 
-_ENVS = gym.Env, gym.vector.VectorEnv     # only their factories make them
+_ENVS = gym.Env, gym.vector.VectorEnv  # only their factories make them
 
 
-def _new_of(cls): return next(f for c in cls.__mro__ if isinstance(f := vars(c).get('__new__'), BuiltinFunctionType))
+def _new_of(cls):
+    return next(
+        f for c in cls.__mro__ if isinstance(f := vars(c).get("__new__"), BuiltinFunctionType)
+    )
 
 
 def plain_class(name: str, modules: Collection | None = None) -> type | None:
@@ -53,26 +68,42 @@ def plain_class(name: str, modules: Collection | None = None) -> type | None:
         modules: names of modules; one of them has to define or to import the class, or to import its module; None: any may
     """
     for cls in loaded(name):
-        if not isinstance(cls, type) or name_of(cls) != name or name.partition('.')[0] in sys.stdlib_module_names: continue
-        if _new_of(cls) is not object.__new__ or hides_state(cls) or hasattr(cls, '__del__') or issubclass(cls, _ENVS): continue
+        if (
+            not isinstance(cls, type)
+            or name_of(cls) != name
+            or name.partition(".")[0] in sys.stdlib_module_names
+        ):
+            continue
+        if (
+            _new_of(cls) is not object.__new__
+            or hides_state(cls)
+            or hasattr(cls, "__del__")
+            or issubclass(cls, _ENVS)
+        ):
+            continue
         home = sys.modules.get(cls.__module__)
         used = (x for m in modules or () if m in sys.modules for x in vars(sys.modules[m]).values())
-        if modules is None or cls.__module__ in modules or any(x is cls or x is home for x in used): return cls
+        if modules is None or cls.__module__ in modules or any(x is cls or x is home for x in used):
+            return cls
 
 
 def blank(x: Any) -> Any:
     "An object with the class and the attributes of `x`, but no items. No code of the class is called."
     found = _new_of(type(x))(type(x))
-    if getattr(x, '__dict__', None) is x: object.__setattr__(found, '__dict__', found)
+    if getattr(x, "__dict__", None) is x:
+        object.__setattr__(found, "__dict__", found)
     else:
-        for name, y in all_attributes(x).items(): set_attribute(found, name, y)
+        for name, y in all_attributes(x).items():
+            set_attribute(found, name, y)
     return found
 
 
 def is_foreign(x: Any) -> bool:
     "Does an array or tensor lie in memory of others than numpy and torch, such as a simulator?"
-    if isinstance(x, torch.Tensor): return not (x.is_cpu or x.untyped_storage().resizable())
-    while isinstance(x.base, np.ndarray): x = x.base
+    if isinstance(x, torch.Tensor):
+        return not (x.is_cpu or x.untyped_storage().resizable())
+    while isinstance(x.base, np.ndarray):
+        x = x.base
     return not (x.flags.owndata or isinstance(x.base, (bytes, bytearray, torch.Tensor)))
 
 # %% ../../../nbs/pipes/00_data/07_leaves.ipynb #3c9d51a2
@@ -82,13 +113,21 @@ def objects_in(kept: dict, every: bool = False) -> list:
     Args:
         every: also those of which `restore` can make objects, see `plain_class`
     """
-    found = [(kind, name) for kind, name, *_ in json.loads(kept['graph'])[1] if kind in ('object', 'stays', 'own', 'through')]
-    if not every: found = [(kind, name) for kind, name in found if kind != 'object' or plain_class(name) is None]
+    found = [
+        (kind, name)
+        for kind, name, *_ in json.loads(kept["graph"])[1]
+        if kind in ("object", "stays", "own", "through")
+    ]
+    if not every:
+        found = [
+            (kind, name) for kind, name in found if kind != "object" or plain_class(name) is None
+        ]
     return sorted(name for _, name in found if (how := through(name)) is None or how.new is None)
 
 # %% ../../../nbs/pipes/00_data/07_leaves.ipynb #1ea7e507
 class Leaves:
     "Restores what holds no other objects: arrays and tensors, in memory of a simulator where the form is the same."
+
     in_place: Callable
     entries: list
     memory: torch.Tensor
@@ -96,55 +135,92 @@ class Leaves:
     used: dict
     modules: set
 
-    def take(self, k: int, fresh: Any, name: str, path: str, needed: bool = True, itself: bool = False) -> Any:
+    def take(
+        self, k: int, fresh: Any, name: str, path: str, needed: bool = True, itself: bool = False
+    ) -> Any:
         "The object `fresh`, or one like it, if it is of the class `name` and has not become another object already."
         fits = fresh is not MISSING and name_of(type(fresh)) == name
-        if fits: self.modules.add(name_of(type(fresh)).rpartition('.')[0])
-        if fits and not (itself or self.in_place(fresh)): return blank(fresh)
-        if fits and self.used.setdefault(id(fresh), (k, fresh))[0] == k: return fresh
-        if not needed: return None
-        got = "nothing" if fresh is MISSING else f"a {name_of(type(fresh))}" + ", which stands in two places" * fits
-        raise EnvError("the state does not fit this environment", leaf=path, expected=f"a {name}, as when it was kept", got=got)
+        if fits:
+            self.modules.add(name_of(type(fresh)).rpartition(".")[0])
+        if fits and not (itself or self.in_place(fresh)):
+            return blank(fresh)
+        if fits and self.used.setdefault(id(fresh), (k, fresh))[0] == k:
+            return fresh
+        if not needed:
+            return None
+        got = (
+            "nothing"
+            if fresh is MISSING
+            else f"a {name_of(type(fresh))}" + ", which stands in two places" * fits
+        )
+        raise EnvError(
+            "the state does not fit this environment",
+            leaf=path,
+            expected=f"a {name}, as when it was kept",
+            got=got,
+        )
 
     def _array(self, k, fresh, path, block, form, shape, strides, offset):
         dtype = getattr(torch, form[0]) if len(form) == 2 else dtype_of(form[0])
-        at, device = None, torch.device(form[1] if len(form) == 2 else 'cpu')
+        at = None
+        device = torch.device(form[1] if len(form) == 2 else "cpu")
         alike = self._alike(fresh, dtype, shape, strides)
         if alike:
             at, begin = memory_of(fresh.detach() if isinstance(fresh, torch.Tensor) else fresh)
-            device = getattr(fresh, 'device', device) if isinstance(dtype, torch.dtype) else device
-            if begin != offset or not (self.in_place(fresh) or is_foreign(fresh)): at = None
+            device = getattr(fresh, "device", device) if isinstance(dtype, torch.dtype) else device
+            if begin != offset or not (self.in_place(fresh) or is_foreign(fresh)):
+                at = None
         memory = self._memory(block[0], at, device)
         in_place = at is not None and memory.address == at.address
-        if in_place and self.used.setdefault(id(fresh), (k, fresh))[0] == k: return fresh
+        if in_place and self.used.setdefault(id(fresh), (k, fresh))[0] == k:
+            return fresh
         found = array_in(memory.flat, dtype, shape, strides, offset)
-        if alike and isinstance(found, torch.Tensor): found = found.as_subclass(type(fresh)).requires_grad_(fresh.requires_grad)
+        if alike and isinstance(found, torch.Tensor):
+            found = found.as_subclass(type(fresh)).requires_grad_(fresh.requires_grad)
         return found
 
     def _alike(self, x, dtype, shape, strides):
-        if isinstance(dtype, torch.dtype): return is_dense(x) and (x.dtype, [*x.shape], [*x.stride()]) == (dtype, shape, strides)
-        return type(x) is np.ndarray and (x.dtype, [*x.shape], [*x.strides]) == (dtype, shape, strides) and x.flags.writeable
+        if isinstance(dtype, torch.dtype):
+            return is_dense(x) and (x.dtype, [*x.shape], [*x.stride()]) == (dtype, shape, strides)
+        return (
+            type(x) is np.ndarray
+            and (x.dtype, [*x.shape], [*x.strides]) == (dtype, shape, strides)
+            and x.flags.writeable
+        )
 
     def _memory(self, k, at, device):
         "The memory `k`: that of the new environment, `at`, if it has the same size and has not become another memory already."
-        if k in self.made: return self.made[k]
+        if k in self.made:
+            return self.made[k]
         data = self.bytes_of(*self.entries[k][1:])
-        if at is None or len(at.flat) != len(data) or self.used.setdefault(('memory', at.address), k) != k:
-            at = memory_of(data.clone().numpy() if device.type == 'cpu' else data.to(device))[0]
-        elif isinstance(at.flat, torch.Tensor): at.flat.copy_(data)
-        else: at.flat[:] = data.numpy()
+        if (
+            at is None
+            or len(at.flat) != len(data)
+            or self.used.setdefault(("memory", at.address), k) != k
+        ):
+            at = memory_of(data.clone().numpy() if device.type == "cpu" else data.to(device))[0]
+        elif isinstance(at.flat, torch.Tensor):
+            at.flat.copy_(data)
+        else:
+            at.flat[:] = data.numpy()
         self.made[k] = at
         return at
 
     def bytes_of(self, begin: int, n: int) -> torch.Tensor:
-        if not 0 <= begin <= begin + n <= len(self.memory): raise ValueError("the memory is too short")
-        return self.memory[begin:begin + n]
+        if not 0 <= begin <= begin + n <= len(self.memory):
+            raise ValueError("the memory is too short")
+        return self.memory[begin : begin + n]
 
     def _bytes(self, k, fresh, path, name, begin, n):
         return loaded_class(name, (bytes, bytearray))(self.bytes_of(begin, n).numpy().tobytes())
 
-    def _complex(self, k, fresh, path, real, imag): return complex(real, imag)
-    def _enum(self, k, fresh, path, name, member): return loaded_class(name, enum.Enum).__members__[member]
+    def _complex(self, k, fresh, path, real, imag):
+        return complex(real, imag)
+
+    def _enum(self, k, fresh, path, name, member):
+        return loaded_class(name, enum.Enum).__members__[member]
 
     def _number(self, k, fresh, path, descr, text):
-        return array_in(np.frombuffer(bytes.fromhex(text), np.uint8), dtype_of(descr), [], [], 0)[()]
+        return array_in(np.frombuffer(bytes.fromhex(text), np.uint8), dtype_of(descr), [], [], 0)[
+            ()
+        ]

@@ -21,7 +21,8 @@ __all__ = ['map', 'leaves', 'flatten', 'paths', 'Form', 'form_text', 'getitem', 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #fb2d67a2
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
     "Apply `fn` to each leaf of `tree` and the matching leaves of `rest`; the result has the containers of `tree`."
-    if type(tree) is torch.Tensor or type(tree) is np.ndarray: return fn(tree, *rest)     # a fast path: most trees are a single leaf
+    if type(tree) is torch.Tensor or type(tree) is np.ndarray:
+        return fn(tree, *rest)  # a fast path: most trees are a single leaf
     return optree.tree_map(fn, tree, *rest)
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #51bf5fe8
@@ -35,7 +36,7 @@ def flatten(tree: Any) -> tuple[list, Any]:
     return optree.tree_flatten(tree)
 
 
-def paths(tree: Any, root: str = '') -> list[str]:
+def paths(tree: Any, root: str = "") -> list[str]:
     "For each leaf, in the order of `leaves`, the Python expression that reaches it from `root`."
     return [accessor.codify(root) for accessor in optree.tree_accessors(tree)]
 
@@ -49,15 +50,27 @@ class Form:
         error: class of the errors of `check`
         **context: `pipe`, `lane`, `env` for the messages
     """
-    def __init__(self, like: Any, name: str = '', error: type[PipeError] = DataError, **context: Any):
+
+    def __init__(
+        self, like: Any, name: str = "", error: type[PipeError] = DataError, **context: Any
+    ):
         found, self.structure = flatten(like)
-        self.name, self.error, self.context, self.single = name, error, context, self.structure.is_leaf()
-        self.specs = [_spec(x) for x in found]     # dtype and shape of each leaf
+        self.name, self.error, self.context, self.single = (
+            name,
+            error,
+            context,
+            self.structure.is_leaf(),
+        )
+        self.specs = [_spec(x) for x in found]  # dtype and shape of each leaf
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Form) and (self.structure, self.specs) == (other.structure, other.specs)
+        return isinstance(other, Form) and (self.structure, self.specs) == (
+            other.structure,
+            other.specs,
+        )
 
-    def __hash__(self) -> int: return hash((self.structure, *self.specs))
+    def __hash__(self) -> int:
+        return hash((self.structure, *self.specs))
 
     def texts(self) -> dict:
         "Path -> dtype and shape of each leaf."
@@ -65,57 +78,91 @@ class Form:
 
     def check(self, tree: Any) -> list:
         "The leaves of `tree`. Raises an error that names the first leaf that differs, its expected dtype and shape, and the actual ones."
-        if self.single and isinstance(tree, _ARRAYS): found = [tree]     # faster than flattening
+        if self.single and isinstance(tree, _ARRAYS):
+            found = [tree]  # faster than flattening
         else:
             found, structure = flatten(tree)
-            if structure != self.structure: found = self.other_structure(tree)
+            if structure != self.structure:
+                found = self.other_structure(tree)
         for x, (dtype, shape) in zip(found, self.specs):
-            if not self.fits(x, dtype, shape): self._refuse_first(found)
+            if not self.fits(x, dtype, shape):
+                self._refuse_first(found)
         return found
 
     def fits(self, x: Any, dtype: Any, shape: tuple) -> bool:
         "Does the leaf `x` fit? The same dtype of numpy and torch counts as equal, and a Python scalar fits any dtype of its kind."
         came, its_shape = _spec(x)
-        if its_shape != shape or came is dtype: return its_shape == shape
-        digits = '0123456789' if isinstance(came, type) or isinstance(dtype, type) else ''
+        if its_shape != shape or came is dtype:
+            return its_shape == shape
+        digits = "0123456789" if isinstance(came, type) or isinstance(dtype, type) else ""
         return _name(came).rstrip(digits) == _name(dtype).rstrip(digits)
 
     def refuse(self, x: Any, path: str, dtype: Any, shape: tuple) -> None:
         "Raise the error for a leaf that does not fit."
         came, its_shape = _spec(x)
-        problem = "wrong shape" if its_shape != shape else "wrong dtype" if _name(came) != _name(dtype) else "this is no tensor"
-        raise self.error(problem, leaf=path, expected=form_text(dtype, shape), got=describe(x), **self.context)
+        problem = (
+            "wrong shape"
+            if its_shape != shape
+            else "wrong dtype"
+            if _name(came) != _name(dtype)
+            else "this is no tensor"
+        )
+        raise self.error(
+            problem, leaf=path, expected=form_text(dtype, shape), got=describe(x), **self.context
+        )
 
     def other_structure(self, tree: Any) -> list:
         "Raise the error for a `tree` of another structure. A subclass may accept it, and return its leaves."
-        came, wanted = paths(tree, self.name), self._paths()
-        parts = [f'missing {p}' for p in wanted if p not in came] + [f'unexpected {p}' for p in came if p not in wanted]
-        raise self.error(f'{self.name} has the wrong structure' + (f": {', '.join(parts)}" if parts else ''),
-                         expected=_sketch(self.structure), got=_sketch(optree.tree_structure(tree)), **self.context)
+        came = paths(tree, self.name)
+        wanted = self._paths()
+        parts = [f"missing {p}" for p in wanted if p not in came] + [
+            f"unexpected {p}" for p in came if p not in wanted
+        ]
+        raise self.error(
+            f"{self.name} has the wrong structure" + (f": {', '.join(parts)}" if parts else ""),
+            expected=_sketch(self.structure),
+            got=_sketch(optree.tree_structure(tree)),
+            **self.context,
+        )
 
     def _refuse_first(self, found):
         for x, path, spec in zip(found, self._paths(), self.specs):
-            if not self.fits(x, *spec): self.refuse(x, path, *spec)
+            if not self.fits(x, *spec):
+                self.refuse(x, path, *spec)
 
-    def _paths(self): return [accessor.codify(self.name) for accessor in self.structure.accessors()]
+    def _paths(self):
+        return [accessor.codify(self.name) for accessor in self.structure.accessors()]
 
 
 _ARRAYS = np.ndarray, torch.Tensor
 
+
 def _spec(x) -> tuple:
     "`(dtype, shape)` of a leaf. A Python scalar has a class as its dtype, which stands for all dtypes of its kind."
-    if isinstance(x, (bool, int, float)): return np.asarray(x).dtype.type, ()
-    if not isinstance(x, _ARRAYS): x = np.asarray(x)
+    if isinstance(x, (bool, int, float)):
+        return np.asarray(x).dtype.type, ()
+    if not isinstance(x, _ARRAYS):
+        x = np.asarray(x)
     return x.dtype, x.shape
 
 
 def form_text(dtype: Any, shape: tuple) -> str:
     "A dtype and a shape, for messages."
-    return f'{_name(dtype)} {list(shape)}'
+    return f"{_name(dtype)} {list(shape)}"
 
 
-def _sketch(structure): return str(structure).removeprefix('PyTreeSpec(').removesuffix(')')     # the containers, with a star for each leaf
-def _name(dtype): return str(dtype).removeprefix('torch.') if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
+def _sketch(structure):
+    return (
+        str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
+    )  # the containers, with a star for each leaf
+
+
+def _name(dtype):
+    return (
+        str(dtype).removeprefix("torch.")
+        if isinstance(dtype, torch.dtype)
+        else np.dtype(dtype).name
+    )
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #ca00dce8
 def getitem(tree: Any, index: Any) -> Any:
@@ -125,41 +172,66 @@ def getitem(tree: Any, index: Any) -> Any:
 
 def setitem(tree: Any, index: Any, value: Any) -> None:
     "`leaf[index] = value` in place, for each leaf of `tree` and the matching leaf of `value`; numpy and torch may mix."
-    def assign(dst, src): dst[index] = _same_kind(src, dst)
+
+    def assign(dst, src):
+        dst[index] = _same_kind(src, dst)
+
     optree.tree_map_(assign, tree, value)
 
 
 def _same_kind(src, dst):
     "`src` in a form that can be assigned to rows of `dst`: torch refuses arrays, and numpy refuses tensors that require gradients."
-    if isinstance(dst, torch.Tensor): return torch.from_numpy(src) if isinstance(src, np.ndarray) else src
+    if isinstance(dst, torch.Tensor):
+        return torch.from_numpy(src) if isinstance(src, np.ndarray) else src
     return src.detach().numpy() if isinstance(src, torch.Tensor) else src
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #dc3529e7
 def _cat(xs, dim):
     "As `torch.cat`. numpy allocates large results, because it asks the system for huge pages, which makes the copy three times faster."
-    if sum(x.nbytes for x in xs) < 2 ** 22 or not all(type(x) is torch.Tensor and x.is_cpu and not x.requires_grad for x in xs):
+    if sum(x.nbytes for x in xs) < 2**22 or not all(
+        type(x) is torch.Tensor and x.is_cpu and not x.requires_grad for x in xs
+    ):
         return torch.cat(xs, dim)
-    if len({(x.dtype, *x.shape[:dim], *x.shape[dim + 1:]) for x in xs}) > 1 or dim < 0: return torch.cat(xs, dim)
-    shape = (*xs[0].shape[:dim], sum(x.shape[dim] for x in xs), *xs[0].shape[dim + 1:])
-    out = torch.from_numpy(np.empty(sum(x.nbytes for x in xs), np.uint8)).view(xs[0].dtype).view(shape)
+    if len({(x.dtype, *x.shape[:dim], *x.shape[dim + 1 :]) for x in xs}) > 1 or dim < 0:
+        return torch.cat(xs, dim)
+    shape = (*xs[0].shape[:dim], sum(x.shape[dim] for x in xs), *xs[0].shape[dim + 1 :])
+    out = (
+        torch.from_numpy(np.empty(sum(x.nbytes for x in xs), np.uint8))
+        .view(xs[0].dtype)
+        .view(shape)
+    )
     return torch.cat(xs, dim, out=out)
 
 
 def _adjoin(xs, dim):
     "`xs` joined to one tensor along `dim`. There is no copy if each tensor begins in memory where the previous one ends."
-    if dim < 0 or not all(type(x) is torch.Tensor and dim < x.ndim and _is_plain(x) for x in xs): return _cat(xs, dim)
-    x, end, memory = xs[0], xs[0].storage_offset(), xs[0].untyped_storage()
+    if dim < 0 or not all(type(x) is torch.Tensor and dim < x.ndim and _is_plain(x) for x in xs):
+        return _cat(xs, dim)
+    x = xs[0]
+    end = xs[0].storage_offset()
+    memory = xs[0].untyped_storage()
     for y in xs:
-        if ((y.dtype, y.stride(), y.shape[:dim], y.shape[dim + 1:]) != (x.dtype, x.stride(), x.shape[:dim], x.shape[dim + 1:])
-                or y.storage_offset() != end or y.untyped_storage().data_ptr() != memory.data_ptr()): return _cat(xs, dim)
+        if (
+            (y.dtype, y.stride(), y.shape[:dim], y.shape[dim + 1 :])
+            != (x.dtype, x.stride(), x.shape[:dim], x.shape[dim + 1 :])
+            or y.storage_offset() != end
+            or y.untyped_storage().data_ptr() != memory.data_ptr()
+        ):
+            return _cat(xs, dim)
         end += y.shape[dim] * x.stride(dim)
-    shape = *x.shape[:dim], sum(y.shape[dim] for y in xs), *x.shape[dim + 1:]
+    shape = *x.shape[:dim], sum(y.shape[dim] for y in xs), *x.shape[dim + 1 :]
     last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(shape, x.stride()))
-    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes(): return _cat(xs, dim)     # a view would reach beyond the storage
+    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes():
+        return _cat(xs, dim)  # a view would reach beyond the storage
     return x.as_strided(shape, x.stride())
 
 
-def _is_plain(x) -> bool: return x.layout is torch.strided and x.is_cpu and not (x.requires_grad or x.is_conj() or x.is_neg())
+def _is_plain(x) -> bool:
+    return (
+        x.layout is torch.strided
+        and x.is_cpu
+        and not (x.requires_grad or x.is_conj() or x.is_neg())
+    )
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #a346561b
 def stack(trees: Iterable, dim: int = 0) -> Any:
@@ -177,17 +249,30 @@ def cat(trees: Iterable, dim: int = 0, view: bool = False) -> Any:
 
 def _join(trees, dim, npy, pyt):
     trees = list(trees)
-    if not trees: raise DataError('nothing to join', expected='at least one container', got='none')
+    if not trees:
+        raise DataError("nothing to join", expected="at least one container", got="none")
 
-    def join(*xs): return pyt(xs, dim) if isinstance(xs[0], torch.Tensor) else npy(xs, dim)
-    try: return optree.tree_map(join, *trees)
-    except (ValueError, RuntimeError, TypeError, AttributeError) as error:    # `AttributeError`: a container where an array is expected
+    def join(*xs):
+        return pyt(xs, dim) if isinstance(xs[0], torch.Tensor) else npy(xs, dim)
+
+    try:
+        return optree.tree_map(join, *trees)
+    except (
+        ValueError,
+        RuntimeError,
+        TypeError,
+        AttributeError,
+    ) as error:  # `AttributeError`: a container where an array is expected
         for j, tree in enumerate(trees):
-            if flatten(tree)[1] != flatten(trees[0])[1]: Form(trees[0], f'trees[{j}]').other_structure(tree)
+            if flatten(tree)[1] != flatten(trees[0])[1]:
+                Form(trees[0], f"trees[{j}]").other_structure(tree)
         for path, *xs in zip(paths(trees[0]), *(leaves(tree) for tree in trees)):
-            try: join(*xs)
+            try:
+                join(*xs)
             except (ValueError, RuntimeError, TypeError):
-                raise DataError('leaves cannot be joined', leaf=path, got=', '.join(describe(x) for x in xs)) from error
+                raise DataError(
+                    "leaves cannot be joined", leaf=path, got=", ".join(describe(x) for x in xs)
+                ) from error
         raise
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #06482f9e
@@ -196,30 +281,40 @@ def alloc(tree: Any, *leading: int) -> Any:
 
     Tensors give tensors on the same device; arrays and scalars give arrays (a Python float is float64, an int int64).
     """
+
     def new(x):
-        if isinstance(x, torch.Tensor): return torch.empty(leading + x.shape, dtype=x.dtype, device=x.device)
+        if isinstance(x, torch.Tensor):
+            return torch.empty(leading + x.shape, dtype=x.dtype, device=x.device)
         x = np.asarray(x)
         return np.empty(leading + x.shape, dtype=x.dtype)
+
     return optree.tree_map(new, tree)
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #ce14459d
 def _on_host(x: torch.Tensor) -> torch.Tensor:
-    if x.device.type != 'cpu': raise TypeError(f'expected host memory, got a tensor on {x.device}')
+    if x.device.type != "cpu":
+        raise TypeError(f"expected host memory, got a tensor on {x.device}")
     return x
 
 
 def _map_named(fn, tree):
     "As `map`, but an error of `fn` names the leaf. Paths are computed only after an error."
-    try: return optree.tree_map(fn, tree)
+    try:
+        return optree.tree_map(fn, tree)
     except (TypeError, ValueError, RuntimeError) as error:
         for path, leaf in zip(paths(tree), leaves(tree)):
-            try: fn(leaf)
+            try:
+                fn(leaf)
             except (TypeError, ValueError, RuntimeError) as cause:
-                raise DataError(f'cannot convert leaf ({cause})', leaf=path, got=describe(leaf)) from error
+                raise DataError(
+                    f"cannot convert leaf ({cause})", leaf=path, got=describe(leaf)
+                ) from error
         raise
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #d23519d0
-def torchify(tree: Any, *leading: int, copy: bool = False, pinned: bool = False, shared: bool = False) -> Any:
+def torchify(
+    tree: Any, *leading: int, copy: bool = False, pinned: bool = False, shared: bool = False
+) -> Any:
     """Host tensors of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
 
     Tensors are returned unchanged, arrays are aliased, and scalars become new tensors (a Python float gets torch's default dtype).
@@ -238,16 +333,20 @@ def torchify(tree: Any, *leading: int, copy: bool = False, pinned: bool = False,
         ValueError: if both `pinned` and `shared` are set.
         DataError: if a leaf is not numeric or not in host memory; the message names the leaf.
     """
-    if pinned and shared: raise ValueError('pinned and shared exclude one another: set at most one of them')
+    if pinned and shared:
+        raise ValueError("pinned and shared exclude one another: set at most one of them")
     alias = not (copy or pinned or shared or any(n != 1 for n in leading))
 
     def to_tensor(x):
-        if isinstance(x, np.ndarray) and not (x.flags.writeable and all(n >= 0 for n in x.strides)): x = x.copy()
+        if isinstance(x, np.ndarray) and not (x.flags.writeable and all(n >= 0 for n in x.strides)):
+            x = x.copy()
         x = _on_host(torch.as_tensor(x))
-        if alias: return x.reshape(leading + x.shape) if leading else x
+        if alias:
+            return x.reshape(leading + x.shape) if leading else x
         out = torch.empty(leading + x.shape, dtype=x.dtype, pin_memory=pinned)
         out.copy_(x.detach())
         return out.share_memory_() if shared else out
+
     return _map_named(to_tensor, tree)
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #a10d3b3b
@@ -261,20 +360,26 @@ def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
 
     def to_array(x):
         x = _on_host(x).detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
-        if alias: return x.reshape(leading + x.shape) if leading else x
+        if alias:
+            return x.reshape(leading + x.shape) if leading else x
         out = np.empty(leading + x.shape, dtype=x.dtype)
         out[...] = x
         return out
+
     return _map_named(to_array, tree)
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #be744145
 def as_seen(tree: Any) -> Any:
     "Tensors as actors and critics see them: float64 becomes float32; other dtypes stay."
-    if isinstance(tree, torch.Tensor): return tree.float() if tree.dtype == torch.float64 else tree
+    if isinstance(tree, torch.Tensor):
+        return tree.float() if tree.dtype == torch.float64 else tree
     return optree.tree_map(lambda x: x.float() if x.dtype == torch.float64 else x, tree)
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #bd475b88
 def without_past(act: Any, rew: Any, fin: torch.Tensor) -> tuple:
     "`(act, rew)` as new tensors with zeros where `fin` `[T, B]` is set; leaves are `[T, B, ...]`, and `None` stays `None`."
-    def masked(x): return x.masked_fill(fin.reshape(fin.shape + (1,) * (x.ndim - 2)), 0)
+
+    def masked(x):
+        return x.masked_fill(fin.reshape(fin.shape + (1,) * (x.ndim - 2)), 0)
+
     return map(masked, (act, rew))

@@ -6,29 +6,35 @@
 __all__ = ['NumpyState', 'GlobalRandomStates']
 
 # %% ../../../nbs/pipes/00_data/15_random_states.ipynb #66145007
-import ctypes, functools, random
+import ctypes
+import functools
+import random
 from typing import Any
 
 import numpy as np
 import torch
 
 # %% ../../../nbs/pipes/00_data/15_random_states.ipynb #b52abe5e
-_N_BYTES = 2500     # state of MT19937: 624 words of 4 bytes and a position
+_N_BYTES = 2500  # state of MT19937: 624 words of 4 bytes and a position
 
 
 @functools.cache
 def _is_plain(kind):
     "Do the first 2,500 bytes at the address of such a generator hold its whole state?"
-    if kind is not np.random.MT19937: return False
+    if kind is not np.random.MT19937:
+        return False
     generator = kind(1)
     generator.random_raw(3)
-    words, position = dict[str, Any](generator.state['state']).values()
-    return ctypes.string_at(generator.ctypes.state_address, _N_BYTES) == words.astype(np.uint32).tobytes() + np.int32(position).tobytes()
+    words, position = dict[str, Any](generator.state["state"]).values()
+    return (
+        ctypes.string_at(generator.ctypes.state_address, _N_BYTES)
+        == words.astype(np.uint32).tobytes() + np.int32(position).tobytes()
+    )
 
 
 def _numpy_address() -> int | None:
     "The address of the state of numpy's global generator; None if it is unknown."
-    generator = getattr(np.random, 'get_bit_generator', lambda: None)()     # since numpy 1.24
+    generator = getattr(np.random, "get_bit_generator", lambda: None)()  # since numpy 1.24
     return generator.ctypes.state_address if _is_plain(type(generator)) else None
 
 
@@ -38,25 +44,30 @@ class NumpyState:
     numpy's functions need 96 us for this. These methods need 3 us if nothing was drawn and no normal number is stored for the
     next draw (`benchmarks/plain_forms.py`).
     """
+
     data: bytes | None = None
-    full: Any = None            # as `numpy.random.get_state(legacy=False)` returns it
+    full: Any = None  # as `numpy.random.get_state(legacy=False)` returns it
 
     def take(self) -> None:
         "Store the current state."
         address = _numpy_address()
         data = None if address is None else ctypes.string_at(address, _N_BYTES)
         if data is None or data != self.data or self.normal_waits():
-            self.data, self.full = data, np.random.get_state(legacy=False)
+            self.data = data
+            self.full = np.random.get_state(legacy=False)
 
-    def put(self, present: 'NumpyState | None' = None) -> None:
+    def put(self, present: "NumpyState | None" = None) -> None:
         "Restore this state. This is faster if the current state was just taken, as `present`."
-        address, waits = _numpy_address(), present is None or present.normal_waits() or self.normal_waits()
-        if address is None or self.data is None or waits: np.random.set_state(self.full)
-        else: ctypes.memmove(address, self.data, _N_BYTES)
+        address = _numpy_address()
+        waits = present is None or present.normal_waits() or self.normal_waits()
+        if address is None or self.data is None or waits:
+            np.random.set_state(self.full)
+        else:
+            ctypes.memmove(address, self.data, _N_BYTES)
 
     def normal_waits(self) -> bool:
         "Does the state hold a normal number for the next draw? numpy makes two at a time."
-        return self.full is not None and bool(self.full['has_gauss'])
+        return self.full is not None and bool(self.full["has_gauss"])
 
 # %% ../../../nbs/pipes/00_data/15_random_states.ipynb #7713f430
 class GlobalRandomStates:
@@ -65,18 +76,26 @@ class GlobalRandomStates:
     Args:
         seed: determines the states; None: take the current states
     """
+
     def __init__(self, seed: np.random.SeedSequence | None = None):
-        self.seed, self.python, self.numpy, self.pytorch, self.outer = seed, None, NumpyState(), None, None
-        if seed is None: self.take()
+        self.seed = seed
+        self.python = None
+        self.numpy = NumpyState()
+        self.pytorch = None
+        self.outer = None
+        if seed is None:
+            self.take()
 
     def take(self) -> None:
         "Store the current states."
-        self.python, self.pytorch = random.getstate(), torch.default_generator.get_state()
+        self.python = random.getstate()
+        self.pytorch = torch.default_generator.get_state()
         self.numpy.take()
 
-    def put(self, present: 'GlobalRandomStates | None' = None) -> None:
+    def put(self, present: "GlobalRandomStates | None" = None) -> None:
         "Restore these states. This is faster if the current states were just taken, as `present`."
-        if self.python is None or self.pytorch is None: return self._seed_all()
+        if self.python is None or self.pytorch is None:
+            return self._seed_all()
         random.setstate(self.python)
         torch.default_generator.set_state(self.pytorch)
         self.numpy.put(None if present is None else present.numpy)
@@ -93,12 +112,15 @@ class GlobalRandomStates:
 
     def set_state(self, state: tuple | None) -> None:
         "Go on from what `get_state` returned."
-        if state is not None: self.python, self.numpy.full, self.pytorch, self.numpy.data = *state, None
+        if state is not None:
+            self.python, self.numpy.full, self.pytorch, self.numpy.data = *state, None
 
     def __enter__(self) -> None:
         "In the `with` block the global generators continue from these states. Afterwards their old states are restored."
-        if self.outer is None: self.outer = GlobalRandomStates()
-        else: self.outer.take()
+        if self.outer is None:
+            self.outer = GlobalRandomStates()
+        else:
+            self.outer.take()
         self.put(self.outer)
 
     def __exit__(self, *exception: Any) -> None:

@@ -6,7 +6,8 @@
 __all__ = ['reseeded']
 
 # %% ../../../nbs/pipes/00_data/18_reseeding.ipynb #6bdb90bb
-import json, random
+import json
+import random
 from typing import Any
 
 import numpy as np
@@ -19,73 +20,105 @@ from .random_states import GlobalRandomStates
 # %% ../../../nbs/pipes/00_data/18_reseeding.ipynb #39c0ea59
 class _Reseeding:
     "Gives generators other states, each one of its own. `n` counts them."
+
     def __init__(self, seed: np.random.SeedSequence):
-        self.seed, self.n = np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key), 0     # a copy, because `spawn` counts
+        # a copy, because `spawn` counts
+        self.seed = np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key)
+        self.n = 0
 
     def word(self) -> int:
         self.n += 1
         return int(self.seed.spawn(1)[0].generate_state(1)[0])
 
-    def torch_state(self) -> torch.Tensor: return torch.Generator().manual_seed(self.word()).get_state()
+    def torch_state(self) -> torch.Tensor:
+        return torch.Generator().manual_seed(self.word()).get_state()
 
-    def tree(self, x: Any, name: str = '') -> Any:
+    def tree(self, x: Any, name: str = "") -> Any:
         "Plain data, in which captures are dicts with a text `graph` and a tensor `memory`."
-        if isinstance(x, torch.Tensor): return self.torch_state() if (x.dtype, [*x.shape]) == (torch.uint8, _TORCH) else x
-        if isinstance(x, (list, tuple)): return type(x)([self.tree(y) for y in x])
-        if not isinstance(x, dict): return x
-        if not {'graph', 'memory'} <= x.keys(): return {key: self.tree(y, key) for key, y in x.items()}
-        if name == 'random': return self.global_states(x)
-        memory = x['memory'].clone()
-        return {**x, 'graph': self.graph(x['graph'], memory.numpy()), 'memory': memory}
+        if isinstance(x, torch.Tensor):
+            return self.torch_state() if (x.dtype, [*x.shape]) == (torch.uint8, _TORCH) else x
+        if isinstance(x, (list, tuple)):
+            return type(x)([self.tree(y) for y in x])
+        if not isinstance(x, dict):
+            return x
+        if not {"graph", "memory"} <= x.keys():
+            return {key: self.tree(y, key) for key, y in x.items()}
+        if name == "random":
+            return self.global_states(x)
+        memory = x["memory"].clone()
+        return {**x, "graph": self.graph(x["graph"], memory.numpy()), "memory": memory}
 
     def global_states(self, kept: dict) -> dict:
         "The capture of a lane's states of the global generators. A lane that has not begun has none."
-        if kept['graph'].startswith('[null'): return kept
-        with (states := GlobalRandomStates(np.random.SeedSequence(self.word()))): pass
+        if kept["graph"].startswith("[null"):
+            return kept
+        with (states := GlobalRandomStates(np.random.SeedSequence(self.word()))):
+            pass
         return capture(states.get_state())
 
     def graph(self, text: str, memory: np.ndarray) -> str:
         "The text of a capture. The bytes in its memory are changed in place."
         root, entries = json.loads(text)
-        inner = [{key: x for key, x in entry[2] if isinstance(key, str)} if entry[0] == 'dict' else {} for entry in entries]
-        blocks = [x['memory'][0] for x in inner if 'graph' in x]     # the memories of captures within this one
+        inner = [
+            {key: x for key, x in entry[2] if isinstance(key, str)} if entry[0] == "dict" else {}
+            for entry in entries
+        ]
+        blocks = [
+            x["memory"][0] for x in inner if "graph" in x
+        ]  # the memories of captures within this one
         for k, (entry, found) in enumerate(zip(entries, inner)):
-            if entry[0] == 'array' and entry[2:4] == [['uint8', 'cpu'], _TORCH] and k not in blocks:
+            if entry[0] == "array" and entry[2:4] == [["uint8", "cpu"], _TORCH] and k not in blocks:
                 _bytes_of(entries, k, memory)[:] = self.torch_state().numpy()
-            elif entry[:2] == ['through', 'random.Random']:
+            elif entry[:2] == ["through", "random.Random"]:
                 version, words, waits = random.Random(self.word()).getstate()
-                entries[entry[2][0]] = ['items', 'builtins.list', [version, {'tuple': [*words]}, waits], None]
-            elif 'bit_generator' in found: _put(entries, k, self.numpy_state(found), memory)
-            elif entry[:2] == ['object', 'rollpipe.pipes.data.episode_seeds.EpisodeSeeds']: entry[2]['first'] = self.word()
-            elif 'keeper' in found and not found['keeper'].startswith('replay'):     # a replay needs the old numbers
-                text = self.graph(found['graph'], _bytes_of(entries, found['memory'][0], memory))
-                entry[2] = [[key, text if key == 'graph' else x] for key, x in entry[2]]
-        return json.dumps([root, entries], separators=(',', ':'))
+                entries[entry[2][0]] = [
+                    "items",
+                    "builtins.list",
+                    [version, {"tuple": [*words]}, waits],
+                    None,
+                ]
+            elif "bit_generator" in found:
+                _put(entries, k, self.numpy_state(found), memory)
+            elif entry[:2] == ["object", "rollpipe.pipes.data.episode_seeds.EpisodeSeeds"]:
+                entry[2]["first"] = self.word()
+            elif "keeper" in found and not found["keeper"].startswith(
+                "replay"
+            ):  # a replay needs the old numbers
+                text = self.graph(found["graph"], _bytes_of(entries, found["memory"][0], memory))
+                entry[2] = [[key, text if key == "graph" else x] for key, x in entry[2]]
+        return json.dumps([root, entries], separators=(",", ":"))
 
     def numpy_state(self, found: dict) -> dict:
-        if 'has_gauss' in found: return np.random.RandomState(self.word()).get_state(legacy=False)  # type: ignore[return-value]
-        if (kind := getattr(np.random, found['bit_generator'], None)) is None:
-            raise DataError("a generator that numpy does not have cannot get other noise", got=found['bit_generator'])
+        if "has_gauss" in found:
+            return np.random.RandomState(self.word()).get_state(legacy=False)  # type: ignore[return-value]
+        if (kind := getattr(np.random, found["bit_generator"], None)) is None:
+            raise DataError(
+                "a generator that numpy does not have cannot get other noise",
+                got=found["bit_generator"],
+            )
         return kind(self.word()).state
 
 
-_TORCH = [len(torch.Generator().get_state())]     # shape of the state of a generator of torch
+_TORCH = [len(torch.Generator().get_state())]  # shape of the state of a generator of torch
 
 
 def _bytes_of(entries: list, k: int, memory: np.ndarray) -> np.ndarray:
     "The bytes of the dense array `k` of a capture, a part of its memory."
     _, (block,), _, _, _, offset = entries[k]
     _, begin, n = entries[block]
-    return memory[begin + offset:begin + n]
+    return memory[begin + offset : begin + n]
 
 
 def _put(entries: list, k: int, state: dict, memory: np.ndarray) -> None:
     "Give the dict `k` of a capture the values of `state`."
     for pair in entries[k][2]:
         new = state[pair[0]]
-        if isinstance(new, dict): _put(entries, pair[1][0], new, memory)
-        elif isinstance(new, np.ndarray): _bytes_of(entries, pair[1][0], memory)[:new.nbytes] = new.view(np.uint8)
-        else: pair[1] = new
+        if isinstance(new, dict):
+            _put(entries, pair[1][0], new, memory)
+        elif isinstance(new, np.ndarray):
+            _bytes_of(entries, pair[1][0], memory)[: new.nbytes] = new.view(np.uint8)
+        else:
+            pair[1] = new
 
 
 def reseeded(state: Any, seed: np.random.SeedSequence) -> Any:
@@ -100,5 +133,8 @@ def reseeded(state: Any, seed: np.random.SeedSequence) -> Any:
     """
     made = _Reseeding(seed)
     found = made.tree(state)
-    if not made.n: raise DataError("other noise, but no random generator", expected="a stream that draws random numbers")
+    if not made.n:
+        raise DataError(
+            "other noise, but no random generator", expected="a stream that draws random numbers"
+        )
     return found

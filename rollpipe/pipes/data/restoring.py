@@ -6,7 +6,8 @@
 __all__ = ['may_be_new', 'restore']
 
 # %% ../../../nbs/pipes/00_data/08_restoring.ipynb #15236415
-import json, sys
+import json
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
@@ -16,26 +17,42 @@ from typing import Any
 import numpy as np
 
 from .errors import EnvError, PipeError, describe_exception
-from .captures import ITEMS, MADE, VALUES, all_attributes, attributes_of, cells_of, is_bound, label_of, set_attribute
+from rollpipe.pipes.data.captures import (
+    ITEMS,
+    MADE,
+    VALUES,
+    all_attributes,
+    attributes_of,
+    cells_of,
+    is_bound,
+    label_of,
+    set_attribute,
+)
 from .leaves import MISSING, Leaves, loaded, loaded_class, plain_class
 from .simulators import name_of, through
 
 # %% ../../../nbs/pipes/00_data/08_restoring.ipynb #d80ff963
-def _beside(items, i, path): return items[i] if i < len(items) else MISSING, f'{path}[{i}]'
+def _beside(items, i, path):
+    return items[i] if i < len(items) else MISSING, f"{path}[{i}]"
 
 
 def _refill(x, items):
     x.clear()
     if isinstance(x, dict):
-        for key, y in items: x[key] = y     # `Counter.update` would count
-    else: (x.update if isinstance(x, set) else x.extend)(items)
+        for key, y in items:
+            x[key] = y  # `Counter.update` would count
+    else:
+        (x.update if isinstance(x, set) else x.extend)(items)
 
 # %% ../../../nbs/pipes/00_data/08_restoring.ipynb #de465836
-_NEW: dict = {name_of(kind): kind for kind in (list, set, deque, dict, OrderedDict)}     # containers that may be made anew
-_CLASSES: dict = {}     # name -> class of objects that `restore` may make
+_NEW: dict = {
+    name_of(kind): kind for kind in (list, set, deque, dict, OrderedDict)
+}  # containers that may be made anew
+_CLASSES: dict = {}  # name -> class of objects that `restore` may make
 
 
-def _may_be_made(name): return name in _NEW or any(isinstance(x, type) and issubclass(x, tuple) for x in loaded(name))
+def _may_be_made(name):
+    return name in _NEW or any(isinstance(x, type) and issubclass(x, tuple) for x in loaded(name))
 
 
 def may_be_new(cls: type) -> type:
@@ -45,6 +62,7 @@ def may_be_new(cls: type) -> type:
 # %% ../../../nbs/pipes/00_data/08_restoring.ipynb #5f0c1a02
 class _Functions:
     "Restores functions and methods, which are those of the new environment, and what cannot be changed."
+
     entries: list
     modules: set
     todo: deque
@@ -53,113 +71,192 @@ class _Functions:
     is_second: bool
 
     def _stays(self, k, fresh, path, label):
-        if fresh is not MISSING and label == label_of(fresh): return fresh
+        if fresh is not MISSING and label == label_of(fresh):
+            return fresh
         # Only a module whose objects or functions the environment has: a state could name any function for it to call.
-        beside = name_of(fresh).rpartition('.')[0] if isinstance(fresh, FunctionType) else ''
-        for found in loaded(label.rpartition(' ')[2]):
-            known = isinstance(found, (FunctionType, type)) and label_of(found) == label and name_of(found).rpartition('.')[0]
-            if known and known in {*self.modules, beside} and known.partition('.')[0] not in sys.stdlib_module_names: return found
-        raise EnvError("the state does not fit this environment", leaf=path, expected=f"{label}, as when it was kept",
-                       got="nothing" if fresh is MISSING else label_of(fresh))
+        beside = name_of(fresh).rpartition(".")[0] if isinstance(fresh, FunctionType) else ""
+        for found in loaded(label.rpartition(" ")[2]):
+            known = (
+                isinstance(found, (FunctionType, type))
+                and label_of(found) == label
+                and name_of(found).rpartition(".")[0]
+            )
+            if (
+                known
+                and known in {*self.modules, beside}
+                and known.partition(".")[0] not in sys.stdlib_module_names
+            ):
+                return found
+        raise EnvError(
+            "the state does not fit this environment",
+            leaf=path,
+            expected=f"{label}, as when it was kept",
+            got="nothing" if fresh is MISSING else label_of(fresh),
+        )
 
     def _is_hidden(self, code):
-        return type(code) is list and (entry := self.entries[code[0]])[0] == 'stays' and ' ' not in entry[1]     # only its class is known
+        return (
+            type(code) is list
+            and (entry := self.entries[code[0]])[0] == "stays"
+            and " " not in entry[1]
+        )  # only its class is known
 
     def _function(self, k, fresh, path, label, variables):
         f: Any = self._stays(k, fresh, path, label)
         cells = cells_of(f)
-        if cells.keys() != variables.keys(): raise ValueError(f"{label} has other variables")
-        for name, code in variables.items(): cells[name] = self.value(code, cells[name], path)
-        closure: Any = tuple(cells.get(name, cell) for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()))
+        if cells.keys() != variables.keys():
+            raise ValueError(f"{label} has other variables")
+        for name, code in variables.items():
+            cells[name] = self.value(code, cells[name], path)
+        closure: Any = tuple(
+            cells.get(name, cell) for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ())
+        )
         found: Any = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, closure)
-        for name in ('__kwdefaults__', '__module__', '__qualname__', '__doc__'): setattr(found, name, getattr(f, name))
+        for name in ("__kwdefaults__", "__module__", "__qualname__", "__doc__"):
+            setattr(found, name, getattr(f, name))
         vars(found).update(vars(f))
         return found
 
     def _cell(self, k, fresh, path, code):
         cell = CellType(*(x.cell_contents for x in [fresh] if isinstance(x, CellType)))
-        def fill(): cell.cell_contents = self.value(code, getattr(cell, 'cell_contents', MISSING), path)
+
+        def fill():
+            cell.cell_contents = self.value(code, getattr(cell, "cell_contents", MISSING), path)
+
         self.todo.append(fill)
         return cell
 
-    def _value(self, k, fresh, path, name, code): return VALUES[name](*self.value(code, MISSING, path))
-    def _made(self, k, fresh, path, name, code): return MADE[name][0](*self.value(code, MISSING, path))
+    def _value(self, k, fresh, path, name, code):
+        return VALUES[name](*self.value(code, MISSING, path))
+
+    def _made(self, k, fresh, path, name, code):
+        return MADE[name][0](*self.value(code, MISSING, path))
 
     def _partial(self, k, fresh, path, *codes):
-        func, args, keywords = (self.value(code, getattr(fresh, part, MISSING), f'{path}.{part}')
-                                for code, part in zip(codes, ('func', 'args', 'keywords')))
-        if not (callable(func) and type(args) is tuple and type(keywords) is dict): raise ValueError(f"{path} is no partial function")
+        func, args, keywords = (
+            self.value(code, getattr(fresh, part, MISSING), f"{path}.{part}")
+            for code, part in zip(codes, ("func", "args", "keywords"))
+        )
+        if not (callable(func) and type(args) is tuple and type(keywords) is dict):
+            raise ValueError(f"{path} is no partial function")
         found: Any = partial(func)
-        found.__setstate__((func, args, keywords, None))     # the keywords are filled later
+        found.__setstate__((func, args, keywords, None))  # the keywords are filled later
         return found
 
     def _method(self, k, fresh, path, name, code):
-        if not self.is_second and code[0] not in self.made: raise EnvError("the object of a method is not known yet", leaf=path)
-        owner = self.value(code, getattr(fresh, '__self__', MISSING), path)
-        if is_bound(fresh) and fresh.__name__ == name and fresh.__self__ is owner: return fresh
+        if not self.is_second and code[0] not in self.made:
+            raise EnvError("the object of a method is not known yet", leaf=path)
+        owner = self.value(code, getattr(fresh, "__self__", MISSING), path)
+        if is_bound(fresh) and fresh.__name__ == name and fresh.__self__ is owner:
+            return fresh
         found = getattr(owner, name, None)
-        if is_bound(found) and found.__self__ is not owner: found = getattr(type(owner), name).__get__(owner)     # `fresh` hides it
-        if is_bound(found): return found
-        raise EnvError("the state does not fit this environment", leaf=path, expected=f"an object with the method {name}",
-                       got=name_of(type(owner)))
+        if is_bound(found) and found.__self__ is not owner:
+            found = getattr(type(owner), name).__get__(owner)  # `fresh` hides it
+        if is_bound(found):
+            return found
+        raise EnvError(
+            "the state does not fit this environment",
+            leaf=path,
+            expected=f"an object with the method {name}",
+            got=name_of(type(owner)),
+        )
 
 # %% ../../../nbs/pipes/00_data/08_restoring.ipynb #8fc48fee
 class _Restore(Leaves, _Functions):
     "Gives the objects that `root` reaches the values of a capture. An entry is read by the method of its name."
+
     def __init__(self, graph, memory, root, name, strict, in_place):
         self.strict, self.in_place = strict, in_place
-        (code, self.entries), self.memory, self.made, self.used, self.modules = graph, memory, {}, {}, set()
-        self.todo, self.refills, self.last, waiting, self.is_second = deque(), [], [], [], False
+        (code, self.entries) = graph
+        self.memory = memory
+        self.made = {}
+        self.used = {}
+        self.modules = set()
+        self.todo = deque()
+        self.refills = []
+        self.last = []
+        waiting = []
+        self.is_second = False
         self.result = self.value(code, root, name)
         while self.todo or waiting:
-            if not self.todo: self.todo, waiting, self.is_second = deque(waiting), [], True
+            if not self.todo:
+                self.todo = deque(waiting)
+                waiting = []
+                self.is_second = True
             step = self.todo.popleft()
-            try: step()
+            try:
+                step()
             except EnvError:
-                if not self.is_second: waiting.append(step)     # the object may be found in another place
-                elif strict: raise
-        for x, items in self.refills: _refill(x, items)     # now, because what is hashed has to be complete
-        for put in self.last: put()
+                if not self.is_second:
+                    waiting.append(step)  # the object may be found in another place
+                elif strict:
+                    raise
+        for x, items in self.refills:
+            _refill(x, items)  # now, because what is hashed has to be complete
+        for put in self.last:
+            put()
 
     def value(self, code, fresh, path):
         "The value that stands as `code` in the text; `fresh` is what the new environment has there."
         if type(code) is dict:
             old = fresh if type(fresh) is tuple else ()
-            return tuple([self.value(x, *_beside(old, i, path)) for i, x in enumerate(code['tuple'])])
-        if type(code) is not list: return code
-        k, = code
+            return tuple(
+                [self.value(x, *_beside(old, i, path)) for i, x in enumerate(code["tuple"])]
+            )
+        if type(code) is not list:
+            return code
+        (k,) = code
         if k not in self.made:
             kind, *entry = self.entries[k]
-            self.made[k] = getattr(self, f'_{kind}')(k, fresh, path, *entry)
+            self.made[k] = getattr(self, f"_{kind}")(k, fresh, path, *entry)
         return self.made[k]
 
     def _taken(self, k, fresh, path, name, itself=False, may_be_plain=False):
         "The object `fresh`, one like it, or a new one. A plain one is new in the second round alone: the first may find it elsewhere."
-        cls: Any = _CLASSES.get(name) or may_be_plain and self.is_second and plain_class(name, self.modules) or None
+        cls: Any = (
+            _CLASSES.get(name)
+            or may_be_plain
+            and self.is_second
+            and plain_class(name, self.modules)
+            or None
+        )
         x = self.take(k, fresh, name, path, cls is None, itself)
         return object.__new__(cls) if x is None else x
 
     def _object(self, k, fresh, path, name, attributes):
         # What C knows, or what ends something when it is gone, cannot be another object.
-        itself = hasattr(type(fresh), '__del__') or not self.strict and any(map(self._is_hidden, attributes.values()))
-        return self._fill(self._taken(k, fresh, path, name, itself, True), path, attributes, attributes_of)
+        itself = (
+            hasattr(type(fresh), "__del__")
+            or not self.strict
+            and any(map(self._is_hidden, attributes.values()))
+        )
+        return self._fill(
+            self._taken(k, fresh, path, name, itself, True), path, attributes, attributes_of
+        )
 
     def _fill(self, x, path, attributes, present_of):
         present = present_of(x) or {}
         lacking = sorted(present.keys() - attributes.keys())
         if self.strict and lacking:
-            raise EnvError("the state lacks an attribute that this environment has", leaf=f'{path}.{lacking[0]}')
+            raise EnvError(
+                "the state lacks an attribute that this environment has",
+                leaf=f"{path}.{lacking[0]}",
+            )
 
         def fill(key, code):
             old = present.get(key, MISSING)
-            if (new := self.value(code, old, f'{path}.{key}')) is not old: set_attribute(x, key, new)
+            if (new := self.value(code, old, f"{path}.{key}")) is not old:
+                set_attribute(x, key, new)
+
         self.todo.extend(partial(fill, *item) for item in attributes.items())
         return x
 
     def _through(self, k, fresh, path, name, code):
-        if (how := through(name)) is None: raise ValueError(f"nothing is known about {name}")
+        if (how := through(name)) is None:
+            raise ValueError(f"nothing is known about {name}")
         x = self.take(k, fresh, name, path, how.new is None, itself=True)
-        if x is None: x = how.new()
+        if x is None:
+            x = how.new()
         return self._put(path, how.put, x, self.value(code, MISSING, path))
 
     def _own(self, k, fresh, path, name, code):
@@ -168,44 +265,76 @@ class _Restore(Leaves, _Functions):
 
     def _put(self, path, put, x, state):
         def finish():
-            try: put(x, state)
-            except PipeError: raise
-            except Exception as e: raise EnvError(f"the state does not fit this environment ({describe_exception(e)})", leaf=path) from e
+            try:
+                put(x, state)
+            except PipeError:
+                raise
+            except Exception as e:
+                raise EnvError(
+                    f"the state does not fit this environment ({describe_exception(e)})", leaf=path
+                ) from e
+
         self.last.append(finish)
         return x
 
     def _items(self, k, fresh, path, name, codes, more, attributes=None):
-        old = list(fresh) if isinstance(fresh, ITEMS) and type(fresh) is not set else []     # a set has no order
-        def items(): return [self.value(code, *_beside(old, i, path)) for i, code in enumerate(codes)]
-        if name == 'builtins.frozenset': return frozenset(items())
-        x, kind = self.take(k, fresh, name, path, needed=not _may_be_made(name)), _NEW.get(name)
-        if isinstance(x, tuple) or x is None and kind is None: x = tuple.__new__(loaded_class(name, tuple), items())    # a named tuple
+        old = (
+            list(fresh) if isinstance(fresh, ITEMS) and type(fresh) is not set else []
+        )  # a set has no order
+
+        def items():
+            return [self.value(code, *_beside(old, i, path)) for i, code in enumerate(codes)]
+
+        if name == "builtins.frozenset":
+            return frozenset(items())
+        x = self.take(k, fresh, name, path, needed=not _may_be_made(name))
+        kind = _NEW.get(name)
+        if isinstance(x, tuple) or x is None and kind is None:
+            x = tuple.__new__(loaded_class(name, tuple), items())  # a named tuple
         else:
-            if x is None: x = kind()
-            if getattr(x, 'maxlen', None) != more: deque.__init__(x, (), more)
+            if x is None:
+                x = kind()
+            if getattr(x, "maxlen", None) != more:
+                deque.__init__(x, (), more)
             self.todo.append(lambda: self.refills.append((x, items())))
         return x if attributes is None else self._fill(x, path, attributes, all_attributes)
 
     def _dict(self, k, fresh, path, name, pairs, attributes=None):
-        x, old = self.take(k, fresh, name, path, needed=name not in _NEW), dict(fresh) if isinstance(fresh, dict) else {}
-        x, keys = _NEW[name]() if x is None else x, list(old)
+        x = self.take(k, fresh, name, path, needed=name not in _NEW)
+        old = dict(fresh) if isinstance(fresh, dict) else {}
+        x = _NEW[name]() if x is None else x
+        keys = list(old)
 
         def fill():
             found = [self.value(key, *_beside(keys, i, path)) for i, (key, _) in enumerate(pairs)]
-            found = [(key, self.value(code, old.get(key, MISSING), f'{path}[{key!r}]')) for key, (_, code) in zip(found, pairs)]
+            found = [
+                (key, self.value(code, old.get(key, MISSING), f"{path}[{key!r}]"))
+                for key, (_, code) in zip(found, pairs)
+            ]
             self.refills.append((x, found))
+
         self.todo.append(fill)
         return x if attributes is None else self._fill(x, path, attributes, all_attributes)
 
     def _objects(self, k, fresh, path, shape, codes):
-        x, old = np.empty(shape, object), fresh.ravel() if isinstance(fresh, np.ndarray) else []
+        x = np.empty(shape, object)
+        old = fresh.ravel() if isinstance(fresh, np.ndarray) else []
+
         def fill():
-            for i, code in enumerate(codes): x.flat[i] = self.value(code, *_beside(old, i, path))
+            for i, code in enumerate(codes):
+                x.flat[i] = self.value(code, *_beside(old, i, path))
+
         self.todo.append(fill)
         return x
 
 # %% ../../../nbs/pipes/00_data/08_restoring.ipynb #1b593a1b
-def restore(kept: dict, root: Any = MISSING, name: str = 'env', strict: bool = True, in_place: Callable = lambda x: True) -> Any:
+def restore(
+    kept: dict,
+    root: Any = MISSING,
+    name: str = "env",
+    strict: bool = True,
+    in_place: Callable = lambda x: True,
+) -> Any:
     """Give `root` the state of a capture. Raises `EnvError`, which names what does not fit; then `root` is of no more use.
 
     Args:
@@ -219,6 +348,11 @@ def restore(kept: dict, root: Any = MISSING, name: str = 'env', strict: bool = T
     Returns:
         Any: `root`, or the plain data
     """
-    try: return _Restore(json.loads(kept['graph']), kept['memory'], root, name, strict, in_place).result
-    except PipeError: raise
-    except Exception as e: raise EnvError("the state of an environment is damaged", got=describe_exception(e)) from e
+    try:
+        return _Restore(
+            json.loads(kept["graph"]), kept["memory"], root, name, strict, in_place
+        ).result
+    except PipeError:
+        raise
+    except Exception as e:
+        raise EnvError("the state of an environment is damaged", got=describe_exception(e)) from e

@@ -19,29 +19,43 @@ __all__ = ['Array', 'backward_recursion', 'discounted_returns', 'n_step_returns'
            'running_returns']
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #a4848e96
-Array = TypeVar('Array', Tensor, np.ndarray)
+Array = TypeVar("Array", Tensor, np.ndarray)
 
 
 def _as_tensor(x: Any, numpy: bool) -> Tensor | None:
     "`x` as a tensor, or None if `x` is not one. If `numpy`, `x` must be an array, and the tensor shares its memory where possible."
-    if not numpy: return x if isinstance(x, Tensor) else None
-    if type(x) not in (np.ndarray, np.memmap) or x.dtype not in (np.float16, np.float32, np.float64, np.int64, np.bool_): return None
-    return torch.from_numpy(x if x.flags.writeable and min(x.strides, default=0) >= 0 else np.array(x))
+    if not numpy:
+        return x if isinstance(x, Tensor) else None
+    if type(x) not in (np.ndarray, np.memmap) or x.dtype not in (
+        np.float16,
+        np.float32,
+        np.float64,
+        np.int64,
+        np.bool_,
+    ):
+        return None
+    return torch.from_numpy(
+        x if x.flags.writeable and min(x.strides, default=0) >= 0 else np.array(x)
+    )
 
 
 def _padded(x: Tensor, shape: torch.Size, right: bool = False) -> list[tuple[int, ...]]:
     "The shapes of `x`, with ones appended for missing dimensions, that can be expanded to `shape`. `right`: also with ones in front."
     ones = (1,) * (len(shape) - x.dim())
-    ways = dict.fromkeys([(*x.shape, *ones), (*ones, *x.shape)][:1 + right])
-    return [way for way in ways if len(way) == len(shape) and all(n in (1, m) for n, m in zip(way, shape))]
+    ways = dict.fromkeys([(*x.shape, *ones), (*ones, *x.shape)][: 1 + right])
+    return [
+        way
+        for way in ways
+        if len(way) == len(shape) and all(n in (1, m) for n, m in zip(way, shape))
+    ]
 
 
 def _describe(x) -> str:
     return f"{'tensor' if isinstance(x, Tensor) else type(x).__name__} {describe(x)}"
 
 
-def _or_part(text: str, shape: torch.Size, which: str = 'first') -> str:
-    return text if len(shape) < 2 else f'{text} or its {which} dimensions'
+def _or_part(text: str, shape: torch.Size, which: str = "first") -> str:
+    return text if len(shape) < 2 else f"{text} or its {which} dimensions"
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #f716926b
 def _rows(cut: Any = None, **args: Any) -> Any:
@@ -50,54 +64,102 @@ def _rows(cut: Any = None, **args: Any) -> Any:
     numpy = isinstance(x, np.ndarray)
     like = _as_tensor(x, numpy)
     if like is None or not like.is_floating_point() or like.dim() < 1 or not len(like):
-        raise DataError(f'{first}: not a time-major tensor', expected='a floating point tensor or array [T, ...] with T > 0',
-                        got=_describe(x))
-    tensors = [like, *(_row(name, x, first, like, numpy) for name, x in args.items() if name != first)]
-    return *tensors, None if cut is None else _mask(cut, like, numpy), Tensor.numpy if numpy else lambda x: x
+        raise DataError(
+            f"{first}: not a time-major tensor",
+            expected="a floating point tensor or array [T, ...] with T > 0",
+            got=_describe(x),
+        )
+    tensors = [
+        like,
+        *(_row(name, x, first, like, numpy) for name, x in args.items() if name != first),
+    ]
+    return (
+        *tensors,
+        None if cut is None else _mask(cut, like, numpy),
+        Tensor.numpy if numpy else lambda x: x,
+    )
 
 
 def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
     "The argument `name` as a tensor of the shape and dtype of `like`, which is the argument `first`."
-    x, rate = _as_tensor(arg, numpy), name in ('discount', 'a')
-    if rate and x is not None and x.dtype == torch.int64: x = x.to(like.dtype)     # a mask times a gamma of 0 or 1
-    if x is not None and x.shape == like.shape and x.dtype == like.dtype: return x
-    if isinstance(arg, Real) and not isinstance(arg, bool): return torch.full_like(like, float(arg))
+    x = _as_tensor(arg, numpy)
+    rate = name in ("discount", "a")
+    if rate and x is not None and x.dtype == torch.int64:
+        x = x.to(like.dtype)  # a mask times a gamma of 0 or 1
+    if x is not None and x.shape == like.shape and x.dtype == like.dtype:
+        return x
+    if isinstance(arg, Real) and not isinstance(arg, bool):
+        return torch.full_like(like, float(arg))
     wanted = _describe(like.numpy() if numpy else like)
     if x is None or not x.is_floating_point():
-        raise DataError(f'{name}: not a time-major tensor', expected=f'a number, or {wanted}, like {first}', got=_describe(arg))
-    ways = _padded(x, like.shape, right=rate) if x.dtype == like.dtype and (rate or x.shape[:1] in ((), like.shape[:1])) else []
-    if len(ways) == 1: return x.reshape(ways[0]).expand(like.shape)
-    if ways: raise DataError(f'{name}: fits {first} in two ways', expected=' or '.join(str([*way]) for way in ways), got=_describe(arg))
-    raise DataError(f'{name}: does not match {first}', expected=_or_part(wanted, like.shape, 'first or last' if rate else 'first'),
-                    got=_describe(arg))
+        raise DataError(
+            f"{name}: not a time-major tensor",
+            expected=f"a number, or {wanted}, like {first}",
+            got=_describe(arg),
+        )
+    ways = (
+        _padded(x, like.shape, right=rate)
+        if x.dtype == like.dtype and (rate or x.shape[:1] in ((), like.shape[:1]))
+        else []
+    )
+    if len(ways) == 1:
+        return x.reshape(ways[0]).expand(like.shape)
+    if ways:
+        raise DataError(
+            f"{name}: fits {first} in two ways",
+            expected=" or ".join(str([*way]) for way in ways),
+            got=_describe(arg),
+        )
+    raise DataError(
+        f"{name}: does not match {first}",
+        expected=_or_part(wanted, like.shape, "first or last" if rate else "first"),
+        got=_describe(arg),
+    )
 
 
 def _mask(cut: Any, like: Tensor, numpy: bool) -> Tensor:
     x = _as_tensor(cut, numpy)
-    if x is not None and x.dtype is torch.bool and x.shape[:1] == like.shape[:1] and (ways := _padded(x, like.shape)):
+    if (
+        x is not None
+        and x.dtype is torch.bool
+        and x.shape[:1] == like.shape[:1]
+        and (ways := _padded(x, like.shape))
+    ):
         return x if x.shape == like.shape else x.reshape(ways[0]).expand(like.shape)
     wanted = f"{'ndarray' if numpy else 'tensor'} bool {list(like.shape)}"
-    raise DataError('cut: not a mask of the episode ends', expected=_or_part(wanted, like.shape), got=_describe(cut))
+    raise DataError(
+        "cut: not a mask of the episode ends",
+        expected=_or_part(wanted, like.shape),
+        got=_describe(cut),
+    )
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #cb04b048
 def _edge(name: str, x: Any, like: Tensor) -> Tensor:
     "`x`, a number or an array that fits a row of `like`, as a tensor without dimensions or with one dimension less than `like`."
     row = like.shape[1:]
-    if isinstance(x, np.ndarray) and not x.flags.writeable: x = np.array(x)   # torch warns of read-only arrays
+    if isinstance(x, np.ndarray) and not x.flags.writeable:
+        x = np.array(x)  # torch warns of read-only arrays
     x = torch.as_tensor(x, dtype=like.dtype, device=like.device)
-    if not x.dim(): return x
-    if ways := _padded(x, row): return x.reshape(ways[0]).expand(row)
-    raise DataError(f'{name}: wrong shape', expected=_or_part(f'{list(row)}', row) + ' or a number', got=_describe(x))
+    if not x.dim():
+        return x
+    if ways := _padded(x, row):
+        return x.reshape(ways[0]).expand(row)
+    raise DataError(
+        f"{name}: wrong shape",
+        expected=_or_part(f"{list(row)}", row) + " or a number",
+        got=_describe(x),
+    )
 
 
 def _check_unit(**args: float) -> None:
     for name, x in args.items():
-        if not 0 <= x <= 1: raise DataError(f'{name}: out of range', expected='a number in [0, 1]', got=describe(x))
+        if not 0 <= x <= 1:
+            raise DataError(f"{name}: out of range", expected="a number in [0, 1]", got=describe(x))
 
 
 def _carry(coef: Tensor, cut: Tensor | None) -> Tensor:
     "`coef` with zeros where an episode ends."
-    return coef if cut is None else coef.masked_fill(cut, 0.)
+    return coef if cut is None else coef.masked_fill(cut, 0.0)
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #feae11af
 def backward_recursion(a: Array | float, b: Array) -> Array:
@@ -113,25 +175,36 @@ def backward_recursion(a: Array | float, b: Array) -> Array:
 
 def _solve(a: Tensor, b: Tensor) -> Tensor:
     "`backward_recursion` of tensors of one shape. With one row there is nothing to add, and `b` itself is returned."
-    x, stride, n_rows = b, 1, len(b)
+    x = b
+    stride = 1
+    n_rows = len(b)
     while stride < n_rows:
         # x_t now holds the terms up to b_{t+stride-1}; a_t is the product of `stride` coefficients, where all of them exist
-        x = torch.cat([torch.addcmul(x[:-stride], a[:n_rows - stride], x[stride:]), x[-stride:]])
-        if 2 * stride < n_rows: a = a[:-stride] * a[stride:]     # needed only in the next round
+        x = torch.cat([torch.addcmul(x[:-stride], a[: n_rows - stride], x[stride:]), x[-stride:]])
+        if 2 * stride < n_rows:
+            a = a[:-stride] * a[stride:]  # needed only in the next round
         stride *= 2
     return x
 
+
 def _solve_in_order(a: Tensor, b: Tensor) -> Tensor:
     "As `_solve`, row by row. No products of coefficients are formed, which might overflow."
-    x, found = torch.zeros_like(b[0]), []
+    x = torch.zeros_like(b[0])
+    found = []
     for a_t, b_t in zip(reversed(a.unbind()), reversed(b.unbind())):
         x = torch.where(a_t == 0, b_t, torch.addcmul(b_t, a_t, x))
         found.append(x)
     return torch.stack(found[::-1])
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #4ce70f20
-def discounted_returns(rew: Array, discount: Array | float, bootstrap: Array | float = 0., cut: Array | None = None,
-                       v_tp1: Array | float | None = None, rho: Array | float | None = None) -> Array:
+def discounted_returns(
+    rew: Array,
+    discount: Array | float,
+    bootstrap: Array | float = 0.0,
+    cut: Array | None = None,
+    v_tp1: Array | float | None = None,
+    rho: Array | float | None = None,
+) -> Array:
     """Discounted return from each row to the end of its episode, or to the end of the trace.
 
         Gₜ = ρₜ (rₜ₊₁ + γₜ₊₁ Gₜ₊₁)    with Gₜ₊₁ = V(sₜ₊₁) where row t is cut, and G_T = bootstrap.
@@ -150,19 +223,27 @@ def discounted_returns(rew: Array, discount: Array | float, bootstrap: Array | f
     Raises:
         DataError: if shapes or dtypes do not fit; the message names the argument.
     """
-    optional = {name: x for name, x in (('v_tp1', v_tp1), ('rho', rho)) if x is not None}
+    optional = {name: x for name, x in (("v_tp1", v_tp1), ("rho", rho)) if x is not None}
     r, g, *more, end, back = _rows(cut, rew=rew, discount=discount, **optional)
     later = dict(zip(optional, more))
-    tail = torch.zeros_like(r) if end is None or v_tp1 is None else later['v_tp1'].masked_fill(~end, 0.)
-    last = _edge('bootstrap', bootstrap, r)
+    tail = (
+        torch.zeros_like(r)
+        if end is None or v_tp1 is None
+        else later["v_tp1"].masked_fill(~end, 0.0)
+    )
+    last = _edge("bootstrap", bootstrap, r)
     tail = torch.cat([tail[:-1], (tail[-1] + (last if end is None else last * ~end[-1]))[None]])
-    a, b = _carry(g, end), r + g * tail
-    if rho is None: return back(_solve(a, b))
-    x = _solve(a := later['rho'] * a, b := later['rho'] * b)
+    a = _carry(g, end)
+    b = r + g * tail
+    if rho is None:
+        return back(_solve(a, b))
+    x = _solve(a := later["rho"] * a, b := later["rho"] * b)
     return back(x if x.isfinite().all() else _solve_in_order(a, b))
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #5724fbca
-def n_step_returns(rew: Array, v_tp1: Array | float, discount: Array | float, n: int, cut: Array | None = None) -> Array:
+def n_step_returns(
+    rew: Array, v_tp1: Array | float, discount: Array | float, n: int, cut: Array | None = None
+) -> Array:
     """Return of at most n steps, and the value of the state reached there.
 
         Gₜ⁽¹⁾ = rₜ₊₁ + γₜ₊₁ V(sₜ₊₁)
@@ -182,19 +263,25 @@ def n_step_returns(rew: Array, v_tp1: Array | float, discount: Array | float, n:
         DataError: if shapes or dtypes do not fit, or n < 1; the message names the argument.
     """
     r, v_next, g, end, back = _rows(cut, rew=rew, v_tp1=v_tp1, discount=discount)
-    if n < 1: raise DataError('n: too few steps', expected='n >= 1', got=describe(n))
+    if n < 1:
+        raise DataError("n: too few steps", expected="n >= 1", got=describe(n))
     one_step = r + g * v_next
-    if min(n, len(r)) == 1: return back(one_step)
+    if min(n, len(r)) == 1:
+        return back(one_step)
     a = _carry(g, end)
     # the value counts only where the trace stops; elsewhere the n-1 step return of the next row replaces it
     b = torch.cat([(r if end is None else torch.where(end, one_step, r))[:-1], one_step[-1:]])
-    if n >= len(r): return back(_solve(a, b))
+    if n >= len(r):
+        return back(_solve(a, b))
     x = one_step
-    for _ in range(n - 1): x = torch.cat([torch.addcmul(b[:-1], a[:-1], x[1:]), b[-1:]])
+    for _ in range(n - 1):
+        x = torch.cat([torch.addcmul(b[:-1], a[:-1], x[1:]), b[-1:]])
     return back(x)
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #e16c1723
-def td_errors(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array | float) -> Array:
+def td_errors(
+    rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array | float
+) -> Array:
     """Temporal difference errors, δₜ = rₜ₊₁ + γₜ₊₁ V(sₜ₊₁) - V(sₜ).
 
     Args:
@@ -210,10 +297,18 @@ def td_errors(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Ar
     return back(_td(r, v, v_next, g))
 
 
-def _td(r: Tensor, v: Tensor, v_next: Tensor, g: Tensor) -> Tensor: return torch.addcmul(r, g, v_next) - v
+def _td(r: Tensor, v: Tensor, v_next: Tensor, g: Tensor) -> Tensor:
+    return torch.addcmul(r, g, v_next) - v
 
 
-def gae(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array | float, lam: float, cut: Array | None = None) -> Array:
+def gae(
+    rew: Array,
+    v_t: Array | float,
+    v_tp1: Array | float,
+    discount: Array | float,
+    lam: float,
+    cut: Array | None = None,
+) -> Array:
     """Generalised advantage estimates.
 
         Aₜ = δₜ + γₜ₊₁ λ (1 - cutₜ) Aₜ₊₁,    A_T = 0,    δₜ = rₜ₊₁ + γₜ₊₁ V(sₜ₊₁) - V(sₜ)
@@ -242,12 +337,22 @@ def gae(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array | 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #53661be4
 class VTraceTargets(NamedTuple):
     "V-trace: targets `vs` for the value function and advantages `adv` for the policy gradient, both [T, ...]."
+
     vs: Any
     adv: Any
 
 
-def vtrace(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array | float, rho: Array | float, lam: float = 1.,
-           c_clip: float = 1., rho_clip: float = 1., cut: Array | None = None) -> VTraceTargets:
+def vtrace(
+    rew: Array,
+    v_t: Array | float,
+    v_tp1: Array | float,
+    discount: Array | float,
+    rho: Array | float,
+    lam: float = 1.0,
+    c_clip: float = 1.0,
+    rho_clip: float = 1.0,
+    cut: Array | None = None,
+) -> VTraceTargets:
     """V-trace value targets and policy-gradient advantages, corrected for off-policy data.
 
         δₜ = min(ρ̄, ρₜ) (rₜ₊₁ + γₜ₊₁ V(sₜ₊₁) - V(sₜ)),    cₜ = λ min(c̄, ρₜ)
@@ -274,16 +379,24 @@ def vtrace(rew: Array, v_t: Array | float, v_tp1: Array | float, discount: Array
         DataError: if shapes or dtypes do not fit, lam is out of range, or c_clip > rho_clip; the message names the argument.
     """
     _check_unit(lam=lam)
-    r, v, v_next, g, ratio, end, back = _rows(cut, rew=rew, v_t=v_t, v_tp1=v_tp1, discount=discount, rho=rho)
+    r, v, v_next, g, ratio, end, back = _rows(
+        cut, rew=rew, v_t=v_t, v_tp1=v_tp1, discount=discount, rho=rho
+    )
     if not 0 <= c_clip <= rho_clip:
-        raise DataError('c_clip: out of range', expected=f'0 <= c_clip <= rho_clip = {rho_clip}', got=describe(c_clip))
-    weight, delta, carry = ratio.clamp(max=rho_clip), _td(r, v, v_next, g), _carry(g * lam, end)
+        raise DataError(
+            "c_clip: out of range",
+            expected=f"0 <= c_clip <= rho_clip = {rho_clip}",
+            got=describe(c_clip),
+        )
+    weight = ratio.clamp(max=rho_clip)
+    delta = _td(r, v, v_next, g)
+    carry = _carry(g * lam, end)
     error = _solve(carry * ratio.clamp(max=c_clip), weight * delta)
     later = torch.cat([carry[:-1] * error[1:], torch.zeros_like(error[-1:])])
     return VTraceTargets(back(v + error), back(weight * (delta + later)))
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #724bf72e
-def running_returns(rew: Array, discount: Array | float, before: Array | float = 0.) -> Array:
+def running_returns(rew: Array, discount: Array | float, before: Array | float = 0.0) -> Array:
     """Discounted sum of the rewards up to each step, `[T, ...]`: xₜ = rₜ + γₜ xₜ₋₁. Raises `DataError` if an argument does not fit `rew`.
 
     Args:
@@ -292,5 +405,5 @@ def running_returns(rew: Array, discount: Array | float, before: Array | float =
         before: [...]: the return up to the step before the first one
     """
     r, g, _, back = _rows(rew=rew, discount=discount)
-    first = r[0] + g[0] * _edge('before', before, r)
+    first = r[0] + g[0] * _edge("before", before, r)
     return back(_solve(g.flip(0), torch.cat([first[None], r[1:]]).flip(0)).flip(0))

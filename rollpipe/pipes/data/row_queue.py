@@ -23,40 +23,56 @@ class RowQueue:
     When the buffer is full, the rows that are still needed move to a new buffer of twice their number (compaction). `capacity` is
     its current length, at least the initial one.
     """
+
     def __init__(self, capacity: int = 32):
         self.least, self.capacity = capacity, 0
-        self.first = self.end = self.start = 0  # numbers of the first row kept, the next row, the row at index 0
+        self.first = self.end = self.start = (
+            0  # numbers of the first row kept, the next row, the row at index 0
+        )
         self.buffers: Any = None  # leaves `[capacity, B, ...]`; None: there was no row yet
 
-    def __len__(self): return self.end - self.first
+    def __len__(self):
+        return self.end - self.first
 
     def append(self, row: Any) -> None:
         "Copy one container of arrays or tensors `[B, ...]` to the end."
-        if self.end - self.start == self.capacity: self._compact(row)
+        if self.end - self.start == self.capacity:
+            self._compact(row)
         leaves = nested.leaves(row)
         for i, (buffer, x) in enumerate(zip(self.buffers, leaves)):
-            if isinstance(x, np.ndarray) and x.dtype != buffer.dtype:  # the dtype of an info may be widened
+            if (
+                isinstance(x, np.ndarray) and x.dtype != buffer.dtype
+            ):  # the dtype of an info may be widened
                 buffer = self.buffers[i] = buffer.astype(np.result_type(buffer.dtype, x.dtype))
             buffer[self.end - self.start] = x
         self.end += 1
 
     def change(self, convert: Callable) -> None:
         "Replace the container of the buffers, whose leaves are `[capacity, B, ...]`, by `convert(container)`."
-        self.buffers, self.structure = nested.flatten(convert(self.structure.unflatten(self.buffers)))
+        self.buffers, self.structure = nested.flatten(
+            convert(self.structure.unflatten(self.buffers))
+        )
 
     def get_state(self) -> dict:
         "The numbers of the rows that are kept, and copies of these rows."
         rows = None
         if self.buffers is not None:
-            live = nested.getitem(self.structure.unflatten(self.buffers), slice(self.first - self.start, self.end - self.start))
+            live = nested.getitem(
+                self.structure.unflatten(self.buffers),
+                slice(self.first - self.start, self.end - self.start),
+            )
             rows = nested.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x.clone(), live)
         return dict(least=self.least, first=self.first, end=self.end, rows=rows)
 
     def set_state(self, state: dict) -> None:
         "Go on from what `get_state` returned."
-        self.__init__(state['least'])
-        self.first, self.end, self.start, self.capacity = state['first'], state['end'], state['first'], state['end'] - state['first']
-        if state['rows'] is not None: self.buffers, self.structure = nested.flatten(state['rows'])
+        self.__init__(state["least"])
+        self.first = state["first"]
+        self.end = state["end"]
+        self.start = state["first"]
+        self.capacity = state["end"] - state["first"]
+        if state["rows"] is not None:
+            self.buffers, self.structure = nested.flatten(state["rows"])
 
     def drop(self, before: int) -> None:
         "Drop the rows with numbers below `before`."
@@ -64,16 +80,27 @@ class RowQueue:
 
     def cut(self, first: int, end: int, column: int) -> Any:
         "A copy of rows `first` ... `end - 1` of one column, as tensors `[end - first, 1, ...]`."
-        rows, columns = slice(first - self.start, end - self.start), slice(column, column + 1)
-        copy = lambda x: torch.from_numpy(x[rows, columns].copy()) if isinstance(x, np.ndarray) else x[rows, columns].clone()
+        rows = slice(first - self.start, end - self.start)
+        columns = slice(column, column + 1)
+        copy = lambda x: (
+            torch.from_numpy(x[rows, columns].copy())
+            if isinstance(x, np.ndarray)
+            else x[rows, columns].clone()
+        )
         return self.structure.unflatten([copy(x) for x in self.buffers])
 
     def _compact(self, row):
-        live, old = slice(self.first - self.start, self.end - self.start), self.buffers
+        live = slice(self.first - self.start, self.end - self.start)
+        old = self.buffers
         self.capacity = max(self.least, 2 * len(self))
         self.buffers = nested.leaves(nested.alloc(row, self.capacity))
         if old is not None:
             # rows keep a dtype that was widened
-            self.buffers = [new.astype(x.dtype) if isinstance(x, np.ndarray) else new for new, x in zip(self.buffers, old)]
-            for new, x in zip(self.buffers, old): new[:len(self)] = x[live]
-        self.start, self.structure = self.first, nested.flatten(row)[1]
+            self.buffers = [
+                new.astype(x.dtype) if isinstance(x, np.ndarray) else new
+                for new, x in zip(self.buffers, old)
+            ]
+            for new, x in zip(self.buffers, old):
+                new[: len(self)] = x[live]
+        self.start = self.first
+        self.structure = nested.flatten(row)[1]

@@ -6,7 +6,9 @@
 __all__ = ['Through', 'name_of', 'model_mark', 'through', 'simulators']
 
 # %% ../../../nbs/pipes/00_data/05_simulators.ipynb #e3457329
-import importlib, random, zlib
+import importlib
+import random
+import zlib
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ class Through(NamedTuple):
         label: name of a simulator; None: a random generator
         lacks: `lacks(x)` returns what else the next steps depend on, or None
     """
+
     get: Callable
     put: Callable
     new: Callable | None = None
@@ -33,83 +36,123 @@ class Through(NamedTuple):
 
 
 def _get_bits(x):
-    seeds = getattr(x, 'seed_seq', None)     # older versions of numpy have none
+    seeds = getattr(x, "seed_seq", None)  # older versions of numpy have none
     return [x.state, seeds if type(seeds) is np.random.SeedSequence else None]
 
 
 def _put_bits(x, kept):
-    if kept[1] is not None: x.__init__(kept[1])     # `spawn` draws from it, and counts its children
+    if kept[1] is not None:
+        x.__init__(kept[1])  # `spawn` draws from it, and counts its children
     x.state = kept[0]
 
 
-def _put_python(generator, state): generator.setstate((state[0], tuple(state[1]), state[2]))
+def _put_python(generator, state):
+    generator.setstate((state[0], tuple(state[1]), state[2]))
 
 
 def name_of(kind: Any) -> str:
     "Module and name of a class or function. A spawned worker calls the module of the script that was started `__mp_main__`."
-    module = getattr(kind, '__module__', '')     # SWIG makes classes without one
+    module = getattr(kind, "__module__", "")  # SWIG makes classes without one
     return f"{'__main__' if module == '__mp_main__' else module}.{kind.__qualname__}"
 
 # %% ../../../nbs/pipes/00_data/05_simulators.ipynb #6d8adb0a
 @lru_cache
 def _floats_of(kind):
     "The names of the arrays of `MjData`."
-    return [name for name in dir(kind) if not name.startswith('_') and isinstance(vars(kind).get(name), property)]
+    return [
+        name
+        for name in dir(kind)
+        if not name.startswith("_") and isinstance(vars(kind).get(name), property)
+    ]
 
 
 def _float_arrays(data):
     found = ((name, getattr(data, name)) for name in _floats_of(type(data)))
-    return {name: x for name, x in found if isinstance(x, np.ndarray) and x.dtype == np.float64 and x.size}
+    return {
+        name: x
+        for name, x in found
+        if isinstance(x, np.ndarray) and x.dtype == np.float64 and x.size
+    }
 
 
 def _get_mujoco(data):
-    mujoco: Any = importlib.import_module('mujoco')     # an extra
-    spec, arrays = int(mujoco.mjtState.mjSTATE_INTEGRATION), _float_arrays(data)
+    mujoco: Any = importlib.import_module("mujoco")  # an extra
+    spec = int(mujoco.mjtState.mjSTATE_INTEGRATION)
+    arrays = _float_arrays(data)
     state = np.empty(mujoco.mj_stateSize(data.model, spec))
     mujoco.mj_getState(data.model, data, state, spec)
-    return [state, {name: x.size for name, x in arrays.items()}, np.concatenate([x.ravel() for x in arrays.values()])]
+    return [
+        state,
+        {name: x.size for name, x in arrays.items()},
+        np.concatenate([x.ravel() for x in arrays.values()]),
+    ]
 
 
 def _put_mujoco(data, kept):
-    mujoco: Any = importlib.import_module('mujoco')     # an extra
-    (state, sizes, numbers), arrays, at = kept, _float_arrays(data), 0
+    mujoco: Any = importlib.import_module("mujoco")  # an extra
+    (state, sizes, numbers) = kept
+    arrays = _float_arrays(data)
+    at = 0
     spec = int(mujoco.mjtState.mjSTATE_INTEGRATION)
-    if state.size != mujoco.mj_stateSize(data.model, spec): raise ValueError("the state of another model of MuJoCo")
+    if state.size != mujoco.mj_stateSize(data.model, spec):
+        raise ValueError("the state of another model of MuJoCo")
     mujoco.mj_setState(data.model, data, state, spec)
     for name, n in sizes.items():
-        if name in arrays and arrays[name].size == n: arrays[name][...] = numbers[at:at + n].reshape(arrays[name].shape)
+        if name in arrays and arrays[name].size == n:
+            arrays[name][...] = numbers[at : at + n].reshape(arrays[name].shape)
         at += n
 
 
 def model_mark(model: Any) -> int:
     "A checksum of an `MjModel`, whose numbers a wrapper may change."
-    mujoco: Any = importlib.import_module('mujoco')     # an extra
+    mujoco: Any = importlib.import_module("mujoco")  # an extra
     flat = np.empty(mujoco.mj_sizeModel(model), np.uint8)
     mujoco.mj_saveModel(model, None, flat)
     return zlib.crc32(flat.data)
 
 
-def _get_atari(ale): return ale.cloneState(include_rng=True).serialize()
+def _get_atari(ale):
+    return ale.cloneState(include_rng=True).serialize()
 
 
 def _atari_lacks(ale):
-    return "the emulator does not tell its last action, which it may repeat" if ale.getFloat('repeat_action_probability') > 0 else None
+    return (
+        "the emulator does not tell its last action, which it may repeat"
+        if ale.getFloat("repeat_action_probability") > 0
+        else None
+    )
 
 
 def _put_atari(ale, state):
-    ale.restoreState(importlib.import_module('ale_py').ALEState(state))
+    ale.restoreState(importlib.import_module("ale_py").ALEState(state))
 
 
-_NAMED = {     # by name, because nothing has to be imported to know that an object is of another kind
-    'numpy.random._generator.Generator': Through(lambda x: x.bit_generator, lambda x, s: x.__init__(s), lambda: np.random.default_rng(0)),
-    'numpy.random.bit_generator.SeedSequence': Through(lambda x: x.state, lambda x, s: x.__init__(**s), lambda: np.random.SeedSequence(0)),
-    **{name_of(kind): Through(_get_bits, _put_bits, partial(kind, 0)) for kind in (
-        np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.MT19937, np.random.SFC64)},
-    'numpy.random.mtrand.RandomState': Through(lambda x: x.get_state(legacy=False), lambda x, s: x.set_state(s), np.random.RandomState),
-    'random.Random': Through(lambda x: list(x.getstate()), _put_python, random.Random),
-    'torch._C.Generator': Through(lambda x: x.get_state(), lambda x, s: x.set_state(s), torch.Generator),
-    'mujoco._structs.MjData': Through(_get_mujoco, _put_mujoco, label='MuJoCo'),
-    'ale_py._ale_py.ALEInterface': Through(_get_atari, _put_atari, label='ALE', lacks=_atari_lacks),
+_NAMED = {  # by name, because nothing has to be imported to know that an object is of another kind
+    "numpy.random._generator.Generator": Through(
+        lambda x: x.bit_generator, lambda x, s: x.__init__(s), lambda: np.random.default_rng(0)
+    ),
+    "numpy.random.bit_generator.SeedSequence": Through(
+        lambda x: x.state, lambda x, s: x.__init__(**s), lambda: np.random.SeedSequence(0)
+    ),
+    **{
+        name_of(kind): Through(_get_bits, _put_bits, partial(kind, 0))
+        for kind in (
+            np.random.PCG64,
+            np.random.PCG64DXSM,
+            np.random.Philox,
+            np.random.MT19937,
+            np.random.SFC64,
+        )
+    },
+    "numpy.random.mtrand.RandomState": Through(
+        lambda x: x.get_state(legacy=False), lambda x, s: x.set_state(s), np.random.RandomState
+    ),
+    "random.Random": Through(lambda x: list(x.getstate()), _put_python, random.Random),
+    "torch._C.Generator": Through(
+        lambda x: x.get_state(), lambda x, s: x.set_state(s), torch.Generator
+    ),
+    "mujoco._structs.MjData": Through(_get_mujoco, _put_mujoco, label="MuJoCo"),
+    "ale_py._ale_py.ALEInterface": Through(_get_atari, _put_atari, label="ALE", lacks=_atari_lacks),
 }
 
 

@@ -30,13 +30,19 @@ def check_numbers(info: Any, answers: AnswerCheck) -> None:
     "Refuse reports `[T, n, ...]` that are not a number (NaN). They may be infinite, as the logits of forbidden actions are."
     leaves = nested.leaves(info)
     found = [x.isnan().any() for x in leaves if x.is_floating_point()]
-    if not found or not torch.stack(found).any(): return     # the one place where the host waits for a device
+    if not found or not torch.stack(found).any():
+        return  # the one place where the host waits for a device
     for k, x in enumerate(leaves):
-        if not x.isnan().any(): continue
+        if not x.isnan().any():
+            continue
         t, b = x.isnan().nonzero()[0, :2].tolist()
-        raise ActorError(f"{answers.name} reported what is not a number", leaf=nested.paths(info, 'info')[k], **answers.where,
-                         got=f"NaN at [{t}, {b}]",
-                         expected="numbers; weights that are NaN have none, nor has an observation that float32 cannot hold")
+        raise ActorError(
+            f"{answers.name} reported what is not a number",
+            leaf=nested.paths(info, "info")[k],
+            **answers.where,
+            got=f"NaN at [{t}, {b}]",
+            expected="numbers; weights that are NaN have none, nor has an observation that float32 cannot hold",
+        )
 
 # %% ../../../nbs/pipes/11_engines/08_checked_actor.ipynb #5d1c07be
 def check_spaces(actor: Any, envs: Batch) -> None:
@@ -44,13 +50,30 @@ def check_spaces(actor: Any, envs: Batch) -> None:
     from, or for a Box of another shape or kind of numbers. Fewer of them would fit: the environments would never see some actions.
     Bounds may differ.
     """
-    def numbers(s): return s.shape, np.dtype(s.dtype).kind, *(np.asarray(getattr(s, name, 0)).tolist() for name in ('n', 'nvec', 'start'))
-    def form(space): return nested.paths(parts := single_spaces(space)), list(map(numbers, nested.leaves(parts)))
-    for name in ('action_space', 'observation_space'):
-        space, there = getattr(actor, name, None), getattr(envs, name)     # an actor of a user's own may know none
-        if not isinstance(space, gym.Space) or form(space) == form(there): continue
-        raise ActorError(f"{type(actor).__name__} was made for other {name.removesuffix('_space')}s", leaf=name, expected=str(there),
-                         got=str(space), **envs.where)
+
+    def numbers(s):
+        return (
+            s.shape,
+            np.dtype(s.dtype).kind,
+            *(np.asarray(getattr(s, name, 0)).tolist() for name in ("n", "nvec", "start")),
+        )
+
+    def form(space):
+        return nested.paths(parts := single_spaces(space)), list(map(numbers, nested.leaves(parts)))
+
+    for name in ("action_space", "observation_space"):
+        # an actor of a user's own may know none
+        space = getattr(actor, name, None)
+        there = getattr(envs, name)
+        if not isinstance(space, gym.Space) or form(space) == form(there):
+            continue
+        raise ActorError(
+            f"{type(actor).__name__} was made for other {name.removesuffix('_space')}s",
+            leaf=name,
+            expected=str(there),
+            got=str(space),
+            **envs.where,
+        )
 
 # %% ../../../nbs/pipes/11_engines/08_checked_actor.ipynb #edcfa0ba
 class CheckedActor:
@@ -62,13 +85,28 @@ class CheckedActor:
         actor: the actor, held by reference
         envs: the environments that take its actions
     """
-    def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, explore: bool = True, device: torch.device | None = None):
+
+    def __init__(
+        self,
+        actor: Any,
+        envs: Batch,
+        seed: np.random.SeedSequence,
+        explore: bool = True,
+        device: torch.device | None = None,
+    ):
         check_spaces(actor, envs)
-        self.actor, self.envs, self.device, self.eval_mode = actor, envs, device, EvalMode(actor)
-        self.actor_complete, self.looks_back = getattr(actor, 'complete', None), getattr(actor, 'uses_past', True)
-        self.action_mask = mask if isinstance(mask := getattr(actor, 'action_mask', None), ActionMask) else None
-        self.seeded, self.answers = SeededActor(actor, len(envs), seed, explore, envs.device), AnswerCheck(actor, envs, envs.where)
-        self.calling_step = self.answers.calling('step')
+        self.actor = actor
+        self.envs = envs
+        self.device = device
+        self.eval_mode = EvalMode(actor)
+        self.actor_complete = getattr(actor, "complete", None)
+        self.looks_back = getattr(actor, "uses_past", True)
+        self.action_mask = (
+            mask if isinstance(mask := getattr(actor, "action_mask", None), ActionMask) else None
+        )
+        self.seeded = SeededActor(actor, len(envs), seed, explore, envs.device)
+        self.answers = AnswerCheck(actor, envs, envs.where)
+        self.calling_step = self.answers.calling("step")
 
     def answer(self, seen: State, hx: Any, virtual: bool = False) -> tuple:
         """Call the actor. Raises `ActorError` if it fails, or if its answer is invalid.
@@ -83,12 +121,19 @@ class CheckedActor:
         """
         # With many environments an episode has nearly always ended, so no check is needed. On a device the check would make the host wait.
         many = len(self.envs) > 64 or not seen.fin.is_cpu
-        if self.looks_back and (many or True in seen.fin.tolist()[0]): seen = seen.without_past()
-        if self.device is not None: seen = nested.map(lambda x: x.to(self.device, non_blocking=True), seen)
-        with self.calling_step, self.eval_mode: answer = self.seeded.step(seen, hx, virtual)
+        if self.looks_back and (many or True in seen.fin.tolist()[0]):
+            seen = seen.without_past()
+        if self.device is not None:
+            seen = nested.map(lambda x: x.to(self.device, non_blocking=True), seen)
+        with self.calling_step, self.eval_mode:
+            answer = self.seeded.step(seen, hx, virtual)
         act, hx, info = self.answers.triple(answer)
-        if self.device is not None: act, info = nested.map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, (act, info))
-        if not isinstance(act, torch.Tensor): act = in_containers(act, self.envs.act_spec)
+        if self.device is not None:
+            act, info = nested.map(
+                lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, (act, info)
+            )
+        if not isinstance(act, torch.Tensor):
+            act = in_containers(act, self.envs.act_spec)
         self.answers.check(act, hx, info, seen.fin.shape[1])
         return act, hx, info
 
@@ -99,7 +144,8 @@ class CheckedActor:
             obs: the observations of the actor with an `action_mask`, numpy [B, ...]
             acting: bool [B]: False where no action will be taken
         """
-        if (found := self.action_mask.find(obs, acting)) is None: return
+        if (found := self.action_mask.find(obs, acting)) is None:
+            return
         raise no_action(EnvError, self.envs.name(found[0]), *found[1:]).locate(**self.envs.where)
 
     def engine(self, choice: str, state: State, hx: Any) -> Any:
@@ -113,23 +159,29 @@ class CheckedActor:
         Returns:
             Any: `TorchEngine` or `OnnxEngine`
         """
-        example = state, hx, (self.answers.first['act'], hx, self.answers.first['info'])
+        example = state, hx, (self.answers.first["act"], hx, self.answers.first["info"])
         draw = self.seeded.noises if self.seeded.explore else None
-        with located(**self.envs.where): return engine_for(choice, self.actor, example, self.answer, draw)
+        with located(**self.envs.where):
+            return engine_for(choice, self.actor, example, self.answer, draw)
 
     def reset(self, hx: Any, at: list) -> Any:
         "`hx` with the initial recurrent state for the environments `at`, as new tensors without gradients."
-        if not nested.leaves(hx): return hx
-        with self.eval_mode, self.answers.calling('reset'): hx = self.actor.reset(hx, at)
-        self.answers.check_part('hx', hx, len(self.envs), 'reset')
-        return nested.map(lambda x: x.detach().clone(), hx)     # a learner changes parameters of the actor in place
+        if not nested.leaves(hx):
+            return hx
+        with self.eval_mode, self.answers.calling("reset"):
+            hx = self.actor.reset(hx, at)
+        self.answers.check_part("hx", hx, len(self.envs), "reset")
+        return nested.map(
+            lambda x: x.detach().clone(), hx
+        )  # a learner changes parameters of the actor in place
 
     def complete(self, act: Any, info: Any) -> Any:
         "`info` of many steps, completed by the actor's `complete(act, info)` if it exists; see `TickSource`. Raises `ActorError`."
         if self.actor_complete is not None:
-            with self.eval_mode, self.answers.calling('complete'): info = self.actor_complete(act, info)
+            with self.eval_mode, self.answers.calling("complete"):
+                info = self.actor_complete(act, info)
             self.answers.check_completed(info, nested.leaves(act)[0].shape[:2])
-        info = nested.map(torch.Tensor.detach, info)     # a report may be a parameter of the actor
+        info = nested.map(torch.Tensor.detach, info)  # a report may be a parameter of the actor
         check_numbers(info, self.answers)
         return info
 
@@ -143,13 +195,21 @@ def engine_used(actor: Any, n_envs: int = 1) -> str:
     """
     space = copy.deepcopy(actor.observation_space)
     space.seed(0)
-    like, act = space_spec(space, 'obs'), space_spec(actor.action_space, 'act')
-    obs = nested.stack([nested.map(np.asarray, in_containers(space.sample(), like)) for _ in range(n_envs)])
+    like = space_spec(space, "obs")
+    act = space_spec(actor.action_space, "act")
+    obs = nested.stack(
+        [nested.map(np.asarray, in_containers(space.sample(), like)) for _ in range(n_envs)]
+    )
     act = nested.map(lambda x: np.zeros((n_envs, *x.shape), x.dtype), act)
-    state = State(np.zeros(n_envs, np.int64), obs, act, np.zeros(n_envs, np.float32), np.ones(n_envs, bool))
-    noise = {'noise': None} if hasattr(actor, 'draw_noise') else {}
+    state = State(
+        np.zeros(n_envs, np.int64), obs, act, np.zeros(n_envs, np.float32), np.ones(n_envs, bool)
+    )
+    noise = {"noise": None} if hasattr(actor, "draw_noise") else {}
     with EvalMode(actor), torch.random.fork_rng(devices=[]):
         act, hx, info = actor.step(*map(as_input, state), hx=None, virtual=True, **noise)
     state = state._replace(act=nested.map(lambda x: np.zeros_like(x[0].cpu().numpy()), act))
-    def draw(n): return actor.draw_noise((n, n_envs), torch.Generator())
-    return engine_for('auto', actor, (state, hx, (act, hx, info)), actor.step, draw).name
+
+    def draw(n):
+        return actor.draw_noise((n, n_envs), torch.Generator())
+
+    return engine_for("auto", actor, (state, hx, (act, hx, info)), actor.step, draw).name

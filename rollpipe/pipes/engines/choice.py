@@ -6,7 +6,8 @@
 __all__ = ['ENGINES', 'LARGE', 'log', 'check_engine', 'not_installed', 'engine_for', 'instead']
 
 # %% ../../../nbs/pipes/11_engines/07_choice.ipynb #c7adb21f
-import importlib.util, logging
+import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,27 +21,42 @@ from ..data.errors import ActorError, DataError, describe_exception
 from ..graph.modules import modules_in
 
 # %% ../../../nbs/pipes/11_engines/07_choice.ipynb #a4b7f04c
-ENGINES = 'torch', 'onnxruntime', 'auto'
-LARGE = 2 ** 24     # multiplications in a step's convolutions from which on torch is as fast: ONNX Runtime cannot rearrange weights
-log = logging.getLogger('rollpipe')
+ENGINES = "torch", "onnxruntime", "auto"
+LARGE = (
+    2**24
+)  # multiplications in a step's convolutions from which on torch is as fast: ONNX Runtime cannot rearrange weights
+log = logging.getLogger("rollpipe")
 _said = set()
 
 
 def check_engine(engine: Any, **where: Any) -> str:
     "Return `engine`. Raises `DataError` if it is unknown, `ImportError` if it is not installed. `where` is context for the message."
     if engine not in ENGINES:
-        raise DataError("unknown engine", leaf='engine', expected=' or '.join(map(repr, ENGINES)), got=repr(engine), **where)
-    if engine == 'onnxruntime' and (missing := not_installed()): raise ImportError(missing)
+        raise DataError(
+            "unknown engine",
+            leaf="engine",
+            expected=" or ".join(map(repr, ENGINES)),
+            got=repr(engine),
+            **where,
+        )
+    if engine == "onnxruntime" and (missing := not_installed()):
+        raise ImportError(missing)
     return engine
 
 
 def not_installed() -> str:
     "A text that says what is missing for ONNX Runtime and how to install it; empty if nothing is missing."
-    missing = [name for name in ('onnxruntime', 'onnx') if importlib.util.find_spec(name) is None]
-    return f"the engine 'onnxruntime' needs {' and '.join(missing)}: pip install 'rollpipe[fast]'" if missing else ''
+    missing = [name for name in ("onnxruntime", "onnx") if importlib.util.find_spec(name) is None]
+    return (
+        f"the engine 'onnxruntime' needs {' and '.join(missing)}: pip install 'rollpipe[fast]'"
+        if missing
+        else ""
+    )
 
 # %% ../../../nbs/pipes/11_engines/07_choice.ipynb #f08ef7ea
-def engine_for(choice: str, actor: Any, example: tuple, ask: Callable, draw: Callable | None) -> Any:
+def engine_for(
+    choice: str, actor: Any, example: tuple, ask: Callable, draw: Callable | None
+) -> Any:
     """The engine that runs `actor`.
 
     Raises `ActorError` if 'onnxruntime' is chosen and the actor cannot be exported, or answers differently in ONNX Runtime.
@@ -55,27 +71,41 @@ def engine_for(choice: str, actor: Any, example: tuple, ask: Callable, draw: Cal
     Returns:
         Any: `TorchEngine` or `OnnxEngine`; `why` is the reason why 'auto' chose torch, which is also logged once
     """
-    if choice == 'torch': return TorchEngine(ask)
+    if choice == "torch":
+        return TorchEngine(ask)
     try:
-        if missing := not_installed(): raise ImportError(missing)
-        if not hasattr(actor, 'draw_noise'): raise _error(actor, "it has no `draw_noise`, so it may draw random numbers itself")
-        if not _on_host(actor): raise _error(actor, "it does not compute on the host")
+        if missing := not_installed():
+            raise ImportError(missing)
+        if not hasattr(actor, "draw_noise"):
+            raise _error(actor, "it has no `draw_noise`, so it may draw random numbers itself")
+        if not _on_host(actor):
+            raise _error(actor, "it does not compute on the host")
         state, hx, answer = example
         (rows := StagedRows(state, answer)).begin(state, nested.map(torch.Tensor.cpu, hx))
-        compiled = OnnxEngine(actor, rows, draw, choice == 'auto')
-        if choice == 'onnxruntime' or compiled.convolutions < LARGE: return compiled
+        compiled = OnnxEngine(actor, rows, draw, choice == "auto")
+        if choice == "onnxruntime" or compiled.convolutions < LARGE:
+            return compiled
         raise ActorError(f"{type(actor).__name__} has convolutions so large that torch is as fast")
     except Exception as e:
-        if choice == 'auto': return instead(ask, e)
-        if isinstance(e, (ActorError, ImportError)): raise
-        raise ActorError(f"ONNX Runtime cannot run {type(actor).__name__}: {describe_exception(e, 300)}") from e
+        if choice == "auto":
+            return instead(ask, e)
+        if isinstance(e, (ActorError, ImportError)):
+            raise
+        raise ActorError(
+            f"ONNX Runtime cannot run {type(actor).__name__}: {describe_exception(e, 300)}"
+        ) from e
 
 
-def _error(actor, why): return ActorError(f"{type(actor).__name__}.step cannot be exported: {why}")
+def _error(actor, why):
+    return ActorError(f"{type(actor).__name__}.step cannot be exported: {why}")
 
 
 def _on_host(actor):
-    return all(x.device.type == 'cpu' for module in modules_in(actor) for x in (*module.parameters(), *module.buffers()))
+    return all(
+        x.device.type == "cpu"
+        for module in modules_in(actor)
+        for x in (*module.parameters(), *module.buffers())
+    )
 
 
 def instead(ask: Callable, e: Exception) -> TorchEngine:
@@ -87,6 +117,7 @@ def instead(ask: Callable, e: Exception) -> TorchEngine:
     """
     engine = TorchEngine(ask)
     engine.why = str(e) if isinstance(e, (ActorError, ImportError)) else describe_exception(e, 300)
-    if engine.why not in _said: log.warning("torch runs the actor: %s", engine.why)
+    if engine.why not in _said:
+        log.warning("torch runs the actor: %s", engine.why)
     _said.add(engine.why)
     return engine

@@ -6,7 +6,8 @@
 __all__ = ['TOLERANCE', 'log', 'check_answers', 'check_engine_alike', 'Graph', 'graph_of', 'BoundWeights', 'OnnxEngine']
 
 # %% ../../../nbs/pipes/11_engines/06_compiled.ipynb #3f63992b
-import logging, os
+import logging
+import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +27,7 @@ from ..data.errors import ActorError, describe
 from ..graph.modules import EvalMode, weak_reference
 
 # %% ../../../nbs/pipes/11_engines/06_compiled.ipynb #3fe69fb8
-TOLERANCE = 1e-5     # relative, and a fraction of max(1, largest number of the leaf); torch and ONNX Runtime may round differently
+TOLERANCE = 1e-5  # relative, and a fraction of max(1, largest number of the leaf); torch and ONNX Runtime may round differently
 
 
 def check_answers(name: str, came: tuple, wanted: tuple) -> None:
@@ -37,30 +38,52 @@ def check_answers(name: str, came: tuple, wanted: tuple) -> None:
         came: (act, info, hx) from the graph, arrays
         wanted: (act, info, hx) from the actor, tensors
     """
-    for part, tree, like in zip(('act', 'info', 'hx'), came, wanted):
+    for part, tree, like in zip(("act", "info", "hx"), came, wanted):
         for leaf, x, y in zip(nested.paths(like, part), nested.leaves(tree), nested.leaves(like)):
             y = y.detach().numpy()
-            tolerance = TOLERANCE if y.dtype.kind == 'f' else 0
-            largest = np.abs(y[np.isfinite(y)]).max(initial=1)     # what rounds is the sum of large terms, also if its result is small
-            if x.dtype == y.dtype and x.shape == y.shape and np.allclose(x, y, tolerance, tolerance * largest, equal_nan=True): continue
-            raise ActorError(f"{name}.step answers differently in ONNX Runtime", leaf=leaf, expected=str(y), got=str(x))
+            tolerance = TOLERANCE if y.dtype.kind == "f" else 0
+            largest = np.abs(y[np.isfinite(y)]).max(
+                initial=1
+            )  # what rounds is the sum of large terms, also if its result is small
+            if (
+                x.dtype == y.dtype
+                and x.shape == y.shape
+                and np.allclose(x, y, tolerance, tolerance * largest, equal_nan=True)
+            ):
+                continue
+            raise ActorError(
+                f"{name}.step answers differently in ONNX Runtime",
+                leaf=leaf,
+                expected=str(y),
+                got=str(x),
+            )
 
 
 def check_engine_alike(engine: Any) -> None:
     "Raise `ActorError` unless the graph of an `OnnxEngine` and its actor give equal answers in two states, the first one from row 0."
     actor, rows = engine.actor, engine.rows
-    def row(tree, t): return nested.map(lambda x: x[t:t + 1].copy(), tree)     # `[1, B, ...]`
+
+    def row(tree, t):
+        return nested.map(lambda x: x[t : t + 1].copy(), tree)  # `[1, B, ...]`
+
     first = nested.map(np.copy, nested.getitem((rows.state, rows.hx), 0))
     for _ in range(2):
         noise = None if engine.draw is None else engine.example()
-        if noise is not None: nested.setitem(engine.noise, 0, noise)
+        if noise is not None:
+            nested.setitem(engine.noise, 0, noise)
         engine.answer(0)
-        state, hx = nested.map(torch.from_numpy, (row(rows.state, 0), nested.getitem(row(rows.hx, 0), 0)))
-        with engine.eval_mode: act, hx, info = actor.step(*state.seen_by(actor), hx=hx, virtual=False, noise=noise)
+        state, hx = nested.map(
+            torch.from_numpy, (row(rows.state, 0), nested.getitem(row(rows.hx, 0), 0))
+        )
+        with engine.eval_mode:
+            act, hx, info = actor.step(*state.seen_by(actor), hx=hx, virtual=False, noise=noise)
         came = *row((rows.act, rows.info), 0), nested.getitem(rows.hx, 1)
         check_answers(type(actor).__name__, came, (act, info, hx))
         x = nested.map(lambda x: x[0].numpy(), state)
-        rows.begin(State(x.stepno + 1, x.obs, nested.getitem(came[0], 0), x.rew + 0.5, x.fin & False), came[2])
+        rows.begin(
+            State(x.stepno + 1, x.obs, nested.getitem(came[0], 0), x.rew + 0.5, x.fin & False),
+            came[2],
+        )
     rows.begin(*first)
 
 # %% ../../../nbs/pipes/11_engines/06_compiled.ipynb #c66caa9a
@@ -73,6 +96,7 @@ class Graph(NamedTuple):
         outs: examples of the outputs: act, info, hx
         convolutions: multiplications in the convolutions of a step
     """
+
     actor: Callable
     form: tuple
     constants: Constants
@@ -81,8 +105,10 @@ class Graph(NamedTuple):
     convolutions: int
 
 
-log = logging.getLogger('rollpipe')
-_graphs = deque(maxlen=16)     # the newest graphs; few, because the constants of a graph may keep its actor alive
+log = logging.getLogger("rollpipe")
+_graphs = deque(
+    maxlen=16
+)  # the newest graphs; few, because the constants of a graph may keep its actor alive
 
 
 def graph_of(actor: Any, inputs: tuple, weights: Weights, kept: bool = True) -> Graph:
@@ -97,10 +123,18 @@ def graph_of(actor: Any, inputs: tuple, weights: Weights, kept: bool = True) -> 
     form = nested.Form((inputs, weights.tensors())), os.getpid()
     with EvalMode(actor):
         for graph in reversed(_graphs) if kept else ():
-            if graph.actor() is actor and graph.form == form and graph.constants.changed() is None: return graph
+            if graph.actor() is actor and graph.form == form and graph.constants.changed() is None:
+                return graph
         constants = Constants(actor, weights)
     pure = PureStep(actor, inputs)
-    graph = Graph(weak_reference(actor), form, constants, open_session(to_onnx(pure)), tuple(pure.outs), pure.convolutions)
+    graph = Graph(
+        weak_reference(actor),
+        form,
+        constants,
+        open_session(to_onnx(pure)),
+        tuple(pure.outs),
+        pure.convolutions,
+    )
     _graphs.append(graph)
     return graph
 
@@ -110,28 +144,40 @@ class BoundWeights:
 
     `where` has address, strides, shape and dtype of each weight, and `copies` the copies of weights that are not contiguous.
     """
+
     rows: StagedRows
-    slots: list           # (dict, key) of each weight of the actor
-    weights_read: list    # numbers of the weights that the session reads
-    runs: list            # for each row, the function that runs the graph on it; None: the row is not bound yet
+    slots: list  # (dict, key) of each weight of the actor
+    weights_read: list  # numbers of the weights that the session reads
+    runs: (
+        list  # for each row, the function that runs the graph on it; None: the row is not bound yet
+    )
 
     def _where(self):
         "For each weight, its address and strides, and its shape and dtype."
-        return [(x.data_ptr(), x.stride(), x.shape, x.dtype) for slots, key in self.slots for x in (slots[key],)]
+        return [
+            (x.data_ptr(), x.stride(), x.shape, x.dtype)
+            for slots, key in self.slots
+            for x in (slots[key],)
+        ]
 
     def _moved(self, where) -> bool:
         "Bind the weights at their current addresses. Returns False if a shape or dtype has changed."
-        if [x[2:] for x in self.where] != [x[2:] for x in where]: return False
+        if [x[2:] for x in self.where] != [x[2:] for x in where]:
+            return False
         self._bind_weights(where)
         return True
 
     def _bind_weights(self, where):
-        self.where, self.runs, self.weights, self.copies = where, [None] * self.rows.n, {}, []
+        self.where = where
+        self.runs = [None] * self.rows.n
+        self.weights = {}
+        self.copies = []
         for k in self.weights_read:
             slots, key = self.slots[k]
             x = slots[key].detach()
             self.weights[f"weight_{k}"] = x.numpy() if x.is_contiguous() else x.contiguous().numpy()
-            if not x.is_contiguous(): self.copies.append((self.weights[f"weight_{k}"], x))
+            if not x.is_contiguous():
+                self.copies.append((self.weights[f"weight_{k}"], x))
 
 # %% ../../../nbs/pipes/11_engines/06_compiled.ipynb #cd143183
 class OnnxEngine(BoundWeights):
@@ -145,35 +191,52 @@ class OnnxEngine(BoundWeights):
         draw: n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
         gives_up: raise an error, too, if constants of the actor change again and again, so that torch can take over
     """
-    name, why = 'onnxruntime', ''
-    MOST = 3             # changes of constants for which a new graph is made; at the next one it may give up
-    reads: tuple         # fields of `State` that the graph reads
-    shapes: dict         # shapes of inputs and outputs, without the time dimension if the graph does not need it
-    convolutions: int    # multiplications in the convolutions of a step
+
+    name, why = "onnxruntime", ""
+    MOST = 3  # changes of constants for which a new graph is made; at the next one it may give up
+    reads: tuple  # fields of `State` that the graph reads
+    shapes: dict  # shapes of inputs and outputs, without the time dimension if the graph does not need it
+    convolutions: int  # multiplications in the convolutions of a step
 
     def __init__(self, actor: Any, rows: StagedRows, draw: Callable | None, gives_up: bool = False):
-        self.actor, self.rows, self.draw, self.eval_mode, self.gives_up, self.most = actor, rows, draw, EvalMode(actor), gives_up, rows.n
-        self.example_noise, self.changes = torch.Generator().manual_seed(0), []     # examples must not draw the lane's own noise
-        self.noise = None if draw is None else nested.map(lambda x: np.zeros((rows.n, *x.shape), x.numpy().dtype), self.example())
+        self.actor = actor
+        self.rows = rows
+        self.draw = draw
+        self.eval_mode = EvalMode(actor)
+        self.gives_up = gives_up
+        self.most = rows.n
+        # examples must not draw the lane's own noise
+        self.example_noise = torch.Generator().manual_seed(0)
+        self.changes = []
+        self.noise = (
+            None
+            if draw is None
+            else nested.map(lambda x: np.zeros((rows.n, *x.shape), x.numpy().dtype), self.example())
+        )
         self._compile()
 
     def load(self) -> None:
         "Take the weights of the moment. Raises `ActorError` if the actor has changed and cannot be exported any more."
-        with self.eval_mode: change = self.constants.changed()
-        if change or (where := self._where()) != self.where and not self._moved(where): self._compile(change)
-        for x, y in self.copies: np.copyto(x, y.detach().numpy())
+        with self.eval_mode:
+            change = self.constants.changed()
+        if change or (where := self._where()) != self.where and not self._moved(where):
+            self._compile(change)
+        for x, y in self.copies:
+            np.copyto(x, y.detach().numpy())
 
     def begin(self, rows: Rows, begin: int, n: int, row: Row, act: Any, hx: Any) -> tuple:
         "Prepare for `n` steps, and draw their noise. See `TorchEngine`."
         self.rows.begin(row.state(arrays_of(act)), hx)
-        if self.draw is not None: nested.setitem(self.noise, (slice(n), 0), self.draw(n))
+        if self.draw is not None:
+            nested.setitem(self.noise, (slice(n), 0), self.draw(n))
         return self.rows, 0
 
     def answer(self, t: int) -> tuple:
         "The actor's answer `(action, hx)` in row `t`. Both are overwritten later."
         (self.runs[t] or self._bind(t))()
         rows = self.rows
-        if 'act' in self.reads: nested.setitem(rows.state.act, t + 1, rows.arrays[t])
+        if "act" in self.reads:
+            nested.setitem(rows.state.act, t + 1, rows.arrays[t])
         return rows.arrays[t], rows.hxs[t + 1]
 
     def renew(self, t: int, hx: Any) -> None:
@@ -183,44 +246,81 @@ class OnnxEngine(BoundWeights):
     def end(self, rows: Rows, begin: int, n: int) -> tuple:
         "Copy the results to `rows`, and return `(reports, act, hx)`."
         self.rows.copy_to(rows, begin, n)
-        def copied(tree, at): return nested.map(lambda x: torch.from_numpy(x[at].copy()), tree)
-        return [copied(self.rows.info, slice(n))], copied(self.rows.act, slice(n - 1, n)), copied(self.rows.hx, n)
+
+        def copied(tree, at):
+            return nested.map(lambda x: torch.from_numpy(x[at].copy()), tree)
+
+        return (
+            [copied(self.rows.info, slice(n))],
+            copied(self.rows.act, slice(n - 1, n)),
+            copied(self.rows.hx, n),
+        )
 
     def _compile(self, change=None, kept=True):
         "Use a graph of the actor's current form. `change` names what the previous graph treated as constant and what has changed."
-        rows, weights, name = self.rows, Weights(self.actor), type(self.actor).__name__
+        rows = self.rows
+        weights = Weights(self.actor)
+        name = type(self.actor).__name__
         if change and self.gives_up and len(self.changes) == self.MOST:
-            raise ActorError(f"{change} changes again and again, and each time {name} needs a new graph. A buffer may change")
+            raise ActorError(
+                f"{change} changes again and again, and each time {name} needs a new graph. A buffer may change"
+            )
         inputs = nested.getitem(rows.state, slice(1)), nested.getitem((rows.hx, self.noise), 0)
-        graph = graph_of(self.actor, nested.map(torch.from_numpy, (inputs[0], *inputs[1])), weights, kept)
+        graph = graph_of(
+            self.actor, nested.map(torch.from_numpy, (inputs[0], *inputs[1])), weights, kept
+        )
         if change:
-            if change not in self.changes: log.warning("%s changed, so ONNX Runtime has a new graph of %s.", change, name)
+            if change not in self.changes:
+                log.warning("%s changed, so ONNX Runtime has a new graph of %s.", change, name)
             self.changes.append(change)
-        self.session, self.constants, self.convolutions = graph.session, graph.constants, graph.convolutions
+        self.session = graph.session
+        self.constants = graph.constants
+        self.convolutions = graph.convolutions
         self.slots = [(slots, key) for (slots, key, _), *_ in weights.places]
-        self.shapes = {x.name: x.shape for x in (*self.session.get_inputs(), *self.session.get_outputs())}
-        read, staged = self.shapes, nested.leaves((rows.state, rows.hx, self.noise))
+        self.shapes = {
+            x.name: x.shape for x in (*self.session.get_inputs(), *self.session.get_outputs())
+        }
+        read = self.shapes
+        staged = nested.leaves((rows.state, rows.hx, self.noise))
         self.weights_read = [k for k in range(len(self.slots)) if f"weight_{k}" in read]
         self.inputs = {f"input_{k}": x for k, x in enumerate(staged) if f"input_{k}" in read}
         leaves = [id(x) for x in self.inputs.values()]
-        self.reads = tuple(name for name, x in zip(State._fields, rows.state) if any(id(y) in leaves for y in nested.leaves(x)))
+        self.reads = tuple(
+            name
+            for name, x in zip(State._fields, rows.state)
+            if any(id(y) in leaves for y in nested.leaves(x))
+        )
         rows.reads = self.reads
-        self.outputs = [*nested.leaves((rows.act, rows.info)), *(x[1:] for x in nested.leaves(rows.hx))]
+        self.outputs = [
+            *nested.leaves((rows.act, rows.info)),
+            *(x[1:] for x in nested.leaves(rows.hx)),
+        ]
         for rows_of_it, x in zip(self.outputs, graph.outs):
-            if x.dtype is (dtype := torch.from_numpy(rows_of_it).dtype): continue
-            raise ActorError("the actor changes a dtype", expected=describe(x.to(dtype)), got=describe(x))
+            if x.dtype is (dtype := torch.from_numpy(rows_of_it).dtype):
+                continue
+            raise ActorError(
+                "the actor changes a dtype", expected=describe(x.to(dtype)), got=describe(x)
+            )
         self._bind_weights(self._where())
-        try: check_engine_alike(self)
+        try:
+            check_engine_alike(self)
         except ActorError:
-            if not kept: raise
-            self._compile(kept=False)     # a change that `Constants` cannot see may have made the earlier graph wrong
+            if not kept:
+                raise
+            self._compile(
+                kept=False
+            )  # a change that `Constants` cannot see may have made the earlier graph wrong
 
     def _bind(self, t):
         binding = self.session.io_binding()
-        for name, x in self.weights.items(): binding.bind_input(name, 'cpu', 0, x.dtype.type, x.shape, x.ctypes.data)
-        for name, x in self.inputs.items(): binding.bind_input(name, 'cpu', 0, x.dtype.type, self.shapes[name], x[t].ctypes.data)
+        for name, x in self.weights.items():
+            binding.bind_input(name, "cpu", 0, x.dtype.type, x.shape, x.ctypes.data)
+        for name, x in self.inputs.items():
+            binding.bind_input(name, "cpu", 0, x.dtype.type, self.shapes[name], x[t].ctypes.data)
         for k, x in enumerate(self.outputs):
-            binding.bind_output(name := f"output_{k}", 'cpu', 0, x.dtype.type, self.shapes[name], x[t].ctypes.data)
+            binding.bind_output(
+                name := f"output_{k}", "cpu", 0, x.dtype.type, self.shapes[name], x[t].ctypes.data
+            )
         self.runs[t] = run = partial(self.session.run_with_iobinding, binding)
         return run
 

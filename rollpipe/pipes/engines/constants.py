@@ -6,7 +6,8 @@
 __all__ = ['Reads', 'Constants']
 
 # %% ../../../nbs/pipes/11_engines/05_constants.ipynb #0904c959
-import inspect, sys
+import inspect
+import sys
 from argparse import Namespace
 from collections import deque
 from functools import partial
@@ -20,106 +21,171 @@ from ..graph.modules import comparable, content_of, globals_in, names_in
 from .reactions import OF_TORCH
 
 # %% ../../../nbs/pipes/11_engines/05_constants.ipynb #584d6296
-_LIBRARIES = {*sys.stdlib_module_names, 'torch', 'numpy', 'gymnasium'}
-_OURS = 'rollpipe'
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "gymnasium"}
+_OURS = "rollpipe"
 _KNOWN = {*_LIBRARIES, _OURS}
 
 
 def _home(x) -> str:
     "The top-level package of a class, function or module, or of an object's class."
-    return str(x.__name__ if inspect.ismodule(x) else getattr(x, '__module__', '')).partition('.')[0]
+    return str(x.__name__ if inspect.ismodule(x) else getattr(x, "__module__", "")).partition(".")[
+        0
+    ]
 
 
 class Reads:
     "Collects what code may read besides its arguments: `tables`, single `values`, and values that may change `within`, each with a text."
-    def __init__(self): self.tables, self.values, self.within, self.seen = [], [], [], {}
+
+    def __init__(self):
+        self.tables = []
+        self.values = []
+        self.within = []
+        self.seen = {}
 
     def owner(self, name: str, owner: Any) -> None:
         "Add an actor, or a part of one: its attributes, and what its class reads."
-        attributes = getattr(owner, '__dict__', {})
-        own = [key for key in attributes.keys() - OF_TORCH if not (key.startswith('_') and _home(owner) in _KNOWN)]
+        attributes = getattr(owner, "__dict__", {})
+        own = [
+            key
+            for key in attributes.keys() - OF_TORCH
+            if not (key.startswith("_") and _home(owner) in _KNOWN)
+        ]
         self._table(f"of {name}", attributes, own)
-        for x in (type(owner), *attributes.values()): self.visit(x)
+        for x in (type(owner), *attributes.values()):
+            self.visit(x)
 
     def visit(self, x: Any) -> None:
         "Add what a class, a function, or the class of an object reads."
-        if inspect.ismodule(x) or _home(x) in _LIBRARIES or id(x) in self.seen: return
+        if inspect.ismodule(x) or _home(x) in _LIBRARIES or id(x) in self.seen:
+            return
         self.seen[id(x)] = x
         if isinstance(x, type):
-            self._table(f"of class {x.__name__}", vars(x), [key for key in vars(x) if not key.startswith('__') and _home(x) != _OURS])
-            for y in (*vars(x).values(), *x.__bases__): self.visit(y)
-        elif inspect.isfunction(x): self._function(x)
-        elif isinstance(x, (staticmethod, classmethod)) or inspect.ismethod(x): self.visit(x.__func__)
-        elif isinstance(x, property): self.visit(x.fget)
-        elif isinstance(x, partial): self.visit(x.func)
-        else: self.visit(type(x))
+            self._table(
+                f"of class {x.__name__}",
+                vars(x),
+                [key for key in vars(x) if not key.startswith("__") and _home(x) != _OURS],
+            )
+            for y in (*vars(x).values(), *x.__bases__):
+                self.visit(y)
+        elif inspect.isfunction(x):
+            self._function(x)
+        elif isinstance(x, (staticmethod, classmethod)) or inspect.ismethod(x):
+            self.visit(x.__func__)
+        elif isinstance(x, property):
+            self.visit(x.fget)
+        elif isinstance(x, partial):
+            self.visit(x.func)
+        else:
+            self.visit(type(x))
 
     def _table(self, text, table, keys):
         self.tables.append((text, table))
         self.within += [(f"attribute {key} {text}", partial(table.get, key)) for key in keys]
 
     def _function(self, f):
-        if _home(f) == _OURS: return
-        for name in {*globals_in(f.__code__)} & f.__globals__.keys(): self._value(f, name, partial(f.__globals__.get, name))
-        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()): self._value(f, name, partial(content_of, cell))
+        if _home(f) == _OURS:
+            return
+        for name in {*globals_in(f.__code__)} & f.__globals__.keys():
+            self._value(f, name, partial(f.__globals__.get, name))
+        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
+            self._value(f, name, partial(content_of, cell))
 
     def _value(self, f, name, get):
         value = get()
         if not inspect.ismodule(value):
             self.values.append((f"{name}, which {f.__qualname__} reads,", get))
             self.visit(value)
-        elif _home(value) not in _LIBRARIES and (known := (id(value), id(f))) not in self.seen:     # modules may import each other
+        elif (
+            _home(value) not in _LIBRARIES and (known := (id(value), id(f))) not in self.seen
+        ):  # modules may import each other
             self.seen[known] = value
-            for key in {*names_in(f.__code__)} & vars(value).keys(): self._value(f, key, partial(vars(value).get, key))
+            for key in {*names_in(f.__code__)} & vars(value).keys():
+                self._value(f, key, partial(vars(value).get, key))
 
 # %% ../../../nbs/pipes/11_engines/05_constants.ipynb #0b260076
 class Constants:
     "What an exported graph treats as constant: values that the actor and its parts read, their hooks, and which weights are tied."
+
     def __init__(self, holder: Any, weights: Weights):
         reads = Reads()
-        if not isinstance(holder, torch.nn.Module): reads.owner(type(holder).__name__, holder)
+        if not isinstance(holder, torch.nn.Module):
+            reads.owner(type(holder).__name__, holder)
         for m, name in weights.parts.items():
             reads.owner(name, m)
-            reads.tables += [(f"of {name}", table) for table in (m._modules, m._forward_hooks, m._forward_pre_hooks)]
-        self.texts, self.tables, self.before = zip(*((text, table, dict(table)) for text, table in reads.tables))
+            reads.tables += [
+                (f"of {name}", table)
+                for table in (m._modules, m._forward_hooks, m._forward_pre_hooks)
+            ]
+        self.texts, self.tables, self.before = zip(
+            *((text, table, dict(table)) for text, table in reads.tables)
+        )
         self.values = [(text, get, get()) for text, get in reads.values]
-        self.within = [(text, get, comparable(get())) for text, get in (*reads.within, *reads.values) if _may_change(get())]
-        self.filled = [(name, slots, _filled(slots)) for m, name in weights.parts.items() for slots in (m._parameters, m._buffers)]
-        self.tied = [[(slots, key) for slots, key, _ in places] for places in weights.places if len(places) > 1]
+        self.within = [
+            (text, get, comparable(get()))
+            for text, get in (*reads.within, *reads.values)
+            if _may_change(get())
+        ]
+        self.filled = [
+            (name, slots, _filled(slots))
+            for m, name in weights.parts.items()
+            for slots in (m._parameters, m._buffers)
+        ]
+        self.tied = [
+            [(slots, key) for slots, key, _ in places]
+            for places in weights.places
+            if len(places) > 1
+        ]
 
     def changed(self) -> str | None:
         "A text that names a constant that has changed, or None. Call this in evaluation mode."
-        if not _is_equal(self.tables, self.before) and (found := self._attribute()): return found
+        if not _is_equal(self.tables, self.before) and (found := self._attribute()):
+            return found
         for name, slots, before in self.filled:
-            if (now := _filled(slots)) != before: return f"weight {min(now ^ before)} of {name}"
+            if (now := _filled(slots)) != before:
+                return f"weight {min(now ^ before)} of {name}"
         for text, get, before in self.values:
-            if not _is_equal(get(), before): return text
+            if not _is_equal(get(), before):
+                return text
         for text, get, before in self.within:
-            if comparable(get()) != before: return text
+            if comparable(get()) != before:
+                return text
         for (slots, key), *others in self.tied:
-            if any(s[k] is not slots[key] for s, k in others): return f"weight {key}, which several parts shared,"
+            if any(s[k] is not slots[key] for s, k in others):
+                return f"weight {key}, which several parts shared,"
         return None
 
     def _attribute(self):
         "The name of the first attribute that has changed, or None."
         for text, now, before in zip(self.texts, self.tables, self.before):
-            before.update({k: now[k] for k in now.keys() & {'__slotnames__'}})     # Python adds it when an object is copied
+            before.update(
+                {k: now[k] for k in now.keys() & {"__slotnames__"}}
+            )  # Python adds it when an object is copied
             for k in {**now, **before}:
-                if not _is_equal(now.get(k, _is_equal), before.get(k, _is_equal)): return f"attribute {k} {text}"
+                if not _is_equal(now.get(k, _is_equal), before.get(k, _is_equal)):
+                    return f"attribute {k} {text}"
 
 
-def _filled(slots): return {name for name, x in slots.items() if x is not None}
+def _filled(slots):
+    return {name for name, x in slots.items() if x is not None}
 
 
 def _is_equal(x, y) -> bool:
-    try: return bool(x is y or x == y)
-    except Exception: return False     # such as arrays, whose comparison gives an array
+    try:
+        return bool(x is y or x == y)
+    except Exception:
+        return False  # such as arrays, whose comparison gives an array
 
 
 def _may_change(x) -> bool:
     "May `x` be changed in place, so that it must be compared by value?"
-    if isinstance(x, (tuple, frozenset)): return any(map(_may_change, x))
-    if isinstance(x, (bool, int, float, complex, str, bytes, np.generic)) or _home(x) in _KNOWN and not isinstance(x, _VALUES): return False
+    if isinstance(x, (tuple, frozenset)):
+        return any(map(_may_change, x))
+    if (
+        isinstance(x, (bool, int, float, complex, str, bytes, np.generic))
+        or _home(x) in _KNOWN
+        and not isinstance(x, _VALUES)
+    ):
+        return False
     return comparable(x) is not None
 
 

@@ -18,17 +18,25 @@ class TorchEngine:
     Args:
         ask: (seen, hx) -> (act, hx, info): the actor with its noise and checks, torch [1, B, ...]
     """
-    name, why, most = 'torch', '', Rows.MANY
 
-    def __init__(self, ask: Callable): self.ask = ask
+    name = "torch"
+    why = ""
+    most = Rows.MANY
+
+    def __init__(self, ask: Callable):
+        self.ask = ask
 
     def load(self) -> None:
         "torch uses the weights of the moment anyway."
 
     def begin(self, rows: Rows, begin: int, n: int, row: Row, act: Any, hx: Any) -> tuple:
         "Prepare `n` steps after row `begin`. Returns the rows in which the environments step, and the number of the present row there."
-        self.rows, self.at = (rows, begin) if len(rows) <= rows.MANY else (rows.part(begin, begin + n + 1), 0)
-        self.act, self.hx, self.reports = act, hx, []
+        self.rows, self.at = (
+            (rows, begin) if len(rows) <= rows.MANY else (rows.part(begin, begin + n + 1), 0)
+        )
+        self.act = act
+        self.hx = hx
+        self.reports = []
         return self.rows, self.at
 
     def answer(self, t: int) -> tuple:
@@ -43,5 +51,5 @@ class TorchEngine:
 
     def end(self, rows: Rows, begin: int, n: int) -> tuple:
         "`(reports, act, hx)` after the last step."
-        del self.rows     # so that only the caller has its memory
+        del self.rows  # so that only the caller has its memory
         return self.reports, self.act, self.hx

@@ -26,6 +26,7 @@ from ..graph.modules import VersionCounter, modules_in
 # %% ../../../nbs/pipes/11_engines/09_interaction.ipynb #6342151d
 class KeptInteraction(TickSource):
     "Mixin of `Interaction`: its state."
+
     checked: CheckedActor
     envs: Batch
     row: Any
@@ -40,22 +41,33 @@ class KeptInteraction(TickSource):
 
     def get_state(self) -> dict:
         "Everything on which the next steps depend, but for the weights of the actor. Raises `EnvError` if the environments are not kept."
-        row, term = nested.map(np.array, (self.row.state(()), self.row.term))     # copies, because the arrays are rows of larger memory
-        return dict(row=row, term=term, act=self.act, hx=self.hx, noise=self.checked.seeded.get_state(), envs=self.envs.get_state())
+        row, term = nested.map(
+            np.array, (self.row.state(()), self.row.term)
+        )  # copies, because the arrays are rows of larger memory
+        return dict(
+            row=row,
+            term=term,
+            act=self.act,
+            hx=self.hx,
+            noise=self.checked.seeded.get_state(),
+            envs=self.envs.get_state(),
+        )
 
     def set_state(self, state: dict) -> None:
         "Go on from what `get_state` returned. This takes the place of `start`."
-        self.envs.set_state(state['envs'])
+        self.envs.set_state(state["envs"])
         rows = self.envs.rows()
         self.row = rows.rows[0]
-        self._check(self.row.state(()), state['row'])
-        rows.put(0, state['row'], state['term'])
+        self._check(self.row.state(()), state["row"])
+        rows.put(0, state["row"], state["term"])
         self._begin()
-        self._check((self.act, self.hx), (state['act'], state['hx']))
-        self.act, self.hx = state['act'], state['hx']
-        self.checked.seeded.set_state(state['noise'])
+        self._check((self.act, self.hx), (state["act"], state["hx"]))
+        self.act = state["act"]
+        self.hx = state["hx"]
+        self.checked.seeded.set_state(state["noise"])
 
-    def _check(self, like, kept): nested.Form(like, 'state', EnvError, **self.envs.where).check(kept)
+    def _check(self, like, kept):
+        nested.Form(like, "state", EnvError, **self.envs.where).check(kept)
 
 # %% ../../../nbs/pipes/11_engines/09_interaction.ipynb #f29b56c3
 class Interaction(KeptInteraction):
@@ -70,15 +82,31 @@ class Interaction(KeptInteraction):
         device: the actor's device; None: the host
         engine: engine that runs the actor: 'torch', 'onnxruntime' or 'auto'
     """
-    def __init__(self, actor: Any, envs: Batch, seed: np.random.SeedSequence, *, lane: int = 0, explore: bool = True,
-                 device: torch.device | None = None, engine: str = 'torch'):
-        self.envs, self.lane, self.engine_choice, self.wanted = envs, lane, engine, None     # wanted: rows for the next steps
-        try: self.checked, self.counter = CheckedActor(actor, envs, seed, explore, device), VersionCounter(actor, modules_in(actor))
+
+    def __init__(
+        self,
+        actor: Any,
+        envs: Batch,
+        seed: np.random.SeedSequence,
+        *,
+        lane: int = 0,
+        explore: bool = True,
+        device: torch.device | None = None,
+        engine: str = "torch",
+    ):
+        # wanted: rows for the next steps
+        self.envs = envs
+        self.lane = lane
+        self.engine_choice = engine
+        self.wanted = None
+        try:
+            self.checked = CheckedActor(actor, envs, seed, explore, device)
+            self.counter = VersionCounter(actor, modules_in(actor))
         except BaseException:
             envs.close()
             raise
 
-    def start(self) -> 'Interaction':
+    def start(self) -> "Interaction":
         "Reset the environments and the recurrent state. Returns this interaction."
         self.row = self.envs.rows().rows[0]
         self.envs.reset_into(self.row)
@@ -86,64 +114,103 @@ class Interaction(KeptInteraction):
 
     def _begin(self):
         # One virtual call, because only the actor knows the structure of its recurrent state and the dtype of its actions.
-        act, hx, _ = self.checked.answer(self.row.seen(nested.as_seen(self.envs.no_action())), None, virtual=True)
-        self.act, self.hx = nested.map(torch.zeros_like, act), self.checked.reset(hx, list(range(len(self.envs))))
+        act, hx, _ = self.checked.answer(
+            self.row.seen(nested.as_seen(self.envs.no_action())), None, virtual=True
+        )
+        self.act, self.hx = (
+            nested.map(torch.zeros_like, act),
+            self.checked.reset(hx, list(range(len(self.envs)))),
+        )
         self.engine = self.checked.engine(self.engine_choice, self.state, self.hx)
         return self
 
     def _run(self, rows, begin, n, found):
         "Take `n` steps, write the states into the rows that follow row `begin` of `rows`, and append the rest to `found`."
-        engine, envs, fault = self.engine, self.envs, None
-        try: where, at = engine.begin(rows, begin, n, self.row, self.act, self.hx)
+        engine = self.engine
+        envs = self.envs
+        fault = None
+        try:
+            where, at = engine.begin(rows, begin, n, self.row, self.act, self.hx)
         except Exception:
-            with self.checked.calling_step: raise
+            with self.checked.calling_step:
+                raise
         try:
             for t in range(n):
-                if self.checked.action_mask is not None: self.checked.check_mask(where.rows[at + t].obs, envs.acting)
-                try: array, hx = engine.answer(t)
+                if self.checked.action_mask is not None:
+                    self.checked.check_mask(where.rows[at + t].obs, envs.acting)
+                try:
+                    array, hx = engine.answer(t)
                 except Exception:
-                    with self.checked.calling_step: raise
+                    with self.checked.calling_step:
+                        raise
                 final, ended, env, valid = envs.step_into(where, at + t, array)
                 where.put_act(at + t + 1, array)
                 found.env.append(env)
                 found.valid.append(valid)
-                if not ended: continue
+                if not ended:
+                    continue
                 term = where.term[at + t + 1]
                 for b, obs in final.items():
-                    memory = nested.map(lambda x, b=b: x[:, b:b + 1].clone(), hx)
+                    memory = nested.map(lambda x, b=b: x[:, b : b + 1].clone(), hx)
                     found.ends.append(End(begin + t, b, obs, memory, bool(term[b])))
                 engine.renew(t, self.checked.reset(hx, ended))
-        except Exception as e: fault = e
-        envs.settle(where, at)     # this raises the error of an earlier step, if there is one
-        if fault is not None: raise fault
+        except Exception as e:
+            fault = e
+        envs.settle(where, at)  # this raises the error of an earlier step, if there is one
+        if fault is not None:
+            raise fault
         reports, self.act, self.hx = engine.end(rows, begin, n)
         found.reports.extend(reports)
 
     def _load(self):
         "Let the engine take the weights of the moment. torch takes over if the actor cannot be exported any more, and 'auto' is chosen."
         with self.checked.calling_step:
-            try: self.engine.load()
+            try:
+                self.engine.load()
             except Exception as e:
-                if self.engine_choice != 'auto': raise
+                if self.engine_choice != "auto":
+                    raise
                 self.engine = instead(self.checked.answer, e)
 
     def ticks(self) -> Iterator[Tick]:
         "Yield a `Tick` for each step, without end; or for the steps that `collect_into` asked for."
-        rows, t, now = self.envs.rows(), 0, self.state
+        rows = self.envs.rows()
+        t = 0
+        now = self.state
         while True:
-            version, state, hx, final = self.counter.version(), now, self.hx, {}
+            version = self.counter.version()
+            state = now
+            hx = self.hx
+            final = {}
             self.collected = found = Collected([], [], [], [])
-            if self.engine.name != 'torch': self._load()
-            if self.wanted is not None: self._collect(self.wanted, found)
+            if self.engine.name != "torch":
+                self._load()
+            if self.wanted is not None:
+                self._collect(self.wanted, found)
             else:
-                if t + 1 == len(rows): rows, t = self.envs.rows(), 0
-                rows.rows[t] = self.row     # it may be a row of other memory
+                if t + 1 == len(rows):
+                    rows = self.envs.rows()
+                    t = 0
+                rows.rows[t] = self.row  # it may be a row of other memory
                 self._run(rows, t, 1, found)
                 t += 1
-                self.row, final = rows.rows[t], {b: (obs, memory) for _, b, obs, memory, _ in found.ends}
+                self.row = rows.rows[t]
+                final = {b: (obs, memory) for _, b, obs, memory, _ in found.ends}
             now = self.state
-            yield Tick(state, hx, found.reports[-1], now, self.hx, self.row.term, final, found.env[-1], found.valid[-1],
-                       self.lane, version, self)
+            yield Tick(
+                state,
+                hx,
+                found.reports[-1],
+                now,
+                self.hx,
+                self.row.term,
+                final,
+                found.env[-1],
+                found.valid[-1],
+                self.lane,
+                version,
+                self,
+            )
 
     def _collect(self, rows, found):
         "Take all steps for which there are rows. What the next step needs is copied: answers may be views of rows, which may be reused."
@@ -151,7 +218,10 @@ class Interaction(KeptInteraction):
         while n := min(len(rows) - 1 - begin, self.engine.most):
             self._run(rows, begin, n, found)
             begin += n
-            self.row, (self.act, self.hx) = rows.copy(begin), nested.map(torch.clone, (self.act, self.hx))
+            self.row, (self.act, self.hx) = (
+                rows.copy(begin),
+                nested.map(torch.clone, (self.act, self.hx)),
+            )
 
     def collect_into(self, rows: Rows) -> bool:
         "See `TickSource`. Nothing happens if rows must be page-locked."

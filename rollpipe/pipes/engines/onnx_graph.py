@@ -6,7 +6,10 @@
 __all__ = ['OPSET', 'without_time', 'hushed', 'to_onnx', 'open_session']
 
 # %% ../../../nbs/pipes/11_engines/04_onnx_graph.ipynb #2b1c0a38
-import io, logging, re, warnings
+import io
+import logging
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,59 +21,123 @@ from .pure import PureStep
 from ..data.errors import describe_exception
 
 # %% ../../../nbs/pipes/11_engines/04_onnx_graph.ipynb #258ae9b3
-_ELEMENTWISE = {'Abs', 'Add', 'And', 'Cast', 'Clip', 'Div', 'Elu', 'Equal', 'Erf', 'Exp', 'Greater', 'Identity', 'LeakyRelu', 'Less', 'Log',
-                'Max', 'Min', 'Mul', 'Neg', 'Not', 'Or', 'Pow', 'Relu', 'Sigmoid', 'Softplus', 'Sqrt', 'Sub', 'Tanh', 'Where'}
-_ALONG_AXIS = {'ArgMax', 'Concat', 'LayerNormalization', 'LogSoftmax', 'Softmax'}     # allowed if their axis is not the time dimension
+_ELEMENTWISE = {
+    "Abs",
+    "Add",
+    "And",
+    "Cast",
+    "Clip",
+    "Div",
+    "Elu",
+    "Equal",
+    "Erf",
+    "Exp",
+    "Greater",
+    "Identity",
+    "LeakyRelu",
+    "Less",
+    "Log",
+    "Max",
+    "Min",
+    "Mul",
+    "Neg",
+    "Not",
+    "Or",
+    "Pow",
+    "Relu",
+    "Sigmoid",
+    "Softplus",
+    "Sqrt",
+    "Sub",
+    "Tanh",
+    "Where",
+}
+_ALONG_AXIS = {
+    "ArgMax",
+    "Concat",
+    "LayerNormalization",
+    "LogSoftmax",
+    "Softmax",
+}  # allowed if their axis is not the time dimension
 
 
 def without_time(model: Any) -> Any:
     "The graph with inputs and outputs `[B, ...]` instead of `[1, B, ...]`; `model` itself if an operator might need the time dimension."
     import onnx
+
     new = onnx.ModelProto()
     new.CopyFrom(model)
-    graph, dims = new.graph, lambda x: x.type.tensor_type.shape.dim
-    cut = {x.name for x in graph.input if x.name.startswith('input_') and len(dims(x)) > 1 and dims(x)[0].dim_value == 1}
-    if not all(_is_cut(node, cut) for node in graph.node): return model
+    graph = new.graph
+    dims = lambda x: x.type.tensor_type.shape.dim
+    cut = {
+        x.name
+        for x in graph.input
+        if x.name.startswith("input_") and len(dims(x)) > 1 and dims(x)[0].dim_value == 1
+    }
+    if not all(_is_cut(node, cut) for node in graph.node):
+        return model
     for x in (*graph.input, *graph.output):
-        if x.name in cut: del dims(x)[0]
-    try: before, after = (_shapes(onnx.shape_inference.infer_shapes(x, strict_mode=True, data_prop=True).graph) for x in (model, new))
-    except onnx.shape_inference.InferenceError: return model
-    kept = all(after.get(name) == (shape[1:] if name in cut else shape) for name, shape in before.items() if name not in _lists(graph))
+        if x.name in cut:
+            del dims(x)[0]
+    try:
+        before, after = (
+            _shapes(onnx.shape_inference.infer_shapes(x, strict_mode=True, data_prop=True).graph)
+            for x in (model, new)
+        )
+    except onnx.shape_inference.InferenceError:
+        return model
+    kept = all(
+        after.get(name) == (shape[1:] if name in cut else shape)
+        for name, shape in before.items()
+        if name not in _lists(graph)
+    )
     return new if kept and cut <= before.keys() else model
 
 
 def _is_cut(node, cut):
     "Add the outputs of `node` to `cut`, the values without time dimension. False if `node` might use that dimension."
-    if not any(x in cut for x in node.input): return True
-    axis = next((x for x in node.attribute if x.name == 'axis'), None)
-    if node.op_type in _ALONG_AXIS and node.input[0] in cut and axis is not None and axis.i != 0: axis.i -= axis.i > 0
-    elif node.op_type == 'MatMul' and node.input[1] not in cut: pass
-    elif node.op_type == 'Expand' or node.op_type == 'Shape' and not node.attribute: pass
-    elif node.op_type not in _ELEMENTWISE: return False
+    if not any(x in cut for x in node.input):
+        return True
+    axis = next((x for x in node.attribute if x.name == "axis"), None)
+    if node.op_type in _ALONG_AXIS and node.input[0] in cut and axis is not None and axis.i != 0:
+        axis.i -= axis.i > 0
+    elif node.op_type == "MatMul" and node.input[1] not in cut:
+        pass
+    elif node.op_type == "Expand" or node.op_type == "Shape" and not node.attribute:
+        pass
+    elif node.op_type not in _ELEMENTWISE:
+        return False
     cut.update(filter(None, node.output))
     return True
 
 
-def _lists(graph): return {node.output[0] for node in graph.node if node.op_type == 'Shape'}
+def _lists(graph):
+    return {node.output[0] for node in graph.node if node.op_type == "Shape"}
 
 
 def _shapes(graph):
     "Name -> shape of each value in the graph. None is an unknown size."
     values = (*graph.input, *graph.value_info, *graph.output)
-    return {x.name: tuple(d.dim_value if d.HasField('dim_value') else None for d in x.type.tensor_type.shape.dim) for x in values}
+    return {
+        x.name: tuple(
+            d.dim_value if d.HasField("dim_value") else None for d in x.type.tensor_type.shape.dim
+        )
+        for x in values
+    }
 
 # %% ../../../nbs/pipes/11_engines/04_onnx_graph.ipynb #482d8b83
 @contextmanager
 def hushed() -> Iterator[None]:
     "Suppress torch's messages about its exporters, such as that TorchScript is an old format, and that it traces."
-    log = logging.getLogger('torch.onnx')
+    log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore')
+            warnings.simplefilter("ignore")
             yield
-    finally: log.setLevel(level)
+    finally:
+        log.setLevel(level)
 
 # %% ../../../nbs/pipes/11_engines/04_onnx_graph.ipynb #4dc6f79b
 OPSET = 18
@@ -79,32 +146,54 @@ OPSET = 18
 def to_onnx(pure: PureStep) -> bytes:
     "Export `pure` to a graph with inputs `weight_0`, ..., `input_0`, ... and outputs `output_0`, ... Raises `ActorError` if this fails."
     import onnx
-    n, file = pure.n_weights, io.BytesIO()
+
+    n = pure.n_weights
+    file = io.BytesIO()
     names = [f"weight_{k}" if k < n else f"input_{k - n}" for k in range(len(pure.example))]
     try:
-        with hushed(), torch.no_grad(), patch('torch._C._jit_onnx_log', create=True):     # it prints graphs that fail
-            torch.onnx.export(pure, pure.example, cast(Any, file), opset_version=OPSET, dynamo=False, do_constant_folding=False,
-                              input_names=names, output_names=[f"output_{k}" for k in range(len(pure.outs))])
-    except Exception as e: raise pure.error(_why(e, pure.calls.where)) from e
+        with (
+            hushed(),
+            torch.no_grad(),
+            patch("torch._C._jit_onnx_log", create=True),
+        ):  # it prints graphs that fail
+            torch.onnx.export(
+                pure,
+                pure.example,
+                cast(Any, file),
+                opset_version=OPSET,
+                dynamo=False,
+                do_constant_folding=False,
+                input_names=names,
+                output_names=[f"output_{k}" for k in range(len(pure.outs))],
+            )
+    except Exception as e:
+        raise pure.error(_why(e, pure.calls.where)) from e
     model = onnx.load_from_string(file.getvalue())
     for node in model.graph.node:
-        if node.op_type == 'Transpose':     # ONNX forbids negative dimensions here
-            for x in node.attribute: x.ints[:] = [i % len(x.ints) for i in x.ints]
-    del model.graph.value_info[:]         # shapes that the exporter inferred from the negative dimensions may be wrong
+        if node.op_type == "Transpose":  # ONNX forbids negative dimensions here
+            for x in node.attribute:
+                x.ints[:] = [i % len(x.ints) for i in x.ints]
+    del model.graph.value_info[
+        :
+    ]  # shapes that the exporter inferred from the negative dimensions may be wrong
     for out, x in zip(model.graph.output, pure.outs):
-        for dim, size in zip(out.type.tensor_type.shape.dim, x.shape): dim.dim_value = size
+        for dim, size in zip(out.type.tensor_type.shape.dim, x.shape):
+            dim.dim_value = size
     return without_time(model).SerializeToString()
 
 
 def _why(e, where):
     operator = re.search(r"operator '(?:\w+::)?(\w+)'", str(e))
-    if operator is None: return describe_exception(e, 300)
+    if operator is None:
+        return describe_exception(e, 300)
     return f"ONNX has no operator for `{operator[1]}` in {where.get(operator[1].strip('_'), 'the actor')}"
+
 
 def open_session(graph: bytes) -> Any:
     "An ONNX Runtime session with one thread."
     import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.execution_mode, options.log_severity_level = onnxruntime.ExecutionMode.ORT_SEQUENTIAL, 3
-    return onnxruntime.InferenceSession(graph, options, providers=['CPUExecutionProvider'])
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])

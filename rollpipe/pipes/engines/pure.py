@@ -6,7 +6,9 @@
 __all__ = ['Weights', 'Impure', 'Calls', 'Operators', 'PureStep']
 
 # %% ../../../nbs/pipes/11_engines/03_pure.ipynb #5655d132
-import copy, random, sys
+import copy
+import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -23,15 +25,22 @@ from .reactions import compared_attributes
 # %% ../../../nbs/pipes/11_engines/03_pure.ipynb #2d9304aa
 class Weights:
     "The parameters and buffers in the modules of `holder`, and the places where the modules keep them. Tied weights occur once."
+
     def __init__(self, holder: Any):
-        self.parts = {m: '.'.join(filter(None, [type(module).__name__, name])) for module in modules_in(holder)
-                      for name, m in module.named_modules()}
+        self.parts = {
+            m: ".".join(filter(None, [type(module).__name__, name]))
+            for module in modules_in(holder)
+            for name, m in module.named_modules()
+        }
         found = {}
         for m, name in self.parts.items():
             for slots in (m._parameters, m._buffers):
                 for key, x in slots.items():
-                    if x is not None: found.setdefault(id(x), []).append((slots, key, f"{name}.{key}"))
-        self.places = list(found.values())      # for each weight, every place `(dict, key, name)` that holds it
+                    if x is not None:
+                        found.setdefault(id(x), []).append((slots, key, f"{name}.{key}"))
+        self.places = list(
+            found.values()
+        )  # for each weight, every place `(dict, key, name)` that holds it
         self.names = [places[0][2] for places in self.places]
 
     def tensors(self) -> list:
@@ -41,9 +50,11 @@ class Weights:
     def put(self, tensors: Any) -> None:
         "Replace the weights in the modules by `tensors`."
         for places, x in zip(self.places, tensors):
-            for slots, key, _ in places: slots[key] = x
-        for m in self.parts:     # torch's own GRU and LSTM keep a second list of their weights
-            if isinstance(m, torch.nn.RNNBase): m._flat_weights = [getattr(m, name, None) for name in m._flat_weights_names]
+            for slots, key, _ in places:
+                slots[key] = x
+        for m in self.parts:  # torch's own GRU and LSTM keep a second list of their weights
+            if isinstance(m, torch.nn.RNNBase):
+                m._flat_weights = [getattr(m, name, None) for name in m._flat_weights_names]
 
 # %% ../../../nbs/pipes/11_engines/03_pure.ipynb #9dd37eed
 class Impure(Exception):
@@ -52,54 +63,80 @@ class Impure(Exception):
 
 class Calls(TorchFunctionMode):
     "Records in which of the `parts`, module -> name, a torch function was called first. Refuses functions that return arrays or lists."
+
     def __init__(self, parts: dict):
         super().__init__()
-        self.parts, self.where = {id(m): name for m, name in parts.items()}, {}
+        self.parts = {id(m): name for m, name in parts.items()}
+        self.where = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name, place = getattr(func, '__name__', str(func)), self.place()
-        self.where.setdefault(name.strip('_'), place)
-        if name in ('numpy', 'tolist', '__array__'): raise Impure(f"`Tensor.{name}` in {place} hands values to Python")
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        place = self.place()
+        self.where.setdefault(name.strip("_"), place)
+        if name in ("numpy", "tolist", "__array__"):
+            raise Impure(f"`Tensor.{name}` in {place} hands values to Python")
         return func(*args, **(kwargs or {}))
 
     def place(self) -> str:
         "The name of the innermost module that is being executed."
         frame = sys._getframe(2)
         while frame is not None:
-            name = self.parts.get(id(frame.f_locals.get('self')))
-            if name is not None: return name
+            name = self.parts.get(id(frame.f_locals.get("self")))
+            if name is not None:
+                return name
             frame = frame.f_back
         return "the actor"
 
 
 class Operators(TorchDispatchMode):
     "Checks each operator. An operator may read only `known` tensors and tensors computed from them."
+
     def __init__(self, calls: Calls, known: Any):
         super().__init__()
-        self.calls, self.kept, self.known = calls, [], {_memory(x) for x in known}
-        self.convolutions = 0     # number of multiplications in convolutions
+        self.calls = calls
+        self.kept = []
+        self.known = {_memory(x) for x in known}
+        self.convolutions = 0  # number of multiplications in convolutions
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool: return False     # True makes torch import its compiler, which takes a second
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True makes torch import its compiler, which takes a second
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name, place, tag = func._schema.name.removeprefix('aten::'), self.calls.place(), torch.Tag
-        self.calls.where.setdefault(name.strip('_'), place)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        place = self.calls.place()
+        tag = torch.Tag
+        self.calls.where.setdefault(name.strip("_"), place)
         given = [x for x in nested.leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if name != 'lift_fresh' and any(x.numel() and _memory(x) not in self.known for x in given):
-            raise Impure(f"`{name}` in {place} reads a tensor that is no input, parameter or buffer")
-        if tag.data_dependent_output in func.tags: raise Impure(f"`{name}` in {place} hands a value to Python, which may decide by it")
-        if tag.dynamic_output_shape in func.tags: raise Impure(f"`{name}` in {place} gives a shape that depends on values")
+        if name != "lift_fresh" and any(x.numel() and _memory(x) not in self.known for x in given):
+            raise Impure(
+                f"`{name}` in {place} reads a tensor that is no input, parameter or buffer"
+            )
+        if tag.data_dependent_output in func.tags:
+            raise Impure(f"`{name}` in {place} hands a value to Python, which may decide by it")
+        if tag.dynamic_output_shape in func.tags:
+            raise Impure(f"`{name}` in {place} gives a shape that depends on values")
         state = torch.get_rng_state() if tag.nondeterministic_seeded in func.tags else None
         out = func(*args, **(kwargs or {}))
-        if state is not None and not torch.equal(state, torch.get_rng_state()): raise Impure(f"`{name}` in {place} draws random numbers")
-        if name == 'convolution': self.convolutions += out.numel() * args[1][0].numel()
-        self.kept.append((given, out))     # keeps memory in use, else an unknown tensor might get a known address
-        self.known.update(_memory(x) for x in nested.leaves((given, out)) if isinstance(x, torch.Tensor))
+        if state is not None and not torch.equal(state, torch.get_rng_state()):
+            raise Impure(f"`{name}` in {place} draws random numbers")
+        if name == "convolution":
+            self.convolutions += out.numel() * args[1][0].numel()
+        self.kept.append(
+            (given, out)
+        )  # keeps memory in use, else an unknown tensor might get a known address
+        self.known.update(
+            _memory(x) for x in nested.leaves((given, out)) if isinstance(x, torch.Tensor)
+        )
         return out
 
 
-def _memory(x): return x.untyped_storage().data_ptr()
+def _memory(x):
+    return x.untyped_storage().data_ptr()
 
 # %% ../../../nbs/pipes/11_engines/03_pure.ipynb #ddbced15
 class PureStep(torch.nn.Module):
@@ -112,27 +149,41 @@ class PureStep(torch.nn.Module):
         actor: anything with `step`
         inputs: an example (state, hx, noise), torch [1, B, ...] with `hx` [layers, B, ...]
     """
+
     def __init__(self, actor: Any, inputs: tuple):
         super().__init__()
         self.name = type(actor).__name__
-        try: actor = copy.deepcopy(actor)
-        except Exception as e: raise self.error(f"it cannot be copied: {describe_exception(e)}") from e
-        weights, (leaves, spec) = Weights(actor), nested.flatten(inputs)
-        self.example, self.n_weights, self.names = (*weights.tensors(), *leaves), len(weights.places), weights.names
+        try:
+            actor = copy.deepcopy(actor)
+        except Exception as e:
+            raise self.error(f"it cannot be copied: {describe_exception(e)}") from e
+        weights = Weights(actor)
+        (leaves, spec) = nested.flatten(inputs)
+        self.example = (*weights.tensors(), *leaves)
+        self.n_weights = len(weights.places)
+        self.names = weights.names
         self.calls = Calls(weights.parts)
         for m, name in weights.parts.items():
-            if m._forward_hooks or m._forward_pre_hooks: raise self.error(f"{name} has hooks, which would not be called")
+            if m._forward_hooks or m._forward_pre_hooks:
+                raise self.error(f"{name} has hooks, which would not be called")
 
-        def run(*tensors):     # a closure, because the tracer looks for modules in attributes
-            weights.put(tensors[:self.n_weights])
-            state, hx, noise = spec.unflatten(tensors[self.n_weights:])
-            act, hx, info = actor.step(*State(*state).seen_by(actor), hx=hx, virtual=False, noise=noise)
+        def run(*tensors):  # a closure, because the tracer looks for modules in attributes
+            weights.put(tensors[: self.n_weights])
+            state, hx, noise = spec.unflatten(tensors[self.n_weights :])
+            act, hx, info = actor.step(
+                *State(*state).seen_by(actor), hx=hx, virtual=False, noise=noise
+            )
             return nested.flatten((act, info, hx))
-        self._run, self._put, self._actor, self._eval_mode = run, weights.put, lambda: actor, EvalMode(actor)
+
+        self._run = run
+        self._put = weights.put
+        self._actor = lambda: actor
+        self._eval_mode = EvalMode(actor)
         self._examine(inputs[1])
 
     def forward(self, *tensors: torch.Tensor) -> tuple:
-        with self._eval_mode: return tuple(self._run(*tensors)[0])
+        with self._eval_mode:
+            return tuple(self._run(*tensors)[0])
 
     def error(self, why: str) -> ActorError:
         "The error with the reason `why` the actor cannot be exported."
@@ -141,22 +192,32 @@ class PureStep(torch.nn.Module):
     def _examine(self, hx):
         "Run the actor once, and check each operator."
         example = tuple(x.clone() for x in self.example)
-        self._put(example[:self.n_weights])
-        before, drawn = compared_attributes(self._actor()), _global_states()
+        self._put(example[: self.n_weights])
+        before = compared_attributes(self._actor())
+        drawn = _global_states()
         try:
             operators = Operators(self.calls, example)
             with torch.random.fork_rng(devices=[]), self._eval_mode, operators, self.calls:
                 outs, self.structure = self._run(*example)
-                self.outs, self.convolutions = [x.clone() for x in outs], operators.convolutions
-        except Impure as e: raise self.error(str(e)) from None
-        except Exception as e: raise self.error(describe_exception(e)) from e
+                self.outs = [x.clone() for x in outs]
+                self.convolutions = operators.convolutions
+        except Impure as e:
+            raise self.error(str(e)) from None
+        except Exception as e:
+            raise self.error(describe_exception(e)) from e
         after = compared_attributes(self._actor())
         changed = [name for name, x in zip(self.names, example) if x._version]
-        changed += [name for name, (value, _) in after.items() if before.get(name, (None,))[0] != value]
-        if changed: raise self.error(f"it changes while it answers ({', '.join(changed)})")
-        if _global_states() != drawn: raise self.error("it draws from the global random numbers of Python or NumPy")
+        changed += [
+            name for name, (value, _) in after.items() if before.get(name, (None,))[0] != value
+        ]
+        if changed:
+            raise self.error(f"it changes while it answers ({', '.join(changed)})")
+        if _global_states() != drawn:
+            raise self.error("it draws from the global random numbers of Python or NumPy")
         new = self.structure.unflatten(self.outs)[2]
-        if nested.Form(new) != nested.Form(hx): raise self.error(f"its recurrent state changes from {describe(hx)} to {describe(new)}")
+        if nested.Form(new) != nested.Form(hx):
+            raise self.error(f"its recurrent state changes from {describe(hx)} to {describe(new)}")
 
 
-def _global_states(): return random.getstate(), repr(np.random.get_state(legacy=False))
+def _global_states():
+    return random.getstate(), repr(np.random.get_state(legacy=False))

@@ -30,45 +30,76 @@ class SeededActor:
         explore: False: an actor that takes noise gets none, and returns its deterministic action
         device: device on which noise is drawn
     """
-    CHUNK, MOST = 256, 2 ** 22    # steps for which noise is drawn at once, which is faster; greatest number of actions in these steps
 
-    def __init__(self, actor: Any, n_envs: int, seed: np.random.SeedSequence, explore: bool, device: Any = 'cpu'):
-        self.actor, self.n_envs, self.explore, self.chunk = actor, n_envs, explore, max(1, min(self.CHUNK, self.MOST // n_envs))
-        self.takes_noise = hasattr(actor, 'draw_noise')
+    # steps for which noise is drawn at once, which is faster; greatest number of actions in these steps
+    CHUNK = 256
+    MOST = 2**22
+
+    def __init__(
+        self,
+        actor: Any,
+        n_envs: int,
+        seed: np.random.SeedSequence,
+        explore: bool,
+        device: Any = "cpu",
+    ):
+        self.actor, self.n_envs, self.explore, self.chunk = (
+            actor,
+            n_envs,
+            explore,
+            max(1, min(self.CHUNK, self.MOST // n_envs)),
+        )
+        self.takes_noise = hasattr(actor, "draw_noise")
         self.generator = torch.Generator(device).manual_seed(int(seed.generate_state(1)[0]))
-        self.global_state = self.generator.get_state()    # state of torch's global generator, for an actor that takes no noise
-        self.block, self.rows, self.at = None, None, self.chunk    # noise of `chunk` steps in one block, and step by step; the next step
-        self.before = None     # state of the generator before the noise of this block was drawn; None: nothing was drawn
+        self.global_state = (
+            self.generator.get_state()
+        )  # state of torch's global generator, for an actor that takes no noise
+        # noise of `chunk` steps in one block, and step by step; the next step
+        self.block = None
+        self.rows = None
+        self.at = self.chunk
+        self.before = None  # state of the generator before the noise of this block was drawn; None: nothing was drawn
 
     def step(self, seen: State, hx: Any, virtual: bool) -> tuple:
         "Call `actor.step`. A virtual reaction draws no random numbers."
-        if not self.takes_noise: return self._with_global_generator(seen, hx, virtual)
+        if not self.takes_noise:
+            return self._with_global_generator(seen, hx, virtual)
         noise = self._noise() if self.explore and not virtual else None
         return self.actor.step(*seen, hx=hx, virtual=virtual, noise=noise)
 
     def _noise(self):
         "Noise for the next step, `[1, B, ...]`."
-        if self.at == self.chunk: self._draw()
+        if self.at == self.chunk:
+            self._draw()
         if self.rows is None:
             x = self.block
-            self.rows = x.split(1) if isinstance(x, torch.Tensor) else [nested.getitem(x, slice(i, i + 1)) for i in range(self.chunk)]
+            self.rows = (
+                x.split(1)
+                if isinstance(x, torch.Tensor)
+                else [nested.getitem(x, slice(i, i + 1)) for i in range(self.chunk)]
+            )
         self.at += 1
         return self.rows[self.at - 1]
 
     def noises(self, n: int) -> Any:
         "Noise for the next `n` steps, `[n, B, ...]`."
-        if n == 1: return self._noise()
+        if n == 1:
+            return self._noise()
         found = []
         while n:
-            if self.at == self.chunk: self._draw()
+            if self.at == self.chunk:
+                self._draw()
             k = min(n, self.chunk - self.at)
             found.append(nested.getitem(self.block, slice(self.at, self.at + k)))
-            self.at, n = self.at + k, n - k
+            self.at = self.at + k
+            n = n - k
         return found[0] if len(found) == 1 else nested.cat(found)
 
     def _draw(self):
         self.before = self.generator.get_state()
-        self.block, self.rows, self.at = self.actor.draw_noise((self.chunk, self.n_envs), self.generator), None, 0
+        self.block = self.actor.draw_noise((self.chunk, self.n_envs), self.generator)
+        self.rows = None
+        self.at = 0
 
     def get_state(self) -> tuple:
         "The state of the generators. The noise in store is drawn again."
@@ -78,27 +109,33 @@ class SeededActor:
         "Go on from what `get_state` returned."
         now, self.global_state, before, at = state
         self.generator.set_state(now if before is None else before)
-        if before is not None: self._draw()
+        if before is not None:
+            self._draw()
         self.at = at
 
     def _with_global_generator(self, seen, hx, virtual):
         outer = torch.get_rng_state()
         torch.set_rng_state(self.global_state)
-        try: return self.actor.step(*seen, hx=hx, virtual=virtual)
+        try:
+            return self.actor.step(*seen, hx=hx, virtual=virtual)
         finally:
-            if not virtual: self.global_state = torch.get_rng_state()
+            if not virtual:
+                self.global_state = torch.get_rng_state()
             torch.set_rng_state(outer)
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #ea0149ff
 def as_input(x: Any) -> Any:
     "A numpy container `[B, ...]` as tensors `[1, B, ...]`. Only float64 is copied, to float32."
-    if isinstance(x, np.ndarray): return nested.as_seen(torch.from_numpy(x[None]))
+    if isinstance(x, np.ndarray):
+        return nested.as_seen(torch.from_numpy(x[None]))
     return nested.map(as_input, x)
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #04ca993e
 class TensorsOfAnyDtype(nested.Form):
     "Tensors of certain shapes, whatever their dtypes."
-    def fits(self, x: Any, dtype: Any, shape: tuple) -> bool: return isinstance(x, torch.Tensor) and x.shape == shape
+
+    def fits(self, x: Any, dtype: Any, shape: tuple) -> bool:
+        return isinstance(x, torch.Tensor) and x.shape == shape
 
 
 class AnswerCheck:
@@ -111,12 +148,18 @@ class AnswerCheck:
         envs: the batch of environments that takes the actions
         where: context for messages: pipe, lane
     """
-    first: Any     # the first answer, its parts by their names; None: there was no answer yet
+
+    first: Any  # the first answer, its parts by their names; None: there was no answer yet
 
     def __init__(self, actor: Any, envs: Any, where: dict):
-        self.name, self.envs, self.where = type(actor).__name__, envs, where
+        self.name = type(actor).__name__
+        self.envs = envs
+        self.where = where
         self.step = f"{self.name}.step"
-        self.first, self.structure, self.shapes = None, None, {}    # n -> shapes of the leaves in an answer for `n` environments
+        # n -> shapes of the leaves in an answer for `n` environments
+        self.first = None
+        self.structure = None
+        self.shapes = {}
 
     def calling(self, method: str) -> located:
         "A `with` block in which an exception of the actor's `method` becomes an `ActorError`."
@@ -124,8 +167,14 @@ class AnswerCheck:
 
     def triple(self, answer: Any) -> tuple:
         "Return `answer`. Raises `ActorError` unless it is a triple `(act, hx, info)`."
-        if type(answer) is tuple and len(answer) == 3: return answer
-        raise ActorError(f"{self.step} gave no triple", expected="(act, hx, info)", got=describe(answer), **self.where)
+        if type(answer) is tuple and len(answer) == 3:
+            return answer
+        raise ActorError(
+            f"{self.step} gave no triple",
+            expected="(act, hx, info)",
+            got=describe(answer),
+            **self.where,
+        )
 
     def check(self, act: Any, hx: Any, info: Any, n: int) -> None:
         """Check one answer. The first one must be for all environments.
@@ -137,13 +186,20 @@ class AnswerCheck:
             n: number of environments in the answer: `B`, or fewer in a virtual reaction
         """
         leaves, structure = nested.flatten((act, hx, info))
-        if self.first is None: self._learn(act, hx, info)
+        if self.first is None:
+            self._learn(act, hx, info)
         shapes = self.shapes.get(n) or self._shapes_for(n)
         # A fast path: nearly all answers have the form of the first one.
-        if structure == self.structure and {*map(type, leaves)} == {torch.Tensor} and [x.shape for x in leaves] == shapes: return
-        for name, tree in (('act', act), ('hx', hx), ('info', info)): self.check_part(name, tree, n)
+        if (
+            structure == self.structure
+            and {*map(type, leaves)} == {torch.Tensor}
+            and [x.shape for x in leaves] == shapes
+        ):
+            return
+        for name, tree in (("act", act), ("hx", hx), ("info", info)):
+            self.check_part(name, tree, n)
 
-    def check_part(self, name: str, tree: Any, n: int, method: str = 'step') -> None:
+    def check_part(self, name: str, tree: Any, n: int, method: str = "step") -> None:
         """Check one part of an answer, such as the recurrent state that the actor's `reset` returned.
 
         Args:
@@ -152,22 +208,39 @@ class AnswerCheck:
             n: number of environments
             method: the actor's method that returned it
         """
-        if name == 'hx' and not nested.leaves((self.first[name], tree)): return     # without memory, any empty container will do
-        like = nested.map(lambda x: x.new_empty((x.shape[0], n, *x.shape[2:]), device='meta'), self.first[name])
-        try: TensorsOfAnyDtype(like, name, ActorError).check(tree)
+        if name == "hx" and not nested.leaves((self.first[name], tree)):
+            return  # without memory, any empty container will do
+        like = nested.map(
+            lambda x: x.new_empty((x.shape[0], n, *x.shape[2:]), device="meta"), self.first[name]
+        )
+        try:
+            TensorsOfAnyDtype(like, name, ActorError).check(tree)
         except ActorError as e:
-            space = f" for {self.envs.action_space}" if name == 'act' else ""
-            raise ActorError(f"{self.name}.{method} changed the form of its answer: {e.problem}", leaf=e.leaf, got=e.got,
-                             expected=f"a tensor {e.expected}{space}" if e.leaf else e.expected, **self.where) from None
+            space = f" for {self.envs.action_space}" if name == "act" else ""
+            raise ActorError(
+                f"{self.name}.{method} changed the form of its answer: {e.problem}",
+                leaf=e.leaf,
+                got=e.got,
+                expected=f"a tensor {e.expected}{space}" if e.leaf else e.expected,
+                **self.where,
+            ) from None
 
     def _learn(self, act, hx, info):
         "Store the first answer, if it is valid."
-        for name, tree, first in (('act', act, 1), ('info', info, 1), ('hx', hx, 'layers')):
+        for name, tree, first in (("act", act, 1), ("info", info, 1), ("hx", hx, "layers")):
             self._check_lead(name, tree, (first, len(self.envs)), self.step)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in nested.leaves(act)):     # numpy refuses tensors that require gradients
-            raise ActorError(f"{self.step} gave an action with a gradient", leaf='act', expected="one without, see `detach`", **self.where)
+        if torch.is_grad_enabled() and any(
+            x.requires_grad for x in nested.leaves(act)
+        ):  # numpy refuses tensors that require gradients
+            raise ActorError(
+                f"{self.step} gave an action with a gradient",
+                leaf="act",
+                expected="one without, see `detach`",
+                **self.where,
+            )
         self.envs.actions(nested.map(lambda x: x[0].cpu().numpy(), act))
-        self.first, self.structure = dict(act=act, hx=hx, info=info), nested.flatten((act, hx, info))[1]
+        self.first = dict(act=act, hx=hx, info=info)
+        self.structure = nested.flatten((act, hx, info))[1]
 
     def _shapes_for(self, n):
         self.shapes[n] = [(x.shape[0], n, *x.shape[2:]) for x in nested.leaves(self.first)]
@@ -181,15 +254,32 @@ class AnswerCheck:
             lead: `(T, n)`
         """
         if info is None:
-            raise ActorError(f"{self.name}.complete gave nothing", leaf='info', expected="infos of a fragment", got="None", **self.where)
-        self._check_lead('info', info, lead, f"{self.name}.complete")
+            raise ActorError(
+                f"{self.name}.complete gave nothing",
+                leaf="info",
+                expected="infos of a fragment",
+                got="None",
+                **self.where,
+            )
+        self._check_lead("info", info, lead, f"{self.name}.complete")
 
     def _check_lead(self, name, tree, lead, method):
         "Raise `ActorError` unless each leaf is a tensor with the first dimensions `lead`, where a text stands for any size."
         for k, x in enumerate(nested.leaves(tree)):
-            if isinstance(x, torch.Tensor) and x.ndim >= 2 and x.shape[1] == lead[1] and lead[0] in ('layers', x.shape[0]): continue
-            raise ActorError(f"{method} gave a leaf of the wrong shape", leaf=nested.paths(tree, name)[k], got=describe(x), **self.where,
-                             expected=f"a tensor of shape [{lead[0]}, {lead[1]}, ...]")
+            if (
+                isinstance(x, torch.Tensor)
+                and x.ndim >= 2
+                and x.shape[1] == lead[1]
+                and lead[0] in ("layers", x.shape[0])
+            ):
+                continue
+            raise ActorError(
+                f"{method} gave a leaf of the wrong shape",
+                leaf=nested.paths(tree, name)[k],
+                got=describe(x),
+                **self.where,
+                expected=f"a tensor of shape [{lead[0]}, {lead[1]}, ...]",
+            )
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #614e7c1c
 def kept_in(holder: Any) -> Iterator:
@@ -201,19 +291,25 @@ def kept_in(holder: Any) -> Iterator:
     Returns:
         Iterator: `((number of the module, name of its part, attribute), value)`
     """
-    owners = [(k, name, m) for k, module in enumerate(modules_in(holder)) for name, m in module.named_modules()]
-    if not isinstance(holder, torch.nn.Module) and hasattr(holder, '__dict__'): owners.append((0, '', holder))
+    owners = [
+        (k, name, m)
+        for k, module in enumerate(modules_in(holder))
+        for name, m in module.named_modules()
+    ]
+    if not isinstance(holder, torch.nn.Module) and hasattr(holder, "__dict__"):
+        owners.append((0, "", holder))
     for k, name, owner in owners:
         for key, value in vars(owner).items():
-            if key not in OF_TORCH: yield (k, name, key), value
+            if key not in OF_TORCH:
+                yield (k, name, key), value
 
 
-OF_TORCH = vars(torch.nn.Module()).keys()     # attributes that torch gives to every module
+OF_TORCH = vars(torch.nn.Module()).keys()  # attributes that torch gives to every module
 
 
 def attribute_name(k: int, name: str, key: str) -> str:
     "The name in messages of the attribute `key` in the part `name` of module `k`."
-    return f"attribute {key}" + (f" in {name}" if name else '') + (f" of module {k}" if k else '')
+    return f"attribute {key}" + (f" in {name}" if name else "") + (f" of module {k}" if k else "")
 
 
 def compared_attributes(holder: Any) -> dict:
@@ -222,7 +318,10 @@ def compared_attributes(holder: Any) -> dict:
     Args:
         holder: an actor, a critic, or a function that uses a network
     """
-    return {attribute_name(*key): (comparable(value, states=True), describe(value, 60)) for key, value in kept_in(holder)}
+    return {
+        attribute_name(*key): (comparable(value, states=True), describe(value, 60))
+        for key, value in kept_in(holder)
+    }
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #710db387
 class Unchanging:
@@ -234,14 +333,24 @@ class Unchanging:
         holders: objects that the pipes of the lanes hold by reference
         warn: function of the text of a warning
     """
+
     def __init__(self, holders: Iterable, warn: Callable):
-        self.warn, self.n_items, self.warned = warn, 0, set()
+        self.warn = warn
+        self.n_items = 0
+        self.warned = set()
         holders = list({id(x): x for x in holders}.values())
-        self.actors = [x for x in holders if isinstance(x, torch.nn.Module) or hasattr(x, 'step')]
-        parts = [(x, name, m) for x in holders for module in modules_in(x) for name, m in module.named_modules()]
+        self.actors = [x for x in holders if isinstance(x, torch.nn.Module) or hasattr(x, "step")]
+        parts = [
+            (x, name, m)
+            for x in holders
+            for module in modules_in(x)
+            for name, m in module.named_modules()
+        ]
         self.parts = list({id(m): (x, name, m) for x, name, m in reversed(parts)}.values())[::-1]
         self.slots = [slots for _, _, m in self.parts for slots in (m._parameters, m._buffers)]
-        self.lazy = {id(x) for slots in self.slots for x in slots.values() if torch.nn.parameter.is_lazy(x)}   # no values yet
+        self.lazy = {
+            id(x) for slots in self.slots for x in slots.values() if torch.nn.parameter.is_lazy(x)
+        }  # no values yet
 
     def during(self, lane: int) -> "Unchanging":
         "The context manager for a `with` block in which `lane` collects one item."
@@ -254,38 +363,56 @@ class Unchanging:
         self.before = self._look(self.closely)
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
-        if kind is not None: return
-        before, after = self.before, self._look(self.closely)
-        if list(map(id, after[0])) != list(map(id, before[0])) or after[1:] != before[1:]: self._refuse(before, after, self.lane)
-        for actor, was in zip(self.actors, self.attributes): self._compare(actor, was)
+        if kind is not None:
+            return
+        before = self.before
+        after = self._look(self.closely)
+        if list(map(id, after[0])) != list(map(id, before[0])) or after[1:] != before[1:]:
+            self._refuse(before, after, self.lane)
+        for actor, was in zip(self.actors, self.attributes):
+            self._compare(actor, was)
         self.n_items += 1
 
     def _look(self, closely) -> tuple:
         "All parameters and buffers, the number of in-place changes of each, and with `closely` objects that compare their values."
         tensors = [x for slots in self.slots for x in slots.values() if x is not None]
-        try: changes = list(map(in_place_changes, tensors))
-        except RuntimeError: changes = [0 if x.is_inference() else in_place_changes(x) for x in tensors]     # torch has no count for them
+        try:
+            changes = list(map(in_place_changes, tensors))
+        except RuntimeError:
+            changes = [
+                0 if x.is_inference() else in_place_changes(x) for x in tensors
+            ]  # torch has no count for them
         return tensors, changes, [comparable_tensor(x) for x in tensors] if closely else []
 
     def _refuse(self, before, after, lane):
         "Raise an error that names the tensors that differ. A lazy layer may initialise its weights."
         was, now = ({id(x): facts for x, *facts in zip_longest(*look)} for look in (before, after))
-        lazy, self.lazy = self.lazy, set()
-        found = [(holder, f"{kind} {where}.{name}".replace(' .', ' ')) for holder, where, m in self.parts
-                 for kind, slots in (('parameter', m._parameters), ('buffer', m._buffers)) for name, x in slots.items()
-                 if x is not None and id(x) not in lazy and was.get(id(x)) != now[id(x)]]
+        lazy = self.lazy
+        self.lazy = set()
+        found = [
+            (holder, f"{kind} {where}.{name}".replace(" .", " "))
+            for holder, where, m in self.parts
+            for kind, slots in (("parameter", m._parameters), ("buffer", m._buffers))
+            for name, x in slots.items()
+            if x is not None and id(x) not in lazy and was.get(id(x)) != now[id(x)]
+        ]
         if found:
-            raise ActorError(f"{type(found[0][0]).__name__} changed while a lane collected", lane=lane, leaf=', '.join(x for _, x in found),
-                             expected="parameters and buffers that only a learner changes, in the thread that collects, and memory in `hx`")
+            raise ActorError(
+                f"{type(found[0][0]).__name__} changed while a lane collected",
+                lane=lane,
+                leaf=", ".join(x for _, x in found),
+                expected="parameters and buffers that only a learner changes, in the thread that collects, and memory in `hx`",
+            )
 
     def _compare(self, actor, was):
         "Warn of each attribute whose value differs from the earlier one."
         for key, (value, text) in compared_attributes(actor).items():
-            old, old_text = was.get(key, (None, 'nothing'))
-            if key in self.warned or value == old: continue
+            old, old_text = was.get(key, (None, "nothing"))
+            if key in self.warned or value == old:
+                continue
             self.warned.add(key)
             change = f"from {old_text} to {text}" if text != old_text else f"within {text}"
-            self.warn(f"{key} of {type(actor).__name__} changed {change} while a lane collected. Only lanes "
-                      "of one process share this change, so the stream may depend on the number of workers. An actor remembers in `hx`.")
-
-
+            self.warn(
+                f"{key} of {type(actor).__name__} changed {change} while a lane collected. Only lanes "
+                "of one process share this change, so the stream may depend on the number of workers. An actor remembers in `hx`."
+            )

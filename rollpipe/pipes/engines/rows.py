@@ -27,10 +27,13 @@ class StagedRows(Rows):
         answer: an example (act, hx, info), torch [1, B, ...], with `hx` [layers, B, ...]
         n_steps: number of steps wanted; `n` is smaller if the rows take too much memory
     """
-    MOST, MAX_BYTES = 128, 2 ** 23     # greatest number of steps; greatest size of the rows [bytes], unless one step takes more
-    hx: Any         # leaves [n + 1, layers, B, ...]; `()` without memory
-    act: Any        # leaves [n, B, ...]
-    info: Any       # what the actor reports, leaves [n, B, ...]
+
+    # greatest number of steps; greatest size of the rows [bytes], unless one step takes more
+    MOST = 128
+    MAX_BYTES = 2**23
+    hx: Any  # leaves [n + 1, layers, B, ...]; `()` without memory
+    act: Any  # leaves [n, B, ...]
+    info: Any  # what the actor reports, leaves [n, B, ...]
 
     def __init__(self, state: State, answer: tuple, n_steps: int = MOST):
         act, hx, info = nested.map(lambda x: x.detach().cpu().numpy(), answer)
@@ -38,9 +41,15 @@ class StagedRows(Rows):
         self.n = n = max(1, min(n_steps, self.MOST, self.MAX_BYTES // max(1, size)))
         super().__init__(state, n + 1, np.zeros)
         self.hx = nested.map(lambda x: np.zeros((n + 1, *x.shape), x.dtype), hx)
-        self.act, self.info = nested.map(lambda x: np.zeros((n, *x.shape[1:]), x.dtype), (act, info))
-        self.arrays = [nested.getitem(self.act, t) for t in range(n)]     # each action, numpy `[B, ...]`
-        self.hxs = [nested.map(lambda x, t=t: torch.from_numpy(x[t]), self.hx) for t in range(n + 1)]
+        self.act, self.info = nested.map(
+            lambda x: np.zeros((n, *x.shape[1:]), x.dtype), (act, info)
+        )
+        self.arrays = [
+            nested.getitem(self.act, t) for t in range(n)
+        ]  # each action, numpy `[B, ...]`
+        self.hxs = [
+            nested.map(lambda x, t=t: torch.from_numpy(x[t]), self.hx) for t in range(n + 1)
+        ]
 
     def begin(self, state: State, hx: Any) -> None:
         """Begin anew: copy a state and a recurrent state into row 0, and mark that no episode ends in the other rows.
@@ -49,8 +58,10 @@ class StagedRows(Rows):
             state: numpy [B, ...]
             hx: numpy or torch [layers, B, ...]
         """
-        for out, x in zip(self._leaves, nested.leaves(state)): out[0] = x
-        for x, y in zip(nested.leaves(self.hxs[0]), nested.leaves(hx)): x.copy_(torch.as_tensor(y))
+        for out, x in zip(self._leaves, nested.leaves(state)):
+            out[0] = x
+        for x, y in zip(nested.leaves(self.hxs[0]), nested.leaves(hx)):
+            x.copy_(torch.as_tensor(y))
         self.state.fin[1:], self.term[1:] = False, False
 
     def put_act(self, t: int, act: Any) -> None:
@@ -58,7 +69,10 @@ class StagedRows(Rows):
 
     def copy_to(self, rows: Rows, begin: int, n: int) -> None:
         "Copy the results of `n` steps to the rows that follow row `begin`."
-        into, own = slice(begin + 1, begin + n + 1), slice(1, n + 1)
+        into = slice(begin + 1, begin + n + 1)
+        own = slice(1, n + 1)
         rows.term[into] = self.term[own]
-        for out, x in zip(rows.seen, self.seen): out[into] = x[own]
-        for out, x in zip(rows.acts, nested.leaves(self.act)): out[into] = x[:n]
+        for out, x in zip(rows.seen, self.seen):
+            out[into] = x[own]
+        for out, x in zip(rows.acts, nested.leaves(self.act)):
+            out[into] = x[:n]

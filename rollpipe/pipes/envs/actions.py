@@ -37,13 +37,13 @@ def in_containers(x: Any, like: Any, leaf: Callable = lambda x, like: x) -> Any:
 def as_like(x: Any, like: np.ndarray) -> np.ndarray:
     "`x` as an array, in the dtype of `like` if this changes only the precision. Raises `OverflowError` for integers that do not fit."
     x = np.asarray(x)
-    return cast_exactly(x, like) if np.can_cast(x.dtype, like.dtype, 'same_kind') else x
+    return cast_exactly(x, like) if np.can_cast(x.dtype, like.dtype, "same_kind") else x
 
 
 def cast_exactly(x: np.ndarray, like: np.ndarray) -> np.ndarray:
     "`x` in the dtype of `like`. Raises `OverflowError` for integers that do not fit."
     cast = x.astype(like.dtype, copy=False)
-    if cast is not x and cast.dtype.kind in 'iu' and (wrong := cast != x).any():
+    if cast is not x and cast.dtype.kind in "iu" and (wrong := cast != x).any():
         raise OverflowError(f"{x[wrong][0]} is no {like.dtype}")
     return cast
 
@@ -59,44 +59,82 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
         clip: clip float actions to the bounds of their `Box`
         copy: return new arrays, because the environment may keep or change its action
     """
-    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)): return _container_batch(space, clip, copy)
-    shape, kinds = space.shape, 'f' if space.dtype.kind == 'f' else 'iub'
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        return _container_batch(space, clip, copy)
+    shape = space.shape
+    kinds = "f" if space.dtype.kind == "f" else "iub"
     low, high = (None, None) if isinstance(space, gym.spaces.Box) else limits(space)
-    bounds = bounds_of_one = (space.low, space.high) if clip and kinds == 'f' and isinstance(space, gym.spaces.Box) else None
-    if bounds and not any(np.isfinite(x).any() for x in bounds): bounds = None
-    def batch(act, leaf='act'):
+    bounds = bounds_of_one = (
+        (space.low, space.high)
+        if clip and kinds == "f" and isinstance(space, gym.spaces.Box)
+        else None
+    )
+    if bounds and not any(np.isfinite(x).any() for x in bounds):
+        bounds = None
+
+    def batch(act, leaf="act"):
         nonlocal bounds
         if not isinstance(act, np.ndarray) or act.shape[1:] != shape or act.dtype.kind not in kinds:
-            raise ActorError("wrong action", leaf=leaf, got=describe(act),
-                             expected=f"shape [B{''.join(f', {n}' for n in shape)}] of {space}")
-        if kinds == 'f':
+            raise ActorError(
+                "wrong action",
+                leaf=leaf,
+                got=describe(act),
+                expected=f"shape [B{''.join(f', {n}' for n in shape)}] of {space}",
+            )
+        if kinds == "f":
             # The sum of squares is a fast first check. It is infinite for huge finite actions too, so then each number is checked.
             if not math.isfinite(np.vdot(act, act)) and not np.isfinite(act).all():
                 b = int(np.argwhere(~np.isfinite(act))[0][0])
-                raise ActorError("non-finite action", env=b, leaf=leaf, expected="finite numbers", got=str(act[b]))
+                raise ActorError(
+                    "non-finite action",
+                    env=b,
+                    leaf=leaf,
+                    expected="finite numbers",
+                    got=str(act[b]),
+                )
             if bounds:
                 # numpy is faster with bounds that have the shape of the batch than with those of one action.
-                if bounds[0].shape != act.shape: bounds = [np.broadcast_to(x, act.shape).copy() for x in bounds_of_one]
+                if bounds[0].shape != act.shape:
+                    bounds = [np.broadcast_to(x, act.shape).copy() for x in bounds_of_one]
                 act = np.minimum(np.maximum(act, bounds[0]), bounds[1])
         elif low is not None and np.count_nonzero(wrong := (act < low) | (act > high)):
             b = int(np.argwhere(wrong)[0][0])
-            raise ActorError("out of range", env=b, leaf=leaf, expected=f"an action of {space}", got=str(act[b]))
+            raise ActorError(
+                "out of range", env=b, leaf=leaf, expected=f"an action of {space}", got=str(act[b])
+            )
         return act.astype(space.dtype, copy=copy and not bounds)
+
     return batch
 
 
 def _container_batch(space, clip, copy):
     "`action_batch` for a `Dict` or a `Tuple`."
-    items = space.spaces.items() if isinstance(space, gym.spaces.Dict) else list(enumerate(space.spaces))
+    items = (
+        space.spaces.items()
+        if isinstance(space, gym.spaces.Dict)
+        else list(enumerate(space.spaces))
+    )
     parts: dict[Any, Callable] = {k: action_batch(s, clip, copy) for k, s in items}
     names = set(parts)
-    def batch(act, leaf='act'):
-        keys = set(act) if isinstance(act, dict) else set(range(len(act))) if isinstance(act, (tuple, list)) else None
+
+    def batch(act, leaf="act"):
+        keys = (
+            set(act)
+            if isinstance(act, dict)
+            else set(range(len(act)))
+            if isinstance(act, (tuple, list))
+            else None
+        )
         if keys != names:
-            raise ActorError("wrong structure of the action", leaf=leaf, got=describe(act),
-                             expected=f"{type(space).__name__} of {sorted(names)}")
+            raise ActorError(
+                "wrong structure of the action",
+                leaf=leaf,
+                got=describe(act),
+                expected=f"{type(space).__name__} of {sorted(names)}",
+            )
         checked = {k: part(act[k], f"{leaf}[{k!r}]") for k, part in parts.items()}
         return checked if isinstance(space, gym.spaces.Dict) else tuple(checked.values())
+
     return batch
 
 # %% ../../../nbs/pipes/10_envs/02_actions.ipynb #9cb8dd1d
@@ -107,25 +145,40 @@ def action_rows(space: gym.Space, clip: bool = True) -> Callable:
         space: action space of one environment
         clip: clip float actions to the bounds of their `Box`
     """
-    checked, split = action_batch(space, clip), _splitter(space)
-    if not isinstance(space, gym.spaces.Discrete): return lambda act: split(checked(act))
-    first, last = int(space.start), int(space.start + space.n - 1)
+    checked = action_batch(space, clip)
+    split = _splitter(space)
+    if not isinstance(space, gym.spaces.Discrete):
+        return lambda act: split(checked(act))
+    first = int(space.start)
+    last = int(space.start + space.n - 1)
     known = frozenset(range(first, last + 1)) if space.n <= 1024 else None
+
     def rows(act):
         # An array of integers is the most common action. For few environments, a Python loop over a list is faster than numpy.
-        if not isinstance(act, np.ndarray) or act.ndim != 1 or act.dtype.kind not in 'iu': return split(checked(act))
+        if not isinstance(act, np.ndarray) or act.ndim != 1 or act.dtype.kind not in "iu":
+            return split(checked(act))
         numbers = act.tolist()
-        if known.issuperset(numbers) if known else numbers and min(numbers) >= first and max(numbers) <= last: return numbers
-        return split(checked(act))     # raises the error
+        if (
+            known.issuperset(numbers)
+            if known
+            else numbers and min(numbers) >= first and max(numbers) <= last
+        ):
+            return numbers
+        return split(checked(act))  # raises the error
+
     return rows
 
 
 def _splitter(space):
     "A function that splits a checked batch of actions into a list of single ones."
-    if isinstance(space, gym.spaces.Discrete): return np.ndarray.tolist
-    if not isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)): return list
+    if isinstance(space, gym.spaces.Discrete):
+        return np.ndarray.tolist
+    if not isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        return list
     if isinstance(space, gym.spaces.Tuple):
         parts = [_splitter(s) for s in space.spaces]
         return lambda act: list(zip(*(split(x) for split, x in zip(parts, act))))
     parts = {k: _splitter(s) for k, s in space.spaces.items()}
-    return lambda act: [dict(zip(parts, row)) for row in zip(*(split(act[k]) for k, split in parts.items()))]
+    return lambda act: [
+        dict(zip(parts, row)) for row in zip(*(split(act[k]) for k, split in parts.items()))
+    ]

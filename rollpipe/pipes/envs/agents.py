@@ -15,7 +15,13 @@ import numpy as np
 from gymnasium.vector.utils import batch_space
 
 from ..data import nested
-from ..data.errors import EnvError, PipeError, check_integer, describe, describe_exception
+from rollpipe.pipes.data.errors import (
+    EnvError,
+    PipeError,
+    check_integer,
+    describe,
+    describe_exception,
+)
 from .actions import action_rows
 from .batch import put_obs
 from .rows import own
@@ -23,20 +29,32 @@ from .factories import space_spec
 from .single import is_end, scalar_rewards
 
 # %% ../../../nbs/pipes/10_envs/17_agents.ipynb #bd1c7370
-AGENT = 'agent'     # the entry of the observations with the number of the agent
+AGENT = "agent"  # the entry of the observations with the number of the agent
 
 
 def _parallel(make):
     "A new parallel environment. Raises `EnvError`."
-    try: env = make()
-    except Exception as e: raise EnvError(f"the environment could not be made: {describe_exception(e)}") from e
-    if hasattr(env, 'agent_iter'):
-        raise EnvError("the agents of this environment take turns (AEC)", got=type(env).__name__,
-                       expected="a parallel one, such as `pettingzoo.utils.conversions.aec_to_parallel(env)`")
-    lacks = [name for name in ('possible_agents', 'observation_space', 'action_space', 'reset', 'step') if not hasattr(env, name)]
+    try:
+        env = make()
+    except Exception as e:
+        raise EnvError(f"the environment could not be made: {describe_exception(e)}") from e
+    if hasattr(env, "agent_iter"):
+        raise EnvError(
+            "the agents of this environment take turns (AEC)",
+            got=type(env).__name__,
+            expected="a parallel one, such as `pettingzoo.utils.conversions.aec_to_parallel(env)`",
+        )
+    lacks = [
+        name
+        for name in ("possible_agents", "observation_space", "action_space", "reset", "step")
+        if not hasattr(env, name)
+    ]
     if lacks:
-        raise EnvError("this is no parallel environment", expected="the interface of `pettingzoo.ParallelEnv`",
-                       got=f"{type(env).__name__} without {', '.join(lacks)}")
+        raise EnvError(
+            "this is no parallel environment",
+            expected="the interface of `pettingzoo.ParallelEnv`",
+            got=f"{type(env).__name__} without {', '.join(lacks)}",
+        )
     return env
 
 
@@ -47,42 +65,68 @@ def _shared_space(envs, kind, pad):
     for env in envs:
         for agent in env.possible_agents:
             if (other := getattr(env, kind)(agent)) != space:
-                raise EnvError(f"the agents of a batch must share their {kind}", env=f"agent {agent!r}", got=str(other),
-                               expected=f"{space} as agent {first!r}; the wrapper `{pad}` of SuperSuit pads them")
+                raise EnvError(
+                    f"the agents of a batch must share their {kind}",
+                    env=f"agent {agent!r}",
+                    got=str(other),
+                    expected=f"{space} as agent {first!r}; the wrapper `{pad}` of SuperSuit pads them",
+                )
     return space
 
 
 def _names(envs):
     "The names of the agents. Raises `EnvError` if the environments are not several ones of one kind."
     if len({*map(id, envs)}) < len(envs):
-        raise EnvError("the maker made no environment of its own", expected="a new environment at each call", got="the same one")
+        raise EnvError(
+            "the maker made no environment of its own",
+            expected="a new environment at each call",
+            got="the same one",
+        )
     names = [*envs[0].possible_agents]
     for env in envs:
         if not names or [*env.possible_agents] != names:
-            raise EnvError("the copies have other agents", leaf='possible_agents', expected=str(names or "at least one agent"),
-                           got=str(env.possible_agents))
+            raise EnvError(
+                "the copies have other agents",
+                leaf="possible_agents",
+                expected=str(names or "at least one agent"),
+                got=str(env.possible_agents),
+            )
     return names
 
 
 def _with_id(space, n):
     "The space of observations with the number of one of `n` agents."
     parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else dict(obs=space)
-    if AGENT in parts: raise EnvError("there is such an entry", leaf=f"obs[{AGENT!r}]", expected="ids=False", got=str(space))
+    if AGENT in parts:
+        raise EnvError(
+            "there is such an entry", leaf=f"obs[{AGENT!r}]", expected="ids=False", got=str(space)
+        )
     return gym.spaces.Dict({**parts, AGENT: gym.spaces.Discrete(n)})
 
 # %% ../../../nbs/pipes/10_envs/17_agents.ipynb #38615eac
 def _answer(env, method, n, *args, **kwargs):
     "What a method of a parallel environment returns, a tuple of `n`. Raises `EnvError`."
     answer = getattr(env, method)(*args, **kwargs)
-    if isinstance(answer, (tuple, list)) and len(answer) == n: return answer
-    raise EnvError(f"{method}() gave no tuple of {n}", expected=f"what `{method}` of PettingZoo returns", got=describe(answer))
+    if isinstance(answer, (tuple, list)) and len(answer) == n:
+        return answer
+    raise EnvError(
+        f"{method}() gave no tuple of {n}",
+        expected=f"what `{method}` of PettingZoo returns",
+        got=describe(answer),
+    )
 
 
 def _part(answer, leaf, agent):
     "The entry of an agent. Raises `EnvError`."
-    try: return answer[agent]
+    try:
+        return answer[agent]
     except (LookupError, TypeError):
-        raise EnvError("an agent is missing in the answer", leaf=leaf, expected=f"an entry {agent!r}", got=describe(answer)) from None
+        raise EnvError(
+            "an agent is missing in the answer",
+            leaf=leaf,
+            expected=f"an entry {agent!r}",
+            got=describe(answer),
+        ) from None
 
 # %% ../../../nbs/pipes/10_envs/17_agents.ipynb #f97ed710
 class Agents(gym.vector.VectorEnv):
@@ -98,24 +142,42 @@ class Agents(gym.vector.VectorEnv):
         copies: number of environments
         ids: observations are dicts, which have the number of the agent as the entry 'agent', beside the entry 'obs' or those of a `Dict`
     """
-    metadata = dict(autoreset_mode=gym.vector.AutoresetMode.SAME_STEP if hasattr(gym.vector, 'AutoresetMode') else 'SameStep')
+
+    metadata = dict(
+        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP
+        if hasattr(gym.vector, "AutoresetMode")
+        else "SameStep"
+    )
 
     def __init__(self, make: Callable, copies: int = 1, ids: bool = False):
-        self.copies, self.ids = [], ids
+        self.copies = []
+        self.ids = ids
         try:
-            for _ in range(check_integer('copies', copies)): self.copies.append(_parallel(make))
+            for _ in range(check_integer("copies", copies)):
+                self.copies.append(_parallel(make))
             self.agents = _names(self.copies)
-            obs = _shared_space(self.copies, 'observation_space', 'pad_observations_v0')
-            act = _shared_space(self.copies, 'action_space', 'pad_action_space_v0')
-            if ids: obs = _with_id(obs, len(self.agents))
-            self._like = space_spec(obs, 'obs')
+            obs = _shared_space(self.copies, "observation_space", "pad_observations_v0")
+            act = _shared_space(self.copies, "action_space", "pad_action_space_v0")
+            if ids:
+                obs = _with_id(obs, len(self.agents))
+            self._like = space_spec(obs, "obs")
         except BaseException:
             self.close_extras()
             raise
-        self.single_observation_space, self.single_action_space, self.num_envs = obs, act, copies * len(self.agents)
-        self.observation_space, self.action_space = (batch_space(space, self.num_envs) for space in (obs, act))
-        self._obs, self._rows = nested.alloc(self._like, self.num_envs), action_rows(act, clip=False)     # the present observations
-        self.resting = np.zeros(self.num_envs, bool)     # True where an agent takes no part in the next step
+        self.single_observation_space, self.single_action_space, self.num_envs = (
+            obs,
+            act,
+            copies * len(self.agents),
+        )
+        self.observation_space, self.action_space = (
+            batch_space(space, self.num_envs) for space in (obs, act)
+        )
+        # the present observations
+        self._obs = nested.alloc(self._like, self.num_envs)
+        self._rows = action_rows(act, clip=False)
+        self.resting = np.zeros(
+            self.num_envs, bool
+        )  # True where an agent takes no part in the next step
 
     def agent(self, b: int) -> str:
         "The name of the agent in column `b`, with the number of its copy if there are several."
@@ -129,9 +191,14 @@ class Agents(gym.vector.VectorEnv):
             seed: an int, or one for each column, of which a copy gets that of its first agent; None: the copies go on with their generators
             options: for the `reset` of each copy
         """
-        seeds = seed if isinstance(seed, list) else [None if seed is None else seed + b for b in range(self.num_envs)]
+        seeds = (
+            seed
+            if isinstance(seed, list)
+            else [None if seed is None else seed + b for b in range(self.num_envs)]
+        )
         given = {} if options is None else dict(options=options)
-        for c in range(len(self.copies)): self._begin(c, seed=seeds[c * len(self.agents)], **given)
+        for c in range(len(self.copies)):
+            self._begin(c, seed=seeds[c * len(self.agents)], **given)
         return nested.map(np.copy, self._obs), {}
 
     def step(self, actions: Any) -> tuple:
@@ -142,48 +209,76 @@ class Agents(gym.vector.VectorEnv):
         Args:
             actions: `[copies * n_agents, ...]`, in the containers of the action space
         """
-        acts, n = self._rows(actions), self.num_envs
-        rew, ends, infos, final = [0.] * n, np.zeros((2, n), bool), [{} for _ in range(n)], np.full(n, None, object)
+        acts = self._rows(actions)
+        n = self.num_envs
+        rew = [0.0] * n
+        ends = np.zeros((2, n), bool)
+        infos = [{} for _ in range(n)]
+        final = np.full(n, None, object)
         for c, env in enumerate(self.copies):
             acting = {agent: b for b, agent in self._columns(c) if not self.resting[b]}
-            answer = _answer(env, 'step', 5, {agent: acts[b] for agent, b in acting.items()})
+            answer = _answer(env, "step", 5, {agent: acts[b] for agent, b in acting.items()})
             for agent, b in acting.items():
                 self._put(answer[0], agent, b)
                 try:
-                    rew[b], *over = (own(_part(*x, agent)) for x in zip(answer[1:4], ('rew', 'terminated', 'truncated')))
-                    if answer[4]: infos[b] = own(_part(answer[4], 'info', agent))
-                    if ended := is_end(*over): ends[:, b], final[b] = over, nested.map(np.array, nested.getitem(self._obs, b))
+                    rew[b], *over = (
+                        own(_part(*x, agent))
+                        for x in zip(answer[1:4], ("rew", "terminated", "truncated"))
+                    )
+                    if answer[4]:
+                        infos[b] = own(_part(answer[4], "info", agent))
+                    if ended := is_end(*over):
+                        ends[:, b] = over
+                        final[b] = nested.map(np.array, nested.getitem(self._obs, b))
                     if ended == (agent in env.agents):
-                        raise EnvError("`agents` does not fit the ends of episodes", leaf='agents', got=str(env.agents),
-                                       expected=f"{agent!r} there if and only if its episode goes on")
+                        raise EnvError(
+                            "`agents` does not fit the ends of episodes",
+                            leaf="agents",
+                            got=str(env.agents),
+                            expected=f"{agent!r} there if and only if its episode goes on",
+                        )
                 except PipeError as e:
                     e.env = b
                     raise
-            if env.agents: self._seat(c, answer[0], acting)
-            else: self._begin(c)
+            if env.agents:
+                self._seat(c, answer[0], acting)
+            else:
+                self._begin(c)
         infos = dict(agents=infos, final_obs=final) if ends.any() else dict(agents=infos)
         return nested.map(np.copy, self._obs), scalar_rewards(rew), ends[0], ends[1], infos
 
-    def _columns(self, c): return enumerate(self.agents, c * len(self.agents))
+    def _columns(self, c):
+        return enumerate(self.agents, c * len(self.agents))
 
-    def _begin(self, c, **given): self._seat(c, _answer(self.copies[c], 'reset', 2, **given)[0])
+    def _begin(self, c, **given):
+        self._seat(c, _answer(self.copies[c], "reset", 2, **given)[0])
 
     def _seat(self, c, obs, acting=()):
         "Agents of copy `c` that are new begin, and those that are gone rest. After a reset, they show the observation of another one."
-        env, resting = self.copies[c], self.resting.copy()      # earlier masks stay as they are
+        # earlier masks stay as they are
+        env = self.copies[c]
+        resting = self.resting.copy()
         if not env.agents or not {*env.agents} <= {*self.agents}:
-            raise EnvError("these are other agents", env=f"copy {c}", leaf='agents', expected=f"some of {self.agents}", got=str(env.agents))
+            raise EnvError(
+                "these are other agents",
+                env=f"copy {c}",
+                leaf="agents",
+                expected=f"some of {self.agents}",
+                got=str(env.agents),
+            )
         for b, agent in self._columns(c):
             resting[b] = agent not in env.agents
-            if agent in acting or resting[b] and acting: continue
+            if agent in acting or resting[b] and acting:
+                continue
             self._put(obs, env.agents[0] if resting[b] else agent, b)
         self.resting = resting
 
     def _put(self, obs, agent, b):
         "Store the observation of an agent in column `b`."
         try:
-            x = _part(obs, 'obs', agent)
-            if self.ids: x = {**(x if isinstance(x, dict) else dict(obs=x)), AGENT: b % len(self.agents)}
+            x = _part(obs, "obs", agent)
+            if self.ids:
+                x = {**(x if isinstance(x, dict) else dict(obs=x)), AGENT: b % len(self.agents)}
             put_obs(x, self._like, nested.leaves(self._obs), b)
         except PipeError as e:
             e.env = b
@@ -192,4 +287,5 @@ class Agents(gym.vector.VectorEnv):
     def close_extras(self, **kwargs: Any) -> None:
         "Close all copies, also if the `close` of some fails."
         with ExitStack() as stack:
-            while self.copies: stack.callback(getattr(self.copies.pop(), 'close', lambda: None))
+            while self.copies:
+                stack.callback(getattr(self.copies.pop(), "close", lambda: None))

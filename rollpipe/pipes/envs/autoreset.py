@@ -18,13 +18,20 @@ from .actions import as_like, in_containers
 # %% ../../../nbs/pipes/10_envs/08_autoreset.ipynb #30b5c3d1
 def autoreset_mode(vec: Any) -> str:
     "The autoreset mode of `vec`: 'NextStep', 'SameStep' or 'Disabled'. Raises `EnvError` if `vec` does not declare it."
-    mode = (getattr(vec, 'metadata', None) or {}).get('autoreset_mode')
+    mode = (getattr(vec, "metadata", None) or {}).get("autoreset_mode")
     # EnvPool and gymnasium 1.0 do not declare their mode, because NextStep is the only one that they have.
-    if mode is None and (not isinstance(vec, gym.vector.VectorEnv) or not hasattr(gym.vector, 'AutoresetMode')): return 'NextStep'
-    mode = getattr(mode, 'value', mode)
-    if mode not in ('NextStep', 'SameStep', 'Disabled'):
-        raise EnvError("a vector environment must say when its environments begin anew", leaf="metadata['autoreset_mode']",
-                       expected="a gymnasium.vector.AutoresetMode", got=describe(mode))
+    if mode is None and (
+        not isinstance(vec, gym.vector.VectorEnv) or not hasattr(gym.vector, "AutoresetMode")
+    ):
+        return "NextStep"
+    mode = getattr(mode, "value", mode)
+    if mode not in ("NextStep", "SameStep", "Disabled"):
+        raise EnvError(
+            "a vector environment must say when its environments begin anew",
+            leaf="metadata['autoreset_mode']",
+            expected="a gymnasium.vector.AutoresetMode",
+            got=describe(mode),
+        )
     return mode
 
 # %% ../../../nbs/pipes/10_envs/08_autoreset.ipynb #82a602e7
@@ -36,20 +43,32 @@ def final_observations(infos: dict, at: list, like: Any) -> Any:
         at: environments whose last observation is needed
         like: arrays `[B, ...]` as announced by the space
     """
-    if 'final_obs' not in infos:
-        raise EnvError("an episode was truncated without its last observation", env=at[0], leaf="info['final_obs']",
-                       expected="final_obs, because the autoreset mode is SameStep", got=f"infos {sorted(infos)}")
-    rows, some = infos['final_obs'], nested.getitem(like, at)
+    if "final_obs" not in infos:
+        raise EnvError(
+            "an episode was truncated without its last observation",
+            env=at[0],
+            leaf="info['final_obs']",
+            expected="final_obs, because the autoreset mode is SameStep",
+            got=f"infos {sorted(infos)}",
+        )
+    rows = infos["final_obs"]
+    some = nested.getitem(like, at)
     try:
         if isinstance(rows, np.ndarray) and rows.dtype == object:
             one = nested.getitem(some, 0)
             rows = nested.stack([in_containers(rows[b], one, as_like) for b in at])
-        else: rows = in_containers(nested.getitem(in_containers(rows, like), at), some, as_like)
+        else:
+            rows = in_containers(nested.getitem(in_containers(rows, like), at), some, as_like)
     except Exception as e:
-        raise EnvError(f"the final observations cannot be read: {describe_exception(e)}", leaf="info['final_obs']") from e
+        raise EnvError(
+            f"the final observations cannot be read: {describe_exception(e)}",
+            leaf="info['final_obs']",
+        ) from e
     nested.Form(some, "final obs").check(rows)
-    for x, path in zip(nested.leaves(rows), nested.paths(rows, 'final obs')):
-        if x.dtype.kind == 'f' and not np.isfinite(x).all():
+    for x, path in zip(nested.leaves(rows), nested.paths(rows, "final obs")):
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
             k = int(np.argwhere(~np.isfinite(x))[0][0])
-            raise EnvError("non-finite value", env=at[k], leaf=path, expected="finite numbers", got=str(x[k]))
+            raise EnvError(
+                "non-finite value", env=at[k], leaf=path, expected="finite numbers", got=str(x[k])
+            )
     return rows

@@ -32,9 +32,12 @@ def read_obs(x: Any, like: Any, batch: bool = False) -> Any:
         like: arrays as announced by the space
         batch: True: `x` holds the observations of a whole batch
     """
-    try: x = in_containers(x, like, as_like)
-    except OverflowError: _refuse_integers(x, like, batch)
-    try: nested.Form(like, 'obs').check(x)
+    try:
+        x = in_containers(x, like, as_like)
+    except OverflowError:
+        _refuse_integers(x, like, batch)
+    try:
+        nested.Form(like, "obs").check(x)
     except DataError:
         refuse_pair(x, like)
         _refuse_lists(x, like)
@@ -45,25 +48,49 @@ def read_obs(x: Any, like: Any, batch: bool = False) -> Any:
 def _refuse_lists(x, like):
     "Raise `DataError` for a list or tuple of numbers in the place of an array."
     for accessor, leaf in zip(optree.tree_accessors(like), nested.leaves(like)):
-        try: found = np.asarray(part := accessor(x))
-        except (LookupError, TypeError, ValueError): continue
-        if isinstance(part, (list, tuple)) and found.dtype.kind in 'biuf':
-            raise DataError(f"a {type(part).__name__} stands where an array belongs", leaf=accessor.codify('obs'),
-                            expected=f"{nested.form_text(leaf.dtype, leaf.shape)}: wrap it in np.array", got=describe(part))
+        try:
+            found = np.asarray(part := accessor(x))
+        except (LookupError, TypeError, ValueError):
+            continue
+        if isinstance(part, (list, tuple)) and found.dtype.kind in "biuf":
+            raise DataError(
+                f"a {type(part).__name__} stands where an array belongs",
+                leaf=accessor.codify("obs"),
+                expected=f"{nested.form_text(leaf.dtype, leaf.shape)}: wrap it in np.array",
+                got=describe(part),
+            )
 
 
 def _refuse_integers(x, like, batch):
     "Raise `EnvError` for the integers in `x` that do not fit into the dtypes of `like`."
     leaves, structure = nested.flatten(like)
+
     def checked(leaf, path):
         def check(x):
             x = np.asarray(x)
-            if x.dtype.kind not in 'iu' or leaf.dtype.kind not in 'iu' or not (wrong := x.astype(leaf.dtype) != x).any(): return
-            at, limits = np.argwhere(wrong)[0], np.iinfo(leaf.dtype)
-            raise EnvError("an integer does not fit", env=int(at[0]) if batch else None, leaf=path, got=str(x[tuple(at)]),
-                           expected=f"{limits.min} ... {limits.max}, as {leaf.dtype}")
+            if (
+                x.dtype.kind not in "iu"
+                or leaf.dtype.kind not in "iu"
+                or not (wrong := x.astype(leaf.dtype) != x).any()
+            ):
+                return
+            at = np.argwhere(wrong)[0]
+            limits = np.iinfo(leaf.dtype)
+            raise EnvError(
+                "an integer does not fit",
+                env=int(at[0]) if batch else None,
+                leaf=path,
+                got=str(x[tuple(at)]),
+                expected=f"{limits.min} ... {limits.max}, as {leaf.dtype}",
+            )
+
         return check
-    in_containers(x, structure.unflatten(map(checked, leaves, nested.paths(like, 'obs'))), lambda x, check: check(x))
+
+    in_containers(
+        x,
+        structure.unflatten(map(checked, leaves, nested.paths(like, "obs"))),
+        lambda x, check: check(x),
+    )
 
 
 def put_obs(x: Any, like: Any, leaves: list, at: Any) -> None:
@@ -75,7 +102,8 @@ def put_obs(x: Any, like: Any, leaves: list, at: Any) -> None:
         leaves: arrays `[B, ...]` to write into
         at: index of the environment; `...` if `x` holds the observations of the whole batch
     """
-    for buffer, leaf in zip(leaves, nested.leaves(read_obs(x, like, at is ...))): buffer[at] = leaf
+    for buffer, leaf in zip(leaves, nested.leaves(read_obs(x, like, at is ...))):
+        buffer[at] = leaf
 
 
 def last_obs(x: Any, like: Any) -> Any:
@@ -87,8 +115,13 @@ def last_obs(x: Any, like: Any) -> Any:
     """
     x = nested.map(np.array, read_obs(x, like))
     for i, leaf in enumerate(nested.leaves(x)):
-        if leaf.dtype.kind == 'f' and not np.isfinite(leaf).all():
-            raise EnvError("non-finite value", leaf=nested.paths(x, 'final obs')[i], expected="finite numbers", got=str(leaf))
+        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
+            raise EnvError(
+                "non-finite value",
+                leaf=nested.paths(x, "final obs")[i],
+                expected="finite numbers",
+                got=str(leaf),
+            )
     return x
 
 # %% ../../../nbs/pipes/10_envs/04_batch.ipynb #87863e87
@@ -104,6 +137,7 @@ class Outcome(NamedTuple):
         info: [B, ...]: recorded numeric environment info
         valid: bool [B]: False where no step took place
     """
+
     state: State
     seen: State
     term: np.ndarray
@@ -115,58 +149,81 @@ class Outcome(NamedTuple):
 # %% ../../../nbs/pipes/10_envs/04_batch.ipynb #fff66b50
 class Outcomes:
     "Mixin of batches: `reset` and `step` for callers that need no rows of their own. Nothing that they return is overwritten later."
+
     act_spec: Any
     where: dict
     rows: Callable
     reset_into: Callable
     step_into: Callable
     settle: Callable
-    _all: np.ndarray        # bool [B]: True
-    _at: tuple | None       # the rows, and the number of the present row; None: `reset` comes first
+    _all: np.ndarray  # bool [B]: True
+    _at: tuple | None  # the rows, and the number of the present row; None: `reset` comes first
 
-    def __len__(self): return len(self._all)
+    def __len__(self):
+        return len(self._all)
 
     def no_action(self) -> Any:
         "Zeros in the form of an action, torch `[1, B, ...]`, nested."
-        return nested.map(lambda x: torch.zeros((1, len(self), *x.shape), dtype=torch.from_numpy(x[None]).dtype), self.act_spec)
+        return nested.map(
+            lambda x: torch.zeros((1, len(self), *x.shape), dtype=torch.from_numpy(x[None]).dtype),
+            self.act_spec,
+        )
 
     def reset(self) -> Outcome:
         "First observations; `fin` is True, `act` and `rew` are zero."
         self._at = rows, _ = self.rows(), 0
         self.reset_into(rows.rows[0])
-        return self._outcome(rows.rows[0], self.no_action(), {}, list(range(len(self))), {}, self._all)
+        return self._outcome(
+            rows.rows[0], self.no_action(), {}, list(range(len(self))), {}, self._all
+        )
 
     def step(self, act: Any) -> Outcome:
         "Step every environment with its action in `act`, torch `[1, B, ...]`, nested."
-        if self._at is None: raise EnvError("`step` before `reset`", expected="`reset` first", **self.where)
-        (rows, t), fault, found = self._at, None, ()
+        if self._at is None:
+            raise EnvError("`step` before `reset`", expected="`reset` first", **self.where)
+        (rows, t) = self._at
+        fault = None
+        found = ()
         if t + 1 == len(rows):
-            before, rows, t = rows.rows[t], self.rows(), 0
+            before = rows.rows[t]
+            rows = self.rows()
+            t = 0
             rows.rows[0] = before
-        try: found = self.step_into(rows, t, arrays_of(act))
-        except Exception as e: fault = e
+        try:
+            found = self.step_into(rows, t, arrays_of(act))
+        except Exception as e:
+            fault = e
         self.settle(rows, t)
-        if fault is not None: raise fault
+        if fault is not None:
+            raise fault
         self._at = rows, t + 1
         return self._outcome(rows.rows[t + 1], act, *found)
 
     def _outcome(self, row, act, final, ended, info, valid):
-        return Outcome(row.state(arrays_of(act)), row.seen(act), row.term, final, ended, info, valid)
+        return Outcome(
+            row.state(arrays_of(act)), row.seen(act), row.term, final, ended, info, valid
+        )
 
 # %% ../../../nbs/pipes/10_envs/04_batch.ipynb #f06085bc
 class _Naming:
     "A `with` block whose errors `Batch._locate` completes."
-    def __init__(self, batch, env): self.batch, self.env = batch, env
 
-    def __enter__(self): pass
+    def __init__(self, batch, env):
+        self.batch, self.env = batch, env
+
+    def __enter__(self):
+        pass
 
     def __exit__(self, kind, e, traceback):
-        if isinstance(e, PipeError): self.batch._locate(e, self.env)
+        if isinstance(e, PipeError):
+            self.batch._locate(e, self.env)
 
 
 class Played:
     "An environment whose resets and steps are told to its `Kept` beforehand."
-    def __init__(self, env: Any, kept: Any): self.env, self.kept = env, kept
+
+    def __init__(self, env: Any, kept: Any):
+        self.env, self.kept = env, kept
 
     def reset(self, **given: Any) -> tuple:
         self.kept.reset(**given)
@@ -176,7 +233,8 @@ class Played:
         self.kept.step(action)
         return self.env.step(action)
 
-    def __getattr__(self, name): return getattr(self.env, name)
+    def __getattr__(self, name):
+        return getattr(self.env, name)
 
 
 def played(env: Any, kept: Any, keeper: Any) -> Any:
@@ -189,20 +247,30 @@ class Batch(Outcomes):
 
     `where` (pipe, lane) is the context of error messages. The spaces and `act_spec` are those of one environment.
     """
-    AT_ONCE, MAX_BYTES = 64, 2 ** 20     # steps for which `rows` are allocated, and the greatest size of their observations [bytes]
+
+    # steps for which `rows` are allocated, and the greatest size of their observations [bytes]
+    AT_ONCE = 64
+    MAX_BYTES = 2**20
     where: dict
-    device = torch.device('cpu')                          # device of the tensors
-    pinned = False                                        # True: rows are page-locked, so that transfers to an accelerator need not wait
-    _action_converter = staticmethod(action_batch)     # makes the function behind `actions`
-    acting: Any = True                                    # bool [B], or for all: False where the next step is no transition
-    terminal_obs = False                                  # True: the final observations of an outcome hold those of terminated episodes too
+    device = torch.device("cpu")  # device of the tensors
+    pinned = False  # True: rows are page-locked, so that transfers to an accelerator need not wait
+    _action_converter = staticmethod(action_batch)  # makes the function behind `actions`
+    acting: Any = True  # bool [B], or for all: False where the next step is no transition
+    terminal_obs = (
+        False  # True: the final observations of an outcome hold those of terminated episodes too
+    )
 
     def _prepare(self, obs_space, act_space, n_envs, clip_actions):
-        self.observation_space, self.action_space, self.act_spec = obs_space, act_space, space_spec(act_space, 'act')
+        self.observation_space = obs_space
+        self.action_space = act_space
+        self.act_spec = space_spec(act_space, "act")
         self._checked_actions = self._action_converter(act_space, clip_actions)
-        self._obs_spec = nested.alloc(space_spec(obs_space, 'obs'), n_envs)
-        self._obs_check, self._rew_zeros = FiniteCheck(self._obs_spec, 'obs'), np.zeros(n_envs, np.float32)
-        self._range_check, self._all, self._at = RangeCheck(obs_space, 'obs'), np.ones(n_envs, bool), None
+        self._obs_spec = nested.alloc(space_spec(obs_space, "obs"), n_envs)
+        self._obs_check = FiniteCheck(self._obs_spec, "obs")
+        self._rew_zeros = np.zeros(n_envs, np.float32)
+        self._range_check = RangeCheck(obs_space, "obs")
+        self._all = np.ones(n_envs, bool)
+        self._at = None
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
@@ -237,7 +305,8 @@ class Batch(Outcomes):
         raise EnvError("the state of these environments is not kept", **self.where)
 
     def _kept(self, one):
-        if one is None: Batch.get_state(self)     # raises the error
+        if one is None:
+            Batch.get_state(self)  # raises the error
         return one
 
     def close(self) -> None:
@@ -246,14 +315,22 @@ class Batch(Outcomes):
 
     def rows(self) -> Rows:
         "Memory for some steps, without actions. The first row is that before the first step."
-        numbers = np.zeros(len(self), np.int64), np.zeros(len(self), np.float32), np.zeros(len(self), bool)
+        numbers = (
+            np.zeros(len(self), np.int64),
+            np.zeros(len(self), np.float32),
+            np.zeros(len(self), bool),
+        )
         size = max(1, sum(x.nbytes for x in nested.leaves(self._obs_spec)))
-        return Rows(State(numbers[0], self._obs_spec, (), *numbers[1:]), 1 + max(1, min(self.AT_ONCE, self.MAX_BYTES // size)),
-                    _pinned if self.pinned else np.empty)
+        return Rows(
+            State(numbers[0], self._obs_spec, (), *numbers[1:]),
+            1 + max(1, min(self.AT_ONCE, self.MAX_BYTES // size)),
+            _pinned if self.pinned else np.empty,
+        )
 
     def actions(self, array: Any) -> Any:
         "The actions that the environments receive, from a batch of actions (numpy `[B, ...]`, nested). Raises `ActorError`."
-        try: return self._checked_actions(array)
+        try:
+            return self._checked_actions(array)
         except ActorError as e:
             self._locate(e)
             raise
@@ -261,33 +338,47 @@ class Batch(Outcomes):
     def _begin(self, row):
         "Complete and check the row of a reset."
         self._check_obs(row)
-        row.rew[:], row.stepno[:], row.fin[:] = 0, 0, True
+        row.rew[:] = 0
+        row.stepno[:] = 0
+        row.fin[:] = True
 
     def _check_obs(self, row):
-        if (found := self._obs_check.find(row.leaves)) is not None: self.refuse(*found)
-        if self._range_check.parts and (found := self._range_check.find(row.leaves)) is not None: self.refuse(*found)
+        if (found := self._obs_check.find(row.leaves)) is not None:
+            self.refuse(*found)
+        if self._range_check.parts and (found := self._range_check.find(row.leaves)) is not None:
+            self.refuse(*found)
 
     def _check_final(self, final):
         for b, obs in final.items() if self._range_check.parts else ():
             found = self._range_check.find([x[None] for x in nested.leaves(obs)])
-            if found is not None: self.refuse(b, f'final {found[1]}', *found[2:])
+            if found is not None:
+                self.refuse(b, f"final {found[1]}", *found[2:])
 
     def _check_rewards(self, row, came):
         if np.vdot(row.rew, self._rew_zeros) != 0:
             b = int(np.argwhere(~np.isfinite(row.rew))[0][0])
-            self.refuse(b, 'rew', came[b])
+            self.refuse(b, "rew", came[b])
 
     def refuse(self, b: int, leaf: str, got: Any, space: Any = None) -> None:
         "Raise `EnvError` for a number that is not finite, or that is outside of its `space`."
-        problem, wanted = ("non-finite value", "finite numbers") if space is None else ("out of range", f"as in {space}")
-        raise EnvError(problem, env=self.name(b), leaf=leaf, expected=wanted, got=str(got), **self.where)
+        problem, wanted = (
+            ("non-finite value", "finite numbers")
+            if space is None
+            else ("out of range", f"as in {space}")
+        )
+        raise EnvError(
+            problem, env=self.name(b), leaf=leaf, expected=wanted, got=str(got), **self.where
+        )
 
-    def _naming(self, env=None): return _Naming(self, env)
+    def _naming(self, env=None):
+        return _Naming(self, env)
 
     def _locate(self, e, env=None):
         "Complete the error `e`: replace the index of an environment by its name, and fill in missing `env`, pipe and lane."
-        if isinstance(e.env, int): e.env = self.name(e.env)
+        if isinstance(e.env, int):
+            e.env = self.name(e.env)
         e.locate(env=env, **self.where)
 
 
-def _pinned(shape, dtype): return nested.numpify(nested.torchify(np.empty(shape, dtype), pinned=True))
+def _pinned(shape, dtype):
+    return nested.numpify(nested.torchify(np.empty(shape, dtype), pinned=True))

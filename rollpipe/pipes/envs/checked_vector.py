@@ -23,9 +23,12 @@ from .factories import Claim, env_seeds, space_spec, spaces_of
 # %% ../../../nbs/pipes/10_envs/09_checked_vector.ipynb #7d5a9ed2
 def main_memory(leaf: str, convert: Callable) -> Any:
     "The result of `convert()`. Raises `EnvError` for `leaf` if this fails, because values are not in main memory or are not arrays."
-    try: return convert()
-    except PipeError: raise
-    except (TypeError, ValueError, RuntimeError) as e: raise EnvError(f"this is no array in main memory: {e}", leaf=leaf) from e
+    try:
+        return convert()
+    except PipeError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise EnvError(f"this is no array in main memory: {e}", leaf=leaf) from e
 
 
 def one_each(what: str, x: Any, n: int, kinds: str) -> np.ndarray:
@@ -37,10 +40,15 @@ def one_each(what: str, x: Any, n: int, kinds: str) -> np.ndarray:
         n: number of environments
         kinds: numpy's letters for the allowed kinds of dtype
     """
-    if type(x) is not np.ndarray: x = main_memory(what, lambda: np.asarray(x))
-    if x.shape == (n,) and x.dtype.kind in kinds: return x
-    raise EnvError(f"there must be one {what} for each environment", got=describe(x),
-                   expected=f"{'bool' if kinds == 'b' else 'numbers'} [{n}]")
+    if type(x) is not np.ndarray:
+        x = main_memory(what, lambda: np.asarray(x))
+    if x.shape == (n,) and x.dtype.kind in kinds:
+        return x
+    raise EnvError(
+        f"there must be one {what} for each environment",
+        got=describe(x),
+        expected=f"{'bool' if kinds == 'b' else 'numbers'} [{n}]",
+    )
 
 
 def close_vector(vec: Any, name: str, **where: Any) -> None:
@@ -50,14 +58,18 @@ def close_vector(vec: Any, name: str, **where: Any) -> None:
         name: name in the warning
         **where: context for the warning: pipe, lane
     """
-    try: vec.close()
+    try:
+        vec.close()
     except Exception as e:
-        inner = getattr(vec, 'unwrapped', vec)
-        for process in getattr(inner, 'processes', ()):
+        inner = getattr(vec, "unwrapped", vec)
+        for process in getattr(inner, "processes", ()):
             process.terminate()
             process.join()
         inner.closed = True  # else its `__del__` would try to close it again
-        warnings.warn(str(EnvError(f"close() raised {describe_exception(e)}", env=name, **where)), stacklevel=3)
+        warnings.warn(
+            str(EnvError(f"close() raised {describe_exception(e)}", env=name, **where)),
+            stacklevel=3,
+        )
 
 # %% ../../../nbs/pipes/10_envs/09_checked_vector.ipynb #f3cae990
 class CheckedVector:
@@ -71,31 +83,40 @@ class CheckedVector:
         seed: seed of the whole batch
         claim: `Claim` with which the batch claims the vector environment
     """
+
     def __init__(self, vec: Any, seed: np.random.SeedSequence, claim: Claim):
         self.claim = claim
         claim.take(vec)
-        pool = hasattr(vec, 'all_env_ids')
-        self.vec, self.mode, self.n = vec, autoreset_mode(vec), len(vec.all_env_ids) if pool else vec.num_envs
-        if pool and getattr(vec, 'is_async', False):
-            raise EnvError("an asynchronous EnvPool has no common steps", expected="batch_size=num_envs", got=f"num_envs={self.n}")
-        self.like = nested.alloc(space_spec(spaces_of(vec)[0], 'obs'), self.n)
+        pool = hasattr(vec, "all_env_ids")
+        self.vec = vec
+        self.mode = autoreset_mode(vec)
+        self.n = len(vec.all_env_ids) if pool else vec.num_envs
+        if pool and getattr(vec, "is_async", False):
+            raise EnvError(
+                "an asynchronous EnvPool has no common steps",
+                expected="batch_size=num_envs",
+                got=f"num_envs={self.n}",
+            )
+        self.like = nested.alloc(space_spec(spaces_of(vec)[0], "obs"), self.n)
         seeds = [reset for _, reset, _ in env_seeds(seed, self.n)]
-        core = getattr(vec, 'unwrapped', vec)
-        copies = core.copies if hasattr(core, 'resting') else ()     # of an `Agents`
-        for k, copy in enumerate(copies): claim.take(copy, k * self.n // len(copies))     # its first column
+        core = getattr(vec, "unwrapped", vec)
+        copies = core.copies if hasattr(core, "resting") else ()  # of an `Agents`
+        for k, copy in enumerate(copies):
+            claim.take(copy, k * self.n // len(copies))  # its first column
         each = copies or isinstance(core, (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
         self.seed = {} if pool else dict(seed=seeds if each else seeds[0])
 
     def reset(self, step: Row) -> None:
         "Reset all environments and write the first observations into `step`."
-        obs, _ = self._call('reset', 2, **self.seed)
+        obs, _ = self._call("reset", 2, **self.seed)
         self._put(obs, step.leaves)
 
     def reset_some(self, mask: np.ndarray, step: Row) -> None:
         "Reset the environments in `mask` `[B]` and write their first observations into `step`. The other environments continue."
-        obs, _ = self._call('reset', 2, options=dict(reset_mask=mask.copy()))
-        obs = main_memory('obs', lambda: read_obs(obs, self.like, batch=True))
-        for buffer, leaf in zip(step.leaves, nested.leaves(obs)): buffer[mask] = leaf[mask]
+        obs, _ = self._call("reset", 2, options=dict(reset_mask=mask.copy()))
+        obs = main_memory("obs", lambda: read_obs(obs, self.like, batch=True))
+        for buffer, leaf in zip(step.leaves, nested.leaves(obs)):
+            buffer[mask] = leaf[mask]
 
     def step(self, actions: Any, step: Row) -> tuple:
         """Step every environment with its action. Returns `(rewards, ends, infos)`, where `ends` `[B]` says where an episode ended.
@@ -104,24 +125,42 @@ class CheckedVector:
             actions: of all environments, in the containers and dtypes of the space
             step: observations, rewards and terminations are written into it
         """
-        obs, rew, term, trunc, infos = self._call('step', 5, actions)
-        if not isinstance(infos, dict): raise EnvError("the infos are no dict", leaf='infos', expected="a dict", got=describe(infos))
+        obs, rew, term, trunc, infos = self._call("step", 5, actions)
+        if not isinstance(infos, dict):
+            raise EnvError(
+                "the infos are no dict", leaf="infos", expected="a dict", got=describe(infos)
+            )
         self._put(obs, step.leaves)
-        step.rew[:] = rew = one_each('reward', rew, self.n, 'biuf')
-        np.copyto(step.term, one_each('termination', term, self.n, 'b'))
-        return rew, step.term | one_each('truncation', trunc, self.n, 'b'), infos
+        step.rew[:] = rew = one_each("reward", rew, self.n, "biuf")
+        np.copyto(step.term, one_each("termination", term, self.n, "b"))
+        return rew, step.term | one_each("truncation", trunc, self.n, "b"), infos
 
     def _call(self, method, n, *args, **kwargs):
         "Call a method of the vector environment and return its answer, which must be a tuple of `n`."
         self.claim.check()
-        try: answer = getattr(self.vec, method)(*args, **kwargs)
-        except PipeError: raise
-        except Exception as e: raise EnvError(f"{method}() raised {describe_exception(e)}") from e
-        if isinstance(answer, (tuple, list)) and len(answer) == n: return answer
-        raise EnvError(f"{method}() gave no tuple of {n}", expected=f"what gymnasium's `{method}` returns", got=describe(answer))
+        try:
+            answer = getattr(self.vec, method)(*args, **kwargs)
+        except PipeError:
+            raise
+        except Exception as e:
+            raise EnvError(f"{method}() raised {describe_exception(e)}") from e
+        if isinstance(answer, (tuple, list)) and len(answer) == n:
+            return answer
+        raise EnvError(
+            f"{method}() gave no tuple of {n}",
+            expected=f"what gymnasium's `{method}` returns",
+            got=describe(answer),
+        )
 
     def _put(self, obs, leaves):
         buffer = leaves[0]
         # Most observations are one array, as announced by the space.
-        if len(leaves) == 1 and type(obs) is np.ndarray and obs.dtype == buffer.dtype and obs.shape == buffer.shape: buffer[...] = obs
-        else: main_memory('obs', lambda: put_obs(obs, self.like, leaves, ...))
+        if (
+            len(leaves) == 1
+            and type(obs) is np.ndarray
+            and obs.dtype == buffer.dtype
+            and obs.shape == buffer.shape
+        ):
+            buffer[...] = obs
+        else:
+            main_memory("obs", lambda: put_obs(obs, self.like, leaves, ...))

@@ -22,9 +22,12 @@ class FiniteCheck:
         like: example arrays `[B, ...]` of the shapes and dtypes to check
         name: name of the arrays in messages
     """
+
     def __init__(self, like: Any, name: str):
         self.names = nested.paths(like, name)
-        self.zeros = [np.zeros_like(x) if x.dtype.kind == 'f' else None for x in nested.leaves(like)]
+        self.zeros = [
+            np.zeros_like(x) if x.dtype.kind == "f" else None for x in nested.leaves(like)
+        ]
 
     def find(self, leaves: list) -> tuple | None:
         "`(environment, leaf, value)` of the first environment whose numbers are not finite; None if all are."
@@ -36,8 +39,8 @@ class FiniteCheck:
 # %% ../../../nbs/pipes/10_envs/01_checks.ipynb #3b80a2ab
 def limits(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
     "The least and the greatest number of a countable space, in its dtype."
-    n = space.n if isinstance(space, gym.spaces.Discrete) else getattr(space, 'nvec', 2)
-    low = np.asarray(getattr(space, 'start', 0), space.dtype)
+    n = space.n if isinstance(space, gym.spaces.Discrete) else getattr(space, "nvec", 2)
+    low = np.asarray(getattr(space, "start", 0), space.dtype)
     return low, low + np.asarray(n - 1, space.dtype)
 
 # %% ../../../nbs/pipes/10_envs/01_checks.ipynb #1c124782
@@ -50,10 +53,13 @@ class RangeCheck:
         space: observation space of one environment
         name: name of the observations in messages
     """
+
     def __init__(self, space: gym.Space, name: str):
         spaces = single_spaces(space)
         parts = enumerate(zip(nested.leaves(spaces), nested.paths(spaces, name)))
-        self.parts = [(i, *limits(s), path, s) for i, (s, path) in parts if not isinstance(s, gym.spaces.Box)]
+        self.parts = [
+            (i, *limits(s), path, s) for i, (s, path) in parts if not isinstance(s, gym.spaces.Box)
+        ]
 
     def find(self, leaves: list) -> tuple | None:
         "`(environment, leaf, value, space)` of the first environment with such a number; None if there is none."
@@ -65,11 +71,15 @@ class RangeCheck:
 
 def single_spaces(space: gym.Space) -> Any:
     "The single spaces in `space`, in plain containers."
-    if isinstance(space, gym.spaces.Dict): return {k: single_spaces(s) for k, s in space.spaces.items()}
+    if isinstance(space, gym.spaces.Dict):
+        return {k: single_spaces(s) for k, s in space.spaces.items()}
     return tuple(map(single_spaces, space.spaces)) if isinstance(space, gym.spaces.Tuple) else space
 
 # %% ../../../nbs/pipes/10_envs/01_checks.ipynb #e7d204b9
-_ANSWERS = {'reset()': "(observation, info)", 'step()': "(observation, reward, terminated, truncated, info)"}
+_ANSWERS = {
+    "reset()": "(observation, info)",
+    "step()": "(observation, reward, terminated, truncated, info)",
+}
 
 
 def env_failure(call: str, env: Any, e: Exception) -> EnvError:
@@ -81,7 +91,12 @@ def env_failure(call: str, env: Any, e: Exception) -> EnvError:
         e: the exception, as the caller has caught it
     """
     if call in _ANSWERS and e.__traceback__ is not None and e.__traceback__.tb_next is None:
-        return EnvError(f"{call} gave another answer than gymnasium defines", env=env, expected=_ANSWERS[call], got=str(e))
+        return EnvError(
+            f"{call} gave another answer than gymnasium defines",
+            env=env,
+            expected=_ANSWERS[call],
+            got=str(e),
+        )
     return EnvError(f"{call} raised {describe_exception(e)}", env=env)
 
 
@@ -92,6 +107,15 @@ def refuse_pair(x: Any, like: Any) -> None:
         x: the observation
         like: arrays as announced by the space
     """
-    if isinstance(x, tuple) and not isinstance(like, tuple) and len(x) == 2 and isinstance(x[1], dict):
-        raise DataError("an observation and an info stand where an observation belongs", leaf='obs', got=describe(x),
-                        expected="the first of both, as by `obs, info = env.reset()`")
+    if (
+        isinstance(x, tuple)
+        and not isinstance(like, tuple)
+        and len(x) == 2
+        and isinstance(x[1], dict)
+    ):
+        raise DataError(
+            "an observation and an info stand where an observation belongs",
+            leaf="obs",
+            got=describe(x),
+            expected="the first of both, as by `obs, info = env.reset()`",
+        )

@@ -7,7 +7,11 @@ __all__ = ['extra_for', 'check_id', 'is_vector', 'takes_seed', 'EnvFactory', 'en
            'space_spec', 'env_seeds', 'Claim']
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #fb036b2b
-import difflib, importlib, inspect, sys, weakref
+import difflib
+import importlib
+import inspect
+import sys
+import weakref
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +21,14 @@ import numpy as np
 import torch
 
 from ..data.atari import wrappers_in
-from ..data.errors import LEAST_BYTES, EnvError, SpaceError, check_memory, describe, describe_exception
+from rollpipe.pipes.data.errors import (
+    LEAST_BYTES,
+    EnvError,
+    SpaceError,
+    check_memory,
+    describe,
+    describe_exception,
+)
 from ..data.last_obs import CopiesLastObs
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
@@ -28,11 +39,15 @@ def extra_for(env_id: str, error: Exception) -> str | None:
         env_id: gymnasium id
         error: exception raised when the environment was looked up or made
     """
-    if isinstance(error, gym.error.NamespaceNotFound) and str(env_id).startswith('ALE/'):
+    if isinstance(error, gym.error.NamespaceNotFound) and str(env_id).startswith("ALE/"):
         return "`pip install 'rollpipe[atari]'`"
-    if not isinstance(error, gym.error.DependencyNotInstalled): return None
-    package = str(gym.spec(str(env_id).rpartition(':')[2]).entry_point).split(':')[0]
-    found = next((extra for extra in ('box2d', 'mujoco') if package.startswith(f'gymnasium.envs.{extra}.')), None)
+    if not isinstance(error, gym.error.DependencyNotInstalled):
+        return None
+    package = str(gym.spec(str(env_id).rpartition(":")[2]).entry_point).split(":")[0]
+    found = next(
+        (extra for extra in ("box2d", "mujoco") if package.startswith(f"gymnasium.envs.{extra}.")),
+        None,
+    )
     return found and f"`pip install 'rollpipe[{found}]'`"
 
 
@@ -41,33 +56,49 @@ def check_id(env_id: str) -> str:
 
     For an id `module:Name-v0`, the module is imported first; it must register the environment. That of `ALE/...` is `ale_py`.
     """
-    module, _, name = str(env_id).rpartition(':')
-    if not module and name.startswith('ALE/') and find_spec('ale_py'): module = 'ale_py'
+    module, _, name = str(env_id).rpartition(":")
+    if not module and name.startswith("ALE/") and find_spec("ale_py"):
+        module = "ale_py"
     try:
-        if module: importlib.import_module(module)
+        if module:
+            importlib.import_module(module)
         gym.spec(name)
     except gym.error.DeprecatedEnv as e:
-        raise EnvError(f"{env_id!r} is no longer there", expected="a newer version", got=str(e)) from e
+        raise EnvError(
+            f"{env_id!r} is no longer there", expected="a newer version", got=str(e)
+        ) from e
     except (gym.error.Error, ModuleNotFoundError) as e:
         known = list(gym.registry)
         by_name = {k.lower(): k for k in known}
         near = difflib.get_close_matches(str(env_id).lower(), by_name, n=3, cutoff=0.5)
-        hint = f"one of the nearest known ids: {', '.join(by_name[k] for k in near)}" if near else "an id of gymnasium's registry"
-        hint = extra_for(env_id, e) or (f"{hint}; or one of your own, which a module registers (`gymnasium.register`) that is imported "
-                                        f"first: `import MODULE`, `--import MODULE`, or the id 'MODULE:{name}'")
-        raise EnvError(f"unknown environment id {env_id!r}", expected=hint, got=f"{type(e).__name__}: {e}") from e
+        hint = (
+            f"one of the nearest known ids: {', '.join(by_name[k] for k in near)}"
+            if near
+            else "an id of gymnasium's registry"
+        )
+        hint = extra_for(env_id, e) or (
+            f"{hint}; or one of your own, which a module registers (`gymnasium.register`) that is imported "
+            f"first: `import MODULE`, `--import MODULE`, or the id 'MODULE:{name}'"
+        )
+        raise EnvError(
+            f"unknown environment id {env_id!r}", expected=hint, got=f"{type(e).__name__}: {e}"
+        ) from e
     return env_id
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #f6e9eab7
 def is_vector(env: Any) -> bool:
     "True if `env` is a vector environment: a gymnasium `VectorEnv`, or an EnvPool."
-    return isinstance(env, gym.vector.VectorEnv) or all(hasattr(env, name) for name in ('all_env_ids', 'send', 'recv'))
+    return isinstance(env, gym.vector.VectorEnv) or all(
+        hasattr(env, name) for name in ("all_env_ids", "send", "recv")
+    )
 
 
 def takes_seed(fn: Any) -> bool:
     "True if the callable `fn` has a parameter named `seed`."
-    try: return 'seed' in inspect.signature(fn).parameters
-    except (TypeError, ValueError): return False
+    try:
+        return "seed" in inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return False
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #9d945be6
 class EnvFactory:
@@ -79,53 +110,105 @@ class EnvFactory:
         source: gymnasium id, or callable `source()` or `source(seed=...)`
         env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id, and those of `wrappers_in`
     """
+
     n_envs = 1
+
     def __init__(self, source: Any, env_kwargs: dict | None = None):
-        self.source, self.env_kwargs = source, dict(env_kwargs or {})
+        self.source = source
+        self.env_kwargs = dict(env_kwargs or {})
         if isinstance(source, str):
-            self.name, self.takes_seed = check_id(source), False
+            self.name = check_id(source)
+            self.takes_seed = False
             return
-        if isinstance(source, torch.nn.Module) and not hasattr(source, 'n_envs') or hasattr(source, 'actor'):   # a `TensorEnv` has `n_envs`
-            what = "an agent" if hasattr(source, 'actor') else "a network"
-            raise EnvError(f"{what} stands where an environment belongs", got=type(source).__name__,
-                           expected="the environment first and then the actor, as in `evaluate(env, actor)`")
-        if hasattr(source, 'step') and not isinstance(source, type):
-            raise EnvError(f"{describe(source, 60)} is an instance that cannot be lent", got=type(source).__name__,
-                           expected="a `gymnasium.Env` or `gymnasium.vector.VectorEnv`, or a gymnasium id or a factory such as "
-                                    "`lambda: make_env()`; a `TensorEnv` goes to `TensorCollector`")
+        if (
+            isinstance(source, torch.nn.Module)
+            and not hasattr(source, "n_envs")
+            or hasattr(source, "actor")
+        ):  # a `TensorEnv` has `n_envs`
+            what = "an agent" if hasattr(source, "actor") else "a network"
+            raise EnvError(
+                f"{what} stands where an environment belongs",
+                got=type(source).__name__,
+                expected="the environment first and then the actor, as in `evaluate(env, actor)`",
+            )
+        if hasattr(source, "step") and not isinstance(source, type):
+            raise EnvError(
+                f"{describe(source, 60)} is an instance that cannot be lent",
+                got=type(source).__name__,
+                expected="a `gymnasium.Env` or `gymnasium.vector.VectorEnv`, or a gymnasium id or a factory such as "
+                "`lambda: make_env()`; a `TensorEnv` goes to `TensorCollector`",
+            )
         if not callable(source):
-            raise EnvError("unusable environment source", expected="a gymnasium id or a callable", got=repr(source))
+            raise EnvError(
+                "unusable environment source",
+                expected="a gymnasium id or a callable",
+                got=repr(source),
+            )
         if self.env_kwargs:
-            raise EnvError("env_kwargs are for gymnasium ids", expected="a factory that already knows its arguments", got=self.env_kwargs)
-        self.name, self.takes_seed = getattr(source, '__name__', type(source).__name__), takes_seed(source)
+            raise EnvError(
+                "env_kwargs are for gymnasium ids",
+                expected="a factory that already knows its arguments",
+                got=self.env_kwargs,
+            )
+        self.name = getattr(source, "__name__", type(source).__name__)
+        self.takes_seed = takes_seed(source)
 
     def __call__(self, seed: int | None = None) -> Any:
         try:
             # gymnasium's own checker is off: it checks only the first step, and `EnvBatch` checks every step.
             if isinstance(self.source, str):
                 kwargs, wrappers = wrappers_in(self.env_kwargs)
-                env = gym.make(check_id(self.source), **{'disable_env_checker': True, **kwargs})  # a worker may lack the module of the id
-                for wrapper in wrappers: env = wrapper(env)
-            else: env = self.source(seed=seed) if self.takes_seed else self.source()
-        except SpaceError as e: raise e.locate(env=self.name) from None     # such as `WithActionMask`, which names what it expects
+                env = gym.make(
+                    check_id(self.source), **{"disable_env_checker": True, **kwargs}
+                )  # a worker may lack the module of the id
+                for wrapper in wrappers:
+                    env = wrapper(env)
+            else:
+                env = self.source(seed=seed) if self.takes_seed else self.source()
+        except SpaceError as e:
+            raise e.locate(
+                env=self.name
+            ) from None  # such as `WithActionMask`, which names what it expects
         except Exception as e:
             hint = extra_for(self.source, e) if isinstance(self.source, str) else None
-            raise EnvError(f"the environment could not be made: {describe_exception(e)}", env=self.name, expected=hint) from e
-        if isinstance(env, gym.Env) or is_vector(env): return env
-        if hasattr(env, 'possible_agents'):
-            raise EnvError("an environment of many agents is no single one", env=self.name, got=type(env).__name__,
-                           expected="a factory that returns `Agents(make)` of `rollpipe.pipes.envs.agents`")
-        raise EnvError("the factory returned no environment", env=self.name, got=type(env).__name__,
-                       expected="a gymnasium.VectorEnv or gymnasium.Env; a `TensorEnv` goes to `TensorCollector`")
+            raise EnvError(
+                f"the environment could not be made: {describe_exception(e)}",
+                env=self.name,
+                expected=hint,
+            ) from e
+        if isinstance(env, gym.Env) or is_vector(env):
+            return env
+        if hasattr(env, "possible_agents"):
+            raise EnvError(
+                "an environment of many agents is no single one",
+                env=self.name,
+                got=type(env).__name__,
+                expected="a factory that returns `Agents(make)` of `rollpipe.pipes.envs.agents`",
+            )
+        raise EnvError(
+            "the factory returned no environment",
+            env=self.name,
+            got=type(env).__name__,
+            expected="a gymnasium.VectorEnv or gymnasium.Env; a `TensorEnv` goes to `TensorCollector`",
+        )
 
-    def __repr__(self): return self.name
-    def __getstate__(self): return self.__dict__ | ({} if isinstance(self.source, str) else {'source': cloudpickle.dumps(self.source)})
+    def __repr__(self):
+        return self.name
+
+    def __getstate__(self):
+        return self.__dict__ | (
+            {} if isinstance(self.source, str) else {"source": cloudpickle.dumps(self.source)}
+        )
+
     def __setstate__(self, state):
         self.__dict__.update(state)
-        if isinstance(self.source, bytes): self.source = cloudpickle.loads(self.source)
+        if isinstance(self.source, bytes):
+            self.source = cloudpickle.loads(self.source)
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #e2063286
-def env_factories(source: Any, n_envs: int | None = None, env_kwargs: dict | None = None) -> list[EnvFactory]:
+def env_factories(
+    source: Any, n_envs: int | None = None, env_kwargs: dict | None = None
+) -> list[EnvFactory]:
     """One factory for each of `n_envs` environments.
 
     A list is repeated until there are `n_envs` factories. Raises `EnvError` if `n_envs` is not a positive integer, or not a multiple of
@@ -139,14 +222,28 @@ def env_factories(source: Any, n_envs: int | None = None, env_kwargs: dict | Non
     sources = list(source) if isinstance(source, (list, tuple)) else [source]
     n_envs = len(sources) if n_envs is None else n_envs
     if not _is_count(n_envs) or not sources or n_envs % len(sources):
-        expected = f"a positive multiple of {len(sources)}" if len(sources) > 1 else "a positive integer and at least one source"
-        raise EnvError("wrong number of environments", expected=f"n_envs: {expected}", got=f"n_envs={n_envs!r}, {len(sources)} sources")
-    check_memory(f'n_envs={n_envs:,}', int(n_envs) * LEAST_BYTES)
-    made = [s if isinstance(s, EnvFactory) and not env_kwargs else EnvFactory(s, env_kwargs) for s in sources]
+        expected = (
+            f"a positive multiple of {len(sources)}"
+            if len(sources) > 1
+            else "a positive integer and at least one source"
+        )
+        raise EnvError(
+            "wrong number of environments",
+            expected=f"n_envs: {expected}",
+            got=f"n_envs={n_envs!r}, {len(sources)} sources",
+        )
+    check_memory(f"n_envs={n_envs:,}", int(n_envs) * LEAST_BYTES)
+    made = [
+        s if isinstance(s, EnvFactory) and not env_kwargs else EnvFactory(s, env_kwargs)
+        for s in sources
+    ]
     return made * (int(n_envs) // len(sources))
 
 
-def _is_count(n): return isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 1 <= int(n) <= sys.maxsize
+def _is_count(n):
+    return (
+        isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 1 <= int(n) <= sys.maxsize
+    )
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #c3cf4603
 class VectorFactory:
@@ -158,47 +255,92 @@ class VectorFactory:
         vector: 'sync', 'async' (a process for each), 'vector_entry_point' (its own class), 'envpool'
         env_kwargs: keyword arguments for `gymnasium.make_vec` or `envpool.make_gymnasium`
     """
-    kinds = 'sync', 'async', 'vector_entry_point', 'envpool'
 
-    def __init__(self, env_id: str, n_envs: int = 1, vector: str = 'sync', env_kwargs: dict | None = None):
+    kinds = "sync", "async", "vector_entry_point", "envpool"
+
+    def __init__(
+        self, env_id: str, n_envs: int = 1, vector: str = "sync", env_kwargs: dict | None = None
+    ):
         if vector not in self.kinds:
-            raise EnvError("unknown kind of vector environment", expected=f"one of {', '.join(self.kinds)}", got=repr(vector))
+            raise EnvError(
+                "unknown kind of vector environment",
+                expected=f"one of {', '.join(self.kinds)}",
+                got=repr(vector),
+            )
         if not isinstance(env_id, str):
-            raise EnvError("`vector` is for ids", expected="an id, or a factory that returns a VectorEnv, without `vector`",
-                           got=describe(env_id))
+            raise EnvError(
+                "`vector` is for ids",
+                expected="an id, or a factory that returns a VectorEnv, without `vector`",
+                got=describe(env_id),
+            )
         if not _is_count(n_envs):
-            raise EnvError("wrong number of environments", expected="n_envs: a positive integer", got=f"n_envs={n_envs!r}")
-        self.name = env_id if vector == 'envpool' else check_id(env_id)
-        self.n_envs, self.vector, self.env_kwargs = int(n_envs), vector, dict(env_kwargs or {})
+            raise EnvError(
+                "wrong number of environments",
+                expected="n_envs: a positive integer",
+                got=f"n_envs={n_envs!r}",
+            )
+        self.name = env_id if vector == "envpool" else check_id(env_id)
+        self.n_envs = int(n_envs)
+        self.vector = vector
+        self.env_kwargs = dict(env_kwargs or {})
 
     def __call__(self, seed: int | None = None) -> Any:
         kwargs, wrappers = wrappers_in(self.env_kwargs)
-        try: vec = self._envpool(seed, kwargs) if self.vector == 'envpool' else self._gymnasium(kwargs, wrappers)
+        try:
+            vec = (
+                self._envpool(seed, kwargs)
+                if self.vector == "envpool"
+                else self._gymnasium(kwargs, wrappers)
+            )
         except Exception as e:
             hint = extra_for(self.name, e)
-            if isinstance(e, ModuleNotFoundError) and self.vector == 'envpool': hint = "`pip install 'rollpipe[envpool]'`"
-            raise EnvError(f"the vector environment could not be made: {describe_exception(e)}", env=self.name, expected=hint) from e
-        key = self.env_kwargs.get('with_action_mask')
-        if self.vector in ('sync', 'async') or 'atari' not in self.env_kwargs and (
-                key is None or key in getattr(spaces_of(vec)[0], 'spaces', ())): return vec
+            if isinstance(e, ModuleNotFoundError) and self.vector == "envpool":
+                hint = "`pip install 'rollpipe[envpool]'`"
+            raise EnvError(
+                f"the vector environment could not be made: {describe_exception(e)}",
+                env=self.name,
+                expected=hint,
+            ) from e
+        key = self.env_kwargs.get("with_action_mask")
+        if (
+            self.vector in ("sync", "async")
+            or "atari" not in self.env_kwargs
+            and (key is None or key in getattr(spaces_of(vec)[0], "spaces", ()))
+        ):
+            return vec
         vec.close()
-        what, leaf = ("the mask of the actions", f"observation_space[{key!r}]") if key else ("games of Atari", "atari")
-        raise EnvError(f"such a vector takes no wrapper for {what}", env=self.name, leaf=leaf,
-                       expected="vector='sync' or 'async', or a mask that is there already", got=f"vector={self.vector!r}")
+        what, leaf = (
+            ("the mask of the actions", f"observation_space[{key!r}]")
+            if key
+            else ("games of Atari", "atari")
+        )
+        raise EnvError(
+            f"such a vector takes no wrapper for {what}",
+            env=self.name,
+            leaf=leaf,
+            expected="vector='sync' or 'async', or a mask that is there already",
+            got=f"vector={self.vector!r}",
+        )
 
     def _envpool(self, seed, kwargs):
-        return importlib.import_module('envpool').make_gymnasium(self.name, num_envs=self.n_envs, seed=seed or 0, **kwargs)
+        return importlib.import_module("envpool").make_gymnasium(
+            self.name, num_envs=self.n_envs, seed=seed or 0, **kwargs
+        )
 
     def _gymnasium(self, kwargs, wrappers):
         options: dict[str, Any] = {}
-        if self.vector != 'vector_entry_point':
-            wrappers = [*kwargs.pop('wrappers', wrappers), CopiesLastObs]
-            options = dict(disable_env_checker=True, wrappers=wrappers)    # `VectorBatch` checks every step
+        if self.vector != "vector_entry_point":
+            wrappers = [*kwargs.pop("wrappers", wrappers), CopiesLastObs]
+            options = dict(
+                disable_env_checker=True, wrappers=wrappers
+            )  # `VectorBatch` checks every step
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second call.
-            if hasattr(gym.vector, 'AutoresetMode'): options['vector_kwargs'] = dict(autoreset_mode='SameStep')
+            if hasattr(gym.vector, "AutoresetMode"):
+                options["vector_kwargs"] = dict(autoreset_mode="SameStep")
         return gym.make_vec(check_id(self.name), self.n_envs, self.vector, **{**options, **kwargs})
 
-    def __repr__(self): return self.name
+    def __repr__(self):
+        return self.name
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #30cb4d7d
 def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.Space]:
@@ -208,25 +350,34 @@ def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.
         env: id, factory, environment, list of them, or a pair of spaces
         env_kwargs: keyword arguments for `gymnasium.make`
     """
-    if isinstance(env, tuple) and len(env) == 2 and all(isinstance(s, gym.Space) for s in env): return env
+    if isinstance(env, tuple) and len(env) == 2 and all(isinstance(s, gym.Space) for s in env):
+        return env
     if is_vector(env):
         # An old EnvPool has only the spaces of one environment, without the prefix `single_`.
-        return tuple(getattr(env, f'single_{name}', getattr(env, name)) for name in _SPACES)
-    if isinstance(env, gym.Env): return env.observation_space, env.action_space
-    if _has_spaces(env): return tuple(getattr(env, name) for name in _SPACES)     # such as a `TensorEnv`
-    if isinstance(env, (list, tuple)) and env: return spaces_of(env[0], env_kwargs)
+        return tuple(getattr(env, f"single_{name}", getattr(env, name)) for name in _SPACES)
+    if isinstance(env, gym.Env):
+        return env.observation_space, env.action_space
+    if _has_spaces(env):
+        return tuple(getattr(env, name) for name in _SPACES)  # such as a `TensorEnv`
+    if isinstance(env, (list, tuple)) and env:
+        return spaces_of(env[0], env_kwargs)
     made = (env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs))()
-    try: return spaces_of(made)
-    finally: made.close()
+    try:
+        return spaces_of(made)
+    finally:
+        made.close()
 
 
-_SPACES = 'observation_space', 'action_space'
+_SPACES = "observation_space", "action_space"
 
 
-def _has_spaces(env): return not isinstance(env, type) and all(isinstance(getattr(env, name, None), gym.Space) for name in _SPACES)
+def _has_spaces(env):
+    return not isinstance(env, type) and all(
+        isinstance(getattr(env, name, None), gym.Space) for name in _SPACES
+    )
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #50c57e23
-def space_spec(space: gym.Space, what: str = 'space') -> Any:
+def space_spec(space: gym.Space, what: str = "space") -> Any:
     """Nested zero arrays (numpy) with the shapes and dtypes of `space`'s samples; int32 or int64 for uint16 to uint64, as torch needs it.
 
     Raises `SpaceError` naming the part of `what` that has no fixed-size array form (Text, Graph, Sequence, OneOf) or is empty.
@@ -236,15 +387,31 @@ def space_spec(space: gym.Space, what: str = 'space') -> Any:
         what: name of the space in messages
     """
     if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)) and not space.spaces:
-        raise SpaceError("this space is empty", leaf=what, expected="at least one space in it", got=str(space))
+        raise SpaceError(
+            "this space is empty", leaf=what, expected="at least one space in it", got=str(space)
+        )
     if isinstance(space, gym.spaces.MultiDiscrete) and not space.nvec.size:
-        raise SpaceError("this space is empty", leaf=what, expected="at least one integer", got=str(space))
-    if isinstance(space, gym.spaces.Dict): return {k: space_spec(s, f"{what}[{k!r}]") for k, s in space.spaces.items()}
-    if isinstance(space, gym.spaces.Tuple): return tuple(space_spec(s, f"{what}[{i}]") for i, s in enumerate(space.spaces))
-    if not isinstance(space, (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete)):
-        raise SpaceError("this space has no fixed-size array form", leaf=what,
-                         expected="Box, Discrete, MultiBinary, MultiDiscrete, or Dict and Tuple of them", got=str(space))
-    return np.zeros(space.shape or (), dict(uint16='int32', uint32='int64', uint64='int64').get(space.dtype.name, space.dtype))
+        raise SpaceError(
+            "this space is empty", leaf=what, expected="at least one integer", got=str(space)
+        )
+    if isinstance(space, gym.spaces.Dict):
+        return {k: space_spec(s, f"{what}[{k!r}]") for k, s in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(space_spec(s, f"{what}[{i}]") for i, s in enumerate(space.spaces))
+    if not isinstance(
+        space,
+        (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete),
+    ):
+        raise SpaceError(
+            "this space has no fixed-size array form",
+            leaf=what,
+            expected="Box, Discrete, MultiBinary, MultiDiscrete, or Dict and Tuple of them",
+            got=str(space),
+        )
+    return np.zeros(
+        space.shape or (),
+        dict(uint16="int32", uint32="int64", uint64="int64").get(space.dtype.name, space.dtype),
+    )
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #461008c9
 def env_seeds(seed: np.random.SeedSequence, n: int) -> list[tuple[int, int, int]]:
@@ -257,7 +424,7 @@ def env_seeds(seed: np.random.SeedSequence, n: int) -> list[tuple[int, int, int]
     # Spawning changes a sequence, so the children come from a copy.
     children = np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key).spawn(n)
     words = (map(int, child.generate_state(3)) for child in children)
-    return [(make & 0x7fffffff, reset, space) for make, reset, space in words]
+    return [(make & 0x7FFFFFFF, reset, space) for make, reset, space in words]
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #7270e266
 class Claim:
@@ -265,9 +432,10 @@ class Claim:
 
     A wrapper counts as the environment within it. A `SyncVectorEnv` is claimed together with its environments.
     """
+
     def __init__(self):
-        self._held = {}   # index -> environment; a reference, so that no other object gets the id of the environment
-        self.lost = []    # indices of environments that other batches have claimed later
+        self._held = {}  # index -> environment; a reference, so that no other object gets the id of the environment
+        self.lost = []  # indices of environments that other batches have claimed later
 
     def take(self, env: Any, b: int | None = None) -> None:
         """Claim `env`. An earlier claim to it ends. Raises `EnvError` if this batch claims it twice.
@@ -276,29 +444,45 @@ class Claim:
             env: single or vector environment
             b: index of `env` in the batch; None: `env` is a vector environment, the whole batch
         """
-        env = getattr(env, 'unwrapped', env)
+        env = getattr(env, "unwrapped", env)
         before = _claims.get(id(env))
         other = None if before is None else next(k for k, x in before._held.items() if x is env)
         if before is self:
-            raise EnvError("the factory made no environment of its own", env=b, expected="a new environment at each call",
-                           got=f"that of environment {other}")
-        if before is not None: before.lost.append(other)
+            raise EnvError(
+                "the factory made no environment of its own",
+                env=b,
+                expected="a new environment at each call",
+                got=f"that of environment {other}",
+            )
+        if before is not None:
+            before.lost.append(other)
         self._held[b], _claims[id(env)] = env, self
-        for k, part in enumerate(env.envs if b is None and isinstance(env, gym.vector.SyncVectorEnv) else ()): self.take(part, k)
+        for k, part in enumerate(
+            env.envs if b is None and isinstance(env, gym.vector.SyncVectorEnv) else ()
+        ):
+            self.take(part, k)
 
     def check(self) -> None:
         "Raise `EnvError` if the claim has ended."
         if self.lost:
-            raise EnvError("the environment has since been lent to another iteration, loop, or lane", env=self.lost[0], got="a second one",
-                           expected="one at a time for each instance")
+            raise EnvError(
+                "the environment has since been lent to another iteration, loop, or lane",
+                env=self.lost[0],
+                got="a second one",
+                expected="one at a time for each instance",
+            )
 
     def release(self) -> None:
         "Give up all environments. Those in `lost` belong to another batch now, so the caller must not close them."
         for b, env in self._held.items():
-            holder = _claims.get(id(env))     # None if this claim is being garbage-collected, because its weak entry vanishes first
-            if holder is self: del _claims[id(env)]
-            elif holder is not None and b not in self.lost: self.lost.append(b)
+            holder = _claims.get(
+                id(env)
+            )  # None if this claim is being garbage-collected, because its weak entry vanishes first
+            if holder is self:
+                del _claims[id(env)]
+            elif holder is not None and b not in self.lost:
+                self.lost.append(b)
         self._held.clear()
 
 
-_claims = weakref.WeakValueDictionary()     # id of an environment -> the claim that holds it
+_claims = weakref.WeakValueDictionary()  # id of an environment -> the claim that holds it

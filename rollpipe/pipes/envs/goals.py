@@ -29,34 +29,59 @@ class GoalRules:
         source: gymnasium id or factory, which makes an environment at the first call, or instance; of a list or vector the first
         env_kwargs: keyword arguments for `gymnasium.make`
     """
-    _env: Any = None     # the environment, once it is there
+
+    _env: Any = None  # the environment, once it is there
 
     def __init__(self, source: Any, env_kwargs: dict | None = None):
         source = source[0] if isinstance(source, (list, tuple)) and source else source
-        self.is_lent = hasattr(source, 'step') and not isinstance(source, type)
+        self.is_lent = hasattr(source, "step") and not isinstance(source, type)
         self.source = source if self.is_lent else env_factories(source, 1, env_kwargs)[0]
-        self.name = type(getattr(source, 'unwrapped', source)).__name__ if self.is_lent else self.source.name
+        self.name = (
+            type(getattr(source, "unwrapped", source)).__name__
+            if self.is_lent
+            else self.source.name
+        )
 
-    def __call__(self, achieved: np.ndarray, desired: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        if self._env is None: self._env = self.source if self.is_lent else self.source()
-        reward, terminated = (self._answers(name, achieved, desired) for name in ('compute_reward', 'compute_terminated'))
-        if reward is not None: return reward, terminated
-        raise EnvError("the environment does not tell the reward of other goals", env=self.name,
-                       expected="compute_reward(achieved_goal, desired_goal, info)", got="no such method")
+    def __call__(
+        self, achieved: np.ndarray, desired: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        if self._env is None:
+            self._env = self.source if self.is_lent else self.source()
+        reward, terminated = (
+            self._answers(name, achieved, desired)
+            for name in ("compute_reward", "compute_terminated")
+        )
+        if reward is not None:
+            return reward, terminated
+        raise EnvError(
+            "the environment does not tell the reward of other goals",
+            env=self.name,
+            expected="compute_reward(achieved_goal, desired_goal, info)",
+            got="no such method",
+        )
 
     def close(self) -> None:
         "Close the environment that was made here, if there is one. The next call makes another one."
-        if self._env is not None and not self.is_lent: self._env.close()
+        if self._env is not None and not self.is_lent:
+            self._env.close()
         self._env = None
 
     def _answers(self, name, achieved, desired):
         env = self._env.envs[0] if isinstance(self._env, gym.vector.SyncVectorEnv) else self._env
-        while not hasattr(env, name) and isinstance(env, gym.Wrapper): env = env.env
-        if (method := getattr(env, name, None)) is None: return None
+        while not hasattr(env, name) and isinstance(env, gym.Wrapper):
+            env = env.env
+        if (method := getattr(env, name, None)) is None:
+            return None
         try:
             n, *goal = achieved.shape
             # A step may come twice, so that an answer of the length of a goal, by a method for one step, is no answer for all.
-            at = np.arange(next(k for k in range(n, n + len(goal) + 1) if k not in goal)) % max(1, n)
-            if n and (found := np.array(method(achieved[at], desired[at], {}))).shape == at.shape: return found[:n]
-            return np.array([np.array(method(a, d, {})) for a, d in zip(achieved, desired)]).reshape(n)
-        except Exception as e: raise EnvError(f"{name} failed: {describe_exception(e)}", env=self.name) from e
+            at = np.arange(next(k for k in range(n, n + len(goal) + 1) if k not in goal)) % max(
+                1, n
+            )
+            if n and (found := np.array(method(achieved[at], desired[at], {}))).shape == at.shape:
+                return found[:n]
+            return np.array(
+                [np.array(method(a, d, {})) for a, d in zip(achieved, desired)]
+            ).reshape(n)
+        except Exception as e:
+            raise EnvError(f"{name} failed: {describe_exception(e)}", env=self.name) from e

@@ -23,31 +23,48 @@ def filler(like: np.ndarray) -> np.ndarray:
     Args:
         like: array with the dtype of the info
     """
-    return np.asarray(np.nan if like.dtype.kind == 'f' else 0, like.dtype)
+    return np.asarray(np.nan if like.dtype.kind == "f" else 0, like.dtype)
 
-def _fillers(column): return nested.map(lambda x: np.full_like(x, filler(x)), column)
+
+def _fillers(column):
+    return nested.map(lambda x: np.full_like(x, filler(x)), column)
+
 
 def _is_numeric(x):
     "True if `x`, a container of arrays, has at least one leaf and all leaves are numeric."
-    return bool(nested.leaves(x)) and all(y.dtype.kind in 'biuf' for y in nested.leaves(x))
+    return bool(nested.leaves(x)) and all(y.dtype.kind in "biuf" for y in nested.leaves(x))
 
 
 def _arrays(key, value, env=None):
     "The info `value` of environment `env`, with its leaves as arrays. Raises `EnvError` if `value` contains itself."
-    try: return nested.map(np.asarray, value)
-    except RecursionError: raise _endless(key, value, env) from None
+    try:
+        return nested.map(np.asarray, value)
+    except RecursionError:
+        raise _endless(key, value, env) from None
 
 
 def _endless(key, value, env=None):
-    return EnvError("an info contains itself", env=env, leaf=f"info[{key!r}]", expected="a container of numbers", got=describe(value))
+    return EnvError(
+        "an info contains itself",
+        env=env,
+        leaf=f"info[{key!r}]",
+        expected="a container of numbers",
+        got=describe(value),
+    )
 
 
 def _has_form(x, like):
     "True if `x` is numeric and has the containers and shapes of `like`."
-    try: x = nested.map(np.asarray, x)
-    except (TypeError, ValueError, RecursionError): return False
+    try:
+        x = nested.map(np.asarray, x)
+    except (TypeError, ValueError, RecursionError):
+        return False
     shapes = [[y.shape for y in nested.leaves(tree)] for tree in (x, like)]
-    return _is_numeric(x) and nested.flatten(x)[1] == nested.flatten(like)[1] and shapes[0] == shapes[1]
+    return (
+        _is_numeric(x)
+        and nested.flatten(x)[1] == nested.flatten(like)[1]
+        and shapes[0] == shapes[1]
+    )
 
 # %% ../../../nbs/pipes/10_envs/05_infos.ipynb #fcea1c7b
 class InfoRecorder:
@@ -58,18 +75,30 @@ class InfoRecorder:
         keys: which infos are recorded; None: all numeric infos
         stream: identifies a stream, in which each warning is logged once; None: a stream of its own
     """
+
     LEFT_OUT = "Infos that are not recorded: %s. `info_keys` names those to record; then nothing is said about others."
-    log, told = logging.getLogger('rollpipe'), set()     # `told`: `(stream, key)` of warnings already logged
+    # `told`: `(stream, key)` of warnings already logged
+    log = logging.getLogger("rollpipe")
+    told = set()
 
     def __init__(self, n: int, keys: Any = None, stream: Any = None):
-        self.n, self.stream = n, object() if stream is None else stream
-        self.awaited = None if keys is None else {*keys}     # chosen by the user, but not reported yet; None: all infos are wanted
-        self.like, self.masked = {}, set()     # key -> a column `[n, ...]` of fillers, in the recorded shape and dtype; keys with a mask
-        self.known, self.begun = set(), False  # infos recorded or left out for good; has there been a step?
+        self.n = n
+        self.stream = object() if stream is None else stream
+        self.awaited = (
+            None if keys is None else {*keys}
+        )  # chosen by the user, but not reported yet; None: all infos are wanted
+        # key -> a column `[n, ...]` of fillers, in the recorded shape and dtype; keys with a mask
+        self.like = {}
+        self.masked = set()
+        # infos recorded or left out for good; has there been a step?
+        self.known = set()
+        self.begun = False
 
     def get_state(self) -> dict:
         "What is recorded so far, and how."
-        return {name: getattr(self, name) for name in ('awaited', 'like', 'masked', 'known', 'begun')}
+        return {
+            name: getattr(self, name) for name in ("awaited", "like", "masked", "known", "begun")
+        }
 
     def set_state(self, state: dict) -> None:
         "Go on from what `get_state` returned."
@@ -77,7 +106,8 @@ class InfoRecorder:
 
     def is_news(self, names: Iterable) -> bool:
         "Is there a wanted info among `names` that has not appeared before?"
-        if self.awaited is None: return not self.known.issuperset(names)
+        if self.awaited is None:
+            return not self.known.issuperset(names)
         return bool(self.awaited) and not self.awaited.isdisjoint(names)
 
     def begin(self, key: str, column: Any, value: Any) -> str | None:
@@ -90,14 +120,23 @@ class InfoRecorder:
             value: reported value, for messages
         """
         problem = "it is not numeric" if column is None else None
-        if isinstance(key, str) and key.startswith('_'): problem = "such names are those of the masks"
+        if isinstance(key, str) and key.startswith("_"):
+            problem = "such names are those of the masks"
         if problem and self.awaited is not None:
-            raise EnvError(f"this info cannot be recorded: {problem}", leaf=f"info[{key!r}]", expected="numbers", got=describe(value))
+            raise EnvError(
+                f"this info cannot be recorded: {problem}",
+                leaf=f"info[{key!r}]",
+                expected="numbers",
+                got=describe(value),
+            )
         self.known.add(key)
-        if problem: return f"{key!r} ({problem}: {describe(value, 40)})"
-        if self.awaited is not None: self.awaited.remove(key)
+        if problem:
+            return f"{key!r} ({problem}: {describe(value, 40)})"
+        if self.awaited is not None:
+            self.awaited.remove(key)
         self.like[key] = _fillers(column)
-        if self.begun: self.masked.add(key)
+        if self.begun:
+            self.masked.add(key)
 
     def put(self, found: dict, key: str, column: Any, said: np.ndarray, valid: np.ndarray) -> None:
         """Put the column of an info into `found`, with the filler where an environment did not report it. Raises `EnvError`.
@@ -108,44 +147,64 @@ class InfoRecorder:
             said: bool `[n]`: True for the environments that have reported the info
             valid: bool `[n]`: where a step took place
         """
-        if column is None: column = nested.map(np.ndarray.copy, self.like[key])
+        if column is None:
+            column = nested.map(np.ndarray.copy, self.like[key])
         else:
             column = self.widened(key, column)
-            for x in nested.leaves(column) if not said.all() else (): x[~said] = filler(x)
-        if key not in self.masked and (valid & ~said).any(): self.masked.add(key)
+            for x in nested.leaves(column) if not said.all() else ():
+                x[~said] = filler(x)
+        if key not in self.masked and (valid & ~said).any():
+            self.masked.add(key)
         found[key] = column
-        if key in self.masked: found[f'_{key}'] = said
+        if key in self.masked:
+            found[f"_{key}"] = said
 
     def widened(self, key: str, column: Any) -> Any:
         "`column` in the recorded dtype, which is widened if necessary. Raises `EnvError` if the structure or a shape has changed."
         like = self.like[key]
         # A fast path, because most columns are one array of the recorded shape and dtype.
-        if type(column) is type(like) is np.ndarray and column.dtype == like.dtype and column.shape == like.shape: return column
+        if (
+            type(column) is type(like) is np.ndarray
+            and column.dtype == like.dtype
+            and column.shape == like.shape
+        ):
+            return column
         self.check_form(key, column)
         dtypes = nested.map(np.result_type, column, like)
-        if dtypes != nested.map(lambda x: x.dtype, like): self.like[key] = _fillers(nested.map(np.ndarray.astype, like, dtypes))
+        if dtypes != nested.map(lambda x: x.dtype, like):
+            self.like[key] = _fillers(nested.map(np.ndarray.astype, like, dtypes))
         return nested.map(lambda x, dtype: x.astype(dtype, copy=False), column, dtypes)
 
     def check_form(self, key: str, column: Any) -> None:
         "Raise `EnvError` unless `column` is numeric and has the recorded structure and shapes."
-        if _has_form(column, self.like[key]): return
-        raise EnvError("the infos changed their form (info_keys chooses what is recorded)", leaf=f"info[{key!r}]",
-                       expected=describe(self.like[key]), got=describe(column))
+        if _has_form(column, self.like[key]):
+            return
+        raise EnvError(
+            "the infos changed their form (info_keys chooses what is recorded)",
+            leaf=f"info[{key!r}]",
+            expected=describe(self.like[key]),
+            got=describe(column),
+        )
 
     def say(self, texts: dict, message: str) -> None:
         "Log a warning with the `texts` of those keys for which this stream has not logged one yet."
         new = [text for key, text in texts.items() if (self.stream, key) not in self.told]
         self.told.update((self.stream, key) for key in texts)
-        if new: self.log.warning(message, ', '.join(new))
+        if new:
+            self.log.warning(message, ", ".join(new))
 
     def say_awaited(self) -> None:
         "Warn, after an episode has ended, of the chosen infos that have not appeared."
-        self.say({key: repr(key) for key in self.awaited or ()}, "`info_keys` names infos that no environment has reported in its first "
-                 "episode: %s. They are recorded from the step on at which they appear.")
+        self.say(
+            {key: repr(key) for key in self.awaited or ()},
+            "`info_keys` names infos that no environment has reported in its first "
+            "episode: %s. They are recorded from the step on at which they appear.",
+        )
 
 # %% ../../../nbs/pipes/10_envs/05_infos.ipynb #e7dc09f7
 class SingleInfos(InfoRecorder):
     "Records the infos of single environments."
+
     def record(self, infos: list, valid: np.ndarray) -> dict:
         """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`; its field `env` is the index of the environment.
 
@@ -153,35 +212,50 @@ class SingleInfos(InfoRecorder):
             infos: one dict for each environment
             valid: bool `[n]`: where a step took place
         """
-        if {*map(type, infos)} != {dict}: infos = self._dicts(infos)
+        if {*map(type, infos)} != {dict}:
+            infos = self._dicts(infos)
         # `any` is fast, and most infos are empty.
-        if any(infos) and self.is_news(chain.from_iterable(infos)): self._begin(infos)
-        self.begun, found = True, {}
-        for key in self.like: self._read(found, key, infos, valid)
+        if any(infos) and self.is_news(chain.from_iterable(infos)):
+            self._begin(infos)
+        self.begun = True
+        found = {}
+        for key in self.like:
+            self._read(found, key, infos, valid)
         return found
 
     def _dicts(self, infos):
         for b, info in enumerate(infos):
             if not isinstance(info, Mapping):
-                raise EnvError("the info is no dict", env=b, leaf='info', expected="a dict", got=describe(info))
+                raise EnvError(
+                    "the info is no dict", env=b, leaf="info", expected="a dict", got=describe(info)
+                )
         return [dict(info) for info in infos]
 
     def _begin(self, infos):
         "Record or leave out infos that have not appeared before. The first environment that reports an info defines its shape and dtype."
-        said = {key: (value, b) for b in reversed(range(self.n)) for key, value in infos[b].items() if self.is_news([key])}
+        said = {
+            key: (value, b)
+            for b in reversed(range(self.n))
+            for key, value in infos[b].items()
+            if self.is_news([key])
+        }
         left_out = {}
         for key, (value, b) in said.items():
             one = _arrays(key, value, b)
             column = nested.map(lambda x: np.stack([x] * self.n), one) if _is_numeric(one) else None
-            if why := self.begin(key, column, value): left_out[key] = why
+            if why := self.begin(key, column, value):
+                left_out[key] = why
         self.say(left_out, self.LEFT_OUT)
 
     def _read(self, found, key, infos, valid):
         "Put the info `key` into `found`."
         if key not in self.masked:
-            try: found[key] = self._column(key, [info[key] for info in infos])
-            except KeyError: pass
-            else: return
+            try:
+                found[key] = self._column(key, [info[key] for info in infos])
+            except KeyError:
+                pass
+            else:
+                return
         said = np.array([key in info for info in infos])
         column = None
         if said.any():
@@ -191,30 +265,47 @@ class SingleInfos(InfoRecorder):
 
     def _column(self, key, values):
         try:
-            if isinstance(self.like[key], np.ndarray): return self.widened(key, np.array(values))
+            if isinstance(self.like[key], np.ndarray):
+                return self.widened(key, np.array(values))
             return self.widened(key, nested.stack([nested.map(np.asarray, x) for x in values]))
         except (TypeError, ValueError, RecursionError, EnvError):
             one = nested.map(lambda x: x[0], self.like[key])
             b = next((b for b, x in enumerate(values) if not _has_form(x, one)), 0)
-            raise EnvError("an info changed its form (info_keys chooses what is recorded)", env=b, leaf=f"info[{key!r}]",
-                           expected=describe(one), got=describe(values[b])) from None
+            raise EnvError(
+                "an info changed its form (info_keys chooses what is recorded)",
+                env=b,
+                leaf=f"info[{key!r}]",
+                expected=describe(one),
+                got=describe(values[b]),
+            ) from None
 
 # %% ../../../nbs/pipes/10_envs/05_infos.ipynb #2a7e29a5
-FINAL = 'final_obs', 'final_info', '_final_obs', '_final_info'     # keys of gymnasium's autoreset modes, not infos of the environments
+FINAL = (
+    "final_obs",
+    "final_info",
+    "_final_obs",
+    "_final_info",
+)  # keys of gymnasium's autoreset modes, not infos of the environments
 
 
 def reporters(infos: Mapping, key: str, among: np.ndarray) -> np.ndarray:
     "Bool `[n]`: True for those environments in `among` that have reported the info `key`."
-    mask = infos.get(f'_{key}')
-    if mask is None: return among.copy()
+    mask = infos.get(f"_{key}")
+    if mask is None:
+        return among.copy()
     mask = np.asarray(mask)
     if mask.dtype != bool or mask.shape != among.shape:
-        raise EnvError("this is no mask", leaf=f"info['_{key}']", expected=f"bool {list(among.shape)}", got=describe(mask))
+        raise EnvError(
+            "this is no mask",
+            leaf=f"info['_{key}']",
+            expected=f"bool {list(among.shape)}",
+            got=describe(mask),
+        )
     return among & mask
 
 
 def is_mask(key: Any, infos: Mapping) -> bool:
-    return isinstance(key, str) and key.startswith('_') and key[1:] in infos
+    return isinstance(key, str) and key.startswith("_") and key[1:] in infos
 
 
 def column_of(leaf: str, value: Any, said: np.ndarray) -> Any:
@@ -226,22 +317,32 @@ def column_of(leaf: str, value: Any, said: np.ndarray) -> Any:
         parts = {k: x for k, x in value.items() if not is_mask(k, value)}
         for k, x in parts.items():
             if (silent := said & ~reporters(value, k, said)).any():
-                raise EnvError("a part of an info is missing", env=int(silent.argmax()), leaf=f"{leaf}[{k!r}]", expected="all of its parts")
+                raise EnvError(
+                    "a part of an info is missing",
+                    env=int(silent.argmax()),
+                    leaf=f"{leaf}[{k!r}]",
+                    expected="all of its parts",
+                )
             parts[k] = column_of(f"{leaf}[{k!r}]", x, said)
         return parts if parts and all(x is not None for x in parts.values()) else None
-    value, n = np.array(value), len(said)     # a copy, because the vector environment may reuse its arrays
+    # a copy, because the vector environment may reuse its arrays
+    value = np.array(value)
+    n = len(said)
     if value.dtype == object and value.shape == said.shape:
-        rows = [x for x in value[said] if np.ndim(x) == 0]     # gymnasium stores numpy bools in an object array
+        rows = [
+            x for x in value[said] if np.ndim(x) == 0
+        ]  # gymnasium stores numpy bools in an object array
         rows = np.array(rows) if len(rows) == said.sum() else value
-        if rows.dtype.kind in 'biuf':
+        if rows.dtype.kind in "biuf":
             value = np.zeros(n, rows.dtype)
             value[said] = rows
-    return value if value.dtype.kind in 'biuf' and value.shape[:1] == (n,) else None
+    return value if value.dtype.kind in "biuf" and value.shape[:1] == (n,) else None
 
 # %% ../../../nbs/pipes/10_envs/05_infos.ipynb #5db3365d
 class VectorInfos(InfoRecorder):
     "Records the infos of a vector environment."
-    of_ends: Any = ()     # infos of the episodes that end, which stand beside those of resets
+
+    of_ends: Any = ()  # infos of the episodes that end, which stand beside those of resets
 
     def record(self, infos: dict, ended: np.ndarray, valid: np.ndarray) -> dict:
         """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`.
@@ -252,38 +353,57 @@ class VectorInfos(InfoRecorder):
             valid: bool `[n]`: where a step took place
         """
         sources = [(infos, valid)]
-        if 'final_info' in infos:
-            late = {k: infos[k] for key in self.of_ends for k in (key, f'_{key}') if k in infos}
-            sources = [(infos, valid & ~ended), (infos['final_info'], valid & ended), (late, valid & ended)]
+        if "final_info" in infos:
+            late = {k: infos[k] for key in self.of_ends for k in (key, f"_{key}") if k in infos}
+            sources = [
+                (infos, valid & ~ended),
+                (infos["final_info"], valid & ended),
+                (late, valid & ended),
+            ]
         for source, among in sources:
-            if self.is_news(source): self._begin(source, among)
-        self.begun, found = True, {}
-        for key in self.like: self.put(found, key, *self._read(key, sources), valid)
+            if self.is_news(source):
+                self._begin(source, among)
+        self.begun = True
+        found = {}
+        for key in self.like:
+            self.put(found, key, *self._read(key, sources), valid)
         return found
 
     def _begin(self, infos, among):
         "Record or leave out infos that the environments `among` report and that have not appeared before."
         left_out = {}
         for key, value in infos.items():
-            if key in FINAL or is_mask(key, infos) or not self.is_news([key]): continue
-            if not (said := reporters(infos, key, among)).any(): continue
-            if why := self.begin(key, self._column(key, value, said), value): left_out[key] = why
-            self.known.add(f'_{key}')
+            if key in FINAL or is_mask(key, infos) or not self.is_news([key]):
+                continue
+            if not (said := reporters(infos, key, among)).any():
+                continue
+            if why := self.begin(key, self._column(key, value, said), value):
+                left_out[key] = why
+            self.known.add(f"_{key}")
         self.say(left_out, self.LEFT_OUT)
 
     def _column(self, key, value, said):
-        try: return column_of(f"info[{key!r}]", value, said)
-        except RecursionError: raise _endless(key, value) from None
+        try:
+            return column_of(f"info[{key!r}]", value, said)
+        except RecursionError:
+            raise _endless(key, value) from None
 
     def _read(self, key, sources):
         "`(column, said)`: the info `key`, and a mask of the environments that have reported it. The column is None if none has."
-        column, everybody = None, np.zeros(self.n, bool)
+        column = None
+        everybody = np.zeros(self.n, bool)
         for infos, among in sources:
-            if key not in infos or not (said := reporters(infos, key, among)).any(): continue
+            if key not in infos or not (said := reporters(infos, key, among)).any():
+                continue
             part = self._column(key, infos[key], said)
-            if part is None: self.check_form(key, infos[key])
+            if part is None:
+                self.check_form(key, infos[key])
             if column is not None:
-                def rows(x, y, said=said): return np.where(said.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+                def rows(x, y, said=said):
+                    return np.where(said.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
                 part = nested.map(rows, self.widened(key, part), self.widened(key, column))
-            column, everybody = part, everybody | said
+            column = part
+            everybody = everybody | said
         return column, everybody

@@ -6,7 +6,9 @@
 __all__ = ['bits_of', 'KeptEnv', 'sampler', 'keeper_for']
 
 # %% ../../../nbs/pipes/10_envs/15_keeping.ipynb #a5b027fc
-import copy, time, warnings
+import copy
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,9 +34,11 @@ def bits_of(x: Any, path: str) -> Iterator:
     "`(path, bits)` for each leaf of `x` that consists of numbers or texts."
     if isinstance(x, dict):
         for key, y in x.items():
-            if path != "info['episode']" or key != 't': yield from bits_of(y, f'{path}[{key!r}]')     # `t` is a duration on the clock
+            if path != "info['episode']" or key != "t":
+                yield from bits_of(y, f"{path}[{key!r}]")  # `t` is a duration on the clock
     elif isinstance(x, (list, tuple)) or isinstance(x, np.ndarray) and x.dtype.hasobject:
-        for i, y in enumerate(x): yield from bits_of(y, f'{path}[{i}]')
+        for i, y in enumerate(x):
+            yield from bits_of(y, f"{path}[{i}]")
     elif isinstance(x, (bool, int, float, str, np.ndarray, np.generic, torch.Tensor)):
         x = x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
         yield path, (x.dtype.str, x.shape, x.tobytes())
@@ -47,20 +51,31 @@ class KeptEnv:
         env: a new environment
         keeper: how it is kept
     """
+
     def __init__(self, env: Any, keeper: Keeper):
-        self.env, self.kept = env, keeper.begin(env)
-        self.single, self.vector = isinstance(env, gym.Env), is_vector(env)
+        self.env = env
+        self.kept = keeper.begin(env)
+        self.single = isinstance(env, gym.Env)
+        self.vector = is_vector(env)
 
     def do(self, name: str, given: Any) -> tuple[dict, Any]:
         "Reset or step. Returns the bits of the answer, and where an episode ended."
-        if name == 'reset':
+        if name == "reset":
             self.kept.reset(**given)
-            found = self.env.reset(**copy.deepcopy(given))     # a vector changes its options
-            return dict(bits_of(found if self.single or self.vector else (found, {}), 'reset')), False
+            found = self.env.reset(**copy.deepcopy(given))  # a vector changes its options
+            return dict(
+                bits_of(found if self.single or self.vector else (found, {}), "reset")
+            ), False
         self.kept.step(given)
-        answer, found = self.env.step(given), {}
-        names = ('obs', 'reward', 'terminated', 'truncated') + (() if self.single or self.vector else ('final_obs',)) + ('info',)
-        for name, x in zip(names, answer): found.update(bits_of(x, name))
+        answer = self.env.step(given)
+        found = {}
+        names = (
+            ("obs", "reward", "terminated", "truncated")
+            + (() if self.single or self.vector else ("final_obs",))
+            + ("info",)
+        )
+        for name, x in zip(names, answer):
+            found.update(bits_of(x, name))
         return found, is_end(answer[2], answer[3]) if self.single else answer[2] | answer[3]
 
     def play(self, draw: Callable, n: int, more: int, deadline: float) -> list:
@@ -73,18 +88,29 @@ class KeptEnv:
             deadline: at this time of `time.monotonic()` the rest is left out
         """
         done = []
+
         def step():
-            done.append(('step', action := draw(), (found := self.do('step', action))[0]))
+            done.append(("step", action := draw(), (found := self.do("step", action))[0]))
             return found[1]
-        def reset(**given): done.append(('reset', given, self.do('reset', given)[0]))
+
+        def reset(**given):
+            done.append(("reset", given, self.do("reset", given)[0]))
+
         for left in range(n + more - 1, -1, -1):
-            ended, late = step(), time.monotonic() > deadline
-            forced = self.single and (left == more or late)     # no way is trusted that has not gone over an end
-            if self.single and (ended or forced): reset()
-            elif self.vector and autoreset_mode(self.env) == 'Disabled' and np.any(ended): reset(options=dict(reset_mask=np.array(ended)))
-            if left > more and bool(np.any(np.asarray(ended))): return done + self.play(draw, 0, more, deadline)
+            ended = step()
+            late = time.monotonic() > deadline
+            forced = self.single and (
+                left == more or late
+            )  # no way is trusted that has not gone over an end
+            if self.single and (ended or forced):
+                reset()
+            elif self.vector and autoreset_mode(self.env) == "Disabled" and np.any(ended):
+                reset(options=dict(reset_mask=np.array(ended)))
+            if left > more and bool(np.any(np.asarray(ended))):
+                return done + self.play(draw, 0, more, deadline)
             if late:
-                if forced: step()
+                if forced:
+                    step()
                 break
         return done
 
@@ -102,65 +128,100 @@ def sampler(env: Any, seed: int) -> Callable:
     space = copy.deepcopy(env.action_space)
     space.seed(seed)
     masked = next((x for x in layers(env) if isinstance(x, WithActionMask)), None)
-    if masked is not None: return lambda: masked.sample(space)
-    if isinstance(env, gym.Env) or is_vector(env): return space.sample
-    spec = space_spec(space, 'act')
-    def row(): return in_containers(space.sample(), spec, lambda x, like: np.asarray(x, like.dtype))
-    return lambda: nested.map(lambda x: torch.from_numpy(x).to(env.device), nested.stack([row() for _ in range(env.n_envs)]))
+    if masked is not None:
+        return lambda: masked.sample(space)
+    if isinstance(env, gym.Env) or is_vector(env):
+        return space.sample
+    spec = space_spec(space, "act")
+
+    def row():
+        return in_containers(space.sample(), spec, lambda x, like: np.asarray(x, like.dtype))
+
+    return lambda: nested.map(
+        lambda x: torch.from_numpy(x).to(env.device),
+        nested.stack([row() for _ in range(env.n_envs)]),
+    )
 
 
-def _seed_all(seed): GlobalRandomStates(np.random.SeedSequence(seed)).put()
+def _seed_all(seed):
+    GlobalRandomStates(np.random.SeedSequence(seed)).put()
 
 
 @contextmanager
 def _undisturbed():
     "Keeps the states of the global generators, and warnings of environments, out of the block's surroundings."
     with GlobalRandomStates(), warnings.catch_warnings():
-        warnings.simplefilter('ignore')
+        warnings.simplefilter("ignore")
         yield
 
 
-_EXTRA = 20, 1, 7, 0, 3, 20     # steps after the end of an episode at which a state is kept; after the last ones the test ends
+_EXTRA = (
+    20,
+    1,
+    7,
+    0,
+    3,
+    20,
+)  # steps after the end of an episode at which a state is kept; after the last ones the test ends
 
 
 def _try(make, keeper, seed, n_steps, seconds):
     "Raises an exception unless the keeper is exact. Returns a state of it."
-    trials, deadline, parts = [], time.monotonic() + seconds, []
+    trials = []
+    deadline = time.monotonic() + seconds
+    parts = []
+
     def begin(state=None):
         trials.append(trial := KeptEnv(make(), keeper))
-        _seed_all(99 + len(trials))     # a lane restores the global generators itself: they are the same where a part begins
-        if state is not None: trial.kept.restore(state)
+        _seed_all(
+            99 + len(trials)
+        )  # a lane restores the global generators itself: they are the same where a part begins
+        if state is not None:
+            trial.kept.restore(state)
         return trial
+
     try:
         running = begin()
-        draw, state = sampler(running.env, seed), {}
-        running.do('reset', dict(seed=seed))
+        draw = sampler(running.env, seed)
+        state = {}
+        running.do("reset", dict(seed=seed))
         for i, more in enumerate(_EXTRA):
             _seed_all(i)
             parts.append(running.play(draw, n_steps, more, deadline))
-            if i == 0: state = running.kept.state()
-        for i in range(1, len(parts)):     # each environment goes on from a state of the one before, and plays two parts
+            if i == 0:
+                state = running.kept.state()
+        for i in range(
+            1, len(parts)
+        ):  # each environment goes on from a state of the one before, and plays two parts
             trial = begin(state)
             for k in range(i, min(i + 2, len(parts))):
                 if k > i:
-                    before, state = objects_in(state), trial.kept.state()
-                    if objects_in(state) != before: raise EnvError("it holds other objects at other times")
+                    before = objects_in(state)
+                    state = trial.kept.state()
+                    if objects_in(state) != before:
+                        raise EnvError("it holds other objects at other times")
                 _seed_all(k)
                 trial.repeat(parts[k])
         return state
     finally:
-        for trial in trials: trial.env.close()
+        for trial in trials:
+            trial.env.close()
 
 # %% ../../../nbs/pipes/10_envs/15_keeping.ipynb #88b89b2c
 def _ways(env):
     core = layers(env)[-1]
-    if isinstance(core, gym.vector.AsyncVectorEnv) or is_vector(core) and not isinstance(core, gym.vector.VectorEnv): return ()
-    inner = [y for x in getattr(core, 'envs', ()) for y in layers(x)]     # of a `SyncVectorEnv`
-    own = ('own',) * any(map(has_state, [*layers(env), *inner]))
-    return *own, 'attributes', *('replay (episode)',) * isinstance(env, gym.Env), 'replay (all)'
+    if (
+        isinstance(core, gym.vector.AsyncVectorEnv)
+        or is_vector(core)
+        and not isinstance(core, gym.vector.VectorEnv)
+    ):
+        return ()
+    inner = [y for x in getattr(core, "envs", ()) for y in layers(x)]  # of a `SyncVectorEnv`
+    own = ("own",) * any(map(has_state, [*layers(env), *inner]))
+    return *own, "attributes", *("replay (episode)",) * isinstance(env, gym.Env), "replay (all)"
 
 
-def keeper_for(make: Callable, seed: int = 0, n_steps: int = 100, seconds: float = 2.) -> Keeper:
+def keeper_for(make: Callable, seed: int = 0, n_steps: int = 100, seconds: float = 2.0) -> Keeper:
     """The first way in which an environment can be kept exactly, as a test finds: it plays, restores, plays on and compares all bits.
 
     The global generators are not changed. The environments are made for the test, and closed after it.
@@ -173,15 +234,32 @@ def keeper_for(make: Callable, seed: int = 0, n_steps: int = 100, seconds: float
     """
     with _undisturbed():
         made = [make(), make()]
-        if getattr(made[0], 'unwrapped', made[0]) is getattr(made[1], 'unwrapped', made[1]):
-            return Keeper('none', dict(lent="the factory makes no environment of its own at each call"))
-        ways, failed = _ways(made[0]), {}
-        if not ways: failed['processes'] = f"{type(layers(made[0])[-1]).__name__} keeps its environments out of reach"
+        if getattr(made[0], "unwrapped", made[0]) is getattr(made[1], "unwrapped", made[1]):
+            return Keeper(
+                "none", dict(lent="the factory makes no environment of its own at each call")
+            )
+        ways = _ways(made[0])
+        failed = {}
+        if not ways:
+            failed["processes"] = (
+                f"{type(layers(made[0])[-1]).__name__} keeps its environments out of reach"
+            )
         try:
             for name in ways:
-                try: state = _try(lambda: made.pop() if made else make(), Keeper(name), seed, n_steps, seconds)
-                except Exception as e: failed[name] = describe_exception(e)
-                else: return Keeper('+'.join(simulators(state['graph'])) or name if name == 'attributes' else name, failed)
-            return Keeper('none', failed)
+                try:
+                    state = _try(
+                        lambda: made.pop() if made else make(), Keeper(name), seed, n_steps, seconds
+                    )
+                except Exception as e:
+                    failed[name] = describe_exception(e)
+                else:
+                    return Keeper(
+                        "+".join(simulators(state["graph"])) or name
+                        if name == "attributes"
+                        else name,
+                        failed,
+                    )
+            return Keeper("none", failed)
         finally:
-            for env in made: env.close()
+            for env in made:
+                env.close()

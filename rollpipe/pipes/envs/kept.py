@@ -6,7 +6,8 @@
 __all__ = ['has_state', 'layers', 'ActionLog', 'Kept', 'NotKept', 'KeptActions', 'Keeper']
 
 # %% ../../../nbs/pipes/10_envs/14_kept.ipynb #cc3cd433
-import copy, inspect
+import copy
+import inspect
 from collections import deque
 from typing import Any
 
@@ -25,36 +26,54 @@ from ..data.simulators import name_of
 # %% ../../../nbs/pipes/10_envs/14_kept.ipynb #91890656
 def has_state(env: Any) -> bool:
     "Has the class of `env` the methods `get_state()` and `set_state(state)`?"
+
     def needs(name):
-        try: found = inspect.signature(getattr(type(env), name)).parameters.values()
-        except (AttributeError, TypeError, ValueError): return None
-        return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in found)
-    return (needs('get_state'), needs('set_state')) == (1, 2)
+        try:
+            found = inspect.signature(getattr(type(env), name)).parameters.values()
+        except (AttributeError, TypeError, ValueError):
+            return None
+        return sum(
+            p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            for p in found
+        )
+
+    return (needs("get_state"), needs("set_state")) == (1, 2)
 
 
 def layers(env: Any) -> list:
     "The environment and what it wraps, outermost first."
     found = [env]
-    while isinstance(found[-1], (gym.Wrapper, gym.vector.VectorWrapper)): found.append(found[-1].env)
+    while isinstance(found[-1], (gym.Wrapper, gym.vector.VectorWrapper)):
+        found.append(found[-1].env)
     return found
 
 # %% ../../../nbs/pipes/10_envs/14_kept.ipynb #34ce26e1
 class ActionLog:
     "The actions that an environment has taken, in arrays."
+
     CHUNK = 1024
 
-    def __init__(self): self.parts, self.new = [], []
-    def __len__(self) -> int: return len(self.new) + sum(len(nested.leaves(part)[0]) for part in self.parts)
+    def __init__(self):
+        self.parts = []
+        self.new = []
+
+    def __len__(self) -> int:
+        return len(self.new) + sum(len(nested.leaves(part)[0]) for part in self.parts)
 
     def add(self, action: Any) -> None:
         "One more action, which is copied."
-        self.new.append(nested.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else np.array(x), action))
-        if len(self.new) == self.CHUNK: self.pack()
+        self.new.append(
+            nested.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else np.array(x), action)
+        )
+        if len(self.new) == self.CHUNK:
+            self.pack()
 
     def pack(self) -> Any:
         "All actions, nested `[T, ...]`; None if there are none."
-        if self.new: self.parts.append(nested.stack(self.new))
-        self.parts, self.new = [nested.cat(self.parts)] if self.parts else [], []
+        if self.new:
+            self.parts.append(nested.stack(self.new))
+        self.parts = [nested.cat(self.parts)] if self.parts else []
+        self.new = []
         return self.parts[0] if self.parts else None
 
 # %% ../../../nbs/pipes/10_envs/14_kept.ipynb #844205db
@@ -65,7 +84,9 @@ class Kept:
         env: a single environment, a vector environment, or a `TensorEnv`
         name: name of the `Keeper`
     """
-    def __init__(self, env: Any, name: str): self.env, self.name = env, name
+
+    def __init__(self, env: Any, name: str):
+        self.env, self.name = env, name
 
     def is_layer(self, x: Any) -> bool:
         "Is `x` the environment, or another one within it, and so nothing that classes or modules hold?"
@@ -79,8 +100,14 @@ class Kept:
 
     def state(self) -> dict:
         "The state of the environment: texts, numbers and tensors, which later steps do not change. Raises `EnvError`."
-        def is_opaque(x): return self.is_layer(x) and has_state(x)
-        return dict(keeper=self.name, **(capture(self.env, is_opaque) if self.name == 'own' else capture(self.env)))
+
+        def is_opaque(x):
+            return self.is_layer(x) and has_state(x)
+
+        return dict(
+            keeper=self.name,
+            **(capture(self.env, is_opaque) if self.name == "own" else capture(self.env)),
+        )
 
     def restore(self, state: dict) -> None:
         """Give the environment a state, from which it goes on. Raises `EnvError`, which names what does not fit.
@@ -90,9 +117,13 @@ class Kept:
         Args:
             state: from the `state` of an environment that the same factory has made
         """
-        if not isinstance(state, dict) or state.get('keeper') != self.name:
-            got = state.get('keeper') if isinstance(state, dict) else type(state).__name__
-            raise EnvError("the state was kept in another way", expected=f"the keeper {self.name!r}", got=repr(got))
+        if not isinstance(state, dict) or state.get("keeper") != self.name:
+            got = state.get("keeper") if isinstance(state, dict) else type(state).__name__
+            raise EnvError(
+                "the state was kept in another way",
+                expected=f"the keeper {self.name!r}",
+                got=repr(got),
+            )
         self._restore(state)
 
     def _restore(self, state):
@@ -102,8 +133,12 @@ class Kept:
 
 class NotKept(Kept):
     "An environment whose state cannot be kept."
-    def state(self) -> dict: return dict(keeper=self.name)
-    def _restore(self, state): raise EnvError("the state of this environment cannot be kept", got=type(self.env).__name__)
+
+    def state(self) -> dict:
+        return dict(keeper=self.name)
+
+    def _restore(self, state):
+        raise EnvError("the state of this environment cannot be kept", got=type(self.env).__name__)
 
 
 class KeptActions(Kept):
@@ -114,28 +149,53 @@ class KeptActions(Kept):
         name: name of the `Keeper`
         episode: keep only those since the last reset, and the attributes before it
     """
+
     def __init__(self, env: Any, name: str, episode: bool):
         super().__init__(env, name)
-        self.episode, self.before, self.resets, self.log = episode, None, [], ActionLog()
+        self.episode = episode
+        self.before = None
+        self.resets = []
+        self.log = ActionLog()
 
     def reset(self, seed: Any = None, options: Any = None) -> None:
-        if self.episode and self.resets: self.before, self.resets, self.log = capture(self.env, complete=False), [], ActionLog()
-        self.resets.append((len(self.log), seed, copy.deepcopy(options)))     # a vector changes its options
+        if self.episode and self.resets:
+            self.before = capture(self.env, complete=False)
+            self.resets = []
+            self.log = ActionLog()
+        self.resets.append(
+            (len(self.log), seed, copy.deepcopy(options))
+        )  # a vector changes its options
 
-    def step(self, action: Any) -> None: self.log.add(action)
+    def step(self, action: Any) -> None:
+        self.log.add(action)
 
     def state(self) -> dict:
-        return dict(keeper=self.name, before=self.before, holds=self._holds(), **capture((self._classes(), self.resets, self.log.pack())))
+        return dict(
+            keeper=self.name,
+            before=self.before,
+            holds=self._holds(),
+            **capture((self._classes(), self.resets, self.log.pack())),
+        )
 
     def _restore(self, state):
-        if self.resets: raise EnvError("actions can be repeated only in a new environment", got="one that was reset before")
+        if self.resets:
+            raise EnvError(
+                "actions can be repeated only in a new environment", got="one that was reset before"
+            )
         classes, resets, actions = restore(state)
         if classes != self._classes():
-            raise EnvError("the state does not fit this environment", expected=' of '.join(classes), got=' of '.join(self._classes()))
-        if state['before'] is not None:
+            raise EnvError(
+                "the state does not fit this environment",
+                expected=" of ".join(classes),
+                got=" of ".join(self._classes()),
+            )
+        if state["before"] is not None:
             self.env.reset(seed=0)
-            restore(state['before'], self.env, strict=False, in_place=self.is_layer)     # the reset makes anew what does not fit
-        self.before, self.resets = state['before'], list(resets)
+            restore(
+                state["before"], self.env, strict=False, in_place=self.is_layer
+            )  # the reset makes anew what does not fit
+        self.before = state["before"]
+        self.resets = list(resets)
         left = deque(resets)
         for t, action in enumerate([*self._actions(actions), None]):
             while left and left[0][0] == t:
@@ -145,18 +205,29 @@ class KeptActions(Kept):
             if action is not None:
                 self.log.add(action)
                 self.env.step(action)
-        if state['holds'] != self._holds():
-            raise EnvError("the state does not fit this environment", expected="the objects that it held", got="others after the replay")
+        if state["holds"] != self._holds():
+            raise EnvError(
+                "the state does not fit this environment",
+                expected="the objects that it held",
+                got="others after the replay",
+            )
 
     def _holds(self):
         "The classes of the objects in an environment whose episode is replayed, which may have more of them than a new one."
-        return None if self.before is None else objects_in(capture(self.env, complete=False), every=True)
+        return (
+            None
+            if self.before is None
+            else objects_in(capture(self.env, complete=False), every=True)
+        )
 
-    def _classes(self): return [name_of(type(x)) for x in layers(self.env)]
+    def _classes(self):
+        return [name_of(type(x)) for x in layers(self.env)]
 
     def _actions(self, log):
-        if log is None: return []
-        if isinstance(self.env, gym.Env): return action_rows(self.env.action_space, clip=False)(log)
+        if log is None:
+            return []
+        if isinstance(self.env, gym.Env):
+            return action_rows(self.env.action_space, clip=False)(log)
         return [nested.getitem(log, t) for t in range(len(nested.leaves(log)[0]))]
 
 # %% ../../../nbs/pipes/10_envs/14_kept.ipynb #bf9990fc
@@ -167,16 +238,21 @@ class Keeper:
         name: 'own', 'attributes', 'MuJoCo', 'ALE', 'replay (episode)', 'replay (all)' or 'none'
         failed: way -> what was found in it, for the ways that were tried before
     """
-    def __init__(self, name: str, failed: dict | None = None): self.name, self.failed = name, failed or {}
+
+    def __init__(self, name: str, failed: dict | None = None):
+        self.name = name
+        self.failed = failed or {}
 
     @property
     def logs(self) -> bool:
         "Has `Kept` to be told of each reset and step?"
-        return self.name.startswith('replay')
+        return self.name.startswith("replay")
 
     def begin(self, env: Any) -> Kept:
         "How the state of `env` is kept, which was made just now."
-        if self.logs: return KeptActions(env, self.name, self.name == 'replay (episode)')
-        return NotKept(env, self.name) if self.name == 'none' else Kept(env, self.name)
+        if self.logs:
+            return KeptActions(env, self.name, self.name == "replay (episode)")
+        return NotKept(env, self.name) if self.name == "none" else Kept(env, self.name)
 
-    def __repr__(self): return f"Keeper({self.name!r})"
+    def __repr__(self):
+        return f"Keeper({self.name!r})"

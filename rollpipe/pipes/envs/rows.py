@@ -28,6 +28,7 @@ class Row(NamedTuple):
         fin: bool
         term: bool
     """
+
     obs: Any
     leaves: list
     obs_tensors: Any
@@ -45,45 +46,70 @@ class Row(NamedTuple):
 
     def seen(self, act: Any) -> State:
         "The tensors `[1, B, ...]` as an actor sees them, with the action `act` that led to this row."
-        return State(self.stepno_tensor, nested.as_seen(self.obs_tensors), act, self.rew_tensor, self.fin_tensor)
+        return State(
+            self.stepno_tensor,
+            nested.as_seen(self.obs_tensors),
+            act,
+            self.rew_tensor,
+            self.fin_tensor,
+        )
 
 
-def _tensors(x): return torch.from_numpy(x).unsqueeze(1).unbind()     # faster than `split`
+def _tensors(x):
+    return torch.from_numpy(x).unsqueeze(1).unbind()  # faster than `split`
 
 
 def _rows(s, term):
-    numbers = zip(s.rew, _tensors(s.rew), s.stepno, _tensors(s.stepno), s.fin, _tensors(s.fin), term)
+    numbers = zip(
+        s.rew, _tensors(s.rew), s.stepno, _tensors(s.stepno), s.fin, _tensors(s.fin), term
+    )
     return [Row(*x, *y) for x, y in zip(_rows_of(s.obs), numbers)]
 
 
 def _rows_of(obs):
     "For each row of `obs` `[n, B, ...]`: its arrays in containers, the leaves of these, and its tensors `[1, B, ...]` in containers."
+
     def rows(split):
-        if isinstance(obs, np.ndarray): return split(obs)
+        if isinstance(obs, np.ndarray):
+            return split(obs)
         leaves, spec = nested.flatten(obs)
         return [spec.unflatten(row) for row in zip(*map(split, leaves))]
+
     arrays = rows(list)
     return zip(arrays, map(nested.leaves, arrays), rows(_tensors))
 
 # %% ../../../nbs/pipes/10_envs/03_rows.ipynb #9a51c289
-CONSTANT = float, int, str, np.generic     # what nobody can write into
+CONSTANT = float, int, str, np.generic  # what nobody can write into
 
 
 def own(x: Any) -> Any:
     "A reward or an info, in memory of its own."
-    if isinstance(x, (dict, Mapping)): return {key: y if isinstance(y, CONSTANT) else _own(y) for key, y in x.items()}
+    if isinstance(x, (dict, Mapping)):
+        return {key: y if isinstance(y, CONSTANT) else _own(y) for key, y in x.items()}
     return x if isinstance(x, CONSTANT) else _own(x)
 
 
 def _own(x):
-    def copied(x): return x.copy() if isinstance(x, np.ndarray) else x.detach().clone() if isinstance(x, torch.Tensor) else x
-    try: return nested.map(copied, x)
-    except Exception: return x     # what cannot be read is an error only if it is to be recorded
+    def copied(x):
+        return (
+            x.copy()
+            if isinstance(x, np.ndarray)
+            else x.detach().clone()
+            if isinstance(x, torch.Tensor)
+            else x
+        )
+
+    try:
+        return nested.map(copied, x)
+    except Exception:
+        return x  # what cannot be read is an error only if it is to be recorded
 
 # %% ../../../nbs/pipes/10_envs/03_rows.ipynb #f21e25aa
 def arrays_of(act: Any) -> Any:
     "The arrays `[B, ...]` of an action, torch `[1, B, ...]`, nested."
-    return act[0].numpy() if isinstance(act, torch.Tensor) else nested.map(lambda x: x[0].numpy(), act)
+    return (
+        act[0].numpy() if isinstance(act, torch.Tensor) else nested.map(lambda x: x[0].numpy(), act)
+    )
 
 
 class Rows:
@@ -95,33 +121,42 @@ class Rows:
         empty: `empty(shape, dtype)` returns uninitialised memory for one leaf
         **where: context for error messages: pipe, lane
     """
-    reads = State._fields     # fields that are written at each step, because the actor reads them; `settle` may write the others later
-    MANY = 1024     # more rows are read part by part, because there is an object for each row of a part
+
+    reads = State._fields  # fields that are written at each step, because the actor reads them; `settle` may write the others later
+    MANY = (
+        1024  # more rows are read part by part, because there is an object for each row of a part
+    )
 
     def __init__(self, like: State, n: int, empty: Callable = np.empty, **where: Any):
         leaves, spec = nested.flatten(like)
         self.where = where
-        self._share(spec.unflatten([empty((n, *x.shape), x.dtype) for x in leaves]), np.zeros((n, len(like.fin)), bool))
+        self._share(
+            spec.unflatten([empty((n, *x.shape), x.dtype) for x in leaves]),
+            np.zeros((n, len(like.fin)), bool),
+        )
         self.state.fin[:] = False
 
     def _share(self, state, term):
         self.state, self.term = state, term
         self._leaves, self._spec = nested.flatten(state)
         self.acts, self._act_spec = nested.flatten(state.act)
-        self.seen = nested.leaves(state._replace(act=()))     # what environments write
+        self.seen = nested.leaves(state._replace(act=()))  # what environments write
 
-    def __len__(self): return len(self.term)
+    def __len__(self):
+        return len(self.term)
 
     @cached_property
     def rows(self) -> list:
         "A `Row` for each row."
         return _rows(self.state, self.term)
 
-    def part(self, begin: int, end: int) -> 'Rows':
+    def part(self, begin: int, end: int) -> "Rows":
         "The rows `begin` to `end - 1`, in the same memory."
         part = Rows.__new__(Rows)
         part.where = self.where
-        part._share(self._spec.unflatten([x[begin:end] for x in self._leaves]), self.term[begin:end])
+        part._share(
+            self._spec.unflatten([x[begin:end] for x in self._leaves]), self.term[begin:end]
+        )
         return part
 
     def put(self, t: int, state: State, term: Any = False) -> None:
@@ -134,34 +169,55 @@ class Rows:
             state: numpy `[B, ...]`, in containers that may be of other types
             term: bool `[B]`: True where the row follows a termination
         """
-        while t >= len(self): self._grow()
-        try: leaves = self._spec.flatten_up_to(state)
-        except (ValueError, TypeError) as e: raise DataError(f"the structure changes within a fragment: {e}", **self.where) from e
+        while t >= len(self):
+            self._grow()
+        try:
+            leaves = self._spec.flatten_up_to(state)
+        except (ValueError, TypeError) as e:
+            raise DataError(f"the structure changes within a fragment: {e}", **self.where) from e
         for out, x in zip(self._leaves, leaves):
-            if getattr(x, 'shape', None) != out.shape[1:]:
-                raise DataError("the shape changes within a fragment", expected=str(list(out.shape[1:])), got=describe(x), **self.where)
+            if getattr(x, "shape", None) != out.shape[1:]:
+                raise DataError(
+                    "the shape changes within a fragment",
+                    expected=str(list(out.shape[1:])),
+                    got=describe(x),
+                    **self.where,
+                )
             self._write(out, t, x)
         self.term[t] = term
 
     def put_act(self, t: int, act: Any) -> None:
         "Copy the action `[B, ...]` that led to row `t`, if there is memory for actions. Raises `DataError` if its dtype does not fit."
-        if not self.acts: return
-        for out, x in zip(self.acts, self._act_spec.flatten_up_to(act)): self._write(out, t, x)
+        if not self.acts:
+            return
+        for out, x in zip(self.acts, self._act_spec.flatten_up_to(act)):
+            self._write(out, t, x)
 
     def copy(self, t: int) -> Row:
         "A copy of row `t`, in memory of its own."
-        return _rows(nested.map(lambda x: x[t][None].copy(), self.state), self.term[t][None].copy())[0]
+        return _rows(
+            nested.map(lambda x: x[t][None].copy(), self.state), self.term[t][None].copy()
+        )[0]
 
     def tensors(self, n: int) -> State:
         "The first `n` rows as tensors. The caller owns their memory, and must not use the rows again."
-        return nested.map(lambda x: torch.from_numpy(x if len(x) == n else x[:n].copy()), self.state)
+        return nested.map(
+            lambda x: torch.from_numpy(x if len(x) == n else x[:n].copy()), self.state
+        )
 
     def _write(self, out, t, x):
-        if x.dtype != out.dtype and not np.can_cast(x.dtype, out.dtype, 'same_kind'):
-            raise DataError("the dtype changes within a fragment", expected=str(out.dtype), got=str(x.dtype), **self.where)
+        if x.dtype != out.dtype and not np.can_cast(x.dtype, out.dtype, "same_kind"):
+            raise DataError(
+                "the dtype changes within a fragment",
+                expected=str(out.dtype),
+                got=str(x.dtype),
+                **self.where,
+            )
         out[t] = x
 
     def _grow(self):
-        def longer(x): return np.concatenate([x, np.zeros_like(x)])
+        def longer(x):
+            return np.concatenate([x, np.zeros_like(x)])
+
         self._share(nested.map(longer, self.state), longer(self.term))
-        vars(self).pop('rows', None)
+        vars(self).pop("rows", None)

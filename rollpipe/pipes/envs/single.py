@@ -26,13 +26,19 @@ from .sticky import Sticky
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #5b8a8dff
 class _naming:
     "Turns an exception in the block into a `PipeError` with the name of the call and the index `b` of the environment."
-    def __init__(self, b, call): self.b, self.call = b, call
-    def __enter__(self): pass
+
+    def __init__(self, b, call):
+        self.b, self.call = b, call
+
+    def __enter__(self):
+        pass
 
     # With `@contextmanager`, a `StopIteration` of the environment would not be turned into a `PipeError`.
     def __exit__(self, kind, e, traceback):
-        if isinstance(e, PipeError): e.env = self.b
-        elif isinstance(e, Exception): raise env_failure(self.call, self.b, e) from e
+        if isinstance(e, PipeError):
+            e.env = self.b
+        elif isinstance(e, Exception):
+            raise env_failure(self.call, self.b, e) from e
 
 
 def make_envs(factories: list, seeds: list, envs: list, claim: Claim) -> None:
@@ -45,42 +51,66 @@ def make_envs(factories: list, seeds: list, envs: list, claim: Claim) -> None:
         claim: `Claim` with which the batch claims each environment
     """
     for b, (factory, (make_seed, _, space_seed)) in enumerate(zip(factories, seeds)):
-        with _naming(b, 'the factory'):
+        with _naming(b, "the factory"):
             env = envs[b] if b < len(envs) else factory(make_seed)
             claim.take(env, b)
-        if b == len(envs): envs.append(env)     # after the claim, so that no environment is closed twice
+        if b == len(envs):
+            envs.append(env)  # after the claim, so that no environment is closed twice
         env.action_space.seed(space_seed)
-    for b, env in enumerate(envs): _check_spaces(b, env, envs[0])
+    for b, env in enumerate(envs):
+        _check_spaces(b, env, envs[0])
 
 
 def _check_spaces(b, env, first):
     if is_vector(env):
-        raise EnvError("a vector environment is a batch by itself", env=b, got=type(env).__name__,
-                       expected="a single environment, or one factory of a vector environment in place of the list")
-    for name in ('observation_space', 'action_space'):
-        with _naming(b, name): space_spec(getattr(env, name), name)
+        raise EnvError(
+            "a vector environment is a batch by itself",
+            env=b,
+            got=type(env).__name__,
+            expected="a single environment, or one factory of a vector environment in place of the list",
+        )
+    for name in ("observation_space", "action_space"):
+        with _naming(b, name):
+            space_spec(getattr(env, name), name)
         if getattr(env, name) != getattr(first, name):
-            raise EnvError(f"the environments of a batch must share their {name}", env=b,
-                           expected=f"{getattr(first, name)} as in environment 0", got=str(getattr(env, name)))
+            raise EnvError(
+                f"the environments of a batch must share their {name}",
+                env=b,
+                expected=f"{getattr(first, name)} as in environment 0",
+                got=str(getattr(env, name)),
+            )
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #88977aef
 def scalar_rewards(rews: list) -> np.ndarray:
     "The rewards of `B` environments as an array `[B]`. Raises `EnvError` with the index of the environment."
-    try: rew = np.array(rews)
-    except (TypeError, ValueError): rew = None
-    if rew is not None and rew.shape == (len(rews),) and rew.dtype.kind in 'biuf': return rew
-    b = next(b for b, r in enumerate(rews) if np.shape(r) or np.asarray(r).dtype.kind not in 'biuf')
-    raise EnvError("the reward is no scalar", env=b, leaf='rew', expected="one number", got=describe(rews[b]))
+    try:
+        rew = np.array(rews)
+    except (TypeError, ValueError):
+        rew = None
+    if rew is not None and rew.shape == (len(rews),) and rew.dtype.kind in "biuf":
+        return rew
+    b = next(b for b, r in enumerate(rews) if np.shape(r) or np.asarray(r).dtype.kind not in "biuf")
+    raise EnvError(
+        "the reward is no scalar", env=b, leaf="rew", expected="one number", got=describe(rews[b])
+    )
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #5b633772
 def is_end(terminated: Any, truncated: Any) -> bool:
     "Does an episode end? Raises `EnvError` unless each argument is True, False, or a number that equals True or False."
-    for leaf, x in (('terminated', terminated), ('truncated', truncated)):
-        if isinstance(x, (bool, np.bool_)): continue
-        try: number = np.asarray(x)
-        except (TypeError, ValueError): number = np.asarray(None)
-        if number.shape or number.dtype.kind not in 'biuf' or number not in (0, 1):
-            raise EnvError("this does not say whether the episode ends", leaf=leaf, expected="True or False", got=describe(x))
+    for leaf, x in (("terminated", terminated), ("truncated", truncated)):
+        if isinstance(x, (bool, np.bool_)):
+            continue
+        try:
+            number = np.asarray(x)
+        except (TypeError, ValueError):
+            number = np.asarray(None)
+        if number.shape or number.dtype.kind not in "biuf" or number not in (0, 1):
+            raise EnvError(
+                "this does not say whether the episode ends",
+                leaf=leaf,
+                expected="True or False",
+                got=describe(x),
+            )
     return bool(terminated or truncated)
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #f2eed1ab
@@ -92,13 +122,26 @@ class SingleEnvs:
     Args:
         seeds: seeds from `env_seeds`
     """
-    def __init__(self, factories: list, seeds: list, first: Any = None, sticky: int | None = None, closes: bool = True, keeper: Any = None,
-                 episode_seeds: bool = False):
-        self.seeds, self.closes, self.envs, self.claim = seeds, closes, [] if first is None else [first], Claim()
+
+    def __init__(
+        self,
+        factories: list,
+        seeds: list,
+        first: Any = None,
+        sticky: int | None = None,
+        closes: bool = True,
+        keeper: Any = None,
+        episode_seeds: bool = False,
+    ):
+        self.seeds = seeds
+        self.closes = closes
+        self.envs = [] if first is None else [first]
+        self.claim = Claim()
         try:
             make_envs(factories, seeds, self.envs, self.claim)
-            if episode_seeds: self.envs[:] = map(EpisodeSeeds, self.envs)
-            self.like = like = space_spec(self.envs[0].observation_space, 'obs')
+            if episode_seeds:
+                self.envs[:] = map(EpisodeSeeds, self.envs)
+            self.like = like = space_spec(self.envs[0].observation_space, "obs")
             self.form = (like.shape, like.dtype) if isinstance(like, np.ndarray) else (None, None)
         except BaseException:
             self.close()
@@ -111,11 +154,13 @@ class SingleEnvs:
         "Reset all environments, each with its own seed, and write the first observations into `step`."
         self.claim.check()
         for b, (env, (_, seed, _)) in enumerate(zip(self.played, self.seeds)):
-            with _naming(b, 'reset()'):
+            with _naming(b, "reset()"):
                 x, info = env.reset(seed=seed)
-                if not isinstance(info, Mapping): raise TypeError(f"{describe(info)} in the place of the info")
+                if not isinstance(info, Mapping):
+                    raise TypeError(f"{describe(info)} in the place of the info")
                 put_obs(x, self.like, step.leaves, b)
-        if self.sticky is not None: self.sticky.begin()
+        if self.sticky is not None:
+            self.sticky.begin()
 
     def step(self, actions: list, step: Row, terminal_obs: bool) -> tuple:
         """Step every environment with its action. Returns `(final, ended, rewards, infos)`.
@@ -125,30 +170,45 @@ class SingleEnvs:
             step: observations and terminations are written into it
             terminal_obs: return the last observations of terminated episodes too
         """
-        if self.claim.lost: self.claim.check()
-        final, ended, rews, infos, call, b = {}, [], [], [], 'step()', 0
-        (shape, dtype), buffer = self.form, step.leaves[0]
+        if self.claim.lost:
+            self.claim.check()
+        final = {}
+        ended = []
+        rews = []
+        infos = []
+        call = "step()"
+        b = 0
+        (shape, dtype) = self.form
+        buffer = step.leaves[0]
         try:
-            for b, (env, action) in enumerate(zip(self.played if self.sticky is None else self.sticky.acting, actions)):
+            for b, (env, action) in enumerate(
+                zip(self.played if self.sticky is None else self.sticky.acting, actions)
+            ):
                 x, r, terminated, truncated, info = env.step(action)
                 # Copies, because both are read later. Most rewards are plain numbers, and most infos are empty.
                 rews.append(r if isinstance(r, CONSTANT) else own(r))
                 infos.append({} if type(info) is dict and not info else own(info))
                 # A fast path, because at nearly all steps both are the object `False`.
-                if (terminated is not False or truncated is not False) and is_end(terminated, truncated):
+                if (terminated is not False or truncated is not False) and is_end(
+                    terminated, truncated
+                ):
                     ended.append(b)
                     step.term[b] = terminated
-                    if terminal_obs or not terminated: final[b] = last_obs(x, self.like)
-                    call = 'reset()'
+                    if terminal_obs or not terminated:
+                        final[b] = last_obs(x, self.like)
+                    call = "reset()"
                     x, _ = env.reset()
-                    call = 'step()'
+                    call = "step()"
                 # A fast path, because most observations are one array, as announced by the space.
-                if type(x) is np.ndarray and x.dtype is dtype and x.shape == shape: buffer[b] = x
-                else: put_obs(x, self.like, step.leaves, b)
+                if type(x) is np.ndarray and x.dtype is dtype and x.shape == shape:
+                    buffer[b] = x
+                else:
+                    put_obs(x, self.like, step.leaves, b)
         except PipeError as e:
             e.locate(env=b)
             raise
-        except Exception as e: raise env_failure(call, b, e) from e
+        except Exception as e:
+            raise env_failure(call, b, e) from e
         return final, ended, rews, infos
 
     def close(self, name: Callable = str, **where: Any) -> None:
@@ -165,12 +225,24 @@ class SingleEnvs:
         while self.envs:
             env = self.envs.pop()
             try:
-                if self.closes and len(self.envs) not in self.claim.lost: env.close()
+                if self.closes and len(self.envs) not in self.claim.lost:
+                    env.close()
             except BaseException as e:
-                if not isinstance(e, Exception):     # such as Ctrl-C, which must not leave the others open
+                if not isinstance(
+                    e, Exception
+                ):  # such as Ctrl-C, which must not leave the others open
                     self.close(name, **where)
                     raise
-                warnings.warn(str(EnvError(f"close() raised {describe_exception(e)}", env=name(len(self.envs)), **where)), stacklevel=2)
+                warnings.warn(
+                    str(
+                        EnvError(
+                            f"close() raised {describe_exception(e)}",
+                            env=name(len(self.envs)),
+                            **where,
+                        )
+                    ),
+                    stacklevel=2,
+                )
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #edc908f5
 def count_steps(stepno: np.ndarray, fin: np.ndarray) -> None:
@@ -180,17 +252,22 @@ def count_steps(stepno: np.ndarray, fin: np.ndarray) -> None:
         stepno: int64 [n, B]
         fin: bool [n, B]; row 0 is not read
     """
-    t, fin = np.arange(1, len(stepno))[:, None], fin[1:]
+    t = np.arange(1, len(stepno))[:, None]
+    fin = fin[1:]
     stepno[1:] = stepno[0] + t
-    if not fin.any(): return
-    last = np.maximum.accumulate(np.where(fin, t, 0))     # the last row with an end; 0 if there is none
+    if not fin.any():
+        return
+    last = np.maximum.accumulate(
+        np.where(fin, t, 0)
+    )  # the last row with an end; 0 if there is none
     stepno[1:] -= np.where(last, stepno[0] + last, 0)
 
 
 def _put_all(rews, out):
     "Write the rewards of all steps at once if all are floats of Python or numpy. Returns whether they are."
     flat = [r for step in rews for r in step]
-    if not all(issubclass(kind, (float, np.floating)) for kind in {*map(type, flat)}): return False     # `scalar_rewards` converts others
+    if not all(issubclass(kind, (float, np.floating)) for kind in {*map(type, flat)}):
+        return False  # `scalar_rewards` converts others
     out[:] = np.array(flat).reshape(out.shape)
     return True
 
@@ -213,83 +290,135 @@ class EnvBatch(Batch):
         episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
         **where: context for error messages: pipe, lane
     """
+
     _action_converter = staticmethod(action_rows)
 
-    def __init__(self, factories: list, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True, first: Any = None,
-                 sticky: int | None = None, closes: bool = True, keeper: Any = None, episode_seeds: bool = False, **where: Any):
-        self.factories, self.where, self.single, n = factories, where, None, len(factories)
+    def __init__(
+        self,
+        factories: list,
+        seed: np.random.SeedSequence,
+        info_keys: Any = None,
+        clip_actions: bool = True,
+        first: Any = None,
+        sticky: int | None = None,
+        closes: bool = True,
+        keeper: Any = None,
+        episode_seeds: bool = False,
+        **where: Any,
+    ):
+        self.factories = factories
+        self.where = where
+        self.single = None
+        n = len(factories)
         try:
-            self.single = SingleEnvs(factories, env_seeds(seed, n), first, sticky, closes, keeper, episode_seeds)
+            self.single = SingleEnvs(
+                factories, env_seeds(seed, n), first, sticky, closes, keeper, episode_seeds
+            )
             self._prepare(*spaces_of(self.single.envs[0]), n, clip_actions)
             self._infos = SingleInfos(n, info_keys, str((seed.entropy, factories[0].name)))
         except BaseException as e:
             self.close()
-            if isinstance(e, PipeError): self._locate(e)
+            if isinstance(e, PipeError):
+                self._locate(e)
             raise
-        self._unchecked = {}     # step -> rewards, where it is not settled yet
+        self._unchecked = {}  # step -> rewards, where it is not settled yet
 
-    def name(self, b: int) -> str: return f"{b} ({self.factories[b].name})"
+    def name(self, b: int) -> str:
+        return f"{b} ({self.factories[b].name})"
 
     def reset_into(self, row: Row) -> None:
-        with self._naming(): self.single.reset(row)
+        with self._naming():
+            self.single.reset(row)
         self._begin(row)
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
-        actions, row, single = self.actions(array), rows.rows[t + 1], self.single
+        actions = self.actions(array)
+        row = rows.rows[t + 1]
+        single = self.single
         try:
             final, ended, rews, infos = single.step(actions, row, self.terminal_obs)
-            self._unchecked[t] = rews     # a step that was interrupted, and is taken again, counts once
-            if 'rew' in rows.reads: self._put_rewards(row, rews)
+            self._unchecked[t] = (
+                rews  # a step that was interrupted, and is taken again, counts once
+            )
+            if "rew" in rows.reads:
+                self._put_rewards(row, rews)
             valid = self._all if single.sticky is None else single.sticky.after_step(row.obs, ended)
             info = self._infos.record(infos, valid)
-            if ended and self._infos.awaited: self._infos.say_awaited()
+            if ended and self._infos.awaited:
+                self._infos.say_awaited()
         except PipeError as e:
             self._locate(e)
             raise
-        if 'stepno' in rows.reads: np.add(rows.rows[t].stepno, 1, out=row.stepno)
-        if ended: row.stepno[ended], row.fin[ended] = 0, True
-        if final: self._check_final(final)
+        if "stepno" in rows.reads:
+            np.add(rows.rows[t].stepno, 1, out=row.stepno)
+        if ended:
+            row.stepno[ended], row.fin[ended] = 0, True
+        if final:
+            self._check_final(final)
         return final, ended, info, valid
 
     def settle(self, rows: Rows, begin: int) -> None:
-        came, self._unchecked = list(self._unchecked.values()), {}
+        came = list(self._unchecked.values())
+        self._unchecked = {}
         end = begin + 1 + len(came)
-        if 'stepno' not in rows.reads: count_steps(rows.state.stepno[begin:end], rows.state.fin[begin:end])
-        if len(came) > 1 and ('rew' in rows.reads or _put_all(came, rows.state.rew[begin + 1:end])):
-            if self._all_fine(rows.state, slice(begin + 1, end)): return
+        if "stepno" not in rows.reads:
+            count_steps(rows.state.stepno[begin:end], rows.state.fin[begin:end])
+        if len(came) > 1 and (
+            "rew" in rows.reads or _put_all(came, rows.state.rew[begin + 1 : end])
+        ):
+            if self._all_fine(rows.state, slice(begin + 1, end)):
+                return
         for t, rews in enumerate(came, begin + 1):
             self._check_obs(row := rows.rows[t])
-            if 'rew' not in rows.reads: self._put_rewards(row, rews)
+            if "rew" not in rows.reads:
+                self._put_rewards(row, rews)
             self._check_rewards(row, rews)
 
     def get_state(self) -> dict:
-        single, states = self.single, []
+        single = self.single
+        states = []
         for b, one in enumerate(single.kept):
-            with self._naming(self.name(b)): states.append(self._kept(one).state())
-        return dict(envs=states, infos=self._infos.get_state(), sticky=None if single.sticky is None else single.sticky.get_state())
+            with self._naming(self.name(b)):
+                states.append(self._kept(one).state())
+        return dict(
+            envs=states,
+            infos=self._infos.get_state(),
+            sticky=None if single.sticky is None else single.sticky.get_state(),
+        )
 
     def set_state(self, state: dict) -> None:
         single = self.single
-        if len(state['envs']) != len(self):
-            raise EnvError("the state is that of other environments", expected=f"{len(self)} of them", got=str(len(state['envs'])),
-                           **self.where)
-        for b, (one, kept) in enumerate(zip(single.kept, state['envs'])):
-            with self._naming(self.name(b)): self._kept(one).restore(kept)
-        self._infos.set_state(state['infos'])
-        if single.sticky is not None: single.sticky.set_state(state['sticky'])
+        if len(state["envs"]) != len(self):
+            raise EnvError(
+                "the state is that of other environments",
+                expected=f"{len(self)} of them",
+                got=str(len(state["envs"])),
+                **self.where,
+            )
+        for b, (one, kept) in enumerate(zip(single.kept, state["envs"])):
+            with self._naming(self.name(b)):
+                self._kept(one).restore(kept)
+        self._infos.set_state(state["infos"])
+        if single.sticky is not None:
+            single.sticky.set_state(state["sticky"])
 
     def _put_rewards(self, row, rews):
-        try: row.rew[:] = scalar_rewards(rews)
+        try:
+            row.rew[:] = scalar_rewards(rews)
         except PipeError as e:
-            row.rew[:] = 0     # this error is the one that is raised
+            row.rew[:] = 0  # this error is the one that is raised
             self._locate(e)
             raise
 
     def _all_fine(self, state, at):
         "Are all numbers of these rows finite and in range? One call for many rows is faster than one for each."
         obs = [x[at] for x in nested.leaves(state.obs)]
-        return all(np.isfinite(x).all() for x in (*obs, state.rew[at]) if x.dtype.kind == 'f') and self._range_check.find(obs) is None
+        return (
+            all(np.isfinite(x).all() for x in (*obs, state.rew[at]) if x.dtype.kind == "f")
+            and self._range_check.find(obs) is None
+        )
 
     def close(self) -> None:
         "Close every environment, also if the `close` of some fails."
-        if self.single is not None: self.single.close(self.name, **self.where)
+        if self.single is not None:
+            self.single.close(self.name, **self.where)

@@ -18,12 +18,16 @@ from .factories import env_factories
 # %% ../../../nbs/pipes/10_envs/12_sources.ipynb #00580c96
 class Lent(gym.Wrapper):
     "A loan of an environment that belongs to the user: `close` leaves it open."
-    def close(self) -> None: pass
+
+    def close(self) -> None:
+        pass
 
 
 class LentVector(gym.vector.VectorWrapper):  # pyright: ignore[reportIncompatibleMethodOverride]  an argument has another name
     "A loan of a vector environment: `close` leaves it open."
-    def close(self, **kwargs: Any) -> None: pass
+
+    def close(self, **kwargs: Any) -> None:
+        pass
 
 # %% ../../../nbs/pipes/10_envs/12_sources.ipynb #eb23a39b
 def is_instance(x: Any) -> bool:
@@ -37,24 +41,34 @@ class Lender:
     Args:
         env: a `gymnasium.Env` or `gymnasium.vector.VectorEnv`
     """
+
     def __init__(self, env: Any):
-        self.env, self.name = env, env.spec.id if env.spec is not None else type(env.unwrapped).__name__
-        self.n_envs = getattr(env, 'num_envs', 1)
+        self.env = env
+        self.name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+        self.n_envs = getattr(env, "num_envs", 1)
 
     def __call__(self, seed: int | None = None) -> Any:
         kind: Any = LentVector if isinstance(self.env, gym.vector.VectorEnv) else Lent
         return kind(self.env)
 
-    def __repr__(self): return self.name
+    def __repr__(self):
+        return self.name
 
-    def __reduce__(self) -> NoReturn: raise no_copy(self.name, "each process", "a pickled pipeline")
+    def __reduce__(self) -> NoReturn:
+        raise no_copy(self.name, "each process", "a pickled pipeline")
 
 
 def instances_in(x: Any, depth: int = 4) -> list:
     "The environments of the user in `x`: a `Lender`, an environment, or containers of these, at most `depth` levels deep."
-    if isinstance(x, Lender) or is_instance(x): return [x.env if isinstance(x, Lender) else x]
-    if not isinstance(x, (list, tuple, set, dict)) or not depth: return []
-    return [env for y in (x.values() if isinstance(x, dict) else x) for env in instances_in(y, depth - 1)]
+    if isinstance(x, Lender) or is_instance(x):
+        return [x.env if isinstance(x, Lender) else x]
+    if not isinstance(x, (list, tuple, set, dict)) or not depth:
+        return []
+    return [
+        env
+        for y in (x.values() if isinstance(x, dict) else x)
+        for env in instances_in(y, depth - 1)
+    ]
 
 
 def no_copy(name: str, owner: str, got: str, **where: Any) -> EnvError:
@@ -66,8 +80,13 @@ def no_copy(name: str, owner: str, got: str, **where: Any) -> EnvError:
         got: cause of the copies, such as 'Lanes(n=2)'
         **where: pipe, lane, leaf
     """
-    return EnvError("an environment instance cannot be copied", env=name, got=f"an instance and {got}",
-                    expected=f"a gymnasium id or a factory, from which {owner} makes its own", **where)
+    return EnvError(
+        "an environment instance cannot be copied",
+        env=name,
+        got=f"an instance and {got}",
+        expected=f"a gymnasium id or a factory, from which {owner} makes its own",
+        **where,
+    )
 
 # %% ../../../nbs/pipes/10_envs/12_sources.ipynb #cd85f71c
 def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None = None) -> list:
@@ -83,24 +102,42 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
     Returns:
         list: list of `EnvFactory` and `Lender`
     """
-    sources = [x.env if isinstance(x, Lender) else x for x in (source if isinstance(source, (list, tuple)) else [source])]
+    sources = [
+        x.env if isinstance(x, Lender) else x
+        for x in (source if isinstance(source, (list, tuple)) else [source])
+    ]
     instances = [x for x in sources if is_instance(x)]
-    if not instances: return env_factories(source, n_envs, env_kwargs)
+    if not instances:
+        return env_factories(source, n_envs, env_kwargs)
     n = Lender(instances[0]).n_envs if len(sources) == 1 else len(sources)
     if n_envs not in (None, n):
-        raise EnvError("an environment instance cannot be copied", env=Lender(instances[0]).name, got=f"n_envs={n_envs!r}",
-                       expected=f"n_envs=None (the {n} that {'is' if n == 1 else 'are'} given), or a gymnasium id or a factory")
+        raise EnvError(
+            "an environment instance cannot be copied",
+            env=Lender(instances[0]).name,
+            got=f"n_envs={n_envs!r}",
+            expected=f"n_envs=None (the {n} that {'is' if n == 1 else 'are'} given), or a gymnasium id or a factory",
+        )
     if env_kwargs and len(instances) == len(sources):
-        raise EnvError("env_kwargs are for gymnasium ids", expected="an instance that already has its arguments", got=env_kwargs)
+        raise EnvError(
+            "env_kwargs are for gymnasium ids",
+            expected="an instance that already has its arguments",
+            got=env_kwargs,
+        )
     owners = {}
     for b, x in enumerate(sources):
         if is_instance(x) and (other := owners.setdefault(id(x.unwrapped), b)) != b:
-            raise EnvError("an environment instance can act only once", env=f"{b} ({Lender(x).name})",
-                           expected="different instances, or a gymnasium id or a factory", got=f"that of environment {other} again")
-    return [Lender(x) if is_instance(x) else env_factories(x, env_kwargs=env_kwargs)[0] for x in sources]
+            raise EnvError(
+                "an environment instance can act only once",
+                env=f"{b} ({Lender(x).name})",
+                expected="different instances, or a gymnasium id or a factory",
+                got=f"that of environment {other} again",
+            )
+    return [
+        Lender(x) if is_instance(x) else env_factories(x, env_kwargs=env_kwargs)[0] for x in sources
+    ]
 
 # %% ../../../nbs/pipes/10_envs/12_sources.ipynb #b606a1fe
-MOST = 10_000   # more environments than this from a pipe are an error, because such a pipe is probably endless
+MOST = 10_000  # more environments than this from a pipe are an error, because such a pipe is probably endless
 
 
 def taken(items: Iterator, n_envs: int | None = None, env_kwargs: dict | None = None) -> list:
@@ -116,34 +153,61 @@ def taken(items: Iterator, n_envs: int | None = None, env_kwargs: dict | None = 
     """
     found = list(islice(items, MOST + 1 if n_envs is None else n_envs))
     if n_envs is None and len(found) > MOST:
-        raise EnvError("the pipe does not end", expected="n_envs, or a pipe that ends", got=f"more than {MOST} environments")
+        raise EnvError(
+            "the pipe does not end",
+            expected="n_envs, or a pipe that ends",
+            got=f"more than {MOST} environments",
+        )
     if len(found) < (n_envs or 1):
-        raise EnvError("the pipe yields too few environments", expected=f"{n_envs or 'at least 1'}", got=str(len(found)))
+        raise EnvError(
+            "the pipe yields too few environments",
+            expected=f"{n_envs or 'at least 1'}",
+            got=str(len(found)),
+        )
     for b, x in enumerate(found):
         if not (is_instance(x) or isinstance(x, str) or callable(x)):
-            raise EnvError("the pipe yields something else", env=b, expected="a gymnasium id, a factory or an environment", got=describe(x))
+            raise EnvError(
+                "the pipe yields something else",
+                env=b,
+                expected="a gymnasium id, a factory or an environment",
+                got=describe(x),
+            )
     return env_sources(found, env_kwargs=env_kwargs)
 
 # %% ../../../nbs/pipes/10_envs/12_sources.ipynb #05d60530
 class Acting:
     "Mixin of the sources in which an actor meets environments."
+
     actor: Any
     lane, n_processes = 0, 1
     no_length = "environments can be stepped without end"
-    keeper: Any = None     # how the environments are kept, see `resumable`; None: they are not
+    keeper: Any = None  # how the environments are kept, see `resumable`; None: they are not
 
     def _set_actor(self, actor):
-        for method in ('step', 'reset'):
+        for method in ("step", "reset"):
             if not callable(getattr(actor, method, None)):
-                hint = "`agent.actor`, the actor of this agent" if hasattr(actor, 'actor') else "an actor such as a `rollpipe.layers.Actor`"
-                raise ActorError(f"an actor needs the method `{method}`", pipe=self, expected=hint,
-                                 got=describe(actor).partition('(')[0])
+                hint = (
+                    "`agent.actor`, the actor of this agent"
+                    if hasattr(actor, "actor")
+                    else "an actor such as a `rollpipe.layers.Actor`"
+                )
+                raise ActorError(
+                    f"an actor needs the method `{method}`",
+                    pipe=self,
+                    expected=hint,
+                    got=describe(actor).partition("(")[0],
+                )
         self.actor = actor
 
     def not_kept(self) -> str | None:
         "See `Pipe`."
-        if self.keeper is None: return "it was not tested whether its environments can be kept"
-        return f"its environments cannot be kept ({self.keeper.failed})" if self.keeper.name == 'none' else None
+        if self.keeper is None:
+            return "it was not tested whether its environments can be kept"
+        return (
+            f"its environments cannot be kept ({self.keeper.failed})"
+            if self.keeper.name == "none"
+            else None
+        )
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
         """Raise `EnvError` if there are instances of environments, given directly or in an attribute of a pipe above.
@@ -161,4 +225,8 @@ class Acting:
     def refuse_processes(self) -> None:
         "Raise `GraphError` if several processes would collect the same data."
         if self.n_processes > 1:
-            raise GraphError(f"{self.n_processes} processes would collect the same", pipe=self, expected="`Lanes` to divide among them")
+            raise GraphError(
+                f"{self.n_processes} processes would collect the same",
+                pipe=self,
+                expected="`Lanes` to divide among them",
+            )

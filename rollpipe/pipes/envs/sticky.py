@@ -15,19 +15,28 @@ from ..data import nested
 # %% ../../../nbs/pipes/10_envs/06_sticky.ipynb #e8b1e78b
 class RestingEnv:
     "Takes the place of an environment while it rests: each step returns the same observation and no reward."
-    def __init__(self, obs: Any): self.obs = obs
-    def step(self, action: Any) -> tuple: return self.obs, 0., False, False, {}
+
+    def __init__(self, obs: Any):
+        self.obs = obs
+
+    def step(self, action: Any) -> tuple:
+        return self.obs, 0.0, False, False, {}
 
 
 class Sticky:
     "Decides which `envs` act. An environment whose episode ended rests until the number of steps is a multiple of `period`."
+
     def __init__(self, envs: list, period: int):
-        self.envs, self.period, self.all = envs, period, np.ones(len(envs), bool)
+        self.envs = envs
+        self.period = period
+        self.all = np.ones(len(envs), bool)
         self.begin()
 
     def begin(self) -> None:
         "Begin a new period, in which all environments act."
-        self.acting, self.resting = list(self.envs), []     # for each index, the environment or its `RestingEnv`; indices that rest
+        # for each index, the environment or its `RestingEnv`; indices that rest
+        self.acting = list(self.envs)
+        self.resting = []
         self.count = 0
 
     def get_state(self) -> tuple:
@@ -39,7 +48,8 @@ class Sticky:
         self.begin()
         self.count, resting = state
         self.resting = [b for b, _ in resting]
-        for b, obs in resting: self.acting[b] = RestingEnv(obs)
+        for b, obs in resting:
+            self.acting[b] = RestingEnv(obs)
 
     def after_step(self, obs: Any, ended: list) -> np.ndarray:
         """Let `ended` environments rest; after a period all act again. Returns `valid` `[B]`: False for those that rested in this step.
@@ -50,9 +60,12 @@ class Sticky:
         """
         valid = self.all.copy()
         valid[self.resting] = False
-        for b in ended: self.acting[b] = RestingEnv(nested.map(np.array, nested.getitem(obs, b)))
+        for b in ended:
+            self.acting[b] = RestingEnv(nested.map(np.array, nested.getitem(obs, b)))
         ended += self.resting
         self.count += 1
-        if self.count % self.period == 0: self.begin()
-        else: self.resting = list(ended)
+        if self.count % self.period == 0:
+            self.begin()
+        else:
+            self.resting = list(ended)
         return valid

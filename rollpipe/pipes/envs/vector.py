@@ -25,17 +25,20 @@ from .single import EnvBatch
 def _infos_of_ends(vec):
     "The names of the infos that wrappers add where an episode ends; with SAME_STEP they stand beside the infos of the reset."
     while isinstance(vec, gym.vector.VectorWrapper):
-        if isinstance(vec, gym.wrappers.vector.RecordEpisodeStatistics): yield vec._stats_key
+        if isinstance(vec, gym.wrappers.vector.RecordEpisodeStatistics):
+            yield vec._stats_key
         vec = vec.env
 
 
 def _by_agent(infos, valid):
     "The infos of the agents, each with its part of those that wrappers have added, such as the statistics of an episode."
-    found = [*infos['agents']]
+    found = [*infos["agents"]]
     for key, value in infos.items():
-        if key in ('agents', *FINAL) or is_mask(key, infos): continue
+        if key in ("agents", *FINAL) or is_mask(key, infos):
+            continue
         column = column_of(f"info[{key!r}]", value, said := reporters(infos, key, valid))
-        for b in said.nonzero()[0].tolist(): found[b] = {**found[b], key: value if column is None else nested.getitem(column, b)}
+        for b in said.nonzero()[0].tolist():
+            found[b] = {**found[b], key: value if column is None else nested.getitem(column, b)}
     return found
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #72759db7
@@ -50,11 +53,27 @@ class VectorBatch(Batch):
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
         name: name in error messages
     """
-    def __init__(self, vec: Any, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True, name: str | None = None,
-                 closes: bool = True, keeper: Any = None, **where: Any):
-        self.vec, self.closes, self.where, self.vec_name, self.claim = vec, closes, where, name or type(vec).__name__, Claim()
+
+    def __init__(
+        self,
+        vec: Any,
+        seed: np.random.SeedSequence,
+        info_keys: Any = None,
+        clip_actions: bool = True,
+        name: str | None = None,
+        closes: bool = True,
+        keeper: Any = None,
+        **where: Any,
+    ):
+        self.vec = vec
+        self.closes = closes
+        self.where = where
+        self.vec_name = name or type(vec).__name__
+        self.claim = Claim()
         self.one = None if keeper is None else keeper.begin(vec)
-        self.agents = core if hasattr(core := getattr(vec, 'unwrapped', vec), 'resting') else None      # an `Agents`
+        self.agents = (
+            core if hasattr(core := getattr(vec, "unwrapped", vec), "resting") else None
+        )  # an `Agents`
         try:
             self.vector = CheckedVector(vec, seed, self.claim)
             self.vector.vec = played(vec, self.one, keeper)
@@ -62,74 +81,107 @@ class VectorBatch(Batch):
             kind = VectorInfos if self.agents is None else SingleInfos
             self._infos: Any = kind(len(self), info_keys, str((seed.entropy, self.vec_name)))
             self._infos.of_ends = [*_infos_of_ends(vec)]
-            own = isinstance(getattr(vec, 'unwrapped', vec), (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv))
-            if self._infos.of_ends and own and self.vector.mode == 'Disabled':
-                raise EnvError("RecordEpisodeStatistics forgets the episodes of all environments when one begins anew",
-                               leaf="metadata['autoreset_mode']", expected="SameStep or NextStep, or `EpisodeStats`", got="Disabled")
+            own = isinstance(
+                getattr(vec, "unwrapped", vec),
+                (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv),
+            )
+            if self._infos.of_ends and own and self.vector.mode == "Disabled":
+                raise EnvError(
+                    "RecordEpisodeStatistics forgets the episodes of all environments when one begins anew",
+                    leaf="metadata['autoreset_mode']",
+                    expected="SameStep or NextStep, or `EpisodeStats`",
+                    got="Disabled",
+                )
         except BaseException as e:
             self.close()
-            if isinstance(e, PipeError): self._locate(e, self.vec_name)
+            if isinstance(e, PipeError):
+                self._locate(e, self.vec_name)
             raise
-        self._resetting = np.zeros(len(self), bool)     # True where the next step is a reset (mode NEXT_STEP), or an agent rests
+        self._resetting = np.zeros(
+            len(self), bool
+        )  # True where the next step is a reset (mode NEXT_STEP), or an agent rests
 
     @property
-    def acting(self) -> np.ndarray: return ~self._resetting
+    def acting(self) -> np.ndarray:
+        return ~self._resetting
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
         return f"{b} ({self.vec_name if self.agents is None else f'{self.agents.agent(b)} of {self.vec_name}'})"
 
     def reset_into(self, row: Row) -> None:
-        with self._naming(self.vec_name): self.vector.reset(row)
+        with self._naming(self.vec_name):
+            self.vector.reset(row)
         self._resetting = np.zeros(len(self), bool) if self.agents is None else self.agents.resting
         self._begin(row)
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
-        actions, step = self.actions(array), rows.rows[t + 1]
+        actions = self.actions(array)
+        step = rows.rows[t + 1]
         with self._naming(self.vec_name):
             rew, ends, infos = self.vector.step(actions, step)
             self._check_obs(step)
             self._check_rewards(step, rew)
-            valid, over, final = self._all, ends, {}
-            if self.vector.mode == 'NextStep' or self.agents is not None:
-                if np.count_nonzero(self._resetting): valid, over = self._without_resets(step, ends)
+            valid = self._all
+            over = ends
+            final = {}
+            if self.vector.mode == "NextStep" or self.agents is not None:
+                if np.count_nonzero(self._resetting):
+                    valid, over = self._without_resets(step, ends)
                 self._resetting = ends if self.agents is None else self.agents.resting
             ended = over.nonzero()[0].tolist()
-            if self.agents is None: info = self._infos.record(infos, ends, valid)
-            else: info = self._infos.record(_by_agent(infos, valid), valid)
-            if ended: final = self._final(step, ends, infos)     # after the infos, because it may reset
-            if ended and self._infos.awaited: self._infos.say_awaited()
+            if self.agents is None:
+                info = self._infos.record(infos, ends, valid)
+            else:
+                info = self._infos.record(_by_agent(infos, valid), valid)
+            if ended:
+                final = self._final(step, ends, infos)  # after the infos, because it may reset
+            if ended and self._infos.awaited:
+                self._infos.say_awaited()
         np.add(rows.rows[t].stepno, 1, out=step.stepno)
         np.copyto(step.fin, over)
-        if ended: step.stepno[over] = 0     # indexing with a mask is faster than with a list
-        if final: self._check_final(final)
+        if ended:
+            step.stepno[over] = 0  # indexing with a mask is faster than with a list
+        if final:
+            self._check_final(final)
         return final, ended, info, valid
 
     def get_state(self) -> dict:
         "See `Batch`."
-        return dict(env=self._kept(self.one).state(), resetting=self._resetting, infos=self._infos.get_state())
+        return dict(
+            env=self._kept(self.one).state(),
+            resetting=self._resetting,
+            infos=self._infos.get_state(),
+        )
 
     def set_state(self, state: dict) -> None:
         "See `Batch`."
-        self._kept(self.one).restore(state['env'])
-        self._resetting = state['resetting']
-        self._infos.set_state(state['infos'])
+        self._kept(self.one).restore(state["env"])
+        self._resetting = state["resetting"]
+        self._infos.set_state(state["infos"])
 
     def _without_resets(self, step, ends):
         "`(valid, over)` of a step in which some environments were reset. These made no transition, and `fin` is True for them again."
         if np.count_nonzero(both := ends & self._resetting):
-            raise EnvError("an episode ended while it was reset", env=int(both.argmax()),
-                           expected="the autoreset mode NextStep, as the metadata say", got="terminated or truncated")
+            raise EnvError(
+                "an episode ended while it was reset",
+                env=int(both.argmax()),
+                expected="the autoreset mode NextStep, as the metadata say",
+                got="terminated or truncated",
+            )
         step.rew[self._resetting] = 0
         return ~self._resetting, ends | self._resetting
 
     def _final(self, step, ends, infos):
         "Environment -> true last observation, where truncated. In the mode 'Disabled' this also resets the environments in `ends`."
         at = (ends if self.terminal_obs else ends & ~step.term).nonzero()[0].tolist()
-        if not at: final = ()
-        elif self.vector.mode == 'SameStep': final = final_observations(infos, at, self._obs_spec)
-        else: final = nested.getitem(step.obs, at)
-        if self.vector.mode == 'Disabled':
+        if not at:
+            final = ()
+        elif self.vector.mode == "SameStep":
+            final = final_observations(infos, at, self._obs_spec)
+        else:
+            final = nested.getitem(step.obs, at)
+        if self.vector.mode == "Disabled":
             self.vector.reset_some(ends, step)
             self._check_obs(step)
         return {b: nested.getitem(final, k) for k, b in enumerate(at)}
@@ -138,11 +190,22 @@ class VectorBatch(Batch):
         "Close the vector environment, unless another batch has claimed it; without `closes`, only give it up. May be called twice."
         vec, self.vec = self.vec, None
         self.claim.release()
-        if vec is not None and self.closes and not self.claim.lost: close_vector(vec, self.vec_name, **self.where)
+        if vec is not None and self.closes and not self.claim.lost:
+            close_vector(vec, self.vec_name, **self.where)
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #c45a7214
-def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | None = None, clip_actions: bool = True, info_keys: Any = None,
-              closes: bool = True, keeper: Any = None, episode_seeds: bool = False, **where: Any) -> Batch:
+def env_batch(
+    factories: list,
+    seed: np.random.SeedSequence,
+    *,
+    sticky: int | None = None,
+    clip_actions: bool = True,
+    info_keys: Any = None,
+    closes: bool = True,
+    keeper: Any = None,
+    episode_seeds: bool = False,
+    **where: Any,
+) -> Batch:
     """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
 
     Raises `EnvError` if a vector environment has another number of environments, or if `sticky` or `episode_seeds` is set for it.
@@ -151,21 +214,37 @@ def env_batch(factories: list, seed: np.random.SeedSequence, *, sticky: int | No
     Args:
         factories: list of `EnvFactory`, or one `VectorFactory`
     """
-    factory, options = factories[0], dict(info_keys=info_keys, clip_actions=clip_actions, closes=closes, keeper=keeper, **where)
+    factory = factories[0]
+    options = dict(
+        info_keys=info_keys, clip_actions=clip_actions, closes=closes, keeper=keeper, **where
+    )
     single = dict(options, sticky=sticky, episode_seeds=episode_seeds)
-    if isinstance(factory, EnvFactory) and isinstance(factory.source, str): return EnvBatch(factories, seed, **single)
-    try: first = factory(env_seeds(seed, 1)[0][0])
+    if isinstance(factory, EnvFactory) and isinstance(factory.source, str):
+        return EnvBatch(factories, seed, **single)
+    try:
+        first = factory(env_seeds(seed, 1)[0][0])
     except PipeError as e:
         e.env = f"0 ({factory.name})"
         e.locate(**where)
         raise
-    if not is_vector(first): return EnvBatch(factories, seed, first=first, **single)
+    if not is_vector(first):
+        return EnvBatch(factories, seed, first=first, **single)
     batch = VectorBatch(first, seed, name=factory.name, **options)
     problem = None
-    if any(f is not factory for f in factories): problem = "several sources, and vector environments among them", "one source"
-    elif len(factories) not in (1, len(batch)): problem = f"n_envs={len(factories)}", f"n_envs={len(batch)}, as in the vector"
-    elif sticky: problem = "the environments of a vector cannot rest", "sticky=None, or single environments"
-    elif episode_seeds: problem = "a vector resets its environments itself", "episode_seeds=False, or single environments"
-    if problem is None: return batch
+    if any(f is not factory for f in factories):
+        problem = "several sources, and vector environments among them", "one source"
+    elif len(factories) not in (1, len(batch)):
+        problem = f"n_envs={len(factories)}", f"n_envs={len(batch)}, as in the vector"
+    elif sticky:
+        problem = "the environments of a vector cannot rest", "sticky=None, or single environments"
+    elif episode_seeds:
+        problem = (
+            "a vector resets its environments itself",
+            "episode_seeds=False, or single environments",
+        )
+    if problem is None:
+        return batch
     batch.close()
-    raise EnvError(problem[0], expected=problem[1], got=type(first).__name__, env=factory.name, **where)
+    raise EnvError(
+        problem[0], expected=problem[1], got=type(first).__name__, env=factory.name, **where
+    )

@@ -6,7 +6,8 @@
 __all__ = ['rendering', 'check_modes', 'check_film', 'FilmRecorder', 'Window']
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #f15e4d0f
-import os, sys
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,19 @@ def rendering(factory: Any, mode: str, seed: int | None, closes: bool = True) ->
         seed: for the factory
         closes: close an environment that is refused
     """
-    if isinstance(getattr(factory, 'source', None), str): factory = EnvFactory(factory.source, dict(factory.env_kwargs, render_mode=mode))
+    if isinstance(getattr(factory, "source", None), str):
+        factory = EnvFactory(factory.source, dict(factory.env_kwargs, render_mode=mode))
     env = factory(seed)
-    if not is_vector(env) and env.render_mode == mode: return env
-    if closes: env.close()
-    raise EnvError(f"this environment cannot be {'shown' if mode == 'human' else 'filmed'}", env=factory.name,
-                   expected=f"a single one made with render_mode={mode!r}", got=f"render_mode={env.render_mode!r}")
+    if not is_vector(env) and env.render_mode == mode:
+        return env
+    if closes:
+        env.close()
+    raise EnvError(
+        f"this environment cannot be {'shown' if mode == 'human' else 'filmed'}",
+        env=factory.name,
+        expected=f"a single one made with render_mode={mode!r}",
+        got=f"render_mode={env.render_mode!r}",
+    )
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #58784bbc
 def check_modes(factory: Any, mode: str) -> None:
@@ -42,20 +50,28 @@ def check_modes(factory: Any, mode: str) -> None:
         factory: `EnvFactory` or `Lender`
         mode: 'rgb_array' or 'human'
     """
-    if not isinstance(getattr(factory, 'source', None), str): return
+    if not isinstance(getattr(factory, "source", None), str):
+        return
     try:
-        creator: Any = gym.spec(factory.source.rpartition(':')[2]).entry_point
-        if isinstance(creator, str): creator = load_env_creator(creator)
-        modes = [str(x) for x in creator.metadata['render_modes']]
-    except Exception: return  # a function makes the environment, or a package is missing, which `gymnasium.make` reports
-    wanted = ('rgb_array', 'human') if mode == 'human' else ('rgb_array',)
+        creator: Any = gym.spec(factory.source.rpartition(":")[2]).entry_point
+        if isinstance(creator, str):
+            creator = load_env_creator(creator)
+        modes = [str(x) for x in creator.metadata["render_modes"]]
+    except Exception:
+        return  # a function makes the environment, or a package is missing, which `gymnasium.make` reports
+    wanted = ("rgb_array", "human") if mode == "human" else ("rgb_array",)
     if not set(wanted) & set(modes):
-        raise EnvError(f"this environment cannot be {'shown' if mode == 'human' else 'filmed'}", env=factory.name,
-                       expected=f"{' or '.join(map(repr, wanted))} among its render modes", got=', '.join(map(repr, modes)) or "none")
+        raise EnvError(
+            f"this environment cannot be {'shown' if mode == 'human' else 'filmed'}",
+            env=factory.name,
+            expected=f"{' or '.join(map(repr, wanted))} among its render modes",
+            got=", ".join(map(repr, modes)) or "none",
+        )
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #e9bc9ba9
 class _Filmed(gym.Wrapper):
     "Gives a frame of every step to its recorder, until the last episode to be filmed is over."
+
     def __init__(self, env, recorder):
         super().__init__(env)
         self.recorder = recorder
@@ -72,10 +88,15 @@ class _Filmed(gym.Wrapper):
         return out
 
     def _film(self):
-        if self.recorder.left < 0: return
+        if self.recorder.left < 0:
+            return
         frame = self.env.render()
         if not isinstance(frame, np.ndarray) or frame.ndim != 3:
-            raise EnvError("render() gave no picture", expected="uint8 [height, width, 3]", got=type(frame).__name__)
+            raise EnvError(
+                "render() gave no picture",
+                expected="uint8 [height, width, 3]",
+                got=type(frame).__name__,
+            )
         self.recorder.frames.append(frame.astype(np.uint8))
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #299a301b
@@ -86,11 +107,17 @@ def check_film(path: str | Path) -> None:
         path: file to write
     """
     if Path(path).suffix not in (".gif", ".mp4"):
-        raise DataError("unknown kind of film", expected="a path ending in .gif or .mp4", got=str(path))
-    if not Path(path).absolute().parent.is_dir(): raise DataError(f"{path}: there is no such folder")
+        raise DataError(
+            "unknown kind of film", expected="a path ending in .gif or .mp4", got=str(path)
+        )
+    if not Path(path).absolute().parent.is_dir():
+        raise DataError(f"{path}: there is no such folder")
     if Path(path).suffix == ".mp4":
-        try: import imageio.v2, imageio_ffmpeg  # noqa: F401
-        except ImportError: raise ImportError("writing MP4 needs imageio: pip install 'rollpipe[video]'") from None
+        try:
+            import imageio.v2  # noqa: F401
+            import imageio_ffmpeg  # noqa: F401
+        except ImportError:
+            raise ImportError("writing MP4 needs imageio: pip install 'rollpipe[video]'") from None
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #65098090
 class FilmRecorder:
@@ -101,9 +128,14 @@ class FilmRecorder:
     Args:
         n_episodes: number of episodes that are filmed; 0: none
     """
+
     def __init__(self, factory: Any, closes: bool = True, n_episodes: int = 1):
         check_modes(factory, "rgb_array")
-        self.factory, self.closes, self.frames, self.fps, self.left = factory, closes, [], 30, n_episodes
+        self.factory = factory
+        self.closes = closes
+        self.frames = []
+        self.fps = 30
+        self.left = n_episodes
         self.__name__ = factory.name  # the name of the environment in error messages
 
     def __call__(self, seed: int | None = None) -> gym.Env:
@@ -118,56 +150,85 @@ class FilmRecorder:
             path: file to write; its ending decides the format
         """
         check_film(path)
-        if not self.frames: raise DataError("there is no frame to write", expected="an episode in the film")
-        part = Path(path).with_suffix(f".part{Path(path).suffix}")     # an older film stays until the new one is complete
+        if not self.frames:
+            raise DataError("there is no frame to write", expected="an episode in the film")
+        part = Path(path).with_suffix(
+            f".part{Path(path).suffix}"
+        )  # an older film stays until the new one is complete
         try:
             self._write(part)
             os.replace(part, path)
-        except OSError as e: raise OSError(e.errno, e.strerror or str(e), str(path)) from e
-        finally: part.unlink(missing_ok=True)
+        except OSError as e:
+            raise OSError(e.errno, e.strerror or str(e), str(path)) from e
+        finally:
+            part.unlink(missing_ok=True)
 
     def _write(self, path):
         if str(path).endswith(".gif"):
             from PIL import Image
+
             first, *rest = (Image.fromarray(frame) for frame in self.frames)
             # GIF counts time in 1/100 s, and players slow down frames that are shorter than 1/50 s.
-            first.save(path, save_all=True, append_images=rest, duration=max(20, round(1000/self.fps)), loop=0)
+            first.save(
+                path,
+                save_all=True,
+                append_images=rest,
+                duration=max(20, round(1000 / self.fps)),
+                loop=0,
+            )
         else:
             import imageio.v2 as imageio
+
             with imageio.get_writer(path, fps=self.fps, macro_block_size=2) as film:
-                for frame in self.frames: film.append_data(frame)
+                for frame in self.frames:
+                    film.append_data(frame)
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #25f39669
 class _Shown(gym.Wrapper):
     "Tells its `Window` when the user has closed the window."
+
     def __init__(self, env, window):
         super().__init__(env)
         self.window = window
 
-    def reset(self, **kwargs): return self._watch(self.env.reset, **kwargs)
-    def step(self, action): return self._watch(self.env.step, action)
+    def reset(self, **kwargs):
+        return self._watch(self.env.reset, **kwargs)
+
+    def step(self, action):
+        return self._watch(self.env.step, action)
 
     def _watch(self, call, *args, **kwargs):
-        try: out = call(*args, **kwargs)
+        try:
+            out = call(*args, **kwargs)
         except Exception as e:
-            pygame: Any = sys.modules.get('pygame')     # only environments that use pygame import it
+            pygame: Any = sys.modules.get("pygame")  # only environments that use pygame import it
             if pygame is not None and isinstance(e, pygame.error) and not pygame.display.get_init():
-                if not self.window.opened: raise _no_display(str(e)) from e
+                if not self.window.opened:
+                    raise _no_display(str(e)) from e
                 self.window.closed = True
             raise
-        pygame = sys.modules.get('pygame')
+        pygame = sys.modules.get("pygame")
         if pygame is not None and pygame.display.get_init():
             driver = pygame.display.get_driver()
-            if not self.window.opened and driver in ('offscreen', 'dummy') and not os.environ.get('SDL_VIDEODRIVER'):
+            if (
+                not self.window.opened
+                and driver in ("offscreen", "dummy")
+                and not os.environ.get("SDL_VIDEODRIVER")
+            ):
                 raise _no_display(f"pygame draws into memory, with its driver {driver!r}")
-            if pygame.event.get(pygame.QUIT): self.window.closed = True
+            if pygame.event.get(pygame.QUIT):
+                self.window.closed = True
         self.window.opened = True
         return out
 
 
 def _no_display(got):
-    return EnvError("no window can be opened", got=got, expected="a display, named by DISPLAY or WAYLAND_DISPLAY; "
-                    "or a film instead (--record FILE, record=FILE)")
+    return EnvError(
+        "no window can be opened",
+        got=got,
+        expected="a display, named by DISPLAY or WAYLAND_DISPLAY; "
+        "or a film instead (--record FILE, record=FILE)",
+    )
 
 
 class Window:
@@ -176,9 +237,14 @@ class Window:
     Only windows of pygame are watched; other environments react to a closed window in their own way. Raises `EnvError` as
     `check_modes` and `rendering` do, and if there is no display. The arguments are those of `rendering`.
     """
+
     def __init__(self, factory: Any, closes: bool = True):
         check_modes(factory, "human")
-        self.factory, self.closes, self.closed, self.opened = factory, closes, False, False
+        self.factory = factory
+        self.closes = closes
+        self.closed = False
+        self.opened = False
         self.__name__ = factory.name  # the name of the environment in error messages
 
-    def __call__(self, seed: int | None = None) -> gym.Env: return _Shown(rendering(self.factory, "human", seed, self.closes), self)
+    def __call__(self, seed: int | None = None) -> gym.Env:
+        return _Shown(rendering(self.factory, "human", seed, self.closes), self)

@@ -21,11 +21,16 @@ class WithImage(gym.Wrapper):
         env: a gymnasium environment
         key: name of the info
     """
-    def __init__(self, env: Any, key: str = 'image'):
+
+    def __init__(self, env: Any, key: str = "image"):
         super().__init__(env)
-        if env.render_mode != 'rgb_array':
-            raise EnvError("the environment draws no pictures", env=str(env), expected="render_mode='rgb_array'",
-                           got=repr(env.render_mode))
+        if env.render_mode != "rgb_array":
+            raise EnvError(
+                "the environment draws no pictures",
+                env=str(env),
+                expected="render_mode='rgb_array'",
+                got=repr(env.render_mode),
+            )
         self.key = key
 
     def step(self, action: Any) -> tuple:

@@ -6,37 +6,48 @@
 __all__ = ['Drawing']
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #24f955e7
-import html, textwrap
+import html
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from itertools import zip_longest
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #40afc90d
-def _text(labels, edges, marked, notes=(), word='here') -> str:
+def _text(labels, edges, marked, notes=(), word="here") -> str:
     "The drawing as text, one line for each node. `word` marks the nodes with the indices `marked`."
     uses = Counter(source for row in edges for source, _ in row)
     numbers = {s: n for n, s in enumerate(sorted(s for s in uses if uses[s] > 1), 1)}
-    names = [o + (f'  [{numbers[i]}]' if i in numbers else '') for i, o in enumerate(labels)]
-    blocks, block = {}, []
+    names = [o + (f"  [{numbers[i]}]" if i in numbers else "") for i, o in enumerate(labels)]
+    blocks = {}
+    block = []
     for i, row in enumerate(edges):
-        parts = [blocks.pop(s) if first else [(f'↑ {names[s]}', -1)] for s, first in row]
+        parts = [blocks.pop(s) if first else [(f"↑ {names[s]}", -1)] for s, first in row]
         if len(parts) > 1:
-            block = [(('│ ' if k else '├ ' if j else '┌ ') + line, node)
-                     for j, part in enumerate(parts) for k, (line, node) in enumerate(part)]
-        else: block = parts[0] if parts else []
-        block.append(('○→└'[min(len(parts), 2)] + f' {names[i]}', i))
+            block = [
+                (("│ " if k else "├ " if j else "┌ ") + line, node)
+                for j, part in enumerate(parts)
+                for k, (line, node) in enumerate(part)
+            ]
+        else:
+            block = parts[0] if parts else []
+        block.append(("○→└"[min(len(parts), 2)] + f" {names[i]}", i))
         blocks[i] = block
-    columns = _columns([notes[i] if notes and i >= 0 else () for _, i in block], max(len(line) for line, _ in block))
-    return '\n'.join((line.ljust(len(note) and width) + note).rstrip() + (f'  <-- {word}' if i in marked else '')
-                     for (line, i), (width, note) in zip(block, columns))
+    columns = _columns(
+        [notes[i] if notes and i >= 0 else () for _, i in block],
+        max(len(line) for line, _ in block),
+    )
+    return "\n".join(
+        (line.ljust(len(note) and width) + note).rstrip() + (f"  <-- {word}" if i in marked else "")
+        for (line, i), (width, note) in zip(block, columns)
+    )
 
 
 def _columns(rows, width):
     "For each row: the `width` of the text before it, and its cells padded to columns of equal width, the last one flush left."
-    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue='')]
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     for row in rows:
         cells = [cell.rjust(w) for cell, w in zip(row, widths)]
-        yield width, ''.join(f'  {cell}' for cell in cells[:-1] + [*row[-1:]])
+        yield width, "".join(f"  {cell}" for cell in cells[:-1] + [*row[-1:]])
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #3b7a7f92
 def _layers(edges):
@@ -46,7 +57,8 @@ def _layers(edges):
     """
     level = [0] * len(edges)
     for i in reversed(range(len(edges))):
-        for s, _ in edges[i]: level[s] = max(level[s], level[i] + 1)
+        for s, _ in edges[i]:
+            level[s] = max(level[s], level[i] + 1)
     layers = [{} for _ in range(max(level) + 1)]
     layers[0][len(edges) - 1, 0] = []
     for i in reversed(range(len(edges))):
@@ -54,7 +66,8 @@ def _layers(edges):
             target = (i, level[i])
             for l in range(level[i] + 1, level[s] + 1):
                 feeds = layers[l].setdefault((s, l), [])
-                if target not in feeds: feeds.append(target)
+                if target not in feeds:
+                    feeds.append(target)
                 target = (s, l)
     return layers, level
 
@@ -63,67 +76,104 @@ def _centres(layers, width):
     "The horizontal centre of every slot. If there is room, a slot stands above the slots that it feeds, in the order of the inputs."
     centre = {}
     for layer in layers:
-        goal = {o: sum(centre[f] for f in feeds) / len(feeds) if feeds else 0. for o, feeds in layer.items()}
-        edge, row = None, sorted(layer, key=lambda o: (goal[o], o[0]))
+        goal = {
+            o: sum(centre[f] for f in feeds) / len(feeds) if feeds else 0.0
+            for o, feeds in layer.items()
+        }
+        edge = None
+        row = sorted(layer, key=lambda o: (goal[o], o[0]))
         for o in row:
             centre[o] = goal[o] if edge is None else max(goal[o], edge + 24 + width(o) / 2)
             edge = centre[o] + width(o) / 2
         shift = sum(goal[o] - centre[o] for o in row) / len(row)
-        for o in row: centre[o] += shift
+        for o in row:
+            centre[o] += shift
     return centre
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #cc90447b
 def _arrow(x0, y0, x1, y1, head) -> str:
     "An edge from (x0, y0) straight down to the gap above the layer of (x1, y1), and through it in an S."
-    start, mid, end = y1 - 40, y1 - 24, y1 - 8
-    line = f'M{x0:.0f} {y0:.0f}V{start:.0f}C{x0:.0f} {mid:.0f} {x1:.0f} {mid:.0f} {x1:.0f} {end:.0f}V{y1:.0f}'
-    tip = f'<path d="M{x1 - 4:.0f} {y1 - 7:.0f}h8l-4 7z" fill="#7a8699"/>' if head else ''
+    start = y1 - 40
+    mid = y1 - 24
+    end = y1 - 8
+    line = f"M{x0:.0f} {y0:.0f}V{start:.0f}C{x0:.0f} {mid:.0f} {x1:.0f} {mid:.0f} {x1:.0f} {end:.0f}V{y1:.0f}"
+    tip = f'<path d="M{x1 - 4:.0f} {y1 - 7:.0f}h8l-4 7z" fill="#7a8699"/>' if head else ""
     return f'<path d="{line}" fill="none" stroke="#7a8699" stroke-width="1.5"/>{tip}'
+
 
 def _box(x, y, width, height, rows, marked, n_notes=0) -> str:
     "A box centred at x whose first row of text is bold, and whose last rows are notes."
     stroke = 'stroke="#c0392b" stroke-width="3"' if marked else 'stroke="#5b7aa6"'
     size = f'x="{x - width / 2:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}"'
     ink = lambda k: "#10243e" if k < len(rows) - n_notes else "#8a3b12"
-    text = [f'<text x="{x:.0f}" y="{y + 20 + 16 * k:.0f}" text-anchor="middle" fill="{ink(k)}" '
-            f'font-weight="{400 if k else 700}">{html.escape(row)}</text>' for k, row in enumerate(rows)]
-    return f'<rect {size} rx="6" fill="#e8eef7" {stroke}/>' + ''.join(text)
+    text = [
+        f'<text x="{x:.0f}" y="{y + 20 + 16 * k:.0f}" text-anchor="middle" fill="{ink(k)}" '
+        f'font-weight="{400 if k else 700}">{html.escape(row)}</text>'
+        for k, row in enumerate(rows)
+    ]
+    return f'<rect {size} rx="6" fill="#e8eef7" {stroke}/>' + "".join(text)
+
 
 def _line(x, y, text) -> str:
     "A line of text outside of boxes."
     return f'<text x="{x:.0f}" y="{y:.0f}" fill="#7a8699">{html.escape(text)}</text>'
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #2cbfd130
-def _svg(labels, edges, marked, notes=(), waits=(), word='', caption=()) -> str:
+def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
     """The picture; the arguments of a label stand below its name, then its notes, and `word` if it is marked.
 
     `waits` are texts for the edges that leave each node, and `caption` has lines that stand below the graph.
     """
-    rows = [[name, *textwrap.wrap(rest[:-1], 44)] for name, _, rest in (o.partition('(') for o in labels)]
-    below = [[line for cell in cells for line in textwrap.wrap(cell, 44)] for cells in notes or [()] * len(rows)]
-    for i in marked: below[i] += [word][:len(word)]
+    rows = [
+        [name, *textwrap.wrap(rest[:-1], 44)]
+        for name, _, rest in (o.partition("(") for o in labels)
+    ]
+    below = [
+        [line for cell in cells for line in textwrap.wrap(cell, 44)]
+        for cells in notes or [()] * len(rows)
+    ]
+    for i in marked:
+        below[i] += [word][: len(word)]
     rows = [row + lines for row, lines in zip(rows, below)]
     caption = [line for text in caption for line in textwrap.wrap(text, 90)]
     layers, level = _layers(edges)
     is_pipe = lambda o: level[o[0]] == o[1]
     width = lambda o: 24 + 7.4 * max(map(len, rows[o[0]])) if is_pipe(o) else 8
     height = lambda o: 14 + 16 * len(rows[o[0]]) if is_pipe(o) else 0
-    centre, top, y = _centres(layers, width), {}, 8
+    centre = _centres(layers, width)
+    top = {}
+    y = 8
     for layer in reversed(layers):
         top.update(dict.fromkeys(layer, y))
         y += max(map(height, layer)) + 40
     left = min(x - width(o) / 2 for o, x in centre.items()) - 8
     centre = {o: x - left for o, x in centre.items()}
-    ends = [x + max(width(o) / 2, 7.4 * len(waits[o[0]]) + 6 if waits else 0) for o, x in centre.items()]
-    right, bottom = max([*ends, *(7.4 * len(line) for line in caption)]) + 8, y - 32 + 16 * len(caption)
-    out = [_arrow(centre[o], top[o] + height(o), centre[f], top[f], is_pipe(f))
-           for layer in layers for o, feeds in layer.items() for f in feeds]
-    out += [_line(centre[o] + 6, top[o] + height(o) + 14, waits[o[0]]) for o in centre if waits and is_pipe(o)]
-    out += [_box(centre[o], top[o], width(o), height(o), rows[o[0]], o[0] in marked, len(below[o[0]]))
-            for o in centre if is_pipe(o)]
+    ends = [
+        x + max(width(o) / 2, 7.4 * len(waits[o[0]]) + 6 if waits else 0) for o, x in centre.items()
+    ]
+    right = max([*ends, *(7.4 * len(line) for line in caption)]) + 8
+    bottom = y - 32 + 16 * len(caption)
+    out = [
+        _arrow(centre[o], top[o] + height(o), centre[f], top[f], is_pipe(f))
+        for layer in layers
+        for o, feeds in layer.items()
+        for f in feeds
+    ]
+    out += [
+        _line(centre[o] + 6, top[o] + height(o) + 14, waits[o[0]])
+        for o in centre
+        if waits and is_pipe(o)
+    ]
+    out += [
+        _box(centre[o], top[o], width(o), height(o), rows[o[0]], o[0] in marked, len(below[o[0]]))
+        for o in centre
+        if is_pipe(o)
+    ]
     out += [_line(8, y - 20 + 16 * k, line) for k, line in enumerate(caption)]
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom:.0f}" width="{right:.0f}" '
-            f'height="{bottom:.0f}" font-family="monospace" font-size="12">{"".join(out)}</svg>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom:.0f}" width="{right:.0f}" '
+        f'height="{bottom:.0f}" font-family="monospace" font-size="12">{"".join(out)}</svg>'
+    )
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #e3833b41
 @dataclass(frozen=True, repr=False)
@@ -139,18 +189,23 @@ class Drawing:
         word: how the text points out a pipe
         caption: lines that stand below the graph
     """
+
     labels: list
     edges: list
     marked: frozenset
     notes: tuple = ()
     waits: tuple = ()
-    word: str = 'here'
+    word: str = "here"
     caption: tuple = ()
 
     def __repr__(self):
-        notes = [[*note, wait] for note, wait in zip_longest(self.notes, self.waits, fillvalue='')]
-        return '\n'.join([_text(self.labels, self.edges, self.marked, notes, self.word), *self.caption])
+        notes = [[*note, wait] for note, wait in zip_longest(self.notes, self.waits, fillvalue="")]
+        return "\n".join(
+            [_text(self.labels, self.edges, self.marked, notes, self.word), *self.caption]
+        )
 
     def _repr_svg_(self):
-        word = self.word if self.notes else ''      # without notes, the red frame is mark enough
-        return _svg(self.labels, self.edges, self.marked, self.notes, self.waits, word, self.caption)
+        word = self.word if self.notes else ""  # without notes, the red frame is mark enough
+        return _svg(
+            self.labels, self.edges, self.marked, self.notes, self.waits, word, self.caption
+        )

@@ -7,7 +7,11 @@ __all__ = ['Where', 'inputs', 'nodes', 'short_repr', 'draw', 'find', 'find_one',
            'insert_before', 'insert_after']
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #594dac8a
-import copy, inspect, random, reprlib, textwrap
+import copy
+import inspect
+import random
+import reprlib
+import textwrap
 from collections import deque
 from collections.abc import Callable
 from itertools import chain
@@ -23,14 +27,20 @@ from .torchdata import IterDataPipe, MapDataPipe
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #2ab27c26
 _PIPES = (IterDataPipe, MapDataPipe)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-Where = type | Callable     # how an edit selects a pipe: a class (its subclasses count) or a predicate `pipe -> bool`
+Where = (
+    type | Callable
+)  # how an edit selects a pipe: a class (its subclasses count) or a predicate `pipe -> bool`
+
 
 def _held(value, seen):
     "The pipes inside a value, in order. `seen` has the ids of containers that were already searched."
-    if isinstance(value, _PIPES): yield value
+    if isinstance(value, _PIPES):
+        yield value
     elif isinstance(value, _CONTAINERS) and id(value) not in seen:
         seen.add(id(value))
-        for item in chain(value, value.values()) if isinstance(value, dict) else value: yield from _held(item, seen)
+        for item in chain(value, value.values()) if isinstance(value, dict) else value:
+            yield from _held(item, seen)
+
 
 def inputs(pipe: IterDataPipe) -> list:
     "The pipes that `pipe` reads from directly, each once, in the order of its attributes."
@@ -39,17 +49,21 @@ def inputs(pipe: IterDataPipe) -> list:
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #43ba9b42
 def _check_pipe(pipe):
     if not isinstance(pipe, _PIPES):
-        raise TypeError(f'expected a pipe, got {type(pipe).__name__}: {reprlib.repr(pipe)}')
+        raise TypeError(f"expected a pipe, got {type(pipe).__name__}: {reprlib.repr(pipe)}")
+
 
 def _visit(pipe):
     "Rows `(pipe, [(input, first), ...])`, sources first; `first` is True if the walk meets the input here for the first time."
     _check_pipe(pipe)
-    rows, done, path = [], set(), {id(pipe)}
+    rows = []
+    done = set()
+    path = {id(pipe)}
     stack = [(pipe, iter(inputs(pipe)), [])]
     while stack:
         node, rest, edges = stack[-1]
         for source in rest:
-            if id(source) in path: raise GraphError("the graph has a cycle: the pipe reads from itself", pipe=source)
+            if id(source) in path:
+                raise GraphError("the graph has a cycle: the pipe reads from itself", pipe=source)
             edges.append((source, id(source) not in done))
             if edges[-1][1]:
                 path.add(id(source))
@@ -61,6 +75,7 @@ def _visit(pipe):
             done.add(id(node))
             rows.append((node, edges))
     return rows
+
 
 def nodes(pipe: IterDataPipe) -> list:
     """All pipes of the graph that ends in `pipe`, each once, sources first and `pipe` last.
@@ -76,18 +91,26 @@ def short_repr(pipe: IterDataPipe) -> str:
     shown = {}
     for name, parameter in inspect.signature(type(pipe)).parameters.items():
         value = vars(pipe).get(name)
-        if isinstance(value, torch.nn.Module): shown[name] = type(value).__name__
-        elif isinstance(value, (int, float, str, bool)) and value != parameter.default: shown[name] = reprlib.repr(value)
-    config = ', '.join(f'{k}={v}' for k, v in shown.items())
+        if isinstance(value, torch.nn.Module):
+            shown[name] = type(value).__name__
+        elif isinstance(value, (int, float, str, bool)) and value != parameter.default:
+            shown[name] = reprlib.repr(value)
+    config = ", ".join(f"{k}={v}" for k, v in shown.items())
     name = type(pipe).__name__
-    short = name.removesuffix('IterDataPipe').removesuffix('MapDataPipe')    # torch's IterableWrapperIterDataPipe
-    return f'{short or name}({config})'
+    short = name.removesuffix("IterDataPipe").removesuffix(
+        "MapDataPipe"
+    )  # torch's IterableWrapperIterDataPipe
+    return f"{short or name}({config})"
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #bd6b1c4a
 def _matcher(where):
-    if isinstance(where, type): return lambda pipe: isinstance(pipe, where)
-    if callable(where) and not isinstance(where, _PIPES): return where
-    raise TypeError(f'`where` is a class or a predicate such as `lambda p: p is it`, got {reprlib.repr(where)}')
+    if isinstance(where, type):
+        return lambda pipe: isinstance(pipe, where)
+    if callable(where) and not isinstance(where, _PIPES):
+        return where
+    raise TypeError(
+        f"`where` is a class or a predicate such as `lambda p: p is it`, got {reprlib.repr(where)}"
+    )
 
 
 def _label(pipe) -> str:
@@ -100,13 +123,16 @@ def draw(pipe: IterDataPipe, where: Where | None = None) -> Drawing:
     rows = _visit(pipe)
     index = {id(node): i for i, (node, _) in enumerate(rows)}
     edges = [[(index[id(source)], first) for source, first in row] for _, row in rows]
-    marked = [] if where is None else [i for i, (node, _) in enumerate(rows) if _matcher(where)(node)]
+    marked = (
+        [] if where is None else [i for i, (node, _) in enumerate(rows) if _matcher(where)(node)]
+    )
     return Drawing([_label(node) for node, _ in rows], edges, frozenset(marked))
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #012fb332
 def find(pipe: IterDataPipe, where: Where) -> list:
     "All pipes that match `where`, a class (its subclasses count) or a predicate `pipe -> bool`, sources first."
     return [node for node in nodes(pipe) if _matcher(where)(node)]
+
 
 def find_one(pipe: IterDataPipe, where: Where) -> Any:
     """The one pipe of the graph that matches `where`, a class (its subclasses count) or a predicate `pipe -> bool`.
@@ -115,44 +141,69 @@ def find_one(pipe: IterDataPipe, where: Where) -> Any:
         GraphError: no pipe matches, or several do; the message draws the graph.
     """
     found = find(pipe, where)
-    if len(found) == 1: return found[0]
-    name = getattr(where, '__name__', reprlib.repr(where))
-    raise GraphError(f"{len(found) or 'no'} pipes match {name}, expected exactly one, in\n{draw(pipe, where)}\n")
+    if len(found) == 1:
+        return found[0]
+    name = getattr(where, "__name__", reprlib.repr(where))
+    raise GraphError(
+        f"{len(found) or 'no'} pipes match {name}, expected exactly one, in\n{draw(pipe, where)}\n"
+    )
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #b062c3e3
-_ITERATION = ('_valid_iterator_id', 'kept', 'running', '_number_of_samples_yielded', '_snapshot_state', '_fast_forward_iterator',
-              '_profile_name')          # torch writes these attributes into a pipe while it runs
+_ITERATION = (
+    "_valid_iterator_id",
+    "kept",
+    "running",
+    "_number_of_samples_yielded",
+    "_snapshot_state",
+    "_fast_forward_iterator",
+    "_profile_name",
+)  # torch writes these attributes into a pipe while it runs
 _GENERATORS = random.Random, np.random.Generator, np.random.RandomState, torch.Generator
+
 
 def _mapped(value, memo):
     "`value` with every pipe replaced by `memo[id(pipe)]`. A value that holds no pipe is returned unchanged."
-    if isinstance(value, _PIPES): return memo.get(id(value), value)
-    if not isinstance(value, _CONTAINERS) or next(_held(value, set()), None) is None: return value
-    if isinstance(value, dict): items = [(_mapped(k, memo), _mapped(v, memo)) for k, v in value.items()]
-    else: items = [_mapped(item, memo) for item in value]
-    if isinstance(value, (tuple, frozenset)): return getattr(value, '_make', type(value))(items)
-    new = copy.copy(value)              # a copy keeps the default of a defaultdict and the length of a deque
+    if isinstance(value, _PIPES):
+        return memo.get(id(value), value)
+    if not isinstance(value, _CONTAINERS) or next(_held(value, set()), None) is None:
+        return value
+    if isinstance(value, dict):
+        items = [(_mapped(k, memo), _mapped(v, memo)) for k, v in value.items()]
+    else:
+        items = [_mapped(item, memo) for item in value]
+    if isinstance(value, (tuple, frozenset)):
+        return getattr(value, "_make", type(value))(items)
+    new = copy.copy(value)  # a copy keeps the default of a defaultdict and the length of a deque
     new.clear()
     (new.update if isinstance(new, (dict, set)) else new.extend)(items)
     return new
+
 
 def _copied(pipe, memo):
     "A fresh copy of one pipe, which reads from the copies in `memo`."
     cls: Any = type(pipe)
     new = cls.__new__(cls)
     state = pipe.__getstate__()
-    if hasattr(type(pipe), '__setstate__'): new.__setstate__(_mapped(copy.copy(state), memo))
-    else: vars(new).update(_mapped(state, memo))
-    for name in _ITERATION: vars(new).pop(name, None)
+    if hasattr(type(pipe), "__setstate__"):
+        new.__setstate__(_mapped(copy.copy(state), memo))
+    else:
+        vars(new).update(_mapped(state, memo))
+    for name in _ITERATION:
+        vars(new).pop(name, None)
     for name, x in vars(new).items():
-        if isinstance(x, _GENERATORS): vars(new)[name] = copy.deepcopy(x)
-        elif hasattr(cls, '__del__') and isinstance(x, _CONTAINERS): vars(new)[name] = copy.copy(x)   # torch empties it in `__del__`
+        if isinstance(x, _GENERATORS):
+            vars(new)[name] = copy.deepcopy(x)
+        elif hasattr(cls, "__del__") and isinstance(x, _CONTAINERS):
+            vars(new)[name] = copy.copy(x)  # torch empties it in `__del__`
     return new
+
 
 def _copied_graph(pipe, memo):
     for node in nodes(pipe):
-        if id(node) not in memo: memo[id(node)] = _copied(node, memo)
+        if id(node) not in memo:
+            memo[id(node)] = _copied(node, memo)
     return memo[id(pipe)]
+
 
 def copy_graph(pipe: IterDataPipe) -> IterDataPipe:
     "A copy of the graph that ends in `pipe`, for a first iteration. Pipes and their random generators are copied, other objects shared."
@@ -163,26 +214,34 @@ def reconnect(reader: IterDataPipe, old: IterDataPipe, new: IterDataPipe) -> Non
     "Let `reader` read `new` wherever it has read `old`. This changes `reader`; edits do it with their copies."
     vars(reader).update(_mapped(vars(reader), {id(old): new}))
 
+
 def _edited(pipe, old, make, readers=None):
     "The graph with `make(old)` in place of `old` for its `readers` (None: all), the new pipe, and the copy of `old`."
-    memo, originals = {}, nodes(pipe)
-    if readers is None: readers = [p for p in originals if any(o is old for o in inputs(p))]
+    memo = {}
+    originals = nodes(pipe)
+    if readers is None:
+        readers = [p for p in originals if any(o is old for o in inputs(p))]
     sink = _copied_graph(pipe, memo)
-    was, readers = memo[id(old)], [memo[id(p)] for p in readers]
-    memo.update({id(memo[id(p)]): memo[id(p)] for p in originals})      # copies are not copied again
+    was = memo[id(old)]
+    readers = [memo[id(p)] for p in readers]
+    memo.update({id(memo[id(p)]): memo[id(p)] for p in originals})  # copies are not copied again
     made = make(was)
-    new = _copied_graph(made, memo)                                     # the new pipe now reads the copies
-    for reader in readers: reconnect(reader, was, new)
+    new = _copied_graph(made, memo)  # the new pipe now reads the copies
+    for reader in readers:
+        reconnect(reader, was, new)
     result = new if was is sink else sink
-    nodes(result)                                                       # raises `GraphError` if there is a cycle
+    nodes(result)  # raises `GraphError` if there is a cycle
     return result, new, was
+
 
 def _fitting(pipe):
     "The graph without each `fusion` that no longer fits between its neighbours."
     for node in nodes(pipe):
-        if getattr(node, 'fusion', None) is None or node.fits(pipe): continue
-        node.fusion = None      # allowed, because no other graph has this new pipe
+        if getattr(node, "fusion", None) is None or node.fits(pipe):
+            continue
+        node.fusion = None  # allowed, because no other graph has this new pipe
     return pipe
+
 
 def replace(pipe: IterDataPipe, where: Where, new: IterDataPipe | Callable) -> IterDataPipe:
     """The graph with the one pipe that matches `where` replaced by `new`.
@@ -205,23 +264,35 @@ def remove(pipe: IterDataPipe, where: Where) -> IterDataPipe:
     _one_input(pipe, node)
     return _fitting(_edited(pipe, node, lambda old: inputs(old)[0])[0])
 
+
 def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:
     "The graph with `make(source)` between the one pipe that matches `where` and its one source. Other readers of the source stay."
     node = find_one(pipe, where)
     result, new, old = _edited(pipe, _one_input(pipe, node), make, readers=[node])
     return _checked(result, new, old)
 
+
 def insert_after(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:
     "The graph with `make(old)` behind the one pipe `old` that matches `where`, for all its readers. See `replace`."
     result, new, old = _edited(pipe, find_one(pipe, where), make)
     return _checked(result, new, old)
 
+
 def _one_input(pipe, node):
-    if len(found := inputs(node)) == 1: return found[0]
-    raise GraphError(f'the edit needs a pipe with exactly one input, this one has {len(found)}\n'
-                     f'{draw(pipe, lambda p: p is node)}\n', pipe=node)
+    if len(found := inputs(node)) == 1:
+        return found[0]
+    raise GraphError(
+        f"the edit needs a pipe with exactly one input, this one has {len(found)}\n"
+        f"{draw(pipe, lambda p: p is node)}\n",
+        pipe=node,
+    )
+
 
 def _checked(result, new, old):
-    if new is not old and any(p is old for p in nodes(new)): return _fitting(result)
-    raise GraphError('the inserted pipe does not read from the pipe it was made from (`replace` would drop that one)',
-                     pipe=new, expected=f'a pipe that reads {_label(old)}')
+    if new is not old and any(p is old for p in nodes(new)):
+        return _fitting(result)
+    raise GraphError(
+        "the inserted pipe does not read from the pipe it was made from (`replace` would drop that one)",
+        pipe=new,
+        expected=f"a pipe that reads {_label(old)}",
+    )

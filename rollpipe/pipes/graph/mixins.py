@@ -29,27 +29,41 @@ class Traits:
 
     A subclass that overrides a method, itself or by a mixin before the class, loses these promises and declares its own.
     """
-    reads: int | None = None      # number of input items for each item that it yields; None: unknown
-    keeps_items: bool = True      # may it hold an item, or an array of it, after it reads the next item?
-    any_strides: bool = False     # can it work with arrays that are not contiguous?
-    drops_items: bool = True      # may it read many items without yielding one? If so, a warning is logged when it does
-    fusible: bool = False         # may a neighbour do its work: the `fusion` of a stacker, or the stepper for a collector?
+
+    reads: int | None = None  # number of input items for each item that it yields; None: unknown
+    keeps_items: bool = (
+        True  # may it hold an item, or an array of it, after it reads the next item?
+    )
+    any_strides: bool = False  # can it work with arrays that are not contiguous?
+    drops_items: bool = (
+        True  # may it read many items without yielding one? If so, a warning is logged when it does
+    )
+    fusible: bool = False  # may a neighbour do its work: the `fusion` of a stacker, or the stepper for a collector?
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        known, promised = set(), set()
+        known = set()
+        promised = set()
         for base in reversed(cls.__mro__):
-            methods = {name for name, x in vars(base).items() if callable(x) and (name == '__iter__' or not name.startswith('__'))}
-            if methods & known: promised = set()
+            methods = {
+                name
+                for name, x in vars(base).items()
+                if callable(x) and (name == "__iter__" or not name.startswith("__"))
+            }
+            if methods & known:
+                promised = set()
             promised |= vars(base).keys()
             known |= vars(base).keys()
-        for name in ('reads', 'keeps_items', 'any_strides', 'drops_items', 'fusible'):
-            if name not in promised: setattr(cls, name, getattr(Traits, name))
+        for name in ("reads", "keeps_items", "any_strides", "drops_items", "fusible"):
+            if name not in promised:
+                setattr(cls, name, getattr(Traits, name))
 
 
 def trait(pipe: IterDataPipe, name: str) -> Any:
     "The trait `name` of any pipe: declared by its class, or the cautious default. torch's `Mapper` reads one item for each that it yields."
-    return getattr(pipe, name, 1 if name == 'reads' and isinstance(pipe, Mapper) else getattr(Traits, name))
+    return getattr(
+        pipe, name, 1 if name == "reads" and isinstance(pipe, Mapper) else getattr(Traits, name)
+    )
 
 # %% ../../../nbs/pipes/02_graph/04_mixins.ipynb #3ed2b2cd
 class Held(Handle):
@@ -59,31 +73,44 @@ class Held(Handle):
 def held_by(pipe: IterDataPipe) -> list:
     "The networks, actors and callables that `pipe` holds by reference, in the order of its attributes."
     found = []
-    own = {k: v for k, v in vars(pipe).items() if k not in ('_valid_iterator_id', 'kept', 'restored', 'running')}
+    own = {
+        k: v
+        for k, v in vars(pipe).items()
+        if k not in ("_valid_iterator_id", "kept", "restored", "running")
+    }
     swapped(own, lambda x: found.append(x) if is_shared(x) else None)
     return found
 
 
 def is_shared(x: Any) -> bool:
     "Is `x` a network, actor or callable? A copy shares these with the original. Classes do not count: pickle never copies them."
-    return not isinstance(x, (type, IterDataPipe)) and (isinstance(x, torch.nn.Module) or callable(x) or hasattr(x, 'step'))
+    return not isinstance(x, (type, IterDataPipe)) and (
+        isinstance(x, torch.nn.Module) or callable(x) or hasattr(x, "step")
+    )
 
 
 def swapped(x: Any, swap: Callable) -> Any:
     "`x` with `swap` applied to each value inside its dicts, lists and tuples."
-    if type(x) is dict: return {k: swapped(v, swap) for k, v in x.items()}
-    if type(x) in (list, tuple): return type(x)(swapped(v, swap) for v in x)
+    if type(x) is dict:
+        return {k: swapped(v, swap) for k, v in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(swapped(v, swap) for v in x)
     return swap(x)
 
 # %% ../../../nbs/pipes/02_graph/04_mixins.ipynb #6f1d8103
 class EditsByClass:
     "Mixin of pipes: makes functions `pipe -> pipe` that insert a pipe of this class, or replace another pipe by it."
+
     @classmethod
-    def inserter(cls, *, after: Where | None = None, before: Where | None = None, **kwargs: Any) -> Callable:
+    def inserter(
+        cls, *, after: Where | None = None, before: Where | None = None, **kwargs: Any
+    ) -> Callable:
         "A function `pipe -> pipe` that inserts `cls(old, **kwargs)` after or before the one matching pipe."
-        if before is None and after is not None: return partial(edits.insert_after, where=after, make=partial(cls, **kwargs))
-        if after is None and before is not None: return partial(edits.insert_before, where=before, make=partial(cls, **kwargs))
-        raise TypeError(f'{cls.__name__}.inserter needs either `after` or `before`')
+        if before is None and after is not None:
+            return partial(edits.insert_after, where=after, make=partial(cls, **kwargs))
+        if after is None and before is not None:
+            return partial(edits.insert_before, where=before, make=partial(cls, **kwargs))
+        raise TypeError(f"{cls.__name__}.inserter needs either `after` or `before`")
 
     @classmethod
     def replacer(cls, where: Where, **kwargs: Any) -> Callable:
@@ -92,27 +119,42 @@ class EditsByClass:
 
     @classmethod
     def _in_place_of(cls: Any, old, kwargs):
-        if len(sources := edits.inputs(old)) == 1: return cls(sources[0], **kwargs)
-        raise GraphError(f'{cls.__name__} reads one pipe and cannot replace one with {len(sources)} inputs', pipe=old)
+        if len(sources := edits.inputs(old)) == 1:
+            return cls(sources[0], **kwargs)
+        raise GraphError(
+            f"{cls.__name__} reads one pipe and cannot replace one with {len(sources)} inputs",
+            pipe=old,
+        )
 
 # %% ../../../nbs/pipes/02_graph/04_mixins.ipynb #06e9f455
 class Keeps:
     "Mixin of pipes: what an iteration keeps from item to item, and its state."
-    kept: dict | None = None       # what the present iteration keeps, see `keep`; None: there is no iteration
-    restored: dict | None = None   # state of `kept` with which the next iteration begins
+
+    kept: dict | None = (
+        None  # what the present iteration keeps, see `keep`; None: there is no iteration
+    )
+    restored: dict | None = None  # state of `kept` with which the next iteration begins
 
     def keep(self, **fresh: Any) -> dict:
         """What `stream` keeps from item to item: a dict with the values `fresh`, which it changes in place. A resumed iteration goes on
         with the values of the interrupted one. A pipe that never calls this has no memory: each item depends only on the items that are
         read for it. The values are plain data in containers, objects of classes in `may_be_new`, or have `get_state` and `set_state`.
         """
-        if self.kept is None: self.kept = {}
+        if self.kept is None:
+            self.kept = {}
         self.kept.update(fresh)
         state, self.restored = self.restored, None
-        if state is None: return self.kept
-        if state['keeps'] != [*fresh]:
-            raise CheckpointError("the state is that of another pipe", pipe=self, expected=', '.join(fresh), got=', '.join(state['keeps']))
-        with GlobalRandomStates(): return restore(state, self.kept, type(self).__name__)
+        if state is None:
+            return self.kept
+        if state["keeps"] != [*fresh]:
+            raise CheckpointError(
+                "the state is that of another pipe",
+                pipe=self,
+                expected=", ".join(fresh),
+                got=", ".join(state["keeps"]),
+            )
+        with GlobalRandomStates():
+            return restore(state, self.kept, type(self).__name__)
 
     def get_state(self, chunks: ChunkFolder | None = None) -> dict | None:
         """The state of what the present iteration keeps, which later items do not change; None if it keeps nothing.
@@ -120,11 +162,21 @@ class Keeps:
         Args:
             chunks: for the large arrays of a pipe that has such, see `ChunkFolder`; None: they are copied into the state
         """
-        if not self.kept: return self.restored
-        try: state = capture(self.kept, has_own_state)
-        except EnvError as e: raise CheckpointError("a pipe keeps what is no plain data", pipe=self, got=e.got) from e
-        stay = {entry[1] for entry in json.loads(state['graph'])[1] if entry[0] in ('stays', 'function', 'method')}
-        if stay: raise CheckpointError("a pipe keeps what is no plain data", pipe=self, got=', '.join(sorted(stay)))
+        if not self.kept:
+            return self.restored
+        try:
+            state = capture(self.kept, has_own_state)
+        except EnvError as e:
+            raise CheckpointError("a pipe keeps what is no plain data", pipe=self, got=e.got) from e
+        stay = {
+            entry[1]
+            for entry in json.loads(state["graph"])[1]
+            if entry[0] in ("stays", "function", "method")
+        }
+        if stay:
+            raise CheckpointError(
+                "a pipe keeps what is no plain data", pipe=self, got=", ".join(sorted(stay))
+            )
         return dict(state, keeps=[*self.kept])
 
     def not_kept(self) -> str | None:

@@ -8,7 +8,14 @@ __all__ = ['PICKLED_AS', 'in_place_changes', 'ByIdentity', 'weak_reference', 'Ha
            'comparable_tensor', 'EvalMode', 'torch_threads', 'checked_device']
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #2ea7f9ea
-import dis, functools, inspect, operator, os, random, uuid, weakref
+import dis
+import functools
+import inspect
+import operator
+import os
+import random
+import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator
@@ -25,7 +32,10 @@ from ..data.errors import ActorError, DataError, describe_exception
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #548aad1b
 class ByIdentity:
     "A dict whose keys are compared by identity. An entry vanishes with its key, unless the key allows no weak references."
-    def __init__(self): self._items = {}
+
+    def __init__(self):
+        self._items = {}
+
     def get(self, obj: Any, default: Any = None) -> Any:
         ref, value = self._items.get(id(obj), (None, default))
         return value if ref is not None and ref() is obj else default
@@ -34,14 +44,17 @@ class ByIdentity:
         key = id(obj)
         self._items[key] = weak_reference(obj, lambda _: self._items.pop(key, None)), value
 
+
 def weak_reference(obj: Any, callback: Callable | None = None) -> Callable:
     "A function that returns `obj` until it is garbage-collected. An object that allows no weak references is kept for ever."
-    try: return weakref.ref(obj, callback)
-    except TypeError: return lambda: obj
+    try:
+        return weakref.ref(obj, callback)
+    except TypeError:
+        return lambda: obj
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #aa3c1f56
-_objects = {}            # token -> reference to an object of a `Handle` in this process
-_tokens = ByIdentity()   # object -> token
+_objects = {}  # token -> reference to an object of a `Handle` in this process
+_tokens = ByIdentity()  # object -> token
 
 
 class Handle:
@@ -50,54 +63,69 @@ class Handle:
     In another process a handle refers to a copy of the module, made when the handle was pickled (by cloudpickle, so classes defined in a
     notebook work). Unpickling there raises `ActorError` if the module could not be pickled.
     """
-    def __init__(self, module: Any): self.module = module
 
-    def __repr__(self): return type(self.module).__name__
+    def __init__(self, module: Any):
+        self.module = module
+
+    def __repr__(self):
+        return type(self.module).__name__
 
     def __reduce__(self):
         token = _tokens.get(self.module)
-        if token is None: _register(self.module, token := (os.getpid(), uuid.uuid4().hex))
+        if token is None:
+            _register(self.module, token := (os.getpid(), uuid.uuid4().hex))
         return _restore, (type(self), token, _Payload(self.module))
 
 
 def _register(obj, token):
-    _tokens[obj], _objects[token] = token, weak_reference(obj, lambda _: _objects.pop(token, None))
+    _tokens[obj] = token
+    _objects[token] = weak_reference(obj, lambda _: _objects.pop(token, None))
 
 
-PICKLED_AS: list = [lambda content: content]     # what the last function makes of the content of a handle is pickled in its place
+PICKLED_AS: list = [
+    lambda content: content
+]  # what the last function makes of the content of a handle is pickled in its place
 
 
 class _Payload:
     "Pickles an object by value. It is unpickled only in a process that does not know the object's token."
-    def __init__(self, content): self.content = content
+
+    def __init__(self, content):
+        self.content = content
 
     def __reduce__(self):
-        try: return _Payload, (cloudpickle.dumps(PICKLED_AS[-1](self.content)),)
+        try:
+            return _Payload, (cloudpickle.dumps(PICKLED_AS[-1](self.content)),)
         except Exception as e:  # raised only in a process that needs the copy
-            return _Payload, (f"{type(self.content).__name__} cannot be pickled: {describe_exception(e)}",)
+            return _Payload, (
+                f"{type(self.content).__name__} cannot be pickled: {describe_exception(e)}",
+            )
 
 
 def _restore(cls, token, payload):
     found = _objects.get(token, lambda: None)()
     if found is None:
-        if isinstance(payload.content, str): raise ActorError(payload.content, expected="something that can be pickled")
+        if isinstance(payload.content, str):
+            raise ActorError(payload.content, expected="something that can be pickled")
         found = cloudpickle.loads(payload.content)
-        _register(found, token)   # other handles of this module then find the same copy
+        _register(found, token)  # other handles of this module then find the same copy
     return cls(found)
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #2d5914cd
-_updates = ByIdentity()   # module -> its `_Updates`
+_updates = ByIdentity()  # module -> its `_Updates`
 
 
 class _Updates:
     "The `version` of a module, and the number of in-place changes of its parameters when a `VersionCounter` last looked."
+
     version: int = 0
     changes: int | None = None
 
 
 def _updates_of(module):
     updates = _updates.get(module)
-    if updates is None: _updates[module] = updates = _Updates()
+    if updates is None:
+        _updates[module] = updates = _Updates()
     return updates
 
 
@@ -114,10 +142,11 @@ def bump_version(module: Any, to: int | None = None) -> None:
         to: set the version to this number, as when a checkpoint is loaded; None: count one more
     """
     updates = _updates_of(module)
-    updates.version, updates.changes = updates.version + 1 if to is None else int(to), None
+    updates.version = updates.version + 1 if to is None else int(to)
+    updates.changes = None
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #2ab84656
-in_place_changes = operator.attrgetter('_version')     # torch counts in-place changes of each tensor
+in_place_changes = operator.attrgetter("_version")  # torch counts in-place changes of each tensor
 
 
 class VersionCounter:
@@ -130,14 +159,18 @@ class VersionCounter:
         holder: an actor
         modules: its modules
     """
+
     def __init__(self, holder: Any, modules: Iterable):
-        self.updates, self.parameters = _updates_of(holder), [p for module in modules for p in module.parameters()]
+        self.updates = _updates_of(holder)
+        self.parameters = [p for module in modules for p in module.parameters()]
 
     def version(self) -> int:
         "The current version. A collector calls this at each step, so it must be fast."
-        changes, updates = sum(map(in_place_changes, self.parameters)), self.updates
+        changes = sum(map(in_place_changes, self.parameters))
+        updates = self.updates
         if changes != updates.changes:
-            if updates.changes is not None: updates.version += 1
+            if updates.changes is not None:
+                updates.version += 1
             updates.changes = changes
         return updates.version
 
@@ -149,42 +182,73 @@ def modules_in(holder: Any, depth: int = 3) -> list:
         holder: a module, an object with modules in its attributes, containers or bound arguments, or a function that uses them
         depth: how many levels deep to search
     """
-    found, seen = {}, set()
+    found = {}
+    seen = set()
+
     def visit(x, depth):
-        if isinstance(x, torch.nn.Module): found[id(x)] = x
-        elif depth >= 0 and id(x) not in seen and not isinstance(x, (type, torch.Tensor, np.ndarray, str, bytes)):
+        if isinstance(x, torch.nn.Module):
+            found[id(x)] = x
+        elif (
+            depth >= 0
+            and id(x) not in seen
+            and not isinstance(x, (type, torch.Tensor, np.ndarray, str, bytes))
+        ):
             seen.add(id(x))
-            for y in _parts(x): visit(y, depth - 1)
+            for y in _parts(x):
+                visit(y, depth - 1)
+
     visit(holder, depth)
     return list(found.values())
 
+
 def _parts(x):
-    if isinstance(x, dict): return x.values()
-    if isinstance(x, (list, tuple, set, frozenset, deque)): return x
-    if isinstance(x, functools.partial): return [x.func, x.args, x.keywords]
-    if inspect.ismethod(x): return [x.__self__]
+    if isinstance(x, dict):
+        return x.values()
+    if isinstance(x, (list, tuple, set, frozenset, deque)):
+        return x
+    if isinstance(x, functools.partial):
+        return [x.func, x.args, x.keywords]
+    if inspect.ismethod(x):
+        return [x.__self__]
     if inspect.isfunction(x):
         closed = map(content_of, x.__closure__ or ())
         used = (x.__globals__.get(name) for name in names_in(x.__code__))
-        return [*closed, x.__defaults__, x.__kwdefaults__, *(y for y in used if not inspect.ismodule(y))]
-    if inspect.ismodule(x) or isinstance(x, (int, float)): return ()
+        return [
+            *closed,
+            x.__defaults__,
+            x.__kwdefaults__,
+            *(y for y in used if not inspect.ismodule(y)),
+        ]
+    if inspect.ismodule(x) or isinstance(x, (int, float)):
+        return ()
     return all_attributes(x).values()
+
 
 def names_in(code: Any) -> Iterator:
     "The names that the code of a function uses, also in nested functions and comprehensions."
     yield from code.co_names
     for const in code.co_consts:
-        if inspect.iscode(const): yield from names_in(const)
+        if inspect.iscode(const):
+            yield from names_in(const)
+
 
 def globals_in(code: Any) -> Iterator:
     "The names of global variables that code reads, also in functions within it."
-    yield from (step.argval for step in dis.get_instructions(code) if step.opname in ('LOAD_GLOBAL', 'LOAD_NAME'))
-    for const in filter(inspect.iscode, code.co_consts): yield from globals_in(const)
+    yield from (
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
+    for const in filter(inspect.iscode, code.co_consts):
+        yield from globals_in(const)
+
 
 def content_of(cell: Any) -> Any:
     "The value of a closure variable of a function; None if it has no value yet."
-    try: return cell.cell_contents
-    except ValueError: return None
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #967a7bc6
 def state_of(modules: Iterable[torch.nn.Module]) -> dict:
@@ -192,16 +256,35 @@ def state_of(modules: Iterable[torch.nn.Module]) -> dict:
     found = {}
     for k, module in enumerate(modules):
         for name, x in (*module.named_parameters(), *module.named_buffers()):
-            name = f"{type(module).__name__}.{name}" if k == 0 else f"{k}:{type(module).__name__}.{name}"
-            if torch.nn.parameter.is_lazy(x) or x.layout != torch.strided or x.is_quantized or x.is_meta:
-                raise ActorError("weights of this kind cannot be sent to a worker process", leaf=name, expected="dense tensors with values",
-                                 got=type(x).__name__ if torch.nn.parameter.is_lazy(x) else f"{x.dtype} on {x.device}, {x.layout}")
+            name = (
+                f"{type(module).__name__}.{name}"
+                if k == 0
+                else f"{k}:{type(module).__name__}.{name}"
+            )
+            if (
+                torch.nn.parameter.is_lazy(x)
+                or x.layout != torch.strided
+                or x.is_quantized
+                or x.is_meta
+            ):
+                raise ActorError(
+                    "weights of this kind cannot be sent to a worker process",
+                    leaf=name,
+                    expected="dense tensors with values",
+                    got=type(x).__name__
+                    if torch.nn.parameter.is_lazy(x)
+                    else f"{x.dtype} on {x.device}, {x.layout}",
+                )
             found[name] = x
     return found
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #96cceba2
-_STATES = {np.random.Generator: lambda x: repr(x.bit_generator.state), np.random.RandomState: lambda x: repr(x.get_state(legacy=False)),
-           random.Random: lambda x: x.getstate(), torch.Generator: lambda x: bytes(x.get_state())}
+_STATES = {
+    np.random.Generator: lambda x: repr(x.bit_generator.state),
+    np.random.RandomState: lambda x: repr(x.get_state(legacy=False)),
+    random.Random: lambda x: x.getstate(),
+    torch.Generator: lambda x: bytes(x.get_state()),
+}
 _NOT_COMPARED = type, torch.nn.Module, torch.nn.Parameter
 
 
@@ -213,24 +296,46 @@ def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
         depth: number of levels to search in containers and objects
         states: include the states of random generators, also those in spaces
     """
-    if isinstance(value, (bool, int, float, complex, str, bytes, np.generic)): return type(value).__name__, repr(value)
+    if isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+        return type(value).__name__, repr(value)
     for kind, state in _STATES.items():
-        if isinstance(value, kind): return state(value) if states else None
-    if isinstance(value, gym.Space): return comparable(value._np_random, states=True) if states else None     # `np_random` would make one
-    if depth == 0 or isinstance(value, _NOT_COMPARED) or inspect.isroutine(value): return None
-    if isinstance(value, torch.Tensor): return comparable_tensor(value)
-    if isinstance(value, np.ndarray): return str(value.dtype), value.shape, hash(value.tobytes()) if not value.dtype.hasobject else None
-    if isinstance(value, dict): return [(repr(k), comparable(x, depth - 1, states)) for k, x in value.items()]
-    if isinstance(value, (list, tuple, deque)): return [comparable(x, depth - 1, states) for x in value]
-    if isinstance(value, (set, frozenset)): return sorted(map(repr, value))
+        if isinstance(value, kind):
+            return state(value) if states else None
+    if isinstance(value, gym.Space):
+        return (
+            comparable(value._np_random, states=True) if states else None
+        )  # `np_random` would make one
+    if depth == 0 or isinstance(value, _NOT_COMPARED) or inspect.isroutine(value):
+        return None
+    if isinstance(value, torch.Tensor):
+        return comparable_tensor(value)
+    if isinstance(value, np.ndarray):
+        return (
+            str(value.dtype),
+            value.shape,
+            hash(value.tobytes()) if not value.dtype.hasobject else None,
+        )
+    if isinstance(value, dict):
+        return [(repr(k), comparable(x, depth - 1, states)) for k, x in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return [comparable(x, depth - 1, states) for x in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
     found = all_attributes(value)
-    return [(k, comparable(x, depth - 1, states)) for k, x in found.items()] if found or hasattr(value, '__dict__') else None
+    return (
+        [(k, comparable(x, depth - 1, states)) for k, x in found.items()]
+        if found or hasattr(value, "__dict__")
+        else None
+    )
 
 
 def comparable_tensor(x: torch.Tensor) -> tuple | None:
     "As `comparable`, for the values of a tensor. None if the values cannot be read."
-    if torch.nn.parameter.is_lazy(x) or x.is_meta or x.is_quantized or x.layout != torch.strided: return None
-    values = x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)     # bytes, as numpy lacks some dtypes
+    if torch.nn.parameter.is_lazy(x) or x.is_meta or x.is_quantized or x.layout != torch.strided:
+        return None
+    values = (
+        x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    )  # bytes, as numpy lacks some dtypes
     return x.dtype, x.shape, hash(values.numpy().tobytes())
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #adde4708
@@ -239,40 +344,52 @@ class EvalMode:
 
     The modules are looked up once, in the constructor, so each `with` block is cheap. The object may be a function that uses a module.
     """
+
     def __init__(self, holder: Any):
         parts = [part for module in modules_in(holder) for part in module.modules()]
         # A block that changes the entries of the modules takes 2 us, and one with `eval` and `no_grad` 45 us for a policy of CartPole
         # (`benchmarks/plain_forms.py`). Collectors enter it at each step. TorchScript modules have no entry.
-        self.modules = [vars(part) for part in parts if 'training' in vars(part)]
-        self.scripted = [part for part in parts if 'training' not in vars(part) and hasattr(part, 'training')]
+        self.modules = [vars(part) for part in parts if "training" in vars(part)]
+        self.scripted = [
+            part for part in parts if "training" not in vars(part) and hasattr(part, "training")
+        ]
 
     def __enter__(self) -> None:
         self.gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
-        self.changed = [m for m in self.modules if m['training']]
-        for m in self.changed: m['training'] = False
+        self.changed = [m for m in self.modules if m["training"]]
+        for m in self.changed:
+            m["training"] = False
         self.changed_scripts = [m for m in self.scripted if m.training]
-        for m in self.changed_scripts: m.training = False
+        for m in self.changed_scripts:
+            m.training = False
 
     def __exit__(self, *exception: Any) -> None:
-        for m in self.changed: m['training'] = True
-        for m in self.changed_scripts: m.training = True
+        for m in self.changed:
+            m["training"] = True
+        for m in self.changed_scripts:
+            m.training = True
         torch.set_grad_enabled(self.gradients)
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #e5cfcf77
 class torch_threads(ContextDecorator):
     "A `with` block, or a function, in which torch computes with `n` threads; None changes nothing."
-    def __init__(self, n: int | None = 1): self.n = n
 
-    def _recreate_cm(self): return torch_threads(self.n)     # a new object for each call of a decorated function
+    def __init__(self, n: int | None = 1):
+        self.n = n
+
+    def _recreate_cm(self):
+        return torch_threads(self.n)  # a new object for each call of a decorated function
 
     def __enter__(self) -> None:
         self.before = torch.get_num_threads()
-        if self.n not in (None, self.before): torch.set_num_threads(self.n)
+        if self.n not in (None, self.before):
+            torch.set_num_threads(self.n)
 
     # `@contextmanager` would replace an exception whose attributes cannot be changed by another one.
     def __exit__(self, *exception: Any) -> None:
-        if self.n not in (None, self.before): torch.set_num_threads(self.before)
+        if self.n not in (None, self.before):
+            torch.set_num_threads(self.before)
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #fc5143a3
 def checked_device(device: Any, **where: Any) -> torch.device:
@@ -282,13 +399,41 @@ def checked_device(device: Any, **where: Any) -> torch.device:
         device: such as 'cuda:1', or a `torch.device`
         **where: context for the message: pipe
     """
-    try: found = torch.device(device)
-    except (RuntimeError, TypeError): found = None
-    here = ['cpu', *(f'cuda:{k}' for k in range(torch.cuda.device_count())), *(['mps'] * torch.backends.mps.is_available())]
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    here = [
+        "cpu",
+        *(f"cuda:{k}" for k in range(torch.cuda.device_count())),
+        *(["mps"] * torch.backends.mps.is_available()),
+    ]
     if found is not None:
-        others = getattr(torch, found.type, None)   # module of another device type, such as `torch.xpu`
-        if found.type in ('cpu', 'meta') or f'{found.type}:{found.index or 0}' in here or found.type in here: return found
-        if found.type != 'cuda' and getattr(others, 'is_available', bool)() and (found.index or 0) < others.device_count(): return found
-    why = ' (torch sees no GPU' + ', because this torch is made for CPUs' * (torch.version.cuda is None) + ')'
-    missing = why * (found is not None and found.type == 'cuda' and not torch.cuda.device_count())
-    raise DataError("no such device here", leaf='device', expected=' or '.join(here) + missing, got=repr(device), **where)
+        others = getattr(
+            torch, found.type, None
+        )  # module of another device type, such as `torch.xpu`
+        if (
+            found.type in ("cpu", "meta")
+            or f"{found.type}:{found.index or 0}" in here
+            or found.type in here
+        ):
+            return found
+        if (
+            found.type != "cuda"
+            and getattr(others, "is_available", bool)()
+            and (found.index or 0) < others.device_count()
+        ):
+            return found
+    why = (
+        " (torch sees no GPU"
+        + ", because this torch is made for CPUs" * (torch.version.cuda is None)
+        + ")"
+    )
+    missing = why * (found is not None and found.type == "cuda" and not torch.cuda.device_count())
+    raise DataError(
+        "no such device here",
+        leaf="device",
+        expected=" or ".join(here) + missing,
+        got=repr(device),
+        **where,
+    )

@@ -6,7 +6,11 @@
 __all__ = ['PATIENCE', 'log', 'Watch', 'opened', 'close', 'Pipe', 'Source', 'Seeded']
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #28b84d4c
-import dis, inspect, logging, sys, threading
+import dis
+import inspect
+import logging
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, islice
@@ -21,26 +25,40 @@ from ..data.errors import CheckpointError, DataError, describe
 from .torchdata import IterDataPipe, too_long
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #43f4a45a
-PATIENCE = 100_000, 100, 30      # items read before one is yielded: warn after 100,000, or after 100 if they took 30 s
-log = logging.getLogger('rollpipe')
-_waiting = threading.local()     # `.watch`: the `Watch` of the pipe that begins to read a pipe of torch
+PATIENCE = (
+    100_000,
+    100,
+    30,
+)  # items read before one is yielded: warn after 100,000, or after 100 if they took 30 s
+log = logging.getLogger("rollpipe")
+_waiting = (
+    threading.local()
+)  # `.watch`: the `Watch` of the pipe that begins to read a pipe of torch
 
 
 class Watch:
     "Counts the items that a pipe reads before it yields one, and warns once if there are many."
-    def __init__(self, name: str): self.name, self.has_yielded, self.start = name, False, monotonic()
+
+    def __init__(self, name: str):
+        self.name = name
+        self.has_yielded = False
+        self.start = monotonic()
 
     def counted(self, items: Iterator) -> Iterator:
         "Yield from `items` and count until the pipe has yielded. The caller then reads the rest from `items`."
         for n, item in enumerate(items, 1):
             yield item
-            if n & (n - 1) == 0 and (self.has_yielded or self._is_told(n)): return
+            if n & (n - 1) == 0 and (self.has_yielded or self._is_told(n)):
+                return
 
     def _is_told(self, n):
         many, some, seconds = PATIENCE
         took = monotonic() - self.start
-        if n < many and (n < some or took < seconds): return False
-        log.warning(f"{self.name} has read {n:,} items in {took:.0f} seconds and has yielded none. Does what it waits for ever come?")
+        if n < many and (n < some or took < seconds):
+            return False
+        log.warning(
+            f"{self.name} has read {n:,} items in {took:.0f} seconds and has yielded none. Does what it waits for ever come?"
+        )
         return True
 
 
@@ -50,44 +68,62 @@ def opened(pipe: IterDataPipe) -> Iterator:
     while not isinstance(pipe, Pipe) and (above := edits.inputs(pipe)):
         foreign.append(pipe)
         pipe = above[0]
-    names = [type(x).__name__ for x in foreign if trait(x, 'reads') != 1]
+    names = [type(x).__name__ for x in foreign if trait(x, "reads") != 1]
     items = iter(foreign[0] if foreign else pipe)
-    return _watched(items, Watch(' or '.join(names))) if names else items
+    return _watched(items, Watch(" or ".join(names))) if names else items
 
 
 def _watched(items, watch):
     "Yield from `items`. A pipe that begins to iterate before the first item arrives is counted by `watch`."
-    before, _waiting.watch = getattr(_waiting, 'watch', None), watch
+    before = getattr(_waiting, "watch", None)
+    _waiting.watch = watch
     try:
-        try: first = list(islice(items, 1))
-        finally: _waiting.watch = before
+        try:
+            first = list(islice(items, 1))
+        finally:
+            _waiting.watch = before
         watch.has_yielded = True
-        if first: yield first.pop()
+        if first:
+            yield first.pop()
         yield from items
-    finally: close(items)
+    finally:
+        close(items)
 
 
 def _counted_for(watch, items):
     "Yield from `items`, and count them for a pipe below."
-    try: yield from chain(watch.counted(items), items)
-    finally: close(items)
+    try:
+        yield from chain(watch.counted(items), items)
+    finally:
+        close(items)
 
 
 def close(items: Any) -> None:
     "Close an iterator, if it has a method `close`."
-    if hasattr(items, 'close'): items.close()
+    if hasattr(items, "close"):
+        items.close()
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #a8e2fe47
 def _gives_items(function) -> bool:
     "Does `function` yield, return a value other than None, or leave this to subclasses (`NotImplementedError`, `abstractmethod`)?"
-    code = getattr(function, '__code__', None)
-    if code is None or code.co_flags & inspect.CO_GENERATOR or 'NotImplementedError' in code.co_names: return True
-    if getattr(function, '__isabstractmethod__', False): return True
+    code = getattr(function, "__code__", None)
+    if (
+        code is None
+        or code.co_flags & inspect.CO_GENERATOR
+        or "NotImplementedError" in code.co_names
+    ):
+        return True
+    if getattr(function, "__isabstractmethod__", False):
+        return True
     steps = list(dis.get_instructions(code))
     # If a jump leads to a `return`, the function returns a computed value.
-    return any(step.opname == 'RETURN_CONST' and step.argval is not None
-               or step.opname == 'RETURN_VALUE' and (step.is_jump_target or before.opname != 'LOAD_CONST' or before.argval is not None)
-               for before, step in zip([None, *steps], steps))
+    return any(
+        step.opname == "RETURN_CONST"
+        and step.argval is not None
+        or step.opname == "RETURN_VALUE"
+        and (step.is_jump_target or before.opname != "LOAD_CONST" or before.argval is not None)
+        for before, step in zip([None, *steps], steps)
+    )
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #658834d6
 class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
@@ -104,25 +140,32 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
     Raises:
         TypeError: `pipe` is not an IterDataPipe; or, when a subclass is defined, its `stream` yields and returns nothing.
     """
-    no_length = 'the stream of its source has none'     # reason in the error of `len`
-    timer: Any = None      # a profile sets it in its own copy of the graph: `timer.stream(begin)` gives the items of `begin()`
+
+    no_length = "the stream of its source has none"  # reason in the error of `len`
+    timer: Any = None  # a profile sets it in its own copy of the graph: `timer.stream(begin)` gives the items of `begin()`
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        if _gives_items(cls.stream): return
-        raise TypeError(f'{cls.__name__}.stream neither yields nor returns an iterator. Expected a generator: `for x in items: yield x`')
+        if _gives_items(cls.stream):
+            return
+        raise TypeError(
+            f"{cls.__name__}.stream neither yields nor returns an iterator. Expected a generator: `for x in items: yield x`"
+        )
 
     def __init__(self, pipe: IterDataPipe):
         if not isinstance(pipe, IterDataPipe):
-            raise TypeError(f'{type(self).__name__} reads from a pipe (an IterDataPipe), got {type(pipe).__name__}')
+            raise TypeError(
+                f"{type(self).__name__} reads from a pipe (an IterDataPipe), got {type(pipe).__name__}"
+            )
         self.pipe = pipe
 
     def stream(self, items: Iterator) -> Iterator:
         "The items of this pipe, from the iterator `items` of its input."
-        raise NotImplementedError(f'{type(self).__name__} must define stream(self, items)')
+        raise NotImplementedError(f"{type(self).__name__} must define stream(self, items)")
 
     def __iter__(self):
-        watch, _waiting.watch = getattr(_waiting, 'watch', None), None
+        watch = getattr(_waiting, "watch", None)
+        _waiting.watch = None
         return self._run() if watch is None else _counted_for(watch, self._run())
 
     def _run(self, **options) -> Iterator:
@@ -132,59 +175,90 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
 
     def _items(self, items=None, **options):
         "The stream. `items` is the iterator of the input, if the caller has opened it already."
-        items, stream, watch = self._open() if items is None else items, None, Watch(type(self).__name__)
-        may_starve, kept = self.reads is None and self.drops_items, {}
+        items = self._open() if items is None else items
+        stream = None
+        watch = Watch(type(self).__name__)
+        may_starve = self.reads is None and self.drops_items
+        kept = {}
         self.kept = kept
         try:
-            stream = self.stream(chain(watch.counted(items), items) if may_starve else items, **options)
-            if not hasattr(stream, '__iter__'): raise TypeError(f'{type(self).__name__}.stream returned {stream!r}, expected an iterator')
+            stream = self.stream(
+                chain(watch.counted(items), items) if may_starve else items, **options
+            )
+            if not hasattr(stream, "__iter__"):
+                raise TypeError(
+                    f"{type(self).__name__}.stream returned {stream!r}, expected an iterator"
+                )
             first = list(islice(stream := iter(stream), 1))
             if first and self.restored is not None:
-                raise CheckpointError(f"{type(self).__name__} keeps nothing, and got a state to go on from")
-            if first: yield first.pop()     # nothing here keeps it
+                raise CheckpointError(
+                    f"{type(self).__name__} keeps nothing, and got a state to go on from"
+                )
+            if first:
+                yield first.pop()  # nothing here keeps it
             watch.has_yielded = True
             yield from stream
         except RecursionError as e:
-            if len(edits.nodes(self)) > sys.getrecursionlimit() // 10: raise too_long() from e
-            raise     # the error comes from one of the pipes
+            if len(edits.nodes(self)) > sys.getrecursionlimit() // 10:
+                raise too_long() from e
+            raise  # the error comes from one of the pipes
         finally:
-            if self.kept is kept: self.kept = None     # a newer iteration has a dict of its own
-            try: close(stream)     # nothing else closes a stream that is left at its first item
-            finally: close(items)
+            if self.kept is kept:
+                self.kept = None  # a newer iteration has a dict of its own
+            try:
+                close(stream)  # nothing else closes a stream that is left at its first item
+            finally:
+                close(items)
 
-    def _open(self): return opened(self.pipe)
+    def _open(self):
+        return opened(self.pipe)
 
     def __len__(self):
-        if self.reads != 1: raise TypeError(f'{type(self).__name__} has no length: {self.no_length}')
-        try: return len(self.pipe)  # pyright: ignore[reportArgumentType]  some pipes have a length
-        except TypeError as e: raise TypeError(f'{type(self).__name__} has no length: {e}') from None
+        if self.reads != 1:
+            raise TypeError(f"{type(self).__name__} has no length: {self.no_length}")
+        try:
+            return len(self.pipe)  # pyright: ignore[reportArgumentType]  some pipes have a length
+        except TypeError as e:
+            raise TypeError(f"{type(self).__name__} has no length: {e}") from None
 
-    def __bool__(self): return True                     # without this, Python would call `__len__`
+    def __bool__(self):
+        return True  # without this, Python would call `__len__`
 
     def __getstate__(self):
-        state = super().__getstate__()                  # while torch traverses the graph, it keeps only pipes in the state
-        if not isinstance(state, dict): return state
-        state = {name: x for name, x in state.items() if name not in ('kept', 'running')}
+        state = (
+            super().__getstate__()
+        )  # while torch traverses the graph, it keeps only pipes in the state
+        if not isinstance(state, dict):
+            return state
+        state = {name: x for name, x in state.items() if name not in ("kept", "running")}
         return swapped(state, lambda x: Held(x) if is_shared(x) else x)
 
-    def __setstate__(self, state): vars(self).update(swapped(state, lambda x: x.module if isinstance(x, Held) else x))
+    def __setstate__(self, state):
+        vars(self).update(swapped(state, lambda x: x.module if isinstance(x, Held) else x))
 
-    def __repr__(self): return edits.short_repr(self)
+    def __repr__(self):
+        return edits.short_repr(self)
+
     __str__ = __repr__
-    _profile_name = property(__repr__)                  # torch's profiler would print every argument in full
+    _profile_name = property(__repr__)  # torch's profiler would print every argument in full
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #8aa97acc
 class Source(Pipe):
     "A pipe without an input: `stream(self, items)` gets an empty iterator."
-    def __init__(self): pass
-    def _open(self): return iter(())
+
+    def __init__(self):
+        pass
+
+    def _open(self):
+        return iter(())
 
     @classmethod
     def inserter(cls, **kwargs: Any) -> Callable:
-        raise TypeError(f'{cls.__name__} has no input and cannot be inserted; use its `replacer`')
+        raise TypeError(f"{cls.__name__} has no input and cannot be inserted; use its `replacer`")
 
     @classmethod
-    def _in_place_of(cls, old, kwargs): return cls(**kwargs)
+    def _in_place_of(cls, old, kwargs):
+        return cls(**kwargs)
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #03189476
 class Seeded:
@@ -194,6 +268,7 @@ class Seeded:
     with a reading service always gives one: without `loader.seed`, that of torch's generator, which is the same in each iteration until
     something draws from that generator.
     """
+
     seed = given_seed = None
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
@@ -202,15 +277,23 @@ class Seeded:
 
     def set_seed(self, seed: int) -> "Seeded":
         "torchdata's `DataLoader2` calls this once an iteration; the user's seed takes precedence."
-        if self.seed is None: self.given_seed = seed
+        if self.seed is None:
+            self.given_seed = seed
         return self
 
     def seed_sequence(self) -> np.random.SeedSequence:
         "The seed for one iteration. If nobody gave a seed, not even a `DataLoader2`, it has fresh entropy."
         seed = self.seed if self.given_seed is None else self.given_seed
         if not isinstance(seed, np.random.SeedSequence):
-            try: return np.random.SeedSequence(seed)
+            try:
+                return np.random.SeedSequence(seed)
             except (ValueError, TypeError):
-                raise DataError('not a seed', pipe=self, leaf='seed', expected='an integer >= 0', got=describe(seed)) from None
+                raise DataError(
+                    "not a seed",
+                    pipe=self,
+                    leaf="seed",
+                    expected="an integer >= 0",
+                    got=describe(seed),
+                ) from None
         # Spawning changes a sequence, so each iteration gets its own copy.
         return np.random.SeedSequence(seed.entropy, spawn_key=seed.spawn_key)

@@ -19,9 +19,9 @@ def numbered(pipes: Iterable) -> dict:
     "The pipes by their names, in order: the class, and a number from the second pipe of the same class on."
     found: dict = {}
     for p in pipes:
-        name = getattr(p, 'state_name', None) or type(p).__name__
-        n = sum(key.partition(' ')[0] == name for key in found)
-        found[f'{name} {n + 1}' if n else name] = p
+        name = getattr(p, "state_name", None) or type(p).__name__
+        n = sum(key.partition(" ")[0] == name for key in found)
+        found[f"{name} {n + 1}" if n else name] = p
     return found
 
 
@@ -30,7 +30,12 @@ def named_pipes(pipe: IterDataPipe) -> dict:
 
     The pipes above `Lanes` are left out, because the lanes iterate over copies of them.
     """
-    copied = {id(p) for lanes in nodes(pipe) if getattr(lanes, 'copies_above', False) for p in nodes(lanes.pipe)}
+    copied = {
+        id(p)
+        for lanes in nodes(pipe)
+        if getattr(lanes, "copies_above", False)
+        for p in nodes(lanes.pipe)
+    }
     return numbered(p for p in nodes(pipe) if id(p) not in copied)
 
 # %% ../../../nbs/pipes/02_graph/06_states.ipynb #892370a2
@@ -40,11 +45,15 @@ def stream_state(pipe: IterDataPipe, chunks: ChunkFolder | None = None) -> dict:
     Args:
         chunks: gets those parts of large arrays, such as a replay memory, that changed since the last state; None: the state has copies
     """
-    states = {name: p.get_state(chunks) for name, p in named_pipes(pipe).items() if isinstance(p, Pipe)}
+    states = {
+        name: p.get_state(chunks) for name, p in named_pipes(pipe).items() if isinstance(p, Pipe)
+    }
     return {name: state for name, state in states.items() if state}
 
 
-def restore_stream(pipe: IterDataPipe, states: dict, chunks: ChunkFolder | None = None) -> IterDataPipe:
+def restore_stream(
+    pipe: IterDataPipe, states: dict, chunks: ChunkFolder | None = None
+) -> IterDataPipe:
     """Let the next iteration of a graph go on from what `stream_state` returned. Returns `pipe`.
 
     What the states do not fit, and a damaged chunk, are found when the iteration begins. Raises `CheckpointError` for states of pipes that
@@ -55,8 +64,13 @@ def restore_stream(pipe: IterDataPipe, states: dict, chunks: ChunkFolder | None 
     """
     pipes = named_pipes(pipe)
     if lacking := [name for name in states if not isinstance(pipes.get(name), Pipe)]:
-        raise CheckpointError("the pipeline lacks pipes that kept something", expected=', '.join(lacking), got=', '.join(pipes))
-    for name, state in states.items(): pipes[name].set_state(state, chunks)
+        raise CheckpointError(
+            "the pipeline lacks pipes that kept something",
+            expected=", ".join(lacking),
+            got=", ".join(pipes),
+        )
+    for name, state in states.items():
+        pipes[name].set_state(state, chunks)
     return pipe
 
 # %% ../../../nbs/pipes/02_graph/06_states.ipynb #e5c9ca26
@@ -64,7 +78,14 @@ def unknown_states(pipe: IterDataPipe) -> list:
     "Texts that name the pipes whose state nobody can tell, one for each; with none of them, `stream_state` is everything."
     found = []
     for p in nodes(pipe):
-        if isinstance(p, Pipe): why = p.not_kept()
-        else: why = None if isinstance(p, Mapper) else "a pipe of torch, which does not tell what it keeps"
-        if why: found.append(f'{short_repr(p)}: {why}')
+        if isinstance(p, Pipe):
+            why = p.not_kept()
+        else:
+            why = (
+                None
+                if isinstance(p, Mapper)
+                else "a pipe of torch, which does not tell what it keeps"
+            )
+        if why:
+            found.append(f"{short_repr(p)}: {why}")
     return found

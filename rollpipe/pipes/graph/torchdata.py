@@ -7,69 +7,117 @@ __all__ = ['too_long', 'reading_service', 'reads_ahead', 'IterDataPipe', 'MapDat
            'traverse_dps']
 
 # %% ../../../nbs/pipes/02_graph/00_torchdata.ipynb #aee97187
-import importlib, sys, threading, warnings
+import importlib
+import sys
+import threading
+import warnings
 from functools import wraps
 
 from ..data.errors import GraphError
-from ..loading.datapipes import IterableWrapper, IterDataPipe, MapDataPipe, Mapper, traverse_dps
+from rollpipe.pipes.loading.datapipes import (
+    IterableWrapper,
+    IterDataPipe,
+    MapDataPipe,
+    Mapper,
+    traverse_dps,
+)
 from ..loading.seeds import torchs_seed
 
 # %% ../../../nbs/pipes/02_graph/00_torchdata.ipynb #a7e4279d
 def _of_torchdata():
     "The names of torchdata's loader, imported without its warning; None if torchdata is missing or has no loader."
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"\s*#+\s*WARNING!\s*The 'datapipes'", category=UserWarning)
-        try: loader, graph = (importlib.import_module(f"torchdata.dataloader2{part}") for part in ("", ".graph"))
+        warnings.filterwarnings(
+            "ignore", message=r"\s*#+\s*WARNING!\s*The 'datapipes'", category=UserWarning
+        )
+        try:
+            loader, graph = (
+                importlib.import_module(f"torchdata.dataloader2{part}") for part in ("", ".graph")
+            )
         except ModuleNotFoundError as error:
-            if error.name not in ("torchdata", "torchdata.dataloader2"): raise     # torchdata exists, but lacks a module that it needs
+            if error.name not in ("torchdata", "torchdata.dataloader2"):
+                raise  # torchdata exists, but lacks a module that it needs
             return None
     # torchdata draws the same number, but saves the generators of all GPUs before it: then CUDA is in use, and workers cannot be forked.
-    vars(importlib.import_module("torchdata.dataloader2.random.seed_generator")).update(_get_torch_random_seed=torchs_seed)
+    vars(importlib.import_module("torchdata.dataloader2.random.seed_generator")).update(
+        _get_torch_random_seed=torchs_seed
+    )
     return {**vars(graph), **vars(loader)}
+
 
 def _our_own():
     from rollpipe.pipes.loading import loader
+
     return vars(loader)
+
 
 def _mended(base):
     "A subclass of the loader `base` whose `shutdown` closes an unfinished stream. Raises `GraphError` if a graph is too long for Python."
+
     class DataLoader2(base):
         __doc__, __module__ = base.__doc__, base.__module__
+
         @wraps(base.__init__)
         def __init__(self, datapipe, *args, **kwargs):
-            try: super().__init__(datapipe, *args, **kwargs)
-            except RecursionError as e: raise too_long() from e
+            try:
+                super().__init__(datapipe, *args, **kwargs)
+            except RecursionError as e:
+                raise too_long() from e
 
         def __iter__(self):
-            try: return super().__iter__()
-            except RecursionError as e: raise too_long() from e
+            try:
+                return super().__iter__()
+            except RecursionError as e:
+                raise too_long() from e
 
         def shutdown(self):
             super().shutdown()
-            if hasattr(self, '_datapipe_iter'): self._datapipe_iter = iter(())     # so that a loop that runs ends
+            if hasattr(self, "_datapipe_iter"):
+                self._datapipe_iter = iter(())  # so that a loop that runs ends
+
     return DataLoader2
+
 
 def too_long() -> GraphError:
     "The error for a graph that exceeds Python's recursion limit, because each pipe adds some nested calls when it is pickled or iterated."
-    return GraphError("the graph has too many pipes in a row for Python's limit of calls within one another",
-                      expected=f"fewer, about {sys.getrecursionlimit() // 6}, or a larger `sys.setrecursionlimit`")
+    return GraphError(
+        "the graph has too many pipes in a row for Python's limit of calls within one another",
+        expected=f"fewer, about {sys.getrecursionlimit() // 6}, or a larger `sys.setrecursionlimit`",
+    )
 
 # %% ../../../nbs/pipes/02_graph/00_torchdata.ipynb #a7e4279c
-_all_ = ["IterDataPipe", "MapDataPipe", "IterableWrapper", "Mapper", "traverse_dps", "reading_service"]     # without the lazy names
-_LAZY = ("DataLoader2", "InProcessReadingService", "ReadingServiceInterface", "set_graph_random_seed")
-_services = []     # classes to register as reading services when the loader is imported
+_all_ = [
+    "IterDataPipe",
+    "MapDataPipe",
+    "IterableWrapper",
+    "Mapper",
+    "traverse_dps",
+    "reading_service",
+]  # without the lazy names
+_LAZY = (
+    "DataLoader2",
+    "InProcessReadingService",
+    "ReadingServiceInterface",
+    "set_graph_random_seed",
+)
+_services = []  # classes to register as reading services when the loader is imported
+
 
 def reading_service(cls: type) -> type:
     "Decorator: register `cls` as a `ReadingServiceInterface`, without importing torchdata."
     _services.append(cls)
-    if "ReadingServiceInterface" in globals(): globals()["ReadingServiceInterface"].register(cls)
+    if "ReadingServiceInterface" in globals():
+        globals()["ReadingServiceInterface"].register(cls)
     return cls
+
 
 def __getattr__(name):
     "Import a loader when one of its names is first used: torchdata's, or rollpipe's own if torchdata has none."
-    if name not in _LAZY: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     names = _of_torchdata() or _our_own()
-    for cls in _services: names["ReadingServiceInterface"].register(cls)
+    for cls in _services:
+        names["ReadingServiceInterface"].register(cls)
     globals().update({o: names[o] for o in _LAZY} | {"DataLoader2": _mended(names["DataLoader2"])})
     return globals()[name]
 
@@ -77,9 +125,11 @@ def __getattr__(name):
 def reads_ahead() -> bool:
     "Does the thread of torchdata's `Prefetcher`, or of its subclass for pinned memory, run this code?"
     module = sys.modules.get("torchdata.datapipes.iter.util.prefetcher")
-    if module is None or threading.current_thread() is threading.main_thread(): return False
+    if module is None or threading.current_thread() is threading.main_thread():
+        return False
     kinds = module.PrefetcherIterDataPipe, module.PinMemoryIterDataPipe
     workers = [cls.thread_worker.__code__ for cls in kinds]
     frame = sys._getframe()
-    while frame is not None and frame.f_code not in workers: frame = frame.f_back
+    while frame is not None and frame.f_code not in workers:
+        frame = frame.f_back
     return frame is not None

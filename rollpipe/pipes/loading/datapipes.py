@@ -12,12 +12,23 @@ from torch.utils.data.datapipes.iter import IterableWrapper, Mapper, ShardingFil
 from torch.utils.data.graph import traverse_dps
 
 # %% ../../../nbs/pipes/01_loading/00_datapipes.ipynb #1ac976b8
-_all_ = ["IterDataPipe", "MapDataPipe", "IterableWrapper", "Mapper", "ShardingFilter", "traverse_dps"]
+_all_ = [
+    "IterDataPipe",
+    "MapDataPipe",
+    "IterableWrapper",
+    "Mapper",
+    "ShardingFilter",
+    "traverse_dps",
+]
 
 # %% ../../../nbs/pipes/01_loading/00_datapipes.ipynb #913330be
 def _own_in_each_thread():
     "A class attribute with a value for each thread: None until the thread sets it."
     values = threading.local()
-    return property(lambda cls: vars(values).get(cls), lambda cls, value: vars(values).__setitem__(cls, value))
+    return property(
+        lambda cls: vars(values).get(cls), lambda cls, value: vars(values).__setitem__(cls, value)
+    )
 
-for _name in ("reduce_ex_hook", "getstate_hook"): setattr(type(MapDataPipe), _name, _own_in_each_thread())
+
+for _name in ("reduce_ex_hook", "getstate_hook"):
+    setattr(type(MapDataPipe), _name, _own_in_each_thread())

@@ -6,7 +6,9 @@
 __all__ = ['set_graph_random_seed', 'ReadingServiceInterface', 'InProcessReadingService', 'LoaderIterator', 'DataLoader2']
 
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #85796327
-import inspect, pickle, warnings
+import inspect
+import pickle
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,7 +19,8 @@ from .seeds import SeedGenerator
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #c68917ec
 def _breadth_first(graph, seen):
     "The pipes in a graph from `traverse_dps`, the last pipe first, each once, without those whose ids are in `seen`."
-    found, level = {}, [graph]
+    found = {}
+    level = [graph]
     while level:
         new = {k: row for g in level for k, row in g.items() if k not in seen and k not in found}
         found.update(new)
@@ -36,19 +39,26 @@ def set_graph_random_seed(datapipe: IterDataPipe, seed_generator: SeedGenerator)
     filters = [p for p in _breadth_first(graph, set()) if type(p) is ShardingFilter]
     shared = {id(p): p for f in filters for p in _breadth_first(traverse_dps(f), set())}
     own = _breadth_first(graph, set(shared))
-    for pipes, draw in ((shared.values(), seed_generator.generate_shared_seed), (own, seed_generator.generate_seed)):
+    for pipes, draw in (
+        (shared.values(), seed_generator.generate_shared_seed),
+        (own, seed_generator.generate_seed),
+    ):
         for pipe in pipes:
-            if inspect.ismethod(getattr(pipe, 'set_seed', None)): pipe.set_seed(draw())
+            if inspect.ismethod(getattr(pipe, "set_seed", None)):
+                pipe.set_seed(draw())
     return datapipe
 
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #60f10742
 class ReadingServiceInterface(ABC):
     "The methods that a loader calls. Until `initialize` is called, a service can be pickled, because each loader has a copy."
+
     @abstractmethod
     def initialize(self, datapipe: IterDataPipe) -> IterDataPipe:
         "Return the graph that will run. The loader calls this before the first iteration."
 
-    def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Callable | None = None) -> Callable | None:
+    def initialize_iteration(
+        self, seed_generator: Any, iter_reset_fn: Callable | None = None
+    ) -> Callable | None:
         "Prepare an iteration, with a source of seeds. Returns None, or a function that changes the graph once more."
         return None
 
@@ -63,22 +73,31 @@ class ReadingServiceInterface(ABC):
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #cc3c2b51
 class InProcessReadingService(ReadingServiceInterface):
     "Run the graph in this process. A pause calls `pause` of the pipes that have it, the last pipe first, and `resume` in reverse order."
+
     end: Any = None
 
     def initialize(self, datapipe: IterDataPipe) -> IterDataPipe:
         self.end = datapipe
         return datapipe
 
-    def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Callable | None = None) -> None:
+    def initialize_iteration(
+        self, seed_generator: Any, iter_reset_fn: Callable | None = None
+    ) -> None:
         set_graph_random_seed(self.end, seed_generator)
 
     def _tell(self, name, step):
         for pipe in _breadth_first(traverse_dps(self.end), set())[::step]:
-            if callable(method := getattr(pipe, name, None)): method()
+            if callable(method := getattr(pipe, name, None)):
+                method()
 
-    def _pause(self, pause_fn=None): self._tell('pause', 1)
-    def _resume(self, resume_fn=None): self._tell('resume', -1)
-    def _limit(self, num_batches, limit_fn=None): pass
+    def _pause(self, pause_fn=None):
+        self._tell("pause", 1)
+
+    def _resume(self, resume_fn=None):
+        self._tell("resume", -1)
+
+    def _limit(self, num_batches, limit_fn=None):
+        pass
 
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #51566801
 class LoaderIterator(Iterator):
@@ -88,25 +107,34 @@ class LoaderIterator(Iterator):
         loader: the loader that made it
         number: number of iterators that the loader made before
     """
+
     def __init__(self, loader: "DataLoader2", number: int):
-        self.loader, self.number, self.count, self.most = loader, number, 0, None
+        self.loader = loader
+        self.number = number
+        self.count = 0
+        self.most = None
 
     def __next__(self) -> Any:
         loader = self.loader
         if self.number < loader.made - 1:
-            loader._tell('finalize_iteration')
-            raise RuntimeError("This iterator has been invalidated: a newer one was made from the same DataLoader2.")
+            loader._tell("finalize_iteration")
+            raise RuntimeError(
+                "This iterator has been invalidated: a newer one was made from the same DataLoader2."
+            )
         loader.waiting = False
-        if loader.paused: raise StopIteration
-        try: item = next(loader.stream)
+        if loader.paused:
+            raise StopIteration
+        try:
+            item = next(loader.stream)
         except StopIteration:
-            loader._tell('finalize_iteration')
+            loader._tell("finalize_iteration")
             raise
         except Exception:
             loader.shutdown()
             raise
         self.count += 1
-        if self.most is not None and self.count >= self.most: self._pause()
+        if self.most is not None and self.count >= self.most:
+            self._pause()
         return item
 
     def limit(self, num_batches: int | None) -> None:
@@ -116,7 +144,7 @@ class LoaderIterator(Iterator):
             num_batches: number of items until the loader pauses, from now on and again after each `resume`; None: no limit
         """
         self.count, self.most = 0, num_batches
-        self.loader._call('_limit', num_batches)
+        self.loader._call("_limit", num_batches)
 
     def resume(self) -> None:
         "Continue after a pause."
@@ -127,18 +155,27 @@ class LoaderIterator(Iterator):
         self.count = 0
 
     def __getattr__(self, name):
-        stream = vars(self)['loader'].stream if 'loader' in vars(self) else None
-        if stream is None: raise AttributeError(name)
+        stream = vars(self)["loader"].stream if "loader" in vars(self) else None
+        if stream is None:
+            raise AttributeError(name)
         return getattr(stream, name)
 
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #c43a1b0a
-def _clone(x): return pickle.loads(pickle.dumps(x))
+def _clone(x):
+    return pickle.loads(pickle.dumps(x))
+
 
 class _InOrder(IterDataPipe):
     "The rows of a `MapDataPipe`, from the first to the last."
-    def __init__(self, rows): self.rows = rows
-    def __iter__(self): return (self.rows[k] for k in range(len(self.rows)))
-    def __len__(self): return len(self.rows)
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return (self.rows[k] for k in range(len(self.rows)))
+
+    def __len__(self):
+        return len(self.rows)
 
 # %% ../../../nbs/pipes/01_loading/02_loader.ipynb #19ef8edd
 class DataLoader2:
@@ -154,37 +191,55 @@ class DataLoader2:
         datapipe_adapter_fn: functions `pipe -> pipe` that change the copy
         reading_service: decides where the graph runs; None: in this process, without seeds
     """
-    shut = True     # so `__del__` does nothing if the constructor fails
 
-    def __init__(self, datapipe: IterDataPipe | MapDataPipe, datapipe_adapter_fn: Callable | Iterable[Callable] | None = None,
-                 reading_service: Any = None):
-        self.datapipe: Any = _clone(_InOrder(datapipe) if isinstance(datapipe, MapDataPipe) else datapipe)
+    shut = True  # so `__del__` does nothing if the constructor fails
+
+    def __init__(
+        self,
+        datapipe: IterDataPipe | MapDataPipe,
+        datapipe_adapter_fn: Callable | Iterable[Callable] | None = None,
+        reading_service: Any = None,
+    ):
+        self.datapipe: Any = _clone(
+            _InOrder(datapipe) if isinstance(datapipe, MapDataPipe) else datapipe
+        )
         adapters = datapipe_adapter_fn or ()
-        for adapt in adapters if isinstance(adapters, Iterable) else (adapters,): self.datapipe = adapt(self.datapipe)
+        for adapt in adapters if isinstance(adapters, Iterable) else (adapters,):
+            self.datapipe = adapt(self.datapipe)
         self.reading_service = _clone(reading_service)
         self.stream: Any = None
-        self.waiting = False    # has an iteration begun from which no item was read?
+        self.waiting = False  # has an iteration begun from which no item was read?
         self.paused = self.adapted = self.seeded = self.shut = False
-        self.made = 0       # number of iterators; the loader does not hold them, so it is freed with its last reader
-        self._seed, self._seed_generator = None, SeedGenerator()
+        self.made = 0  # number of iterators; the loader does not hold them, so it is freed with its last reader
+        self._seed = None
+        self._seed_generator = SeedGenerator()
 
     def __iter__(self) -> LoaderIterator:
-        if self.shut: raise RuntimeError("Cannot iterate over the DataLoader as it has already been shut down")
-        if not self.waiting: self._begin()
+        if self.shut:
+            raise RuntimeError(
+                "Cannot iterate over the DataLoader as it has already been shut down"
+            )
+        if not self.waiting:
+            self._begin()
         self.made += 1
         return LoaderIterator(self, self.made - 1)
 
     def _begin(self):
-        if self._seed is None: self._seed_generator.seed()
-        elif not self.seeded: self._seed_generator.seed(self._seed)
+        if self._seed is None:
+            self._seed_generator.seed()
+        elif not self.seeded:
+            self._seed_generator.seed(self._seed)
         self.seeded = True
         service = self.reading_service
         if service is not None:
-            if not self.adapted: self.datapipe = service.initialize(self.datapipe)
+            if not self.adapted:
+                self.datapipe = service.initialize(self.datapipe)
             self.adapted = True
             change = service.initialize_iteration(self._seed_generator)
-            if change: self.datapipe = change(self.datapipe)
-        self.stream, self.waiting = iter(self.datapipe), True
+            if change:
+                self.datapipe = change(self.datapipe)
+        self.stream = iter(self.datapipe)
+        self.waiting = True
 
     def seed(self, seed: int) -> None:
         """Begin the next iteration with `seed`. Raises `ValueError` for a seed of more than 64 bits.
@@ -192,38 +247,55 @@ class DataLoader2:
         Args:
             seed: below 2**64
         """
-        if seed >= 2**64: raise ValueError(f"Expected a seed below 2**64, got {seed}.")
+        if seed >= 2**64:
+            raise ValueError(f"Expected a seed below 2**64, got {seed}.")
         self._seed, self.seeded = seed, False
 
     def shutdown(self) -> None:
         "End the reading service and release the stream. A second call does nothing."
-        if self.shut: return
+        if self.shut:
+            return
         self.shut = True
         try:
-            self._tell('finalize_iteration')
-            self._tell('finalize')
-        finally: self.stream, self.waiting = iter(()), False     # so that a loop that runs ends
+            self._tell("finalize_iteration")
+            self._tell("finalize")
+        finally:
+            # so that a loop that runs ends
+            self.stream = iter(())
+            self.waiting = False
 
-    def __del__(self): self.shutdown()
-    def __enter__(self) -> "DataLoader2": return self
-    def __exit__(self, *error: Any) -> None: self.shutdown()
+    def __del__(self):
+        self.shutdown()
+
+    def __enter__(self) -> "DataLoader2":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.shutdown()
 
     def _tell(self, name):
-        if self.reading_service is not None: getattr(self.reading_service, name)()
+        if self.reading_service is not None:
+            getattr(self.reading_service, name)()
 
     def _call(self, name, *args):
         "Call an optional method of the reading service. Warns and returns False if the service has no such method."
         if not hasattr(self.reading_service, name):
-            warnings.warn(f"there is no reading service with a method `{name}`, so the loader goes on as it was", stacklevel=3)
+            warnings.warn(
+                f"there is no reading service with a method `{name}`, so the loader goes on as it was",
+                stacklevel=3,
+            )
             return False
         change = getattr(self.reading_service, name)(*args)
-        if change is not None: self.datapipe = change(self.datapipe, *args)
+        if change is not None:
+            self.datapipe = change(self.datapipe, *args)
         return True
 
     def _pause(self):
-        self.paused = hasattr(self.reading_service, '_pause')
-        self._call('_pause')
+        self.paused = hasattr(self.reading_service, "_pause")
+        self._call("_pause")
 
     def _resume(self):
-        if self.paused: self.paused = not self._call('_resume')
-        else: warnings.warn("the loader is not paused, so `resume` does nothing", stacklevel=3)
+        if self.paused:
+            self.paused = not self._call("_resume")
+        else:
+            warnings.warn("the loader is not paused, so `resume` does nothing", stacklevel=3)

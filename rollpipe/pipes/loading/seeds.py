@@ -13,6 +13,7 @@ import torch
 # %% ../../../nbs/pipes/01_loading/01_seeds.ipynb #2a7a80e9
 _MASK = 2**32 - 1
 
+
 def philox(key: tuple, counter: tuple) -> tuple:
     """Four random words of 32 bits: Philox4x32-10 (Salmon et al., 2011, section 3.3).
 
@@ -22,15 +23,23 @@ def philox(key: tuple, counter: tuple) -> tuple:
     """
     (k0, k1), (c0, c1, c2, c3) = key, counter
     for _ in range(10):
-        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = b >> 32 ^ c1 ^ k0, b & _MASK, a >> 32 ^ c3 ^ k1, a & _MASK
-        k0, k1 = k0 + 0x9E3779B9 & _MASK, k1 + 0xBB67AE85 & _MASK
+        a = 0xD2511F53 * c0
+        b = 0xCD9E8D57 * c2
+        c0 = b >> 32 ^ c1 ^ k0
+        c1 = b & _MASK
+        c2 = a >> 32 ^ c3 ^ k1
+        c3 = a & _MASK
+        k0 = k0 + 0x9E3779B9 & _MASK
+        k1 = k1 + 0xBB67AE85 & _MASK
     return c0, c1, c2, c3
 
 # %% ../../../nbs/pipes/01_loading/01_seeds.ipynb #5537d45e
 def _number(seed, block, half):
     "The 64-bit number in half 0 or 1 of a block of the generator with key `seed`."
-    words = philox((seed & _MASK, seed >> 32 & _MASK), tuple(block >> shift & _MASK for shift in (0, 32, 64, 96)))
+    words = philox(
+        (seed & _MASK, seed >> 32 & _MASK),
+        tuple(block >> shift & _MASK for shift in (0, 32, 64, 96)),
+    )
     return words[2 * half] + (words[2 * half + 1] << 32)
 
 # %% ../../../nbs/pipes/01_loading/01_seeds.ipynb #c26c82c7
@@ -40,6 +49,7 @@ class SeedStream:
     Args:
         seed: an integer; its lowest 64 bits count
     """
+
     def __init__(self, seed: int):
         self.key, self.place = seed, 0
 
@@ -59,14 +69,18 @@ class SeedGenerator:
     Args:
         seed: integer below 2**64; None: a seed from torch's generator
     """
+
     def __init__(self, seed: int | None = None):
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:
         "Restart from `seed`; None: a seed of torch's generator, whose state is kept. Raises `ValueError` for a seed of more than 64 bits."
-        if seed is None: seed = torchs_seed()
-        if seed >= 2**64: raise ValueError(f"Expected a seed below 2**64, got {seed}.")
-        self._shared, self._own = SeedStream(seed), SeedStream(seed)
+        if seed is None:
+            seed = torchs_seed()
+        if seed >= 2**64:
+            raise ValueError(f"Expected a seed below 2**64, got {seed}.")
+        self._shared = SeedStream(seed)
+        self._own = SeedStream(seed)
 
     def generate_shared_seed(self) -> int:
         "The next seed for pipes that draw the same numbers in all workers."
@@ -78,11 +92,14 @@ class SeedGenerator:
 
     def spawn(self, worker_id: int, inplace: bool = False) -> "SeedGenerator":
         "The generator of a worker; with `inplace`, this generator is changed into it. Raises `ValueError` for a negative number."
-        if worker_id < 0: raise ValueError(f"Expected a worker number of 0 or more, got {worker_id}.")
+        if worker_id < 0:
+            raise ValueError(f"Expected a worker number of 0 or more, got {worker_id}.")
         new = self if inplace else copy.deepcopy(self)
         new._own = self._own.spawn(worker_id)
         return new
 
+
 def torchs_seed() -> int:
     "A seed of 64 bits from torch's generator of the host, which stays as it is: the next call gives the same."
-    with torch.random.fork_rng(devices=[]): return 2**63 + int(torch.randint(-2**63, 2**63 - 1, ()))
+    with torch.random.fork_rng(devices=[]):
+        return 2**63 + int(torch.randint(-(2**63), 2**63 - 1, ()))

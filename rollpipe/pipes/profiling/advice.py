@@ -26,6 +26,7 @@ class Setting(NamedTuple):
         engine: engine that runs the actor; None: there is no choice
         seam: index of the stage `Lanes`; None: there is none
     """
+
     n_envs: int | None = None
     lanes: int = 1
     workers: int = 0
@@ -37,49 +38,75 @@ class Setting(NamedTuple):
 
 def setting_of(graph: IterDataPipe, workers: int = 0, lag: int | None = 0) -> Setting:
     "The setting of a graph that runs with `workers` workers."
-    steppers, lanes = find(graph, EnvStepper), find(graph, Lanes)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    first, seams = steppers[0] if steppers else None, [i for i, pipe in enumerate(nodes(graph)) if isinstance(pipe, Lanes)]
-    return Setting(getattr(first, 'n_envs', None), lanes[0].n if lanes else 1, workers, lag, cores, getattr(first, 'engine', None),
-                   seams[0] if seams else None)
+    steppers = find(graph, EnvStepper)
+    lanes = find(graph, Lanes)
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    first = steppers[0] if steppers else None
+    seams = [i for i, pipe in enumerate(nodes(graph)) if isinstance(pipe, Lanes)]
+    return Setting(
+        getattr(first, "n_envs", None),
+        lanes[0].n if lanes else 1,
+        workers,
+        lag,
+        cores,
+        getattr(first, "engine", None),
+        seams[0] if seams else None,
+    )
 
 # %% ../../../nbs/pipes/31_profiling/03_advice.ipynb #571f16be
-LONG = 0.01     # [s] an item that takes at least this long is worth the transfer from a worker
+LONG = 0.01  # [s] an item that takes at least this long is worth the transfer from a worker
 
 
 def advice_for(profile: Profile, setting: Setting) -> str:
     "A text with the advice that the figures suggest; empty if there are no figures."
-    if profile.slowest is None: return ''
+    if profile.slowest is None:
+        return ""
     stage = profile.stages[profile.slowest]
-    if stage.label == LEARNER: return _about_learner(profile, setting)
-    if stage.place == 'seam': return _about_handing_over(profile, stage)
-    name, shares = stage.label.partition('(')[0], {**stage.parts, 'the rest': stage.share - sum(stage.parts.values())}
-    text = f'{name} takes {share_text(stage.share)} of the ' + ("workers' time" if stage.place == 'workers' else 'time')
-    if stage.parts: text += ': ' + ', '.join(f'{share_text(x / stage.share)} of it {part}' for part, x in shares.items())
-    text += '. ' + _limit(stage, profile)
+    if stage.label == LEARNER:
+        return _about_learner(profile, setting)
+    if stage.place == "seam":
+        return _about_handing_over(profile, stage)
+    name = stage.label.partition("(")[0]
+    shares = {**stage.parts, "the rest": stage.share - sum(stage.parts.values())}
+    text = f"{name} takes {share_text(stage.share)} of the " + (
+        "workers' time" if stage.place == "workers" else "time"
+    )
+    if stage.parts:
+        text += ": " + ", ".join(
+            f"{share_text(x / stage.share)} of it {part}" for part, x in shares.items()
+        )
+    text += ". " + _limit(stage, profile)
     part = max(stage.parts, key=stage.parts.__getitem__, default=None)
-    tries = _for_actor(setting) if part == 'actor' else []
-    if part in ('environments', 'actor'): tries += _more_workers(profile, setting)
-    return text + (f' Try {" or ".join(tries)}.' if tries else '') + _about_lag(profile, setting)
+    tries = _for_actor(setting) if part == "actor" else []
+    if part in ("environments", "actor"):
+        tries += _more_workers(profile, setting)
+    return text + (f" Try {' or '.join(tries)}." if tries else "") + _about_lag(profile, setting)
 
 
 def _limit(stage, profile) -> str:
     "A text that says how much faster the whole would be without this stage."
     share = stage.share
     # Faster workers save at most the time in which this process waits for them.
-    if stage.place == 'workers': share = min(share, max((x.share for x in profile.stages if x.place == 'seam'), default=0.))
-    return f'Without it, the whole would be at most {_times(1 - share)} as fast.'
+    if stage.place == "workers":
+        share = min(share, max((x.share for x in profile.stages if x.place == "seam"), default=0.0))
+    return f"Without it, the whole would be at most {_times(1 - share)} as fast."
 
 
 def _times(share) -> str:
     "How many times as fast the whole is if only this share of the time remains."
-    return f'{1 / max(share, 0.01):.3g} times'
+    return f"{1 / max(share, 0.01):.3g} times"
 
 
 def _for_actor(setting) -> list:
     "Suggestions that make calls of the actor cheaper."
-    tries = [] if setting.n_envs is None else [f'more environments for each call of the actor than {setting.n_envs} (n_envs)']
-    return tries + (["engine='onnxruntime'"] if setting.engine == 'torch' else [])
+    tries = (
+        []
+        if setting.n_envs is None
+        else [f"more environments for each call of the actor than {setting.n_envs} (n_envs)"]
+    )
+    return tries + (["engine='onnxruntime'"] if setting.engine == "torch" else [])
 
 
 def _more_workers(profile, setting) -> list:
@@ -87,29 +114,49 @@ def _more_workers(profile, setting) -> list:
 
     The transfer of an item takes up to a millisecond. So items that are collected in a few milliseconds are better collected here.
     """
-    busy, seam = [x.busy for x in profile.workers], None if setting.seam is None else profile.stages[setting.seam]
-    if seam is None or seam.awaited < LONG * seam.items_per_s: return []
+    busy = [x.busy for x in profile.workers]
+    seam = None if setting.seam is None else profile.stages[setting.seam]
+    if seam is None or seam.awaited < LONG * seam.items_per_s:
+        return []
     n = min(setting.cores, max(setting.lanes, setting.workers + 2))
-    if n <= max(1, setting.workers) or busy and min(busy) < 0.8: return []
-    return [f'{n} workers' + (f' and {n} lanes' if setting.lanes < n else '') + f', because this process may use {setting.cores} cores']
+    if n <= max(1, setting.workers) or busy and min(busy) < 0.8:
+        return []
+    return [
+        f"{n} workers"
+        + (f" and {n} lanes" if setting.lanes < n else "")
+        + f", because this process may use {setting.cores} cores"
+    ]
 
 
 def _about_learner(profile, setting) -> str:
     "The advice if the learner is the slowest stage: faster collecting helps little."
-    return (f'The learner takes {share_text(profile.learner)} of the time, and collecting {share_text(1 - profile.learner)}. '
-            f'However fast collecting were, the whole would be at most {_times(profile.learner)} as fast.' + _about_lag(profile, setting))
+    return (
+        f"The learner takes {share_text(profile.learner)} of the time, and collecting {share_text(1 - profile.learner)}. "
+        f"However fast collecting were, the whole would be at most {_times(profile.learner)} as fast."
+        + _about_lag(profile, setting)
+    )
 
 
 def _about_handing_over(profile, seam) -> str:
     "The advice if this process waits for its workers: requests and answers take the time in which no worker collects."
-    busy = max((x.busy for x in profile.workers), default=0.)
-    return (f'This process waits {share_text(seam.share)} of the time for its workers, which collect for {share_text(busy)} of it. So '
-            'most of this is requests and answers. Try longer fragments (n_steps) or no workers.')
+    busy = max((x.busy for x in profile.workers), default=0.0)
+    return (
+        f"This process waits {share_text(seam.share)} of the time for its workers, which collect for {share_text(busy)} of it. So "
+        "most of this is requests and answers. Try longer fragments (n_steps) or no workers."
+    )
 
 
 def _about_lag(profile, setting) -> str:
     "The advice if workers and learner wait for each other: a lag lets both work at the same time."
-    waiting = min((x.waiting for x in profile.workers), default=0.)
-    if setting.lag != 0 or waiting < 0.2 or profile.learner is None or not 0.1 < profile.learner < 0.9: return ''
-    return (f' The workers wait {share_text(waiting)} of their time, and the learner waits {share_text(1 - profile.learner)}. With lag=1 '
-            'both work at the same time, and the data are one update older.')
+    waiting = min((x.waiting for x in profile.workers), default=0.0)
+    if (
+        setting.lag != 0
+        or waiting < 0.2
+        or profile.learner is None
+        or not 0.1 < profile.learner < 0.9
+    ):
+        return ""
+    return (
+        f" The workers wait {share_text(waiting)} of their time, and the learner waits {share_text(1 - profile.learner)}. With lag=1 "
+        "both work at the same time, and the data are one update older."
+    )

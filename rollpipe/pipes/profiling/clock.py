@@ -6,7 +6,11 @@
 __all__ = ['Account', 'size_of', 'stream', 'Reading', 'Clock']
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #39e7e9dc
-import array, os, tempfile, threading, time
+import array
+import os
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,20 +29,46 @@ class Account:
         path: file in which `save` keeps the sums; None: none
         rare: measuring sizes of the items of a stage may take this part of the time: 1/rare
     """
-    __slots__ = ('now', 'path', 'rare', 'pid', 'own', 'awaited', 'items', 'sizes', 'sized', 'due', 'stage', 'start', 'since', 'file')
+
+    __slots__ = (
+        "now",
+        "path",
+        "rare",
+        "pid",
+        "own",
+        "awaited",
+        "items",
+        "sizes",
+        "sized",
+        "due",
+        "stage",
+        "start",
+        "since",
+        "file",
+    )
 
     def __init__(self, n: int, now: Callable, path: str | None = None, rare: int = 500):
-        self.now, self.path, self.rare, self.pid = now, path, rare, os.getpid()
-        self.own, self.awaited = [0.] * n, [0.] * n               # [s] in the stage itself; [s] in which others waited for its items
-        self.items, self.sizes, self.sized = [0] * n, [0] * n, [0] * n  # numbers of items; bytes of measured items; numbers of these
-        self.due = [1] * n                                        # number of the next item to be measured
-        self.stage, self.start = -1, now()
+        self.now = now
+        self.path = path
+        self.rare = rare
+        self.pid = os.getpid()
+        # [s] in the stage itself; [s] in which others waited for its items
+        self.own = [0.0] * n
+        self.awaited = [0.0] * n
+        # numbers of items; bytes of measured items; numbers of these
+        self.items = [0] * n
+        self.sizes = [0] * n
+        self.sized = [0] * n
+        self.due = [1] * n  # number of the next item to be measured
+        self.stage = -1
+        self.start = now()
         self.since = self.start
         self.file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     def begin(self, stage: int) -> int:
         "From now on, count the time for `stage`. Returns the stage for which it counted before."
-        before, t = self.stage, self.now()
+        before = self.stage
+        t = self.now()
         self.own[before] += t - self.since
         self.stage, self.since = stage, t
         return before
@@ -56,15 +86,21 @@ class Account:
             function: the function to call
         """
         now, own = self.now, self.own
-        def call(*args, **kwargs):     # `begin` and `end` inlined, because this is called at every step
-            t, before = now(), self.stage
+
+        def call(
+            *args, **kwargs
+        ):  # `begin` and `end` inlined, because this is called at every step
+            t = now()
+            before = self.stage
             own[before] += t - self.since
             self.stage, self.since = stage, t
-            try: return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
             finally:
                 t = now()
                 own[stage] += t - self.since
                 self.stage, self.since = before, t
+
         return call
 
     def sums(self) -> np.ndarray:
@@ -73,13 +109,20 @@ class Account:
 
     def save(self) -> None:
         "Write the sums to the file, if there is one."
-        if self.file is None: return
-        os.pwrite(self.file, array.array('d', [*self.own, *self.awaited, *self.items, *self.sizes, *self.sized]).tobytes(), 0)
+        if self.file is None:
+            return
+        os.pwrite(
+            self.file,
+            array.array(
+                "d", [*self.own, *self.awaited, *self.items, *self.sizes, *self.sized]
+            ).tobytes(),
+            0,
+        )
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #7f6015a9
 def size_of(item: Any) -> int:
     "The bytes of all arrays and tensors in an item."
-    return sum(getattr(x, 'nbytes', 0) for x in nested.leaves(item))
+    return sum(getattr(x, "nbytes", 0) for x in nested.leaves(item))
 
 
 def stream(account: Account, stage: int, begin: Callable) -> Iterator:
@@ -88,26 +131,36 @@ def stream(account: Account, stage: int, begin: Callable) -> Iterator:
     Args:
         begin: function that returns the iterator; the time of its call counts for `stage`, too
     """
-    now, own, awaited, counts, due = account.now, account.own, account.awaited, account.items, account.due
+    now = account.now
+    own = account.own
+    awaited = account.awaited
+    counts = account.items
+    due = account.due
     items = account.timed(stage, begin)()
     advance = iter(items).__next__
     try:
         while True:
-            t, before = now(), account.stage
+            t = now()
+            before = account.stage
             own[before] += t - account.since
             account.stage, account.since = stage, t
-            try: item = advance()
-            except StopIteration: return
+            try:
+                item = advance()
+            except StopIteration:
+                return
             finally:
                 end = now()
                 own[stage] += end - account.since
                 awaited[stage] += end - t
                 account.stage, account.since = before, end
             counts[stage] += 1
-            if counts[stage] == due[stage]: _take_size(account, stage, item)
-            if before == -1: account.save()
+            if counts[stage] == due[stage]:
+                _take_size(account, stage, item)
+            if before == -1:
+                account.save()
             yield item
-    finally: account.timed(stage, close)(items)
+    finally:
+        account.timed(stage, close)(items)
 
 
 def _take_size(account, stage, item):
@@ -118,7 +171,9 @@ def _take_size(account, stage, item):
     account.sized[stage] += 1
     account.end(before)
     per_item = max(account.since - account.start, 1e-9) / account.items[stage]
-    account.due[stage] = account.items[stage] + 1 + int(account.rare * (account.since - began) / per_item)
+    account.due[stage] = (
+        account.items[stage] + 1 + int(account.rare * (account.since - began) / per_item)
+    )
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #5776bb07
 class Reading(NamedTuple):
@@ -128,6 +183,7 @@ class Reading(NamedTuple):
         here: sums of this process
         workers: name of a worker's account -> its sums
     """
+
     here: np.ndarray
     workers: dict
 
@@ -142,19 +198,35 @@ class Clock:
         owner: id of the process in which the clock was made [this one]
         rare: see `Account`
     """
-    def __init__(self, n: int, folder: str | None = None, now: Callable = time.perf_counter, owner: int | None = None, rare: int = 500):
-        self.n, self.folder, self.now, self.owner, self.rare = n, folder, now, os.getpid() if owner is None else owner, rare
-        self.accounts, self.local = [], threading.local()
 
-    def __reduce__(self): return Clock, (self.n, self.folder, self.now, self.owner, self.rare)
+    def __init__(
+        self,
+        n: int,
+        folder: str | None = None,
+        now: Callable = time.perf_counter,
+        owner: int | None = None,
+        rare: int = 500,
+    ):
+        self.n = n
+        self.folder = folder
+        self.now = now
+        self.owner = os.getpid() if owner is None else owner
+        self.rare = rare
+        self.accounts = []
+        self.local = threading.local()
+
+    def __reduce__(self):
+        return Clock, (self.n, self.folder, self.now, self.owner, self.rare)
 
     def here(self) -> Account:
         "The account of this thread."
-        account = getattr(self.local, 'account', None)
-        if account is None or account.pid != os.getpid():     # a forked process needs an account of its own
+        account = getattr(self.local, "account", None)
+        if (
+            account is None or account.pid != os.getpid()
+        ):  # a forked process needs an account of its own
             path = None
             if os.getpid() != self.owner and self.folder is not None:
-                handle, path = tempfile.mkstemp(prefix=f'{os.getpid()}-', dir=self.folder)
+                handle, path = tempfile.mkstemp(prefix=f"{os.getpid()}-", dir=self.folder)
                 os.close(handle)
             account = self.local.account = Account(self.n, self.now, path, self.rare)
             self.accounts.append(account)
@@ -167,6 +239,15 @@ class Clock:
     def read(self) -> Reading:
         "The sums of this process up to now, and the sums of each worker up to its last item."
         self.here().end(self.here().stage)
-        here = sum((account.sums() for account in list(self.accounts) if account.pid == self.owner), np.zeros((5, self.n)))
-        found = {} if self.folder is None else {file.name: np.fromfile(file.path) for file in os.scandir(self.folder)}
-        return Reading(here, {name: x.reshape(5, self.n) for name, x in found.items() if x.size == 5 * self.n})
+        here = sum(
+            (account.sums() for account in list(self.accounts) if account.pid == self.owner),
+            np.zeros((5, self.n)),
+        )
+        found = (
+            {}
+            if self.folder is None
+            else {file.name: np.fromfile(file.path) for file in os.scandir(self.folder)}
+        )
+        return Reading(
+            here, {name: x.reshape(5, self.n) for name, x in found.items() if x.size == 5 * self.n}
+        )

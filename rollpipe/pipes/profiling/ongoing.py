@@ -16,7 +16,13 @@ from ..graph.pipe import close
 from ..graph.torchdata import IterDataPipe
 from .clock import Clock
 from .profile import MeasuredTime, places_of
-from .report import LEARNER, Profile, StageFigures, WorkerFigures, stage_figures
+from rollpipe.pipes.profiling.report import (
+    LEARNER,
+    Profile,
+    StageFigures,
+    WorkerFigures,
+    stage_figures,
+)
 from .stages import stages_of, timers_for
 from ..workers.seam import WorkerLanes
 
@@ -31,14 +37,33 @@ class Ongoing:
         seconds: how long a measurement takes, at least
         now: returns the time [s]
     """
-    def __init__(self, graph: IterDataPipe, items: Iterator, path: Path | None, seconds: float = 10., now: Callable = time.perf_counter):
-        self.places, self.edges = places_of(graph), [*(edges := draw(graph).edges), [(len(edges) - 1, True)]]
-        self.stages = [stage for stage in stages_of(graph) if stage.part_of is None or stage.label == 'sampling']
-        self.clock = Clock(len(self.stages) + 2, now=now, rare=20_000)    # with the learner, and the code outside of all stages
-        self.seams, self.path, self.timed, self.items = find(graph, WorkerLanes), path, [], items
+
+    def __init__(
+        self,
+        graph: IterDataPipe,
+        items: Iterator,
+        path: Path | None,
+        seconds: float = 10.0,
+        now: Callable = time.perf_counter,
+    ):
+        self.places = places_of(graph)
+        self.edges = [*(edges := draw(graph).edges), [(len(edges) - 1, True)]]
+        self.stages = [
+            stage
+            for stage in stages_of(graph)
+            if stage.part_of is None or stage.label == "sampling"
+        ]
+        self.clock = Clock(
+            len(self.stages) + 2, now=now, rare=20_000
+        )  # with the learner, and the code outside of all stages
+        self.seams = find(graph, WorkerLanes)
+        self.path = path
+        self.timed = []
+        self.items = items
         for pipe, timer, is_ours in timers_for(graph, self.stages, self.clock):
-            if pipe is graph: self.items = timer.stream(lambda: items)     # it is open already
-            elif is_ours and self.places[timer.stage] != 'workers':
+            if pipe is graph:
+                self.items = timer.stream(lambda: items)  # it is open already
+            elif is_ours and self.places[timer.stage] != "workers":
                 pipe.timer = timer
                 self.timed.append(pipe)
         self.window = MeasuredTime(self.clock, seconds)
@@ -54,41 +79,71 @@ class Ongoing:
             steps: environment steps so far
         """
         window = self.window
-        window.n, window.steps = window.n + 1, steps
-        if window.n == 1: window.begin = window.mark()
-        elif self.clock.now() - window.begin.time >= window.seconds: self._write()
+        window.n = window.n + 1
+        window.steps = steps
+        if window.n == 1:
+            window.begin = window.mark()
+        elif self.clock.now() - window.begin.time >= window.seconds:
+            self._write()
 
     def figures(self) -> Profile:
         "The figures since the last ones."
         window = self.window
         window.end = window.mark()
-        before, after, took = window.begin.reading, window.end.reading, window.took or 1.
-        found = [x._replace(share=float('nan')) if x.place == 'workers' else x
-                 for x in stage_figures(self.stages, self.places, before, after, took)]
+        before = window.begin.reading
+        after = window.end.reading
+        took = window.took or 1.0
+        found = [
+            x._replace(share=float("nan")) if x.place == "workers" else x
+            for x in stage_figures(self.stages, self.places, before, after, took)
+        ]
         learner, other = map(float, (after.here - before.here)[0, -2:] / took)
-        found.append(StageFigures(LEARNER, 'here', learner, {}, 0., 0., 0.))
-        made = Profile(took, window.n_items, found, self.edges, self._workers(took), window.steps_per_s, other=other)
+        found.append(StageFigures(LEARNER, "here", learner, {}, 0.0, 0.0, 0.0))
+        made = Profile(
+            took,
+            window.n_items,
+            found,
+            self.edges,
+            self._workers(took),
+            window.steps_per_s,
+            other=other,
+        )
         window.begin = window.end
         return made
 
     def _workers(self, took):
-        since, records, found = self.window.begin.monotonic, [x for seam in self.seams for x in seam.service.records], []
+        since = self.window.begin.monotonic
+        records = [x for seam in self.seams for x in seam.service.records]
+        found = []
         for worker in sorted({x.worker for x in records}):
             mine = [x for x in records if x.worker == worker and x.received >= since]
             busy = sum(x.end - max(x.begin, since) for x in mine if x.end > since) / took
-            found.append(WorkerFigures(f'worker {worker}', busy, 1 - busy, sum(x.received - x.end for x in mine) / took))
+            found.append(
+                WorkerFigures(
+                    f"worker {worker}", busy, 1 - busy, sum(x.received - x.end for x in mine) / took
+                )
+            )
         return found
 
     def _write(self):
-        made, path, self.is_written = self.figures(), self.path, True
-        if path is None: return
-        with suppress(OSError): made.save(path)     # the figures help to look on; without them, the training goes on as well
+        made = self.figures()
+        path = self.path
+        self.is_written = True
+        if path is None:
+            return
+        with suppress(OSError):
+            made.save(
+                path
+            )  # the figures help to look on; without them, the training goes on as well
 
     is_written = False
 
-    def __enter__(self): return self
+    def __enter__(self):
+        return self
 
     def __exit__(self, *exc):
-        if not self.is_written and self.window.n > 1: self._write()
-        for pipe in self.timed: del pipe.timer
+        if not self.is_written and self.window.n > 1:
+            self._write()
+        for pipe in self.timed:
+            del pipe.timer
         close(self.items)

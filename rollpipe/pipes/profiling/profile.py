@@ -6,7 +6,9 @@
 __all__ = ['Mark', 'MeasuredTime', 'places_of', 'profile', 'check_seconds']
 
 # %% ../../../nbs/pipes/31_profiling/04_profile.ipynb #ea081a3b
-import copy, tempfile, time
+import copy
+import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,7 +19,13 @@ from ..graph.edits import copy_graph, draw, find, nodes
 from ..graph.pipe import close
 from .advice import advice_for, setting_of
 from .clock import Clock, Reading
-from .report import LEARNER, Profile, StageFigures, WorkerFigures, stage_figures
+from rollpipe.pipes.profiling.report import (
+    LEARNER,
+    Profile,
+    StageFigures,
+    WorkerFigures,
+    stage_figures,
+)
 from .stages import put_clocks, stages_of
 from ..replay.pipe import Replayed
 from ..taps import count_steps
@@ -32,13 +40,14 @@ def _consumer(update, account, stage) -> Callable:
 
 
 def _draw_samples(item):
-    if isinstance(item, Replayed): deque(item.samples, maxlen=0)
+    if isinstance(item, Replayed):
+        deque(item.samples, maxlen=0)
 
 
 def _steps_in(item) -> float:
     "The number of environment steps in an item; nan if it is unknown."
     new = item.fresh if isinstance(item, Replayed) else item
-    return count_steps(new) if isinstance(new, Fragment) else float('nan')
+    return count_steps(new) if isinstance(new, Fragment) else float("nan")
 
 # %% ../../../nbs/pipes/31_profiling/04_profile.ipynb #b05e9456
 class Mark(NamedTuple):
@@ -50,6 +59,7 @@ class Mark(NamedTuple):
         n: number of items
         steps: number of environment steps in these items; nan: unknown
     """
+
     reading: Reading
     time: float
     monotonic: float
@@ -63,31 +73,47 @@ class MeasuredTime:
     Args:
         seconds: least duration; the window ends with an item
     """
+
     def __init__(self, clock: Clock, seconds: float):
-        self.clock, self.seconds, self.n, self.steps, self.ended, self.error = clock, seconds, 0, 0., False, None
+        self.clock = clock
+        self.seconds = seconds
+        self.n = 0
+        self.steps = 0.0
+        self.ended = False
+        self.error = None
         self.begin = self.end = self.mark()
 
-    def mark(self) -> Mark: return Mark(self.clock.read(), self.clock.now(), time.monotonic(), self.n, self.steps)
+    def mark(self) -> Mark:
+        return Mark(self.clock.read(), self.clock.now(), time.monotonic(), self.n, self.steps)
 
     def run(self, items: Iterator, consume: Callable) -> None:
         "Measure until the time is over or the items end. An exception ends the measurement and is stored in `error`."
-        second = self.begin     # the measurement begins with the second item, because the first one includes the start
+        second = (
+            self.begin
+        )  # the measurement begins with the second item, because the first one includes the start
         try:
             for item in items:
                 consume(item)
                 self.n, self.steps = self.n + 1, self.steps + _steps_in(item)
-                if self.n == 1: second = self.mark()
-                elif self.clock.now() - second.time >= self.seconds: break
-            else: self.ended = True
-        except Exception as e: self.error = e
+                if self.n == 1:
+                    second = self.mark()
+                elif self.clock.now() - second.time >= self.seconds:
+                    break
+            else:
+                self.ended = True
+        except Exception as e:
+            self.error = e
         self.end = self.mark()
-        if self.n > 1: self.begin = second
+        if self.n > 1:
+            self.begin = second
 
     @property
-    def took(self) -> float: return self.end.time - self.begin.time
+    def took(self) -> float:
+        return self.end.time - self.begin.time
 
     @property
-    def n_items(self) -> int: return self.end.n - self.begin.n
+    def n_items(self) -> int:
+        return self.end.n - self.begin.n
 
     @property
     def steps_per_s(self) -> float | None:
@@ -99,7 +125,9 @@ class MeasuredTime:
 def _own_service(service) -> Any:
     "A copy of the `service` for one run. `DataLoader2` makes such a copy, too."
     own = copy.copy(service)
-    own.end, own.seams, own.records = None, [], deque()
+    own.end = None
+    own.seams = []
+    own.records = deque()
     return own
 
 
@@ -107,7 +135,10 @@ def places_of(graph: IterDataPipe) -> list:
     "For each pipe, its place: 'here', 'workers', or 'seam' if it waits for workers."
     seams = find(graph, WorkerLanes)
     above = {id(pipe) for seam in seams for pipe in nodes(seam.pipe)}
-    return ['workers' if id(pipe) in above else 'seam' if pipe in seams else 'here' for pipe in nodes(graph)]
+    return [
+        "workers" if id(pipe) in above else "seam" if pipe in seams else "here"
+        for pipe in nodes(graph)
+    ]
 
 
 def _worker_figures(service, window) -> list:
@@ -115,16 +146,37 @@ def _worker_figures(service, window) -> list:
     figures = []
     for state in service.health():
         before, after = window.begin.reading.workers, window.end.reading.workers
-        sums = [x - before.get(name, 0) for name, x in after.items() if name.startswith(f"{state['pid']}-")]
+        sums = [
+            x - before.get(name, 0)
+            for name, x in after.items()
+            if name.startswith(f"{state['pid']}-")
+        ]
         total = sum(x[0].sum() for x in sums)
-        waiting = sum(x[0, -1] for x in sums) / total if total else 1.
-        waits = [x.received - x.end for x in service.records if x.worker == state['worker'] and x.received >= window.begin.monotonic]
-        figures.append(WorkerFigures(f"worker {state['worker']}", 1 - waiting, waiting, sum(waits) / max(window.took, 1e-9)))
+        waiting = sum(x[0, -1] for x in sums) / total if total else 1.0
+        waits = [
+            x.received - x.end
+            for x in service.records
+            if x.worker == state["worker"] and x.received >= window.begin.monotonic
+        ]
+        figures.append(
+            WorkerFigures(
+                f"worker {state['worker']}",
+                1 - waiting,
+                waiting,
+                sum(waits) / max(window.took, 1e-9),
+            )
+        )
     return figures
 
 # %% ../../../nbs/pipes/31_profiling/04_profile.ipynb #dfd99274
-def profile(pipe: IterDataPipe, seconds: float = 3., *, reading_service: Any = None, update: Callable | None = None,
-            now: Callable = time.perf_counter) -> Profile:
+def profile(
+    pipe: IterDataPipe,
+    seconds: float = 3.0,
+    *,
+    reading_service: Any = None,
+    update: Callable | None = None,
+    now: Callable = time.perf_counter,
+) -> Profile:
     """Run a graph for some seconds, and measure how the time is spent.
 
     The items are those of an ordinary iteration, and `update` really learns from them. If the graph or the learner raises an exception,
@@ -140,50 +192,92 @@ def profile(pipe: IterDataPipe, seconds: float = 3., *, reading_service: Any = N
         now: returns the time [s]
     """
     _check(pipe, seconds, reading_service, update)
-    graph, service = copy_graph(pipe), _own_service(reading_service or ProcessReading(0))
+    graph = copy_graph(pipe)
+    service = _own_service(reading_service or ProcessReading(0))
     graph = service.initialize(graph)
-    for scaler in find(graph, RewardScaler): scaler.begin = copy.deepcopy(scaler.begin)     # a training may go on with its own scale
-    stages, places, drawing = stages_of(graph), places_of(graph), draw(graph)
+    for scaler in find(graph, RewardScaler):
+        scaler.begin = copy.deepcopy(scaler.begin)  # a training may go on with its own scale
+    stages = stages_of(graph)
+    places = places_of(graph)
+    drawing = draw(graph)
     n_workers = sum(min(service.num_workers, len(seam.own_lanes())) for seam in service.seams)
-    with tempfile.TemporaryDirectory(prefix='rollpipe-') as folder:
-        clock = Clock(len(stages) + 2, folder, now)    # two further stages: the learner, and the code outside of all stages
+    with tempfile.TemporaryDirectory(prefix="rollpipe-") as folder:
+        clock = Clock(
+            len(stages) + 2, folder, now
+        )  # two further stages: the learner, and the code outside of all stages
         graph = put_clocks(graph, stages, clock)
-        window, items = MeasuredTime(clock, seconds), iter(graph)
+        window = MeasuredTime(clock, seconds)
+        items = iter(graph)
         try:
             window.run(items, _consumer(update, clock.here(), len(stages)))
             workers = _worker_figures(service, window)
-        finally: _end(items, service, window)
-    figures = stage_figures(stages, places, window.begin.reading, window.end.reading, window.took, n_workers)
+        finally:
+            _end(items, service, window)
+    figures = stage_figures(
+        stages, places, window.begin.reading, window.end.reading, window.took, n_workers
+    )
     edges = drawing.edges
     if update is not None:
         spent = window.end.reading.here[0, -2] - window.begin.reading.here[0, -2]
-        figures.append(StageFigures(LEARNER, 'here', float(spent) / (window.took or 1), {}, 0., 0., 0.))
+        figures.append(
+            StageFigures(LEARNER, "here", float(spent) / (window.took or 1), {}, 0.0, 0.0, 0.0)
+        )
         edges = [*edges, [(len(edges) - 1, True)]]
-    found = Profile(window.took, window.n_items, figures, edges, workers, window.steps_per_s, window.error, window.ended)
+    found = Profile(
+        window.took,
+        window.n_items,
+        figures,
+        edges,
+        workers,
+        window.steps_per_s,
+        window.error,
+        window.ended,
+    )
     found.advice = advice_for(found, setting_of(graph, n_workers, service.lag))
     return found
 
 
 def check_seconds(seconds: float, name: str) -> None:
     "Raise `DataError` unless the `seconds` of the function `name` are a positive number."
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float('inf'):
-        raise DataError("out of range", pipe=name, leaf='seconds', expected="seconds > 0", got=describe(seconds))
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, (int, float))
+        or not 0 < seconds < float("inf")
+    ):
+        raise DataError(
+            "out of range", pipe=name, leaf="seconds", expected="seconds > 0", got=describe(seconds)
+        )
 
 
 def _check(pipe, seconds, service, update):
     "Raise an error for the first invalid argument."
     if not isinstance(pipe, IterDataPipe):
-        raise TypeError(f'profile needs a pipe, and its reading service as `reading_service`, got {type(pipe).__name__}')
-    check_seconds(seconds, 'profile')
+        raise TypeError(
+            f"profile needs a pipe, and its reading service as `reading_service`, got {type(pipe).__name__}"
+        )
+    check_seconds(seconds, "profile")
     if service is not None and not isinstance(service, ProcessReading):
-        raise DataError("no clocks in its processes", pipe='profile', leaf='reading_service', expected="a ProcessReading, or None",
-                        got=describe(service))
+        raise DataError(
+            "no clocks in its processes",
+            pipe="profile",
+            leaf="reading_service",
+            expected="a ProcessReading, or None",
+            got=describe(service),
+        )
     if update is not None and not callable(update):
-        raise DataError("a learner is a function of an item", pipe='profile', leaf='update', expected="update(item)", got=describe(update))
+        raise DataError(
+            "a learner is a function of an item",
+            pipe="profile",
+            leaf="update",
+            expected="update(item)",
+            got=describe(update),
+        )
 
 
 def _end(items, service, window):
     "Close the stream. An exception is stored in the window, unless there is an earlier one."
     for end in (lambda: close(items), service.finalize):
-        try: end()
-        except Exception as e: window.error = window.error or e
+        try:
+            end()
+        except Exception as e:
+            window.error = window.error or e

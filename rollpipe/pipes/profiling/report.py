@@ -31,6 +31,7 @@ class StageFigures(NamedTuple):
         awaited: share of the time in which its reader waits for its items
         bytes_per_s: bytes of its items per second
     """
+
     label: str
     place: str
     share: float
@@ -48,13 +49,16 @@ class WorkerFigures(NamedTuple):
         waiting: share of its time in which it waits for requests, reads weights and writes items into memory
         queue: mean number of its finished items that wait for the learner's process
     """
+
     name: str
     busy: float
     waiting: float
     queue: float
 
 
-def stage_figures(stages: list, places: list, before: Reading, after: Reading, seconds: float, n_workers: int = 0) -> list:
+def stage_figures(
+    stages: list, places: list, before: Reading, after: Reading, seconds: float, n_workers: int = 0
+) -> list:
     """The figures of all pipes, from the sums of their clocks.
 
     Args:
@@ -69,45 +73,60 @@ def stage_figures(stages: list, places: list, before: Reading, after: Reading, s
         list: `StageFigures`, one for each pipe
     """
     workers = np.zeros_like(after.here)
-    for name, sums in after.workers.items(): workers += sums - before.workers.get(name, 0)
-    here, figures = after.here - before.here, []
+    for name, sums in after.workers.items():
+        workers += sums - before.workers.get(name, 0)
+    here = after.here - before.here
+    figures = []
     sizes = sum(after.workers.values(), after.here)
     for i, place in enumerate(places):
-        sums, time, at_once = (workers, workers[0].sum(), n_workers) if place == 'workers' else (here, seconds, 1)
+        sums, time, at_once = (
+            (workers, workers[0].sum(), n_workers) if place == "workers" else (here, seconds, 1)
+        )
         own, awaited, items = sums[:3] / time if time else np.zeros_like(sums[:3])
         parts = {stage.label: float(own[k]) for k, stage in enumerate(stages) if stage.part_of == i}
         mean_size = sizes[3, i] / max(1, sizes[4, i])
-        figures.append(StageFigures(stages[i].label, place, float(own[i] + sum(parts.values())), parts, float(awaited[i]),
-                                    float(items[i] * at_once), float(items[i] * at_once * mean_size)))
+        figures.append(
+            StageFigures(
+                stages[i].label,
+                place,
+                float(own[i] + sum(parts.values())),
+                parts,
+                float(awaited[i]),
+                float(items[i] * at_once),
+                float(items[i] * at_once * mean_size),
+            )
+        )
     return figures
 
 # %% ../../../nbs/pipes/31_profiling/02_report.ipynb #c4205aab
 def slowest_of(figures: list) -> int | None:
     "The index of the stage that limits the speed; None if nothing was measured."
-    here = {i: x.share for i, x in enumerate(figures) if x.place != 'workers'}
+    here = {i: x.share for i, x in enumerate(figures) if x.place != "workers"}
     found = max(here, key=here.__getitem__, default=None)
-    if found is not None and figures[found].place == 'seam':
-        workers = {i: x.share for i, x in enumerate(figures) if x.place == 'workers'}
-        if sum(workers.values()) >= figures[found].share / 2: found = max(workers, key=workers.__getitem__)
+    if found is not None and figures[found].place == "seam":
+        workers = {i: x.share for i, x in enumerate(figures) if x.place == "workers"}
+        if sum(workers.values()) >= figures[found].share / 2:
+            found = max(workers, key=workers.__getitem__)
     return None if found is None or not figures[found].share else found
 
 # %% ../../../nbs/pipes/31_profiling/02_report.ipynb #bb98c56c
 def share_text(x: float) -> str:
     "A share as a percentage with two digits."
-    return f'{100 * x:.0f} %' if round(100 * x, 1) >= 10 or x == 0 else f'{100 * x:.1f} %'
+    return f"{100 * x:.0f} %" if round(100 * x, 1) >= 10 or x == 0 else f"{100 * x:.1f} %"
 
 
 def rate_text(x: float, unit: str) -> str:
     "A rate with at least three digits."
-    return f'{x:,.0f} {unit}/s' if x >= 100 else f'{x:.3g} {unit}/s'
+    return f"{x:,.0f} {unit}/s" if x >= 100 else f"{x:.3g} {unit}/s"
 
 
 def bytes_text(x: float) -> str:
     "Bytes per second with a prefix."
-    for prefix in ('', 'k', 'M', 'G'):
-        if x < 1000 or prefix == 'G': break
+    for prefix in ("", "k", "M", "G"):
+        if x < 1000 or prefix == "G":
+            break
         x /= 1000
-    return f'{x:.3g} {prefix}B/s'
+    return f"{x:.3g} {prefix}B/s"
 
 # %% ../../../nbs/pipes/31_profiling/02_report.ipynb #ebd32c99
 @dataclass(repr=False)
@@ -126,6 +145,7 @@ class Profile:
         advice: text with the advice that the figures suggest
         other: share of the time in which neither the graph nor the learner works
     """
+
     seconds: float
     n_items: int
     stages: list
@@ -134,8 +154,8 @@ class Profile:
     steps_per_s: float | None = None
     error: Exception | None = None
     ended: bool = False
-    advice: str = ''
-    other: float = 0.
+    advice: str = ""
+    other: float = 0.0
 
     @property
     def slowest(self) -> int | None:
@@ -151,22 +171,46 @@ class Profile:
         "The graph with the figures of each stage."
         marked = frozenset([] if self.slowest is None else [self.slowest])
         # The wait for the last stage says nothing unless a learner reads it.
-        waits = tuple(f'awaited {share_text(x.awaited)}' if i < len(self.stages) - 1 and x.share == x.share else ''
-                      for i, x in enumerate(self.stages))
-        labels = [x.label if len(x.label) <= 64 else f'{x.label[:60]}...)' for x in self.stages]
-        return Drawing(labels, self.edges, marked, tuple(map(_notes, self.stages)), waits, 'slowest', tuple(self._caption()))
+        waits = tuple(
+            f"awaited {share_text(x.awaited)}"
+            if i < len(self.stages) - 1 and x.share == x.share
+            else ""
+            for i, x in enumerate(self.stages)
+        )
+        labels = [x.label if len(x.label) <= 64 else f"{x.label[:60]}...)" for x in self.stages]
+        return Drawing(
+            labels,
+            self.edges,
+            marked,
+            tuple(map(_notes, self.stages)),
+            waits,
+            "slowest",
+            tuple(self._caption()),
+        )
 
     def _caption(self):
-        steps = '' if self.steps_per_s is None else f', {rate_text(self.steps_per_s, "steps")}'
-        lines = [f'{self.seconds:.1f} s, {self.n_items:,} items{steps}' + (', then the stream ended' if self.ended else '')]
-        lines += [f'{x.name}: busy {share_text(x.busy)}, waiting {share_text(x.waiting)}, queue {x.queue:.2g} items' for x in self.workers]
+        steps = "" if self.steps_per_s is None else f", {rate_text(self.steps_per_s, 'steps')}"
+        lines = [
+            f"{self.seconds:.1f} s, {self.n_items:,} items{steps}"
+            + (", then the stream ended" if self.ended else "")
+        ]
+        lines += [
+            f"{x.name}: busy {share_text(x.busy)}, waiting {share_text(x.waiting)}, queue {x.queue:.2g} items"
+            for x in self.workers
+        ]
         if (learner := self.learner) is not None:
-            lines.append(f'learner {share_text(learner)}, collecting {share_text(1 - learner - self.other)}')
-        if self.other: lines.append(f'records, checkpoints and pauses {share_text(self.other)}')
-        if self.error is not None: lines.append(f'ended by {type(self.error).__name__}: {self.error}')
+            lines.append(
+                f"learner {share_text(learner)}, collecting {share_text(1 - learner - self.other)}"
+            )
+        if self.other:
+            lines.append(f"records, checkpoints and pauses {share_text(self.other)}")
+        if self.error is not None:
+            lines.append(f"ended by {type(self.error).__name__}: {self.error}")
         return lines + ([self.advice] if self.advice else [])
 
-    def __repr__(self): return repr(self.drawing())
+    def __repr__(self):
+        return repr(self.drawing())
+
     def svg(self) -> str:
         "The picture as SVG."
         return self.drawing()._repr_svg_()
@@ -181,17 +225,34 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         "What `save` wrote."
         kept = json.loads(Path(path).read_bytes())
-        return cls(**dict(kept, stages=[StageFigures(*x) for x in kept['stages']], workers=[WorkerFigures(*x) for x in kept['workers']]))
+        return cls(
+            **dict(
+                kept,
+                stages=[StageFigures(*x) for x in kept["stages"]],
+                workers=[WorkerFigures(*x) for x in kept["workers"]],
+            )
+        )
 
 
-LEARNER = 'the learner'
+LEARNER = "the learner"
 
 
 def _notes(x) -> list:
     "The texts beside a stage."
-    if x.share != x.share: return ['', '', '']
-    share = share_text(x.share) + dict(workers=" of the workers", seam=" for the workers").get(x.place, '')
+    if x.share != x.share:
+        return ["", "", ""]
+    share = share_text(x.share) + dict(workers=" of the workers", seam=" for the workers").get(
+        x.place, ""
+    )
     own = x.share - sum(x.parts.values())
-    parts = [f'{name} {share_text(y)}' for name, y in [*x.parts.items(), ('rest', own)]] if x.parts else []
-    rates = [f'{rate_text(x.items_per_s, "items")}, {bytes_text(x.bytes_per_s)}'] if x.items_per_s else ['']
-    return [share, *rates, ', '.join(parts)]
+    parts = (
+        [f"{name} {share_text(y)}" for name, y in [*x.parts.items(), ("rest", own)]]
+        if x.parts
+        else []
+    )
+    rates = (
+        [f"{rate_text(x.items_per_s, 'items')}, {bytes_text(x.bytes_per_s)}"]
+        if x.items_per_s
+        else [""]
+    )
+    return [share, *rates, ", ".join(parts)]

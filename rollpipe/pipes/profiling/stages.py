@@ -18,7 +18,7 @@ from ..stepper import EnvStepper
 from ..graph.torchdata import IterDataPipe
 
 # %% ../../../nbs/pipes/31_profiling/01_stages.ipynb #d5318316
-_PARTS = {EnvStepper: ('environments', 'actor'), Replay: ('sampling',)}
+_PARTS = {EnvStepper: ("environments", "actor"), Replay: ("sampling",)}
 
 
 class Stage(NamedTuple):
@@ -28,14 +28,20 @@ class Stage(NamedTuple):
         label: text of a pipe, or name of a part
         part_of: index of the pipe to which a part belongs; None: the stage is a pipe
     """
+
     label: str
     part_of: int | None = None
 
 
 def stages_of(graph: IterDataPipe) -> list:
     "The stages of a graph: its pipes, sources first, and then their parts."
-    parts = [Stage(name, i) for i, pipe in enumerate(nodes(graph))
-             for kind, names in _PARTS.items() if isinstance(pipe, kind) for name in names]
+    parts = [
+        Stage(name, i)
+        for i, pipe in enumerate(nodes(graph))
+        for kind, names in _PARTS.items()
+        if isinstance(pipe, kind)
+        for name in names
+    ]
     return [*map(Stage, draw(graph).labels), *parts]
 
 # %% ../../../nbs/pipes/31_profiling/01_stages.ipynb #a60184b0
@@ -47,6 +53,7 @@ class Timer(NamedTuple):
         stage: number of the pipe
         parts: name of a part -> its number
     """
+
     clock: Clock
     stage: int
     parts: dict
@@ -54,33 +61,51 @@ class Timer(NamedTuple):
     def stream(self, begin: Callable) -> Iterator:
         "The items of `begin()`, whose time counts for the pipe. The time of samples counts for the part 'sampling'."
         items = self.clock.stream(self.stage, begin)
-        return items if 'sampling' not in self.parts else self._with_samples(items)
+        return items if "sampling" not in self.parts else self._with_samples(items)
 
     def _with_samples(self, items):
         try:
-            for item in items: yield item._replace(samples=self.clock.stream(self.parts['sampling'], partial(iter, item.samples)))
-        finally: close(items)
+            for item in items:
+                yield item._replace(
+                    samples=self.clock.stream(self.parts["sampling"], partial(iter, item.samples))
+                )
+        finally:
+            close(items)
 
     def interaction(self, made: Any) -> Any:
         "The `Interaction` of a stepper, changed so that its environments and its actor are measured separately, if these are `parts`."
-        if 'actor' not in self.parts: return made
-        account, environments, actor = self.clock.here(), self.parts['environments'], self.parts['actor']
-        checked, envs, engine_of = made.checked, made.envs, made.checked.engine
-        checked.answer, checked.reset = account.timed(actor, checked.answer), account.timed(actor, checked.reset)
-        for name in ('step_into', 'reset_into'): setattr(envs, name, account.timed(environments, getattr(envs, name)))
+        if "actor" not in self.parts:
+            return made
+        account = self.clock.here()
+        environments = self.parts["environments"]
+        actor = self.parts["actor"]
+        checked = made.checked
+        envs = made.envs
+        engine_of = made.checked.engine
+        checked.answer, checked.reset = (
+            account.timed(actor, checked.answer),
+            account.timed(actor, checked.reset),
+        )
+        for name in ("step_into", "reset_into"):
+            setattr(envs, name, account.timed(environments, getattr(envs, name)))
 
         def engine(*args):
             found = engine_of(*args)
-            for name in ('load', 'begin', 'answer', 'end') if found.name != 'torch' else ():
+            for name in ("load", "begin", "answer", "end") if found.name != "torch" else ():
                 setattr(found, name, account.timed(actor, getattr(found, name)))
-            return found     # a torch engine calls `checked.answer`, which is measured already
+            return found  # a torch engine calls `checked.answer`, which is measured already
+
         checked.engine = engine
         return made
 
 
 class Timed(Pipe):
     "Yields the items of a pipe of torch, which has no timer, and measures the time of that pipe with its own."
-    reads, keeps_items, any_strides, drops_items = 1, False, True, False
+
+    reads = 1
+    keeps_items = False
+    any_strides = True
+    drops_items = False
 
     def stream(self, items: Iterator) -> Iterator:
         "The items of the other pipe."
@@ -91,9 +116,12 @@ def timers_for(graph: IterDataPipe, stages: list, clock: Clock) -> list:
     "`(pipe, timer, is_ours)` for each pipe that is iterated, sources first; one of torch is not ours. Arguments as in `put_clocks`."
     found = []
     for i, pipe in enumerate(nodes(graph)):
-        method = getattr(type(pipe), '__iter__', None)
-        if method is getattr(IterDataPipe, '__iter__', None) or not isinstance(pipe, IterDataPipe): continue     # nobody iterates it
-        timer = Timer(clock, i, {stage.label: k for k, stage in enumerate(stages) if stage.part_of == i})
+        method = getattr(type(pipe), "__iter__", None)
+        if method is getattr(IterDataPipe, "__iter__", None) or not isinstance(pipe, IterDataPipe):
+            continue  # nobody iterates it
+        timer = Timer(
+            clock, i, {stage.label: k for k, stage in enumerate(stages) if stage.part_of == i}
+        )
         found.append((pipe, timer, method is Pipe.__iter__))
     return found
 
@@ -110,7 +138,10 @@ def put_clocks(graph: IterDataPipe, stages: list, clock: Clock) -> IterDataPipe:
     for pipe, timer, is_ours in timers_for(graph, stages, clock):
         timed: Any = pipe if is_ours else Timed(pipe)
         timed.timer = timer
-        if is_ours: continue
-        for reader in pipes: reconnect(reader, pipe, timed)
-        if pipe is graph: graph = timed
+        if is_ours:
+            continue
+        for reader in pipes:
+            reconnect(reader, pipe, timed)
+        if pipe is graph:
+            graph = timed
     return graph

@@ -44,16 +44,35 @@ def check_spaces(fragment: Fragment, spaces: tuple, pipe: Any = None) -> None:
     """
     state = fragment.state
     trees = nested.getitem(state.obs, slice(-1)), nested.getitem(state.act, slice(1, None))
-    for name, space, tree in zip(('obs', 'act'), spaces, trees):
-        form, found = ({path: list(x.shape[n:]) for path, x in zip(nested.paths(tree, name), nested.leaves(tree))}
-                       for tree, n in ((space_spec(space, name), 0), (tree, 2)))
+    for name, space, tree in zip(("obs", "act"), spaces, trees):
+        form, found = (
+            {
+                path: list(x.shape[n:])
+                for path, x in zip(nested.paths(tree, name), nested.leaves(tree))
+            }
+            for tree, n in ((space_spec(space, name), 0), (tree, 2))
+        )
         if form != found:
-            raise DataError("the data are of another environment", pipe=pipe, leaf=name, expected=f"{form}, as in {space}", got=str(found))
+            raise DataError(
+                "the data are of another environment",
+                pipe=pipe,
+                leaf=name,
+                expected=f"{form}, as in {space}",
+                got=str(found),
+            )
         parts = zip(nested.leaves(tree), nested.leaves(single_spaces(space)))
-        integers = [None if isinstance(s, Box) else x[fragment.valid].numpy().astype(s.dtype) for x, s in parts]
+        integers = [
+            None if isinstance(s, Box) else x[fragment.valid].numpy().astype(s.dtype)
+            for x, s in parts
+        ]
         if wrong := RangeCheck(space, name).find(integers):
-            raise DataError("the data are of another environment", pipe=pipe, leaf=wrong[1], expected=f"a number of {wrong[3]}",
-                            got=str(wrong[2]))
+            raise DataError(
+                "the data are of another environment",
+                pipe=pipe,
+                leaf=wrong[1],
+                expected=f"a number of {wrong[3]}",
+                got=str(wrong[2]),
+            )
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #b56b5d50
 class DataSampler(Seeded, Pipe):
@@ -74,41 +93,80 @@ class DataSampler(Seeded, Pipe):
         spaces: the observation space and the action space of the environment that the data must fit; None: any data
         seed: determines the samples; None: that of a loader, or fresh entropy for each iteration
     """
-    no_length = 'its samples have no end'
 
-    def __init__(self, pipe: IterDataPipe, batch_size: int = 256, length: int = 1, spaces: tuple | None = None, seed: int | None = None):
+    no_length = "its samples have no end"
+
+    def __init__(
+        self,
+        pipe: IterDataPipe,
+        batch_size: int = 256,
+        length: int = 1,
+        spaces: tuple | None = None,
+        seed: int | None = None,
+    ):
         super().__init__(pipe)
-        for name, x in (('batch_size', batch_size), ('length', length)): check_integer(name, x, pipe=self)
-        self.batch_size, self.length, self.spaces, self.seed = batch_size, length, spaces, seed
+        for name, x in (("batch_size", batch_size), ("length", length)):
+            check_integer(name, x, pipe=self)
+        self.batch_size = batch_size
+        self.length = length
+        self.spaces = spaces
+        self.seed = seed
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         memory = self._filled(deque(map(self._kept, items)))
         found = 0
-        for rows, _ in store_rows(memory.store).values(): found = crc32(rows, found)
-        if self.keep(sampler=memory.sampler, data=found)['data'] != found:
-            raise CheckpointError("the data are not those that the stream began with", pipe=self, leaf='data', got="other steps")
-        while True: yield memory.sample(self.batch_size).fragment
+        for rows, _ in store_rows(memory.store).values():
+            found = crc32(rows, found)
+        if self.keep(sampler=memory.sampler, data=found)["data"] != found:
+            raise CheckpointError(
+                "the data are not those that the stream began with",
+                pipe=self,
+                leaf="data",
+                got="other steps",
+            )
+        while True:
+            yield memory.sample(self.batch_size).fragment
 
     def _kept(self, item: Any) -> Fragment:
         "The part of an item that does not depend on the actor that acted."
         fragment = item.fresh if isinstance(item, Replayed) else item
         check_item(fragment, Fragment, self)
-        if self.spaces is not None: check_spaces(fragment, self.spaces, self)
-        return fragment._replace(actor={}, env={}, hx=(), final=fragment.final._replace(actor={}), adv=None, ret=None, version=None,
-                                 restarts=None)
+        if self.spaces is not None:
+            check_spaces(fragment, self.spaces, self)
+        return fragment._replace(
+            actor={},
+            env={},
+            hx=(),
+            final=fragment.final._replace(actor={}),
+            adv=None,
+            ret=None,
+            version=None,
+            restarts=None,
+        )
 
     def _filled(self, fragments: deque) -> ReplayMemory:
         n_steps = sum(fragment.valid.numel() for fragment in fragments)
         if n_steps < self.length:
-            raise DataError("there are too few steps", pipe=self, expected=f"a source of {self.length} steps or more", got=str(n_steps))
+            raise DataError(
+                "there are too few steps",
+                pipe=self,
+                expected=f"a source of {self.length} steps or more",
+                got=str(n_steps),
+            )
         memory = ReplayMemory(n_steps, length=self.length, seed=self.seed_sequence())
         memory.begin(unbatched(fragments[0])).links.episodes_follow = self.length > 1
-        while fragments: memory.add(fragments.popleft())     # so that no step is there twice
-        drawn, slot = np.zeros(n_steps, bool), memory.sampler.starts.nonzero()[0]
-        for _ in range(self.length): drawn[slot], slot = True, memory.store.links.next[slot]
+        while fragments:
+            memory.add(fragments.popleft())  # so that no step is there twice
+        drawn = np.zeros(n_steps, bool)
+        slot = memory.sampler.starts.nonzero()[0]
+        for _ in range(self.length):
+            drawn[slot] = True
+            slot = memory.store.links.next[slot]
         if (n := int((drawn & memory.store.valid).sum())) < len(memory):
-            _log.warning(f"{type(self).__name__}: only {n:,} of {len(memory):,} steps can be drawn, because the others are in no segment "
-                         f"of {self.length} steps that follow one another")
+            _log.warning(
+                f"{type(self).__name__}: only {n:,} of {len(memory):,} steps can be drawn, because the others are in no segment "
+                f"of {self.length} steps that follow one another"
+            )
         return memory
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #e482e75d
@@ -118,15 +176,32 @@ class Recording(Source):
     Args:
         path: the folder of a `Recorder`, or that of a run that has recorded; None: there is none, and a `DataError` says so
     """
-    def __init__(self, path: str | Path | None): self.path = path
+
+    def __init__(self, path: str | Path | None):
+        self.path = path
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
-        if self.path is None: raise DataError("there are no data to learn from", leaf='data', expected="a path (--data PATH)", got="None")
+        if self.path is None:
+            raise DataError(
+                "there are no data to learn from",
+                leaf="data",
+                expected="a path (--data PATH)",
+                got="None",
+            )
         yield from Replayer(self.path)
 
 
-def from_data(env: Any, actor: Any = None, *, data: str | Path | IterDataPipe | None = None, batch_size: int = 256, length: int = 1,
-              seed: int | None = None, env_kwargs: dict | None = None, device: Any = None) -> DataSampler:
+def from_data(
+    env: Any,
+    actor: Any = None,
+    *,
+    data: str | Path | IterDataPipe | None = None,
+    batch_size: int = 256,
+    length: int = 1,
+    seed: int | None = None,
+    env_kwargs: dict | None = None,
+    device: Any = None,
+) -> DataSampler:
     """A pipeline that yields samples of recorded steps without end, for learners from data: `Fragment`s `[length, batch_size]`.
 
     See `DataSampler`, which also tells what is raised.

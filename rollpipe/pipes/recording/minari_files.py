@@ -7,7 +7,12 @@ __all__ = ['REPEATED', 'hdf5', 'set_folder', 'whole_folder', 'space_facts', 'spa
            'arrays_in', 'reading']
 
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #f2c87094
-import errno, io, os, re, secrets, shutil
+import errno
+import io
+import os
+import re
+import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +22,24 @@ import numpy as np
 from gymnasium import spaces
 
 from ..data import nested
-from ..data.errors import DataError, PipeError, SpaceError, describe, describe_exception
+from rollpipe.pipes.data.errors import (
+    DataError,
+    PipeError,
+    SpaceError,
+    describe,
+    describe_exception,
+)
 from ..data.files import names_file
 
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #acda2287
 def hdf5() -> Any:
     "The module h5py, which is an extra."
-    try: import h5py
-    except ImportError as e: raise ImportError(f"data sets of Minari need h5py: pip install 'rollpipe[minari]' ({e})") from None
+    try:
+        import h5py
+    except ImportError as e:
+        raise ImportError(
+            f"data sets of Minari need h5py: pip install 'rollpipe[minari]' ({e})"
+        ) from None
     return h5py
 
 
@@ -35,12 +50,33 @@ def set_folder(name: str, folder: Any = None) -> Path:
         name: such as 'mujoco/ant/expert-v0'
         folder: of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
     """
-    if not isinstance(name, str) or not re.fullmatch(r'([-\w]+/)*[-\w]+-v\d+', name) or name.rfind('/') == 1:
-        raise DataError("not the name of a data set", leaf='name', expected="such as 'mujoco/ant/expert-v0'", got=repr(name))
-    try: return Path(folder or os.environ.get('MINARI_DATASETS_PATH') or Path.home()/'.minari'/'datasets')/name
+    if (
+        not isinstance(name, str)
+        or not re.fullmatch(r"([-\w]+/)*[-\w]+-v\d+", name)
+        or name.rfind("/") == 1
+    ):
+        raise DataError(
+            "not the name of a data set",
+            leaf="name",
+            expected="such as 'mujoco/ant/expert-v0'",
+            got=repr(name),
+        )
+    try:
+        return (
+            Path(
+                folder
+                or os.environ.get("MINARI_DATASETS_PATH")
+                or Path.home() / ".minari" / "datasets"
+            )
+            / name
+        )
     except RuntimeError as e:
-        raise DataError("the folder of all data sets is not known", leaf='folder', expected="a folder, or MINARI_DATASETS_PATH",
-                        got=f"no HOME ({e})") from None
+        raise DataError(
+            "the folder of all data sets is not known",
+            leaf="folder",
+            expected="a folder, or MINARI_DATASETS_PATH",
+            got=f"no HOME ({e})",
+        ) from None
 
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #076023ce
 @contextmanager
@@ -54,86 +90,142 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         path: the folder
         replace: True: an older folder is removed at the end
     """
+
     def refuse():
-        if path.exists() and not replace: raise DataError(f"{path}: there is such a data set", expected="another name, or `replace=True`")
+        if path.exists() and not replace:
+            raise DataError(
+                f"{path}: there is such a data set", expected="another name, or `replace=True`"
+            )
+
     refuse()
-    beside = path.with_name(f'.{path.name}.{secrets.token_hex(4)}.tmp')
-    old = beside.with_suffix('.old')
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    old = beside.with_suffix(".old")
     beside.mkdir(parents=True)
     try:
         yield beside
-        for file in filter(Path.is_file, beside.rglob('*')):
-            with open(file, 'rb+') as f: os.fsync(f.fileno())
+        for file in filter(Path.is_file, beside.rglob("*")):
+            with open(file, "rb+") as f:
+                os.fsync(f.fileno())
         refuse()
-        if path.exists(): path.rename(old)      # a folder that is not empty cannot be replaced in one step
+        if path.exists():
+            path.rename(old)  # a folder that is not empty cannot be replaced in one step
         beside.rename(path)
     finally:
-        if old.exists() and not path.exists(): old.rename(path)     # an error, or Ctrl-C, between the two steps
-        for left in (beside, old): shutil.rmtree(left, ignore_errors=True)
+        if old.exists() and not path.exists():
+            old.rename(path)  # an error, or Ctrl-C, between the two steps
+        for left in (beside, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #09a19ac1
-_FIELDS = {'Box': ('dtype', 'shape', 'low', 'high'), 'Discrete': ('dtype', 'start', 'n'), 'MultiDiscrete': ('dtype', 'nvec', 'start'),
-           'MultiBinary': ('n',)}
+_FIELDS = {
+    "Box": ("dtype", "shape", "low", "high"),
+    "Discrete": ("dtype", "start", "n"),
+    "MultiDiscrete": ("dtype", "nvec", "start"),
+    "MultiBinary": ("n",),
+}
 
 
 def space_facts(space: spaces.Space) -> dict:
     "The space in JSON's types. Raises `SpaceError` for a space without a fixed-size array form."
-    if isinstance(space, spaces.Dict): return dict(type='Dict', subspaces={k: space_facts(s) for k, s in space.spaces.items()})
-    if isinstance(space, spaces.Tuple): return dict(type='Tuple', subspaces=[*map(space_facts, space.spaces)])
+    if isinstance(space, spaces.Dict):
+        return dict(type="Dict", subspaces={k: space_facts(s) for k, s in space.spaces.items()})
+    if isinstance(space, spaces.Tuple):
+        return dict(type="Tuple", subspaces=[*map(space_facts, space.spaces)])
     kind = next((kind for kind in _FIELDS if isinstance(space, getattr(spaces, kind))), None)
-    if kind is None: raise SpaceError("this space cannot be stored", expected=', '.join(('Dict', 'Tuple', *_FIELDS)), got=str(space))
+    if kind is None:
+        raise SpaceError(
+            "this space cannot be stored",
+            expected=", ".join(("Dict", "Tuple", *_FIELDS)),
+            got=str(space),
+        )
     facts = {field: getattr(space, field) for field in _FIELDS[kind]}
-    return dict(type=kind, **{k: str(x) if k == 'dtype' else np.asarray(x).tolist() for k, x in facts.items()})
+    return dict(
+        type=kind,
+        **{k: str(x) if k == "dtype" else np.asarray(x).tolist() for k, x in facts.items()},
+    )
 
 
 def space_of(facts: dict) -> spaces.Space:
     "The space that was stored. Raises KeyError, TypeError or ValueError if these are not the facts of a space."
-    kind = facts['type']
-    if kind == 'Dict': return spaces.Dict([(k, space_of(x)) for k, x in facts['subspaces'].items()])      # a dict would be sorted
-    if kind == 'Tuple': return spaces.Tuple([*map(space_of, facts['subspaces'])])
+    kind = facts["type"]
+    if kind == "Dict":
+        return spaces.Dict(
+            [(k, space_of(x)) for k, x in facts["subspaces"].items()]
+        )  # a dict would be sorted
+    if kind == "Tuple":
+        return spaces.Tuple([*map(space_of, facts["subspaces"])])
     found = {field: facts[field] for field in _FIELDS[kind] if field in facts}
-    if kind == 'Discrete': found.pop('dtype', None)       # gymnasium knows but one
-    if kind == 'Box': found |= {k: np.array(found[k], found['dtype']).reshape(found['shape']) for k in ('low', 'high')}
-    return getattr(spaces, kind)(**{k: tuple(x) if k in ('shape', 'n') and isinstance(x, list) else x for k, x in found.items()})
+    if kind == "Discrete":
+        found.pop("dtype", None)  # gymnasium knows but one
+    if kind == "Box":
+        found |= {
+            k: np.array(found[k], found["dtype"]).reshape(found["shape"]) for k in ("low", "high")
+        }
+    return getattr(spaces, kind)(
+        **{
+            k: tuple(x) if k in ("shape", "n") and isinstance(x, list) else x
+            for k, x in found.items()
+        }
+    )
 
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #e68213ca
-REPEATED = 'repeated_last_observation'      # attribute of an episode, True if its last observation was not known
+REPEATED = "repeated_last_observation"  # attribute of an episode, True if its last observation was not known
 
 
 def write_tree(group: Any, name: str, tree: Any) -> None:
     "Write arrays `[n, ...]`, nested, into a group of an HDF5 file, as Minari does."
-    if isinstance(tree, tuple): tree = {f'_index_{i}': x for i, x in enumerate(tree)}
+    if isinstance(tree, tuple):
+        tree = {f"_index_{i}": x for i, x in enumerate(tree)}
     if isinstance(tree, dict):
         group = group.require_group(name)
-        for key, x in tree.items(): write_tree(group, key, x)
-    else: group.create_dataset(name, data=tree, chunks=True, maxshape=(None, *tree.shape[1:]), fletcher32=True)
+        for key, x in tree.items():
+            write_tree(group, key, x)
+    else:
+        group.create_dataset(
+            name, data=tree, chunks=True, maxshape=(None, *tree.shape[1:]), fletcher32=True
+        )
 
 
 class Room:
     "Room on the disk for an HDF5 file, which is also open as `raw`. It is reserved in blocks, because this takes as long as writing."
-    BLOCK = 2 ** 24     # [bytes]
 
-    def __init__(self, file: Any, raw: Any): self.file, self.raw, self.left = file, raw, 0
+    BLOCK = 2**24  # [bytes]
+
+    def __init__(self, file: Any, raw: Any):
+        self.file = file
+        self.raw = raw
+        self.left = 0
 
     def take(self, arrays: list) -> None:
         "Reserve room for these arrays. Raises `OSError` if there is too little."
-        needed = sum(2 * x.nbytes + 2 ** 14 for x in arrays)     # with blocks that are not full, and what HDF5 notes about each array
+        needed = sum(
+            2 * x.nbytes + 2**14 for x in arrays
+        )  # with blocks that are not full, and what HDF5 notes about each array
         if needed > self.left:
             self.file.flush()
             self.left = max(needed, self.BLOCK)
             with names_file(self.raw.name):
-                if hasattr(os, 'posix_fallocate'): os.posix_fallocate(self.raw.fileno(), 0, self.file.id.get_filesize() + self.left)
-                elif shutil.disk_usage(self.raw.name).free < self.left: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(
+                        self.raw.fileno(), 0, self.file.id.get_filesize() + self.left
+                    )
+                elif shutil.disk_usage(self.raw.name).free < self.left:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.left -= needed
 
 
 class Images:
     "A leaf of images `like` that are stored as JPEG. Sets that Minari makes have it unless `jpeg_encoding=False`."
-    def __init__(self, data: Any, like: np.ndarray): self.data, self.dtype, self.shape = data, like.dtype, (len(data), *like.shape)
+
+    def __init__(self, data: Any, like: np.ndarray):
+        self.data = data
+        self.dtype = like.dtype
+        self.shape = (len(data), *like.shape)
 
     def __getitem__(self, rows: Any) -> np.ndarray:
         "The images of some rows."
         from PIL import Image
+
         return np.stack([np.asarray(Image.open(io.BytesIO(x.tobytes()))) for x in self.data[rows]])
 
 
@@ -142,21 +234,40 @@ def arrays_in(node: Any, like: Any, n: int, name: str) -> Any:
 
     Raises `DataError` for an array of another form.
     """
-    if isinstance(like, tuple): return tuple(arrays_in(node[f'_index_{i}'], x, n, f'{name}[{i}]') for i, x in enumerate(like))
-    if isinstance(like, dict): return {k: arrays_in(node[k], x, n, f'{name}[{k!r}]') for k, x in like.items()}
-    if like.dtype == np.uint8 and like.ndim > 1 and getattr(node, 'ndim', 0) in (1, 2): node = Images(node, like)
-    if getattr(node, 'shape', None) != (n, *like.shape) or not np.can_cast(node.dtype, like.dtype, 'same_kind'):
-        raise DataError("an array does not fit", leaf=name, expected=nested.form_text(like.dtype, (n, *like.shape)), got=describe(node))
+    if isinstance(like, tuple):
+        return tuple(
+            arrays_in(node[f"_index_{i}"], x, n, f"{name}[{i}]") for i, x in enumerate(like)
+        )
+    if isinstance(like, dict):
+        return {k: arrays_in(node[k], x, n, f"{name}[{k!r}]") for k, x in like.items()}
+    if like.dtype == np.uint8 and like.ndim > 1 and getattr(node, "ndim", 0) in (1, 2):
+        node = Images(node, like)
+    if getattr(node, "shape", None) != (n, *like.shape) or not np.can_cast(
+        node.dtype, like.dtype, "same_kind"
+    ):
+        raise DataError(
+            "an array does not fit",
+            leaf=name,
+            expected=nested.form_text(like.dtype, (n, *like.shape)),
+            got=describe(node),
+        )
     return node
 
 
 @contextmanager
 def reading(path: Path, **where: Any) -> Iterator[None]:
     "Make errors in the block, which reads a data set, name the set as damaged. `where` has further fields of the error."
-    try: yield
+    try:
+        yield
     except PipeError as e:
         e.locate(pipe=str(path), **where)
         raise
-    except ImportError: raise
+    except ImportError:
+        raise
     except Exception as e:  # a damaged file can break the reader anywhere
-        raise DataError("the data set is damaged, or is none of Minari's", pipe=str(path), got=describe_exception(e), **where) from e
+        raise DataError(
+            "the data set is damaged, or is none of Minari's",
+            pipe=str(path),
+            got=describe_exception(e),
+            **where,
+        ) from e

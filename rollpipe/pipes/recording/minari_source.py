@@ -18,18 +18,34 @@ import numpy as np
 import torch
 
 from ..data import nested
-from ..data.errors import LEAST_BYTES, CheckpointError, DataError, GraphError, check_integer, check_memory, describe
+from rollpipe.pipes.data.errors import (
+    LEAST_BYTES,
+    CheckpointError,
+    DataError,
+    GraphError,
+    check_integer,
+    check_memory,
+    describe,
+)
 from ..data.fragment import Final, Fragment, State
 from ..data.fragment_ops import ENV_REWARD
 from ..envs.actions import as_like
 from ..envs.factories import space_spec
 from ..graph.pipe import Source
-from .minari_files import REPEATED, arrays_in, hdf5, reading, set_folder, space_of
+from rollpipe.pipes.recording.minari_files import (
+    REPEATED,
+    arrays_in,
+    hdf5,
+    reading,
+    set_folder,
+    space_of,
+)
 
 # %% ../../../nbs/pipes/29_recording/08_minari_source.ipynb #34c2dac5
 def dealt(lengths: Sequence, order: Iterable, n_columns: int) -> list:
     "For each column, a list of `(first step, episode)`. In this `order`, each episode goes to the column that is free first."
-    columns, free = [[] for _ in range(n_columns)], [(0, b) for b in range(n_columns)]
+    columns = [[] for _ in range(n_columns)]
+    free = [(0, b) for b in range(n_columns)]
     for k in map(int, order):
         step, b = heappop(free)
         columns[b].append((step, k))
@@ -39,12 +55,22 @@ def dealt(lengths: Sequence, order: Iterable, n_columns: int) -> list:
 # %% ../../../nbs/pipes/29_recording/08_minari_source.ipynb #976e9443
 def _form(node, name, old=None):
     "What stands where an info is missing. Raises `DataError` for what is no number, and for a shape that is not that of `old`."
-    if hasattr(node, 'keys'): return {k: _form(node[k], f'{name}[{k!r}]', old and old[k]) for k in node}
-    if node.dtype.kind not in 'biuf' or not node.ndim or old is not None and old.shape != node.shape[1:]:
-        raise DataError("an info has no fixed numeric form", leaf=name, got=describe(node),
-                        expected="numbers of one shape at each step, or `info_keys` without this info")
+    if hasattr(node, "keys"):
+        return {k: _form(node[k], f"{name}[{k!r}]", old and old[k]) for k in node}
+    if (
+        node.dtype.kind not in "biuf"
+        or not node.ndim
+        or old is not None
+        and old.shape != node.shape[1:]
+    ):
+        raise DataError(
+            "an info has no fixed numeric form",
+            leaf=name,
+            got=describe(node),
+            expected="numbers of one shape at each step, or `info_keys` without this info",
+        )
     dtype = node.dtype if old is None else np.result_type(node.dtype, old.dtype)
-    return np.full(node.shape[1:], np.nan if dtype.kind == 'f' else 0, dtype)
+    return np.full(node.shape[1:], np.nan if dtype.kind == "f" else 0, dtype)
 
 
 class StoredEpisodes:
@@ -54,64 +80,135 @@ class StoredEpisodes:
         likes: nested arrays as announced by the spaces of observations and actions
         info_keys: infos to read; None: all
     """
+
     def __init__(self, file: Any, n: int, likes: tuple, info_keys: Sequence | None):
-        self.file, self.likes, self.lengths, self.infos, self.is_wide = file, likes, [], {}, False
-        if len(file) != n: raise DataError("episodes are missing, or too many", expected=f"{n}, as in metadata.json", got=str(len(file)))
-        counts, names = Counter(), set()
+        self.file = file
+        self.likes = likes
+        self.lengths = []
+        self.infos = {}
+        self.is_wide = False
+        if len(file) != n:
+            raise DataError(
+                "episodes are missing, or too many",
+                expected=f"{n}, as in metadata.json",
+                got=str(len(file)),
+            )
+        counts = Counter()
+        names = set()
         for k in range(n):
-            group = file[f'episode_{k}']
-            self.lengths.append(check_integer(f'steps of episode_{k}', len(group['rewards'])))
-            self.is_wide |= group['rewards'].dtype != np.float32
-            for key, node in group.get('infos', {}).items():
+            group = file[f"episode_{k}"]
+            self.lengths.append(check_integer(f"steps of episode_{k}", len(group["rewards"])))
+            self.is_wide |= group["rewards"].dtype != np.float32
+            for key, node in group.get("infos", {}).items():
                 names.add(key)
-                if info_keys is not None and key.removeprefix('_') not in info_keys: continue
-                self.infos[key] = _form(node, f'episode_{k}/infos[{key!r}]', self.infos.get(key))
+                if info_keys is not None and key.removeprefix("_") not in info_keys:
+                    continue
+                self.infos[key] = _form(node, f"episode_{k}/infos[{key!r}]", self.infos.get(key))
                 counts[key] += 1
         if lacking := {*(info_keys or ())} - {*counts}:
-            raise DataError("no such info", leaf='info_keys', expected=', '.join(sorted(names)) or "none", got=', '.join(sorted(lacking)))
-        self.unmasked = [key for key in counts if counts[key] < n and key[0] != '_' and f'_{key}' not in counts]
-        self.infos |= {f'_{key}': np.zeros((), bool) for key in self.unmasked}
+            raise DataError(
+                "no such info",
+                leaf="info_keys",
+                expected=", ".join(sorted(names)) or "none",
+                got=", ".join(sorted(lacking)),
+            )
+        self.unmasked = [
+            key for key in counts if counts[key] < n and key[0] != "_" and f"_{key}" not in counts
+        ]
+        self.infos |= {f"_{key}": np.zeros((), bool) for key in self.unmasked}
 
     def __getitem__(self, k: int) -> tuple:
         "`(n, obs, act, rew, term, trunc, infos, is_known)` of episode `k`: its arrays are read when they are indexed."
-        group, n, flag = self.file[f'episode_{k}'], self.lengths[k], np.zeros((), bool)
-        def arrays(key, like, n): return arrays_in(group[key], like, n, f'episode_{k}/{key}')
-        infos = {key: arrays(f'infos/{key}', like, n + 1) for key, like in self.infos.items() if f'infos/{key}' in group}
-        return (n, arrays('observations', self.likes[0], n + 1), arrays('actions', self.likes[1], n), arrays('rewards', np.zeros(()), n),
-                arrays('terminations', flag, n), arrays('truncations', flag, n), infos, not group.attrs.get(REPEATED, False))
+        group = self.file[f"episode_{k}"]
+        n = self.lengths[k]
+        flag = np.zeros((), bool)
+
+        def arrays(key, like, n):
+            return arrays_in(group[key], like, n, f"episode_{k}/{key}")
+
+        infos = {
+            key: arrays(f"infos/{key}", like, n + 1)
+            for key, like in self.infos.items()
+            if f"infos/{key}" in group
+        }
+        return (
+            n,
+            arrays("observations", self.likes[0], n + 1),
+            arrays("actions", self.likes[1], n),
+            arrays("rewards", np.zeros(()), n),
+            arrays("terminations", flag, n),
+            arrays("truncations", flag, n),
+            infos,
+            not group.attrs.get(REPEATED, False),
+        )
 
 # %% ../../../nbs/pipes/29_recording/08_minari_source.ipynb #a0eedb36
 class PlayedRows:
     "The rows of a fragment, from row `first` of the stream on. They are filled episode by episode."
+
     def __init__(self, first: int, n_steps: int, n_envs: int, stored: StoredEpisodes):
-        self.first, self.stop, self.stored, self.ends = first, first + n_steps + 1, stored, []
-        def block(like, n): return nested.map(lambda x: np.full((n, n_envs, *x.shape), x, x.dtype), like)
+        self.first = first
+        self.stop = first + n_steps + 1
+        self.stored = stored
+        self.ends = []
+
+        def block(like, n):
+            return nested.map(lambda x: np.full((n, n_envs, *x.shape), x, x.dtype), like)
+
         self.obs, self.act = block(stored.likes, n_steps + 1)
-        self.rew, self.stepno, self.term = block((np.float64(0), np.int64(0), np.False_), n_steps + 1)
+        self.rew, self.stepno, self.term = block(
+            (np.float64(0), np.int64(0), np.False_), n_steps + 1
+        )
         self.valid, self.env = block((np.False_, stored.infos), n_steps)
 
     def put(self, b: int, start: int, episode: tuple, is_last: bool) -> None:
         "Write the part of an episode that falls into column `b`; `start` is the number of its first row. The last one fills up the column."
         n, obs, act, rew, term, trunc, infos, is_known = episode
-        first, stop, end, (like_obs, like_act) = self.first, self.stop, start + n, self.stored.likes
-        def part(tree, like, lo, hi): return nested.map(lambda x, y: as_like(x[lo - start:hi - start], y), tree, like)
-        def put(into, lo, hi, rows): nested.setitem(into, (slice(max(lo - first, 0), max(hi - first, 0)), b), rows)
-        lo, hi = max(start, first), min(end, stop)     # the rows before a step
+        first = self.first
+        stop = self.stop
+        end = start + n
+        (like_obs, like_act) = self.stored.likes
+
+        def part(tree, like, lo, hi):
+            return nested.map(lambda x, y: as_like(x[lo - start : hi - start], y), tree, like)
+
+        def put(into, lo, hi, rows):
+            nested.setitem(into, (slice(max(lo - first, 0), max(hi - first, 0)), b), rows)
+
+        # the rows before a step
+        lo = max(start, first)
+        hi = min(end, stop)
         if lo < hi:
             put(self.obs, lo, hi, part(obs, like_obs, lo, hi))
             put(self.stepno, lo, hi, np.arange(lo - start, hi - start))
-        lo, hi = max(start, first - 1), min(end, stop - 1)     # the steps, each of which leads to the next row
+        # the steps, each of which leads to the next row
+        lo = max(start, first - 1)
+        hi = min(end, stop - 1)
         if lo < hi:
-            if (term[lo - start:hi - start] | trunc[lo - start:hi - start])[:end - 1 - lo].any():
-                raise DataError("an episode goes on after its end", leaf='terminations, truncations', expected="True at the last step only")
+            if (term[lo - start : hi - start] | trunc[lo - start : hi - start])[
+                : end - 1 - lo
+            ].any():
+                raise DataError(
+                    "an episode goes on after its end",
+                    leaf="terminations, truncations",
+                    expected="True at the last step only",
+                )
             put(self.act, lo + 1, hi + 1, part(act, like_act, lo, hi))
-            put((self.rew, self.term), lo + 1, hi + 1, (rew[lo - start:hi - start], term[lo - start:hi - start]))
+            put(
+                (self.rew, self.term),
+                lo + 1,
+                hi + 1,
+                (rew[lo - start : hi - start], term[lo - start : hi - start]),
+            )
         lo = max(start, first)
         if lo < hi:
             put(self.valid, lo, hi, True)
-            for key, tree in infos.items(): put(self.env[key], lo, hi, part(tree, self.stored.infos[key], lo + 1, hi + 1))
-            for key in self.stored.unmasked: put(self.env[f'_{key}'], lo, hi, key in infos)
-        if first < end < stop and is_known: self.ends.append((end - 1 - first, b, part(obs, like_obs, end, end + 1)))
+            for key, tree in infos.items():
+                put(self.env[key], lo, hi, part(tree, self.stored.infos[key], lo + 1, hi + 1))
+            for key in self.stored.unmasked:
+                put(self.env[f"_{key}"], lo, hi, key in infos)
+        if first < end < stop and is_known:
+            self.ends.append((end - 1 - first, b, part(obs, like_obs, end, end + 1)))
         if is_last and end < stop:
             put(self.obs, end, stop, part(obs, like_obs, end, end + 1))
             put(self.act, end + 1, stop, part(act, like_act, end - 1, end))
@@ -122,10 +219,23 @@ class PlayedRows:
         t, b = torch.tensor([end[:2] for end in ends], dtype=torch.int64).reshape(-1, 2).unbind(1)
         last = nested.cat([*(obs for *_, obs in ends), nested.map(lambda x: x[0, :0], self.obs)])
         env = self.env | ({ENV_REWARD: self.rew[1:]} if self.stored.is_wide else {})
-        state = State(self.stepno, self.obs, self.act, self.rew.astype(np.float32), self.stepno == 0)
+        state = State(
+            self.stepno, self.obs, self.act, self.rew.astype(np.float32), self.stepno == 0
+        )
         state, env, term, valid, last = nested.torchify((state, env, self.term, self.valid, last))
         lane = torch.zeros(valid.shape[1], dtype=torch.int64)
-        return Fragment(state, {}, env, (), term, Final(t, b, last, {}), valid, lane=lane, seq=lane + seq, version=lane.clone())
+        return Fragment(
+            state,
+            {},
+            env,
+            (),
+            term,
+            Final(t, b, last, {}),
+            valid,
+            lane=lane,
+            seq=lane + seq,
+            version=lane.clone(),
+        )
 
 # %% ../../../nbs/pipes/29_recording/08_minari_source.ipynb #9e28c92c
 class MinariSource(Source):
@@ -149,53 +259,111 @@ class MinariSource(Source):
         info_keys: infos to read; None: all
         folder: of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
     """
+
     keeps_items = drops_items = False
 
-    def __init__(self, name: str, n_steps: int, n_envs: int = 1, *, seed: int | None = None, info_keys: Sequence | None = None,
-                 folder: Any = None):
+    def __init__(
+        self,
+        name: str,
+        n_steps: int,
+        n_envs: int = 1,
+        *,
+        seed: int | None = None,
+        info_keys: Sequence | None = None,
+        folder: Any = None,
+    ):
         super().__init__()
-        self.name, self.folder, self.info_keys, self.path = name, folder, info_keys, set_folder(name, folder)/'data'
-        self.n_steps, self.n_envs = check_integer('n_steps', n_steps, pipe=self), check_integer('n_envs', n_envs, pipe=self)
-        self.seed = seed if seed is None else check_integer('seed', seed, 0, pipe=self)
+        self.name = name
+        self.folder = folder
+        self.info_keys = info_keys
+        self.path = set_folder(name, folder) / "data"
+        self.n_steps, self.n_envs = (
+            check_integer("n_steps", n_steps, pipe=self),
+            check_integer("n_envs", n_envs, pipe=self),
+        )
+        self.seed = seed if seed is None else check_integer("seed", seed, 0, pipe=self)
         if isinstance(info_keys, str):
-            raise DataError("names are wanted, not one name", pipe=self, leaf='info_keys', expected=f"[{info_keys!r}]", got=repr(info_keys))
+            raise DataError(
+                "names are wanted, not one name",
+                pipe=self,
+                leaf="info_keys",
+                expected=f"[{info_keys!r}]",
+                got=repr(info_keys),
+            )
         if not self.path.is_dir():
-            raise DataError("there is no such data set", pipe=self, expected="one on this disk, such as after `minari download`",
-                            got=str(self.path))
+            raise DataError(
+                "there is no such data set",
+                pipe=self,
+                expected="one on this disk, such as after `minari download`",
+                got=str(self.path),
+            )
         with reading(self.path):
-            self.metadata = json.loads((self.path/'metadata.json').read_text())
-            if (form := self.metadata.get('data_format', 'hdf5')) != 'hdf5':
-                raise DataError("the set has another format", expected='hdf5', got=form)
-            spaces = [space_of(json.loads(self.metadata[key])) for key in ('observation_space', 'action_space')]
-            self.likes = space_spec(spaces[0], 'observation_space'), space_spec(spaces[1], 'action_space')
+            self.metadata = json.loads((self.path / "metadata.json").read_text())
+            if (form := self.metadata.get("data_format", "hdf5")) != "hdf5":
+                raise DataError("the set has another format", expected="hdf5", got=form)
+            spaces = [
+                space_of(json.loads(self.metadata[key]))
+                for key in ("observation_space", "action_space")
+            ]
+            self.likes = (
+                space_spec(spaces[0], "observation_space"),
+                space_spec(spaces[1], "action_space"),
+            )
         self.observation_space, self.action_space = spaces
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
         "Raise `GraphError`: `Lanes` calls this on its copies."
-        raise GraphError("each lane would play the whole data set", pipe=self, expected="no `Lanes` below")
+        raise GraphError(
+            "each lane would play the whole data set", pipe=self, expected="no `Lanes` below"
+        )
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
-        with reading(self.path): file = hdf5().File(self.path/'main_data.hdf5', 'r')
+        with reading(self.path):
+            file = hdf5().File(self.path / "main_data.hdf5", "r")
         with file:
-            with reading(self.path): stored = StoredEpisodes(file, self.metadata['total_episodes'], self.likes, self.info_keys)
+            with reading(self.path):
+                stored = StoredEpisodes(
+                    file, self.metadata["total_episodes"], self.likes, self.info_keys
+                )
             columns = self._columns(stored.lengths)
             of = f"{self.name}: {len(stored.lengths)} episodes, {sum(stored.lengths)} steps, {self.n_steps} x {self.n_envs}, {self.seed}"
             kept = self.keep(n=0, of=of)
-            if kept['of'] != of: raise CheckpointError("the state is that of another stream", pipe=self, expected=of, got=kept['of'])
-            episode = lru_cache(2 * self.n_envs)(stored.__getitem__)     # those that are played now stay open
-            n_rows = max(start + stored.lengths[k] for column in columns for start, k in column[-1:])
-            while kept['n'] * self.n_steps < n_rows:
-                rows = PlayedRows(kept['n'] * self.n_steps, self.n_steps, self.n_envs, stored)
-                for b, column in enumerate(columns): self._play(rows, b, column, episode)
-                kept['n'] += 1
-                yield rows.fragment(kept['n'] - 1)
+            if kept["of"] != of:
+                raise CheckpointError(
+                    "the state is that of another stream", pipe=self, expected=of, got=kept["of"]
+                )
+            episode = lru_cache(2 * self.n_envs)(
+                stored.__getitem__
+            )  # those that are played now stay open
+            n_rows = max(
+                start + stored.lengths[k] for column in columns for start, k in column[-1:]
+            )
+            while kept["n"] * self.n_steps < n_rows:
+                rows = PlayedRows(kept["n"] * self.n_steps, self.n_steps, self.n_envs, stored)
+                for b, column in enumerate(columns):
+                    self._play(rows, b, column, episode)
+                kept["n"] += 1
+                yield rows.fragment(kept["n"] - 1)
 
     def _columns(self, lengths):
         if len(lengths) < self.n_envs:
-            raise DataError("a column would have no episode", pipe=self, expected=f"n_envs <= {len(lengths)}", got=f"n_envs={self.n_envs}")
+            raise DataError(
+                "a column would have no episode",
+                pipe=self,
+                expected=f"n_envs <= {len(lengths)}",
+                got=f"n_envs={self.n_envs}",
+            )
         bytes_of_row = LEAST_BYTES + sum(x.nbytes for x in nested.leaves(self.likes))
-        check_memory(f"n_steps={self.n_steps:,}, n_envs={self.n_envs:,}", self.n_steps * self.n_envs * bytes_of_row, pipe=self)
-        order = range(len(lengths)) if self.seed is None else np.random.default_rng(self.seed).permutation(len(lengths))
+        check_memory(
+            f"n_steps={self.n_steps:,}, n_envs={self.n_envs:,}",
+            self.n_steps * self.n_envs * bytes_of_row,
+            pipe=self,
+        )
+        order = (
+            range(len(lengths))
+            if self.seed is None
+            else np.random.default_rng(self.seed).permutation(len(lengths))
+        )
         return dealt(lengths, order, self.n_envs)
 
     def _play(self, rows, b, column, episode):
@@ -203,7 +371,8 @@ class MinariSource(Source):
         first = max(0, bisect_left(column, (rows.first,)) - 1)
         for k in range(first, bisect_left(column, (rows.stop,))):
             start, number = column[k]
-            with reading(self.path, leaf=f'episode_{number}'): rows.put(b, start, episode(number), k == len(column) - 1)
+            with reading(self.path, leaf=f"episode_{number}"):
+                rows.put(b, start, episode(number), k == len(column) - 1)
 
 
 from_minari = MinariSource

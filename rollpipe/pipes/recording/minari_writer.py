@@ -21,7 +21,15 @@ from ..data.errors import DataError
 from ..data.fragment_ops import same_keys
 from ..envs.actions import as_like, cast_exactly
 from ..envs.factories import EnvFactory, space_spec
-from .minari_files import REPEATED, Room, hdf5, set_folder, space_facts, whole_folder, write_tree
+from rollpipe.pipes.recording.minari_files import (
+    REPEATED,
+    Room,
+    hdf5,
+    set_folder,
+    space_facts,
+    whole_folder,
+    write_tree,
+)
 from .whole_episodes import whole_episodes
 
 # %% ../../../nbs/pipes/29_recording/07_minari_writer.ipynb #c79b55df
@@ -29,53 +37,103 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
     "The spec of `env` as JSON, or None, and the two spaces; see `to_minari`. Raises `DataError` if one of them is not known."
     spec = None
     if env is not None:
-        made = env if isinstance(env, gym.Env) else gym.make(env) if isinstance(env, EnvSpec) else EnvFactory(env)()
+        made = (
+            env
+            if isinstance(env, gym.Env)
+            else gym.make(env)
+            if isinstance(env, EnvSpec)
+            else EnvFactory(env)()
+        )
         spec = gym.spec(env) if isinstance(env, str) else made.spec
-        observation_space, action_space = observation_space or made.observation_space, action_space or made.action_space
-        if made is not env: made.close()
+        observation_space = observation_space or made.observation_space
+        action_space = action_space or made.action_space
+        if made is not env:
+            made.close()
     if observation_space is None or action_space is None:
-        raise DataError("the spaces of a data set are not known", expected="`env`, or `observation_space` and `action_space`", got="None")
-    try: return spec and spec.to_json(), observation_space, action_space
+        raise DataError(
+            "the spaces of a data set are not known",
+            expected="`env`, or `observation_space` and `action_space`",
+            got="None",
+        )
+    try:
+        return spec and spec.to_json(), observation_space, action_space
     except (TypeError, ValueError) as e:
-        raise DataError(f"the spec of the environment cannot be written ({e})", leaf='env', got=str(spec),
-                        expected="`observation_space` and `action_space` in its place; then the set does not say how to make it") from e
+        raise DataError(
+            f"the spec of the environment cannot be written ({e})",
+            leaf="env",
+            got=str(spec),
+            expected="`observation_space` and `action_space` in its place; then the set does not say how to make it",
+        ) from e
 
 
 def _conforming(tree, likes, name):
     "The arrays `[n, ...]` in the dtypes of the space. `likes`: what torch has, and the space. Raises `DataError` if they do not fit."
     like, stored = likes
     form = nested.Form(like, name)
-    if nested.flatten(tree)[1] != form.structure: form.other_structure(tree)
+    if nested.flatten(tree)[1] != form.structure:
+        form.other_structure(tree)
     try:
         tree = nested.map(as_like, tree, like)
         form.check(nested.getitem(tree, 0))
-        return nested.map(cast_exactly, tree, stored)      # such as uint16, for which torch has int32
-    except OverflowError as e: raise DataError("a number does not fit the space", leaf=name, got=str(e)) from e
+        return nested.map(cast_exactly, tree, stored)  # such as uint16, for which torch has int32
+    except OverflowError as e:
+        raise DataError("a number does not fit the space", leaf=name, got=str(e)) from e
 
 # %% ../../../nbs/pipes/29_recording/07_minari_writer.ipynb #95227826
 def _write(file, room, n, episode, likes, forms):
     "Write episode `n`. `forms` has the forms of all infos so far."
     n_steps = len(episode.rew)
     end = np.arange(n_steps) == n_steps - 1
-    infos = nested.cat(same_keys([{}, episode.env], [np.zeros(1, bool), np.ones(n_steps, bool)])) if episode.env else {}
-    for x, path in zip(nested.leaves(infos), nested.paths(infos, 'infos')):
-        if '/' in path: raise DataError("a set of Minari would read this info as a nested one", leaf=path, expected="a name without /")
+    infos = (
+        nested.cat(same_keys([{}, episode.env], [np.zeros(1, bool), np.ones(n_steps, bool)]))
+        if episode.env
+        else {}
+    )
+    for x, path in zip(nested.leaves(infos), nested.paths(infos, "infos")):
+        if "/" in path:
+            raise DataError(
+                "a set of Minari would read this info as a nested one",
+                leaf=path,
+                expected="a name without /",
+            )
         if forms.setdefault(path, x.shape[1:]) != x.shape[1:]:
-            raise DataError("an info has several shapes", leaf=path, expected=f"{list(forms[path])}", got=f"{list(x.shape[1:])}")
-    tree = dict(observations=_conforming(episode.obs, likes[0], 'observations'),
-                actions=_conforming(episode.act, likes[1], 'actions'),
-                rewards=episode.rew, terminations=end & episode.term, truncations=end & (not episode.term), infos=infos)
+            raise DataError(
+                "an info has several shapes",
+                leaf=path,
+                expected=f"{list(forms[path])}",
+                got=f"{list(x.shape[1:])}",
+            )
+    tree = dict(
+        observations=_conforming(episode.obs, likes[0], "observations"),
+        actions=_conforming(episode.act, likes[1], "actions"),
+        rewards=episode.rew,
+        terminations=end & episode.term,
+        truncations=end & (not episode.term),
+        infos=infos,
+    )
     room.take(nested.leaves(tree))
-    write_tree(file, f'episode_{n}', tree)
-    file[f'episode_{n}'].attrs.update(id=n, total_steps=n_steps, **{REPEATED: True} if episode.repeated else {})
+    write_tree(file, f"episode_{n}", tree)
+    file[f"episode_{n}"].attrs.update(
+        id=n, total_steps=n_steps, **{REPEATED: True} if episode.repeated else {}
+    )
 
 
-VERSION = '0.5.0'      # the oldest version of Minari that reads this layout
+VERSION = "0.5.0"  # the oldest version of Minari that reads this layout
 
 
-def to_minari(fragments: Iterable, name: str, env: Any = None, *, observation_space: gym.Space | None = None,
-              action_space: gym.Space | None = None, unfinished: bool = True, repeat_last: bool = False, metadata: dict | None = None,
-              folder: Any = None, replace: bool = False) -> Path:
+def to_minari(
+    fragments: Iterable,
+    name: str,
+    env: Any = None,
+    *,
+    observation_space: gym.Space | None = None,
+    action_space: gym.Space | None = None,
+    unfinished: bool = True,
+    repeat_last: bool = False,
+    metadata: dict | None = None,
+    folder: Any = None,
+    replace: bool = False,
+) -> Path:
     """Write the episodes of a stream as a data set, which `minari.load_dataset(name)` opens. Returns its folder.
 
     The set appears when it is complete. Actions are written as the actor chose them; the environment may have got them clipped.
@@ -96,23 +154,46 @@ def to_minari(fragments: Iterable, name: str, env: Any = None, *, observation_sp
         folder: of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
         replace: True: remove an older set of this name
     """
-    h5py, path, (spec, *spaces) = hdf5(), set_folder(name, folder), env_facts(env, observation_space, action_space)
-    names, forms = ('observation_space', 'action_space'), {}
-    likes = [(space_spec(space, what), create_empty_array(space)) for space, what in zip(spaces, names)]
-    about: dict = dict(total_episodes=0, total_steps=0, data_format='hdf5', jpeg_encoding=False, dataset_id=name, minari_version=VERSION,
-                       observation_space=json.dumps(space_facts(spaces[0])), action_space=json.dumps(space_facts(spaces[1])))
-    if spec: about['env_spec'] = spec
+    h5py = hdf5()
+    path = set_folder(name, folder)
+    (spec, *spaces) = env_facts(env, observation_space, action_space)
+    names = ("observation_space", "action_space")
+    forms = {}
+    likes = [
+        (space_spec(space, what), create_empty_array(space)) for space, what in zip(spaces, names)
+    ]
+    about: dict = dict(
+        total_episodes=0,
+        total_steps=0,
+        data_format="hdf5",
+        jpeg_encoding=False,
+        dataset_id=name,
+        minari_version=VERSION,
+        observation_space=json.dumps(space_facts(spaces[0])),
+        action_space=json.dumps(space_facts(spaces[1])),
+    )
+    if spec:
+        about["env_spec"] = spec
     if taken := about.keys() & (metadata or {}):
-        raise DataError("these facts are written anyway", leaf='metadata', got=', '.join(sorted(taken)))
-    about |= json.loads(json.dumps(metadata or {}))     # now, because an error at the end would lose the episodes
+        raise DataError(
+            "these facts are written anyway", leaf="metadata", got=", ".join(sorted(taken))
+        )
+    about |= json.loads(
+        json.dumps(metadata or {})
+    )  # now, because an error at the end would lose the episodes
     with whole_folder(path, replace) as into:
-        (main := into/'data'/'main_data.hdf5').parent.mkdir()
-        with h5py.File(main, 'w', track_order=True) as file, open(main, 'rb+') as raw:
+        (main := into / "data" / "main_data.hdf5").parent.mkdir()
+        with h5py.File(main, "w", track_order=True) as file, open(main, "rb+") as raw:
             room = Room(file, raw)
-            for n, episode in enumerate(whole_episodes(fragments, unfinished=unfinished, repeat_last=repeat_last)):
+            for n, episode in enumerate(
+                whole_episodes(fragments, unfinished=unfinished, repeat_last=repeat_last)
+            ):
                 _write(file, room, n, episode, likes, forms)
-                about |= dict(total_episodes=n + 1, total_steps=about['total_steps'] + len(episode.rew))
-        if not about['total_episodes']: raise DataError("there is no episode to write", leaf='fragments', got="no step")
-        about['dataset_size'] = round(main.stat().st_size / 1e6, 1)
-        (into/'data'/'metadata.json').write_text(json.dumps(about))
+                about |= dict(
+                    total_episodes=n + 1, total_steps=about["total_steps"] + len(episode.rew)
+                )
+        if not about["total_episodes"]:
+            raise DataError("there is no episode to write", leaf="fragments", got="no step")
+        about["dataset_size"] = round(main.stat().st_size / 1e6, 1)
+        (into / "data" / "metadata.json").write_text(json.dumps(about))
     return path

@@ -23,10 +23,15 @@ class PastMemory:
         first_beta: the `beta` that it was made with
         beta: exponent of the importance weights
     """
-    def __init__(self, n: int, prioritized: bool, first_beta: float, beta: float):
-        self.n, self.prioritized, self.first_beta, self.beta = n, prioritized, first_beta, beta
 
-    def __len__(self) -> int: return self.n
+    def __init__(self, n: int, prioritized: bool, first_beta: float, beta: float):
+        self.n = n
+        self.prioritized = prioritized
+        self.first_beta = first_beta
+        self.beta = beta
+
+    def __len__(self) -> int:
+        return self.n
 
     def prioritize(self, index: Any, td_abs: Any) -> None:
         "Raise `DataError` as `ReplayMemory.prioritize` does."
@@ -39,17 +44,26 @@ def noted(item: Any) -> tuple[Any, Any]:
     Args:
         item: an item of a stream; a `Replayed` is not read by others
     """
-    if not isinstance(item, Replayed): return item, item
+    if not isinstance(item, Replayed):
+        return item, item
     samples: list = []
     return asking(item, samples.append), item._replace(samples=samples, memory=_facts(item.memory))
 
 
 def _facts(memory):
-    if memory is None: return None
-    return dict(n=len(memory), **{name: getattr(memory, name, None) for name in ('prioritized', 'first_beta', 'beta')})
+    if memory is None:
+        return None
+    return dict(
+        n=len(memory),
+        **{name: getattr(memory, name, None) for name in ("prioritized", "first_beta", "beta")},
+    )
 
 
 def remade(data: Any) -> Any:
     "The item that a learner reads once more, from the data that `noted` returned."
-    if not isinstance(data, Replayed): return data
-    return data._replace(samples=iter(data.samples), memory=None if data.memory is None else PastMemory(**data.memory))
+    if not isinstance(data, Replayed):
+        return data
+    return data._replace(
+        samples=iter(data.samples),
+        memory=None if data.memory is None else PastMemory(**data.memory),
+    )

@@ -6,7 +6,8 @@
 __all__ = ['AskedSource', 'without_objects', 'asking', 'part_of', 'Recorder']
 
 # %% ../../../nbs/pipes/29_recording/01_recorder.ipynb #2e024cd7
-import json, logging
+import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,15 @@ class AskedSource(TickSource):
         source: the source
         tell: function of an answer
     """
-    def __init__(self, source: TickSource, tell: Any): self.source, self.tell = source, tell
 
-    def react(self, state: Any, hx: Any) -> tuple[Any, Any]: return self._told(self.source.react(state, hx))
-    def complete(self, act: Any, info: Any) -> Any: return self._told(self.source.complete(act, info))
+    def __init__(self, source: TickSource, tell: Any):
+        self.source, self.tell = source, tell
+
+    def react(self, state: Any, hx: Any) -> tuple[Any, Any]:
+        return self._told(self.source.react(state, hx))
+
+    def complete(self, act: Any, info: Any) -> Any:
+        return self._told(self.source.complete(act, info))
 
     def _told(self, answer):
         self.tell(answer)
@@ -51,7 +57,8 @@ def _told(samples, tell) -> Iterator:
 
 def without_objects(item: Any) -> Any:
     "The item as it is recorded: without a tick's source, and without samples and memory of a `Replayed`."
-    if isinstance(item, Tick): return item._replace(source=None)
+    if isinstance(item, Tick):
+        return item._replace(source=None)
     return item._replace(samples=None, memory=None) if isinstance(item, Replayed) else item
 
 
@@ -62,14 +69,15 @@ def asking(item: Any, tell: Any) -> Any:
         item: an item of any pipe
         tell: function of an answer
     """
-    if isinstance(item, Tick) and item.source is not None: return item._replace(source=AskedSource(item.source, tell))
+    if isinstance(item, Tick) and item.source is not None:
+        return item._replace(source=AskedSource(item.source, tell))
     return item._replace(samples=_told(item.samples, tell)) if isinstance(item, Replayed) else item
 
 # %% ../../../nbs/pipes/29_recording/01_recorder.ipynb #227ec338
 def part_of(pipe: IterDataPipe, path: str | Path) -> Path:
     "The folder of a recording at this place of the graph: above `Lanes`, each lane has a folder of its own."
-    lane = next((vars(p)['lane'] for p in nodes(pipe) if 'lane' in vars(p)), None)
-    return Path(path) if lane is None else Path(path)/f'lane-{lane:04}'
+    lane = next((vars(p)["lane"] for p in nodes(pipe) if "lane" in vars(p)), None)
+    return Path(path) if lane is None else Path(path) / f"lane-{lane:04}"
 
 
 class Recorder(Pipe):
@@ -91,66 +99,117 @@ class Recorder(Pipe):
         append: begin after the last item of a recording that is there already
         on_error: 'raise', or 'stop': a full disk stops only the recording, and the log names the file
     """
+
     reads = 1
     keeps_items = drops_items = False
-    running: Any = None     # the `ItemWriter` of the present iteration
+    running: Any = None  # the `ItemWriter` of the present iteration
 
-    def __init__(self, pipe: IterDataPipe, path: str | Path, limit: Any = None, chunk: Any = '1 MiB', compress: bool = False,
-                 append: bool = False, on_error: str = 'raise'):
+    def __init__(
+        self,
+        pipe: IterDataPipe,
+        path: str | Path,
+        limit: Any = None,
+        chunk: Any = "1 MiB",
+        compress: bool = False,
+        append: bool = False,
+        on_error: str = "raise",
+    ):
         super().__init__(pipe)
-        if on_error not in ('raise', 'stop'):
-            raise DataError("nothing to do on an error", pipe=self, leaf='on_error', expected="'raise' or 'stop'", got=repr(on_error))
-        for name, x in dict(limit=limit, chunk=chunk).items(): x is None or bytes_of(x, name)
-        self.path, self.limit, self.chunk, self.compress, self.append, self.on_error = path, limit, chunk, compress, append, on_error
+        if on_error not in ("raise", "stop"):
+            raise DataError(
+                "nothing to do on an error",
+                pipe=self,
+                leaf="on_error",
+                expected="'raise' or 'stop'",
+                got=repr(on_error),
+            )
+        for name, x in dict(limit=limit, chunk=chunk).items():
+            x is None or bytes_of(x, name)
+        self.path = path
+        self.limit = limit
+        self.chunk = chunk
+        self.compress = compress
+        self.append = append
+        self.on_error = on_error
 
     def stream(self, items: Iterator) -> Iterator:
-        if self.running is not None: self.running.close()     # that of an older iteration, which is over
-        folder, is_resumed = part_of(self.pipe, self.path), self.restored is not None
+        if self.running is not None:
+            self.running.close()  # that of an older iteration, which is over
+        folder = part_of(self.pipe, self.path)
+        is_resumed = self.restored is not None
         files = item_files(folder) if self.append else []
         kept = self.keep(n=files[-1].end if files else 0, stopped=False)
-        if kept['stopped']: return (yield from items)
-        limit = None if self.limit is None else bytes_of(self.limit, 'limit')
-        writer = ItemWriter(ItemFolder(folder, kept['n'], is_resumed, limit, self.compress), kept['n'], bytes_of(self.chunk, 'chunk'))
+        if kept["stopped"]:
+            return (yield from items)
+        limit = None if self.limit is None else bytes_of(self.limit, "limit")
+        writer = ItemWriter(
+            ItemFolder(folder, kept["n"], is_resumed, limit, self.compress),
+            kept["n"],
+            bytes_of(self.chunk, "chunk"),
+        )
         self.running = writer
         try:
-            write_atomically(folder/'about.json', json.dumps(self.about(), indent=1).encode())
-            for item in items: yield self._recorded(writer, kept, item)
+            write_atomically(folder / "about.json", json.dumps(self.about(), indent=1).encode())
+            for item in items:
+                yield self._recorded(writer, kept, item)
             self._guarded(kept, writer.sync)
         finally:
-            if self.running is writer: self.running = None
+            if self.running is writer:
+                self.running = None
             self._guarded(kept, writer.close)
 
     def _recorded(self, writer, kept, item):
         "The item as it is passed on."
-        if kept['stopped']: return item
+        if kept["stopped"]:
+            return item
         n = self._guarded(kept, writer.add, without_objects(item))
-        kept['n'] = writer.n
-        return item if n is None else asking(item, lambda answer: self._guarded(kept, writer.ask, n, answer))
+        kept["n"] = writer.n
+        return (
+            item
+            if n is None
+            else asking(item, lambda answer: self._guarded(kept, writer.ask, n, answer))
+        )
 
     def _guarded(self, kept, write, *args):
         "Call `write`. If the disk is full, and only the recording is to stop, it stops."
-        if kept['stopped'] and write.__name__ != 'close': return None
-        try: return write(*args)
+        if kept["stopped"] and write.__name__ != "close":
+            return None
+        try:
+            return write(*args)
         except PipeError as e:
             e.locate(pipe=repr(self))
             raise
         except OSError as e:
-            if self.on_error == 'raise' and not kept['stopped']: raise
-            if not kept['stopped']: _log.warning(f"the recording has stopped at item {kept['n']}: {e}")
-            kept['stopped'] = True
+            if self.on_error == "raise" and not kept["stopped"]:
+                raise
+            if not kept["stopped"]:
+                _log.warning(f"the recording has stopped at item {kept['n']}: {e}")
+            kept["stopped"] = True
 
     def about(self) -> dict:
         "What `about.json` says: the pipes above, their environments, and the seeds of a lane."
         sources = find(self.pipe, Acting)
-        made = [getattr(f, 'source', None) for p in sources for f in getattr(p, 'factories', ())]
-        seeds = [getattr(p, 'given_seed', None) for p in sources]
-        return dict(format=FORMAT, pipes=[repr(p) for p in nodes(self.pipe)], envs=sorted({x for x in made if isinstance(x, str)}),
-                    seeds=[dict(entropy=str(s.entropy), spawn_key=list(s.spawn_key)) for s in seeds if hasattr(s, 'spawn_key')])
+        made = [getattr(f, "source", None) for p in sources for f in getattr(p, "factories", ())]
+        seeds = [getattr(p, "given_seed", None) for p in sources]
+        return dict(
+            format=FORMAT,
+            pipes=[repr(p) for p in nodes(self.pipe)],
+            envs=sorted({x for x in made if isinstance(x, str)}),
+            seeds=[
+                dict(entropy=str(s.entropy), spawn_key=list(s.spawn_key))
+                for s in seeds
+                if hasattr(s, "spawn_key")
+            ],
+        )
 
     def get_state(self, chunks: ChunkFolder | None = None) -> dict | None:
         "As `Pipe.get_state`. What was recorded so far is then on disk."
-        if self.running is not None and self.kept: self._guarded(self.kept, self.running.sync)
-        if self.kept or self.restored: return super().get_state(chunks)
+        if self.running is not None and self.kept:
+            self._guarded(self.kept, self.running.sync)
+        if self.kept or self.restored:
+            return super().get_state(chunks)
         files = item_files(part_of(self.pipe, self.path))
-        kept = dict(n=files[-1].end if files else 0, stopped=False)    # of a lane that has not begun, or has ended
+        kept = dict(
+            n=files[-1].end if files else 0, stopped=False
+        )  # of a lane that has not begun, or has ended
         return dict(capture(kept), keeps=[*kept])

@@ -26,7 +26,7 @@ _log = logging.getLogger("rollpipe")
 # %% ../../../nbs/pipes/29_recording/02_replayer.ipynb #9c682d9a
 def folder_in(path: str | Path) -> Path:
     "The folder of a recording: `path` itself, or `recording` in the folder of a run."
-    of_run = Path(path, 'recording')
+    of_run = Path(path, "recording")
     return of_run if of_run.is_dir() else Path(path)
 
 
@@ -37,17 +37,27 @@ def parts_in(path: str | Path) -> list[Path]:
         path: the folder of a recording, or that of a run that records
     """
     folder = folder_in(path)
-    parts = sorted((p for p in folder.glob('lane-*') if p.is_dir() and p.name[5:].isdigit()), key=lambda p: int(p.name[5:]))
+    parts = sorted(
+        (p for p in folder.glob("lane-*") if p.is_dir() and p.name[5:].isdigit()),
+        key=lambda p: int(p.name[5:]),
+    )
     if not any(map(item_files, parts or [folder])):
-        raise DataError(f"{folder}: no recording here", expected="a folder that a `Recorder` has written",
-                        got="nothing" if not folder.exists() else "a folder without items" if folder.is_dir() else "a file")
+        raise DataError(
+            f"{folder}: no recording here",
+            expected="a folder that a `Recorder` has written",
+            got="nothing"
+            if not folder.exists()
+            else "a folder without items"
+            if folder.is_dir()
+            else "a file",
+        )
     for before, part in zip(parts, parts[1:]):
-        if part.name != (next_one := f'lane-{int(before.name[5:]) + 1:04}'):
+        if part.name != (next_one := f"lane-{int(before.name[5:]) + 1:04}"):
             raise DataError(f"{folder}: a lane is missing", expected=next_one, got=part.name)
     return parts or [folder]
 
 
-def records_of(folder: Path, start: int | None = None, damaged: Any = 'refuse') -> Iterator[Record]:
+def records_of(folder: Path, start: int | None = None, damaged: Any = "refuse") -> Iterator[Record]:
     """The records of one folder. Raises `CheckpointError`, which names the file, for a damaged one and for a missing one.
 
     Args:
@@ -56,18 +66,23 @@ def records_of(folder: Path, start: int | None = None, damaged: Any = 'refuse') 
         damaged: 'skip': leave out what is damaged or missing, and say so in the log; or a function that gets the error instead
     """
     for file in item_files(folder):
-        if start is not None and file.end <= start: continue
+        if start is not None and file.end <= start:
+            continue
         records = []
         try:
             if start is not None and file.first > start:
-                _tell(CheckpointError(f"{folder}: items {start} to {file.first - 1} are missing"), damaged)
+                _tell(
+                    CheckpointError(f"{folder}: items {start} to {file.first - 1} are missing"),
+                    damaged,
+                )
             records = list(records_in(file))
-        except CheckpointError as e: _tell(e, damaged)
+        except CheckpointError as e:
+            _tell(e, damaged)
         yield from (record for record in records if start is None or record.n >= start)
         start = file.end
 
 
-_LACKS = object()     # stands for an item that a recording lacks
+_LACKS = object()  # stands for an item that a recording lacks
 
 
 def with_gaps(records: Iterator[Record], n: int, end: int) -> Iterator[Record]:
@@ -85,8 +100,10 @@ def with_gaps(records: Iterator[Record], n: int, end: int) -> Iterator[Record]:
 
 
 def _tell(error, damaged):
-    if callable(damaged): return damaged(error)
-    if damaged != 'skip': raise error
+    if callable(damaged):
+        return damaged(error)
+    if damaged != "skip":
+        raise error
     _log.warning(f"left out of a recording: {error}")
 
 # %% ../../../nbs/pipes/29_recording/02_replayer.ipynb #61631684
@@ -97,14 +114,24 @@ class Answers(TickSource):
         answers: the answers, in order
         name: of the item, for messages
     """
-    def __init__(self, answers: list, name: str): self.answers, self.name = deque(answers), name
 
-    def react(self, state: Any, hx: Any) -> tuple[Any, Any]: return self._next()
-    def complete(self, act: Any, info: Any) -> Any: return self._next()
+    def __init__(self, answers: list, name: str):
+        self.answers = deque(answers)
+        self.name = name
+
+    def react(self, state: Any, hx: Any) -> tuple[Any, Any]:
+        return self._next()
+
+    def complete(self, act: Any, info: Any) -> Any:
+        return self._next()
 
     def _next(self):
-        if self.answers: return self.answers.popleft()
-        raise DataError(f"{self.name}: a collector asks for more than when it was recorded", expected="the same pipes below")
+        if self.answers:
+            return self.answers.popleft()
+        raise DataError(
+            f"{self.name}: a collector asks for more than when it was recorded",
+            expected="the same pipes below",
+        )
 
 
 def replayed_item(record: Record, name: str) -> Any:
@@ -114,8 +141,13 @@ def replayed_item(record: Record, name: str) -> Any:
         record: the record
         name: of the item, for messages
     """
-    if isinstance(record.item, Tick): return record.item._replace(source=Answers(record.asked, name))
-    return record.item._replace(samples=iter(record.asked)) if isinstance(record.item, Replayed) else record.item
+    if isinstance(record.item, Tick):
+        return record.item._replace(source=Answers(record.asked, name))
+    return (
+        record.item._replace(samples=iter(record.asked))
+        if isinstance(record.item, Replayed)
+        else record.item
+    )
 
 # %% ../../../nbs/pipes/29_recording/02_replayer.ipynb #635fc247
 class Replayer(Source):
@@ -134,17 +166,29 @@ class Replayer(Source):
             are not asked for is not compared, nor are items that the recording lacks, because of its `limit` or by `damaged='skip'`
         damaged: 'refuse', or 'skip': leave out the items of damaged and missing files, and say so in the log
     """
-    lane: int | None = None     # the number of the lane, if this is a copy of `Lanes`
-    no_length = 'it reads files'
 
-    def __init__(self, path: str | Path, against: IterDataPipe | None = None, damaged: str = 'refuse'):
+    lane: int | None = None  # the number of the lane, if this is a copy of `Lanes`
+    no_length = "it reads files"
+
+    def __init__(
+        self, path: str | Path, against: IterDataPipe | None = None, damaged: str = "refuse"
+    ):
         super().__init__()
-        if damaged not in ('refuse', 'skip'):
-            raise DataError("no way to treat damaged files", pipe=self, leaf='damaged', expected="'refuse' or 'skip'", got=repr(damaged))
-        self.path, self.against, self.damaged = path, against, damaged
+        if damaged not in ("refuse", "skip"):
+            raise DataError(
+                "no way to treat damaged files",
+                pipe=self,
+                leaf="damaged",
+                expected="'refuse' or 'skip'",
+                got=repr(damaged),
+            )
+        self.path = path
+        self.against = against
+        self.damaged = damaged
         parts_in(path)
 
-    def _open(self): return iter(()) if self.against is None else opened(self.against)
+    def _open(self):
+        return iter(()) if self.against is None else opened(self.against)
 
     def set_lane(self, lane: int, seed: Any) -> None:
         "`Lanes` calls this for its copies: give the part of this lane."
@@ -154,49 +198,92 @@ class Replayer(Source):
         "`Lanes` calls this with the number of its lanes: raise `DataError` if the recording has parts of others."
         names = [part.name for part in parts_in(self.path)]
         if others := [name for name in names if name[5:].isdigit() and int(name[5:]) >= n]:
-            raise DataError(f"{self.path} has more lanes", pipe=self, expected=f"Lanes(..., {int(others[-1][5:]) + 1})", got=f"{n} lanes")
+            raise DataError(
+                f"{self.path} has more lanes",
+                pipe=self,
+                expected=f"Lanes(..., {int(others[-1][5:]) + 1})",
+                got=f"{n} lanes",
+            )
 
     def _parts(self):
         parts = parts_in(self.path)
-        found = parts if self.lane is None else [part for part in parts if part.name == f'lane-{self.lane:04}']
+        found = (
+            parts
+            if self.lane is None
+            else [part for part in parts if part.name == f"lane-{self.lane:04}"]
+        )
         if not found:
-            raise DataError(f"{self.path} has no part of this lane", pipe=self, lane=self.lane, expected=f'lane-{self.lane:04}',
-                            got=', '.join(p.name for p in parts)[:80])
+            raise DataError(
+                f"{self.path} has no part of this lane",
+                pipe=self,
+                lane=self.lane,
+                expected=f"lane-{self.lane:04}",
+                got=", ".join(p.name for p in parts)[:80],
+            )
         for part in found:
-            if not item_files(part): _tell(DataError(f"{part}: no items of this lane", pipe=self, expected="a recording with all lanes"),
-                                           self.damaged if self.against is None else 'refuse')
+            if not item_files(part):
+                _tell(
+                    DataError(
+                        f"{part}: no items of this lane",
+                        pipe=self,
+                        expected="a recording with all lanes",
+                    ),
+                    self.damaged if self.against is None else "refuse",
+                )
         return found
 
     def _records(self, part, n):
         "The records of a part from item `n` on; to be compared, with those of items that the recording lacks."
-        if self.against is None: return records_of(part, n, self.damaged)
+        if self.against is None:
+            return records_of(part, n, self.damaged)
         files = item_files(part)
-        first, n = files[0].first, n or 0
-        if first > n: _log.warning(f"{part}: items {n} to {first - 1} are not recorded, so they are not compared")
+        first = files[0].first
+        n = n or 0
+        if first > n:
+            _log.warning(
+                f"{part}: items {n} to {first - 1} are not recorded, so they are not compared"
+            )
         return with_gaps(records_of(part, n if n > first else None, self.damaged), n, files[-1].end)
 
     def stream(self, items: Iterator) -> Iterator:
         parts = self._parts()
         kept = self.keep(next=[None] * len(parts), turn=[*range(len(parts))])
-        records, live = [*map(self._records, parts, kept['next'])], enumerate(items)
-        while kept['turn']:
-            k = kept['turn'].pop(0)
-            if (record := next(records[k], None)) is None: continue
-            kept['turn'].append(k)
-            kept['next'][k] = record.n + 1
+        records = [*map(self._records, parts, kept["next"])]
+        live = enumerate(items)
+        while kept["turn"]:
+            k = kept["turn"].pop(0)
+            if (record := next(records[k], None)) is None:
+                continue
+            kept["turn"].append(k)
+            kept["next"][k] = record.n + 1
             name = f"{parts[k].name}, item {record.n}"
-            yield replayed_item(record, name) if self.against is None else self._compared(record, next(live, None), name)
+            yield (
+                replayed_item(record, name)
+                if self.against is None
+                else self._compared(record, next(live, None), name)
+            )
 
     def _compared(self, record, found, name):
         "The live item, if it equals the record, or there is none."
-        if found is None: raise DataError(f"{name}: the pipe has ended, and the recording has not", pipe=self)
-        if record.item is _LACKS: return found[1]
+        if found is None:
+            raise DataError(f"{name}: the pipe has ended, and the recording has not", pipe=self)
+        if record.item is _LACKS:
+            return found[1]
         asked = iter(record.asked)
         self._check(record.item, without_objects(found[1]), name)
-        return asking(found[1], lambda answer: self._check(next(asked, None), answer, f"{name}, what it was asked for"))
+        return asking(
+            found[1],
+            lambda answer: self._check(next(asked, None), answer, f"{name}, what it was asked for"),
+        )
 
     def _check(self, recorded, live, name):
-        if (found := first_difference(recorded, live)) is None: return
-        place = '' if found.at is None else str(list(found.at))
-        raise DataError(f"{name} differs from the recording", pipe=self, leaf=f'{found.path}{place}', expected=str(found.a),
-                        got=str(found.b))
+        if (found := first_difference(recorded, live)) is None:
+            return
+        place = "" if found.at is None else str(list(found.at))
+        raise DataError(
+            f"{name} differs from the recording",
+            pipe=self,
+            leaf=f"{found.path}{place}",
+            expected=str(found.a),
+            got=str(found.b),
+        )

@@ -6,15 +6,20 @@
 __all__ = ['FORMAT', 'MOST', 'ItemFile', 'item_files', 'bytes_of', 'ItemFolder', 'ItemWriter', 'Record', 'records_in']
 
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #90bc404b
-import atexit, gzip, os, re
+import atexit
+import gzip
+import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-try: import fcntl
-except ImportError: fcntl = None     # this system has no such locks
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # this system has no such locks
 
 from ..data.encoding import encode
 from ..data.errors import CheckpointError, DataError
@@ -22,8 +27,10 @@ from ..data.files import _no_follow, make_folder, names_file, packed, sync, unpa
 
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #2bccceec
 FORMAT = 2
-_NAME = re.compile(r'(\d{9,})-(\d{9,})\.safetensors(\.gz)?')
-_UNITS = dict(B=1, KB=10**3, MB=10**6, GB=10**9, TB=10**12, KIB=2**10, MIB=2**20, GIB=2**30, TIB=2**40)
+_NAME = re.compile(r"(\d{9,})-(\d{9,})\.safetensors(\.gz)?")
+_UNITS = dict(
+    B=1, KB=10**3, MB=10**6, GB=10**9, TB=10**12, KIB=2**10, MIB=2**20, GIB=2**30, TIB=2**40
+)
 
 
 class ItemFile(NamedTuple):
@@ -34,6 +41,7 @@ class ItemFile(NamedTuple):
         end: number after that of its last item
         path: where it is
     """
+
     first: int
     end: int
     path: Path
@@ -41,16 +49,32 @@ class ItemFile(NamedTuple):
 
 def item_files(folder: str | Path) -> list[ItemFile]:
     "The files of a recording, in the order of their items; none if there is no such folder."
-    found = [(match, entry.path) for entry in os.scandir(folder) if (match := _NAME.fullmatch(entry.name))] if Path(folder).is_dir() else []
+    found = (
+        [
+            (match, entry.path)
+            for entry in os.scandir(folder)
+            if (match := _NAME.fullmatch(entry.name))
+        ]
+        if Path(folder).is_dir()
+        else []
+    )
     return sorted(ItemFile(int(match[1]), int(match[2]), Path(path)) for match, path in found)
 
 
 def bytes_of(size: Any, name: str) -> int:
     "The number of bytes that `'64 GB'`, `'1.5 MiB'` or a number means. Raises `DataError`, which gives the `name` of the option."
-    match = re.fullmatch(r'\s*([\d.]+)\s*([a-zA-Z]*)\s*', str(size))
-    try: n = int(float(match[1]) * _UNITS[match[2].upper() or 'B']) if match else 0
-    except (KeyError, ValueError, OverflowError): n = 0
-    if n < 1: raise DataError("no number of bytes", leaf=name, expected="such as '64 GB' or 10_000_000", got=repr(size))
+    match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
+    try:
+        n = int(float(match[1]) * _UNITS[match[2].upper() or "B"]) if match else 0
+    except (KeyError, ValueError, OverflowError):
+        n = 0
+    if n < 1:
+        raise DataError(
+            "no number of bytes",
+            leaf=name,
+            expected="such as '64 GB' or 10_000_000",
+            got=repr(size),
+        )
     return n
 
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #1cdea6ab
@@ -66,37 +90,69 @@ class ItemFolder:
         limit: most bytes of all files; the oldest are removed; None: no limit
         compress: compress the files, in a thread
     """
-    def __init__(self, path: Path, n: int = 0, cut: bool = False, limit: int | None = None, compress: bool = False):
-        self.path, self.limit, self.pool, self.waiting = path, limit, ThreadPoolExecutor(1) if compress else None, deque()
-        self.failed: Any = None     # the first error; no file may follow one that is not there
-        self.owner = os.getpid()    # a process that was forked from this one has the objects, but does not write
-        with names_file(path): make_folder(path)
-        self.lock = open(path/'.lock', 'w', opener=_no_follow)
+
+    def __init__(
+        self,
+        path: Path,
+        n: int = 0,
+        cut: bool = False,
+        limit: int | None = None,
+        compress: bool = False,
+    ):
+        self.path = path
+        self.limit = limit
+        self.pool = ThreadPoolExecutor(1) if compress else None
+        self.waiting = deque()
+        self.failed: Any = None  # the first error; no file may follow one that is not there
+        self.owner = (
+            os.getpid()
+        )  # a process that was forked from this one has the objects, but does not write
+        with names_file(path):
+            make_folder(path)
+        self.lock = open(path / ".lock", "w", opener=_no_follow)
         try:
             self._take()
             self._make_room(n, cut)
         except BaseException:
             self.lock.close()
             raise
-        self.files, self.unsafe = deque((f.path, f.path.stat().st_size) for f in item_files(path)), []
+        self.files = deque((f.path, f.path.stat().st_size) for f in item_files(path))
+        self.unsafe = []
         self.total = sum(size for _, size in self.files)
 
     def _take(self):
-        if fcntl is None: return
-        try: fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError: raise DataError(f"{self.path}: another pipeline records here", expected="a folder of its own") from None
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise DataError(
+                f"{self.path}: another pipeline records here", expected="a folder of its own"
+            ) from None
 
     def _make_room(self, n, cut):
-        for left in self.path.glob('.*.tmp'): left.unlink(missing_ok=True)     # of a writer that was killed
+        for left in self.path.glob(".*.tmp"):
+            left.unlink(missing_ok=True)  # of a writer that was killed
         found = item_files(self.path)
-        later, end = [f for f in found if f.end > n], found[-1].end if found else 0
+        later = [f for f in found if f.end > n]
+        end = found[-1].end if found else 0
         # The limit may have removed all items from before a checkpoint, and an earlier resume those after it.
         if end < n and (found or self.limit is None):
-            raise DataError(f"{self.path}: the recording lacks items", expected=f"{n} items", got=f"{end} items")
+            raise DataError(
+                f"{self.path}: the recording lacks items", expected=f"{n} items", got=f"{end} items"
+            )
         if later and not cut:
-            raise DataError(f"{self.path} has a recording already", expected="a new folder, or `append=True`", got=f"{end} items")
-        for first, end, path in reversed(later):     # the newest first, so that a kill leaves no gap
-            if first < n: raise DataError(f"{path}: a file that no checkpoint can go on from", got=f"items {first} to {end - 1}")
+            raise DataError(
+                f"{self.path} has a recording already",
+                expected="a new folder, or `append=True`",
+                got=f"{end} items",
+            )
+        for first, end, path in reversed(later):  # the newest first, so that a kill leaves no gap
+            if first < n:
+                raise DataError(
+                    f"{path}: a file that no checkpoint can go on from",
+                    got=f"items {first} to {end - 1}",
+                )
             path.unlink()
 
     def write(self, first: int, end: int, codes: dict, tensors: dict) -> None:
@@ -108,25 +164,33 @@ class ItemFolder:
             codes: text of a number -> item, see `encode`
             tensors: their tensors
         """
-        if os.getpid() != self.owner: raise DataError(f"{self.path}: a forked process does not record", expected="a folder of its own")
-        path = self.path/f'{first:09}-{end:09}.safetensors'
-        if self.pool is None: return self._written(path, self._write(path, codes, tensors))
-        while len(self.waiting) > 1: self._finish()
-        path = path.with_name(f'{path.name}.gz')
+        if os.getpid() != self.owner:
+            raise DataError(
+                f"{self.path}: a forked process does not record", expected="a folder of its own"
+            )
+        path = self.path / f"{first:09}-{end:09}.safetensors"
+        if self.pool is None:
+            return self._written(path, self._write(path, codes, tensors))
+        while len(self.waiting) > 1:
+            self._finish()
+        path = path.with_name(f"{path.name}.gz")
         self.waiting.append((path, self.pool.submit(self._write, path, codes, tensors)))
 
     def _write(self, path, codes, tensors):
-        if self.failed is not None: raise self.failed
-        data = packed('recording', FORMAT, codes, tensors)
-        if path.suffix == '.gz': data = gzip.compress(data, 1, mtime=0)
-        beside = self.path/f'.{path.name}.tmp'
+        if self.failed is not None:
+            raise self.failed
+        data = packed("recording", FORMAT, codes, tensors)
+        if path.suffix == ".gz":
+            data = gzip.compress(data, 1, mtime=0)
+        beside = self.path / f".{path.name}.tmp"
         try:
             with names_file(path):
                 beside.write_bytes(data)
                 os.replace(beside, path)
         except BaseException as e:
             beside.unlink(missing_ok=True)
-            if isinstance(e, OSError): self.failed = e
+            if isinstance(e, OSError):
+                self.failed = e
             raise
         return len(data)
 
@@ -145,17 +209,26 @@ class ItemFolder:
 
     def sync(self) -> None:
         "Wait until all files are on disk."
-        while self.waiting: self._finish()
-        paths, self.unsafe = [p for p in self.unsafe if p.exists()], []
-        for path in [*paths, *([self.path] if paths else [])]: sync(path)
+        while self.waiting:
+            self._finish()
+        paths = [p for p in self.unsafe if p.exists()]
+        self.unsafe = []
+        for path in [*paths, *([self.path] if paths else [])]:
+            sync(path)
 
     def close(self) -> None:
         "Wait as `sync` does, and let other writers have the folder."
-        if self.lock.closed or os.getpid() != self.owner: return
-        try: self.sync()
+        if self.lock.closed or os.getpid() != self.owner:
+            return
+        try:
+            self.sync()
         finally:
-            if self.pool is not None: self.pool.shutdown()
-            if fcntl is not None: fcntl.flock(self.lock, fcntl.LOCK_UN)     # also for forked processes, which have the file, too
+            if self.pool is not None:
+                self.pool.shutdown()
+            if fcntl is not None:
+                fcntl.flock(
+                    self.lock, fcntl.LOCK_UN
+                )  # also for forked processes, which have the file, too
             self.lock.close()
 
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #e641191a
@@ -167,13 +240,21 @@ class ItemWriter:
         n: number of the next item
         chunk: a file is written when its items have so many bytes
     """
+
     def __init__(self, folder: ItemFolder, n: int = 0, chunk: int = 2**20):
-        self.folder, self.first, self.n, self.chunk = folder, n, n, chunk
+        self.folder = folder
+        self.first = n
+        self.n = n
+        self.chunk = chunk
         self._clear()
-        atexit.register(self.close)     # a script may end with an open iteration, and is taken apart before its generators are closed
+        atexit.register(
+            self.close
+        )  # a script may end with an open iteration, and is taken apart before its generators are closed
 
     def _clear(self):
-        self.codes, self.tensors, self.size = {}, {}, 0
+        self.codes = {}
+        self.tensors = {}
+        self.size = 0
 
     def _encoded(self, x, name):
         code = encode(x, new := {}, name)
@@ -187,26 +268,31 @@ class ItemWriter:
         Args:
             item: container of arrays, tensors and plain data
         """
-        if self.size >= self.chunk: self.flush()
-        self.codes[str(self.n)] = dict(list=[self._encoded(item, f'{self.n}.item'), dict(list=[])])
+        if self.size >= self.chunk:
+            self.flush()
+        self.codes[str(self.n)] = dict(list=[self._encoded(item, f"{self.n}.item"), dict(list=[])])
         self.n += 1
         return self.n - 1
 
     def ask(self, n: int, answer: Any) -> None:
         "Add what item `n` was asked for. Raises `DataError` if its file is written already."
         if n < self.first:
-            raise DataError(f"item {n} was asked for more after it was written", got=f"a file with the items up to {self.first - 1}",
-                            expected="a greater `chunk`, or no pipe that fetches items early, such as `ToDevice(ahead=1)`")
-        asked = self.codes[str(n)]['list'][1]['list']
-        asked.append(self._encoded(answer, f'{n}.asked.{len(asked)}'))
+            raise DataError(
+                f"item {n} was asked for more after it was written",
+                got=f"a file with the items up to {self.first - 1}",
+                expected="a greater `chunk`, or no pipe that fetches items early, such as `ToDevice(ahead=1)`",
+            )
+        asked = self.codes[str(n)]["list"][1]["list"]
+        asked.append(self._encoded(answer, f"{n}.asked.{len(asked)}"))
 
     def flush(self) -> None:
         "Write a file with the items that are in none yet."
         # A signal may have come within `add`, before its item counted, or below, after the file was written.
         codes = {str(n): self.codes[str(n)] for n in range(self.first, self.n)}
-        if not codes: return
+        if not codes:
+            return
         self.folder.write(self.first, self.n, codes, self.tensors)
-        self.first = self.n     # only now, so that a signal meanwhile loses nothing
+        self.first = self.n  # only now, so that a signal meanwhile loses nothing
         self._clear()
 
     def sync(self) -> None:
@@ -217,12 +303,15 @@ class ItemWriter:
     def close(self) -> None:
         "Write the items so far, and end. In a forked process, nothing is done."
         atexit.unregister(self.close)
-        if os.getpid() != self.folder.owner: return
-        try: self.flush()
-        finally: self.folder.close()
+        if os.getpid() != self.folder.owner:
+            return
+        try:
+            self.flush()
+        finally:
+            self.folder.close()
 
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #85cba92e
-MOST = 2**34     # bytes of a file, after it is decompressed
+MOST = 2**34  # bytes of a file, after it is decompressed
 
 
 class Record(NamedTuple):
@@ -233,6 +322,7 @@ class Record(NamedTuple):
         item: what passed
         asked: what it was asked for, in order
     """
+
     n: int
     item: Any
     asked: list
@@ -241,13 +331,22 @@ class Record(NamedTuple):
 def records_in(file: ItemFile) -> Iterator[Record]:
     "The records of a file. Raises `CheckpointError`, which names the file, if it is damaged or not a recording."
     data = None
-    if file.path.suffix == '.gz':
+    if file.path.suffix == ".gz":
         try:
-            with gzip.open(file.path) as stream: data = stream.read(MOST + 1)
-            if len(data) > MOST: raise ValueError(f"more than {MOST:,} bytes")
-        except Exception as e: raise CheckpointError(f"{file.path}: damaged, or not a recording ({e})") from None
-    parts = unpack(file.path, 'recording', FORMAT, data)
-    if parts.keys() != {*map(str, range(file.first, file.end))} or not all(isinstance(x, list) and len(x) == 2
-                                                                                     for x in parts.values()):
-        raise CheckpointError(f"{file.path}: other items", expected=f"{file.first} to {file.end - 1}", got=', '.join(parts)[:80])
-    for n in range(file.first, file.end): yield Record(n, *parts[str(n)])
+            with gzip.open(file.path) as stream:
+                data = stream.read(MOST + 1)
+            if len(data) > MOST:
+                raise ValueError(f"more than {MOST:,} bytes")
+        except Exception as e:
+            raise CheckpointError(f"{file.path}: damaged, or not a recording ({e})") from None
+    parts = unpack(file.path, "recording", FORMAT, data)
+    if parts.keys() != {*map(str, range(file.first, file.end))} or not all(
+        isinstance(x, list) and len(x) == 2 for x in parts.values()
+    ):
+        raise CheckpointError(
+            f"{file.path}: other items",
+            expected=f"{file.first} to {file.end - 1}",
+            got=", ".join(parts)[:80],
+        )
+    for n in range(file.first, file.end):
+        yield Record(n, *parts[str(n)])

@@ -14,7 +14,13 @@ import numpy as np
 from ..data import nested
 from ..data.errors import DataError
 from ..data.fragment import Fragment, check_item
-from ..data.fragment_ops import ENV_REWARD, env_rewards, final_numbers, same_keys, unstacked
+from rollpipe.pipes.data.fragment_ops import (
+    ENV_REWARD,
+    env_rewards,
+    final_numbers,
+    same_keys,
+    unstacked,
+)
 
 # %% ../../../nbs/pipes/29_recording/05_whole_episodes.ipynb #ec8f8ee6
 class Episode(NamedTuple):
@@ -28,6 +34,7 @@ class Episode(NamedTuple):
         term: did it terminate? False: it was cut off, by the environment or because the stream ended
         repeated: is the last observation unknown, and that before it stands in its place?
     """
+
     obs: Any
     act: Any
     rew: np.ndarray
@@ -38,83 +45,149 @@ class Episode(NamedTuple):
 # %% ../../../nbs/pipes/29_recording/05_whole_episodes.ipynb #c9aaceb6
 class _Open:
     "An episode that has not ended: its pieces `(obs, act, rew, env)`, and the observation after the last one."
-    def __init__(self): self.pieces, self.n = [], 0
+
+    def __init__(self):
+        self.pieces = []
+        self.n = 0
 
     def add(self, piece, ahead):
         self.pieces.append(piece)
-        self.n, self.ahead = self.n + len(piece[2]), ahead
+        self.n = self.n + len(piece[2])
+        self.ahead = ahead
 
     def episode(self, term=False, repeated=False):
         obs, act, rew, env = zip(*self.pieces)
         env = same_keys(list(env), [np.ones(len(x), bool) for x in rew])
-        obs, act, rew, env = map(nested.cat, ([*obs, nested.map(lambda x: x[None], self.ahead)], act, rew, env))
+        obs, act, rew, env = map(
+            nested.cat, ([*obs, nested.map(lambda x: x[None], self.ahead)], act, rew, env)
+        )
         return Episode(obs, act, rew, env, term, repeated)
 
 
 class EpisodeCutter:
     "Takes fragments in the order of the stream, and returns the episodes that end in them. See `whole_episodes`."
+
     def __init__(self, repeat_last: bool = False, unfinished: bool = True):
         self.repeat_last, self.unfinished = repeat_last, unfinished
-        self.open, self.newest = {}, {}     # (lane, column) -> `_Open`; lane -> `seq` and `restarts` of its last fragment
+        # (lane, column) -> `_Open`; lane -> `seq` and `restarts` of its last fragment
+        self.open = {}
+        self.newest = {}
 
     def add(self, fragment: Fragment) -> Iterator[Episode]:
         "The episodes that end in `fragment`, in the order of time. Raises `DataError` if it does not continue those that have not ended."
         time = lambda part: [0 if x is None else int(x[0]) for x in (part.restarts, part.seq)]
         for part in sorted(unstacked(fragment), key=time):
             if not isinstance(part.env, dict):
-                raise DataError("infos without names", leaf='env', expected="a dict", got=type(part.env).__name__)
-            env = {key: x for key, x in part.env.items() if key.removeprefix('_') != ENV_REWARD}
-            rows = part.state.obs, nested.getitem(part.state.act, slice(1, None)), env_rewards(part), env
-            numbers, part = final_numbers(part), part._replace(actor=(), hx=(), env=(), final=part.final._replace(actor=()))
-            yield from self._cut(*(nested.map(lambda x: x.detach().cpu().numpy(), x) for x in (part, rows, numbers)))
+                raise DataError(
+                    "infos without names",
+                    leaf="env",
+                    expected="a dict",
+                    got=type(part.env).__name__,
+                )
+            env = {key: x for key, x in part.env.items() if key.removeprefix("_") != ENV_REWARD}
+            rows = (
+                part.state.obs,
+                nested.getitem(part.state.act, slice(1, None)),
+                env_rewards(part),
+                env,
+            )
+            numbers = final_numbers(part)
+            part = part._replace(actor=(), hx=(), env=(), final=part.final._replace(actor=()))
+            yield from self._cut(
+                *(nested.map(lambda x: x.detach().cpu().numpy(), x) for x in (part, rows, numbers))
+            )
 
     def rest(self) -> Iterator[Episode]:
         "The episodes that have not ended, which are given up."
-        while self.open: yield from self._given_up(next(iter(self.open)))
+        while self.open:
+            yield from self._given_up(next(iter(self.open)))
 
     def _given_up(self, key):
         episode = self.open.pop(key).episode()
-        if self.unfinished: yield episode
+        if self.unfinished:
+            yield episode
 
     def _cut(self, part, rows, number):
-        lane, seq, restarts = (None if x is None else int(x[0]) for x in (part.lane, part.seq, part.restarts))
+        lane, seq, restarts = (
+            None if x is None else int(x[0]) for x in (part.lane, part.seq, part.restarts)
+        )
         before, n_lost = self.newest.get(lane, (None, 0))
-        self.newest[lane], was_lost, follows = (seq, restarts or 0), (restarts or 0) > n_lost, before is None or seq == before + 1
-        begin = [0] * part.n_envs     # of each column's episode
+        self.newest[lane] = (seq, restarts or 0)
+        was_lost = (restarts or 0) > n_lost
+        follows = before is None or seq == before + 1
+        begin = [0] * part.n_envs  # of each column's episode
         for b, stepno in enumerate(part.state.stepno[0]):
-            if (now := self.open.get((lane, b))) is None: continue
-            if stepno == 0 and was_lost: yield from self._given_up((lane, b))     # lost with its worker
+            if (now := self.open.get((lane, b))) is None:
+                continue
+            if stepno == 0 and was_lost:
+                yield from self._given_up((lane, b))  # lost with its worker
             elif stepno != now.n or not follows:
-                raise DataError("a fragment does not continue the one before", lane=lane, env=b,
-                                expected=f"step {now.n}, after seq={before}", got=f"step {stepno}, seq={seq}")
-        if not (follows or was_lost or seq == 0):     # 0: another stream begins
-            raise DataError("a fragment does not continue the one before", lane=lane, expected=f"seq={before + 1}", got=f"seq={seq}")
-        for t, b in np.argwhere(part.state.fin[1:]).tolist():      # `fin` is True after rows that are no steps, too
-            is_step, k = bool(part.valid[t, b]), number[t, b]
+                raise DataError(
+                    "a fragment does not continue the one before",
+                    lane=lane,
+                    env=b,
+                    expected=f"step {now.n}, after seq={before}",
+                    got=f"step {stepno}, seq={seq}",
+                )
+        if not (follows or was_lost or seq == 0):  # 0: another stream begins
+            raise DataError(
+                "a fragment does not continue the one before",
+                lane=lane,
+                expected=f"seq={before + 1}",
+                got=f"seq={seq}",
+            )
+        for t, b in np.argwhere(
+            part.state.fin[1:]
+        ).tolist():  # `fin` is True after rows that are no steps, too
+            is_step = bool(part.valid[t, b])
+            k = number[t, b]
             self._take(lane, b, part, rows, slice(begin[b], t + is_step))
-            begin[b], now = t + 1, self.open.pop((lane, b), None)
-            if now is None: continue
-            if k >= 0: now.ahead = nested.getitem(part.final.obs, k)
-            elif is_step and self.repeat_last: now.ahead = nested.getitem(now.pieces[-1][0], -1)
+            begin[b] = t + 1
+            now = self.open.pop((lane, b), None)
+            if now is None:
+                continue
+            if k >= 0:
+                now.ahead = nested.getitem(part.final.obs, k)
+            elif is_step and self.repeat_last:
+                now.ahead = nested.getitem(now.pieces[-1][0], -1)
             elif is_step:
-                raise DataError("the last observation of an episode is not known", lane=lane, env=b, leaf=f"step {t} in `final`",
-                                expected="`EnvStepper(..., terminal_obs=True)`, which keeps it, or `repeat_last=True`", got="no entry")
+                raise DataError(
+                    "the last observation of an episode is not known",
+                    lane=lane,
+                    env=b,
+                    leaf=f"step {t} in `final`",
+                    expected="`EnvStepper(..., terminal_obs=True)`, which keeps it, or `repeat_last=True`",
+                    got="no entry",
+                )
             yield now.episode(is_step and bool(part.term[t + 1, b]), is_step and k < 0)
-        for b, first in enumerate(begin): self._take(lane, b, part, rows, slice(first, part.n_steps))
+        for b, first in enumerate(begin):
+            self._take(lane, b, part, rows, slice(first, part.n_steps))
 
     def _take(self, lane, b, part, rows, steps):
         "Add `steps` of column `b` to its episode, which begins if there is none."
-        if steps.start == steps.stop: return
+        if steps.start == steps.stop:
+            return
         if (lane, b) not in self.open:
             if (stepno := part.state.stepno[steps.start, b]) != 0:
-                raise DataError("the beginning of an episode is missing", lane=lane, env=b, leaf=f'state.stepno[{steps.start}]',
-                                expected="0", got=str(stepno))
+                raise DataError(
+                    "the beginning of an episode is missing",
+                    lane=lane,
+                    env=b,
+                    leaf=f"state.stepno[{steps.start}]",
+                    expected="0",
+                    got=str(stepno),
+                )
             self.open[lane, b] = _Open()
-        rows, ahead = nested.map(np.copy, (nested.getitem(rows, (steps, b)), nested.getitem(part.state.obs, (steps.stop, b))))
+        rows, ahead = nested.map(
+            np.copy,
+            (nested.getitem(rows, (steps, b)), nested.getitem(part.state.obs, (steps.stop, b))),
+        )
         self.open[lane, b].add(rows, ahead)
 
 # %% ../../../nbs/pipes/29_recording/05_whole_episodes.ipynb #98dc3f11
-def whole_episodes(fragments: Iterable, *, unfinished: bool = True, repeat_last: bool = False) -> Iterator[Episode]:
+def whole_episodes(
+    fragments: Iterable, *, unfinished: bool = True, repeat_last: bool = False
+) -> Iterator[Episode]:
     """The episodes of a stream, in the order in which they end; those that end at the same step come in the order of environments.
 
     The memory needed is that of the episodes that have not ended. Raises `DataError` if a fragment is missing, an episode's beginning is
@@ -129,6 +202,6 @@ def whole_episodes(fragments: Iterable, *, unfinished: bool = True, repeat_last:
     cutter = EpisodeCutter(repeat_last, unfinished)
     for item in fragments:
         for fragment in item if type(item) is list else [item]:
-            check_item(fragment, Fragment, 'whole_episodes')
+            check_item(fragment, Fragment, "whole_episodes")
             yield from cutter.add(fragment)
     yield from cutter.rest()

@@ -28,11 +28,16 @@ __all__ = ['steps_ahead', 'Hindsight']
 # %% ../../../nbs/pipes/24_replay/10_hindsight.ipynb #455af12f
 def steps_ahead(store: StepStore, slot: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     "For the steps in these slots, int64 `[n]`, slots of steps from them to the end of their episodes, or of what is known of them by now."
-    following, began = store.links.next, store.records['fragment.state.fin']
-    chain, count, live = [slot], np.ones(len(slot), np.int64), np.arange(len(slot))
+    following = store.links.next
+    began = store.records["fragment.state.fin"]
+    chain = [slot]
+    count = np.ones(len(slot), np.int64)
+    live = np.arange(len(slot))
     while len(live):
         after = following[chain[-1][live]]
-        goes_on = (after >= 0) & ~began[np.maximum(after, 0)]      # below 0 there is a row, but no step yet
+        goes_on = (after >= 0) & ~began[
+            np.maximum(after, 0)
+        ]  # below 0 there is a row, but no step yet
         live = live[goes_on]
         count[live] += 1
         chain.append(np.zeros_like(slot))
@@ -43,19 +48,35 @@ def steps_ahead(store: StepStore, slot: np.ndarray, rng: np.random.Generator) ->
 def _with_goal(fragment, b, goal, rew, term):
     "A fragment `[1, n]` in which the steps `b` `[m]` have other goals, rewards and, unless `term` is None, terminations `[m]`."
     state, final = fragment.state, fragment.final
-    stays, mine = ~state.fin[1, b], torch.isin(final.b, b)
-    k, desired, last = torch.searchsorted(b, final.b[mine]), state.obs['desired_goal'].clone(), final.obs['desired_goal'].clone()
-    desired[0, b], desired[1, b[stays]], last[mine] = goal, goal[stays], goal[k]     # row 1 may be the first one of another episode
+    stays = ~state.fin[1, b]
+    mine = torch.isin(final.b, b)
+    k = torch.searchsorted(b, final.b[mine])
+    desired = state.obs["desired_goal"].clone()
+    last = final.obs["desired_goal"].clone()
+    # row 1 may be the first one of another episode
+    desired[0, b] = goal
+    desired[1, b[stays]] = goal[stays]
+    last[mine] = goal[k]
     at = torch.ones_like(b), b
     flags = fragment.term if term is None else fragment.term.index_put(at, term)
-    state = state._replace(obs={**state.obs, 'desired_goal': desired}, rew=state.rew.index_put(at, rew), fin=state.fin | flags)
-    return fragment._replace(state=state, term=flags, final=final._replace(obs={**final.obs, 'desired_goal': last}))
+    state = state._replace(
+        obs={**state.obs, "desired_goal": desired},
+        rew=state.rew.index_put(at, rew),
+        fin=state.fin | flags,
+    )
+    return fragment._replace(
+        state=state, term=flags, final=final._replace(obs={**final.obs, "desired_goal": last})
+    )
 
 
 def _after(fragment: Fragment, name: str) -> Tensor:
     "The part `name` of the observations after the steps, `[T, B, ...]`."
     state, final = fragment.state, fragment.final
-    return next_observations(fragment._replace(state=state._replace(obs=state.obs[name]), final=final._replace(obs=final.obs[name])))
+    return next_observations(
+        fragment._replace(
+            state=state._replace(obs=state.obs[name]), final=final._replace(obs=final.obs[name])
+        )
+    )
 
 
 class Hindsight(Pipe):
@@ -74,47 +95,107 @@ class Hindsight(Pipe):
         rules: `rules(achieved, desired) -> (reward, terminated)`, such as `GoalRules(env)`; numpy [n, ...] to [n]; terminated may be None
         n_sampled_goal: number of steps with a new goal for each one that keeps its goal
     """
+
     reads = 1
 
     def __init__(self, pipe: IterDataPipe, rules: Callable, n_sampled_goal: int = 4):
         super().__init__(pipe)
-        check_integer('n_sampled_goal', n_sampled_goal, pipe=self)
+        check_integer("n_sampled_goal", n_sampled_goal, pipe=self)
         self.rules, self.n_sampled_goal = rules, n_sampled_goal
 
     def stream(self, items: Iterator[Replayed]) -> Iterator[Replayed]:
         try:
             for k, item in enumerate(items):
                 check_item(item, Replayed, self)
-                if k < 100: self._check(item.fresh, item.memory)
-                yield item._replace(samples=map(partial(self._relabelled, item.memory), item.samples))
-        finally: close(self.rules)
+                if k < 100:
+                    self._check(item.fresh, item.memory)
+                yield item._replace(
+                    samples=map(partial(self._relabelled, item.memory), item.samples)
+                )
+        finally:
+            close(self.rules)
 
     def _relabelled(self, memory: ReplayMemory, sample: Sample) -> Sample:
-        store, rng, fragment = memory.store, memory.sampler.rng, sample.fragment._replace(actor={}, env={})
+        store = memory.store
+        rng = memory.sampler.rng
+        fragment = sample.fragment._replace(actor={}, env={})
         fragment = fragment._replace(final=fragment.final._replace(actor={}))
         b = (rng.random(fragment.n_envs) * (self.n_sampled_goal + 1) >= 1).nonzero()[0]
         slot = steps_ahead(store, store.ring.slot(sample.index.numpy()[b]), rng)
-        goal = _after(store.read(slot, 1), 'achieved_goal')[0].to(fragment.state.obs['desired_goal'].dtype)
-        rew, term = self._judge(_after(fragment, 'achieved_goal')[0, b], goal)
+        goal = _after(store.read(slot, 1), "achieved_goal")[0].to(
+            fragment.state.obs["desired_goal"].dtype
+        )
+        rew, term = self._judge(_after(fragment, "achieved_goal")[0, b], goal)
         return sample._replace(fragment=_with_goal(fragment, torch.from_numpy(b), goal, rew, term))
 
     def _judge(self, achieved, desired):
         rew, term = self.rules(achieved.cpu().numpy(), desired.cpu().numpy())
-        return torch.as_tensor(rew, dtype=torch.float32), None if term is None else torch.as_tensor(term, dtype=torch.bool)
+        return torch.as_tensor(rew, dtype=torch.float32), None if term is None else torch.as_tensor(
+            term, dtype=torch.bool
+        )
 
     def _check(self, fragment, memory):
         "Raise `DataError` unless the steps can get other goals, and `rules` gives their own goals the rewards that the environment gave."
-        obs, length, ended = fragment.state.obs, getattr(memory, 'length', None), fragment.state.fin[1:] & fragment.valid
-        goals = [obs[name] for name in ('achieved_goal', 'desired_goal') if isinstance(obs, dict) and isinstance(obs.get(name), Tensor)]
+        obs = fragment.state.obs
+        length = getattr(memory, "length", None)
+        ended = fragment.state.fin[1:] & fragment.valid
+        goals = [
+            obs[name]
+            for name in ("achieved_goal", "desired_goal")
+            if isinstance(obs, dict) and isinstance(obs.get(name), Tensor)
+        ]
         for is_wrong, problem, leaf, expected, got in (
-                (getattr(memory, 'frames', 1) > 1, "goals are replaced in whole observations", 'frames', "1", "stacks"),
-                (length != 1, "goals are replaced in single steps", 'length', "a memory with length=1", length),
-                (nested.leaves(fragment.hx), "actors with memory are not supported", 'hx', "()", fragment.hx),
-                (len(goals) < 2 or len({(x.shape, x.is_floating_point() or x.dtype) for x in goals}) > 1, "the observations have no goals",
-                 'obs', "a dict with arrays achieved_goal and desired_goal of one shape, both of floats or of one dtype", obs),
-                (len(fragment.final.t) < ended.sum(), "a true last observation is missing", 'final', "terminal_obs=True", "False")):
-            if is_wrong: raise DataError(problem, pipe=self, leaf=leaf, expected=expected, got=got)
-        found = self._judge(*(_after(fragment, name)[fragment.valid] for name in ('achieved_goal', 'desired_goal')))
-        for leaf, x, y in zip(('rew', 'term'), (fragment.state.rew[1:], fragment.term[1:]), found):
-            if y is None or torch.allclose((x := x[fragment.valid].cpu()).float(), y.float(), 1e-4, 1e-5): continue
-            raise DataError("the rules give what the environment did not give", pipe=self, leaf=leaf, expected=x.tolist(), got=y.tolist())
+            (
+                getattr(memory, "frames", 1) > 1,
+                "goals are replaced in whole observations",
+                "frames",
+                "1",
+                "stacks",
+            ),
+            (
+                length != 1,
+                "goals are replaced in single steps",
+                "length",
+                "a memory with length=1",
+                length,
+            ),
+            (
+                nested.leaves(fragment.hx),
+                "actors with memory are not supported",
+                "hx",
+                "()",
+                fragment.hx,
+            ),
+            (
+                len(goals) < 2
+                or len({(x.shape, x.is_floating_point() or x.dtype) for x in goals}) > 1,
+                "the observations have no goals",
+                "obs",
+                "a dict with arrays achieved_goal and desired_goal of one shape, both of floats or of one dtype",
+                obs,
+            ),
+            (
+                len(fragment.final.t) < ended.sum(),
+                "a true last observation is missing",
+                "final",
+                "terminal_obs=True",
+                "False",
+            ),
+        ):
+            if is_wrong:
+                raise DataError(problem, pipe=self, leaf=leaf, expected=expected, got=got)
+        found = self._judge(
+            *(_after(fragment, name)[fragment.valid] for name in ("achieved_goal", "desired_goal"))
+        )
+        for leaf, x, y in zip(("rew", "term"), (fragment.state.rew[1:], fragment.term[1:]), found):
+            if y is None or torch.allclose(
+                (x := x[fragment.valid].cpu()).float(), y.float(), 1e-4, 1e-5
+            ):
+                continue
+            raise DataError(
+                "the rules give what the environment did not give",
+                pipe=self,
+                leaf=leaf,
+                expected=x.tolist(),
+                got=y.tolist(),
+            )

@@ -16,24 +16,43 @@ from .records import fields_of, record_type
 # %% ../../../nbs/pipes/24_replay/02_layout.ipynb #fc4a588c
 def unbatched(fragment: Fragment) -> Fragment:
     "One row, step, column and true last observation of a fragment, as examples without leading dimensions; `hx` is `[layers, ...]`."
-    def one(x): return x[0, 0]
-    def last(final): return Final(None, None, *nested.map(lambda x: x.new_zeros(x.shape[1:]), (final.obs, final.actor)))
-    return fragment.map(rows=one, steps=one, columns=lambda x: x[0], hx=lambda x: x[:, 0], final=last)
+
+    def one(x):
+        return x[0, 0]
+
+    def last(final):
+        return Final(
+            None, None, *nested.map(lambda x: x.new_zeros(x.shape[1:]), (final.obs, final.actor))
+        )
+
+    return fragment.map(
+        rows=one, steps=one, columns=lambda x: x[0], hx=lambda x: x[:, 0], final=last
+    )
 
 # %% ../../../nbs/pipes/24_replay/02_layout.ipynb #355ab5dd
 class FragmentLayout:
     "Converts fragments like `example` (see `unbatched`) to records of steps, of true last observations and of recurrent states, and back."
+
     def __init__(self, example: Fragment):
-        self.example, self.fields = example, fields_of(example, 'fragment')
-        part = self.fields.map(rows=lambda _: 0, steps=lambda _: 1, columns=lambda _: 2, hx=lambda _: 3,
-                               final=lambda final: nested.map(lambda _: 4, final))
-        self.read_from = list(zip(nested.leaves(self.fields), nested.leaves(part)))   # for each field, the index of its records in `unpack`
+        self.example = example
+        self.fields = fields_of(example, "fragment")
+        part = self.fields.map(
+            rows=lambda _: 0,
+            steps=lambda _: 1,
+            columns=lambda _: 2,
+            hx=lambda _: 3,
+            final=lambda final: nested.map(lambda _: 4, final),
+        )
+        self.read_from = list(
+            zip(nested.leaves(self.fields), nested.leaves(part))
+        )  # for each field, the index of its records in `unpack`
         self.structure = nested.flatten(example)[1]
-        kinds = Fragment.ROWS, Fragment.STEPS, Fragment.COLUMNS, ('final',), ('hx',)
+        kinds = Fragment.ROWS, Fragment.STEPS, Fragment.COLUMNS, ("final",), ("hx",)
         self.kinds = {names: nested.leaves(self.fields.only(*names)) for names in kinds}
         rows, steps, columns, final, hx = self.kinds.values()
         self.step_type = record_type(rows + steps + columns, final=np.int32, hx=np.int32)
-        self.final_type, self.hx_type = record_type(final), record_type(hx)
+        self.final_type = record_type(final)
+        self.hx_type = record_type(hx)
 
     def pack(self, fragment: Fragment, order: np.ndarray) -> np.ndarray:
         """Records `[B, T+1]` of rows and steps. The last ones hold a row but no step. Their references `final` and `hx` are -1.
@@ -43,27 +62,33 @@ class FragmentLayout:
             order: int64 [B]: environments of the fragment, in the order of their records
         """
         records = np.zeros((len(order), fragment.n_steps + 1), self.step_type)
-        def by_environment(x): return x[:, order].swapaxes(0, 1)
+
+        def by_environment(x):
+            return x[:, order].swapaxes(0, 1)
+
         self._write(records, fragment, Fragment.ROWS, by_environment)
         self._write(records[:, :-1], fragment, Fragment.STEPS, by_environment)
         self._write(records, fragment, Fragment.COLUMNS, lambda x: x[order, None])
-        records['final'] = records['hx'] = -1
+        records["final"] = records["hx"] = -1
         return records
 
     def pack_final(self, fragment: Fragment) -> np.ndarray:
         "Records `[K]` of the true last observations."
         records = np.zeros(len(fragment.final.t), self.final_type)
-        self._write(records, fragment.map(final=lambda final: final._replace(t=None, b=None)), ('final',))
+        self._write(
+            records, fragment.map(final=lambda final: final._replace(t=None, b=None)), ("final",)
+        )
         return records
 
     def pack_hx(self, fragment: Fragment, order: np.ndarray) -> np.ndarray:
         "Records `[B]` of the recurrent states at row 0."
         records = np.zeros(len(order), self.hx_type)
-        self._write(records, fragment, ('hx',), lambda x: x[:, order].swapaxes(0, 1))
+        self._write(records, fragment, ("hx",), lambda x: x[:, order].swapaxes(0, 1))
         return records
 
     def _write(self, records, fragment, names, arrange=lambda x: x):
-        for field, x in zip(self.kinds[names], nested.leaves(fragment.only(*names))): field.write(records, x, arrange)
+        for field, x in zip(self.kinds[names], nested.leaves(fragment.only(*names))):
+            field.write(records, x, arrange)
 
     def unpack(self, records: np.ndarray, finals: np.ndarray, hxs: np.ndarray | None) -> Fragment:
         """The fragment `[T, n]` of these records. Its tensors are views of the records.
@@ -73,16 +98,19 @@ class FragmentLayout:
             finals: all records of true last observations, to which `records['final']` refers
             hxs: all records of recurrent states, to which `records['hx']` refers; None: zeros
         """
-        number, n = records['final'][:-1], records.shape[1]
+        number = records["final"][:-1]
+        n = records.shape[1]
         t, b = (number >= 0).nonzero()
-        hxs = np.zeros(n, self.hx_type) if hxs is None else hxs[records['hx'][0]]
+        hxs = np.zeros(n, self.hx_type) if hxs is None else hxs[records["hx"][0]]
         parts = records, records[:-1], records[0], hxs, finals[number[t, b]]
         # One pass over all leaves, because this is the hot path of sampling.
         found = self.structure.unflatten([field.read(parts[k]) for field, k in self.read_from])
-        return found.map(hx=lambda x: x.transpose(0, 1).contiguous(),
-                         final=lambda final: final._replace(t=torch.from_numpy(t), b=torch.from_numpy(b)))
+        return found.map(
+            hx=lambda x: x.transpose(0, 1).contiguous(),
+            final=lambda final: final._replace(t=torch.from_numpy(t), b=torch.from_numpy(b)),
+        )
 
-    def take_over(self, into: np.ndarray, records: np.ndarray, before: 'FragmentLayout') -> None:
+    def take_over(self, into: np.ndarray, records: np.ndarray, before: "FragmentLayout") -> None:
         """Copy records of steps to this layout. Missing infos are filled in as by `same_keys`.
 
         Args:
@@ -90,10 +118,15 @@ class FragmentLayout:
             records: [n]: records of the layout `before`
             before: earlier layout, with fewer infos
         """
-        for name in records.dtype.names: into[name] = records[name]
-        masks = {f'_{key}' for key in before.example.env}
+        for name in records.dtype.names:
+            into[name] = records[name]
+        masks = {f"_{key}" for key in before.example.env}
         for key, fields in self.fields.env.items():
             for field in nested.leaves(fields) if key not in before.example.env else ():
-                into[field.name] = records['fragment.valid'] if key in masks else np.nan if field.format[0].kind == 'f' else 0
-
-
+                into[field.name] = (
+                    records["fragment.valid"]
+                    if key in masks
+                    else np.nan
+                    if field.format[0].kind == "f"
+                    else 0
+                )

@@ -17,12 +17,26 @@ from ..data import nested
 from ..data.captures import capture
 from ..data.chunks import ChunkFolder
 from ..data.fragment import Fragment, check_item
-from ..data.errors import LEAST_BYTES, CheckpointError, DataError, check_fraction, check_integer, check_memory, located
+from rollpipe.pipes.data.errors import (
+    LEAST_BYTES,
+    CheckpointError,
+    DataError,
+    check_fraction,
+    check_integer,
+    check_memory,
+    located,
+)
 from ..data.restoring import restore
 from ..frames import Stacks, newest_frames, with_stacks
 from .layout import unbatched
 from .sampling import PrioritizedSampler, UniformSampler
-from .store import AddedSteps, StepStore, restore_store, store_rows, store_state
+from rollpipe.pipes.replay.store import (
+    AddedSteps,
+    StepStore,
+    restore_store,
+    store_rows,
+    store_state,
+)
 
 # %% ../../../nbs/pipes/24_replay/07_memory.ipynb #c52c1f12
 class _Pending(NamedTuple):
@@ -33,6 +47,7 @@ class _Pending(NamedTuple):
         offsets: int64 [m]: positions of their first steps, counted from the first step after the last gap
         n_steps: number of steps since that gap
     """
+
     starts: Any
     offsets: Any
     n_steps: int
@@ -45,16 +60,22 @@ class PendingSegments:
         length: steps of a segment
         at_borders: True: segments begin only at row 0 of fragments
     """
+
     def __init__(self, length: int, at_borders: bool):
-        self.length, self.at_borders, self.lanes = length, at_borders, {}  # lane -> _Pending
+        # lane -> _Pending
+        self.length = length
+        self.at_borders = at_borders
+        self.lanes = {}
 
     def add(self, steps: AddedSteps) -> np.ndarray:
         "Serial numbers of the segments that these steps complete, int64 `[n]`."
         starts = steps.serial[:, :1] if self.at_borders else steps.serial
-        offsets, n_steps = np.arange(starts.shape[1]), steps.serial.shape[1]
+        offsets = np.arange(starts.shape[1])
+        n_steps = steps.serial.shape[1]
         if steps.follows:
             before = self.lanes[steps.lane]
-            starts, offsets = np.concatenate([before.starts, starts], 1), np.concatenate([before.offsets, offsets + before.n_steps])
+            starts = np.concatenate([before.starts, starts], 1)
+            offsets = np.concatenate([before.offsets, offsets + before.n_steps])
             n_steps += before.n_steps
         complete = offsets + self.length <= n_steps
         self.lanes[steps.lane] = _Pending(starts[:, ~complete], offsets[~complete], n_steps)
@@ -69,6 +90,7 @@ class Sample(NamedTuple):
         weight: float32 [n]: importance weights, at most 1; all 1 if sampling is uniform
         index: int64 [n]: serial numbers of the first steps, for `prioritize`; with `frames`, of those with the first frames
     """
+
     fragment: Fragment
     weight: Any
     index: Any
@@ -83,18 +105,31 @@ def checked_errors(index: Any, td_abs: Any, end: int, pipe: Any) -> tuple:
         end: the next serial number
         pipe: names the memory in messages
     """
-    if isinstance(td_abs, Tensor): td_abs = td_abs.float()     # numpy has no bfloat16
-    index, td_abs = (np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in (index, td_abs))
+    if isinstance(td_abs, Tensor):
+        td_abs = td_abs.float()  # numpy has no bfloat16
+    index, td_abs = (
+        np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in (index, td_abs)
+    )
     if td_abs.shape != index.shape or not (np.isfinite(td_abs) & (td_abs >= 0)).all():
-        raise DataError("not absolute TD errors", pipe=pipe, expected=f"finite numbers >= 0, {list(index.shape)}", got=td_abs)
-    if index.dtype.kind not in 'iu' or ((index < 0) | (index >= end)).any():
-        raise DataError("not an index of a sample", pipe=pipe, expected=f"integers 0 <= index < {end}",
-                        got=f"{index.dtype}, {index.min()} ... {index.max()}")
+        raise DataError(
+            "not absolute TD errors",
+            pipe=pipe,
+            expected=f"finite numbers >= 0, {list(index.shape)}",
+            got=td_abs,
+        )
+    if index.dtype.kind not in "iu" or ((index < 0) | (index >= end)).any():
+        raise DataError(
+            "not an index of a sample",
+            pipe=pipe,
+            expected=f"integers 0 <= index < {end}",
+            got=f"{index.dtype}, {index.min()} ... {index.max()}",
+        )
     return index, td_abs
 
 # %% ../../../nbs/pipes/24_replay/07_memory.ipynb #a9968fd4
 class KeptMemory:
     "Mixin of `ReplayMemory`: its state."
+
     capacity: int
     length: int
     prioritized: bool
@@ -114,9 +149,12 @@ class KeptMemory:
             chunks: gets the parts of large arrays that changed since the last state; None: the state has a copy of the arrays
         """
         store = self.store and dict(store_state(self.store), pending=self.pending.lanes)
-        kept = dict(settings=self._settings(), beta=self.beta, sampler=self.sampler.get_state(), store=store)
+        kept = dict(
+            settings=self._settings(), beta=self.beta, sampler=self.sampler.get_state(), store=store
+        )
         rows = {name: changes.save(rows, chunks) for name, (rows, changes) in self._rows().items()}
-        if chunks is not None: chunks.sync()
+        if chunks is not None:
+            chunks.sync()
         return capture(kept) | dict(rows=rows)
 
     def set_state(self, state: dict, chunks: ChunkFolder | None = None) -> None:
@@ -127,20 +165,30 @@ class KeptMemory:
         Args:
             chunks: the folder that `get_state` got
         """
-        kept = restore(state, name='memory')
-        if kept['settings'] != (mine := self._settings()):
-            raise CheckpointError("the state of another memory", pipe=self, expected=str(mine), got=str(kept['settings']))
-        if (store := kept['store']) is not None:
-            restore_store(self.begin(store['example']), store)
-            self.pending.lanes = store['pending']
-        for name, (rows, changes) in self._rows().items(): changes.load(rows, state['rows'][name], chunks)
-        self.sampler.set_state(kept['sampler'])
-        self.beta = kept['beta']
+        kept = restore(state, name="memory")
+        if kept["settings"] != (mine := self._settings()):
+            raise CheckpointError(
+                "the state of another memory",
+                pipe=self,
+                expected=str(mine),
+                got=str(kept["settings"]),
+            )
+        if (store := kept["store"]) is not None:
+            restore_store(self.begin(store["example"]), store)
+            self.pending.lanes = store["pending"]
+        for name, (rows, changes) in self._rows().items():
+            changes.load(rows, state["rows"][name], chunks)
+        self.sampler.set_state(kept["sampler"])
+        self.beta = kept["beta"]
 
     def _settings(self):
-        return {name: getattr(self, name) for name in ('capacity', 'length', 'prioritized', 'alpha', 'zero_state', 'frames')}
+        return {
+            name: getattr(self, name)
+            for name in ("capacity", "length", "prioritized", "alpha", "zero_state", "frames")
+        }
 
-    def _rows(self): return self.sampler.rows() | ({} if self.store is None else store_rows(self.store))
+    def _rows(self):
+        return self.sampler.rows() | ({} if self.store is None else store_rows(self.store))
 
 # %% ../../../nbs/pipes/24_replay/07_memory.ipynb #891213b3
 class ReplayMemory(KeptMemory):
@@ -169,20 +217,53 @@ class ReplayMemory(KeptMemory):
         path: a folder for the steps; None: in memory
         frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
     """
-    def __init__(self, capacity: int, *, length: int = 1, prioritized: bool = False, alpha: float = 0.6, beta: float = 0.4,
-                 zero_state: bool = False, seed: Any = None, path: Any = None, frames: int = 1):
-        numbers = ('capacity', capacity), ('length', length), ('frames', frames)
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        length: int = 1,
+        prioritized: bool = False,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        zero_state: bool = False,
+        seed: Any = None,
+        path: Any = None,
+        frames: int = 1,
+    ):
+        numbers = ("capacity", capacity), ("length", length), ("frames", frames)
         capacity, length, frames = (check_integer(name, x, pipe=self) for name, x in numbers)
-        for name, x in (('alpha', alpha), ('beta', beta)): check_fraction(name, x, pipe=self)
+        for name, x in (("alpha", alpha), ("beta", beta)):
+            check_fraction(name, x, pipe=self)
         # With stacks, a segment begins with the steps of the earlier frames. Samples are without these steps.
-        self.frames, self.span = frames, length + frames - 1
+        self.frames = frames
+        self.span = length + frames - 1
         if self.span > capacity:
-            raise DataError("no segment fits in", pipe=self, expected=f"capacity >= length={length}", got=f"capacity={capacity}")
-        check_memory(f"capacity={capacity:,}", capacity * (LEAST_BYTES * (path is None) + 16 * prioritized), pipe=self)
-        self.capacity, self.length, self.prioritized, self.path = capacity, length, prioritized, path
-        self.alpha, self.beta, self.first_beta, self.zero_state = alpha, beta, beta, zero_state
+            raise DataError(
+                "no segment fits in",
+                pipe=self,
+                expected=f"capacity >= length={length}",
+                got=f"capacity={capacity}",
+            )
+        check_memory(
+            f"capacity={capacity:,}",
+            capacity * (LEAST_BYTES * (path is None) + 16 * prioritized),
+            pipe=self,
+        )
+        self.capacity = capacity
+        self.length = length
+        self.prioritized = prioritized
+        self.path = path
+        self.alpha = alpha
+        self.beta = beta
+        self.first_beta = beta
+        self.zero_state = zero_state
         rng = np.random.default_rng(seed)
-        self.sampler = PrioritizedSampler(capacity, rng, alpha) if prioritized else UniformSampler(capacity, rng)
+        self.sampler = (
+            PrioritizedSampler(capacity, rng, alpha)
+            if prioritized
+            else UniformSampler(capacity, rng)
+        )
         self.store = self.pending = None
 
     @property
@@ -193,21 +274,35 @@ class ReplayMemory(KeptMemory):
     def __len__(self) -> int:
         "Number of valid steps that are stored."
         return 0 if self.store is None else self.store.n_valid
+
     def add(self, fragment: Fragment) -> None:
         "Store a copy of a `Fragment`."
         check_item(fragment, Fragment, self)
-        fragment = fragment._replace(restarts=None)     # dropped, because most lanes have no restarts and all records need the same fields
+        fragment = fragment._replace(
+            restarts=None
+        )  # dropped, because most lanes have no restarts and all records need the same fields
         if any(isinstance(x, Stacks) for x in nested.leaves(fragment.state.obs)):
-            raise DataError("stacks of frames are not kept", pipe=self, leaf='obs', expected="single frames, without `FrameStack`")
+            raise DataError(
+                "stacks of frames are not kept",
+                pipe=self,
+                leaf="obs",
+                expected="single frames, without `FrameStack`",
+            )
         with located(pipe=self):
-            if self.frames > 1: fragment = newest_frames(fragment, self.frames)
-            if self.store is None: self.begin(unbatched(fragment))
+            if self.frames > 1:
+                fragment = newest_frames(fragment, self.frames)
+            if self.store is None:
+                self.begin(unbatched(fragment))
             if self.length < fragment.n_steps and self.store.keep_hx:
-                raise DataError("no recurrent state is known where a segment would begin", got=f"length={self.length}",
-                                expected=f"length >= n_steps={fragment.n_steps}, or zero_state")
+                raise DataError(
+                    "no recurrent state is known where a segment would begin",
+                    got=f"length={self.length}",
+                    expected=f"length >= n_steps={fragment.n_steps}, or zero_state",
+                )
             replaced, added = self.store.add(fragment)
         self.sampler.remove(replaced)
-        for steps in added: self._offer(self.pending.add(steps))
+        for steps in added:
+            self._offer(self.pending.add(steps))
 
     def begin(self, example: Fragment) -> StepStore:
         "Allocate memory for fragments like `example`, see `unbatched`."
@@ -217,27 +312,39 @@ class ReplayMemory(KeptMemory):
 
     def close(self) -> None:
         "Release the folder for another memory. Stored steps can still be sampled."
-        if self.store is not None: self.store.place.close()
+        if self.store is not None:
+            self.store.place.close()
 
     def _offer(self, serial):
         "Allow these segments to be drawn, except those whose first step was replaced or that have no valid step."
         store = self.store
         slot = store.ring.slot(serial[serial >= store.ring.oldest])
         # A segment that may begin anywhere must begin with a valid step. One that begins at row 0 of a fragment needs any valid step.
-        valid = store.valid[store.links.chain(slot, self.length)].any(0) if store.keep_hx else \
-            store.valid[store.links.chain(slot, self.frames)[-1]]
+        valid = (
+            store.valid[store.links.chain(slot, self.length)].any(0)
+            if store.keep_hx
+            else store.valid[store.links.chain(slot, self.frames)[-1]]
+        )
         self.sampler.add(slot[valid])
 
     def sample(self, n: int) -> Sample:
         "Draw `n` segments, with replacement. Raises `DataError` if there is none yet."
-        check_integer('n', n, pipe=self)
+        check_integer("n", n, pipe=self)
         if not self.sampler.n_segments:
-            raise DataError("nothing to sample from", pipe=self, expected=f"{self.span} valid steps in a row", got=f"{len(self)} steps")
+            raise DataError(
+                "nothing to sample from",
+                pipe=self,
+                expected=f"{self.span} valid steps in a row",
+                got=f"{len(self)} steps",
+            )
         ring = self.store.ring
         slot = self.sampler.draw(n, ring.n_filled)
         fragment = self.store.read(slot, self.span)
-        if self.frames > 1: fragment = with_stacks(fragment, self.frames)
-        return Sample(fragment, self.sampler.weights(slot, self.beta), torch.from_numpy(ring.serial(slot)))
+        if self.frames > 1:
+            fragment = with_stacks(fragment, self.frames)
+        return Sample(
+            fragment, self.sampler.weights(slot, self.beta), torch.from_numpy(ring.serial(slot))
+        )
 
     def prioritize(self, index: Any, td_abs: Any) -> None:
         """Set the priorities of segments. Segments that were replaced since they were drawn are ignored.
@@ -250,6 +357,10 @@ class ReplayMemory(KeptMemory):
         """
         if not isinstance(self.sampler, PrioritizedSampler):
             raise DataError("the memory is uniform", pipe=self, expected="prioritized=True")
-        index, td_abs = checked_errors(index, td_abs, 0 if self.store is None else self.store.ring.next_serial, self)
+        index, td_abs = checked_errors(
+            index, td_abs, 0 if self.store is None else self.store.ring.next_serial, self
+        )
         kept = index >= self.store.ring.oldest
-        self.sampler.prioritize(self.store.ring.slot(index[kept]), td_abs[kept].astype(np.float64) + 1e-6)
+        self.sampler.prioritize(
+            self.store.ring.slot(index[kept]), td_abs[kept].astype(np.float64) + 1e-6
+        )

@@ -40,6 +40,7 @@ class MergedStep(NamedTuple):
         step_n: int64 []: number of steps of the episode before the first one
         episode_n: int64 []: number of episodes that this environment finished before
     """
+
     state: Any
     action: Any
     reward: Any
@@ -54,21 +55,36 @@ class MergedStep(NamedTuple):
     episode_n: Any
 
     @staticmethod  # a batch: leaves `[n, ...]` of `n` transitions
-    def stack(steps: list) -> 'MergedStep': return nested.stack(steps)
+    def stack(steps: list) -> "MergedStep":
+        return nested.stack(steps)
 
     @staticmethod
-    def of(steps: Any, gamma: float) -> 'MergedStep':
+    def of(steps: Any, gamma: float) -> "MergedStep":
         """Merge `steps` into one transition.
 
         Args:
             steps: successive `Step`s of one episode, at least one
             gamma: discount factor per step
         """
-        first, last, n, rew = steps[0], steps[-1], len(steps), steps[0].reward
-        total = sum(gamma ** k * float(step.reward) for k, step in enumerate(steps))
-        return MergedStep(first.state, first.action, rew.new_tensor(total), rew.new_tensor(0. if last.terminated else gamma ** n),
-                          last.next_state, last.terminated, last.truncated, first.step_n.new_tensor(n),
-                          first.env_id, first.proc_id, first.step_n, first.episode_n)
+        first = steps[0]
+        last = steps[-1]
+        n = len(steps)
+        rew = steps[0].reward
+        total = sum(gamma**k * float(step.reward) for k, step in enumerate(steps))
+        return MergedStep(
+            first.state,
+            first.action,
+            rew.new_tensor(total),
+            rew.new_tensor(0.0 if last.terminated else gamma**n),
+            last.next_state,
+            last.terminated,
+            last.truncated,
+            first.step_n.new_tensor(n),
+            first.env_id,
+            first.proc_id,
+            first.step_n,
+            first.episode_n,
+        )
 
 
 default_collate_fn_map[MergedStep] = lambda steps, *, collate_fn_map=None: MergedStep.stack(steps)
@@ -90,25 +106,34 @@ class StepMerger(Pipe):
         n: greatest number of steps
         gamma: discount factor per step
     """
+
     def __init__(self, pipe: IterDataPipe, n: int, gamma: float = 0.99):
         super().__init__(pipe)
-        check_integer('n', n, pipe=self)
-        check_fraction('gamma', gamma, pipe=self)
+        check_integer("n", n, pipe=self)
+        check_fraction("gamma", gamma, pipe=self)
         self.n, self.gamma = n, gamma
 
     def stream(self, items: Iterator[Step]) -> Iterator[MergedStep]:
-        waiting, newest = self.keep(waiting={}, newest={}).values()   # (lane, environment) -> steps without a transition so far; last step
-        for steps in waiting.values():     # those that a resumed iteration begins with
-            if steps and (steps[-1].terminated or steps[-1].truncated): yield from self._rest(steps)
+        waiting, newest = self.keep(
+            waiting={}, newest={}
+        ).values()  # (lane, environment) -> steps without a transition so far; last step
+        for steps in waiting.values():  # those that a resumed iteration begins with
+            if steps and (steps[-1].terminated or steps[-1].truncated):
+                yield from self._rest(steps)
         for step in items:
             check_step(step, self)
             key = int(step.proc_id), int(step.env_id)
-            if key in newest: check_follows(newest[key], step, self)
-            newest[key], steps = step, waiting.setdefault(key, deque())
+            if key in newest:
+                check_follows(newest[key], step, self)
+            newest[key] = step
+            steps = waiting.setdefault(key, deque())
             steps.append(step)
-            if step.terminated or step.truncated: yield from self._rest(steps)
-            elif len(steps) == self.n: yield self._next(steps)
-        for steps in waiting.values(): yield from self._rest(steps)
+            if step.terminated or step.truncated:
+                yield from self._rest(steps)
+            elif len(steps) == self.n:
+                yield self._next(steps)
+        for steps in waiting.values():
+            yield from self._rest(steps)
 
     def _next(self, steps):
         merged = MergedStep.of(steps, self.gamma)
@@ -116,4 +141,5 @@ class StepMerger(Pipe):
         return merged
 
     def _rest(self, steps):
-        while steps: yield self._next(steps)
+        while steps:
+            yield self._next(steps)

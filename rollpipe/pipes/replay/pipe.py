@@ -15,7 +15,15 @@ import numpy as np
 
 from ..data.chunks import ChunkFolder
 from ..data.fragment import Fragment
-from ..data.errors import LEAST_BYTES, DataError, GraphError, check_integer, check_memory, is_between, located
+from rollpipe.pipes.data.errors import (
+    LEAST_BYTES,
+    DataError,
+    GraphError,
+    check_integer,
+    check_memory,
+    is_between,
+    located,
+)
 from ..graph.pipe import Pipe, Seeded
 from .memory import ReplayMemory, Sample
 from ..graph.torchdata import IterDataPipe
@@ -32,6 +40,7 @@ class Replayed(NamedTuple):
         samples: iterator of samples; each one is drawn when the learner reads it
         memory: the `ReplayMemory`, which already holds the fragment; its `prioritize` sets priorities; may be None
     """
+
     fresh: Fragment
     samples: Iterator[Sample]
     memory: Any
@@ -61,23 +70,58 @@ class Replay(Seeded, Pipe):
         samples_per_step: samples for each new step (update-to-data ratio); None: `n_batches` for each fragment
         frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
     """
-    reads = 1
-    gathered: Any = staticmethod(lambda x: [x])   # x -> list of the x of all ranks, which draw equally often
 
-    def __init__(self, pipe: IterDataPipe, capacity: int, batch_size: int = 256, n_batches: int = 1, warmup: int = 1000, length: int = 1,
-                 prioritized: bool = False, alpha: float = 0.6, beta: float = 0.4, zero_state: bool = False, path: Any = None,
-                 seed: int | None = None, samples_per_step: float | None = None, frames: int = 1):
+    reads = 1
+    gathered: Any = staticmethod(
+        lambda x: [x]
+    )  # x -> list of the x of all ranks, which draw equally often
+
+    def __init__(
+        self,
+        pipe: IterDataPipe,
+        capacity: int,
+        batch_size: int = 256,
+        n_batches: int = 1,
+        warmup: int = 1000,
+        length: int = 1,
+        prioritized: bool = False,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        zero_state: bool = False,
+        path: Any = None,
+        seed: int | None = None,
+        samples_per_step: float | None = None,
+        frames: int = 1,
+    ):
         super().__init__(pipe)
-        numbers = ('batch_size', batch_size, 1), ('n_batches', n_batches, 0), ('warmup', warmup, 0)
-        self.batch_size, self.n_batches, self.warmup = (check_integer(name, x, least, pipe=self) for name, x, least in numbers)
-        self.prioritized, self.alpha, self.beta, self.zero_state, self.path = prioritized, alpha, beta, zero_state, path
-        self.seed, self.samples_per_step, self.frames, self.capacity, self.length = seed, samples_per_step, frames, capacity, length
+        numbers = ("batch_size", batch_size, 1), ("n_batches", n_batches, 0), ("warmup", warmup, 0)
+        self.batch_size, self.n_batches, self.warmup = (
+            check_integer(name, x, least, pipe=self) for name, x, least in numbers
+        )
+        self.prioritized = prioritized
+        self.alpha = alpha
+        self.beta = beta
+        self.zero_state = zero_state
+        self.path = path
+        self.seed = seed
+        self.samples_per_step = samples_per_step
+        self.frames = frames
+        self.capacity = capacity
+        self.length = length
         self._check_ratio()
         memory = self._new_memory()  # checks the arguments
-        self.capacity, self.length, self.frames = memory.capacity, memory.length, memory.frames     # which may be integers of numpy
+        # which may be integers of numpy
+        self.capacity = memory.capacity
+        self.length = memory.length
+        self.frames = memory.frames
         self._check_samples(LEAST_BYTES)
         if warmup > capacity:
-            raise DataError("sampling would never begin", pipe=self, expected=f"warmup <= capacity={capacity}", got=f"warmup={warmup}")
+            raise DataError(
+                "sampling would never begin",
+                pipe=self,
+                expected=f"warmup <= capacity={capacity}",
+                got=f"warmup={warmup}",
+            )
 
     def divide(self, n: int) -> None:
         """Become one of `n` memories that share the capacity and the batch size, as in data-parallel training. Raises `DataError`.
@@ -86,72 +130,135 @@ class Replay(Seeded, Pipe):
             n: number of ranks
         """
         if self.prioritized or self.path is not None:
-            raise DataError("a memory that several ranks divide has no priorities, and no folder", pipe=self, leaf='ranks', expected="1",
-                            got=str(n))
+            raise DataError(
+                "a memory that several ranks divide has no priorities, and no folder",
+                pipe=self,
+                leaf="ranks",
+                expected="1",
+                got=str(n),
+            )
         if self.batch_size % n:
-            raise DataError(f"samples cannot be divided among {n} ranks", pipe=self, leaf='batch_size', expected=f"a multiple of {n}",
-                            got=str(self.batch_size))
-        self.batch_size, self.capacity = self.batch_size // n, self.capacity // n
+            raise DataError(
+                f"samples cannot be divided among {n} ranks",
+                pipe=self,
+                leaf="batch_size",
+                expected=f"a multiple of {n}",
+                got=str(self.batch_size),
+            )
+        self.batch_size = self.batch_size // n
+        self.capacity = self.capacity // n
         self.warmup = min(-(-self.warmup // n), self.capacity)
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
         "Raise `GraphError`: `Lanes` calls this on its copies, and `Replay` must not be one of them."
-        raise GraphError("a memory of its own for each lane", pipe=self, expected="`Lanes` above `Replay`")
+        raise GraphError(
+            "a memory of its own for each lane", pipe=self, expected="`Lanes` above `Replay`"
+        )
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Replayed]:
         with closing(self._new_memory()) as memory:
-            _newest.pop(id(self), memory).close()  # an older iterator is invalid now, but may still hold its folder
+            _newest.pop(
+                id(self), memory
+            ).close()  # an older iterator is invalid now, but may still hold its folder
             _newest[id(self)] = memory
-            if self.restored is not None: memory.set_state(self.restored['replay'], self.chunks)
+            if self.restored is not None:
+                memory.set_state(self.restored["replay"], self.chunks)
             kept = self.keep(n_steps=0, n_drawn=0)
             for k, fragment in enumerate(items):
                 memory.add(fragment)
-                if k == 0: self._check_samples(memory.bytes_of_step)
+                if k == 0:
+                    self._check_samples(memory.bytes_of_step)
                 found = self.gathered((int(fragment.valid.sum()), self._is_warm(memory)))
                 n = self.n_batches if all(is_warm for _, is_warm in found) else 0
                 if self.samples_per_step is not None and n:
-                    kept['n_steps'] += sum(n_steps for n_steps, _ in found)
-                    n = int(self.samples_per_step * kept['n_steps'] + 1e-6) - kept['n_drawn']     # rounding may make a product too small
-                    kept['n_drawn'] += n
+                    kept["n_steps"] += sum(n_steps for n_steps, _ in found)
+                    n = (
+                        int(self.samples_per_step * kept["n_steps"] + 1e-6) - kept["n_drawn"]
+                    )  # rounding may make a product too small
+                    kept["n_drawn"] += n
                 yield Replayed(fragment, self._samples(memory, n), memory)
 
     def get_state(self, chunks: ChunkFolder | None = None) -> dict | None:
         "As `Pipe.get_state`, with the state of the memory."
-        memory, state = _newest.get(id(self)), super().get_state()
-        return state if memory is None or not self.kept else dict(state or {}, replay=memory.get_state(chunks))
+        memory = _newest.get(id(self))
+        state = super().get_state()
+        return (
+            state
+            if memory is None or not self.kept
+            else dict(state or {}, replay=memory.get_state(chunks))
+        )
 
     def set_state(self, state: dict, chunks: ChunkFolder | None = None) -> None:
         "As `Pipe.set_state`. Raises `CheckpointError` if chunks that the state names are not there."
         super().set_state(state)
         self.chunks = chunks
-        if chunks is not None: chunks.check(x for rows in state['replay']['rows'].values() for x in rows['chunks'] if isinstance(x, str))
+        if chunks is not None:
+            chunks.check(
+                x
+                for rows in state["replay"]["rows"].values()
+                for x in rows["chunks"]
+                if isinstance(x, str)
+            )
 
     def _check_samples(self, bytes_of_step):
-        check_memory(f"batch_size={self.batch_size:,}", self.batch_size * (self.length + self.frames) * bytes_of_step, pipe=self)
+        check_memory(
+            f"batch_size={self.batch_size:,}",
+            self.batch_size * (self.length + self.frames) * bytes_of_step,
+            pipe=self,
+        )
 
     def _new_memory(self):
-        with located(pipe=self): return ReplayMemory(
-            self.capacity, length=self.length, prioritized=self.prioritized, alpha=self.alpha, beta=self.beta, path=self.path,
-            zero_state=self.zero_state, seed=self.seed_sequence(), frames=self.frames)
+        with located(pipe=self):
+            return ReplayMemory(
+                self.capacity,
+                length=self.length,
+                prioritized=self.prioritized,
+                alpha=self.alpha,
+                beta=self.beta,
+                path=self.path,
+                zero_state=self.zero_state,
+                seed=self.seed_sequence(),
+                frames=self.frames,
+            )
 
     def _check_ratio(self):
         ratio = self.samples_per_step
-        if ratio is None: return
+        if ratio is None:
+            return
         if not is_between(ratio, 0, 1e9):
-            raise DataError("out of range", pipe=self, leaf='samples_per_step', expected="a number from 0 to 1e9", got=repr(ratio))
+            raise DataError(
+                "out of range",
+                pipe=self,
+                leaf="samples_per_step",
+                expected="a number from 0 to 1e9",
+                got=repr(ratio),
+            )
         if self.n_batches != 1:
-            raise DataError("two numbers of samples", pipe=self, expected="n_batches, or samples_per_step",
-                            got=f"n_batches={self.n_batches}, samples_per_step={ratio}")
+            raise DataError(
+                "two numbers of samples",
+                pipe=self,
+                expected="n_batches, or samples_per_step",
+                got=f"n_batches={self.n_batches}, samples_per_step={ratio}",
+            )
 
     def _is_warm(self, memory):
-        n = memory.store.ring.next_serial     # of all rows so far, also of those that are no steps
-        if memory.sampler.n_segments: return len(memory) >= self.warmup or n >= self.capacity
-        if n >= 2 * self.capacity and 2 * len(memory) >= self.capacity:     # fewer steps may be agents that have rested so far
-            raise DataError("no segment is complete before its first step is replaced", pipe=self, leaf='capacity',
-                            expected=f"room for more than {memory.span} steps of each environment", got=str(self.capacity))
+        n = memory.store.ring.next_serial  # of all rows so far, also of those that are no steps
+        if memory.sampler.n_segments:
+            return len(memory) >= self.warmup or n >= self.capacity
+        if (
+            n >= 2 * self.capacity and 2 * len(memory) >= self.capacity
+        ):  # fewer steps may be agents that have rested so far
+            raise DataError(
+                "no segment is complete before its first step is replaced",
+                pipe=self,
+                leaf="capacity",
+                expected=f"room for more than {memory.span} steps of each environment",
+                got=str(self.capacity),
+            )
         return False
 
     def _samples(self, memory, n):
         for _ in range(n):
-            if not self._is_warm(memory): return
+            if not self._is_warm(memory):
+                return
             yield memory.sample(self.batch_size)

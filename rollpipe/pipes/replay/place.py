@@ -6,7 +6,10 @@
 __all__ = ['mapped_records', 'Place']
 
 # %% ../../../nbs/pipes/24_replay/04_place.ipynb #9ee8e83d
-import errno, os, shutil, weakref
+import errno
+import os
+import shutil
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,12 @@ from ..data.errors import DataError, check_memory
 
 # %% ../../../nbs/pipes/24_replay/04_place.ipynb #d0927fe6
 def _in_use(file):
-    return DataError(f"{file} is in use by another memory", got="a second one", expected="a folder of its own (`path`) for each training "
-                     "and each memory, or that the other one ends first")
+    return DataError(
+        f"{file} is in use by another memory",
+        got="a second one",
+        expected="a folder of its own (`path`) for each training "
+        "and each memory, or that the other one ends first",
+    )
 
 
 def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
@@ -31,43 +38,56 @@ def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
         capacity: number of records
         dtype: dtype of a record
     """
-    file, needed = folder/'steps.npy', capacity * dtype.itemsize
+    file = folder / "steps.npy"
+    needed = capacity * dtype.itemsize
     file.unlink(missing_ok=True)  # a memory that has mapped the old file can still use it
     free = shutil.disk_usage(folder).free
     try:
-        if needed > free: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with open(file, 'x+b') as f:
+        if needed > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with open(file, "x+b") as f:
             f.write(_header(capacity, dtype))
             f.flush()
             _allocate(f, begin := f.tell(), needed)
-            return np.asarray(np.memmap(f, dtype, 'r+', begin, capacity))
-    except FileExistsError: raise _in_use(file) from None
+            return np.asarray(np.memmap(f, dtype, "r+", begin, capacity))
+    except FileExistsError:
+        raise _in_use(file) from None
     except OSError as e:
         file.unlink(missing_ok=True)
-        raise DataError(f"no room for {file}: {e.strerror}", got=f"{free:,} free bytes",
-                        expected=f"{needed:,} bytes for capacity={capacity:,}; `path` says where") from e
+        raise DataError(
+            f"no room for {file}: {e.strerror}",
+            got=f"{free:,} free bytes",
+            expected=f"{needed:,} bytes for capacity={capacity:,}; `path` says where",
+        ) from e
 
 
 def _is_ours(file) -> bool:
     "Has a memory made this file? `numpy.save` has another version of the format. A kill may have left it empty."
-    with open(file, 'rb') as f: return f.read(7) in (b'', b'\x93NUMPY\x03')
+    with open(file, "rb") as f:
+        return f.read(7) in (b"", b"\x93NUMPY\x03")
 
 
 def _header(capacity, dtype) -> bytes:
     "The header of a file for `numpy.load`, in format version 3, which allows any letters in names."
-    text = repr(dict(descr=np.lib.format.dtype_to_descr(dtype), fortran_order=False, shape=(capacity,))).encode()
-    text += b' ' * (-(len(text) + 13) % 64) + b'\n'
-    return np.lib.format.magic(3, 0) + len(text).to_bytes(4, 'little') + text
+    text = repr(
+        dict(descr=np.lib.format.dtype_to_descr(dtype), fortran_order=False, shape=(capacity,))
+    ).encode()
+    text += b" " * (-(len(text) + 13) % 64) + b"\n"
+    return np.lib.format.magic(3, 0) + len(text).to_bytes(4, "little") + text
 
 
 def _allocate(f, start, size):
     "Allocate disk space for `size` bytes of a file from byte `start` on, and fill them with zeros."
-    try: return os.posix_fallocate(f.fileno(), start, size)
-    except AttributeError: pass  # the system has no such function
-    except OSError as e:         # the file system may not support the function
-        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS): raise
+    try:
+        return os.posix_fallocate(f.fileno(), start, size)
+    except AttributeError:
+        pass  # the system has no such function
+    except OSError as e:  # the file system may not support the function
+        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
     f.seek(start)
-    for k in range(0, size, 1 << 24): f.write(bytes(min(size - k, 1 << 24)))
+    for k in range(0, size, 1 << 24):
+        f.write(bytes(min(size - k, 1 << 24)))
 
 # %% ../../../nbs/pipes/24_replay/04_place.ipynb #b1aea8b3
 class Place:
@@ -78,11 +98,15 @@ class Place:
     Args:
         path: a folder; None: in memory
     """
+
     def __init__(self, path: Any):
-        self.folder, self.pid, self.lock = None if path is None else Path(path), os.getpid(), None
+        self.folder = None if path is None else Path(path)
+        self.pid = os.getpid()
+        self.lock = None
         _places.add(self)
 
-    def __reduce__(self): return Place, (self.folder,)  # a copy makes records of its own, and has no lock
+    def __reduce__(self):
+        return Place, (self.folder,)  # a copy makes records of its own, and has no lock
 
     def records(self, capacity: int, dtype: np.dtype) -> np.ndarray:
         "Records of zeros. With a folder, they are in a new file that replaces an older one."
@@ -90,10 +114,14 @@ class Place:
             check_memory(f"capacity={capacity:,}", capacity * dtype.itemsize)
             return np.zeros(capacity, dtype)
         if self.lock is None:
-            if (file := self.folder/'steps.npy').exists() and not _is_ours(file):
-                raise DataError(f"{file} may be yours: no memory has made it", expected="another folder (`path`)")
+            if (file := self.folder / "steps.npy").exists() and not _is_ours(file):
+                raise DataError(
+                    f"{file} may be yours: no memory has made it",
+                    expected="another folder (`path`)",
+                )
             self._lock(self.folder)
-        try: return mapped_records(self.folder, capacity, dtype)
+        try:
+            return mapped_records(self.folder, capacity, dtype)
         except DataError:
             self.close()
             raise
@@ -102,25 +130,33 @@ class Place:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             import fcntl
+
             fd = os.open(folder, os.O_RDONLY)
-        except (ImportError, PermissionError): return  # without locks on this system, the folder is not protected
-        try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (ImportError, PermissionError):
+            return  # without locks on this system, the folder is not protected
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             os.close(fd)
-            if isinstance(e, BlockingIOError): raise _in_use(folder/'steps.npy') from None
+            if isinstance(e, BlockingIOError):
+                raise _in_use(folder / "steps.npy") from None
             return  # this file system has no locks either
         self.lock = weakref.finalize(self, _leave, fd, self.pid)
 
     def close(self) -> None:
         "Release the folder. The records stay usable, in a file that has no name any more."
-        if self.lock is not None: self.lock()
+        if self.lock is not None:
+            self.lock()
         self.lock = None
 
     def check(self) -> None:
         "Raise `DataError` if the records are in the file of a process from which this one was forked."
         if self.folder is not None and self.pid != os.getpid():
-            raise DataError(f"{self.folder/'steps.npy'} is in use by another process", expected=f"process {self.pid}",
-                            got=f"process {os.getpid()}, which was forked from it")
+            raise DataError(
+                f"{self.folder / 'steps.npy'} is in use by another process",
+                expected=f"process {self.pid}",
+                got=f"process {os.getpid()}, which was forked from it",
+            )
 
 
 def _leave(fd, pid):
@@ -128,11 +164,17 @@ def _leave(fd, pid):
     try:
         if pid == os.getpid():
             import fcntl
-            with suppress(FileNotFoundError): os.unlink('steps.npy', dir_fd=fd)
-            fcntl.flock(fd, fcntl.LOCK_UN)  # explicit, because forked processes may hold the descriptor, too
-    finally: os.close(fd)
+
+            with suppress(FileNotFoundError):
+                os.unlink("steps.npy", dir_fd=fd)
+            fcntl.flock(
+                fd, fcntl.LOCK_UN
+            )  # explicit, because forked processes may hold the descriptor, too
+    finally:
+        os.close(fd)
 
 
 _places = weakref.WeakSet()
 # A forked process closes its copies, because it must not keep the folder locked after this process has ended.
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=lambda: [place.close() for place in list(_places)])
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: [place.close() for place in list(_places)])

@@ -23,10 +23,15 @@ class Field:
         name: name of the field
         example: an example of the leaf in one record, without leading dimensions
     """
-    def __init__(self, name: str, example: Tensor):
-        self.name, self.dtype, self.format = name, example.dtype, (_array(example).dtype, tuple(example.shape))
 
-    def write(self, records: np.ndarray, x: Tensor, arrange: Callable = lambda array: array) -> None:
+    def __init__(self, name: str, example: Tensor):
+        self.name = name
+        self.dtype = example.dtype
+        self.format = (_array(example).dtype, tuple(example.shape))
+
+    def write(
+        self, records: np.ndarray, x: Tensor, arrange: Callable = lambda array: array
+    ) -> None:
         """Copy a tensor into the field of the records.
 
         Args:
@@ -68,10 +73,17 @@ def record_type(fields: list, **numbers: Any) -> np.dtype:
     names = [field.name for field in fields] + list(numbers)
     formats = [field.format for field in fields] + [(np.dtype(x), ()) for x in numbers.values()]
     # torch needs strides that are multiples of the element size, and numpy needs such addresses.
-    offsets, end, widest = [], 0, 8
+    offsets = []
+    end = 0
+    widest = 8
     for dtype, shape in formats:
         offsets.append(-(-end // dtype.itemsize) * dtype.itemsize)
         end = offsets[-1] + dtype.itemsize * int(np.prod(shape))
         widest = max(widest, dtype.itemsize)
-    layout: Any = {'names': names, 'formats': formats, 'offsets': offsets, 'itemsize': -(-end // widest) * widest}
+    layout: Any = {
+        "names": names,
+        "formats": formats,
+        "offsets": offsets,
+        "itemsize": -(-end // widest) * widest,
+    }
     return np.dtype(layout)

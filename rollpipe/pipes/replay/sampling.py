@@ -21,10 +21,13 @@ class UniformSampler:
         capacity: number of slots
         rng: source of random numbers
     """
+
     def __init__(self, capacity: int, rng: np.random.Generator):
-        self.starts, self.n_segments, self.rng = np.zeros(capacity, bool), 0, rng
+        self.starts = np.zeros(capacity, bool)
+        self.n_segments = 0
+        self.rng = rng
         self.changes = RowChanges(self.starts)
-        self.listed = None                      # list of the slots in which segments begin; None: not listed
+        self.listed = None  # list of the slots in which segments begin; None: not listed
 
     def add(self, slot: np.ndarray) -> None:
         "Add the segments that begin in these slots, int64 `[n]`."
@@ -45,9 +48,14 @@ class UniformSampler:
             n: number of draws, with replacement
             n_filled: number of slots in use; they begin with slot 0
         """
-        if 2 * self.n_segments >= n_filled:     # rejection is fast, because a segment begins in most slots
-            return self._accepted(self.rng.integers(n_filled, size=n), lambda n: self.rng.integers(n_filled, size=n))
-        if self.listed is None: self.listed = self.starts.nonzero()[0]
+        if (
+            2 * self.n_segments >= n_filled
+        ):  # rejection is fast, because a segment begins in most slots
+            return self._accepted(
+                self.rng.integers(n_filled, size=n), lambda n: self.rng.integers(n_filled, size=n)
+            )
+        if self.listed is None:
+            self.listed = self.starts.nonzero()[0]
         return self.listed[self.rng.integers(len(self.listed), size=n)]
 
     def weights(self, slot: np.ndarray, beta: float) -> Tensor:
@@ -69,11 +77,14 @@ class UniformSampler:
 
     def set_state(self, state: dict) -> None:
         "Go on from what `get_state` returned. The `rows` have been restored already."
-        self.n_segments, self.rng.bit_generator.state, self.listed = state['n_segments'], state['generator'], None
+        self.n_segments = state["n_segments"]
+        self.rng.bit_generator.state = state["generator"]
+        self.listed = None
 
     def _accepted(self, slot, draw):
         "`slot`, drawn again with `draw(n)` where no segment begins."
-        while not (good := self.starts[slot]).all(): slot[~good] = draw(len(slot) - int(good.sum()))
+        while not (good := self.starts[slot]).all():
+            slot[~good] = draw(len(slot) - int(good.sum()))
         return slot
 
 # %% ../../../nbs/pipes/24_replay/06_sampling.ipynb #5b16ce66
@@ -85,23 +96,30 @@ class PrioritizedSampler(UniformSampler):
         rng: source of random numbers
         alpha: exponent of the priorities
     """
+
     def __init__(self, capacity: int, rng: np.random.Generator, alpha: float):
         super().__init__(capacity, rng)
-        self.tree, self.alpha, self.max_priority = SumTree(capacity), alpha, 1.
+        self.tree = SumTree(capacity)
+        self.alpha = alpha
+        self.max_priority = 1.0
 
     def add(self, slot: np.ndarray) -> None:
         super().add(slot)
-        self.tree[slot] = self.max_priority ** self.alpha
+        self.tree[slot] = self.max_priority**self.alpha
 
     def remove(self, slot: np.ndarray) -> None:
         super().remove(slot)
-        self.tree[slot] = 0.
+        self.tree[slot] = 0.0
 
     def draw(self, n: int, n_filled: int) -> np.ndarray:
         total = self.tree.total
-        strata = (np.arange(n) + self.rng.random(n)) * (total / n)  # stratified as in the paper: one draw from each n-th of the sum
+        strata = (np.arange(n) + self.rng.random(n)) * (
+            total / n
+        )  # stratified as in the paper: one draw from each n-th of the sum
         # Rounding may give a slot after the last segment. No segment begins there, so it is drawn again.
-        return self._accepted(self.tree.find(strata), lambda n: self.tree.find(self.rng.random(n) * total))
+        return self._accepted(
+            self.tree.find(strata), lambda n: self.tree.find(self.rng.random(n) * total)
+        )
 
     def weights(self, slot: np.ndarray, beta: float) -> Tensor:
         "Importance weights, float32 `[n]`: the probability to the power `-beta`, divided by the largest of these weights."
@@ -115,7 +133,7 @@ class PrioritizedSampler(UniformSampler):
             slot: int64 [n]
             priority: float64 [n], > 0
         """
-        self.max_priority = max(self.max_priority, priority.max(initial=0.))
+        self.max_priority = max(self.max_priority, priority.max(initial=0.0))
         here = self.starts[slot]
         self.tree[slot[here]] = priority[here] ** self.alpha
 
@@ -130,5 +148,5 @@ class PrioritizedSampler(UniformSampler):
     def set_state(self, state: dict) -> None:
         "As `UniformSampler.set_state`; the sums of the priorities are made anew."
         super().set_state(state)
-        self.max_priority = state['max_priority']
+        self.max_priority = state["max_priority"]
         self.tree.add_up()

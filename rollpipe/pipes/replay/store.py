@@ -28,6 +28,7 @@ class AddedSteps(NamedTuple):
         serial: int64 [B, T]: serial numbers of the steps
         follows: True: they follow the last steps that were added before from this lane
     """
+
     lane: int
     serial: Any
     follows: bool
@@ -41,6 +42,7 @@ class _LaneEnd(NamedTuple):
         stepno: int64 [B]: step numbers of the row after its last steps
         serial: int64 [B]: serial numbers of its last steps
     """
+
     seq: Any
     stepno: Any
     serial: Any
@@ -58,12 +60,19 @@ class StepLinks:
         obs: fields of its observation
         fin: the field that tells whether the step before ended an episode
     """
+
     episodes_follow = False
 
     def __init__(self, ring: Ring, dtype: np.dtype, past: list, obs: list, fin: str):
-        self.ring, self.look_ahead, self.past, self.obs, self.fin = ring, SideTable(dtype), past, obs, fin
-        self.lanes: dict = {}     # lane -> _LaneEnd
-        self.next = np.zeros(ring.capacity, np.int64)  # slot of the next record, or -1 - (its number in `look_ahead`)
+        self.ring = ring
+        self.look_ahead = SideTable(dtype)
+        self.past = past
+        self.obs = obs
+        self.fin = fin
+        self.lanes: dict = {}  # lane -> _LaneEnd
+        self.next = np.zeros(
+            ring.capacity, np.int64
+        )  # slot of the next record, or -1 - (its number in `look_ahead`)
         self.changes = RowChanges(self.next)
 
     def chain(self, slot: np.ndarray, n: int) -> np.ndarray:
@@ -75,7 +84,8 @@ class StepLinks:
         """
         chain = np.empty((n, len(slot)), np.int64)
         chain[0] = slot
-        for k in range(1, n): chain[k] = self.next[chain[k - 1]]
+        for k in range(1, n):
+            chain[k] = self.next[chain[k - 1]]
         return chain
 
     def release(self, slot: np.ndarray) -> None:
@@ -95,7 +105,14 @@ class StepLinks:
         self.next[slot[:, -1]] = -1 - self.look_ahead.put(rows)
         self.changes.mark(slot)
 
-    def join(self, lane: int, seq: int | None, serial: np.ndarray, stepno: np.ndarray, records: np.ndarray) -> AddedSteps:
+    def join(
+        self,
+        lane: int,
+        seq: int | None,
+        serial: np.ndarray,
+        stepno: np.ndarray,
+        records: np.ndarray,
+    ) -> AddedSteps:
         """Link the new steps of a lane to its older steps, if the new steps follow directly: in number and step, and with the observation
         that the older ones led to. A lane whose columns were shuffled, or one of another recording, may have the right numbers by chance.
         With `episodes_follow`, another episode follows where the older steps ended one.
@@ -109,16 +126,26 @@ class StepLinks:
             stepno: int64 [T+1, B]: step numbers of its rows
             records: the records in the slots
         """
-        follows, end = False, self.lanes.get(lane)
-        if end is not None and len(end.stepno) == len(serial) and seq == (None if end.seq is None else end.seq + 1):
+        follows = False
+        end = self.lanes.get(lane)
+        if (
+            end is not None
+            and len(end.stepno) == len(serial)
+            and seq == (None if end.seq is None else end.seq + 1)
+        ):
             kept = end.serial >= self.ring.oldest
-            last, first = self.ring.slot(end.serial[kept]), self.ring.slot(serial[kept, 0])
+            last = self.ring.slot(end.serial[kept])
+            first = self.ring.slot(serial[kept, 0])
             ahead = self.look_ahead.records[-1 - self.next[last]]
             same = ~(ahead[self.fin] & (stepno[0, kept] == 0) & self.episodes_follow)
             counted = np.ones(len(serial), bool)
             counted[kept] = same
-            follows = (seq is not None or not counted.any()) and np.array_equal(end.stepno[counted], stepno[0, counted])
-            if follows := follows and all(records[x][first[same]].tobytes() == ahead[x][same].tobytes() for x in self.obs):
+            follows = (seq is not None or not counted.any()) and np.array_equal(
+                end.stepno[counted], stepno[0, counted]
+            )
+            if follows := follows and all(
+                records[x][first[same]].tobytes() == ahead[x][same].tobytes() for x in self.obs
+            ):
                 records[self.past][first] = ahead[self.past]
                 self.release(last)
                 self.next[last] = first
@@ -130,10 +157,18 @@ class StepLinks:
 def _same_dtypes(*infos) -> tuple:
     "`infos`, two containers of tensors, cast to common dtypes. A container that has these dtypes already is returned unchanged."
     (xs, structure), (ys, other) = map(nested.flatten, infos)
-    if structure != other: return infos     # `_check` then raises the error
-    dtypes = [x.dtype if x.dtype == y.dtype else torch.promote_types(x.dtype, y.dtype) for x, y in zip(xs, ys)]
-    return tuple(tree if all(x.dtype == dtype for x, dtype in zip(leaves, dtypes)) else
-                 structure.unflatten([x.to(dtype) for x, dtype in zip(leaves, dtypes)]) for tree, leaves in zip(infos, (xs, ys)))
+    if structure != other:
+        return infos  # `_check` then raises the error
+    dtypes = [
+        x.dtype if x.dtype == y.dtype else torch.promote_types(x.dtype, y.dtype)
+        for x, y in zip(xs, ys)
+    ]
+    return tuple(
+        tree
+        if all(x.dtype == dtype for x, dtype in zip(leaves, dtypes))
+        else structure.unflatten([x.to(dtype) for x, dtype in zip(leaves, dtypes)])
+        for tree, leaves in zip(infos, (xs, ys))
+    )
 
 # %% ../../../nbs/pipes/24_replay/05_store.ipynb #092b29ba
 class StepStore:
@@ -151,19 +186,35 @@ class StepStore:
         path: a folder for the steps; None: in memory
         keep_hx: keep the recurrent states at the beginnings of fragments; False: they are read as zeros
     """
+
     def __init__(self, capacity: int, example: Fragment, path: Any = None, keep_hx: bool = True):
-        self.capacity, self.layout, self.ring = capacity, FragmentLayout(example), Ring(capacity)
-        self.keep_hx, dtype = keep_hx and bool(nested.leaves(example.hx)), self.layout.step_type
+        self.capacity = capacity
+        self.layout = FragmentLayout(example)
+        self.ring = Ring(capacity)
+        self.keep_hx = keep_hx and bool(nested.leaves(example.hx))
+        dtype = self.layout.step_type
         self.place = Place(path)
         self._use(self.place.records(capacity, dtype))
-        state, term, names = self.layout.fields.state, self.layout.fields.term, lambda *tree: [field.name for field in nested.leaves(tree)]
-        self.links = StepLinks(self.ring, dtype, names(state.act, state.rew, state.fin, term), names(state.obs), state.fin.name)
+        state = self.layout.fields.state
+        term = self.layout.fields.term
+        names = lambda *tree: [field.name for field in nested.leaves(tree)]
+        self.links = StepLinks(
+            self.ring,
+            dtype,
+            names(state.act, state.rew, state.fin, term),
+            names(state.obs),
+            state.fin.name,
+        )
         self.finals, self.hxs = SideTable(self.layout.final_type), SideTable(self.layout.hx_type)
-        self.checked, self.n_valid = set(), 0     # forms that have passed the check; number of valid steps
+        # forms that have passed the check; number of valid steps
+        self.checked = set()
+        self.n_valid = 0
 
     def _use(self, records):
         "Take `records` of zeros as the ring."
-        self.records, self.valid, self.changes = records, records['fragment.valid'], RowChanges(records)
+        self.records = records
+        self.valid = records["fragment.valid"]
+        self.changes = RowChanges(records)
 
     def add(self, fragment: Fragment) -> tuple[np.ndarray, list]:
         """Store a copy of a fragment. Returns the slots whose old steps were replaced (int64 `[n]`), and a list of `AddedSteps`.
@@ -182,56 +233,74 @@ class StepStore:
         self._write(records[:, :-1].ravel(), self.ring.slot(serial))
         serial = serial.reshape(len(order), -1)
         self.links.add(serial, records[:, -1])
-        stepno, sizes = fragment.state.stepno.cpu().numpy()[:, order], [columns.stop - columns.start for _, _, columns in lanes]
+        stepno = fragment.state.stepno.cpu().numpy()[:, order]
+        sizes = [columns.stop - columns.start for _, _, columns in lanes]
         mine = np.split(np.arange(len(order)), np.cumsum(sizes)[:-1])
-        return replaced, [self.links.join(lane, seq, serial[env], stepno[:, env], self.records)
-                          for (lane, seq, _), env in zip(lanes, mine)]
+        return replaced, [
+            self.links.join(lane, seq, serial[env], stepno[:, env], self.records)
+            for (lane, seq, _), env in zip(lanes, mine)
+        ]
 
     def _with_all_infos(self, fragment):
         "`fragment` with all infos that are stored, in their dtypes. New infos and wider dtypes become those of all records."
         before, env = self.layout.example.env, fragment.env
-        if not (isinstance(before, dict) and isinstance(env, dict)): return fragment
+        if not (isinstance(before, dict) and isinstance(env, dict)):
+            return fragment
         stored, env = same_keys([before, env], [torch.tensor(True), fragment.valid])
         stored, env = _same_dtypes(before if stored.keys() == before.keys() else stored, env)
-        if stored is not before: self._widen(FragmentLayout(self.layout.example._replace(env=stored)))
+        if stored is not before:
+            self._widen(FragmentLayout(self.layout.example._replace(env=stored)))
         return fragment if env is fragment.env else fragment._replace(env=env)
 
     def _widen(self, layout):
         "Move the records to new memory, in the layout `layout`, which has more infos."
         table, n = self.links.look_ahead, self.ring.n_filled
-        records, ahead = self.place.records(self.capacity, layout.step_type), np.zeros(len(table.records), layout.step_type)
-        before, self.layout = self.layout, layout    # only after the allocation has succeeded
-        for into, old in ((records[:n], self.records[:n]), (ahead, table.records)): layout.take_over(into, old, before)
+        records = self.place.records(self.capacity, layout.step_type)
+        ahead = np.zeros(len(table.records), layout.step_type)
+        before, self.layout = self.layout, layout  # only after the allocation has succeeded
+        for into, old in ((records[:n], self.records[:n]), (ahead, table.records)):
+            layout.take_over(into, old, before)
         self._use(records)
         self.changes.mark(slice(0, n))
         table.replace(ahead)
 
     def _check(self, fragment):
         if fragment.valid.numel() > self.capacity:
-            raise DataError("a fragment does not fit in", expected=f"at most {self.capacity} steps", got=f"{fragment.valid.numel()}")
-        if (form := nested.Form(fragment)) not in self.checked: nested.Form(self.layout.example, 'fragment').check(unbatched(fragment))
+            raise DataError(
+                "a fragment does not fit in",
+                expected=f"at most {self.capacity} steps",
+                got=f"{fragment.valid.numel()}",
+            )
+        if (form := nested.Form(fragment)) not in self.checked:
+            nested.Form(self.layout.example, "fragment").check(unbatched(fragment))
         self.checked.add(form)
 
     def _release(self, slot):
         "Release the side-table records of the steps in these slots."
-        for table, number in ((self.finals, self.records['final'][slot]), (self.hxs, self.records['hx'][slot])):
+        for table, number in (
+            (self.finals, self.records["final"][slot]),
+            (self.hxs, self.records["hx"][slot]),
+        ):
             table.release(number[number >= 0])
         self.links.release(slot)
         self.n_valid -= int(self.valid[slot].sum())
 
     def _packed(self, fragment, order):
         "The records `[B, T+1]` of a fragment. Puts its final rows and recurrent states into the side tables, to which the records refer."
-        records, final = self.layout.pack(fragment, order), fragment.final
+        records = self.layout.pack(fragment, order)
+        final = fragment.final
         where = order.argsort()[final.b.cpu().numpy()], final.t.cpu().numpy()
-        records['final'][where] = self.finals.put(self.layout.pack_final(fragment))
-        if self.keep_hx: records['hx'][:, 0] = self.hxs.put(self.layout.pack_hx(fragment, order))
+        records["final"][where] = self.finals.put(self.layout.pack_final(fragment))
+        if self.keep_hx:
+            records["hx"][:, 0] = self.hxs.put(self.layout.pack_hx(fragment, order))
         return records
 
     def _write(self, records, slot):
         "Write records `[n]` into successive slots. Slot 0 follows the last slot."
-        first, border = slot[0], self.capacity - slot[0]
-        self.records[first:first + len(records)] = records[:border]
-        self.records[:max(0, len(records) - border)] = records[border:]
+        first = slot[0]
+        border = self.capacity - slot[0]
+        self.records[first : first + len(records)] = records[:border]
+        self.records[: max(0, len(records) - border)] = records[border:]
         self.changes.mark(slot)
         self.n_valid += int(self.valid[slot].sum())
 
@@ -243,28 +312,49 @@ class StepStore:
             n_steps: `T`
         """
         chain = self.links.chain(slot, n_steps + 1)
-        records, ahead = self.records.take(chain, mode='clip'), chain[-1] < 0
-        if ahead.any(): records[-1, ahead] = self.links.look_ahead.records[-1 - chain[-1, ahead]]
-        return self.layout.unpack(records, self.finals.records, self.hxs.records if self.keep_hx else None)
+        records = self.records.take(chain, mode="clip")
+        ahead = chain[-1] < 0
+        if ahead.any():
+            records[-1, ahead] = self.links.look_ahead.records[-1 - chain[-1, ahead]]
+        return self.layout.unpack(
+            records, self.finals.records, self.hxs.records if self.keep_hx else None
+        )
 
 # %% ../../../nbs/pipes/24_replay/05_store.ipynb #7708bc7a
-def _tables(store): return dict(finals=store.finals, look_ahead=store.links.look_ahead) | (dict(hxs=store.hxs) if store.keep_hx else {})
+def _tables(store):
+    return dict(finals=store.finals, look_ahead=store.links.look_ahead) | (
+        dict(hxs=store.hxs) if store.keep_hx else {}
+    )
 
 
 def store_rows(store: StepStore) -> dict:
     "Name -> large array of a store and its `RowChanges`."
     tables = {name: (table.records, table.changes) for name, table in _tables(store).items()}
-    return dict(records=(store.records, store.changes), next=(store.links.next, store.links.changes)) | tables
+    return (
+        dict(records=(store.records, store.changes), next=(store.links.next, store.links.changes))
+        | tables
+    )
 
 
 def store_state(store: StepStore) -> dict:
     "All but the rows. A new store that is made with its `example` has the same records, also after infos have appeared."
-    lanes = {lane: _LaneEnd(end.seq, end.stepno.copy(), end.serial.copy()) for lane, end in store.links.lanes.items()}
-    return dict(example=nested.map(torch.clone, store.layout.example), next_serial=store.ring.next_serial, n_valid=store.n_valid,
-                lanes=lanes, tables={name: table.get_state() for name, table in _tables(store).items()})
+    lanes = {
+        lane: _LaneEnd(end.seq, end.stepno.copy(), end.serial.copy())
+        for lane, end in store.links.lanes.items()
+    }
+    return dict(
+        example=nested.map(torch.clone, store.layout.example),
+        next_serial=store.ring.next_serial,
+        n_valid=store.n_valid,
+        lanes=lanes,
+        tables={name: table.get_state() for name, table in _tables(store).items()},
+    )
 
 
 def restore_store(store: StepStore, state: dict) -> None:
     "Let a new store go on from a `store_state`. Afterwards its rows have to be restored."
-    store.ring.next_serial, store.n_valid, store.links.lanes = state['next_serial'], state['n_valid'], state['lanes']
-    for name, table in _tables(store).items(): table.set_state(state['tables'][name])
+    store.ring.next_serial = state["next_serial"]
+    store.n_valid = state["n_valid"]
+    store.links.lanes = state["lanes"]
+    for name, table in _tables(store).items():
+        table.set_state(state["tables"][name])

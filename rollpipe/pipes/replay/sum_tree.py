@@ -18,16 +18,20 @@ class SumTree:
 
     Schaul et al., Prioritized experience replay, 2016, appendix B.2.1, https://arxiv.org/abs/1511.05952.
     """
+
     def __init__(self, size: int):
         self.depth = (size - 1).bit_length()
-        self.first_leaf = 1 << self.depth            # node 1 is the root; the children of node i are the nodes 2 i and 2 i + 1
-        self.nodes, self.size = np.zeros(2 * self.first_leaf), size
+        self.first_leaf = (
+            1 << self.depth
+        )  # node 1 is the root; the children of node i are the nodes 2 i and 2 i + 1
+        self.nodes = np.zeros(2 * self.first_leaf)
+        self.size = size
         self.changes = RowChanges(self.leaves)
 
     @property
     def leaves(self) -> np.ndarray:
         "The priorities of all indices, a view `[size]`."
-        return self.nodes[self.first_leaf:self.first_leaf + self.size]
+        return self.nodes[self.first_leaf : self.first_leaf + self.size]
 
     @property
     def total(self) -> float:
@@ -47,23 +51,27 @@ class SumTree:
         for _ in range(self.depth):
             node = node >> 1
             # Neighbours often have the same parent. With many nodes, it is faster to drop repeated parents.
-            if len(node) > 64: node = node[np.append(True, node[1:] != node[:-1])]
+            if len(node) > 64:
+                node = node[np.append(True, node[1:] != node[:-1])]
             left = node << 1
             self.nodes[node] = self.nodes[left] + self.nodes[left + 1]
 
     def add_up(self) -> None:
         "Make all sums anew, from `leaves`. They become what they were, bit for bit, because each one is the sum of its two children."
         for k in reversed(range(self.depth)):
-            below = self.nodes[2 << k:4 << k]
-            self.nodes[1 << k:2 << k] = below[::2] + below[1::2]
+            below = self.nodes[2 << k : 4 << k]
+            self.nodes[1 << k : 2 << k] = below[::2] + below[1::2]
 
     def find(self, sums: np.ndarray) -> np.ndarray:
         "For each of `sums` `[n]`, in [0, total), the index (int64 `[n]`) at which the running sum of the priorities exceeds it."
-        node, sums = np.ones(len(sums), np.int64), np.array(sums)
+        node = np.ones(len(sums), np.int64)
+        sums = np.array(sums)
         for _ in range(self.depth):
             node <<= 1
             left = self.nodes.take(node)
             right = sums >= left
             sums -= left * right
             node += right
-        return np.minimum(node - self.first_leaf, self.size - 1)     # rounding may lead beyond the last one
+        return np.minimum(
+            node - self.first_leaf, self.size - 1
+        )  # rounding may lead beyond the last one

@@ -13,7 +13,9 @@ from ..data.chunks import RowChanges
 # %% ../../../nbs/pipes/24_replay/03_tables.ipynb #87a8b20a
 class Ring:
     "The arithmetic of serial numbers and slots. All methods work on arrays."
-    def __init__(self, capacity: int): self.capacity, self.next_serial = capacity, 0
+
+    def __init__(self, capacity: int):
+        self.capacity, self.next_serial = capacity, 0
 
     @property
     def oldest(self) -> int:
@@ -32,7 +34,7 @@ class Ring:
             n: number of new items, at most `capacity`
         """
         serial = np.arange(self.next_serial, self.next_serial + n)
-        replaced = self.slot(serial[max(0, self.capacity - self.next_serial):])
+        replaced = self.slot(serial[max(0, self.capacity - self.next_serial) :])
         self.next_serial += n
         return serial, replaced
 
@@ -48,13 +50,15 @@ class Ring:
 # %% ../../../nbs/pipes/24_replay/03_tables.ipynb #0ebce6d9
 class SideTable:
     "A table of numbered records. `put` adds records, and `release` frees them. The table grows to the greatest number in use at one time."
+
     def __init__(self, dtype: np.dtype):
         self.free = []
         self.replace(np.zeros(0, dtype))
 
     def replace(self, records: np.ndarray) -> None:
         "Take other memory, with as many records or with more."
-        self.records, self.changes = records, RowChanges(records)
+        self.records = records
+        self.changes = RowChanges(records)
         self.changes.mark(slice(0, len(records)))
 
     def get_state(self) -> dict:
@@ -63,8 +67,8 @@ class SideTable:
 
     def set_state(self, state: dict) -> None:
         "Go on from what `get_state` returned, with records of zeros."
-        self.free = state['free'].tolist()
-        self.replace(np.zeros(state['n'], self.records.dtype))
+        self.free = state["free"].tolist()
+        self.replace(np.zeros(state["n"], self.records.dtype))
 
     @property
     def n_used(self) -> int:
@@ -77,7 +81,9 @@ class SideTable:
         if len(self.free) < len(records):
             more = max(size, len(records), 16)
             self.free.extend(range(size + more - 1, size - 1, -1))
-            grown = np.zeros(size + more, self.records.dtype)  # `np.concatenate` would change the layout of the records
+            grown = np.zeros(
+                size + more, self.records.dtype
+            )  # `np.concatenate` would change the layout of the records
             grown[:size] = self.records
             self.records = grown
             self.changes.resize(size, len(grown))

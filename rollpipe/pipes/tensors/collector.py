@@ -6,7 +6,8 @@
 __all__ = ['TensorCollector']
 
 # %% ../../../nbs/pipes/26_tensors/04_collector.ipynb #492799dc
-import multiprocessing, os
+import multiprocessing
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -49,19 +50,43 @@ class TensorCollector(Acting, Seeded, Source):
         clip_actions: clip float actions to the bounds of their Box
         close: False: do not close the environments that are made here
     """
+
     keeps_items = drops_items = False
 
-    def __init__(self, source: Any, actor: Any, n_steps: int, n_envs: int | None = None, *, terminal_obs: bool = False,
-                 info_keys: Sequence | None = None, seed: int | None = None, explore: bool = True, clip_actions: bool = True,
-                 close: bool = True):
+    def __init__(
+        self,
+        source: Any,
+        actor: Any,
+        n_steps: int,
+        n_envs: int | None = None,
+        *,
+        terminal_obs: bool = False,
+        info_keys: Sequence | None = None,
+        seed: int | None = None,
+        explore: bool = True,
+        clip_actions: bool = True,
+        close: bool = True,
+    ):
         super().__init__()
         self._set_actor(actor)
-        self.n_steps, self.n_envs = check_integer('n_steps', n_steps, pipe=self), n_envs
-        if n_envs is not None: check_integer('n_envs', n_envs, pipe=self)
+        self.n_steps = check_integer("n_steps", n_steps, pipe=self)
+        self.n_envs = n_envs
+        if n_envs is not None:
+            check_integer("n_envs", n_envs, pipe=self)
         if isinstance(info_keys, str):
-            raise DataError("names are wanted, not one name", pipe=self, leaf='info_keys', expected=f"[{info_keys!r}]", got=repr(info_keys))
-        self.factory, self.process = TensorFactory(source, n_envs), os.getpid()
-        self.terminal_obs, self.info_keys, self.seed, self.explore = terminal_obs, info_keys, seed, explore
+            raise DataError(
+                "names are wanted, not one name",
+                pipe=self,
+                leaf="info_keys",
+                expected=f"[{info_keys!r}]",
+                got=repr(info_keys),
+            )
+        self.factory = TensorFactory(source, n_envs)
+        self.process = os.getpid()
+        self.terminal_obs = terminal_obs
+        self.info_keys = info_keys
+        self.seed = seed
+        self.explore = explore
         self.clip_actions, self.close_made = clip_actions, close
 
     def __repr__(self):
@@ -69,7 +94,8 @@ class TensorCollector(Acting, Seeded, Source):
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
         "See `Acting`."
-        if self.factory.lends: raise no_copy(self.factory.name, owner, got, **where)
+        if self.factory.lends:
+            raise no_copy(self.factory.name, owner, got, **where)
 
     def make_batch(self, seed: Any) -> TensorBatch:
         """The environments, not reset yet. The caller closes them.
@@ -78,24 +104,51 @@ class TensorCollector(Acting, Seeded, Source):
             seed: numpy `SeedSequence` of the whole batch
         """
         where: dict[str, Any] = dict(pipe=type(self).__name__, lane=self.lane)
-        if os.getpid() != self.process: self.refuse_copies("each process", "another process", **where)
-        with located(**where): env = self.factory(env_seeds(seed, 1)[0][0])
+        if os.getpid() != self.process:
+            self.refuse_copies("each process", "another process", **where)
+        with located(**where):
+            env = self.factory(env_seeds(seed, 1)[0][0])
         closes = self.close_made and not self.factory.lends
-        batch = TensorBatch(env, seed, self.info_keys, self.clip_actions, self.factory.name, closes, self.keeper, **where)
-        if batch.device.type == 'cpu' or multiprocessing.parent_process() is None: return batch
+        batch = TensorBatch(
+            env,
+            seed,
+            self.info_keys,
+            self.clip_actions,
+            self.factory.name,
+            closes,
+            self.keeper,
+            **where,
+        )
+        if batch.device.type == "cpu" or multiprocessing.parent_process() is None:
+            return batch
         batch.close()
-        raise EnvError("environments on an accelerator cannot be stepped by a worker", env=self.factory.name, got=str(batch.device),
-                       expected="num_workers=0, or environments on the CPU", **where)
+        raise EnvError(
+            "environments on an accelerator cannot be stepped by a worker",
+            env=self.factory.name,
+            got=str(batch.device),
+            expected="num_workers=0, or environments on the CPU",
+            **where,
+        )
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         self.refuse_processes()
         refuse_reading_ahead(self, [self.actor])
         env_seed, actor_seed = self.seed_sequence().spawn(2)
-        with nullcontext() if self.restored is None else GlobalRandomStates(): batch = self.make_batch(env_seed)
+        with nullcontext() if self.restored is None else GlobalRandomStates():
+            batch = self.make_batch(env_seed)
         try:
-            interaction = TensorInteraction(self.actor, batch, actor_seed, lane=self.lane, explore=self.explore,
-                                            terminal_obs=self.terminal_obs)
-            with nullcontext() if self.restored is None else GlobalRandomStates(): interaction.start()
+            interaction = TensorInteraction(
+                self.actor,
+                batch,
+                actor_seed,
+                lane=self.lane,
+                explore=self.explore,
+                terminal_obs=self.terminal_obs,
+            )
+            with nullcontext() if self.restored is None else GlobalRandomStates():
+                interaction.start()
             self.keep(interaction=interaction)
-            while True: yield interaction.fragment(self.n_steps)
-        finally: batch.close()
+            while True:
+                yield interaction.fragment(self.n_steps)
+        finally:
+            batch.close()

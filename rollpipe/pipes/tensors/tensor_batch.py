@@ -18,7 +18,14 @@ from ..envs.actions import action_batch
 from ..envs.batch import Batch
 from ..envs.checks import single_spaces
 from ..envs.factories import Claim, env_seeds, space_spec
-from ..data.errors import ActorError, EnvError, PipeError, check_integer, describe, located
+from rollpipe.pipes.data.errors import (
+    ActorError,
+    EnvError,
+    PipeError,
+    check_integer,
+    describe,
+    located,
+)
 from ..graph.modules import checked_device
 from .tensor_checks import BlockCheck, TensorForm, batch_form, on_device
 from .tensor_env import TensorEnv
@@ -32,27 +39,40 @@ class ActionsForEnv:
         device: device of the environment
         clip: clip float actions to the bounds of their `Box`
     """
+
     def __init__(self, space: gym.Space, device: torch.device, clip: bool):
         self.device, self.form = device, None
-        self.dtypes = [torch.from_numpy(x[None]).dtype for x in nested.leaves(space_spec(space, 'act'))]
-        self.bounds = [self._bounds(part) if clip else None for part in nested.leaves(single_spaces(space))]
+        self.dtypes = [
+            torch.from_numpy(x[None]).dtype for x in nested.leaves(space_spec(space, "act"))
+        ]
+        self.bounds = [
+            self._bounds(part) if clip else None for part in nested.leaves(single_spaces(space))
+        ]
 
     def __call__(self, act: Any) -> tuple[list, Any]:
         "`(leaves, actions)` of `act` `[1, B, ...]`: the leaves as the actor chose them, and copies `[B, ...]` for the environment."
-        if self.form is None: self.form = TensorForm('act', act, self.device, ActorError)
+        if self.form is None:
+            self.form = TensorForm("act", act, self.device, ActorError)
         leaves = self.form.check(act)
-        own = [self._converted(x[0], dtype, bounds) for x, dtype, bounds in zip(leaves, self.dtypes, self.bounds)]
+        own = [
+            self._converted(x[0], dtype, bounds)
+            for x, dtype, bounds in zip(leaves, self.dtypes, self.bounds)
+        ]
         return leaves, own[0] if self.form.single else self.form.structure.unflatten(own)
 
     def _converted(self, x, dtype, bounds):
-        if bounds is None: return x.to(dtype, copy=True)
-        return torch.clamp(x.to(dtype), *bounds)     # the bounds in float32 may lie outside of them
+        if bounds is None:
+            return x.to(dtype, copy=True)
+        return torch.clamp(x.to(dtype), *bounds)  # the bounds in float32 may lie outside of them
 
     def _bounds(self, space):
-        if not isinstance(space, gym.spaces.Box) or space.dtype.kind != 'f': return None
+        if not isinstance(space, gym.spaces.Box) or space.dtype.kind != "f":
+            return None
         bounds = space.low, space.high
-        if not any(np.isfinite(x).any() for x in bounds): return None
-        if all((x == x.flat[0]).all() for x in bounds): return tuple(float(x.flat[0]) for x in bounds)   # numbers clip faster than tensors
+        if not any(np.isfinite(x).any() for x in bounds):
+            return None
+        if all((x == x.flat[0]).all() for x in bounds):
+            return tuple(float(x.flat[0]) for x in bounds)  # numbers clip faster than tensors
         return tuple(torch.as_tensor(x, device=self.device) for x in bounds)
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #53dcfdde
@@ -64,32 +84,57 @@ class TensorInfos:
         device: device of the infos
         keys: infos to record; None: all
     """
+
     def __init__(self, n_envs: int, device: torch.device, keys: Any = None):
-        self.n_envs, self.device, self.keys, self.form = n_envs, device, None if keys is None else list(keys), None
+        self.n_envs = n_envs
+        self.device = device
+        self.keys = None if keys is None else list(keys)
+        self.form = None
 
     def leaves(self, info: dict) -> list:
         "The leaves `[B, ...]` of the infos that are recorded."
-        if not info and self.form is not None and not self.form.specs: return []
+        if not info and self.form is not None and not self.form.specs:
+            return []
         if not isinstance(info, dict):
-            raise EnvError("the infos are no dict", leaf='info', expected="a dict of tensors", got=describe(info))
+            raise EnvError(
+                "the infos are no dict",
+                leaf="info",
+                expected="a dict of tensors",
+                got=describe(info),
+            )
         form = self.form or self._form_of(info)
-        if self.keys is not None: info = {k: info[k] for k in self.keys if k in info}
+        if self.keys is not None:
+            info = {k: info[k] for k in self.keys if k in info}
         return form.check(info)
 
     def _form_of(self, info):
         missing = [k for k in self.keys or () if k not in info]
         if missing:
-            raise EnvError("info_keys names an info that is not there", leaf=f"info[{missing[0]!r}]", expected=f"one of {list(info)}")
-        if self.keys is not None: info = {k: info[k] for k in self.keys}
-        for x, path in zip(nested.leaves(info), nested.paths(info, 'info')):
+            raise EnvError(
+                "info_keys names an info that is not there",
+                leaf=f"info[{missing[0]!r}]",
+                expected=f"one of {list(info)}",
+            )
+        if self.keys is not None:
+            info = {k: info[k] for k in self.keys}
+        for x, path in zip(nested.leaves(info), nested.paths(info, "info")):
             if not isinstance(x, Tensor) or x.shape[:1] != (self.n_envs,) or x.dtype.is_complex:
-                raise EnvError("an info of this form cannot be recorded (info_keys chooses what is recorded)", leaf=path,
-                               expected=f"a tensor [{self.n_envs}, ...] on {self.device}", got=on_device(x))
+                raise EnvError(
+                    "an info of this form cannot be recorded (info_keys chooses what is recorded)",
+                    leaf=path,
+                    expected=f"a tensor [{self.n_envs}, ...] on {self.device}",
+                    got=on_device(x),
+                )
         return self.expect(info)
 
     def expect(self, infos: dict) -> TensorForm:
         "From now on expect infos of the form of these."
-        self.form = TensorForm('info', nested.map(lambda x: torch.empty_like(x, device='meta'), infos), self.device, EnvError)
+        self.form = TensorForm(
+            "info",
+            nested.map(lambda x: torch.empty_like(x, device="meta"), infos),
+            self.device,
+            EnvError,
+        )
         return self.form
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #da5e3d4b
@@ -104,6 +149,7 @@ class TensorOutcome(NamedTuple):
         final: leaves [B, ...]: the true observations; None: no episode was truncated
         info: leaves [B, ...] of the infos that are recorded
     """
+
     obs: list
     rew: Tensor
     term: Tensor
@@ -120,14 +166,29 @@ class TensorBatch(Batch):
     Args:
         name: name in error messages
     """
-    env: Any     # None after `close`
 
-    def __init__(self, env: TensorEnv, seed: np.random.SeedSequence, info_keys: Any = None, clip_actions: bool = True,
-                 name: str | None = None, closes: bool = True, keeper: Any = None, **where: Any):
-        self.env, self.closes, self.where, self.env_name, self.claim = env, closes, where, name or type(env).__name__, Claim()
+    env: Any  # None after `close`
+
+    def __init__(
+        self,
+        env: TensorEnv,
+        seed: np.random.SeedSequence,
+        info_keys: Any = None,
+        clip_actions: bool = True,
+        name: str | None = None,
+        closes: bool = True,
+        keeper: Any = None,
+        **where: Any,
+    ):
+        self.env = env
+        self.closes = closes
+        self.where = where
+        self.env_name = name or type(env).__name__
+        self.claim = Claim()
         self.claim.take(env)
         self.one = None if keeper is None else keeper.begin(env)
-        try: self._learn(seed, clip_actions)
+        try:
+            self._learn(seed, clip_actions)
         except PipeError as e:
             self.close()
             self._locate(e, self.env_name)
@@ -137,25 +198,42 @@ class TensorBatch(Batch):
     def _learn(self, seed, clip_actions):
         "Read and check the attributes of the environment: device, number of environments and spaces."
         env = self.env
-        self.device = torch.empty(0, device=checked_device(env.device)).device      # 'cuda' becomes 'cuda:0', as in `tensor.device`
-        self.n, self._seed = check_integer('n_envs', getattr(env, 'n_envs', None)), env_seeds(seed, 1)[0][1]
-        for name in ('observation_space', 'action_space'):
+        self.device = torch.empty(
+            0, device=checked_device(env.device)
+        ).device  # 'cuda' becomes 'cuda:0', as in `tensor.device`
+        self.n = check_integer("n_envs", getattr(env, "n_envs", None))
+        self._seed = env_seeds(seed, 1)[0][1]
+        for name in ("observation_space", "action_space"):
             if not isinstance(getattr(env, name, None), gym.Space):
-                raise EnvError("this is no space", leaf=name, expected="a gymnasium.Space", got=describe(getattr(env, name, None)))
+                raise EnvError(
+                    "this is no space",
+                    leaf=name,
+                    expected="a gymnasium.Space",
+                    got=describe(getattr(env, name, None)),
+                )
         self.observation_space, self.action_space = env.observation_space, env.action_space
-        self.act_spec = space_spec(env.action_space, 'act')
+        self.act_spec = space_spec(env.action_space, "act")
         self._checked_actions = action_batch(env.action_space, clip_actions)
         self.actions_for_env = ActionsForEnv(env.action_space, self.device, clip_actions)
-        self.obs_like = batch_form(env.observation_space, self.n, 'obs')
-        def form(name, like): return TensorForm(name, like, self.device, EnvError)
-        self._obs_form, self._final_form = form('obs', self.obs_like), form('final_obs', self.obs_like)
-        number, flag = (torch.empty(self.n, dtype=dtype, device='meta') for dtype in (torch.float32, torch.bool))
-        self._one_each = form('rew', number), form('terminated', flag), form('truncated', flag)
-        self.obs_check = BlockCheck('obs', env.observation_space, self.device)
-        self.act_check = BlockCheck('act', env.action_space, self.device)
-        self.rew_check = BlockCheck('rew', gym.spaces.Box(-np.inf, np.inf, ()), self.device)
+        self.obs_like = batch_form(env.observation_space, self.n, "obs")
 
-    def __len__(self): return self.n
+        def form(name, like):
+            return TensorForm(name, like, self.device, EnvError)
+
+        self._obs_form, self._final_form = (
+            form("obs", self.obs_like),
+            form("final_obs", self.obs_like),
+        )
+        number, flag = (
+            torch.empty(self.n, dtype=dtype, device="meta") for dtype in (torch.float32, torch.bool)
+        )
+        self._one_each = form("rew", number), form("terminated", flag), form("truncated", flag)
+        self.obs_check = BlockCheck("obs", env.observation_space, self.device)
+        self.act_check = BlockCheck("act", env.action_space, self.device)
+        self.rew_check = BlockCheck("rew", gym.spaces.Box(-np.inf, np.inf, ()), self.device)
+
+    def __len__(self):
+        return self.n
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
@@ -163,9 +241,11 @@ class TensorBatch(Batch):
 
     def begin(self) -> Any:
         "Reset all environments. Returns their first observations, nested `[B, ...]`."
-        if self.one is not None: self.one.reset(seed=self._seed)
+        if self.one is not None:
+            self.one.reset(seed=self._seed)
         with self._naming(self.env_name):
-            with located('reset()', EnvError): obs = self.env.reset(self._seed)
+            with located("reset()", EnvError):
+                obs = self.env.reset(self._seed)
             return self._obs_form.structure.unflatten(self._obs_form.check(obs))
 
     def advance(self, actions: Any) -> TensorOutcome:
@@ -174,36 +254,51 @@ class TensorBatch(Batch):
         Args:
             actions: actions from `actions_for_env`
         """
-        if self.one is not None: self.one.step(actions)
+        if self.one is not None:
+            self.one.step(actions)
         with self._naming(self.env_name):
             self.claim.check()
-            with located('step()', EnvError): answer = self.env.step(actions)
+            with located("step()", EnvError):
+                answer = self.env.step(actions)
             if not isinstance(answer, (tuple, list)) or len(answer) != 6:
-                raise EnvError("step() gave no tuple of 6", got=describe(answer),
-                               expected="(obs, rew, terminated, truncated, final_obs, info)")
+                raise EnvError(
+                    "step() gave no tuple of 6",
+                    got=describe(answer),
+                    expected="(obs, rew, terminated, truncated, final_obs, info)",
+                )
             obs, *one_each, final, info = answer
             rew, term, trunc = [form.check(x)[0] for form, x in zip(self._one_each, one_each)]
-            return TensorOutcome(self._obs_form.check(obs), rew, term, trunc, None if final is None else self._final_form.check(final),
-                                 self.infos.leaves(info))
+            return TensorOutcome(
+                self._obs_form.check(obs),
+                rew,
+                term,
+                trunc,
+                None if final is None else self._final_form.check(final),
+                self.infos.leaves(info),
+            )
 
     def get_state(self) -> dict:
         "See `Batch`."
         form = self.infos.form
-        infos = None if form is None else nested.map(lambda x: torch.zeros(x.shape, dtype=x.dtype), form.like)
+        infos = (
+            None
+            if form is None
+            else nested.map(lambda x: torch.zeros(x.shape, dtype=x.dtype), form.like)
+        )
         return dict(env=self._kept(self.one).state(), infos=infos)
 
     def set_state(self, state: dict) -> None:
         "See `Batch`."
-        self._kept(self.one).restore(state['env'])
-        if state['infos'] is not None: self.infos.expect(state['infos'])
+        self._kept(self.one).restore(state["env"])
+        if state["infos"] is not None:
+            self.infos.expect(state["infos"])
 
     def close(self) -> None:
         "Close the environment, if it belongs to the pipeline, unless another batch has claimed it. May be called twice."
         env, self.env = self.env, None
         self.claim.release()
-        if env is not None and self.closes and not self.claim.lost: env.close()
-
-
+        if env is not None and self.closes and not self.claim.lost:
+            env.close()
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #3044ea93
 def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
@@ -214,14 +309,34 @@ def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
         act: leaves [T+1, B, ...]; row `t` led to row `t` of `obs`, and row 0 is not checked
         rew: [T+1, B]; row 0 is not checked
     """
-    found = [(x.t + offset, order, error, x) for order, (error, offset, check, leaves) in enumerate((
-        (ActorError, 1, batch.act_check, [x[1:] for x in act]), (EnvError, 1, batch.rew_check, [rew[1:]]),
-        (EnvError, 0, batch.obs_check, obs))) if (x := check.find(leaves)) is not None]
-    if not found: return
+    found = [
+        (x.t + offset, order, error, x)
+        for order, (error, offset, check, leaves) in enumerate(
+            (
+                (ActorError, 1, batch.act_check, [x[1:] for x in act]),
+                (EnvError, 1, batch.rew_check, [rew[1:]]),
+                (EnvError, 0, batch.obs_check, obs),
+            )
+        )
+        if (x := check.find(leaves)) is not None
+    ]
+    if not found:
+        return
     row, _, error, (_, b, leaf, value, space) = min(found, key=lambda x: x[:2])
     noun, kind = ("action", "an action of") if error is ActorError else ("value", "as in")
-    problem, wanted = (f"non-finite {noun}", "finite numbers") if space is None else ("out of range", f"{kind} {space}")
-    raise error(problem, env=batch.name(b), leaf=leaf, expected=wanted, got=f"{value.tolist()} in row {row} of the fragment", **batch.where)
+    problem, wanted = (
+        (f"non-finite {noun}", "finite numbers")
+        if space is None
+        else ("out of range", f"{kind} {space}")
+    )
+    raise error(
+        problem,
+        env=batch.name(b),
+        leaf=leaf,
+        expected=wanted,
+        got=f"{value.tolist()} in row {row} of the fragment",
+        **batch.where,
+    )
 
 
 def refuse_last(batch: TensorBatch, leaves: list, b: Tensor) -> None:
@@ -231,5 +346,6 @@ def refuse_last(batch: TensorBatch, leaves: list, b: Tensor) -> None:
         leaves: [K, ...]: true last observations
         b: int64 [K]: environments of these observations
     """
-    if (found := batch.obs_check.find([x[None] for x in leaves])) is None: return
+    if (found := batch.obs_check.find([x[None] for x in leaves])) is None:
+        return
     batch.refuse(int(b[found.b]), f"final {found.leaf}", found.value.tolist(), found.space)

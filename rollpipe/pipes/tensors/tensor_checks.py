@@ -22,7 +22,11 @@ from ..data.errors import PipeError, describe
 # %% ../../../nbs/pipes/26_tensors/01_tensor_checks.ipynb #6a7d25a2
 def on_device(x: Any) -> str:
     "Dtype, shape and device of a tensor, for messages."
-    return f"{describe(x) if x.ndim else x.dtype} on {x.device}" if isinstance(x, Tensor) else describe(x)
+    return (
+        f"{describe(x) if x.ndim else x.dtype} on {x.device}"
+        if isinstance(x, Tensor)
+        else describe(x)
+    )
 
 
 def batch_form(space: gym.Space, n_envs: int, what: str) -> Any:
@@ -36,7 +40,10 @@ def batch_form(space: gym.Space, n_envs: int, what: str) -> Any:
     Returns:
         Any: nested tensors [B, ...] without memory
     """
-    def form(x): return torch.empty((n_envs, *x.shape), dtype=torch.from_numpy(x[None]).dtype, device='meta')
+
+    def form(x):
+        return torch.empty((n_envs, *x.shape), dtype=torch.from_numpy(x[None]).dtype, device="meta")
+
     return nested.map(form, space_spec(space, what))
 
 
@@ -49,19 +56,32 @@ class TensorForm(nested.Form):
         device: required device
         error: class of the errors
     """
+
     def __init__(self, name: str, like: Any, device: torch.device, error: type[PipeError]):
         super().__init__(like, name, error)
         self.like, self.device = like, device
 
     def fits(self, x: Any, dtype: torch.dtype, shape: tuple) -> bool:
-        return isinstance(x, Tensor) and x.shape == shape and x.device == self.device and (
-            x.dtype is dtype or x.dtype.is_floating_point and dtype.is_floating_point)
+        return (
+            isinstance(x, Tensor)
+            and x.shape == shape
+            and x.device == self.device
+            and (x.dtype is dtype or x.dtype.is_floating_point and dtype.is_floating_point)
+        )
 
     def refuse(self, x: Any, path: str, dtype: torch.dtype, shape: tuple) -> None:
-        if not isinstance(x, Tensor): problem = "this is no tensor"
-        else: problem = "wrong " + ('shape' if x.shape != shape else 'device' if x.device != self.device else 'dtype')
-        raise self.error(problem, leaf=path, got=on_device(x),
-                         expected=f"{nested.form_text(dtype, shape)} on {self.device}")
+        if not isinstance(x, Tensor):
+            problem = "this is no tensor"
+        else:
+            problem = "wrong " + (
+                "shape" if x.shape != shape else "device" if x.device != self.device else "dtype"
+            )
+        raise self.error(
+            problem,
+            leaf=path,
+            got=on_device(x),
+            expected=f"{nested.form_text(dtype, shape)} on {self.device}",
+        )
 
     def other_structure(self, tree: Any) -> list:
         found, structure = nested.flatten(in_containers(tree, self.like))
@@ -77,6 +97,7 @@ class Finding(NamedTuple):
         leaf: path of the leaf
         space: the space outside of which the number is; None: the number is not finite
     """
+
     t: int
     b: int
     leaf: str
@@ -92,27 +113,37 @@ class BlockCheck:
         space: space of one environment
         device: device of the blocks
     """
+
     def __init__(self, name: str, space: gym.Space, device: torch.device):
-        self.names, self.ranges = nested.paths(space_spec(space, name), name), {}
+        self.names = nested.paths(space_spec(space, name), name)
+        self.ranges = {}
         for i, low, high, _, part in RangeCheck(space, name).parts:
-            self.ranges[i] = *(torch.as_tensor(x.astype(np.int64), device=device) for x in (low, high)), part
+            self.ranges[i] = (
+                *(torch.as_tensor(x.astype(np.int64), device=device) for x in (low, high)),
+                part,
+            )
 
     def suspects(self, leaves: list) -> list:
         "One bool tensor for each leaf: may the leaf have invalid numbers?"
         floats = [~torch.isfinite(x.sum()) for x in leaves if x.dtype.is_floating_point]
-        return floats + [((x < low) | (x > high)).any() for x, (low, high, _) in self._integers(leaves)]
+        return floats + [
+            ((x < low) | (x > high)).any() for x, (low, high, _) in self._integers(leaves)
+        ]
 
     def find(self, leaves: list) -> Finding | None:
         "The first invalid number, in the order of rows and then of environments."
         found = []
         for i, x in enumerate(leaves):
             low, high, space = self.ranges.get(i, (None, None, None))
-            if space is None and not x.dtype.is_floating_point: continue
+            if space is None and not x.dtype.is_floating_point:
+                continue
             wrong = ~torch.isfinite(x) if space is None else (x < low) | (x > high)
             at = wrong.flatten(2).any(2).nonzero() if x.ndim > 2 else wrong.nonzero()
-            if not len(at): continue
+            if not len(at):
+                continue
             t, b = at[0].tolist()
             found.append(Finding(t, b, self.names[i], x[t, b].cpu(), space))
         return min(found, key=lambda x: x[:2], default=None)
 
-    def _integers(self, leaves): return [(leaves[i], limits) for i, limits in self.ranges.items()]
+    def _integers(self, leaves):
+        return [(leaves[i], limits) for i, limits in self.ranges.items()]

@@ -6,7 +6,8 @@
 __all__ = ['TensorEnv', 'is_tensor_source', 'TensorFactory']
 
 # %% ../../../nbs/pipes/26_tensors/00_tensor_env.ipynb #1128a591
-import functools, inspect
+import functools
+import inspect
 from typing import Any
 
 import gymnasium as gym
@@ -21,10 +22,11 @@ class TensorEnv:
     with `B` in front; floats may have another precision. When an episode ends, the next one begins in the same step. The pipeline copies
     the data that it keeps before it asks for the next step, so an environment may reuse its memory.
     """
-    n_envs: int                     # `B`
-    observation_space: gym.Space    # space of one environment
-    action_space: gym.Space         # space of one environment
-    device: Any = 'cpu'             # device of all tensors
+
+    n_envs: int  # `B`
+    observation_space: gym.Space  # space of one environment
+    action_space: gym.Space  # space of one environment
+    device: Any = "cpu"  # device of all tensors
 
     def reset(self, seed: int) -> Any:
         """Begin new episodes in all environments, and return their first observations `[B, ...]`.
@@ -32,7 +34,7 @@ class TensorEnv:
         Args:
             seed: determines all random numbers until the next reset, for instance as the seed of a `torch.Generator`
         """
-        raise NotImplementedError(f'{type(self).__name__} must define reset(self, seed)')
+        raise NotImplementedError(f"{type(self).__name__} must define reset(self, seed)")
 
     def step(self, act: Any) -> tuple:
         """Let every environment take its action, and return `(obs, rew, terminated, truncated, final_obs, info)`.
@@ -45,7 +47,7 @@ class TensorEnv:
         Args:
             act: the actions [B, ...], in the containers and dtypes of `action_space`; the environment may overwrite them
         """
-        raise NotImplementedError(f'{type(self).__name__} must define step(self, act)')
+        raise NotImplementedError(f"{type(self).__name__} must define step(self, act)")
 
     def close(self) -> None:
         "Close the environments. The code that made the object calls this once."
@@ -53,8 +55,11 @@ class TensorEnv:
 # %% ../../../nbs/pipes/26_tensors/00_tensor_env.ipynb #36878c62
 def is_tensor_source(source: Any) -> bool:
     "True if `source` is a `TensorEnv`, a subclass of it, or a `functools.partial` of a subclass."
-    while isinstance(source, functools.partial): source = source.func
-    return isinstance(source, TensorEnv) or isinstance(source, type) and issubclass(source, TensorEnv)
+    while isinstance(source, functools.partial):
+        source = source.func
+    return (
+        isinstance(source, TensorEnv) or isinstance(source, type) and issubclass(source, TensorEnv)
+    )
 
 
 class TensorFactory:
@@ -64,29 +69,58 @@ class TensorFactory:
         source: `TensorEnv`, or a function that makes one, with any of the parameters `n_envs` and `seed`
         n_envs: number of environments in a batch; None: all of the source
     """
+
     def __init__(self, source: Any, n_envs: int | None = None):
-        self.source, self.n_envs, self.lends = source, n_envs, isinstance(source, TensorEnv)
-        named = type(source) if self.lends else getattr(source, 'func', source)
-        self.name = getattr(named, '__name__', type(named).__name__)
+        self.source = source
+        self.n_envs = n_envs
+        self.lends = isinstance(source, TensorEnv)
+        named = type(source) if self.lends else getattr(source, "func", source)
+        self.name = getattr(named, "__name__", type(named).__name__)
         if not self.lends and not callable(source):
-            raise EnvError("unusable environment source", expected="a `TensorEnv`, or a function that makes one", got=describe(source))
-        if self.lends: self._check(source)
+            raise EnvError(
+                "unusable environment source",
+                expected="a `TensorEnv`, or a function that makes one",
+                got=describe(source),
+            )
+        if self.lends:
+            self._check(source)
 
     def __call__(self, seed: int) -> TensorEnv:
-        if self.lends: return self.source
-        try: known = inspect.signature(self.source).parameters
-        except (TypeError, ValueError): known = {}
-        wanted = {name: x for name, x in (('seed', seed), ('n_envs', self.n_envs)) if name in known and x is not None}
-        try: env = self.source(**wanted)
-        except Exception as e: raise EnvError(f"the environment could not be made: {describe_exception(e)}", env=self.name) from e
+        if self.lends:
+            return self.source
+        try:
+            known = inspect.signature(self.source).parameters
+        except (TypeError, ValueError):
+            known = {}
+        wanted = {
+            name: x
+            for name, x in (("seed", seed), ("n_envs", self.n_envs))
+            if name in known and x is not None
+        }
+        try:
+            env = self.source(**wanted)
+        except Exception as e:
+            raise EnvError(
+                f"the environment could not be made: {describe_exception(e)}", env=self.name
+            ) from e
         return self._check(env)
 
     def _check(self, env):
         if not isinstance(env, TensorEnv):
-            raise EnvError("the factory returned no environment", env=self.name, expected="a TensorEnv", got=type(env).__name__)
+            raise EnvError(
+                "the factory returned no environment",
+                env=self.name,
+                expected="a TensorEnv",
+                got=type(env).__name__,
+            )
         if self.n_envs not in (None, env.n_envs):
-            raise EnvError("wrong number of environments", env=self.name, expected=f"n_envs=None or {env.n_envs}, as the environment has",
-                           got=f"n_envs={self.n_envs!r}")
+            raise EnvError(
+                "wrong number of environments",
+                env=self.name,
+                expected=f"n_envs=None or {env.n_envs}, as the environment has",
+                got=f"n_envs={self.n_envs!r}",
+            )
         return env
 
-    def __repr__(self): return self.name
+    def __repr__(self):
+        return self.name

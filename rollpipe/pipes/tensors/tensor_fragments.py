@@ -17,7 +17,12 @@ from ..data.fragment import Final, Fragment, State
 from ..data.errors import ActorError, EnvError, PipeError, located
 from ..graph.modules import VersionCounter, modules_in
 from ..engines.checked_actor import CheckedActor
-from .tensor_batch import TensorBatch, TensorOutcome, refuse_first, refuse_last
+from rollpipe.pipes.tensors.tensor_batch import (
+    TensorBatch,
+    TensorOutcome,
+    refuse_first,
+    refuse_last,
+)
 from .tensor_checks import on_device
 
 # %% ../../../nbs/pipes/26_tensors/03_tensor_fragments.ipynb #17f360df
@@ -29,24 +34,34 @@ class TensorRows:
         first_term: bool [B]: True where row 0 follows a termination
         n_steps: `T`
     """
+
     def __init__(self, first: State, first_term: Any, n_steps: int):
-        self.n, (leaves, spec) = n_steps, nested.flatten((first, first_term))
+        self.n = n_steps
+        (leaves, spec) = nested.flatten((first, first_term))
         memory = [x.new_empty((n_steps + 1, *x.shape)) for x in leaves]
-        for out, x in zip(memory, leaves): out[0].copy_(x)
+        for out, x in zip(memory, leaves):
+            out[0].copy_(x)
         self.state, self.term = spec.unflatten(memory)
-        s, lists = self.state, lambda tree: list(zip(*(x.unbind() for x in nested.leaves(tree))))
-        self._obs, self._act = lists(s.obs), lists(s.act)
-        self._flags = list(zip(s.rew.unbind(), self.term.unbind(), s.fin.unbind(), s.stepno.unbind()))
-        self.infos = self._infos = None      # leaves [T, B, ...], and lists of their rows
-        self._n_acts = self._n_states = 1    # numbers of rows written
+        s = self.state
+        lists = lambda tree: list(zip(*(x.unbind() for x in nested.leaves(tree))))
+        self._obs = lists(s.obs)
+        self._act = lists(s.act)
+        self._flags = list(
+            zip(s.rew.unbind(), self.term.unbind(), s.fin.unbind(), s.stepno.unbind())
+        )
+        self.infos = self._infos = None  # leaves [T, B, ...], and lists of their rows
+        self._n_acts = self._n_states = 1  # numbers of rows written
         self._seen = self._views(s)
 
     def _views(self, state):
         "The states as an actor sees them, `[1, B, ...]`, one after the other."
         leaves, spec = nested.flatten(state)
         rows = (spec.unflatten(row) for row in zip(*(x.split(1) for x in leaves)))
-        if all(x.dtype != torch.float64 for x in nested.leaves(state.obs)): return rows
-        return (row._replace(obs=nested.as_seen(row.obs)) for row in rows)    # the generator converts a row after it is written
+        if all(x.dtype != torch.float64 for x in nested.leaves(state.obs)):
+            return rows
+        return (
+            row._replace(obs=nested.as_seen(row.obs)) for row in rows
+        )  # the generator converts a row after it is written
 
     def seen(self) -> State:
         "The next row as an actor sees it, `[1, B, ...]`."
@@ -54,7 +69,8 @@ class TensorRows:
 
     def put_actions(self, t: int, leaves: list) -> None:
         "Write the actions `[1, B, ...]` of step `t`."
-        for row, x in zip(self._act[t + 1], leaves): row.copy_(x[0])
+        for row, x in zip(self._act[t + 1], leaves):
+            row.copy_(x[0])
         self._n_acts = t + 2
 
     def put(self, t: int, out: TensorOutcome) -> Any:
@@ -64,7 +80,10 @@ class TensorRows:
             self.infos = [x.new_empty((self.n, *x.shape)) for x in out.info]
             self._infos = list(zip(*(x.unbind() for x in self.infos))) or [()] * self.n
         # One call for all tensors is faster than one call for each.
-        torch._foreach_copy_([*self._obs[t + 1], rew, term, *self._infos[t]], [*out.obs, out.rew, out.term, *out.info])
+        torch._foreach_copy_(
+            [*self._obs[t + 1], rew, term, *self._infos[t]],
+            [*out.obs, out.rew, out.term, *out.info],
+        )
         torch.logical_or(out.term, out.trunc, out=fin)
         torch.add(self._flags[t][3], 1, out=stepno).masked_fill_(fin, 0)
         self._n_states = t + 2
@@ -72,8 +91,14 @@ class TensorRows:
 
     def written(self) -> tuple:
         "The rows that are written: leaves of the observations, leaves of the actions, and the rewards."
-        s, n_acts, n = self.state, self._n_acts, self._n_states
-        return [x[:n] for x in nested.leaves(s.obs)], [x[:n_acts] for x in nested.leaves(s.act)], s.rew[:n]
+        s = self.state
+        n_acts = self._n_acts
+        n = self._n_states
+        return (
+            [x[:n] for x in nested.leaves(s.obs)],
+            [x[:n_acts] for x in nested.leaves(s.act)],
+            s.rew[:n],
+        )
 
     def last(self) -> tuple:
         "Copies of the last row, `(state, term)`. The next fragment begins with them, and the consumer may change this fragment."
@@ -86,8 +111,12 @@ class Ends:
     Args:
         terminal_obs: keep the last observations of terminated episodes too
     """
+
     def __init__(self, batch: TensorBatch, terminal_obs: bool):
-        self.batch, self.terminal_obs, self.on_host, self.kept = batch, terminal_obs, batch.device.type == 'cpu', {}
+        self.batch = batch
+        self.terminal_obs = terminal_obs
+        self.on_host = batch.device.type == "cpu"
+        self.kept = {}
 
     def wanted(self, fin: Any, term: Any) -> Any:
         "A mask of the environments whose last observation is kept."
@@ -95,7 +124,8 @@ class Ends:
 
     def add(self, t: int, out: TensorOutcome, fin: Any, hx: Any) -> None:
         "Keep the data of step `t` for its ends. `fin` `[B]` is True where an episode ended. `hx` is the recurrent state before its reset."
-        if self.on_host and not (fin if self.terminal_obs else out.trunc).any(): return
+        if self.on_host and not (fin if self.terminal_obs else out.trunc).any():
+            return
         self.kept[t] = None if out.final is None else [x.clone() for x in out.final], hx
 
     def take(self, counts: list, b: Any) -> tuple:
@@ -103,72 +133,124 @@ class Ends:
         found = []
         for t, at in zip((t for t, n in enumerate(counts) if n), b.split([n for n in counts if n])):
             final, hx = self.kept[t]
-            if final is None: self._refuse(t, int(at[0]))
+            if final is None:
+                self._refuse(t, int(at[0]))
             found.append(([x[at] for x in final], nested.map(lambda h, at=at: h[:, at], hx)))
         obs, hxs = zip(*found)
         return nested.cat(obs), nested.cat(hxs, dim=1) if nested.leaves(hxs[0]) else hxs[0]
 
     def _refuse(self, t, b):
         batch = self.batch
-        raise EnvError("an episode ended without its last observation", env=batch.name(b), leaf='final_obs', **batch.where,
-                       expected="the true observations [B, ...] of this step", got=f"None in row {t + 1} of the fragment")
+        raise EnvError(
+            "an episode ended without its last observation",
+            env=batch.name(b),
+            leaf="final_obs",
+            **batch.where,
+            expected="the true observations [B, ...] of this step",
+            got=f"None in row {t + 1} of the fragment",
+        )
 
 # %% ../../../nbs/pipes/26_tensors/03_tensor_fragments.ipynb #b8fa929a
 class Completing:
     "The part of `TensorInteraction` that puts a fragment together after its last step."
+
     batch: TensorBatch
     checked: CheckedActor
-    hx: Any               # the recurrent state after the last step
+    hx: Any  # the recurrent state after the last step
     terminal_obs: bool
 
     def _complete(self, rows, ends, reports):
         "The fragment, but without `lane`, `seq`, `version` and the recurrent state at row 0."
         counts = self._check(rows, ends)
         act_ahead, _, ahead = self.checked.answer(rows.seen(), self.hx, virtual=True)
-        state, term, infos = rows.state, rows.term, self.batch.infos.form.structure.unflatten(rows.infos)
-        actor = self._completed(nested.cat([nested.getitem(state.act, slice(1, None)), act_ahead]), [*reports, ahead])
-        return Fragment(state, actor, infos, (), term, self._final(rows, ends, counts, actor), torch.ones_like(state.fin[1:]))
+        state = rows.state
+        term = rows.term
+        infos = self.batch.infos.form.structure.unflatten(rows.infos)
+        actor = self._completed(
+            nested.cat([nested.getitem(state.act, slice(1, None)), act_ahead]), [*reports, ahead]
+        )
+        return Fragment(
+            state,
+            actor,
+            infos,
+            (),
+            term,
+            self._final(rows, ends, counts, actor),
+            torch.ones_like(state.fin[1:]),
+        )
 
     def _check(self, rows, ends) -> list:
         "Raise an error for invalid numbers. Returns the number of last observations of each step. Here the host waits for the device."
-        (obs, act, rew), batch = rows.written(), self.batch
-        suspects = [*batch.obs_check.suspects(obs), *batch.act_check.suspects([x[1:] for x in act]), *batch.rew_check.suspects([rew])]
+        (obs, act, rew) = rows.written()
+        batch = self.batch
+        suspects = [
+            *batch.obs_check.suspects(obs),
+            *batch.act_check.suspects([x[1:] for x in act]),
+            *batch.rew_check.suspects([rew]),
+        ]
         counts = ends.wanted(rows.state.fin[1:], rows.term[1:]).sum(1)
         suspicious, *counts = torch.cat([torch.stack(suspects).any().long()[None], counts]).tolist()
-        if suspicious: refuse_first(batch, obs, act, rew)
+        if suspicious:
+            refuse_first(batch, obs, act, rew)
         if (mask := self.checked.action_mask) is not None:
             found = nested.map(lambda x: x.cpu().numpy(), rows.state.obs[mask.name])
-            for t in range(rows.n): self.checked.check_mask({mask.name: nested.getitem(found, t)})
+            for t in range(rows.n):
+                self.checked.check_mask({mask.name: nested.getitem(found, t)})
         return counts
 
     def _completed(self, act, reports):
-        with located(**self.batch.where): actor = self.checked.complete(act, nested.cat(reports))
+        with located(**self.batch.where):
+            actor = self.checked.complete(act, nested.cat(reports))
         for k, x in enumerate(nested.leaves(actor)):
             if x.device != self.batch.device:
-                raise ActorError("the actor's report is elsewhere than the environments", leaf=nested.paths(actor, 'info')[k],
-                                 expected=str(self.batch.device), got=on_device(x), **self.batch.where)
+                raise ActorError(
+                    "the actor's report is elsewhere than the environments",
+                    leaf=nested.paths(actor, "info")[k],
+                    expected=str(self.batch.device),
+                    got=on_device(x),
+                    **self.batch.where,
+                )
         return actor
 
     def _final(self, rows, ends, counts, actor):
         "The last observations as a `Final`, with the actor's virtual reactions for truncated episodes, and zeros for terminated ones."
         state, term = rows.state, rows.term
         t, b = ends.wanted(state.fin[1:], term[1:]).nonzero(as_tuple=True)
-        if not len(t): return Final(t, b, nested.map(lambda x: x[0, :0].clone(), state.obs), nested.map(lambda x: x[0, :0], actor))
+        if not len(t):
+            return Final(
+                t,
+                b,
+                nested.map(lambda x: x[0, :0].clone(), state.obs),
+                nested.map(lambda x: x[0, :0], actor),
+            )
         leaves, hx = ends.take(counts, b)
-        obs = nested.map(lambda x, like: x.to(like.dtype), nested.flatten(state.obs)[1].unflatten(leaves), state.obs)
-        if any(x.item() for x in self.batch.obs_check.suspects([x[None] for x in nested.leaves(obs)])):
+        obs = nested.map(
+            lambda x, like: x.to(like.dtype),
+            nested.flatten(state.obs)[1].unflatten(leaves),
+            state.obs,
+        )
+        if any(
+            x.item() for x in self.batch.obs_check.suspects([x[None] for x in nested.leaves(obs)])
+        ):
             refuse_last(self.batch, nested.leaves(obs), b)
         cut = (~term[t + 1, b]).nonzero()[:, 0] if self.terminal_obs else slice(None)
         found = nested.map(lambda x: x.new_zeros(len(t), *x.shape[2:]), actor)
         if len(t[cut]):
-            answers = self._react(state, t[cut], b[cut], nested.getitem(obs, cut), nested.map(lambda h: h[:, cut], hx))
+            answers = self._react(
+                state, t[cut], b[cut], nested.getitem(obs, cut), nested.map(lambda h: h[:, cut], hx)
+            )
             nested.setitem(found, cut, answers)
         return Final(t, b, obs, found)
 
     def _react(self, state, t, b, obs, hx):
         "The actor's virtual reactions `[K, ...]` to the last observations of truncated episodes."
-        seen = State(state.stepno[t, b] + 1, nested.as_seen(obs), nested.getitem(state.act, (t + 1, b)), state.rew[t + 1, b],
-                     torch.zeros_like(b, dtype=torch.bool))
+        seen = State(
+            state.stepno[t, b] + 1,
+            nested.as_seen(obs),
+            nested.getitem(state.act, (t + 1, b)),
+            state.rew[t + 1, b],
+            torch.zeros_like(b, dtype=torch.bool),
+        )
         act, _, info = self.checked.answer(nested.map(lambda x: x[None], seen), hx, virtual=True)
         return nested.map(lambda x: x[0], self._completed(act, [info]))
 
@@ -184,48 +266,88 @@ class TensorInteraction(Completing):
         batch: batch of environments, not reset yet; the caller closes it
         terminal_obs: keep the last observations of terminated episodes too
     """
-    def __init__(self, actor: Any, batch: TensorBatch, seed: np.random.SeedSequence, *, lane: int = 0, explore: bool = True,
-                 terminal_obs: bool = False):
-        self.actor, self.batch, self.lane, self.terminal_obs, self.seq = actor, batch, lane, terminal_obs, 0
+
+    def __init__(
+        self,
+        actor: Any,
+        batch: TensorBatch,
+        seed: np.random.SeedSequence,
+        *,
+        lane: int = 0,
+        explore: bool = True,
+        terminal_obs: bool = False,
+    ):
+        self.actor = actor
+        self.batch = batch
+        self.lane = lane
+        self.terminal_obs = terminal_obs
+        self.seq = 0
         self._check_actor(explore)
         self.checked = CheckedActor(actor, batch, seed, explore)
         self.counter = VersionCounter(actor, modules_in(actor))
 
     def _check_actor(self, explore):
         device, where = self.batch.device, self.batch.where
-        for name, p in ((name, p) for module in modules_in(self.actor) for name, p in module.named_parameters()):
+        for name, p in (
+            (name, p) for module in modules_in(self.actor) for name, p in module.named_parameters()
+        ):
             if p.device != device:
-                raise ActorError("the actor is elsewhere than the environments", leaf=name, expected=f"weights on {device}",
-                                 got=str(p.device), **where)
-        if device.type != 'cpu' and explore and not hasattr(self.actor, 'draw_noise'):
-            raise ActorError("on this device the random numbers of a lane come from its own generator", got=type(self.actor).__name__,
-                             expected="an actor with the method `draw_noise`, or explore=False", **where)
+                raise ActorError(
+                    "the actor is elsewhere than the environments",
+                    leaf=name,
+                    expected=f"weights on {device}",
+                    got=str(p.device),
+                    **where,
+                )
+        if device.type != "cpu" and explore and not hasattr(self.actor, "draw_noise"):
+            raise ActorError(
+                "on this device the random numbers of a lane come from its own generator",
+                got=type(self.actor).__name__,
+                expected="an actor with the method `draw_noise`, or explore=False",
+                **where,
+            )
 
     @torch.no_grad()
     def start(self) -> None:
         "Reset the environments, and call the actor once to get the structure of its actions and of its recurrent state."
-        obs, n, device = self.batch.begin(), len(self.batch), self.batch.device
+        obs = self.batch.begin()
+        n = len(self.batch)
+        device = self.batch.device
         obs = nested.map(lambda x, like: x.to(like.dtype, copy=True), obs, self.batch.obs_like)
-        zeros, act = torch.zeros(n, device=device), nested.map(lambda x: torch.from_numpy(x[None]).to(device), self.batch.act_spec)
+        zeros = torch.zeros(n, device=device)
+        act = nested.map(lambda x: torch.from_numpy(x[None]).to(device), self.batch.act_spec)
         act = nested.map(lambda x: x.new_zeros((n, *x.shape[1:])), act)
         state = State(zeros.long(), obs, act, zeros, zeros == 0)
-        seen = nested.map(lambda x: x[None], state._replace(obs=nested.as_seen(obs), act=nested.as_seen(act)))
+        seen = nested.map(
+            lambda x: x[None], state._replace(obs=nested.as_seen(obs), act=nested.as_seen(act))
+        )
         act, hx, _ = self.checked.answer(seen, None, virtual=True)
         self.last = state._replace(act=nested.map(lambda x: torch.zeros_like(x[0]), act)), zeros > 0
         self.hx = self._initial(hx)
 
-    def _initial(self, hx): return self.checked.reset(hx, list(range(len(self.batch))))
+    def _initial(self, hx):
+        return self.checked.reset(hx, list(range(len(self.batch))))
 
     def get_state(self) -> dict:
         "Everything on which the next steps depend, but for the weights of the actor. Raises `EnvError` if the environments are not kept."
-        return dict(last=self.last, hx=self.hx, seq=self.seq, noise=self.checked.seeded.get_state(), envs=self.batch.get_state())
+        return dict(
+            last=self.last,
+            hx=self.hx,
+            seq=self.seq,
+            noise=self.checked.seeded.get_state(),
+            envs=self.batch.get_state(),
+        )
 
     def set_state(self, state: dict) -> None:
         "Go on from what `get_state` returned, after `start`."
-        self.batch.set_state(state['envs'])
-        nested.Form((self.last, self.hx), 'state', EnvError, **self.batch.where).check((state['last'], state['hx']))
-        self.last, self.hx, self.seq = state['last'], state['hx'], state['seq']
-        self.checked.seeded.set_state(state['noise'])
+        self.batch.set_state(state["envs"])
+        nested.Form((self.last, self.hx), "state", EnvError, **self.batch.where).check(
+            (state["last"], state["hx"])
+        )
+        self.last = state["last"]
+        self.hx = state["hx"]
+        self.seq = state["seq"]
+        self.checked.seeded.set_state(state["noise"])
 
     @torch.no_grad()
     def fragment(self, n_steps: int) -> Fragment:
@@ -235,16 +357,26 @@ class TensorInteraction(Completing):
             n_steps: `T`
         """
         state, term = self.last
-        rows, ends, hx, version = TensorRows(state, term, n_steps), Ends(self.batch, self.terminal_obs), self.hx, self.counter.version()
+        rows = TensorRows(state, term, n_steps)
+        ends = Ends(self.batch, self.terminal_obs)
+        hx = self.hx
+        version = self.counter.version()
         reports = self.collect(rows, ends)
         fragment = self._complete(rows, ends, reports)._replace(hx=hx)
-        columns = (torch.full((len(self.batch),), x, device=self.batch.device) for x in (self.lane, self.seq, version))
-        self.last, self.seq = rows.last(), self.seq + 1
+        columns = (
+            torch.full((len(self.batch),), x, device=self.batch.device)
+            for x in (self.lane, self.seq, version)
+        )
+        self.last = rows.last()
+        self.seq = self.seq + 1
         return fragment._replace(**dict(zip(Fragment.COLUMNS, columns)))
 
     def collect(self, rows: TensorRows, ends: Ends) -> list:
         "Take all steps and fill the `rows`. Returns the actor's reports at each step. Here the host does not wait for the device."
-        hx, reports, remembers, convert = self.hx, [], bool(nested.leaves(self.hx)), self.batch.actions_for_env
+        hx = self.hx
+        reports = []
+        remembers = bool(nested.leaves(self.hx))
+        convert = self.batch.actions_for_env
         initial = self._initial(hx) if remembers else hx
         try:
             for t in range(rows.n):
@@ -254,10 +386,13 @@ class TensorInteraction(Completing):
                 out = self.batch.advance(actions)
                 fin = rows.put(t, out)
                 ends.add(t, out, fin, hx)
-                if remembers: hx = nested.map(partial(_renewed, fin), hx, initial)
+                if remembers:
+                    hx = nested.map(partial(_renewed, fin), hx, initial)
                 reports.append(report)
         except PipeError as e:
-            refuse_first(self.batch, *rows.written())     # the cause may be an earlier number that is not finite
+            refuse_first(
+                self.batch, *rows.written()
+            )  # the cause may be an earlier number that is not finite
             e.locate(**self.batch.where)
             raise
         self.hx = hx

@@ -16,7 +16,15 @@ import torch
 
 from ..data import nested
 from ..data.errors import ActorError, describe
-from ..graph.modules import VersionCounter, bump_version, comparable, modules_in, state_of, torch_threads, version_of
+from rollpipe.pipes.graph.modules import (
+    VersionCounter,
+    bump_version,
+    comparable,
+    modules_in,
+    state_of,
+    torch_threads,
+    version_of,
+)
 from ..engines.reactions import attribute_name, kept_in
 from .remote_errors import log
 from .shared import SharedMemory, aligned
@@ -31,6 +39,7 @@ class _Buffer(NamedTuple):
         modes: for each holder, uint8 [number of its modules]: 1 if the module is in training mode
         tensors: for each holder, a list of tensors
     """
+
     publication: np.ndarray
     versions: np.ndarray
     modes: list
@@ -39,13 +48,15 @@ class _Buffer(NamedTuple):
 
 class _Block:
     "Shared memory with `depth` buffers. Pass it to a process as an argument when the process is started."
+
     def __init__(self, specs, n_modes, depth):
-        self.specs = specs        # for each holder, `(dtype, shape)` of its tensors
-        self.n_modes = n_modes    # for each holder, the number of its modules
+        self.specs = specs  # for each holder, `(dtype, shape)` of its tensors
+        self.n_modes = n_modes  # for each holder, the number of its modules
         self.depth = depth
         self.memory = SharedMemory(64 + depth * sum(map(aligned, self._sizes())))
         self._map()
-        for buffer in self.buffers: buffer.publication[0] = -1
+        for buffer in self.buffers:
+            buffer.publication[0] = -1
 
     def _sizes(self) -> list:
         "The sizes of the parts of a buffer [bytes], in the order of `_Buffer`."
@@ -58,22 +69,32 @@ class _Block:
 
     def _map(self):
         "Make views of the buffers, and of the number of the latest publication, in the memory."
-        view, sizes, n = self.memory.view(), self._sizes(), len(self.specs)
-        self.latest, self.buffers, end = view[:8].view(np.int64), [], 64
+        view = self.memory.view()
+        sizes = self._sizes()
+        n = len(self.specs)
+        self.latest = view[:8].view(np.int64)
+        self.buffers = []
+        end = 64
         for _ in range(self.depth):
             *starts, end = accumulate(map(aligned, sizes), initial=end)
-            publication, versions, *rest = (view[a:a + size] for a, size in zip(starts, sizes))
+            publication, versions, *rest = (view[a : a + size] for a, size in zip(starts, sizes))
             parts = iter(rest[n:])
-            tensors = [[torch.from_numpy(next(parts)).view(dtype).view(shape) for dtype, shape in specs] for specs in self.specs]
-            self.buffers.append(_Buffer(publication.view(np.int64), versions.view(np.int64), rest[:n], tensors))
+            tensors = [
+                [torch.from_numpy(next(parts)).view(dtype).view(shape) for dtype, shape in specs]
+                for specs in self.specs
+            ]
+            self.buffers.append(
+                _Buffer(publication.view(np.int64), versions.view(np.int64), rest[:n], tensors)
+            )
 
     def bytes_of(self, publication):
         "The memory of the buffer for this publication."
         size = sum(map(aligned, self._sizes()))
         start = 64 + publication % self.depth * size
-        return self.memory.view()[start:start + size]
+        return self.memory.view()[start : start + size]
 
-    def __getstate__(self): return {k: v for k, v in vars(self).items() if k not in ('latest', 'buffers')}
+    def __getstate__(self):
+        return {k: v for k, v in vars(self).items() if k not in ("latest", "buffers")}
 
     def __setstate__(self, state):
         vars(self).update(state)
@@ -82,50 +103,76 @@ class _Block:
 
 _BARRIER = threading.Lock()
 
+
 def _fence():
     "Memory fence: reads and writes before this call take effect before later ones, also on processors that reorder them."
-    with _BARRIER: pass
+    with _BARRIER:
+        pass
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #29db80c8
 class _Holder:
     "The published data of one holder. Names, dtypes and shapes of its tensors must not change."
-    def __init__(self, holder):
-        self.holder, self.modules, self.first_version = holder, modules_in(holder), version_of(holder)
-        self.form = nested.Form(state_of(self.modules))
-        self.n_modes, self.attributes = len(self.modes()), {key: _Attribute(x) for key, x in kept_in(holder)}
 
-    def version(self) -> int: return VersionCounter(self.holder, self.modules).version()
-    def modes(self) -> list: return [m.training for module in self.modules for m in module.modules()]
+    def __init__(self, holder):
+        self.holder = holder
+        self.modules = modules_in(holder)
+        self.first_version = version_of(holder)
+        self.form = nested.Form(state_of(self.modules))
+        self.n_modes = len(self.modes())
+        self.attributes = {key: _Attribute(x) for key, x in kept_in(holder)}
+
+    def version(self) -> int:
+        return VersionCounter(self.holder, self.modules).version()
+
+    def modes(self) -> list:
+        return [m.training for module in self.modules for m in module.modules()]
 
     def tensors(self, modes) -> list:
         "The current tensors. Raises `ActorError` if their names, dtypes or shapes, or the number of `modes`, have changed."
-        state, name = state_of(self.modules), type(self.holder).__name__
+        state = state_of(self.modules)
+        name = type(self.holder).__name__
         if not self.n_modes and version_of(self.holder) != self.first_version:
-            raise ActorError(f"{name} was trained, but its weights cannot be sent to worker processes", expected="a torch module in it")
+            raise ActorError(
+                f"{name} was trained, but its weights cannot be sent to worker processes",
+                expected="a torch module in it",
+            )
         if (form := nested.Form(state)) != self.form or len(modes) != self.n_modes:
-            raise ActorError(f"{name} changed the form of its weights", expected=_described(self.form), got=_described(form))
+            raise ActorError(
+                f"{name} changed the form of its weights",
+                expected=_described(self.form),
+                got=_described(form),
+            )
         return nested.leaves(state)
 
     def warn_about_attributes(self):
         "Log a warning if an attribute other than a tensor has changed, once for each attribute."
         for key, value in kept_in(self.holder):
             known = self.attributes.get(key)
-            if known is None or known.constant is value or known.comparable == comparable(value): continue
+            if known is None or known.constant is value or known.comparable == comparable(value):
+                continue
             del self.attributes[key]
-            log.warning(f"{attribute_name(*key)} of {type(self.holder).__name__} changed from {known.text} to {describe(value, 60)}, which "
-                        "worker processes do not see: only parameters and buffers are sent to them (`register_buffer`).")
+            log.warning(
+                f"{attribute_name(*key)} of {type(self.holder).__name__} changed from {known.text} to {describe(value, 60)}, which "
+                "worker processes do not see: only parameters and buffers are sent to them (`register_buffer`)."
+            )
 
 
 class _Attribute:
     "An attribute at the beginning. `constant` is its value if the value itself cannot change, so that most attributes are compared fast."
+
     def __init__(self, value):
-        self.constant = value if type(value) in (bool, int, float, complex, str, bytes) else _CHANGEABLE
-        self.comparable, self.text = comparable(value), describe(value, 60)
+        self.constant = (
+            value if type(value) in (bool, int, float, complex, str, bytes) else _CHANGEABLE
+        )
+        self.comparable = comparable(value)
+        self.text = describe(value, 60)
 
 
-_CHANGEABLE = object()     # is identical to no value, so the attribute is always compared
+_CHANGEABLE = object()  # is identical to no value, so the attribute is always compared
 
-def _described(form): return ', '.join(path.strip("[']") + f" {text}" for path, text in form.texts().items())
+
+def _described(form):
+    return ", ".join(path.strip("[']") + f" {text}" for path, text in form.texts().items())
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #9feaf44a
 class WeightPublisher:
@@ -138,32 +185,44 @@ class WeightPublisher:
         holders: actors, critics, and functions that use networks
         depth: number of the newest publications that can be fetched
     """
+
     def __init__(self, holders: Iterable, depth: int = 2):
         self.holders = list(holders)
         self._holders = [_Holder(holder) for holder in self.holders]
-        self.block = _Block([h.form.specs for h in self._holders], [h.n_modes for h in self._holders], depth)
-        self.publication = -1     # number of the latest publication
+        self.block = _Block(
+            [h.form.specs for h in self._holders], [h.n_modes for h in self._holders], depth
+        )
+        self.publication = -1  # number of the latest publication
 
     @torch_threads(1)
     def publish(self) -> int:
         "Publish the current weights, unless they equal the latest publication. Returns the number of the publication with these weights."
-        versions, modes = [h.version() for h in self._holders], [h.modes() for h in self._holders]
+        versions = [h.version() for h in self._holders]
+        modes = [h.modes() for h in self._holders]
         tensors = [h.tensors(mode) for h, mode in zip(self._holders, modes)]
-        for h in self._holders: h.warn_about_attributes()
+        for h in self._holders:
+            h.warn_about_attributes()
         buffers, depth = self.block.buffers, self.block.depth
-        if self.publication >= 0 and _is_equal(buffers[self.publication % depth], versions, modes, tensors): return self.publication
+        if self.publication >= 0 and _is_equal(
+            buffers[self.publication % depth], versions, modes, tensors
+        ):
+            return self.publication
         publication = self.publication + 1
         buffer = buffers[publication % depth]
         buffer.publication[0] = -1
         _fence()
         buffer.versions[:] = versions
-        for shared, mode in zip(buffer.modes, modes): shared[:] = mode
+        for shared, mode in zip(buffer.modes, modes):
+            shared[:] = mode
         with torch.no_grad():
-            for x, y in ((x, y) for pair in zip(buffer.tensors, tensors) for x, y in zip(*pair)): x.copy_(y)
+            for x, y in ((x, y) for pair in zip(buffer.tensors, tensors) for x, y in zip(*pair)):
+                x.copy_(y)
         _fence()
         if [h.version() for h in self._holders] != versions:
-            raise ActorError("another thread changed the weights while they were published",
-                             expected="a learner in the thread that collects")
+            raise ActorError(
+                "another thread changed the weights while they were published",
+                expected="a learner in the thread that collects",
+            )
         buffer.publication[0] = self.block.latest[0] = self.publication = publication
         return publication
 
@@ -184,26 +243,41 @@ class WeightPublisher:
         "A `WeightReceiver` for the holders with these indices, which can be pickled."
         return WeightReceiver(self.block.specs, self.block.n_modes, list(indices))
 
-    def close(self) -> None: self.block.memory.close()
+    def close(self) -> None:
+        self.block.memory.close()
 
 
 def _is_equal(buffer, versions, modes, tensors) -> bool:
-    same = lambda x, y: torch.equal(x, y.detach().to('cpu'))
-    return (buffer.versions.tolist() == versions and all(x.tolist() == y for x, y in zip(buffer.modes, modes))
-            and all(same(x, y) for shared, mine in zip(buffer.tensors, tensors) for x, y in zip(shared, mine)))
+    same = lambda x, y: torch.equal(x, y.detach().to("cpu"))
+    return (
+        buffer.versions.tolist() == versions
+        and all(x.tolist() == y for x, y in zip(buffer.modes, modes))
+        and all(
+            same(x, y)
+            for shared, mine in zip(buffer.tensors, tensors)
+            for x, y in zip(shared, mine)
+        )
+    )
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #0446516b
 class WeightSubscriber:
     "Fetches publications, and writes them into the copies of the holders in another process."
-    def __init__(self, block: Any, indices: Sequence[int]): self.block, self.indices, self.publication = block, indices, -1
+
+    def __init__(self, block: Any, indices: Sequence[int]):
+        self.block = block
+        self.indices = indices
+        self.publication = -1
 
     def attach(self, copies: Sequence) -> None:
         "From now on, update these `copies` of the holders. Copies in shared memory are moved to private memory."
-        self.copies = list({id(copy): (index, copy) for index, copy in zip(self.indices, copies)}.values())
+        self.copies = list(
+            {id(copy): (index, copy) for index, copy in zip(self.indices, copies)}.values()
+        )
         self.modules = [modules_in(copy) for _, copy in self.copies]
         self.tensors = [nested.leaves(state_of(modules)) for modules in self.modules]
         for x in (x for tensors in self.tensors for x in tensors):
-            if x.is_shared(): x.data = x.data.clone()
+            if x.is_shared():
+                x.data = x.data.clone()
 
     @torch_threads(1)
     @torch.no_grad()
@@ -213,27 +287,39 @@ class WeightSubscriber:
         while True:
             latest = int(block.latest[0])
             wanted = block.available(publication, latest)
-            if wanted == self.publication: return wanted
-            buffer, self.publication = block.buffers[wanted % block.depth], -1
-            if buffer.publication[0] != wanted: continue
+            if wanted == self.publication:
+                return wanted
+            buffer = block.buffers[wanted % block.depth]
+            self.publication = -1
+            if buffer.publication[0] != wanted:
+                continue
             _fence()
-            versions, modes = buffer.versions.tolist(), [x.tolist() for x in buffer.modes]
+            versions = buffer.versions.tolist()
+            modes = [x.tolist() for x in buffer.modes]
             for (index, _), tensors in zip(self.copies, self.tensors):
-                for x, y in zip(tensors, buffer.tensors[index]): x.copy_(y)
+                for x, y in zip(tensors, buffer.tensors[index]):
+                    x.copy_(y)
             _fence()
-            if buffer.publication[0] == wanted: break
+            if buffer.publication[0] == wanted:
+                break
         for (index, copy), modules in zip(self.copies, self.modules):
             bump_version(copy, to=versions[index])
             parts = (m for module in modules for m in module.modules())
-            for m, training in zip(parts, modes[index]): m.training = bool(training)
+            for m, training in zip(parts, modes[index]):
+                m.training = bool(training)
         self.publication = wanted
         return wanted
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #0446516c
 class WeightReceiver(WeightSubscriber):
     "A subscriber in a process without shared memory: publications arrive as bytes. It is pickled before it is used."
-    def __init__(self, specs: Sequence, n_modes: Sequence, indices: Sequence[int]): self.form, self.indices = (specs, n_modes), indices
-    def __reduce__(self): return type(self), (*self.form, self.indices)
+
+    def __init__(self, specs: Sequence, n_modes: Sequence, indices: Sequence[int]):
+        self.form = (specs, n_modes)
+        self.indices = indices
+
+    def __reduce__(self):
+        return type(self), (*self.form, self.indices)
 
     def attach(self, copies: Sequence) -> None:
         "Allocate memory for one publication, then do as `WeightSubscriber.attach`."

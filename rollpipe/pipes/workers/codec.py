@@ -6,7 +6,8 @@
 __all__ = ['SMALL', 'ArraySpec', 'copy_arrays', 'copy_tensor', 'check_sendable', 'pickle_item', 'pickle_containers', 'ItemFormat']
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #a7bf9de0
-import io, pickle
+import io
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from math import prod
@@ -22,7 +23,9 @@ from ..data.errors import DataError
 from .shared import aligned
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #87d5e4eb
-SMALL = 2 ** 16   # [bytes] smaller arrays are copied by the reader, so that keeping one does not keep the memory of all
+SMALL = (
+    2**16
+)  # [bytes] smaller arrays are copied by the reader, so that keeping one does not keep the memory of all
 
 
 class ArraySpec:
@@ -33,53 +36,77 @@ class ArraySpec:
         entry: index among the arrays of the layout; -1: the array is in the item's own memory
         offset: distance from the beginning of the item's own arrays [bytes]
     """
+
     def __init__(self, dtype: torch.dtype | np.dtype, shape: tuple, entry: int, offset: int):
-        self.dtype, self.shape, self.entry, self.offset = dtype, shape, entry, offset
+        self.dtype = dtype
+        self.shape = shape
+        self.entry = entry
+        self.offset = offset
 
     @property
-    def size(self) -> int: return prod(self.shape) * self.dtype.itemsize
+    def size(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> Any:
         "A new, uninitialised array or tensor of this dtype and shape."
-        if isinstance(self.dtype, torch.dtype): return torch.empty(self.shape, dtype=self.dtype)
+        if isinstance(self.dtype, torch.dtype):
+            return torch.empty(self.shape, dtype=self.dtype)
         return np.empty(self.shape, self.dtype)
 
     def view(self, memory: np.ndarray, start: int) -> Any:
         "The array in `memory`, where the item's own arrays begin at byte `start`. An empty array is new and not a view."
-        n, offset = prod(self.shape), start + self.offset
-        if not isinstance(self.dtype, torch.dtype): return np.frombuffer(memory, self.dtype, n, offset).reshape(self.shape)
-        if not n: return torch.empty(self.shape, dtype=self.dtype)
+        n = prod(self.shape)
+        offset = start + self.offset
+        if not isinstance(self.dtype, torch.dtype):
+            return np.frombuffer(memory, self.dtype, n, offset).reshape(self.shape)
+        if not n:
+            return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(memory, dtype=self.dtype, count=n, offset=offset).view(self.shape)
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #a7898c6a
 def copy_arrays(into: list, arrays: list, small_tensors: bool = False) -> None:
     "Copy each array into its counterpart. If all of them are small tensors, one call copies them all."
-    if small_tensors: into and torch._foreach_copy_(into, arrays)
+    if small_tensors:
+        into and torch._foreach_copy_(into, arrays)
     else:
         for x, y in zip(into, arrays):
-            if isinstance(x, np.ndarray): x[...] = y
-            else: copy_tensor(x, y)
+            if isinstance(x, np.ndarray):
+                x[...] = y
+            else:
+                copy_tensor(x, y)
 
 
 def copy_tensor(into: torch.Tensor, x: torch.Tensor) -> None:
     "Copy `x` into a tensor of the same shape and dtype."
     # Copying bytes is faster than copying elements. A single element may have any stride, so it is copied as an element.
-    if x.numel() > 1 and into.is_contiguous() and x.is_contiguous() and not x.is_conj() and not x.is_neg():
+    if (
+        x.numel() > 1
+        and into.is_contiguous()
+        and x.is_contiguous()
+        and not x.is_conj()
+        and not x.is_neg()
+    ):
         into.view(-1).view(torch.uint8).numpy()[...] = x.view(-1).view(torch.uint8).numpy()
-    else: into.copy_(x)
+    else:
+        into.copy_(x)
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #f63f52d7
 class _SetsArraysAside:
     "Mixin of both picklers: it collects the arrays, and pickles only their specs."
-    arrays: list    # `(ArraySpec, array)` of each array
-    size: int       # size of all arrays [bytes]
+
+    arrays: list  # `(ArraySpec, array)` of each array
+    size: int  # size of all arrays [bytes]
 
     def persistent_id(self, x):
         kind = type(x)
-        if kind is torch.Tensor or kind is torch.nn.Parameter: dtype, size = check_sendable(x).dtype, x.nbytes
-        elif kind is np.ndarray and not x.dtype.hasobject: dtype, size = x.dtype, x.nbytes
-        else: return None
-        offset, self.size = self.size, self.size + aligned(size)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            dtype, size = check_sendable(x).dtype, x.nbytes
+        elif kind is np.ndarray and not x.dtype.hasobject:
+            dtype, size = x.dtype, x.nbytes
+        else:
+            return None
+        offset = self.size
+        self.size = self.size + aligned(size)
         spec = dtype, tuple(x.shape), -1, offset
         self.arrays.append((ArraySpec(*spec), x))
         return spec
@@ -87,14 +114,28 @@ class _SetsArraysAside:
 
 def check_sendable(x: torch.Tensor) -> torch.Tensor:
     "Return the tensor `x`. Raises `DataError` if it cannot be sent to another process."
-    if not x.requires_grad and x.is_cpu and x.layout is torch.strided: return x
-    what = f"on {x.device}" if x.device.type != 'cpu' else "that belongs to a graph of gradients" if x.requires_grad else str(x.layout)
-    raise DataError("a tensor cannot be sent to another process", expected="a dense one in host memory, without gradients",
-                    got=f"one {what} (pipes that move data to a device belong below `Lanes`)")
+    if not x.requires_grad and x.is_cpu and x.layout is torch.strided:
+        return x
+    what = (
+        f"on {x.device}"
+        if x.device.type != "cpu"
+        else "that belongs to a graph of gradients"
+        if x.requires_grad
+        else str(x.layout)
+    )
+    raise DataError(
+        "a tensor cannot be sent to another process",
+        expected="a dense one in host memory, without gradients",
+        got=f"one {what} (pipes that move data to a device belong below `Lanes`)",
+    )
 
 
-class _Pickler(_SetsArraysAside, pickle.Pickler): pass
-class _CloudPickler(_SetsArraysAside, cloudpickle.Pickler): pass
+class _Pickler(_SetsArraysAside, pickle.Pickler):
+    pass
+
+
+class _CloudPickler(_SetsArraysAside, cloudpickle.Pickler):
+    pass
 
 
 class _Unpickler(pickle.Unpickler):
@@ -102,13 +143,15 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
         self.get = get
 
-    def persistent_load(self, spec): return self.get(ArraySpec(*spec))
+    def persistent_load(self, spec):
+        return self.get(ArraySpec(*spec))
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #37404246
 def _pickled(item, kind) -> tuple:
     file = io.BytesIO()
     pickler = kind(file, protocol=5)
-    pickler.arrays, pickler.size = [], 0
+    pickler.arrays = []
+    pickler.size = 0
     pickler.dump(item)
     return file.getvalue(), pickler.arrays, pickler.size
 
@@ -118,34 +161,53 @@ def pickle_item(item: Any) -> tuple:
 
     Raises `DataError`, which names the leaf, if a leaf cannot be pickled.
     """
-    try: return _pickled(item, _Pickler)
-    except DataError: raise
-    except Exception: pass
-    try: return _pickled(item, _CloudPickler)
-    except Exception as e: raise _pickling_error(item, e) from e
+    try:
+        return _pickled(item, _Pickler)
+    except DataError:
+        raise
+    except Exception:
+        pass
+    try:
+        return _pickled(item, _CloudPickler)
+    except Exception as e:
+        raise _pickling_error(item, e) from e
 
 
 def _pickling_error(item, error) -> DataError:
     "The error that names the first leaf of `item` that cannot be pickled."
     for leaf, path in zip(nested.leaves(item), nested.paths(item, type(item).__name__)):
-        try: _pickled(leaf, _CloudPickler)
+        try:
+            _pickled(leaf, _CloudPickler)
         except Exception:
-            return DataError(f"a part of the item cannot be pickled ({type(error).__name__}: {error})", leaf=path, got=type(leaf).__name__)
-    return DataError(f"the item cannot be pickled ({type(error).__name__}: {error})", got=type(item).__name__)
+            return DataError(
+                f"a part of the item cannot be pickled ({type(error).__name__}: {error})",
+                leaf=path,
+                got=type(leaf).__name__,
+            )
+    return DataError(
+        f"the item cannot be pickled ({type(error).__name__}: {error})", got=type(item).__name__
+    )
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #9009148f
 def pickle_containers(item: Any, specs: list) -> bytes | None:
     "The pickle of the containers of `item` with `specs` instead of arrays; None if this fails or does not restore the same containers."
     nodes = []
-    leaves, tree = optree.tree_flatten(item, is_leaf=lambda x: bool(nodes.append(x)))     # `is_leaf` returns False, and collects nodes
+    leaves, tree = optree.tree_flatten(
+        item, is_leaf=lambda x: bool(nodes.append(x))
+    )  # `is_leaf` returns False, and collects nodes
     arrays = {id(x) for x in leaves}
     # Attributes of a container may differ from item to item. So if a container may have some, each whole item is pickled.
-    if any(hasattr(x, '__dict__') and type(x) is not OrderedDict for x in nodes if id(x) not in arrays): return None
+    if any(
+        hasattr(x, "__dict__") and type(x) is not OrderedDict for x in nodes if id(x) not in arrays
+    ):
+        return None
     for dumps in (pickle.dumps, cloudpickle.dumps):
         try:
             data = dumps(optree.tree_unflatten(tree, specs))
-            if nested.flatten(pickle.loads(data))[1] == tree: return data
-        except Exception: pass
+            if nested.flatten(pickle.loads(data))[1] == tree:
+                return data
+        except Exception:
+            pass
     return None
 
 # %% ../../../nbs/pipes/30_workers/03_codec.ipynb #fbffc9b0
@@ -157,15 +219,23 @@ class ItemFormat:
         size: size of the item's own arrays in the slot [bytes]
         only_arrays: True: the item consists of containers and arrays only
     """
-    specs: Any       # list of `ArraySpec`; None: the item has more than containers and arrays
-    _prepared: Any   # memory for the small arrays of the next item; None: not allocated yet
+
+    specs: Any  # list of `ArraySpec`; None: the item has more than containers and arrays
+    _prepared: Any  # memory for the small arrays of the next item; None: not allocated yet
 
     def __init__(self, pickle: bytes, size: int, only_arrays: bool):
-        self.pickle, self.size, self.specs, self._prepared = pickle, size, None, None
+        self.pickle = pickle
+        self.size = size
+        self.specs = None
+        self._prepared = None
         if only_arrays:
             self.specs, self.tree = nested.flatten(self.unpickle(None))
-            self.small = [i for i, spec in enumerate(self.specs) if spec.entry < 0 and spec.size < SMALL]
-            self._copied = [i for i in self.small if self.specs[i].size]      # empty arrays need no copy
+            self.small = [
+                i for i, spec in enumerate(self.specs) if spec.entry < 0 and spec.size < SMALL
+            ]
+            self._copied = [
+                i for i in self.small if self.specs[i].size
+            ]  # empty arrays need no copy
             self.viewed = [self.specs[i] for i in self._copied]
             self.small_tensors = all(isinstance(spec.dtype, torch.dtype) for spec in self.viewed)
 
@@ -175,9 +245,11 @@ class ItemFormat:
 
     def prepare(self) -> None:
         "Allocate the memory for the small arrays of the next item."
-        if self._prepared is not None or self.specs is None: return
+        if self._prepared is not None or self.specs is None:
+            return
         leaves = [None] * len(self.specs)
-        for i in self.small: leaves[i] = self.specs[i].empty()
+        for i in self.small:
+            leaves[i] = self.specs[i].empty()
         self._prepared = leaves, [leaves[i] for i in self._copied]
 
     def warm_up(self, views: list) -> None:
@@ -191,5 +263,6 @@ class ItemFormat:
         self.prepare()
         (leaves, into), self._prepared = self._prepared, None
         copy_arrays(into, views, self.small_tensors)
-        if len(self.small) < len(leaves): leaves = [get(spec) if x is None else x for x, spec in zip(leaves, self.specs)]
+        if len(self.small) < len(leaves):
+            leaves = [get(spec) if x is None else x for x, spec in zip(leaves, self.specs)]
         return optree.tree_unflatten(self.tree, leaves)

@@ -35,7 +35,9 @@ def publisher_for(graphs: dict, depth: int) -> tuple:
     """
     holders = {id(x): x for x in holders_in(graphs.values())}
     index_of = {key: index for index, key in enumerate(holders)}
-    indices = {lane: [index_of[id(x)] for x in holders_in([graph])] for lane, graph in graphs.items()}
+    indices = {
+        lane: [index_of[id(x)] for x in holders_in([graph])] for lane, graph in graphs.items()
+    }
     return WeightPublisher(holders.values(), depth), indices
 
 # %% ../../../nbs/pipes/30_workers/16_coordinator.ipynb #f42def43
@@ -47,8 +49,21 @@ class Listener:
         options: reading service with the options, such as `ProcessReading`
         states: lane -> its newest state, as far as the members tell it
     """
-    def __init__(self, schedule: LaneSchedule, pool: Any, members: Members, supervision: Supervision, options: Any, states: dict):
-        self.schedule, self.pool, self.members, self.supervision, self.options = schedule, pool, members, supervision, options
+
+    def __init__(
+        self,
+        schedule: LaneSchedule,
+        pool: Any,
+        members: Members,
+        supervision: Supervision,
+        options: Any,
+        states: dict,
+    ):
+        self.schedule = schedule
+        self.pool = pool
+        self.members = members
+        self.supervision = supervision
+        self.options = options
         self.states = states
 
     def listen(self, on_death: Callable) -> None:
@@ -57,31 +72,47 @@ class Listener:
         Args:
             on_death: function of a member that has died, and of the error that describes its death
         """
-        members, supervision, spin = self.members, self.supervision, self.options.spin
-        wait = max(0., min(0.5, supervision.time_left(members.busy())))
+        members = self.members
+        supervision = self.supervision
+        spin = self.options.spin
+        wait = max(0.0, min(0.5, supervision.time_left(members.busy())))
         awake = min(wait, spin) if spin and members.has_idle_core() else 0
         ready = (members.spin(awake) if awake else []) or members.wait(wait - awake)
         completing = [self._hear(member, on_death) for member in ready]
         if any(completing) and self.schedule.next_done() is None and members.has_idle_core():
-            for member in members.spin(0.001, self.pool.warm_up): self._hear(member, on_death)
-        if (due := supervision.is_due()) or not ready: supervision.check_silence(members.busy())
+            for member in members.spin(0.001, self.pool.warm_up):
+                self._hear(member, on_death)
+        if (due := supervision.is_due()) or not ready:
+            supervision.check_silence(members.busy())
         if due:
             for member in members.busy():
-                if not member.process.is_alive(): self._hear(member, on_death)
+                if not member.process.is_alive():
+                    self._hear(member, on_death)
 
     def _hear(self, member, on_death) -> bool:
         "Process the next message of a member, if it has arrived. Returns True for the message that an item is being put together."
-        try: message = member.process.take()
+        try:
+            message = member.process.take()
         except WorkerDied as e:
             on_death(member, e)
             return False
-        member.heard, member.patience = time.monotonic(), self.options.silence     # a part of a message counts as a sign of life
-        if message is None: return True     # `COMPLETING`
-        if message is NOTHING: return False
+        # a part of a message counts as a sign of life
+        member.heard = time.monotonic()
+        member.patience = self.options.silence
+        if message is None:
+            return True  # `COMPLETING`
+        if message is NOTHING:
+            return False
         request, reply, item_format = member.take_reply(message)
-        if reply.state is not None: self.states[request.lane] = reply.state
-        self.schedule.answer(request, (reply, item_format, self.supervision.starts[request.lane]), ended=reply.publication is None)
-        if not request.ended: self.pool.propose_layout(reply.unplaced)
+        if reply.state is not None:
+            self.states[request.lane] = reply.state
+        self.schedule.answer(
+            request,
+            (reply, item_format, self.supervision.starts[request.lane]),
+            ended=reply.publication is None,
+        )
+        if not request.ended:
+            self.pool.propose_layout(reply.unplaced)
         member.send_queued(self.pool.states)
         return False
 
@@ -96,6 +127,7 @@ class ItemRecord(NamedTuple):
         received: [s] time at which this process read it
         copied_bytes: number of bytes that the worker copied for it
     """
+
     lane: int
     worker: int
     publication: int
@@ -112,25 +144,40 @@ class Coordinator:
         seam: `WorkerLanes`; everything above this pipe runs in workers
         service: reading service with the options; its method `crew(seam)` returns the workers
     """
+
     def __init__(self, seam: Any, service: Any):
-        self.seam, self.service, self.state, self.supervision = seam, service, seam.beginning(), Supervision(service)
+        self.seam = seam
+        self.service = service
+        self.state = seam.beginning()
+        self.supervision = Supervision(service)
         lanes = seam.own_lanes()
         opened = {lane: seam.open_lane(lane, self.state) for lane in lanes}
         graphs = {lane: graph for lane, (graph, _) in opened.items()}
         self.unknown = [why for graph in graphs.values() for why in unknown_states(graph)]
-        self.tells = service.restart > 0 and not self.unknown     # so restarted lanes go on where they were
+        self.tells = (
+            service.restart > 0 and not self.unknown
+        )  # so restarted lanes go on where they were
         self.crew = crew = service.crew(seam)
         self.pool, self.members = crew.pool, crew.members
-        self.schedule = LaneSchedule(len(lanes), seam.group_size, service.lag, service.order, crew.max_pending)
-        self.schedule.resume(self.state['turn'], self.state['n'], self.state['pending'])
-        self.over = {lane for lane, item in self.state['pending'] if item is None}     # in a worker these lanes would begin anew
+        self.schedule = LaneSchedule(
+            len(lanes), seam.group_size, service.lag, service.order, crew.max_pending
+        )
+        self.schedule.resume(self.state["turn"], self.state["n"], self.state["pending"])
+        self.over = {
+            lane for lane, item in self.state["pending"] if item is None
+        }  # in a worker these lanes would begin anew
         crew.check(graphs.values())
-        self.publisher, self.holder_indices = publisher_for(graphs, depth=4 if self.schedule.latest_weights else service.lag + 1)
-        self.listener = Listener(self.schedule, self.pool, self.members, self.supervision, service, self.state['lanes'])
+        self.publisher, self.holder_indices = publisher_for(
+            graphs, depth=4 if self.schedule.latest_weights else service.lag + 1
+        )
+        self.listener = Listener(
+            self.schedule, self.pool, self.members, self.supervision, service, self.state["lanes"]
+        )
         self.publisher.publish()
         try:
             n = min(service.num_workers, len(lanes))
-            for k in range(n): self.start_member(k, {lane: both for lane, both in opened.items() if lane % n == k})
+            for k in range(n):
+                self.start_member(k, {lane: both for lane, both in opened.items() if lane % n == k})
         except BaseException:
             self.close()
             raise
@@ -139,22 +186,32 @@ class Coordinator:
         "Start worker `index` with its lanes: number -> what `Lanes.open_lane` returned."
         holders = [i for lane in opened for i in self.holder_indices[lane]]
         graphs, states = ({lane: both[k] for lane, both in opened.items()} for k in range(2))
-        self.members.add(member := self.crew.start(index, graphs, states, self.publisher, holders, self.tells))
+        self.members.add(
+            member := self.crew.start(index, graphs, states, self.publisher, holders, self.tells)
+        )
         return member
 
     def items(self) -> Iterator:
         "The items of all lanes, until the last lane has ended."
         schedule, pool = self.schedule, self.pool
         while not schedule.finished:
-            if schedule.group_begins: schedule.publication = self.publisher.publish()
-            while schedule.has_room() and pool.has_room(): self._send(schedule.request(pool.take()))
-            while (request := schedule.next_done()) is None: self.listener.listen(self._restart)
+            if schedule.group_begins:
+                schedule.publication = self.publisher.publish()
+            while schedule.has_room() and pool.has_room():
+                self._send(schedule.request(pool.take()))
+            while (request := schedule.next_done()) is None:
+                self.listener.listen(self._restart)
             schedule.hand_out(request)
-            if request.destination is not None and request.ended: pool.give_back(request.destination[0])
-            elif not request.ended: yield restore(*request.answer) if request.destination is None else self._read(request)
+            if request.destination is not None and request.ended:
+                pool.give_back(request.destination[0])
+            elif not request.ended:
+                yield (
+                    restore(*request.answer) if request.destination is None else self._read(request)
+                )
 
     def _send(self, request):
-        if request.lane in self.over: return self.schedule.answer(request, (), ended=True)
+        if request.lane in self.over:
+            return self.schedule.answer(request, (), ended=True)
         member = self.members[request.lane % len(self.members)]
         member.queued.append(request)
         member.send_queued(self.pool.states)
@@ -162,9 +219,19 @@ class Coordinator:
     def _read(self, request):
         "The item of an answered request."
         (slot, position), (reply, item_format, restarts) = request.destination, request.answer
-        item, now = self.pool.read(slot, position, item_format), time.monotonic()
-        self.service.records.append(ItemRecord(request.lane, request.lane % len(self.members), reply.publication, reply.begin, reply.end,
-                                               now, reply.copied_bytes))
+        item = self.pool.read(slot, position, item_format)
+        now = time.monotonic()
+        self.service.records.append(
+            ItemRecord(
+                request.lane,
+                request.lane % len(self.members),
+                reply.publication,
+                reply.begin,
+                reply.end,
+                now,
+                reply.copied_bytes,
+            )
+        )
         return with_restarts(item, restarts) if restarts else item
 
     def _restart(self, member, error):
@@ -173,21 +240,38 @@ class Coordinator:
         self.members.disconnect(member)
         member.process.close()
         starts = self.supervision.starts
-        new = self.start_member(member.index, {lane: self.seam.open_lane(lane, self.state, starts[lane]) for lane in member.lanes})
+        new = self.start_member(
+            member.index,
+            {lane: self.seam.open_lane(lane, self.state, starts[lane]) for lane in member.lanes},
+        )
         new.queued.extend([*member.sent, *member.queued])
         new.send_queued(self.pool.states)
 
     def get_state(self) -> dict:
         "See `Lanes.beginning`. Raises `CheckpointError` if the lanes cannot tell their states."
-        if self.unknown: raise CheckpointError("the lanes cannot tell their states", pipe=self.seam, got=self.unknown[0])
+        if self.unknown:
+            raise CheckpointError(
+                "the lanes cannot tell their states", pipe=self.seam, got=self.unknown[0]
+            )
         self.settle()
-        pending = [(request.lane, None if request.ended else self._captured(request)) for request in self.schedule.pending]
-        if not self.tells: self._ask_states()
-        lanes = dict(self.state['lanes'])
-        return dict(root=self.state['root'], turn=list(self.schedule.turn), n=self.schedule.n_handed_out, lanes=lanes, pending=pending)
+        pending = [
+            (request.lane, None if request.ended else self._captured(request))
+            for request in self.schedule.pending
+        ]
+        if not self.tells:
+            self._ask_states()
+        lanes = dict(self.state["lanes"])
+        return dict(
+            root=self.state["root"],
+            turn=list(self.schedule.turn),
+            n=self.schedule.n_handed_out,
+            lanes=lanes,
+            pending=pending,
+        )
 
     def _captured(self, request):
-        if request.destination is None: return request.answer[0]
+        if request.destination is None:
+            return request.answer[0]
         (slot, position), (_, item_format, _) = request.destination, request.answer
         return capture(self.pool.copy(slot, position, item_format))
 
@@ -195,12 +279,14 @@ class Coordinator:
         for member in self.members:
             for lane in member.lanes:
                 member.ask_state(lane)
-                while (message := member.process.take()) in (None, NOTHING): self.members.wait(0.5)
-                self.state['lanes'][lane], = message
+                while (message := member.process.take()) in (None, NOTHING):
+                    self.members.wait(0.5)
+                (self.state["lanes"][lane],) = message
 
     def settle(self) -> None:
         "Wait until all requests are answered."
-        while self.members.busy(): self.listener.listen(self._restart)
+        while self.members.busy():
+            self.listener.listen(self._restart)
 
     def close(self, failed: bool = True) -> list:
         "End the workers, without waiting if something has failed. Returns the errors that they sent at the end."

@@ -12,13 +12,21 @@ from typing import Any
 from ..data.errors import DataError
 from .channel import WeightPublisher
 from .loop import run_lanes
-from .members import Member, Members, check_picklable, cores_and_device, pickled_for
+from rollpipe.pipes.workers.members import (
+    Member,
+    Members,
+    check_picklable,
+    cores_and_device,
+    pickled_for,
+)
 from .process import WorkerProcess, start_method_for
 from .schedule import pending_limit
 from .slot_pool import SlotPool, slots_spanned
 
 # %% ../../../nbs/pipes/30_workers/15_crew.ipynb #a8508afd
-def plan_buffers(n_lanes: int, group_size: int, lag: int | None, width: int, n_buffers: int | None = None) -> tuple:
+def plan_buffers(
+    n_lanes: int, group_size: int, lag: int | None, width: int, n_buffers: int | None = None
+) -> tuple:
     """The greatest number of open requests, and the number of items with memory. Raises `DataError` if `n_buffers` is too small.
 
     Args:
@@ -29,17 +37,30 @@ def plan_buffers(n_lanes: int, group_size: int, lag: int | None, width: int, n_b
         tuple: `(max_pending, n_buffers)`
     """
     max_pending = pending_limit(n_lanes, group_size, lag)
-    if n_buffers is None: n_buffers = max(max_pending + max(group_size, n_lanes), width * (slots_spanned(max_pending, width) + 2))
-    elif lag is None and width > 1:     # `max_pending` items may span `max_pending + width - 1` positions, and two slots are left to lend
+    if n_buffers is None:
+        n_buffers = max(
+            max_pending + max(group_size, n_lanes), width * (slots_spanned(max_pending, width) + 2)
+        )
+    elif (
+        lag is None and width > 1
+    ):  # `max_pending` items may span `max_pending + width - 1` positions, and two slots are left to lend
         max_pending = max(n_lanes, n_buffers - 2 * width - (width - 1))
-    elif lag is None: max_pending = max(n_lanes, n_buffers - group_size)
+    elif lag is None:
+        max_pending = max(n_lanes, n_buffers - group_size)
     if n_buffers < max_pending:
-        raise DataError("too few buffers", pipe='ProcessReading', got=f"n_buffers={n_buffers}", expected=f"n_buffers >= {max_pending} "
-                        f"({group_size} fragments at once, lag={lag}, {n_lanes} lanes)")
+        raise DataError(
+            "too few buffers",
+            pipe="ProcessReading",
+            got=f"n_buffers={n_buffers}",
+            expected=f"n_buffers >= {max_pending} "
+            f"({group_size} fragments at once, lag={lag}, {n_lanes} lanes)",
+        )
     return max_pending, n_buffers
 
 
-def planned_pool(seam: Any, service: Any, n_buffers: int | None = None, kind: type = SlotPool) -> tuple:
+def planned_pool(
+    seam: Any, service: Any, n_buffers: int | None = None, kind: type = SlotPool
+) -> tuple:
     """The greatest number of open requests, and the memory for items. Items that will be joined share a slot if the pipes below allow it.
 
     Args:
@@ -50,8 +71,10 @@ def planned_pool(seam: Any, service: Any, n_buffers: int | None = None, kind: ty
     Returns:
         tuple: `(max_pending, pool)`
     """
-    width = seam.group_size if seam.share_slots and service.order == 'canonical' else 1
-    max_pending, n_buffers = plan_buffers(len(seam.own_lanes()), seam.group_size, service.lag, width, n_buffers)
+    width = seam.group_size if seam.share_slots and service.order == "canonical" else 1
+    max_pending, n_buffers = plan_buffers(
+        len(seam.own_lanes()), seam.group_size, service.lag, width, n_buffers
+    )
     return max_pending, kind(n_buffers, width, max_pending)
 
 # %% ../../../nbs/pipes/30_workers/15_crew.ipynb #880ad846
@@ -61,6 +84,7 @@ class ProcessCrew:
     Args:
         service: the `ProcessReading` with the options
     """
+
     def __init__(self, seam: Any, service: Any):
         self.service = service
         self.max_pending, self.pool = planned_pool(seam, service, service.n_buffers)
@@ -68,10 +92,18 @@ class ProcessCrew:
 
     def check(self, graphs: Iterable) -> None:
         "Raise an error, before a worker is started, if a graph cannot be sent to workers."
-        if start_method_for(self.service.start_method, self.service.worker_threads) != 'fork': check_picklable(graphs)
+        if start_method_for(self.service.start_method, self.service.worker_threads) != "fork":
+            check_picklable(graphs)
 
-    def start(self, index: int, graphs: dict, states: dict, publisher: WeightPublisher, holders: Sequence,
-              tells: bool = False) -> Member:
+    def start(
+        self,
+        index: int,
+        graphs: dict,
+        states: dict,
+        publisher: WeightPublisher,
+        holders: Sequence,
+        tells: bool = False,
+    ) -> Member:
         """Start worker `index`, and return it as a member.
 
         Args:
@@ -80,10 +112,20 @@ class ProcessCrew:
             holders: indices, in the publisher, of the holders of weights in these graphs
             tells: the worker sends the state of a lane with each item
         """
-        service, name = self.service, f"worker {index}"
+        service = self.service
+        name = f"worker {index}"
         cores, device = cores_and_device(service.affinity, index)
-        shared, args = (self.pool.slots, publisher.subscriber(holders)), (name, graphs, states, device, tells)
+        shared = (self.pool.slots, publisher.subscriber(holders))
+        args = (name, graphs, states, device, tells)
         with pickled_for(device):
-            process = WorkerProcess(name, run_lanes, shared, args, start_method=service.start_method, threads=service.worker_threads,
-                                    cores=cores, grace=service.grace)
+            process = WorkerProcess(
+                name,
+                run_lanes,
+                shared,
+                args,
+                start_method=service.start_method,
+                threads=service.worker_threads,
+                cores=cores,
+                grace=service.grace,
+            )
         return Member(index, process, graphs, process.patience(service.silence))

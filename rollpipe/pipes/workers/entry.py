@@ -6,7 +6,13 @@
 __all__ = ['STARTED', 'run_worker', 'Terminated', 'keep_freed_memory']
 
 # %% ../../../nbs/pipes/30_workers/09_entry.ipynb #5712f746
-import ctypes, gc, multiprocessing, os, signal, threading, time
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
@@ -18,11 +24,20 @@ from .remote_errors import TracebackFile, send_exception
 from .shared import SharedMemory
 
 # %% ../../../nbs/pipes/30_workers/09_entry.ipynb #8066ad3d
-STARTED = 'started', None    # the first message of a worker
+STARTED = "started", None  # the first message of a worker
 
 
-def run_worker(function: Callable, shared: tuple, args: tuple | SharedMemory, name: str, link: Any, inherited: list,
-               traceback_file: TracebackFile, threads: int, cores: Any) -> None:
+def run_worker(
+    function: Callable,
+    shared: tuple,
+    args: tuple | SharedMemory,
+    name: str,
+    link: Any,
+    inherited: list,
+    traceback_file: TracebackFile,
+    threads: int,
+    cores: Any,
+) -> None:
     """The main function of a worker process: it calls `function(link, *shared, *args)`, and sends an exception to the parent.
 
     Args:
@@ -35,26 +50,34 @@ def run_worker(function: Callable, shared: tuple, args: tuple | SharedMemory, na
         threads: torch threads
         cores: processor cores that the process may use; None: all
     """
-    for s in (signal.SIGINT, signal.SIGHUP): signal.signal(s, signal.SIG_IGN)  # a terminal sends them to the parent, too
+    for s in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(s, signal.SIG_IGN)  # a terminal sends them to the parent, too
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, _exit_once)
-    gc.freeze()                   # never collect inherited objects: the parent finalizes them
+    gc.freeze()  # never collect inherited objects: the parent finalizes them
     traceback_file.serve()
-    for other in inherited: other.close()
+    for other in inherited:
+        other.close()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
     try:
         torch.set_num_threads(threads)
-        if cores is not None: os.sched_setaffinity(0, cores)
-        if isinstance(args, SharedMemory): args = _unpacked(args)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+        if isinstance(args, SharedMemory):
+            args = _unpacked(args)
         link.send(STARTED)
         function(link, *shared, *args)
     except BaseException as e:
-        if not isinstance(e, Terminated): send_exception(link, e, name)
-        if isinstance(e, SystemExit): raise
+        if not isinstance(e, Terminated):
+            send_exception(link, e, name)
+        if isinstance(e, SystemExit):
+            raise
     finally:
         link.close()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)     # everything is closed, so SIGTERM may now end the process at once
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # everything is closed, so SIGTERM may now end the process at once
 
 
 def _unpacked(memory) -> tuple:
@@ -64,7 +87,8 @@ def _unpacked(memory) -> tuple:
     return args
 
 
-class Terminated(SystemExit): "SIGTERM came."
+class Terminated(SystemExit):
+    "SIGTERM came."
 
 
 def _exit_once(*signal_and_frame):
@@ -76,17 +100,25 @@ def _exit_once(*signal_and_frame):
 def keep_freed_memory() -> None:
     """Make glibc keep up to 1 GiB of freed memory, in blocks of at most 256 MiB. A process that collects or learns soon needs as much
     again, and getting pages from the system takes longer than filling them."""
-    try: mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError): return     # another C library
-    mallopt(-1, 2 ** 30)                                    # M_TRIM_THRESHOLD: what the end of the heap keeps
-    mallopt(-3, 2 ** 28) or mallopt(-3, 2 ** 25)            # M_MMAP_THRESHOLD: the largest block; before glibc 2.35 at most 32 MiB
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return  # another C library
+    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: what the end of the heap keeps
+    mallopt(-3, 2**28) or mallopt(
+        -3, 2**25
+    )  # M_MMAP_THRESHOLD: the largest block; before glibc 2.35 at most 32 MiB
 
 
 def _end_with_parent():
     "Wait until the parent ends, and then end this process. The parent may be killed before it can send a message."
-    pid, sentinel = os.getppid(), multiprocessing.parent_process().sentinel
-    while os.getppid() == pid and not connection.wait([sentinel], 0.3): pass
-    signal.setitimer(signal.ITIMER_REAL, 1)    # ends the process even if the interpreter shuts down and runs no threads
+    pid = os.getppid()
+    sentinel = multiprocessing.parent_process().sentinel
+    while os.getppid() == pid and not connection.wait([sentinel], 0.3):
+        pass
+    signal.setitimer(
+        signal.ITIMER_REAL, 1
+    )  # ends the process even if the interpreter shuts down and runs no threads
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)
     os._exit(1)

@@ -6,7 +6,12 @@
 __all__ = ['guard', 'unguard']
 
 # %% ../../../nbs/pipes/30_workers/08_guard.ipynb #1589466c
-import atexit, multiprocessing.spawn, os, signal, socket, threading
+import atexit
+import multiprocessing.spawn
+import os
+import signal
+import socket
+import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -57,14 +62,18 @@ class _Guard(NamedTuple):
     Args:
         workers: ids of the guarded processes
     """
+
     pid: int
     link: socket.socket
     workers: set
 
 
-_guards = {}     # id of a process -> its `_Guard`
+_guards = {}  # id of a process -> its `_Guard`
 _lock = threading.RLock()
-if hasattr(os, 'register_at_fork'): os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
 
 
 def guard(pid: int) -> None:
@@ -73,13 +82,21 @@ def guard(pid: int) -> None:
     Args:
         pid: id of a process that this process has just started
     """
-    if not hasattr(os, 'pidfd_open'): return
-    try: worker = os.pidfd_open(pid)
-    except OSError: return                     # the process has ended, or the kernel is too old
+    if not hasattr(os, "pidfd_open"):
+        return
     try:
-        with _lock: _send(pid, worker)
-    except OSError as e: log.warning(f"there is no guard, so a worker that is stopped outlives this process if it is killed: {e}")
-    finally: os.close(worker)
+        worker = os.pidfd_open(pid)
+    except OSError:
+        return  # the process has ended, or the kernel is too old
+    try:
+        with _lock:
+            _send(pid, worker)
+    except OSError as e:
+        log.warning(
+            f"there is no guard, so a worker that is stopped outlives this process if it is killed: {e}"
+        )
+    finally:
+        os.close(worker)
 
 
 def _send(pid, worker):
@@ -87,12 +104,12 @@ def _send(pid, worker):
     try:
         present = _guards[os.getpid()]
         present.workers.add(pid)
-        socket.send_fds(present.link, [b'.'], [worker])
-    except (KeyError, OSError):                # there is no guard yet, or it has ended
+        socket.send_fds(present.link, [b"."], [worker])
+    except (KeyError, OSError):  # there is no guard yet, or it has ended
         _forget_guard()
         number, link = _start_guard()
         present = _guards[os.getpid()] = _Guard(number, link, {pid})
-        socket.send_fds(present.link, [b'.'], [worker])
+        socket.send_fds(present.link, [b"."], [worker])
 
 
 def unguard(pids: Iterable) -> None:
@@ -102,21 +119,27 @@ def unguard(pids: Iterable) -> None:
         pids: ids of processes that have ended, guarded or not
     """
     with _lock:
-        if (present := _guards.get(os.getpid())) is None: return
+        if (present := _guards.get(os.getpid())) is None:
+            return
         present.workers.difference_update(pids)
-        if not present.workers: _forget_guard(kill=True)
+        if not present.workers:
+            _forget_guard(kill=True)
 
 
 def _forget_guard(kill=False):
     "Forget the guard of this process, which has ended, or which `kill` ends."
-    if (present := _guards.pop(os.getpid(), None)) is None: return
+    if (present := _guards.pop(os.getpid(), None)) is None:
+        return
     atexit.unregister(present.link.close)
     present.link.close()
     try:
-        if os.waitpid(present.pid, os.WNOHANG)[0] == 0 and kill:     # the guard still runs, so the id is still its own
+        if (
+            os.waitpid(present.pid, os.WNOHANG)[0] == 0 and kill
+        ):  # the guard still runs, so the id is still its own
             os.kill(present.pid, signal.SIGKILL)
             os.waitpid(present.pid, 0)
-    except OSError: pass                       # other code has already waited for its end
+    except OSError:
+        pass  # other code has already waited for its end
 
 
 def _start_guard() -> tuple:
@@ -127,11 +150,18 @@ def _start_guard() -> tuple:
     python = os.fsdecode(multiprocessing.spawn.get_executable())
     silent = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
     try:
-        with theirs: pid = os.posix_spawn(python, [python, '-I', '-S', '-c', _PROGRAM], os.environ,
-                                          file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 0), *silent])
+        with theirs:
+            pid = os.posix_spawn(
+                python,
+                [python, "-I", "-S", "-c", _PROGRAM],
+                os.environ,
+                file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 0), *silent],
+            )
         own = os.pidfd_open(os.getpid())
-        try: socket.send_fds(ours, [b'.'], [own])
-        finally: os.close(own)
+        try:
+            socket.send_fds(ours, [b"."], [own])
+        finally:
+            os.close(own)
     except OSError:
         ours.close()
         raise

@@ -6,12 +6,17 @@
 __all__ = ['Link']
 
 # %% ../../../nbs/pipes/30_workers/07_link.ipynb #f43a1097
-import os, pickle, select, struct, time
+import os
+import pickle
+import select
+import struct
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 # %% ../../../nbs/pipes/30_workers/07_link.ipynb #1cece7cc
-def _header(size) -> bytes: return struct.pack('!i', size) if size < 2 ** 31 else struct.pack('!iQ', -1, size)
+def _header(size) -> bytes:
+    return struct.pack("!i", size) if size < 2**31 else struct.pack("!iQ", -1, size)
 
 
 class Link:
@@ -20,14 +25,23 @@ class Link:
     Args:
         connection: the connection, which this object owns from now on
     """
+
     def __init__(self, connection: Connection):
-        self.connection, self.part, self.unsent = connection, bytearray(), bytearray()    # received part of a message; bytes not sent yet
+        # received part of a message; bytes not sent yet
+        self.connection = connection
+        self.part = bytearray()
+        self.unsent = bytearray()
         os.set_blocking(connection.fileno(), False)
 
     @property
-    def closed(self) -> bool: return self.connection.closed
-    def fileno(self) -> int: return self.connection.fileno()
-    def close(self) -> None: self.connection.close()
+    def closed(self) -> bool:
+        return self.connection.closed
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def close(self) -> None:
+        self.connection.close()
 
     def send(self, message: Any) -> None:
         "Send as much of `message` as possible without waiting; `flush` and `poll` send the rest. Raises `OSError` if the worker has ended."
@@ -38,38 +52,50 @@ class Link:
     def flush(self) -> None:
         "Send as much of earlier messages as possible without waiting. Raises `OSError` if the worker has ended."
         try:
-            while self.unsent: del self.unsent[:os.write(self.fileno(), self.unsent)]
-        except BlockingIOError: pass
+            while self.unsent:
+                del self.unsent[: os.write(self.fileno(), self.unsent)]
+        except BlockingIOError:
+            pass
         except OSError:
             self.unsent.clear()
             raise
 
     def read(self) -> memoryview | None:
         "The pickle of the next message, or None if it is incomplete. Raises `EOFError` or `OSError` if no more data can arrive."
-        if not self._has(begin := 4): return None
-        size, = struct.unpack_from('!i', self.part)
+        if not self._has(begin := 4):
+            return None
+        (size,) = struct.unpack_from("!i", self.part)
         if size < 0:
-            if not self._has(begin := 12): return None
-            size, = struct.unpack_from('!Q', self.part, 4)
-        if not self._has(begin + size): return None
-        message, self.part = memoryview(self.part)[begin:], bytearray()
+            if not self._has(begin := 12):
+                return None
+            (size,) = struct.unpack_from("!Q", self.part, 4)
+        if not self._has(begin + size):
+            return None
+        message = memoryview(self.part)[begin:]
+        self.part = bytearray()
         return message
 
     def _has(self, size) -> bool:
         "Have `size` bytes of the message arrived?"
         while (missing := size - len(self.part)) > 0:
-            try: data = os.read(self.fileno(), min(missing, 2 ** 20))
-            except BlockingIOError: return False
-            if not data: raise EOFError("the connection is closed")
+            try:
+                data = os.read(self.fileno(), min(missing, 2**20))
+            except BlockingIOError:
+                return False
+            if not data:
+                raise EOFError("the connection is closed")
             self.part += data
         return True
 
-    def poll(self, timeout: float = 0.) -> bool:
+    def poll(self, timeout: float = 0.0) -> bool:
         "Has data arrived, or has the worker ended? Waits at most `timeout` seconds, and meanwhile sends the rest of earlier messages."
-        poller, deadline = select.poll(), time.monotonic() + timeout
+        poller = select.poll()
+        deadline = time.monotonic() + timeout
         while True:
             poller.register(self.fileno(), select.POLLIN | (select.POLLOUT if self.unsent else 0))
-            events = dict(poller.poll(1000 * max(0., deadline - time.monotonic())))
-            if not events: return False
-            if events[self.fileno()] != select.POLLOUT: return True
+            events = dict(poller.poll(1000 * max(0.0, deadline - time.monotonic())))
+            if not events:
+                return False
+            if events[self.fileno()] != select.POLLOUT:
+                return True
             self.flush()

@@ -6,7 +6,10 @@
 __all__ = ['STATE', 'COMPLETING', 'SlotDestination', 'holders_in', 'LaneRunner', 'run_lanes']
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #8fe05263
-import pickle, signal, time, warnings
+import pickle
+import signal
+import time
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,15 +29,23 @@ from .slot_writer import Reply, SlotWriter
 from .slots import EMPTY_LAYOUT, Layout
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #4a678c2d
-STATE = 'state'      # begins a request for the state of a lane: `(STATE, lane)`
-COMPLETING = pickle.dumps(None)   # message: all steps of an item are collected, and the item is being put together
+STATE = "state"  # begins a request for the state of a lane: `(STATE, lane)`
+COMPLETING = pickle.dumps(
+    None
+)  # message: all steps of an item are collected, and the item is being put together
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #adf30df6
 class SlotDestination(Destination):
     "Provides memory of the slot for fragments, and tells the learner's process when a fragment is being put together."
-    def __init__(self, writer: SlotWriter, link: Any): self.writer, self.link = writer, link
-    def empty(self, shape: tuple, dtype: Any) -> np.ndarray: return self.writer.entries.empty(shape, dtype)
-    def completing(self) -> None: self.link.send_bytes(COMPLETING)
+
+    def __init__(self, writer: SlotWriter, link: Any):
+        self.writer, self.link = writer, link
+
+    def empty(self, shape: tuple, dtype: Any) -> np.ndarray:
+        return self.writer.entries.empty(shape, dtype)
+
+    def completing(self) -> None:
+        self.link.send_bytes(COMPLETING)
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #d4146fb6
 def holders_in(graphs: Iterable) -> list:
@@ -44,21 +55,28 @@ def holders_in(graphs: Iterable) -> list:
 
 def _move(lanes, holders, device):
     "Move the modules of the `holders` to `device`, and set this device in the steppers of `lanes`."
-    for module in (m for x in holders for m in modules_in(x)): module.to(device)
+    for module in (m for x in holders for m in modules_in(x)):
+        module.to(device)
     for graph in lanes.values():
-        for stepper in find(graph, EnvStepper): stepper.device = torch.device(device)
+        for stepper in find(graph, EnvStepper):
+            stepper.device = torch.device(device)
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #eff15936
 def _close(link, name, stream):
     "Close the stream of a lane, and report warnings and exceptions."
     errors = []
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter('always')
-        for kind in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning): warnings.simplefilter('ignore', kind)
-        try: getattr(stream, 'close', lambda: None)()
-        except BaseException as e: errors.append(e)     # the other lanes must still be closed
-    for x in caught: send_warning(link, f"{name}: {x.message}")
-    for x in errors: send_exception(link, x, name)
+        warnings.simplefilter("always")
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)
+        try:
+            getattr(stream, "close", lambda: None)()
+        except BaseException as e:
+            errors.append(e)  # the other lanes must still be closed
+    for x in caught:
+        send_warning(link, f"{name}: {x.message}")
+    for x in errors:
+        send_exception(link, x, name)
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #2881a946
 class LaneRunner:
@@ -74,13 +92,33 @@ class LaneRunner:
         device: device of the actors; None: they are not moved
         tells: send the state of the lane with each item
     """
-    def __init__(self, link: Any, slots: list, subscriber: Any, name: str, lanes: dict, states: dict, device: Any = None,
-                 tells: bool = False):
-        self.link, self.name, self.lanes, self.states, self.subscriber, self.tells = link, name, lanes, states, subscriber, tells
+
+    def __init__(
+        self,
+        link: Any,
+        slots: list,
+        subscriber: Any,
+        name: str,
+        lanes: dict,
+        states: dict,
+        device: Any = None,
+        tells: bool = False,
+    ):
+        self.link = link
+        self.name = name
+        self.lanes = lanes
+        self.states = states
+        self.subscriber = subscriber
+        self.tells = tells
         holders = holders_in(lanes.values())
-        if device is not None: _move(lanes, holders, device)
+        if device is not None:
+            _move(lanes, holders, device)
         subscriber.attach(holders)
-        self.streams, self.lane, self.present, self.writer, self.layout = {}, None, None, SlotWriter(slots), EMPTY_LAYOUT
+        self.streams = {}
+        self.lane = None
+        self.present = None
+        self.writer = SlotWriter(slots)
+        self.layout = EMPTY_LAYOUT
         self.destination = SlotDestination(self.writer, link)
         self.unchanging = Unchanging(holders, lambda text: send_warning(link, f"{name}: {text}"))
 
@@ -91,40 +129,54 @@ class LaneRunner:
             request: lane, slot, position, number of the weights (None: the latest), and arguments of `Layout` (None: as before)
         """
         self.lane, slot, position, publication, new_layout = request
-        if new_layout is not None: self.layout = Layout(*new_layout)
+        if new_layout is not None:
+            self.layout = Layout(*new_layout)
         self.writer.begin(slot, position, self.layout)
         publication = self.subscriber.fetch(publication)
         begin = time.monotonic()
         stream = self._stream()
         try:
-            with self.unchanging.during(self.lane): item = next(stream)
-        except StopIteration: return tuple(Reply())
+            with self.unchanging.during(self.lane):
+                item = next(stream)
+        except StopIteration:
+            return tuple(Reply())
         end = time.monotonic()
         state = self.state(self.lane) if self.tells else None
-        return tuple(self.writer.write(item)._replace(publication=publication, begin=begin, end=end, state=state))
+        return tuple(
+            self.writer.write(item)._replace(
+                publication=publication, begin=begin, end=end, state=state
+            )
+        )
 
     def state(self, lane: int) -> dict:
         "The state of a lane between two of its items."
-        if lane == self.present: self.states[lane].take()
+        if lane == self.present:
+            self.states[lane].take()
         return lane_state(self.lanes[lane], self.states[lane])
 
     def _stream(self):
         "The stream of the current lane, after the lane's states of the global generators are swapped in."
-        if self.lane != self.present:     # a lane's states stay in place until another lane runs, because only lanes draw here
-            if (before := self.states.get(self.present)) is not None: before.take()
+        if (
+            self.lane != self.present
+        ):  # a lane's states stay in place until another lane runs, because only lanes draw here
+            if (before := self.states.get(self.present)) is not None:
+                before.take()
             self.states[self.lane].put(before)
             self.present = self.lane
-        if self.lane not in self.streams: self.streams[self.lane] = opened_into(self.lanes[self.lane], self.destination)
+        if self.lane not in self.streams:
+            self.streams[self.lane] = opened_into(self.lanes[self.lane], self.destination)
         return self.streams[self.lane]
 
     def send_error(self, e: BaseException) -> None:
         "Send an exception that `answer` raised, with its lane."
-        if isinstance(e, PipeError): e.locate(lane=self.lane)
+        if isinstance(e, PipeError):
+            e.locate(lane=self.lane)
         send_exception(self.link, e, f"{self.name}, lane {self.lane}")
 
     def close(self) -> None:
         "Close the streams of all lanes, and send warnings and exceptions."
-        for lane, stream in self.streams.items(): _close(self.link, f"{self.name}, lane {lane}", stream)
+        for lane, stream in self.streams.items():
+            _close(self.link, f"{self.name}, lane {lane}", stream)
 
 # %% ../../../nbs/pipes/30_workers/11_loop.ipynb #2881a947
 def run_lanes(link: Any, *args: Any) -> None:
@@ -139,8 +191,12 @@ def run_lanes(link: Any, *args: Any) -> None:
         while (request := link.recv()) is not None:
             answer = (runner.state(request[1]),) if request[0] == STATE else runner.answer(request)
             link.send_bytes(pickle.dumps(answer))
-    except SystemExit: raise
-    except BaseException as e: runner.send_error(e)
+    except SystemExit:
+        raise
+    except BaseException as e:
+        runner.send_error(e)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)     # environments may close, until the parent's `grace` is over
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # environments may close, until the parent's `grace` is over
         runner.close()

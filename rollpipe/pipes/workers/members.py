@@ -7,7 +7,10 @@ __all__ = ['MAX_UNANSWERED', 'Member', 'cores_and_device', 'check_affinity', 'on
            'Members']
 
 # %% ../../../nbs/pipes/30_workers/13_members.ipynb #5d0f1e03
-import copy, os, select, time
+import copy
+import os
+import select
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,7 +29,7 @@ from .schedule import Request
 from .slot_writer import format_of
 
 # %% ../../../nbs/pipes/30_workers/13_members.ipynb #5d0f1e06
-MAX_UNANSWERED = 32   # greatest number of unanswered requests sent to a worker; a connection has room for this many
+MAX_UNANSWERED = 32  # greatest number of unanswered requests sent to a worker; a connection has room for this many
 
 
 class Member:
@@ -37,15 +40,25 @@ class Member:
         lanes: numbers of its lanes
         patience: time for which it may be silent [s]
     """
+
     def __init__(self, index: int, process: Any, lanes: Iterable, patience: float):
-        self.index, self.process, self.lanes = index, process, list(lanes)
-        self.queued, self.sent = deque(), deque()                # requests not sent yet; requests sent but not answered
-        self.layout, self.formats = None, {}                     # last layout sent to it; number -> format received from it
-        self.heard, self.patience = time.monotonic(), patience   # time of its last message; time for which it may be silent [s]
+        self.index = index
+        self.process = process
+        self.lanes = list(lanes)
+        # requests not sent yet; requests sent but not answered
+        self.queued = deque()
+        self.sent = deque()
+        # last layout sent to it; number -> format received from it
+        self.layout = None
+        self.formats = {}
+        # time of its last message; time for which it may be silent [s]
+        self.heard = time.monotonic()
+        self.patience = patience
 
     def send_queued(self, slot_states: list) -> None:
         "Send queued requests, up to `MAX_UNANSWERED` without an answer."
-        if not self.sent: self.heard = time.monotonic()
+        if not self.sent:
+            self.heard = time.monotonic()
         while self.queued and len(self.sent) < MAX_UNANSWERED:
             self.sent.append(request := self.queued.popleft())
             self.process.send(self.message(request, slot_states))
@@ -55,7 +68,13 @@ class Member:
         slot, position = request.destination
         layout, before = slot_states[slot].layout, self.layout
         self.layout = layout
-        return request.lane, slot, position, request.publication, None if layout is before else (layout.n, layout.arrays)
+        return (
+            request.lane,
+            slot,
+            position,
+            request.publication,
+            None if layout is before else (layout.n, layout.arrays),
+        )
 
     def ask_state(self, lane: int) -> None:
         "Ask for the state of a lane. All requests are answered."
@@ -63,7 +82,8 @@ class Member:
 
     def take_reply(self, message: tuple) -> tuple:
         "`(request, reply, format of the item)` of a message that answers the oldest request. The format is None if the lane has ended."
-        request, reply = self.sent.popleft(), Reply(*message)
+        request = self.sent.popleft()
+        reply = Reply(*message)
         return request, reply, None if reply.publication is None else format_of(reply, self.formats)
 
 # %% ../../../nbs/pipes/30_workers/13_members.ipynb #5d0f1e0a
@@ -77,9 +97,11 @@ def cores_and_device(affinity: list | None, index: int) -> tuple:
     Returns:
         tuple: `(cores, device)`; None stands for no change
     """
-    if not affinity: return None, None
+    if not affinity:
+        return None, None
     given = affinity[index % len(affinity)]
-    if isinstance(given, (str, torch.device)): return None, given
+    if isinstance(given, (str, torch.device)):
+        return None, given
     return {given} if isinstance(given, int) else set(given), None
 
 
@@ -87,69 +109,111 @@ def check_affinity(affinity: list | None) -> None:
     "Raise `DataError` for processor cores and devices that do not exist."
     for index in range(len(affinity or ())):
         given = affinity[index]
-        try: cores, device = cores_and_device(affinity, index)
-        except TypeError as e: raise _no_such(given) from e
-        if cores is not None and not _may_run_on(cores): raise _no_such(given)
-        if device is None: continue
-        try: device = torch.device(device)
-        except RuntimeError as e: raise _no_such(given) from e
-        if device.type == 'cuda' and (device.index or 0) >= torch.cuda.device_count(): raise _no_such(given)
+        try:
+            cores, device = cores_and_device(affinity, index)
+        except TypeError as e:
+            raise _no_such(given) from e
+        if cores is not None and not _may_run_on(cores):
+            raise _no_such(given)
+        if device is None:
+            continue
+        try:
+            device = torch.device(device)
+        except RuntimeError as e:
+            raise _no_such(given) from e
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise _no_such(given)
 
 
 def _no_such(given) -> DataError:
-    return DataError("no such cores or device here", pipe='ProcessReading', leaf='affinity', got=repr(given),
-                     expected="for each worker a core, several cores, or a device such as 'cuda:1'")
+    return DataError(
+        "no such cores or device here",
+        pipe="ProcessReading",
+        leaf="affinity",
+        got=repr(given),
+        expected="for each worker a core, several cores, or a device such as 'cuda:1'",
+    )
 
 
 def _may_run_on(cores) -> bool:
     "May a process of this machine run on these cores? To find out, this thread tries."
-    if not hasattr(os, 'sched_setaffinity'): return False
+    if not hasattr(os, "sched_setaffinity"):
+        return False
     before = os.sched_getaffinity(0)
-    try: os.sched_setaffinity(0, cores)
-    except (OSError, TypeError, ValueError, OverflowError): return False
-    try: return os.sched_getaffinity(0) == cores
-    finally: os.sched_setaffinity(0, before)
+    try:
+        os.sched_setaffinity(0, cores)
+    except (OSError, TypeError, ValueError, OverflowError):
+        return False
+    try:
+        return os.sched_getaffinity(0) == cores
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def on_host(holder: Any) -> Any:
     "An actor or critic, or if it is on a device, a copy in host memory."
-    if all(x.is_cpu for x in state_of(modules_in(holder)).values()): return holder
+    if all(x.is_cpu for x in state_of(modules_in(holder)).values()):
+        return holder
     holder = copy.deepcopy(holder)
-    for module in modules_in(holder): module.cpu()
+    for module in modules_in(holder):
+        module.cpu()
     return holder
 
 
 @contextmanager
 def pickled_for(device: Any) -> Iterator[None]:
     "In this block, handles are pickled with copies in host memory if `device` is the CPU: the process there may have no GPU."
-    PICKLED_AS.append(on_host if device is not None and torch.device(device).type == 'cpu' else PICKLED_AS[-1])
-    try: yield
-    finally: PICKLED_AS.pop()
+    PICKLED_AS.append(
+        on_host if device is not None and torch.device(device).type == "cpu" else PICKLED_AS[-1]
+    )
+    try:
+        yield
+    finally:
+        PICKLED_AS.pop()
 
 
-def check_picklable(graphs: Iterable, expected: str = "what can be pickled (or the start method fork)") -> None:
+def check_picklable(
+    graphs: Iterable, expected: str = "what can be pickled (or the start method fork)"
+) -> None:
     "Raise `WorkerError` for the first object held by pipes of `graphs` that cannot be pickled, before any process is started."
     held = {id(x): (x, pipe) for graph in graphs for pipe in nodes(graph) for x in held_by(pipe)}
     for x, holder in held.values():
-        try: cloudpickle.dumps(x)
+        try:
+            cloudpickle.dumps(x)
         except Exception as e:
-            raise WorkerError(f"{type(x).__name__} cannot be sent to a worker: {type(e).__name__}: {e}", pipe=holder, expected=expected,
-                              got=repr(x)[:80]) from e
+            raise WorkerError(
+                f"{type(x).__name__} cannot be sent to a worker: {type(e).__name__}: {e}",
+                pipe=holder,
+                expected=expected,
+                got=repr(x)[:80],
+            ) from e
 
 # %% ../../../nbs/pipes/30_workers/13_members.ipynb #5d0f1e0d
 class Members:
     "All members, and a poller that waits for their connections."
-    def __init__(self):
-        self.members, self.poller, self.of_descriptor = [], select.poll(), {}
-        self.n_cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
-    def __len__(self): return len(self.members)
-    def __iter__(self) -> Iterator[Member]: return iter(self.members)
-    def __getitem__(self, index: int) -> Member: return self.members[index]
+    def __init__(self):
+        self.members = []
+        self.poller = select.poll()
+        self.of_descriptor = {}
+        self.n_cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
+
+    def __len__(self):
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self.members)
+
+    def __getitem__(self, index: int) -> Member:
+        return self.members[index]
 
     def add(self, member: Member) -> None:
         "Add a member, or replace the one with the same index."
-        self.members[member.index:member.index + 1] = [member]
+        self.members[member.index : member.index + 1] = [member]
         self.of_descriptor[member.process.link.fileno()] = member
         self.poller.register(member.process.link, select.POLLIN)
 
@@ -158,7 +222,8 @@ class Members:
         self.poller.unregister(member.process.link)
         del self.of_descriptor[member.process.link.fileno()]
 
-    def busy(self) -> list: return [member for member in self.members if member.sent]
+    def busy(self) -> list:
+        return [member for member in self.members if member.sent]
 
     def has_idle_core(self) -> bool:
         "Are there more processor cores than busy members?"
@@ -167,30 +232,45 @@ class Members:
     def wait(self, seconds: float) -> list:
         "Members that have sent data or have ended. Waits at most `seconds` for the first one."
         full = [member.process.link for member in self.members if member.process.link.unsent]
-        for link in full: self.poller.modify(link, select.POLLIN | select.POLLOUT)
+        for link in full:
+            self.poller.modify(link, select.POLLIN | select.POLLOUT)
         found = self.poller.poll(1000 * seconds)
-        for link in full: self._send_on(link)
+        for link in full:
+            self._send_on(link)
         return [self.of_descriptor[fd] for fd, event in found if event != select.POLLOUT]
 
     def _send_on(self, link):
         "Send the rest of earlier messages."
         self.poller.modify(link, select.POLLIN)
-        try: link.flush()
-        except OSError: pass      # the worker has ended; the next `take` raises the error
+        try:
+            link.flush()
+        except OSError:
+            pass  # the worker has ended; the next `take` raises the error
 
     def spin(self, seconds: float, first: Callable = lambda: None) -> list:
         "As `wait`, but without sleeping. If no member is ready yet, calls `first` once, and then continues to wait."
         until = time.monotonic() + seconds
-        if ready := self.wait(0): return ready
+        if ready := self.wait(0):
+            return ready
         first()
-        while not (ready := self.wait(0)) and time.monotonic() < until: pass
+        while not (ready := self.wait(0)) and time.monotonic() < until:
+            pass
         return ready
 
     def health(self) -> list:
         "A dict for each member: its process, its lanes, the number of its open requests, and the seconds since its last message."
         now = time.monotonic()
-        return [dict(worker=m.index, pid=m.process.pid, alive=m.process.is_alive(), lanes=m.lanes, requests=len(m.sent),
-                     silent=now - m.heard) for m in self.members]
+        return [
+            dict(
+                worker=m.index,
+                pid=m.process.pid,
+                alive=m.process.is_alive(),
+                lanes=m.lanes,
+                requests=len(m.sent),
+                silent=now - m.heard,
+            )
+            for m in self.members
+        ]
 
     def end(self, failed: bool = False) -> list:
         "End all processes, without waiting if something has `failed`. Returns the errors that they sent at the end."

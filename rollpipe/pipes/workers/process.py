@@ -6,7 +6,14 @@
 __all__ = ['NOTHING', 'STARTING', 'start_method_for', 'WorkerDied', 'WorkerNotStarted', 'end_workers', 'WorkerProcess']
 
 # %% ../../../nbs/pipes/30_workers/10_process.ipynb #c3ec155d
-import multiprocessing, os, pickle, signal, sys, threading, time, weakref
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from multiprocessing import connection, util
@@ -25,13 +32,24 @@ from .shared import SharedMemory
 # %% ../../../nbs/pipes/30_workers/10_process.ipynb #f338a952
 def start_method_for(method: str | None = None, threads: int = 1) -> str:
     "The start method. None becomes fork where this is safe, else spawn. Raises `WorkerError` if `method` is unknown or could hang."
-    known, cuda = multiprocessing.get_all_start_methods(), torch.cuda.is_initialized()
-    if not hasattr(signal, 'SIGUSR1'): raise WorkerError("worker processes need a POSIX system", got=sys.platform)
-    if method is None: return 'fork' if 'fork' in known and not cuda and threads == 1 and sys.platform != 'darwin' else 'spawn'
-    if method not in known: raise WorkerError("unknown start method", expected=' or '.join(known), got=repr(method))
-    if method == 'fork' and (cuda or threads > 1):
-        raise WorkerError("a forked worker could hang", expected="start_method 'spawn' or 'forkserver'",
-                          got="CUDA in use" if cuda else f"{threads} threads in a worker")
+    known = multiprocessing.get_all_start_methods()
+    cuda = torch.cuda.is_initialized()
+    if not hasattr(signal, "SIGUSR1"):
+        raise WorkerError("worker processes need a POSIX system", got=sys.platform)
+    if method is None:
+        return (
+            "fork"
+            if "fork" in known and not cuda and threads == 1 and sys.platform != "darwin"
+            else "spawn"
+        )
+    if method not in known:
+        raise WorkerError("unknown start method", expected=" or ".join(known), got=repr(method))
+    if method == "fork" and (cuda or threads > 1):
+        raise WorkerError(
+            "a forked worker could hang",
+            expected="start_method 'spawn' or 'forkserver'",
+            got="CUDA in use" if cuda else f"{threads} threads in a worker",
+        )
     return method
 
 # %% ../../../nbs/pipes/30_workers/10_process.ipynb #985f13c2
@@ -45,46 +63,80 @@ class WorkerNotStarted(WorkerDied):
 
 def _death_of(worker) -> WorkerDied:
     "The error that describes how the process ended."
-    worker.process.join(5)     # after closing the connection, an interpreter may need a moment to exit
+    worker.process.join(5)  # after closing the connection, an interpreter may need a moment to exit
     code = worker.process.exitcode
-    if code is None: return WorkerDied(f"{worker} closed its connection")
-    if code < 0 or worker.traceback_file.is_served(): return WorkerDied(f"{worker} {_end_of(code)}")
-    return WorkerNotStarted(f"{worker} {_end_of(code)} while it was started", expected="in a script that uses spawn or "
-                      "forkserver: what starts processes stands under `if __name__ == '__main__':`")
+    if code is None:
+        return WorkerDied(f"{worker} closed its connection")
+    if code < 0 or worker.traceback_file.is_served():
+        return WorkerDied(f"{worker} {_end_of(code)}")
+    return WorkerNotStarted(
+        f"{worker} {_end_of(code)} while it was started",
+        expected="in a script that uses spawn or "
+        "forkserver: what starts processes stands under `if __name__ == '__main__':`",
+    )
 
 
 def _end_of(code) -> str:
     "A text that describes an exit code."
-    if code >= 0: return f"ended with exit code {code}"
-    try: return f"was killed by {signal.Signals(-code).name}"
-    except ValueError: return f"was killed by signal {-code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 # %% ../../../nbs/pipes/30_workers/10_process.ipynb #5d0f1d03
 def end_workers(workers: Iterable, failed: bool = False) -> list:
     "End all `workers`, without waiting if something has `failed`. Returns the errors that they sent at the end."
-    workers = [w for w in workers if w.creator == os.getpid() and w.finalizer.cancel() is None and not w.link.closed]
-    return _end_all([(w.process, w.link, w.traceback_file) for w in workers], max((w.grace for w in workers), default=0.), failed)
+    workers = [
+        w
+        for w in workers
+        if w.creator == os.getpid() and w.finalizer.cancel() is None and not w.link.closed
+    ]
+    return _end_all(
+        [(w.process, w.link, w.traceback_file) for w in workers],
+        max((w.grace for w in workers), default=0.0),
+        failed,
+    )
 
 
 def _end_all(parts, grace, failed=False) -> list:
     "Ask the processes to end, terminate those that do not, and kill those that still run."
-    errors, links, killed = [], {link for _, link, _ in parts}, []
-    running = [process for process, _, _ in parts if process.is_alive()]       # who has ended before has been told
-    for patience, push in ((0. if failed else 0.5, _ask), (grace, _terminate), (5., _kill)):
-        if push is _kill and not failed: killed = [process for process, _, _ in parts if process.is_alive()]
-        for process, link, _ in parts: push(process, link)
+    errors = []
+    links = {link for _, link, _ in parts}
+    killed = []
+    running = [
+        process for process, _, _ in parts if process.is_alive()
+    ]  # who has ended before has been told
+    for patience, push in ((0.0 if failed else 0.5, _ask), (grace, _terminate), (5.0, _kill)):
+        if push is _kill and not failed:
+            killed = [process for process, _, _ in parts if process.is_alive()]
+        for process, link, _ in parts:
+            push(process, link)
         deadline = time.monotonic() + patience
-        while (alive := [p for p, _, _ in parts if p.is_alive()]) and (left := deadline - time.monotonic()) > 0:
+        while (alive := [p for p, _, _ in parts if p.is_alive()]) and (
+            left := deadline - time.monotonic()
+        ) > 0:
             connection.wait([*links, *(p.sentinel for p in alive)], min(left, 0.5))
             links -= {link for link in links if _drain(link, errors)}
-        if not alive: break
+        if not alive:
+            break
     for process, link, traceback_file in parts:
         process.join(1)
         _drain(link, errors)
-        if process in running and process not in killed and process.exitcode not in (None, 0, -signal.SIGTERM) and not failed:
-            log.warning(f"{process.name} (pid {process.pid}) {_end_of(process.exitcode)} while it was closing")
+        if (
+            process in running
+            and process not in killed
+            and process.exitcode not in (None, 0, -signal.SIGTERM)
+            and not failed
+        ):
+            log.warning(
+                f"{process.name} (pid {process.pid}) {_end_of(process.exitcode)} while it was closing"
+            )
         if process in killed:
-            log.warning(f"{process.name} (pid {process.pid}) was killed while it was closing: it had not ended {grace:g} s after SIGTERM")
+            log.warning(
+                f"{process.name} (pid {process.pid}) was killed while it was closing: it had not ended {grace:g} s after SIGTERM"
+            )
         link.close()
         traceback_file.close()
     unguard(process.pid for process, _, _ in parts if not process.is_alive())
@@ -92,12 +144,18 @@ def _end_all(parts, grace, failed=False) -> list:
 
 
 def _ask(process, link):
-    try: link.send(None)
-    except OSError: pass
+    try:
+        link.send(None)
+    except OSError:
+        pass
 
 
-def _terminate(process, link): process.terminate()
-def _kill(process, link): process.kill()
+def _terminate(process, link):
+    process.terminate()
+
+
+def _kill(process, link):
+    process.kill()
 
 
 def _drain(link, errors) -> bool:
@@ -105,30 +163,53 @@ def _drain(link, errors) -> bool:
     try:
         while (data := link.read()) is not None:
             message = pickle.loads(data)
-            if _is(message, 'error'): errors.append(unpack_exception(*message[1:]))
-            if _is(message, 'warning'): log.warning(message[1])
-    except (EOFError, OSError): return True
-    except Exception as e: log.warning(f"a message of a worker that ended cannot be read: {e}")
+            if _is(message, "error"):
+                errors.append(unpack_exception(*message[1:]))
+            if _is(message, "warning"):
+                log.warning(message[1])
+    except (EOFError, OSError):
+        return True
+    except Exception as e:
+        log.warning(f"a message of a worker that ended cannot be read: {e}")
     return False
 
 
-def _is(message, kind) -> bool: return type(message) is tuple and len(message) > 1 and type(message[0]) is str and message[0] == kind
+def _is(message, kind) -> bool:
+    return (
+        type(message) is tuple
+        and len(message) > 1
+        and type(message[0]) is str
+        and message[0] == kind
+    )
 
 # %% ../../../nbs/pipes/30_workers/10_process.ipynb #5d0f1d06
-_open_links = weakref.WeakSet()   # this process's ends of the connections to its workers
-_starting = threading.RLock()     # held while a process starts, so that it inherits no connection that another thread is making
+_open_links = weakref.WeakSet()  # this process's ends of the connections to its workers
+_starting = (
+    threading.RLock()
+)  # held while a process starts, so that it inherits no connection that another thread is making
 
 
 def _start_process(context, name, function, shared, args, threads, cores) -> tuple:
     "Start a process. Returns `(process, link, traceback_file)`."
     ours, theirs = context.Pipe()
-    link, traceback_file = Link(ours), TracebackFile()
-    inherited = [o for o in (*_open_links, link) if not o.closed] if context.get_start_method() == 'fork' else []
-    process = context.Process(target=run_worker, name=name,
-                              args=(function, shared, args, name, theirs, inherited, traceback_file, threads, cores))
-    try: process.start()
-    except Exception as e: raise WorkerError(f"{name} cannot be started: {type(e).__name__}: {e}") from e
-    finally: theirs.close()
+    link = Link(ours)
+    traceback_file = TracebackFile()
+    inherited = (
+        [o for o in (*_open_links, link) if not o.closed]
+        if context.get_start_method() == "fork"
+        else []
+    )
+    process = context.Process(
+        target=run_worker,
+        name=name,
+        args=(function, shared, args, name, theirs, inherited, traceback_file, threads, cores),
+    )
+    try:
+        process.start()
+    except Exception as e:
+        raise WorkerError(f"{name} cannot be started: {type(e).__name__}: {e}") from e
+    finally:
+        theirs.close()
     guard(process.pid)
     _open_links.add(link)
     return process, link, traceback_file
@@ -136,10 +217,13 @@ def _start_process(context, name, function, shared, args, threads, cores) -> tup
 
 def _packed(args, name, method) -> SharedMemory:
     "Shared memory with the pickled arguments."
-    try: data = cloudpickle.dumps(tuple(args))
+    try:
+        data = cloudpickle.dumps(tuple(args))
     except Exception as e:
-        raise WorkerError(f"{name} cannot be started by {method}: {type(e).__name__}: {e}",
-                          expected="what can be pickled (or the start method fork)") from e
+        raise WorkerError(
+            f"{name} cannot be started by {method}: {type(e).__name__}: {e}",
+            expected="what can be pickled (or the start method fork)",
+        ) from e
     memory = SharedMemory(len(data))
     memory.view()[:] = memoryview(data)
     return memory
@@ -149,12 +233,14 @@ def _packed(args, name, method) -> SharedMemory:
 def _without_sigint():
     "Delay Ctrl-C until the end of the `with` block."
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try: yield
-    finally: signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 # %% ../../../nbs/pipes/30_workers/10_process.ipynb #010f2a41
-NOTHING: Any = object()    # there is no message
-STARTING = 60.             # least time for which a starting worker may be silent [s]
+NOTHING: Any = object()  # there is no message
+STARTING = 60.0  # least time for which a starting worker may be silent [s]
 
 
 class WorkerProcess:
@@ -172,60 +258,99 @@ class WorkerProcess:
         cores: processor cores that the process may use; None: all
         grace: seconds between SIGTERM and SIGKILL
     """
-    def __init__(self, name: str, function: Callable, shared: tuple = (), args: tuple = (), *, start_method: str | None = None,
-                 threads: int = 1, cores: Iterable | None = None, grace: float = 5.0):
-        self.name, self.grace, method = name, grace, start_method_for(start_method, threads)
-        packed: tuple | SharedMemory = args if method == 'fork' else _packed(args, name, method)
-        self.creator, self.has_started = os.getpid(), False
-        self.threads = [t.name for t in threading.enumerate() if t is not threading.current_thread()] if method == 'fork' else []
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable,
+        shared: tuple = (),
+        args: tuple = (),
+        *,
+        start_method: str | None = None,
+        threads: int = 1,
+        cores: Iterable | None = None,
+        grace: float = 5.0,
+    ):
+        self.name = name
+        self.grace = grace
+        method = start_method_for(start_method, threads)
+        packed: tuple | SharedMemory = args if method == "fork" else _packed(args, name, method)
+        self.creator = os.getpid()
+        self.has_started = False
+        self.threads = (
+            [t.name for t in threading.enumerate() if t is not threading.current_thread()]
+            if method == "fork"
+            else []
+        )
         with _starting, _without_sigint():
-            parts = _start_process(multiprocessing.get_context(method), name, function, shared, packed, threads, cores)
+            parts = _start_process(
+                multiprocessing.get_context(method), name, function, shared, packed, threads, cores
+            )
             self.process, self.link, self.traceback_file = parts
             self.finalizer = util.Finalize(self, _end_all, ([parts], grace), exitpriority=100)
 
     @property
-    def pid(self) -> int: return self.process.pid
+    def pid(self) -> int:
+        return self.process.pid
 
-    def __repr__(self): return f"{self.name} (pid {self.pid})"
-    def is_alive(self) -> bool: return self.process.is_alive()
+    def __repr__(self):
+        return f"{self.name} (pid {self.pid})"
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
 
     def send(self, message: Any) -> None:
         "Send `message` without waiting. If the worker has ended, do nothing: `take` raises the error."
-        try: self.link.send(message)
-        except OSError: pass
+        try:
+            self.link.send(message)
+        except OSError:
+            pass
 
-    def poll(self, timeout: float = 0.) -> bool:
+    def poll(self, timeout: float = 0.0) -> bool:
         "Has data arrived, or has the worker ended? Waits at most `timeout` seconds."
         deadline = time.monotonic() + timeout
-        while not self._arrived(min(0.5, max(0., deadline - time.monotonic()))):
+        while not self._arrived(min(0.5, max(0.0, deadline - time.monotonic()))):
             # The connection may stay open after the worker's end, if a child process of the worker holds it.
-            if not self.process.is_alive() or time.monotonic() >= deadline: return not self.process.is_alive()
+            if not self.process.is_alive() or time.monotonic() >= deadline:
+                return not self.process.is_alive()
         return True
 
     def _arrived(self, timeout):
-        try: return self.link.poll(timeout)
-        except OSError: return True     # the worker has ended
+        try:
+            return self.link.poll(timeout)
+        except OSError:
+            return True  # the worker has ended
 
     def take(self) -> Any:
         "The next message, or `NOTHING` if it is incomplete. Raises the worker's own exception, or `WorkerDied`."
         if (data := self._read()) is None:
-            if self.process.is_alive(): return NOTHING
-            if (data := self._read()) is None: raise _death_of(self)      # messages sent before its end come first
+            if self.process.is_alive():
+                return NOTHING
+            if (data := self._read()) is None:
+                raise _death_of(self)  # messages sent before its end come first
         message = pickle.loads(data)
-        if type(message) is not tuple or not message or type(message[0]) is not str: return message
-        if _is(message, 'error'): raise unpack_exception(*message[1:])
-        if message == STARTED: self.has_started = True
-        elif _is(message, 'warning'): log.warning(message[1])             # the worker is about to end
-        else: return message
+        if type(message) is not tuple or not message or type(message[0]) is not str:
+            return message
+        if _is(message, "error"):
+            raise unpack_exception(*message[1:])
+        if message == STARTED:
+            self.has_started = True
+        elif _is(message, "warning"):
+            log.warning(message[1])  # the worker is about to end
+        else:
+            return message
         return self.take()
 
     def _read(self):
-        try: return self.link.read()
-        except (EOFError, OSError): raise _death_of(self) from None
+        try:
+            return self.link.read()
+        except (EOFError, OSError):
+            raise _death_of(self) from None
 
     def receive(self) -> Any:
         "Wait for the next message and return it. Raises the worker's own exception, or `WorkerDied`."
-        while (message := self.take()) is NOTHING: self.poll(60)
+        while (message := self.take()) is NOTHING:
+            self.poll(60)
         return message
 
     def patience(self, silence: float) -> float:

@@ -50,16 +50,45 @@ class ProcessReading(WorkerReading):
         grace: seconds to close environments at the end, before a worker is killed
         spin: seconds to wait without sleeping; the learner then reacts at once, but keeps a core busy
     """
-    def __init__(self, num_workers: int, lag: int | None = 0, order: str = 'canonical', n_buffers: int | None = None,
-                 start_method: str | None = None, affinity: list | None = None, worker_threads: int = 1, *, restart: int = 0,
-                 silence: float = 60.0, on_silence: str = 'warn', grace: float = 5.0, spin: float = 0.0):
-        self.num_workers, self.lag, self.order, self.n_buffers, self.start_method = num_workers, lag, order, n_buffers, start_method
-        self.affinity, self.worker_threads, self.restart = affinity, worker_threads, restart
-        self.silence, self.on_silence, self.grace, self.spin = silence, on_silence, grace, spin
+
+    def __init__(
+        self,
+        num_workers: int,
+        lag: int | None = 0,
+        order: str = "canonical",
+        n_buffers: int | None = None,
+        start_method: str | None = None,
+        affinity: list | None = None,
+        worker_threads: int = 1,
+        *,
+        restart: int = 0,
+        silence: float = 60.0,
+        on_silence: str = "warn",
+        grace: float = 5.0,
+        spin: float = 0.0,
+    ):
+        self.num_workers = num_workers
+        self.lag = lag
+        self.order = order
+        self.n_buffers = n_buffers
+        self.start_method = start_method
+        self.affinity = affinity
+        self.worker_threads = worker_threads
+        self.restart = restart
+        self.silence = silence
+        self.on_silence = on_silence
+        self.grace = grace
+        self.spin = spin
         self.begin()
-        if n_buffers is not None: check_integer('n_buffers', n_buffers, pipe=self, leaf='n_buffers')
-        check_option(self, 'affinity', affinity is None or isinstance(affinity, (list, tuple)) and len(affinity) > 0, "a list, or None")
-        check_option(self, 'spin', isinstance(spin, (int, float)) and spin >= 0, "seconds >= 0")
+        if n_buffers is not None:
+            check_integer("n_buffers", n_buffers, pipe=self, leaf="n_buffers")
+        check_option(
+            self,
+            "affinity",
+            affinity is None or isinstance(affinity, (list, tuple)) and len(affinity) > 0,
+            "a list, or None",
+        )
+        check_option(self, "spin", isinstance(spin, (int, float)) and spin >= 0, "seconds >= 0")
         check_affinity(affinity)
         start_method_for(start_method, worker_threads)
 

@@ -6,7 +6,13 @@
 __all__ = ['log', 'RemoteTraceback', 'pack_exception', 'send_exception', 'send_warning', 'unpack_exception', 'TracebackFile']
 
 # %% ../../../nbs/pipes/30_workers/01_remote_errors.ipynb #5d0f1a03
-import faulthandler, logging, os, pickle, signal, time, traceback
+import faulthandler
+import logging
+import os
+import pickle
+import signal
+import time
+import traceback
 from typing import Any
 
 import cloudpickle
@@ -16,12 +22,14 @@ from ..graph.torchdata import IterDataPipe
 from .shared import SharedMemory
 
 # %% ../../../nbs/pipes/30_workers/01_remote_errors.ipynb #5d0f1a06
-log = logging.getLogger('rollpipe')
+log = logging.getLogger("rollpipe")
 
 # %% ../../../nbs/pipes/30_workers/01_remote_errors.ipynb #5d0f1a09
 class RemoteTraceback(Exception):
     "The traceback of an exception in another process, as text."
-    def __str__(self): return f'\n"""\n{self.args[0]}"""'
+
+    def __str__(self):
+        return f'\n"""\n{self.args[0]}"""'
 
 
 def pack_exception(e: BaseException, where: str) -> tuple:
@@ -35,22 +43,32 @@ def pack_exception(e: BaseException, where: str) -> tuple:
         tuple: `(text, pickle)`; a `WorkerError` is pickled instead if the exception cannot be pickled or unpickled
     """
     inner = next((o for o in _selves(e.__traceback__) if isinstance(o, IterDataPipe)), None)
-    if getattr(inner, 'fusion', None) is not None: inner = getattr(e, 'pipe', None) or inner     # it does the work of several pipes
+    if getattr(inner, "fusion", None) is not None:
+        inner = getattr(e, "pipe", None) or inner  # it does the work of several pipes
     pipe = inner if inner is None or isinstance(inner, str) else type(inner).__name__
-    if isinstance(e, PipeError): e.locate(pipe=pipe)
-    text = shortened(f"in {where}{f', {pipe}' if pipe else ''}:\n" + ''.join(traceback.format_exception(type(e), e, e.__traceback__)))
-    told = shortened('an exception ' + ''.join(traceback.format_exception_only(type(e), e)).strip())
+    if isinstance(e, PipeError):
+        e.locate(pipe=pipe)
+    text = shortened(
+        f"in {where}{f', {pipe}' if pipe else ''}:\n"
+        + "".join(traceback.format_exception(type(e), e, e.__traceback__))
+    )
+    told = shortened("an exception " + "".join(traceback.format_exception_only(type(e), e)).strip())
     bare = e.with_traceback(None)
-    for name in ('__cause__', '__context__'): _set(bare, name, None)
+    for name in ("__cause__", "__context__"):
+        _set(bare, name, None)
     for dump in (pickle.dumps, cloudpickle.dumps):
         try:
             packed = dump(bare)
-            if type(pickle.loads(packed)) is type(e): return text, packed
-        except BaseException: pass     # `__reduce__` and `__init__` of a user's exception may raise anything
+            if type(pickle.loads(packed)) is type(e):
+                return text, packed
+        except BaseException:
+            pass  # `__reduce__` and `__init__` of a user's exception may raise anything
     return text, pickle.dumps(WorkerError(told))
 
 
-_set = BaseException.__setattr__       # works also for exceptions whose attributes are frozen, such as frozen dataclasses
+_set = (
+    BaseException.__setattr__
+)  # works also for exceptions whose attributes are frozen, such as frozen dataclasses
 
 
 def send_exception(link: Any, e: BaseException, where: str) -> None:
@@ -66,8 +84,12 @@ def send_exception(link: Any, e: BaseException, where: str) -> None:
         where: text that names this process and its task
     """
     text, packed = pack_exception(e, where)
-    try: link.send(('warning', shortened(text)) if isinstance(e, SystemExit) else ('error', text, packed))
-    except OSError: pass
+    try:
+        link.send(
+            ("warning", shortened(text)) if isinstance(e, SystemExit) else ("error", text, packed)
+        )
+    except OSError:
+        pass
 
 
 def send_warning(link: Any, text: str) -> None:
@@ -77,33 +99,40 @@ def send_warning(link: Any, text: str) -> None:
         link: the connection to the parent
         text: text for the parent's log
     """
-    try: link.send(('warning', shortened(text)))
-    except OSError: pass
+    try:
+        link.send(("warning", shortened(text)))
+    except OSError:
+        pass
 
 
 def _selves(tb) -> list:
     "The `self` of each frame of a traceback, innermost first."
     frames = [frame for frame, _ in traceback.walk_tb(tb)]
-    return [frame.f_locals['self'] for frame in reversed(frames) if 'self' in frame.f_locals]
+    return [frame.f_locals["self"] for frame in reversed(frames) if "self" in frame.f_locals]
 
 
 def unpack_exception(text: str, packed: bytes) -> BaseException:
     "Restore the exception that `pack_exception` packed. Its cause is a `RemoteTraceback`."
-    try: e = pickle.loads(packed)
-    except Exception: e = None
-    if not isinstance(e, BaseException): e = WorkerError(f"an exception that cannot be read here: {text.strip().splitlines()[-1]}")
-    _set(e, '__cause__', RemoteTraceback(text))
+    try:
+        e = pickle.loads(packed)
+    except Exception:
+        e = None
+    if not isinstance(e, BaseException):
+        e = WorkerError(f"an exception that cannot be read here: {text.strip().splitlines()[-1]}")
+    _set(e, "__cause__", RemoteTraceback(text))
     return e
 
 # %% ../../../nbs/pipes/30_workers/01_remote_errors.ipynb #5d0f1a0e
 class TracebackFile:
     "A file into which a worker writes its current traceback. The worker gets the file when it is started."
-    def __init__(self, file: Any = None): self.file = SharedMemory() if file is None else file     # or an object with a descriptor `fd`
+
+    def __init__(self, file: Any = None):
+        self.file = SharedMemory() if file is None else file  # or an object with a descriptor `fd`
 
     def serve(self) -> None:
         "In the worker: from now on, write the traceback on SIGUSR1."
         faulthandler.register(signal.SIGUSR1, file=self.file.fd, all_threads=False)
-        os.write(self.file.fd, b'\n')
+        os.write(self.file.fd, b"\n")
 
     def is_served(self) -> bool:
         "In the parent: has the worker called `serve`? Also True when the file is closed."
@@ -111,16 +140,24 @@ class TracebackFile:
 
     def ask(self, pid: int, timeout: float) -> str:
         "In the parent: the traceback of process `pid`, most recent call first. Waits at most `timeout` seconds for it."
-        if self.file.fd < 0: return "(it has ended)"
-        if not self.is_served(): return "(it is still being started)"
+        if self.file.fd < 0:
+            return "(it has ended)"
+        if not self.is_served():
+            return "(it is still being started)"
         begin = os.fstat(self.file.fd).st_size
-        try: os.kill(pid, signal.SIGUSR1)
-        except ProcessLookupError: return "(it has ended)"
-        deadline, text = time.monotonic() + timeout, ''
+        try:
+            os.kill(pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            return "(it has ended)"
+        deadline = time.monotonic() + timeout
+        text = ""
         while time.monotonic() < deadline and (not text or text != (text := self._read(begin))):
             time.sleep(0.05)
             text = text or self._read(begin)
         return text.strip() or "(no answer)"
 
-    def _read(self, begin) -> str: return os.pread(self.file.fd, 2 ** 16, begin).decode(errors='replace')
-    def close(self) -> None: self.file.close()
+    def _read(self, begin) -> str:
+        return os.pread(self.file.fd, 2**16, begin).decode(errors="replace")
+
+    def close(self) -> None:
+        self.file.close()

@@ -22,6 +22,7 @@ class Request:
         answer: the answer; None: not yet answered
         ended: True: the lane has ended, so there is no item
     """
+
     lane: int
     group: int
     publication: int | None
@@ -39,23 +40,44 @@ class LaneSchedule:
         order: 'canonical': lanes in turn; 'ready': first answered, first handed out
         max_pending: greatest number of open requests [1 + lag groups; two per lane if lag is None]
     """
-    def __init__(self, n_lanes: int, group_size: int = 1, lag: int | None = 0, order: str = 'canonical', max_pending: int | None = None):
-        self.group_size, self.lag, self.order = group_size, lag, order
-        self.max_pending = pending_limit(n_lanes, group_size, lag) if max_pending is None else max_pending
-        self.latest_weights = lag is None or lag > 0 and order == 'ready'     # True: every item is collected with the latest weights
-        self.turn = deque(range(n_lanes))    # lanes that have not ended, the next one first
-        self.pending, self.answered = deque(), deque()      # open requests, oldest first; answered ones, in the order of answers
+
+    def __init__(
+        self,
+        n_lanes: int,
+        group_size: int = 1,
+        lag: int | None = 0,
+        order: str = "canonical",
+        max_pending: int | None = None,
+    ):
+        self.group_size = group_size
+        self.lag = lag
+        self.order = order
+        self.max_pending = (
+            pending_limit(n_lanes, group_size, lag) if max_pending is None else max_pending
+        )
+        self.latest_weights = (
+            lag is None or lag > 0 and order == "ready"
+        )  # True: every item is collected with the latest weights
+        self.turn = deque(range(n_lanes))  # lanes that have not ended, the next one first
+        # open requests, oldest first; answered ones, in the order of answers
+        self.pending = deque()
+        self.answered = deque()
         self.n_handed_out = 0
-        self.publication = None                             # number of this group's weights; the coordinator sets it if `group_begins`
+        self.publication = (
+            None  # number of this group's weights; the coordinator sets it if `group_begins`
+        )
 
     @property
-    def group(self) -> int: return self.n_handed_out // self.group_size
+    def group(self) -> int:
+        return self.n_handed_out // self.group_size
 
     @property
-    def group_begins(self) -> bool: return self.n_handed_out % self.group_size == 0
+    def group_begins(self) -> bool:
+        return self.n_handed_out % self.group_size == 0
 
     @property
-    def finished(self) -> bool: return not self.turn
+    def finished(self) -> bool:
+        return not self.turn
 
     def resume(self, turn: list, n: int, pending: list) -> None:
         """Go on where an earlier schedule was, between two groups.
@@ -65,7 +87,8 @@ class LaneSchedule:
             n: number of items that were handed out
             pending: `(lane, item)` of the items that were collected and not handed out, oldest first; None: the lane has ended
         """
-        self.turn, self.n_handed_out = deque(turn), n
+        self.turn = deque(turn)
+        self.n_handed_out = n
         for lane, item in pending:
             self.pending.append(request := Request(lane, self.group, None))
             self.answer(request, (item,), ended=item is None)
@@ -78,12 +101,14 @@ class LaneSchedule:
     def request(self, destination: Any = None) -> Request:
         "Make a request to the next lane for an item that goes to `destination`."
         lane = self.turn[0]
-        if self.order == 'ready':     # ask the lane with the fewest open requests
+        if self.order == "ready":  # ask the lane with the fewest open requests
             n_pending = Counter(request.lane for request in self.pending)
             lane = min(self.turn, key=lambda lane: n_pending[lane])
         self.turn.remove(lane)
         self.turn.append(lane)
-        request = Request(lane, self.group, None if self.latest_weights else self.publication, destination)
+        request = Request(
+            lane, self.group, None if self.latest_weights else self.publication, destination
+        )
         self.pending.append(request)
         return request
 
@@ -94,9 +119,10 @@ class LaneSchedule:
 
     def next_done(self) -> Request | None:
         "The next request to hand out, or None. In ready order this is the first answered one, unless the oldest is over `lag` groups old."
-        if not self.pending: return None
+        if not self.pending:
+            return None
         oldest = self.pending[0]
-        if self.order == 'ready' and (self.lag is None or self.group - oldest.group <= self.lag):
+        if self.order == "ready" and (self.lag is None or self.group - oldest.group <= self.lag):
             return self.answered[0] if self.answered else None
         return oldest if oldest.answer is not None else None
 
@@ -104,8 +130,10 @@ class LaneSchedule:
         "Note that the item of this request is consumed. If the lane has ended without an item, the lane is not asked again."
         self.pending.remove(request)
         self.answered.remove(request)
-        if not request.ended: self.n_handed_out += 1
-        elif request.lane in self.turn: self.turn.remove(request.lane)
+        if not request.ended:
+            self.n_handed_out += 1
+        elif request.lane in self.turn:
+            self.turn.remove(request.lane)
 
 
 def pending_limit(n_lanes: int, group_size: int, lag: int | None) -> int:

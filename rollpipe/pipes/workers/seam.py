@@ -14,7 +14,13 @@ from typing import Any
 from ..graph import torchdata
 from ..batches import FragmentStacker
 from ..episodes import EpisodeCollector
-from ..data.errors import CheckpointError, DataError, GraphError, check_integer, describe
+from rollpipe.pipes.data.errors import (
+    CheckpointError,
+    DataError,
+    GraphError,
+    check_integer,
+    describe,
+)
 from ..fragments import FragmentCollector
 from ..graph.edits import copy_graph, find, inputs, insert_after, nodes, replace
 from ..data.random_states import GlobalRandomStates
@@ -28,27 +34,39 @@ from .coordinator import Coordinator
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #a8508afe
 def group_size(sink: IterDataPipe, seam: IterDataPipe) -> int:
     "The number of items of `seam` that `sink` reads for each item that it yields; 1 if this is unknown, 0 if it does not read `seam`."
-    if not any(pipe is seam for pipe in nodes(sink)): return 0
+    if not any(pipe is seam for pipe in nodes(sink)):
+        return 0
     return max(1, _items_read(sink, seam))
 
 
 def _items_read(pipe, seam) -> int:
     "As `group_size`, but 0 if the number is unknown, because a pipe in between drops or adds items."
-    if pipe is seam: return 1
-    n = min(_items_read(source, seam) for source in inputs(pipe) if any(p is seam for p in nodes(source)))
-    return n * (trait(pipe, 'reads') or 0)
+    if pipe is seam:
+        return 1
+    n = min(
+        _items_read(source, seam)
+        for source in inputs(pipe)
+        if any(p is seam for p in nodes(source))
+    )
+    return n * (trait(pipe, "reads") or 0)
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #6f28b469
 def may_share_slots(sink: IterDataPipe, seam: IterDataPipe) -> bool:
     "May the items of `seam` share slots, side by side, as `FragmentStacker` joins them?"
-    before_join, pipe = [], sink
+    before_join = []
+    pipe = sink
     while pipe is not seam:
         above = [source for source in inputs(pipe) if any(p is seam for p in nodes(source))]
-        if len(above) != 1: return False
-        if isinstance(pipe, FragmentStacker): before_join = []     # pipes below the first join do not matter
-        else: before_join.append(pipe)
+        if len(above) != 1:
+            return False
+        if isinstance(pipe, FragmentStacker):
+            before_join = []  # pipes below the first join do not matter
+        else:
+            before_join.append(pipe)
         pipe = above[0]
-    return all(trait(pipe, 'any_strides') and not trait(pipe, 'keeps_items') for pipe in before_join)
+    return all(
+        trait(pipe, "any_strides") and not trait(pipe, "keeps_items") for pipe in before_join
+    )
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #70c8c9d0
 class WorkerLanes(Lanes):
@@ -61,12 +79,20 @@ class WorkerLanes(Lanes):
         share_slots: True: items that are joined may share a slot
         seeded: False: the graph had no `Lanes`, and its single lane keeps its seeds
     """
-    def __init__(self, lanes: Lanes, service: Any, group_size: int, share_slots: bool, seeded: bool):
+
+    def __init__(
+        self, lanes: Lanes, service: Any, group_size: int, share_slots: bool, seeded: bool
+    ):
         super().__init__(lanes.pipe, lanes.n, lanes.seed)
         self.divisions, self.restored = lanes.divisions, lanes.restored
-        self.service, self.group_size, self.share_slots, self.seeded, self.coordinator = service, group_size, share_slots, seeded, None
+        self.service = service
+        self.group_size = group_size
+        self.share_slots = share_slots
+        self.seeded = seeded
+        self.coordinator = None
         # Without `set_seed`, torchdata draws no seed for this pipe. The graph without reading service draws none here either.
-        if not seeded: self.set_seed = None     # pyright: ignore[reportAttributeAccessIssue]
+        if not seeded:
+            self.set_seed = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self):
         service = self.service
@@ -78,14 +104,22 @@ class WorkerLanes(Lanes):
 
     def global_random_states(self, lane: int, root: int, again: int = 0) -> GlobalRandomStates:
         "As `Lanes.global_random_states`, but a single lane that keeps its seeds continues from the states of this process."
-        return super().global_random_states(lane, root, again) if self.seeded or again else GlobalRandomStates()
+        return (
+            super().global_random_states(lane, root, again)
+            if self.seeded or again
+            else GlobalRandomStates()
+        )
 
     def _items(self) -> Iterator:  # pyright: ignore[reportIncompatibleMethodOverride]  no destination: fragments are in slots
         self.close()
         refuse_reading_ahead(self, self.held_above())
         if not self.is_whole():
-            raise GraphError("the lanes are divided among processes already", pipe=self, expected="`Lanes` of its own for each process",
-                             got=f"lanes {list(self.own_lanes())} of {self.n}")
+            raise GraphError(
+                "the lanes are divided among processes already",
+                pipe=self,
+                expected="`Lanes` of its own for each process",
+                got=f"lanes {list(self.own_lanes())} of {self.n}",
+            )
         coordinator = self.coordinator = Coordinator(self, self.service)
         failed = True
         try:
@@ -95,12 +129,18 @@ class WorkerLanes(Lanes):
             failed = False
             raise
         finally:
-            errors = self.close() if self.coordinator is coordinator and not failed else coordinator.close(failed)
-            if errors and not failed: raise errors[0]
+            errors = (
+                self.close()
+                if self.coordinator is coordinator and not failed
+                else coordinator.close(failed)
+            )
+            if errors and not failed:
+                raise errors[0]
 
     def not_kept(self) -> str | None:
         "See `Pipe`."
-        if self.service.lag is None or self.service.order == 'ready': return "its stream depends on the speed of its workers"
+        if self.service.lag is None or self.service.order == "ready":
+            return "its stream depends on the speed of its workers"
 
     def get_state(self, chunks: Any = None) -> dict | None:
         "See `Lanes`."
@@ -114,39 +154,66 @@ class WorkerLanes(Lanes):
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #5cb9e5bf
 def check_option(service: Any, name: str, is_allowed: bool, expected: str) -> None:
     "Raise `DataError` with the text `expected`, unless the value of the option `name` of this reading service is allowed."
-    if is_allowed: return
-    raise DataError("out of range", pipe=type(service), leaf=name, expected=expected, got=describe(getattr(service, name)))
+    if is_allowed:
+        return
+    raise DataError(
+        "out of range",
+        pipe=type(service),
+        leaf=name,
+        expected=expected,
+        got=describe(getattr(service, name)),
+    )
 
 
 def check_service(service: Any) -> None:
     "Raise `DataError` for the first option that is out of range, among those that all reading services have."
-    for name, least in (('num_workers', 0), ('lag', 0), ('worker_threads', 1), ('restart', 0)):
-        if name == 'lag' and service.lag is None: continue
+    for name, least in (("num_workers", 0), ("lag", 0), ("worker_threads", 1), ("restart", 0)):
+        if name == "lag" and service.lag is None:
+            continue
         check_integer(name, getattr(service, name), least, pipe=type(service), leaf=name)
-    check_option(service, 'order', service.order in ('canonical', 'ready'), "'canonical' or 'ready'")
+    check_option(
+        service, "order", service.order in ("canonical", "ready"), "'canonical' or 'ready'"
+    )
     is_number = lambda x: isinstance(x, (int, float))
-    check_option(service, 'silence', is_number(service.silence) and service.silence > 0, "seconds > 0")
-    check_option(service, 'on_silence', service.on_silence in ('warn', 'raise'), "'warn' or 'raise'")
-    check_option(service, 'grace', is_number(service.grace) and service.grace >= 0, "seconds >= 0")
+    check_option(
+        service, "silence", is_number(service.silence) and service.silence > 0, "seconds > 0"
+    )
+    check_option(
+        service, "on_silence", service.on_silence in ("warn", "raise"), "'warn' or 'raise'"
+    )
+    check_option(service, "grace", is_number(service.grace) and service.grace >= 0, "seconds >= 0")
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #5d0f2107
 def _with_lanes(pipe, n) -> tuple:
     "`(graph, seeded)`: the graph with `Lanes`, which are inserted below its fragments if it has none. See `WorkerLanes` for `seeded`."
-    if find(pipe, Lanes): return pipe, True
+    if find(pipe, Lanes):
+        return pipe, True
     fragments = find(pipe, lambda p: isinstance(p, (FragmentCollector, EpisodeCollector)))
     if not fragments:
-        raise GraphError("nothing here can run in worker processes", pipe=pipe, expected="`Lanes`, or a `FragmentCollector`")
-    if n > 1 and (found := find(pipe, lambda p: getattr(p, 'restored', None) is not None)):
-        raise CheckpointError("one state cannot be that of several lanes", pipe=found[0], got=f"num_workers={n}",
-                              expected="`Lanes`, as when it was kept, or one worker")
+        raise GraphError(
+            "nothing here can run in worker processes",
+            pipe=pipe,
+            expected="`Lanes`, or a `FragmentCollector`",
+        )
+    if n > 1 and (found := find(pipe, lambda p: getattr(p, "restored", None) is not None)):
+        raise CheckpointError(
+            "one state cannot be that of several lanes",
+            pipe=found[0],
+            got=f"num_workers={n}",
+            expected="`Lanes`, as when it was kept, or one worker",
+        )
     return insert_after(pipe, lambda p: p is fragments[-1], lambda p: Lanes(p, n)), n > 1
 
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #682ff143
 def _check_taps(seam):
     "Raise `GraphError` for the first tap above `seam`, because its function would run in a worker, unseen by this process."
     for tap in find(seam.pipe, lambda p: isinstance(p, (EpisodeStats, Tap, Throughput))):
-        raise GraphError("in a worker process a tap calls a copy of its function, and what that is told stays there", pipe=tap,
-                         expected="taps below `Lanes`, or below the last collector if there are no `Lanes`", got=f"one above {seam!r}")
+        raise GraphError(
+            "in a worker process a tap calls a copy of its function, and what that is told stays there",
+            pipe=tap,
+            expected="taps below `Lanes`, or below the last collector if there are no `Lanes`",
+            got=f"one above {seam!r}",
+        )
 
 
 def _check_instances(seam, service):
@@ -157,15 +224,17 @@ def _check_instances(seam, service):
 # %% ../../../nbs/pipes/30_workers/17_seam.ipynb #c5412aea
 class WorkerReading:
     "Base class of reading services that run lanes in workers. A subclass has the common options, and defines `crew`."
+
     num_workers: int
-    end: Any      # the last pipe of the graph
-    spin = 0.     # seconds to wait without sleeping
+    end: Any  # the last pipe of the graph
+    spin = 0.0  # seconds to wait without sleeping
 
     def begin(self) -> None:
         "Check the common options, and prepare for `DataLoader2`. A subclass calls this after it has set its options."
         check_service(self)
-        self.end, self.seams = None, []
-        self.records = deque(maxlen=10_000)   # an `ItemRecord` for each of the newest items
+        self.end = None
+        self.seams = []
+        self.records = deque(maxlen=10_000)  # an `ItemRecord` for each of the newest items
 
     def crew(self, seam: WorkerLanes) -> Any:
         "The workers for one iteration of `seam`, such as a `ProcessCrew`."
@@ -174,23 +243,34 @@ class WorkerReading:
     def initialize(self, pipe: IterDataPipe) -> IterDataPipe:
         "Return the graph with `WorkerLanes`. `DataLoader2` calls this."
         self.end, self.seeds = pipe, None
-        if self.num_workers == 0: return pipe
+        if self.num_workers == 0:
+            return pipe
         pipe, seeded = _with_lanes(pipe, self.num_workers)
         for k in range(len(find(pipe, Lanes))):
-            seam = find(pipe, Lanes)[k]                          # looked up again, because each edit copies the graph
+            seam = find(pipe, Lanes)[k]  # looked up again, because each edit copies the graph
             _check_taps(seam)
             _check_instances(seam, self)
-            make = partial(WorkerLanes, service=self, group_size=group_size(pipe, seam), share_slots=may_share_slots(pipe, seam),
-                           seeded=seeded)
+            make = partial(
+                WorkerLanes,
+                service=self,
+                group_size=group_size(pipe, seam),
+                share_slots=may_share_slots(pipe, seam),
+                seeded=seeded,
+            )
             pipe = replace(pipe, lambda p, seam=seam: p is seam, make)
-        self.end, self.seams = pipe, find(pipe, WorkerLanes)
+        self.end = pipe
+        self.seams = find(pipe, WorkerLanes)
         return pipe
 
     def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Any = None) -> None:
         "Seed the graph, but for pipes of torch that have a seed already, such as that of the recipe. `DataLoader2` calls this."
-        if self.seeds is None: self.seeds = [(p, p._seed) for p in nodes(self.end) if getattr(p, '_seed', None) is not None]
+        if self.seeds is None:
+            self.seeds = [
+                (p, p._seed) for p in nodes(self.end) if getattr(p, "_seed", None) is not None
+            ]
         torchdata.set_graph_random_seed(self.end, seed_generator)
-        for pipe, seed in self.seeds: pipe.set_seed(seed)
+        for pipe, seed in self.seeds:
+            pipe.set_seed(seed)
 
     def finalize_iteration(self) -> None:
         "Do nothing, because an iteration itself ends its workers, when it is complete or left early."
@@ -198,17 +278,26 @@ class WorkerReading:
     def finalize(self) -> None:
         "End the workers. `DataLoader2.shutdown` calls this."
         errors = [error for seam in self.seams for error in seam.close()]
-        if errors: raise errors[0]
+        if errors:
+            raise errors[0]
 
     def health(self) -> list:
         "A dict for each running worker: `worker, pid, alive, lanes, requests, silent` [s], and `restarted`, the restarts of all workers."
-        return [dict(state, restarted=coordinator.supervision.restarts) for coordinator in self._coordinators()
-                for state in coordinator.members.health()]
+        return [
+            dict(state, restarted=coordinator.supervision.restarts)
+            for coordinator in self._coordinators()
+            for state in coordinator.members.health()
+        ]
 
-    def _coordinators(self) -> list: return [seam.coordinator for seam in self.seams if seam.coordinator]
+    def _coordinators(self) -> list:
+        return [seam.coordinator for seam in self.seams if seam.coordinator]
 
     def _pause(self, pause_fn=None):
-        for coordinator in self._coordinators(): coordinator.settle()
+        for coordinator in self._coordinators():
+            coordinator.settle()
 
-    def _resume(self, resume_fn=None): pass
-    def _limit(self, num_batches, limit_fn=None): pass
+    def _resume(self, resume_fn=None):
+        pass
+
+    def _limit(self, num_batches, limit_fn=None):
+        pass

@@ -6,7 +6,10 @@
 __all__ = ['SharedMemory', 'aligned']
 
 # %% ../../../nbs/pipes/30_workers/00_shared.ipynb #14e6216c
-import mmap, os, tempfile, weakref
+import mmap
+import os
+import tempfile
+import weakref
 from multiprocessing.reduction import DupFd
 
 import numpy as np
@@ -14,13 +17,17 @@ import numpy as np
 from ..data.errors import DataError, available_memory
 
 # %% ../../../nbs/pipes/30_workers/00_shared.ipynb #aead1125
-_FLAGS = mmap.MAP_SHARED | getattr(mmap, 'MAP_POPULATE', 0) if hasattr(mmap, 'MAP_SHARED') else 0   # all page faults happen in `mmap`
+_FLAGS = (
+    mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0) if hasattr(mmap, "MAP_SHARED") else 0
+)  # all page faults happen in `mmap`
 
 
 def _unnamed_file() -> int:
     "The descriptor of an empty file without a name."
-    if hasattr(os, 'memfd_create'): return os.memfd_create('rollpipe')
-    with tempfile.TemporaryFile() as f: return os.dup(f.fileno())
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("rollpipe")
+    with tempfile.TemporaryFile() as f:
+        return os.dup(f.fileno())
 
 
 class SharedMemory:
@@ -33,48 +40,63 @@ class SharedMemory:
         size: number of bytes
         fd: descriptor of the memory of another process; None: new memory
     """
-    fd: int                    # file descriptor; -1: closed
+
+    fd: int  # file descriptor; -1: closed
     _map: mmap.mmap | None
 
     def __init__(self, size: int = 0, fd: int | None = None):
-        self.fd, self.size, self._map = _unnamed_file() if fd is None else fd, 0, None
+        self.fd = _unnamed_file() if fd is None else fd
+        self.size = 0
+        self._map = None
         self._close = weakref.finalize(self, os.close, self.fd)
         self._close.atexit = False
         self.reserve(size)
 
     def reserve(self, size: int) -> None:
         "Grow to at least `size` bytes. New bytes are zero."
-        if size <= self.size: return
-        if size > (have := os.fstat(self.fd).st_size):     # another process may have made it larger
+        if size <= self.size:
+            return
+        if size > (have := os.fstat(self.fd).st_size):  # another process may have made it larger
             try:
-                if size - have > (free := available_memory()): raise MemoryError(f"{free:,} bytes are available")
+                if size - have > (free := available_memory()):
+                    raise MemoryError(f"{free:,} bytes are available")
                 os.ftruncate(self.fd, size)
-                if hasattr(os, 'posix_fallocate'): os.posix_fallocate(self.fd, 0, size)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self.fd, 0, size)
             except (OSError, MemoryError) as e:
                 os.ftruncate(self.fd, have)
-                raise DataError("not enough memory to share between processes", expected=f"{size - have:,} more bytes", got=str(e)) from e
+                raise DataError(
+                    "not enough memory to share between processes",
+                    expected=f"{size - have:,} more bytes",
+                    got=str(e),
+                ) from e
         self.view(max(size, have))
 
     def view(self, size: int | None = None) -> np.ndarray:
         "The memory as a new uint8 array. Pass the new `size` if another process has made the memory larger."
-        if size is not None and size > self.size: self.size, self._map = size, mmap.mmap(self.fd, size, _FLAGS)
+        if size is not None and size > self.size:
+            self.size, self._map = size, mmap.mmap(self.fd, size, _FLAGS)
         return np.frombuffer(bytearray() if self._map is None else self._map, np.uint8)
 
     def release_pages(self) -> None:
         "Return the pages to the system, if it supports this. When the memory is used again, it is filled with zeros."
-        if self._map is not None and hasattr(mmap, 'MADV_REMOVE'): self._map.madvise(mmap.MADV_REMOVE)
+        if self._map is not None and hasattr(mmap, "MADV_REMOVE"):
+            self._map.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         "Release the memory. Views stay valid."
         self._close()
-        self.fd, self._map = -1, None
+        self.fd = -1
+        self._map = None
 
-    def __reduce__(self): return _opened, (DupFd(self.fd), self.size)
+    def __reduce__(self):
+        return _opened, (DupFd(self.fd), self.size)
 
 
 def _opened(fd, size) -> SharedMemory:
     shared = SharedMemory(fd=fd.detach())
-    if size: shared.view(size)
+    if size:
+        shared.view(size)
     return shared
 
 

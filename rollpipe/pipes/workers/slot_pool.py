@@ -24,6 +24,7 @@ class SlotState:
         n_out: number of items in progress or lent, plus positions not taken yet; 0: the slot is free
         lent: True: its large arrays are lent; None: none of its items was read yet
     """
+
     layout: Layout
     n_out: int = 0
     lent: bool | None = None
@@ -42,22 +43,30 @@ class SlotPool:
         width: number of items in a slot
         max_pending: greatest number of items in progress; the slots that these need are never lent
     """
+
     def __init__(self, n_buffers: int, width: int, max_pending: int):
         n = max(1, n_buffers // width)
-        self.width, self.slots = width, [Slot(width) for _ in range(n)]
+        self.width = width
+        self.slots = [Slot(width) for _ in range(n)]
         self.max_lent = max(0, n - slots_spanned(max_pending, width))
-        self.layout, self.proposed = Layout(width), None               # layout for newly filled slots; `unplaced` of the last item
+        # layout for newly filled slots; `unplaced` of the last item
+        self.layout = Layout(width)
+        self.proposed = None
         self.states = [SlotState(self.layout) for _ in range(n)]
-        self.free, self.returned = deque(range(n)), deque()
-        self.filling, self.position = None, width                      # index of the slot that is being filled; its next position
-        self.last_read = None                                          # `(slot, format, position, layout)`
+        self.free = deque(range(n))
+        self.returned = deque()
+        # index of the slot that is being filled; its next position
+        self.filling = None
+        self.position = width
+        self.last_read = None  # `(slot, format, position, layout)`
 
     def _take_back(self):
         "Count items that were given back. `give_back` only notes them, because arrays may be deleted at any time and in any thread."
         while self.returned:
             state = self.states[slot := self.returned.popleft()]
             state.n_out -= 1
-            if not state.n_out: self.free.append(slot)
+            if not state.n_out:
+                self.free.append(slot)
 
     def has_room(self) -> bool:
         "Is there a position for another item?"
@@ -66,19 +75,24 @@ class SlotPool:
 
     def take(self) -> tuple:
         "`(slot, position)` for the next item. There must be room. Raises `DataError` if there is not enough memory."
-        if self.position == self.width: self._begin_slot()
+        if self.position == self.width:
+            self._begin_slot()
         self.position += 1
         return self.filling, self.position - 1
 
     def _begin_slot(self):
         "Begin to fill the slot that became free last, because processor caches may still hold it."
         k = self.free.pop()
-        slot, state = self.slots[k], self.states[k]
+        slot = self.slots[k]
+        state = self.states[k]
         if state.layout is not self.layout:
             slot.layout_memory.reserve(self.layout.size)
             for memory in slot.item_memory:
-                if memory is not slot.layout_memory: memory.release_pages()     # large arrays now go to `layout_memory`
-        state.n_out, state.lent, state.layout = self.width, None, self.layout
+                if memory is not slot.layout_memory:
+                    memory.release_pages()  # large arrays now go to `layout_memory`
+        state.n_out = self.width
+        state.lent = None
+        state.layout = self.layout
         self.filling, self.position = k, 0
 
     def give_back(self, slot: int) -> None:
@@ -87,12 +101,14 @@ class SlotPool:
 
     def propose_layout(self, unplaced: tuple) -> None:
         "Note the large arrays of an item that have no entry in the layout. If two successive items agree, these arrays become the layout."
-        if unplaced and not self.layout.arrays and unplaced == self.proposed: self.layout = Layout(self.width, unplaced)
+        if unplaced and not self.layout.arrays and unplaced == self.proposed:
+            self.layout = Layout(self.width, unplaced)
         self.proposed = unplaced
 
     def warm_up(self) -> None:
         "Run again the code that read the last item, and allocate memory for the next item (see `ItemFormat.warm_up`)."
-        if self.last_read is not None: self.slots[self.last_read[0]].warm_up(*self.last_read[1:])
+        if self.last_read is not None:
+            self.slots[self.last_read[0]].warm_up(*self.last_read[1:])
 
     def read(self, slot: int, position: int, item_format: ItemFormat) -> Any:
         "Read the item at this position. Its large arrays are lent if enough other slots are left."
@@ -100,9 +116,13 @@ class SlotPool:
         if state.lent is None:
             self._take_back()
             state.lent = sum(1 for s in self.states if s.lent and s.n_out) < self.max_lent
-        release, self.last_read = partial(self.give_back, slot), (slot, item_format, position, state.layout)
-        item = self.slots[slot].read(item_format, position, state.layout, release if state.lent else None)
-        if not state.lent: release()
+        release = partial(self.give_back, slot)
+        self.last_read = (slot, item_format, position, state.layout)
+        item = self.slots[slot].read(
+            item_format, position, state.layout, release if state.lent else None
+        )
+        if not state.lent:
+            release()
         return item
 
     def copy(self, slot: int, position: int, item_format: ItemFormat) -> Any:
@@ -110,4 +130,5 @@ class SlotPool:
         return self.slots[slot].read(item_format, position, self.states[slot].layout, None)
 
     def close(self) -> None:
-        for slot in self.slots: slot.close()
+        for slot in self.slots:
+            slot.close()

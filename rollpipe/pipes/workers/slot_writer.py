@@ -14,8 +14,16 @@ import torch
 
 from ..data import nested
 from ..batches import Arena
-from .codec import (SMALL, ArraySpec, ItemFormat, check_sendable, copy_arrays, copy_tensor, pickle_containers,
-                                          pickle_item)
+from rollpipe.pipes.workers.codec import (
+    SMALL,
+    ArraySpec,
+    ItemFormat,
+    check_sendable,
+    copy_arrays,
+    copy_tensor,
+    pickle_containers,
+    pickle_item,
+)
 from .shared import aligned
 from .slots import EMPTY_LAYOUT, Layout, Slot, ViewCache
 
@@ -33,13 +41,14 @@ class Reply(NamedTuple):
         end: [s] time at which the item was complete, before it was written into the slot
         state: of the lane, if it was asked for
     """
+
     format_id: int | None = None
     new_format: tuple | None = None
     copied_bytes: int = 0
     unplaced: tuple = ()
     publication: int | None = None
-    begin: float = 0.
-    end: float = 0.
+    begin: float = 0.0
+    end: float = 0.0
     state: Any = None
 
 
@@ -50,19 +59,22 @@ def format_of(header: Reply, formats: dict) -> ItemFormat:
         header: the `Reply` for the item
         formats: number -> `ItemFormat` for the formats of this writer; a new one is added
     """
-    if header.new_format is None: return formats[header.format_id]
+    if header.new_format is None:
+        return formats[header.format_id]
     item_format = ItemFormat(*header.new_format)
-    if header.format_id is not None: formats[header.format_id] = item_format
+    if header.format_id is not None:
+        formats[header.format_id] = item_format
     return item_format
 
 # %% ../../../nbs/pipes/30_workers/05_slot_writer.ipynb #5d0f1b08
 class _ItemType:
     "Items with the same containers, dtypes and shapes."
+
     def __init__(self, tree, signatures, leaves):
         self.tree, self.signatures = tree, signatures
         tensors = [(i, check_sendable(x)) for i, x in enumerate(leaves) if type(x) is torch.Tensor]
         self.large = [i for i, x in tensors if x.nbytes >= SMALL and x.ndim > 1]
-        self.formats = {}     # entries of the large arrays in the layout -> `_SentFormat`
+        self.formats = {}  # entries of the large arrays in the layout -> `_SentFormat`
 
 
 class _SentFormat(NamedTuple):
@@ -74,6 +86,7 @@ class _SentFormat(NamedTuple):
         size: size of the item's own arrays [bytes]
         small_tensors: True: all these leaves are small tensors
     """
+
     id: int
     own: list
     viewed: list
@@ -83,30 +96,41 @@ class _SentFormat(NamedTuple):
 
 def _signature(x):
     "The properties of an array on which the format of an item depends; None if `x` is not an array."
-    if type(x) is torch.Tensor: return x.dtype, x.shape, x.requires_grad, x.device, x.layout
-    if type(x) is np.ndarray and not x.dtype.hasobject: return x.dtype, x.shape
+    if type(x) is torch.Tensor:
+        return x.dtype, x.shape, x.requires_grad, x.device, x.layout
+    if type(x) is np.ndarray and not x.dtype.hasobject:
+        return x.dtype, x.shape
 
 # %% ../../../nbs/pipes/30_workers/05_slot_writer.ipynb #5d0f1b0c
 class LayoutEntries(Arena):
     "The large arrays of one item at a time: their places are the entries of the layout."
+
     LEAST = SMALL
 
     def begin(self, slot: Slot, position: int, layout: Layout) -> None:
         "Begin an item at this position of the slot."
-        self.slot, self.position, self.layout = slot, position, layout
-        self.copied_bytes, self.unplaced = 0, []     # `unplaced`: `(shape, dtype)` of tensors without an entry
+        self.slot = slot
+        self.position = position
+        self.layout = layout
+        # `unplaced`: `(shape, dtype)` of tensors without an entry
+        self.copied_bytes = 0
+        self.unplaced = []
         self.reset(layout.arrays)
 
     def tensor(self, place: int) -> torch.Tensor:
         "The memory of an entry."
-        return self.layout.tensor(self.slot.layout_memory.view(self.layout.size), place, self.position)
+        return self.layout.tensor(
+            self.slot.layout_memory.view(self.layout.size), place, self.position
+        )
 
     def place(self, x: torch.Tensor) -> int:
         "The entry of the large tensor `x`, or -1 if there is none. Copies `x` into the slot, unless `empty` made it there."
         entry, _ = self.find(x)
-        if entry >= 0: return entry
+        if entry >= 0:
+            return entry
         entry = self.take(tuple(x.shape), x.dtype)
-        if entry < 0: self.unplaced.append((tuple(x.shape), x.dtype))
+        if entry < 0:
+            self.unplaced.append((tuple(x.shape), x.dtype))
         else:
             copy_tensor(self.tensor(entry), x)
             self.copied_bytes += x.nbytes
@@ -115,18 +139,27 @@ class LayoutEntries(Arena):
 # %% ../../../nbs/pipes/30_workers/05_slot_writer.ipynb #5d0f1b0b
 class SlotWriter:
     "Writes items into slots, in the process that makes the items."
-    MAX_FORMATS = 64    # greatest number of stored formats, to bound the memory; then all are dropped, and numbers begin at 0 again
-    end: int            # end of the item's own arrays [bytes]
+
+    MAX_FORMATS = 64  # greatest number of stored formats, to bound the memory; then all are dropped, and numbers begin at 0 again
+    end: int  # end of the item's own arrays [bytes]
 
     def __init__(self, slots: Sequence):
-        self.slots, self.entries, self.cache = slots, LayoutEntries(), ViewCache()
-        self.types, self.type, self.n_formats = {}, None, 0     # all types; type of the last item; number of formats
+        self.slots = slots
+        self.entries = LayoutEntries()
+        self.cache = ViewCache()
+        # all types; type of the last item; number of formats
+        self.types = {}
+        self.type = None
+        self.n_formats = 0
         self.begin(0)
 
     def begin(self, slot: int, position: int = 0, layout: Layout = EMPTY_LAYOUT) -> None:
         "Begin an item at this position of this slot."
-        self.key, target = (slot, position), self.slots[slot]
-        self.memory, self.start = target.item_memory[position], target.start(position, layout)     # place of the item's own arrays
+        self.key = (slot, position)
+        target = self.slots[slot]
+        # place of the item's own arrays
+        self.memory = target.item_memory[position]
+        self.start = target.start(position, layout)
         self.entries.begin(target, position, layout)
 
     def write(self, item: Any) -> Reply:
@@ -134,45 +167,62 @@ class SlotWriter:
         leaves, tree = nested.flatten(item)
         signatures = [_signature(x) for x in leaves]
         if self.type is None or self.type.tree != tree or self.type.signatures != signatures:
-            if None in signatures: return self._write_pickled(item)
+            if None in signatures:
+                return self._write_pickled(item)
             if (key := (tree, *signatures)) not in self.types:
                 item_type = _ItemType(tree, signatures, leaves)
-                if len(self.types) == self.MAX_FORMATS: self._forget_formats()
+                if len(self.types) == self.MAX_FORMATS:
+                    self._forget_formats()
                 self.types[key] = item_type
             self.type = self.types[key]
         item_type, new_format = self.type, None
         entries = tuple([self.entries.place(leaves[i]) for i in item_type.large])
         if (sent := item_type.formats.get(entries)) is None:
             sent, new_format = self._new_format(item_type, item, leaves, entries)
-            if sent is None: return self._write_pickled(item)
+            if sent is None:
+                return self._write_pickled(item)
         own = leaves if len(sent.own) == len(leaves) else [leaves[i] for i in sent.own]
         self._reserve(sent.size)
-        copy_arrays(self.cache.views(self.key, sent, self.memory, self.start), own, sent.small_tensors)
-        return Reply(sent.id, new_format, self.entries.copied_bytes + sent.size, tuple(self.entries.unplaced))
+        copy_arrays(
+            self.cache.views(self.key, sent, self.memory, self.start), own, sent.small_tensors
+        )
+        return Reply(
+            sent.id, new_format, self.entries.copied_bytes + sent.size, tuple(self.entries.unplaced)
+        )
 
     def _new_format(self, item_type, item, leaves, entries) -> tuple:
         "`(_SentFormat, arguments of ItemFormat)` for items of this type, or `(None, None)` if their containers cannot be pickled alone."
-        entry_of, specs, size = dict(zip(item_type.large, entries)), [], 0
+        entry_of = dict(zip(item_type.large, entries))
+        specs = []
+        size = 0
         for i, x in enumerate(leaves):
             specs.append(spec := ArraySpec(x.dtype, tuple(x.shape), entry_of.get(i, -1), size))
-            if spec.entry < 0: size += aligned(spec.size)
-        if (data := pickle_containers(item, specs)) is None: return None, None
-        if self.n_formats == self.MAX_FORMATS: self._forget_formats()
+            if spec.entry < 0:
+                size += aligned(spec.size)
+        if (data := pickle_containers(item, specs)) is None:
+            return None, None
+        if self.n_formats == self.MAX_FORMATS:
+            self._forget_formats()
         own = [i for i, spec in enumerate(specs) if spec.entry < 0 and spec.size]
         small_tensors = all(type(leaves[i]) is torch.Tensor and specs[i].size < SMALL for i in own)
-        sent = item_type.formats[entries] = _SentFormat(self.n_formats, own, [specs[i] for i in own], size, small_tensors)
+        sent = item_type.formats[entries] = _SentFormat(
+            self.n_formats, own, [specs[i] for i in own], size, small_tensors
+        )
         self.n_formats += 1
         return sent, (data, size, True)
 
     def _forget_formats(self):
         "Drop all formats, and number new ones from 0. The reader replaces a format when a new one has the same number."
-        self.types, self.n_formats = {}, 0
-        if self.type is not None: self.type.formats.clear()
+        self.types = {}
+        self.n_formats = 0
+        if self.type is not None:
+            self.type.formats.clear()
 
     def _reserve(self, size):
         "Reserve memory for `size` bytes of the item's own arrays."
         self.end = self.start + size
-        if self.end > self.memory.size: self.memory.reserve(self.end + -size % 2 ** 16)
+        if self.end > self.memory.size:
+            self.memory.reserve(self.end + -size % 2**16)
 
     def _write_pickled(self, item) -> Reply:
         "Write an item that has more than arrays and containers. The header contains the item's pickle."

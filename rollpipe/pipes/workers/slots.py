@@ -27,8 +27,12 @@ class Layout:
         n: number of items
         arrays: the entries: `(shape, torch dtype)` of each large array of one item
     """
+
     def __init__(self, n: int = 1, arrays: Sequence = ()):
-        self.n, self.arrays, self.offsets, self.size = n, tuple(arrays), [], 0
+        self.n = n
+        self.arrays = tuple(arrays)
+        self.offsets = []
+        self.size = 0
         for shape, dtype in self.arrays:
             self.offsets.append(self.size)
             self.size += aligned(n * prod(shape) * dtype.itemsize)
@@ -36,17 +40,22 @@ class Layout:
     def tensor(self, memory: np.ndarray, entry: int, position: int) -> torch.Tensor:
         "The array of this entry for the item at `position`, in `memory` (uint8)."
         shape, dtype = self.arrays[entry]
-        x = torch.frombuffer(memory, dtype=dtype, count=self.n * prod(shape), offset=self.offsets[entry])     # has a storage of its own
-        if dtype.is_floating_point or dtype.is_complex: return x.view(self.n, *shape)[position]
+        x = torch.frombuffer(
+            memory, dtype=dtype, count=self.n * prod(shape), offset=self.offsets[entry]
+        )  # has a storage of its own
+        if dtype.is_floating_point or dtype.is_complex:
+            return x.view(self.n, *shape)[position]
         return x.view(shape[0], self.n, *shape[1:])[:, position]
 
 
-EMPTY_LAYOUT = Layout()   # no entries: all arrays are in the items' own memory
+EMPTY_LAYOUT = Layout()  # no entries: all arrays are in the items' own memory
 
 # %% ../../../nbs/pipes/30_workers/04_slots.ipynb #cc0ec413
 class ViewCache:
     "Keeps, for each key, the last views of the arrays in an item's own memory, because making views takes time."
-    def __init__(self): self.last = {}
+
+    def __init__(self):
+        self.last = {}
 
     def views(self, key: Any, item_format: Any, memory: SharedMemory, start: int) -> list:
         """A view for each array in `item_format.viewed`.
@@ -59,66 +68,109 @@ class ViewCache:
         last = self.last.get(key)
         if last is None or last[0] is not item_format or last[1] != start:
             whole = memory.view(start + item_format.size)
-            self.last[key] = last = item_format, start, [spec.view(whole, start) for spec in item_format.viewed]
+            self.last[key] = last = (
+                item_format,
+                start,
+                [spec.view(whole, start) for spec in item_format.viewed],
+            )
         return last[2]
 
 # %% ../../../nbs/pipes/30_workers/04_slots.ipynb #724093e7
 class Slot:
     "Shared memory for `n` items at a time. Pass it to a process as an argument when the process is started."
+
     def __init__(self, n: int = 1):
-        self.item_memory = [SharedMemory() for _ in range(n)]                  # memory of each item's own arrays
-        self.layout_memory = self.item_memory[0] if n == 1 else SharedMemory() # layout arrays of all items, which come first
+        self.item_memory = [SharedMemory() for _ in range(n)]  # memory of each item's own arrays
+        self.layout_memory = (
+            self.item_memory[0] if n == 1 else SharedMemory()
+        )  # layout arrays of all items, which come first
         self.cache = ViewCache()
 
-    def __getstate__(self): return self.__dict__ | {'cache': ViewCache()}      # without views, because unpickled ones would be copies
+    def __getstate__(self):
+        return self.__dict__ | {
+            "cache": ViewCache()
+        }  # without views, because unpickled ones would be copies
 
     def start(self, position: int, layout: Layout) -> int:
         "The byte in `item_memory[position]` at which the item's own arrays begin."
         return layout.size if self.item_memory[position] is self.layout_memory else 0
 
-    def read(self, item_format: ItemFormat, position: int = 0, layout: Layout = EMPTY_LAYOUT, on_release: Callable | None = None) -> Any:
+    def read(
+        self,
+        item_format: ItemFormat,
+        position: int = 0,
+        layout: Layout = EMPTY_LAYOUT,
+        on_release: Callable | None = None,
+    ) -> Any:
         """Read the item that was written at this position.
 
         Args:
             on_release: if given, large arrays are lent, and this function is called when their last view is deleted
         """
-        start, memories, lent = self.start(position, layout), {}, set()
+        start = self.start(position, layout)
+        memories = {}
+        lent = set()
 
         def get(spec):
             joined = spec.entry >= 0
-            if joined not in memories:      # a new array, which lives as long as its views
-                memory, size = (self.layout_memory, layout.size) if joined else (self.item_memory[position], start + item_format.size)
+            if joined not in memories:  # a new array, which lives as long as its views
+                memory, size = (
+                    (self.layout_memory, layout.size)
+                    if joined
+                    else (self.item_memory[position], start + item_format.size)
+                )
                 memories[joined] = memory.view(size)
-            x = layout.tensor(memories[True], spec.entry, position) if joined else spec.view(memories[False], start)
-            if on_release is None or spec.size < SMALL: return _copied(x)
+            x = (
+                layout.tensor(memories[True], spec.entry, position)
+                if joined
+                else spec.view(memories[False], start)
+            )
+            if on_release is None or spec.size < SMALL:
+                return _copied(x)
             lent.add(joined)
             return x
 
-        if item_format.specs is None: item = item_format.unpickle(get)
-        else: item = item_format.assemble(self.cache.views(position, item_format, self.item_memory[position], start), get)
-        if on_release is not None: _call_when_gone([memories[joined] for joined in lent], on_release)
+        if item_format.specs is None:
+            item = item_format.unpickle(get)
+        else:
+            item = item_format.assemble(
+                self.cache.views(position, item_format, self.item_memory[position], start), get
+            )
+        if on_release is not None:
+            _call_when_gone([memories[joined] for joined in lent], on_release)
         return item
 
     def warm_up(self, item_format: ItemFormat, position: int, layout: Layout) -> None:
         "Run the code that reads an item, without a result and for any content of the slot (see `ItemFormat.warm_up`)."
-        if item_format.specs is None: return
-        item_format.warm_up(self.cache.views(position, item_format, self.item_memory[position], self.start(position, layout)))
+        if item_format.specs is None:
+            return
+        item_format.warm_up(
+            self.cache.views(
+                position, item_format, self.item_memory[position], self.start(position, layout)
+            )
+        )
 
     def close(self) -> None:
-        for memory in (*self.item_memory, self.layout_memory): memory.close()
+        for memory in (*self.item_memory, self.layout_memory):
+            memory.close()
         self.cache = ViewCache()
 
 
-def _copied(x): return x.clone() if isinstance(x, torch.Tensor) else x.copy()
+def _copied(x):
+    return x.clone() if isinstance(x, torch.Tensor) else x.copy()
 
 
 def _call_when_gone(arrays, function):
     "Call `function` when the last of the `arrays` is deleted, or now if `arrays` is empty."
     left = len(arrays)
-    if not left: return function()
+    if not left:
+        return function()
 
     def one_less():
         nonlocal left
         left -= 1
-        if left == 0: function()
-    for x in arrays: weakref.finalize(x, one_less).atexit = False
+        if left == 0:
+            function()
+
+    for x in arrays:
+        weakref.finalize(x, one_less).atexit = False

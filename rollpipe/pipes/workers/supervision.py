@@ -28,33 +28,47 @@ def report_silence(process: Any, seconds: float, on_silence: str, lane: int | No
         lane: the lane that it collects
     """
     text = f"{process} has been silent for {seconds:.0f} s; it is here:\n{process.current_traceback()}\n"
-    if process.threads: text += (f"It was forked beside other threads ({', '.join(process.threads)}), and may wait for a lock that one of "
-                                 "them held. With start_method='spawn' this cannot happen.")
+    if process.threads:
+        text += (
+            f"It was forked beside other threads ({', '.join(process.threads)}), and may wait for a lock that one of "
+            "them held. With start_method='spawn' this cannot happen."
+        )
     error = WorkerError(text, lane=lane)
-    if on_silence == 'raise': raise error
+    if on_silence == "raise":
+        raise error
     log.warning(str(error))
 
 # %% ../../../nbs/pipes/30_workers/14_supervision.ipynb #5d0f1f08
 class Supervision:
     "Watches members. `options`, such as a `ProcessReading`, has `silence` [s], `on_silence` ('warn' or 'raise') and `restart` (a number)."
+
     def __init__(self, options: Any):
-        self.options, self.restarts, self.looked = options, 0, 0.    # number of restarts; time of the last check [s]
-        self.starts = Counter()                                      # lane -> number of its restarts
+        # number of restarts; time of the last check [s]
+        self.options = options
+        self.restarts = 0
+        self.looked = 0.0
+        self.starts = Counter()  # lane -> number of its restarts
 
     def time_left(self, busy: Iterable[Member]) -> float:
         "The seconds until one of the `busy` members must be reported, if it stays silent."
-        return min((member.heard + member.patience for member in busy), default=inf) - time.monotonic()
+        return (
+            min((member.heard + member.patience for member in busy), default=inf) - time.monotonic()
+        )
 
     def check_silence(self, busy: Iterable[Member]) -> None:
         "Report each of the `busy` members that has been silent for too long."
         for member in busy:
-            if (silent := time.monotonic() - member.heard) < member.patience: continue
-            report_silence(member.process, silent, self.options.on_silence, lane=member.sent[0].lane)
+            if (silent := time.monotonic() - member.heard) < member.patience:
+                continue
+            report_silence(
+                member.process, silent, self.options.on_silence, lane=member.sent[0].lane
+            )
             member.patience *= 2
 
     def is_due(self) -> bool:
         "Must the members now be checked for deaths?"
-        if (now := time.monotonic()) - self.looked < 0.3: return False
+        if (now := time.monotonic()) - self.looked < 0.3:
+            return False
         self.looked = now
         return True
 
@@ -65,10 +79,15 @@ class Supervision:
             error: how it died
             goes_on: the lanes go on where they were, so that nobody can tell the restart from the stream
         """
-        if member.sent and not isinstance(error, WorkerNotStarted): error.problem += f" while it collected lane {member.sent[0].lane}"
-        error.locate(lane=', '.join(map(str, member.lanes)))
-        if self.restarts >= self.options.restart: raise error
+        if member.sent and not isinstance(error, WorkerNotStarted):
+            error.problem += f" while it collected lane {member.sent[0].lane}"
+        error.locate(lane=", ".join(map(str, member.lanes)))
+        if self.restarts >= self.options.restart:
+            raise error
         self.restarts += 1
-        for lane in member.lanes if not goes_on else (): self.starts[lane] += 1
-        begin = 'go on where they were' if goes_on else 'start anew'
-        log.warning(f"{error} Its lanes {begin} (restart {self.restarts} of {self.options.restart}).")
+        for lane in member.lanes if not goes_on else ():
+            self.starts[lane] += 1
+        begin = "go on where they were" if goes_on else "start anew"
+        log.warning(
+            f"{error} Its lanes {begin} (restart {self.restarts} of {self.options.restart})."
+        )
