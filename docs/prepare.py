@@ -365,21 +365,27 @@ def glossary(text):
     return "\n".join([*lines, "```", ""])
 
 
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
+
+
 def pages(out):
-    "Copy the pages of this folder, and the pictures. A link that leaves the folder stays within the site's."
+    """Copy the pages of this folder, and the pictures that they show.
+
+    A link that leaves the folder stays within the site's. A picture that a page shows and that is not there ends the build.
+    """
     for path in sorted([*HERE.glob("*.md"), *HERE.glob("howto/*.md")]):
-        text = (
-            path.read_text(encoding="utf-8")
-            .replace("](../benchmarks/", "](benchmarks/")
-            .replace("../nbs/tutorials/", "tutorials/")
-        )
-        out.write(
-            path.relative_to(HERE).as_posix(),
-            glossary(text) if path.name == "glossary.md" else text,
-        )
-    out.write("pipeline.svg", (HERE / "pipeline.svg").read_bytes())
-    for name in ("learning", "mujoco"):
-        out.write(picture := f"benchmarks/results/{name}/report.png", (ROOT / picture).read_bytes())
+        text = path.read_text(encoding="utf-8")
+
+        # Pictures of the repository lie in the site under the path that they have in the repository.
+        for target in PICTURE.findall(text):
+            picture = (path.parent / target).resolve()
+            root = HERE if picture.is_relative_to(HERE) else ROOT
+            out.write(picture.relative_to(root).as_posix(), picture.read_bytes())
+
+        text = text.replace("](../benchmarks/", "](benchmarks/")
+        text = text.replace("../nbs/tutorials/", "tutorials/")
+        is_glossary = path.name == "glossary.md"
+        out.write(path.relative_to(HERE).as_posix(), glossary(text) if is_glossary else text)
 
 
 def architecture(out):
