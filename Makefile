@@ -25,7 +25,7 @@ endif
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint sync notebooks pytest slow gpu bench docs export update hooks clean
+.PHONY: help setup demo test thorough lint sync notebooks pytest newest gpu bench docs export update hooks clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -48,10 +48,15 @@ demo: $(STAMP)  ## train TRPO on Pendulum-v1, compare it with a random policy, l
 	@$(BIN)/rollpipe demo
 
 # The lint needs one core for half a minute, so the notebooks run beside it. If it fails, they end; the tests begin when both have passed.
-test: $(STAMP)  ## lint, notebooks, pytest with the sync check: what the gate runs
+test: $(STAMP)  ## lint, types, notebooks and the quick tests: the gate of every change
 	@$(MAKE) --no-print-directory notebooks & notebooks=$$!; trap 'kill $$notebooks 2>/dev/null' EXIT INT TERM; \
 	$(MAKE) --no-print-directory lint && wait $$notebooks
 	@$(MAKE) --no-print-directory pytest
+
+# The site needs tools that Python 3.10 does not have any more.
+thorough: $(STAMP)  ## the slow tests (faults, kills, clusters, ranks, learning, snippets of pages) and the site: before a release
+	@$(PYTEST) -m "slow and not gpu" --timeout 3600
+	@! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || $(MAKE) --no-print-directory docs
 
 lint: $(STAMP)  ## ruff, notebooks included, and the types of the package
 	@$(BIN)/ruff check --quiet .
@@ -64,11 +69,14 @@ sync: $(STAMP)  ## notebooks and exported modules agree
 notebooks: $(STAMP)  ## run every notebook, each in a process of its own, forked by one that has imported torch
 	@ROLLPIPE_SHORT=1 exec $(BIN)/python tests/notebooks.py --jobs $(JOBS)
 
-pytest: $(STAMP)  ## the tests, without the slow ones, some files at a time: more than there are cores, as many tests wait
-	@$(BIN)/python -m pytest -q --numprocesses $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder
+# More processes than there are cores, because many tests wait.
+PYTEST = $(BIN)/python -m pytest -q --numprocesses $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder --durations 20
 
-slow: $(STAMP)  ## the learning tests, many minutes
-	@$(BIN)/python -m pytest -q -m slow --timeout 3600
+pytest: $(STAMP)  ## the quick tests, some files at a time
+	@$(PYTEST)
+
+newest: $(STAMP)  ## put the newest releases of what rollpipe stands on into .venv, for a test; `make clean setup` goes back
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade torch gymnasium numpy optree onnx onnxruntime pytest
 
 gpu: $(STAMP)  ## the tests that use a GPU
 	@$(BIN)/python -m pytest -q -m gpu --timeout 900

@@ -58,8 +58,15 @@ LONG = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    "The files that take longest come first: then the short ones keep all processes of xdist busy until the end."
+    """What needs the cluster is slow, and is left to `make thorough`.
+
+    The files that take longest come first: then the short ones keep all processes of xdist busy until the end.
+    """
+    for item in items:
+        if "cluster" in item.fixturenames:
+            item.add_marker("slow")
     items.sort(key=lambda item: (item.path.stem not in ON_THE_CLUSTER, item.path.stem not in LONG))
 
 

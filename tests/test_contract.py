@@ -57,10 +57,11 @@ from rollpipe.pipes.graph.torchdata import (
 )
 
 pytestmark = pytest.mark.timeout(600)
+ON_RAY = pytest.param("ray", marks=pytest.mark.slow)
 LAGGED = {}  # lag -> the stream of the first service with it
 
 
-@pytest.fixture(scope="module", params=["processes", "ray"])
+@pytest.fixture(scope="module", params=["processes", ON_RAY])
 def Reading(request):
     "The class of the reading service."
     if request.param == "processes":
@@ -83,7 +84,8 @@ def left(pids, Reading):
 
 def cases(processes, ray):
     "Arguments of a test: more for processes, as workers of a cluster take long to start."
-    return [("processes", *case) for case in processes] + [("ray", *case) for case in ray]
+    on_ray = [pytest.param("ray", *case, marks=pytest.mark.slow) for case in ray]
+    return [("processes", *case) for case in processes] + on_ray
 
 
 @pytest.mark.parametrize(

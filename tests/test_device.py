@@ -246,6 +246,7 @@ class PretendDevice(TorchDispatchMode):
         return compute(func, args, kwargs or {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "ppo gru", "trpo gru", "a2c lstm", "dqn lstm"])
 def test_a_training_on_a_device_mixes_nothing_and_gives_the_same_numbers(
     algorithm, tmp_path, monkeypatch

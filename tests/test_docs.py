@@ -58,6 +58,20 @@ def test_references_to_notebooks_lead_to_one():
     assert not missing
 
 
+def test_make_has_each_target_that_a_text_or_a_workflow_names():
+    targets = set(re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), re.M))
+    texts = [*TEXTS, *ROOT.glob(".github/workflows/*.yml"), ROOT / ".ci/run"]
+    for path in texts:
+        text = path.read_text(encoding="utf-8") if path.suffix != ".ipynb" else prose(path)
+        commands = re.findall(
+            r"`(make [^`]+)`|^(?:.*run: )?(make [\w=. ]+?) *(?:#.*)?$", text, re.M
+        )
+        named = [words for pair in commands for words in pair if words]
+        # `make PYTHON=python3.12 setup`: what is no variable is a target
+        words = {word for command in named for word in command.split()[1:] if "=" not in word}
+        assert words <= targets, path
+
+
 README = ROOT / "README.md"
 SHORTER = dict(
     train="--steps 600 --n-steps 32 --quiet --no-tensorboard",
@@ -124,6 +138,7 @@ def runs_left(path):
     assert path.stem not in RUNS or len([*Path("runs").iterdir()]) == RUNS[path.stem]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_readme_works_from_top_to_bottom(tmp_path, monkeypatch, packages):
     """In an empty folder. Every snippet runs in a file of its own, and prints what the README shows after it.
@@ -189,6 +204,7 @@ def test_the_first_training_of_the_readme_is_solved_with_every_seed(seed):
         assert last == shown
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", [p for p in PAGES if snippets(p)], ids=lambda p: p.stem)
 def test_the_snippets_of_a_page_run_and_print_what_the_page_shows(

@@ -61,7 +61,7 @@ def evaluation_in(place, request):
     return partial(ParallelEvaluation, ray=dict(address=request.getfixturevalue("nodes").address))
 
 
-@pytest.fixture(scope="module", params=["process", "ray"])
+@pytest.fixture(scope="module", params=["process", pytest.param("ray", marks=pytest.mark.slow)])
 def Evaluation(request):
     return evaluation_in(request.param, request)
 

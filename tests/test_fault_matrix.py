@@ -1,7 +1,7 @@
 """Whatever goes wrong, wherever, by whatever start method and lag: it is told, by name, and nothing is left behind.
 
 Each row of `fault_rows.py` is one harm at one place, with what must come of it; a column is a start method and a lag. Each row is run in
-this process and by forked workers, and a selection by spawn and by forkserver: see `spawned` and `served`. `-m slow` runs all the rest.
+this process and by forked workers, and a selection by spawn and by forkserver: see `spawned` and `served`. The last test runs all the rest.
 `python tests/test_fault_matrix.py` prints the table (`--all`: with all cells), and so does `pytest -s` at the end.
 """
 
@@ -39,7 +39,7 @@ from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.workers.process import WorkerDied
 from rollpipe.runs.folder import load_run
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 class Column(NamedTuple):
@@ -178,7 +178,6 @@ def test_in_spawned_workers():
     assert not left.more()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("row, column", parameters(unusual()))
 def test_all_other_cells(row, column):
     check(row, column)

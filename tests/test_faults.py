@@ -97,7 +97,7 @@ class AtEnd(Pipe):
             self.function()
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("raised", [SystemExit, Silent])
 def test_what_one_lane_raises_at_its_end_does_not_keep_the_others_open(
     raised, method, tmp_path, caplog
@@ -321,7 +321,14 @@ def test_a_worker_with_processes_of_its_own_is_killed():
 # --- silence
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fork",
+        pytest.param("spawn", marks=pytest.mark.slow),
+        pytest.param("forkserver", marks=pytest.mark.slow),
+    ],
+)
 def test_the_start_of_a_worker_is_no_silence(method, caplog):
     "Also of one that is started again: an interpreter that loads torch takes longer than any step."
     with caplog.at_level(logging.WARNING, "rollpipe"):
@@ -497,7 +504,9 @@ if __name__ == '__main__':
 """
 
 
-@pytest.mark.parametrize("method, doing", [("fork", "computes"), ("spawn", "runs")])
+@pytest.mark.parametrize(
+    "method, doing", [("fork", "computes"), pytest.param("spawn", "runs", marks=pytest.mark.slow)]
+)
 def test_the_parent_is_killed(method, doing, tmp_path):
     "Idle and busy workers end within two seconds. `test_guard.py` has those that hang in C or are stopped."
     parent = forked_script(tmp_path, LIVES, method, doing)

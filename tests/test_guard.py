@@ -55,7 +55,7 @@ def guards(pid=None):
     ]
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_the_parent_is_killed(method, tmp_path, monkeypatch):
     "One worker waits, one is in C code that holds the interpreter's lock, one is stopped: all end, and close environments if they can."
     monkeypatch.setenv("HARM", str(tmp_path / "holds"))
@@ -83,7 +83,7 @@ def test_the_parent_is_killed(method, tmp_path, monkeypatch):
     parent.communicate()
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_the_thread_that_started_a_worker_ends(method):
     "The worker goes on: a death signal of the kernel, for example, would have come."
     pipe = Lanes(FragmentCollector(EnvStepper(Counting, Plain()), 2), 1, 0)
@@ -115,7 +115,7 @@ def test_one_guard_serves_all_loaders_and_a_guard_that_was_killed_is_replaced():
             assert second != first
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_the_guard_ends_with_the_last_worker_and_comes_again_with_the_next(method):
     found = []
     for _ in range(2):

@@ -10,7 +10,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import guillotine  # noqa: E402
 
-QUICK = ("ppo", "dqn", "ready")
 NEEDS = {
     **dict.fromkeys(("halfcheetah", "hopper", "walker2d", "ant", "humanoid"), "mujoco"),
     **dict.fromkeys(("lunar", "bipedal"), "Box2D"),
@@ -18,13 +17,8 @@ NEEDS = {
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in guillotine.CASES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", guillotine.CASES)
 def test_a_killed_training_gives_the_numbers_of_its_twin(name):
     "Killed at a random instant, at once after a resume, and while it saves."
     if name in NEEDS and find_spec(NEEDS[name]) is None:

@@ -108,7 +108,9 @@ def test_the_stream_is_that_of_one_process(lanes, joined, lag):
         assert_same(snapshot(batch), expected[k])
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+@pytest.mark.parametrize(
+    "start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
+)
 def test_images_are_joined_without_a_copy(start_method):
     "After the first batches, which settle the layout, a worker copies what is small, and the join nothing whole-numbered that is large."
     pipe = pipeline(2, 2)
@@ -396,7 +398,9 @@ class Endless(Stepped):
     action_space = Discrete(5)
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+@pytest.mark.parametrize(
+    "start_method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
+)
 def test_a_restart_leaves_the_other_workers_alone(start_method):
     "What the parent knows of their memory stays true while a process is started anew."
     pipe = FragmentStacker(Lanes(FragmentCollector(EnvStepper(Endless, Plain()), 4), 2, 0), 2)

@@ -13,7 +13,7 @@ from worker_cases import gone, outcome, runs, script, slack
 
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, RayReading, WorkerError
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ray = pytest.importorskip("ray")
 
 

@@ -225,7 +225,7 @@ def recorded(path, n=6, **options):
     return found
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_each_lane_records_its_part_in_a_worker(method, tmp_path):
     found = recorded(tmp_path / "here")
     actor = MLPPolicy.for_env(POLE, hidden=(8,), seed=0)

@@ -23,6 +23,8 @@ from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import DataError, nested
 from rollpipe.ranks import divided
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = (
     "CartPole-v1 --preset none --lanes 4 --n-envs 2 --n-steps 32 --hidden 8 --critic-hidden 8 --engine torch --quiet "
