@@ -212,13 +212,33 @@ def test_outside_imports_are_declared():
     assert not wrong, (
         f"imported at the top of a module, but no requirement in settings.ini: {wrong}"
     )
-    lines = [
-        line
-        for m in FILES
-        for line in FILES[m].read_text(encoding="utf-8").splitlines()
-        if "typing_extensions" in line
+    unguarded = {m for m in FILES if imports_for_types(m) - guarded_for_types(m)}
+    assert not unguarded, "typing_extensions is imported outside of `if TYPE_CHECKING:`"
+
+
+def imports_for_types(module):
+    "The lines of a module that import `typing_extensions`."
+    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+    return lines_that_import_typing_extensions(tree)
+
+
+def guarded_for_types(module):
+    "Those of them in a block `if TYPE_CHECKING:`."
+    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+    blocks = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
-    assert all(line.startswith("if TYPE_CHECKING: ") for line in lines), lines
+    return set().union(*map(lines_that_import_typing_extensions, blocks))
+
+
+def lines_that_import_typing_extensions(tree):
+    return {
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "typing_extensions"
+    }
 
 
 def test_the_names_of_a_first_program_are_those_of_the_rooms():
