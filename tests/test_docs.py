@@ -270,6 +270,8 @@ def test_the_site_has_every_public_name_and_its_pages_refer_to_pages_and_terms_t
         targets = re.findall(r"\{doc\}`([^`]+)`", text) + re.findall(r"^:link: (.+)$", text, re.M)
         found = [os.path.normpath(t[1:] if t[0] == "/" else page.parent / t) for t in targets]
         assert set(found) <= set(pages), path
+        shown = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", pages[page.with_suffix("").as_posix()])
+        assert all((tmp_path / page.parent / picture).is_file() for picture in shown), path
         links = re.findall(r"\]\(([^)#\s]+)", re.sub(r"```.*?```", "", text, flags=re.S))
         assert all("://" in link or (path.parent / link).exists() for link in links), path
         terms = [
