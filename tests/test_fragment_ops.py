@@ -308,3 +308,34 @@ def test_strands_of_what_was_joined(n):
     for lane, seq, where in found:
         (part,) = [f for f in parts if (int(f.lane[0]), int(f.seq[0])) == (lane, seq)]
         assert_same(columns(join(parts), torch.arange(where.start, where.stop)), part)
+
+
+ROWS = torch.zeros(4, 2, 3)  # observations of T = 3 steps of B = 2 environments
+STEPS = torch.zeros(3, 2)
+NO_STEPS = [
+    ("no tensor", dict(obs=ROWS.numpy()), "leaf obs: not a tensor. .*as_tensor.*got ndarray"),
+    ("a list", dict(act=STEPS.tolist()), r"leaf act\[0\]\[0\]: not a tensor.*got float"),
+    ("no tensor in a dict", dict(obs=dict(x=ROWS.numpy())), r"leaf obs\['x'\]: not a tensor"),
+    ("rewards of numpy", dict(rew=STEPS.numpy()), "leaf rew: not a tensor"),
+    ("a memory of numpy", dict(hx=np.zeros((1, 2, 3))), "leaf hx: not a tensor"),
+    ("advantages of numpy", dict(adv=STEPS.numpy()), "leaf adv: not a tensor"),
+    ("[T]", dict(obs=ROWS[:, 0], act=STEPS[:, 0], rew=STEPS[:, 0]), r"leaf rew: .*`x\[:, None\]`"),
+    ("T = 0", dict(obs=ROWS[:1], act=STEPS[:0], rew=STEPS[:0]), r"leaf rew: wrong shape.*T >= 1"),
+    ("no rewards", dict(rew=None), "leaf rew: wrong shape. .*got None"),
+    ("whole rewards", dict(rew=STEPS.long()), r"leaf rew: wrong dtype. .*`rew.float\(\)`.*int64"),
+    ("rewards of bools", dict(rew=STEPS.bool()), "leaf rew: wrong dtype. .*got bool"),
+    (
+        "five columns",
+        dict(stepno=torch.zeros(5).long()),
+        r"leaf stepno: .*\[B\] = \[2\], got int64",
+    ),
+    ("half a step", dict(stepno=0.5), "leaf stepno: .*an int.*got float32 0.5"),
+]
+
+
+@pytest.mark.parametrize("change, message", [x[1:] for x in NO_STEPS], ids=[x[0] for x in NO_STEPS])
+def test_steps_of_another_form_are_named(change, message):
+    steps = dict(obs=ROWS, act=STEPS, rew=STEPS)
+    assert Fragment.from_steps(**steps).valid.all()
+    with pytest.raises(DataError, match=f"Fragment.from_steps, {message}"):
+        Fragment.from_steps(**{**steps, **change})

@@ -393,6 +393,66 @@ def test_comments_addresses_and_the_order_of_sets_make_no_difference():
     assert not tap(closure({"b", "a"})).differs(tap(closure({"a", "b"})))
 
 
+class Noisy(gym.spaces.Box):
+    "A space with a generator of its own, and a text that it makes when it is printed."
+
+    def __init__(self, size):
+        super().__init__(0, 1, (size,))
+        self.noise = np.random.default_rng()
+
+    @functools.cached_property
+    def text(self):
+        return f"{self.shape[0]} numbers"
+
+    def __repr__(self):
+        return self.text
+
+
+BOX = functools.partial(gym.spaces.Box, -1, 1)
+SPACES = dict(
+    Box=BOX,
+    Discrete=lambda shape=(3,): gym.spaces.Discrete(shape[0]),
+    MultiDiscrete=lambda shape=(3,): gym.spaces.MultiDiscrete(shape),
+    MultiBinary=lambda shape=(3,): gym.spaces.MultiBinary(shape),
+    Text=lambda shape=(3,): gym.spaces.Text(shape[0], charset=frozenset("abcdef")),
+    Charset=lambda shape=(3,): gym.spaces.Text(9, charset="abcdef"[: shape[0]]),
+    Dict=lambda shape=(3,): gym.spaces.Dict(a=BOX(shape), b=gym.spaces.Discrete(2)),
+    Tuple=lambda shape=(3,): gym.spaces.Tuple([BOX(shape), gym.spaces.Discrete(2)]),
+    Graph=lambda shape=(3,): gym.spaces.Graph(BOX(shape), gym.spaces.Discrete(2)),
+    Sequence=lambda shape=(3,): gym.spaces.Sequence(BOX(shape), stack=True),
+    OneOf=lambda shape=(3,): gym.spaces.OneOf([BOX(shape), gym.spaces.Discrete(2)]),
+    Noisy=lambda shape=(3,): Noisy(shape[0]),
+)
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_a_space_that_was_printed_and_drawn_from_is_described_by_what_it_means(name):
+    make = SPACES[name]
+    used = make((3,))
+    used.seed(5)
+    assert used.contains(used.sample()) and str(used)
+    fresh = tap(Scale(1, dict(goal=make((3,)))))
+    assert not fresh.differs(tap(Scale(1, dict(goal=used))))
+    assert fresh.differs(tap(Scale(1, dict(goal=make((2,))))), "graph")
+
+
+def lent_single():
+    space = gym.spaces.Box(0, 9, (3,))
+    return gym.wrappers.TransformObservation(gym.make("Pendulum-v1"), np.abs, space)
+
+
+def lent_vector():
+    return gym.wrappers.vector.RecordEpisodeStatistics(gym.make_vec("Pendulum-v1", 2))
+
+
+@pytest.mark.parametrize("make", [lent_single, lent_vector])
+def test_an_environment_that_somebody_has_looked_at_is_described_as_before(make):
+    used = make()
+    assert str((used.observation_space, used.action_space, used.spec, used.np_random))
+    assert str([(env.spec, env.np_random) for env in getattr(used.unwrapped, "envs", ())])
+    assert not tap(Scale(1, make())).differs(tap(Scale(1, used)))
+
+
 def test_a_fingerprint_is_stored_as_json(base):
     again = Fingerprint(json.loads(json.dumps(base.leaves)))
     assert (
@@ -527,6 +587,13 @@ def test_both_numbers_are_told_when_both_runs_make_them_once_more(
     found = re.fullmatch(told + r": (\S+) != (\S+)", numbers(a, b, at))
     assert found and float(found[1]) != float(found[2])
     assert numbers(a, a, at) == "the updates are equal when they are made once more"
+
+
+def test_a_run_that_prints_a_space_midway_equals_its_repeat(tmp_path):
+    "An evaluation in the training prints the space of the observations."
+    run = trained(tmp_path / "run", steps=4000, eval_every=2)
+    same = trained(tmp_path / "same", steps=4000, eval_every=2)
+    assert not diff(run, same).fingerprints and not verify(run, 3).fingerprints
 
 
 @pytest.mark.parametrize(

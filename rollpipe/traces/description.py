@@ -144,24 +144,33 @@ _RANDOM = np.random.Generator, np.random.RandomState, random.Random, torch.Gener
 _METHOD = types.MethodType, types.BuiltinMethodType, types.MethodWrapperType
 
 
+# What spaces and environments of gymnasium fill when somebody prints them, draws from them or asks for their spec. The order
+# of a charset is that of a set, in gymnasium below 1.4.
+_FILLED_LATER = {
+    "low_repr",
+    "high_repr",
+    "_char_list",
+    "_char_index",
+    "_np_random",
+    "_np_random_seed",
+    "_cached_spec",
+}
+
+
 def attributes(x: Any) -> dict:
     """The attributes of an object that are its configuration.
 
     A pipe, and what has a `state_dict` or is rollpipe's, keeps its configuration under the names of its constructor's arguments. If some
-    of these are missing, and for any other object, all attributes count.
+    of these are missing, and for any other object, all attributes count, except those that are filled when somebody uses it.
     """
-    found = all_attributes(x)
+    found = {name: y for name, y in all_attributes(x).items() if not _is_filled_later(x, name, y)}
     is_known = (
         isinstance(x, IterDataPipe)
         or hasattr(x, "state_dict")
         or type(x).__module__.partition(".")[0] == "rollpipe"
     )
     if not is_known:
-        return {
-            name: y
-            for name, y in found.items()
-            if not (isinstance(x, gym.Space) and name == "_np_random")
-        }
+        return found
     found = {
         name: y for name, y in found.items() if not name.startswith("_") and name not in _APART
     }
@@ -174,6 +183,15 @@ def attributes(x: Any) -> dict:
         if wanted <= found.keys()
         else found
     )
+
+
+def _is_filled_later(x: Any, name: str, value: Any) -> bool:
+    "Does the attribute depend on who has used the object, and not on what the object means?"
+    if isinstance(getattr(type(x), name, None), functools.cached_property):
+        return True
+    if isinstance(x, gym.Space) and isinstance(value, _RANDOM):
+        return True
+    return isinstance(x, (gym.Space, gym.Env, gym.vector.VectorEnv)) and name in _FILLED_LATER
 
 # %% ../../nbs/traces/01_description.ipynb #a3a346e3
 class CodeDescription:
@@ -289,6 +307,8 @@ class Description(CodeDescription):
             self._parts(path, "partial", dict(func=x.func, args=x.args, keywords=x.keywords))
         elif isinstance(x, property):
             self._parts(path, "property", dict(get=x.fget, set=x.fset))
+        elif isinstance(x, functools.cached_property):
+            self.add(path, x.func)
         elif hasattr(x, "__wrapped__"):
             self.add(path, x.__wrapped__)  # such as a static method, or a function with a cache
         elif isinstance(x, _METHOD) and not isinstance(x.__self__, types.ModuleType | None):

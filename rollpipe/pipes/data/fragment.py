@@ -182,6 +182,40 @@ def _flags(like, name, x, default=False):
     )
 
 
+def _check_rewards(rew):
+    "Raise `DataError` unless these are rewards `[T, B]`."
+    problem = expected = None
+    if not isinstance(rew, Tensor) or rew.ndim != 2 or not len(rew):
+        problem = "wrong shape"
+        expected = "[T, B] with T >= 1; `x[:, None]` adds B = 1 to the steps of one environment"
+    elif not rew.is_floating_point():
+        problem = "wrong dtype"
+        expected = "float32, such as `rew.float()`"
+    if problem:
+        raise DataError(
+            problem,
+            pipe="Fragment.from_steps",
+            leaf="rew",
+            expected=expected,
+            got=describe(rew),
+        )
+
+
+def _first_numbers(stepno, rew):
+    "The step numbers `[B]` of row 0."
+    stepno = torch.as_tensor(stepno, device=rew.device)
+    is_whole = not (stepno.is_floating_point() or stepno.dtype is torch.bool)
+    if is_whole and tuple(stepno.shape) in ((), (rew.shape[1],)):
+        return torch.zeros_like(rew[0], dtype=torch.int64) + stepno
+    raise DataError(
+        "not numbers of steps",
+        pipe="Fragment.from_steps",
+        leaf="stepno",
+        expected=f"an int, or int64 [B] = [{rew.shape[1]}]",
+        got=describe(stepno),
+    )
+
+
 def _history(first, obs, act, rew, end) -> State:
     "The rows `[T+1, B]` of environments whose step numbers begin with `first` `[B]`; `end` `[T, B]` is True where an episode ended."
     stepno = [first]
@@ -189,6 +223,20 @@ def _history(first, obs, act, rew, end) -> State:
         stepno.append(torch.where(over, 0, stepno[-1] + 1))
     act, rew = nested.map(lambda x: torch.cat([torch.zeros_like(x[:1]), x]), (act, rew))
     return State(torch.stack(stepno), obs, act, rew, torch.cat([(first == 0)[None], end]))
+
+
+def _check_tensors(**trees):
+    "Raise `DataError` for a leaf of other data than tensors."
+    for name, tree in trees.items():
+        for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
+            if not isinstance(x, Tensor):
+                raise DataError(
+                    "not a tensor",
+                    pipe="Fragment.from_steps",
+                    leaf=path,
+                    expected="a torch.Tensor; `torch.as_tensor(x)` makes one of an array or a list",
+                    got=type(x).__name__,
+                )
 
 
 def _check_shapes(shape, rows, steps, columns):
@@ -259,7 +307,8 @@ def from_steps(
 ) -> "Fragment":
     """Make a `Fragment`. The action and reward before row 0 are zero. Row 0 begins an episode where `stepno` is 0.
 
-    Raises `DataError` if an argument has the wrong shape, a mask is not bool, or the last observation of a truncated episode is missing.
+    Raises `DataError` if an argument is no tensor or has the wrong shape, a mask is not bool, rewards are no floating-point numbers, or the
+    last observation of a truncated episode is missing.
 
     Args:
         obs: [T+1, B, ...]: the observations; where an episode ended, the first one of the next episode
@@ -281,12 +330,15 @@ def from_steps(
         version: int64 [B]: version of the weights that collected the column
         restarts: int64 [B]: how often the lane was lost with its worker and began anew; None: never
     """
+    columns = dict(lane=lane, seq=seq, version=version, restarts=restarts)
+    _check_tensors(obs=obs, act=act, rew=rew, actor=actor, env=env, hx=hx, adv=adv, ret=ret)
+    _check_tensors(last_obs=last_obs, last_actor=last_actor, **columns)
+    _check_rewards(rew)
     valid = _flags(rew, "valid", valid, True)
     terminated = _flags(rew, "terminated", terminated)
     truncated = _flags(rew, "truncated", truncated)
     actor = {} if actor is None else actor
     env = {} if env is None else env
-    columns = dict(lane=lane, seq=seq, version=version, restarts=restarts)
     _check_shapes(
         rew.shape,
         rows=dict(obs=obs, actor=actor),
@@ -305,7 +357,7 @@ def from_steps(
         raise DataError(
             "a lane numbers its fragments", leaf="seq", expected="int64 [B]", got="None"
         )
-    first = torch.zeros_like(rew[0], dtype=torch.int64) + stepno
+    first = _first_numbers(stepno, rew)
     state = _history(first, obs, act, rew.masked_fill(~valid, 0.0), terminated | truncated | ~valid)
     term = torch.cat([torch.zeros_like(valid[:1]), terminated & valid])
     final = _final_rows(truncated & ~terminated & valid, obs, actor, last_obs, last_actor)
