@@ -219,6 +219,22 @@ class DoesNotClose(Sound):
         raise OSError("still busy")
 
 
+@broken(check_env, "ENV_UNDISTURBED")
+class CountsForAll(Sound):
+    "The steps of all instances count, until an episode begins in one of them."
+
+    counts = [0]
+
+    def reset(self, **kwargs):
+        self.counts[0] = 0
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        self.counts[0] += 1
+        obs, _, *rest = super().step(action)
+        return obs, float(self.counts[0]), *rest
+
+
 @broken(check_env, "ENV_RESUMABLE")
 class ForgetsItsGenerator(Sound):
     def get_state(self):

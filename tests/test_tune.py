@@ -333,17 +333,17 @@ def test_what_cannot_be_right_is_refused(here, curves, capsys):
 def test_a_trial_has_the_threads_and_the_device_of_its_configuration(here, monkeypatch):
     import torch
 
-    from rollpipe.tuning import trials
+    from rollpipe.agents import parallel_evaluation
 
     seen = []
     before = torch.get_num_threads()
-    evaluate = trials.evaluate
+    evaluate = parallel_evaluation.evaluate
 
     def see(*args, device, **kwargs):
         seen.append((torch.get_num_threads(), device))
         return evaluate(*args, device=device, **kwargs)
 
-    monkeypatch.setattr(trials, "evaluate", see)
+    monkeypatch.setattr(parallel_evaluation, "evaluate", see)
     assert main([*WORDS, "--trials", "1", "--threads", str(before + 1), "--device", "auto"]) == 0
     assert seen == [(before + 1, device_of("auto"))] * 2 and torch.get_num_threads() == before
 

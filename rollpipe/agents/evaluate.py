@@ -7,6 +7,8 @@ __all__ = ['quotas', 'Evaluation', 'check_limit', 'evaluate', 'policy_of', 'Rand
 
 # %% ../../nbs/agents/10_evaluate.ipynb #4e6fa0f7
 import copy
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -22,13 +24,16 @@ from ..pipes.data.action_masks import ActionMask
 from ..pipes.episodes import Trace, TraceRows
 from ..pipes.data.errors import DataError, EnvError, check_integer, describe
 from ..pipes.data.random_states import GlobalRandomStates
-from ..pipes.envs.factories import is_vector, spaces_of
+from ..pipes.envs.factories import EnvFactory, close_env, is_vector, spaces_of
+from ..pipes.envs.keeping import why_alone
 from ..pipes.envs.single import is_end
 from ..pipes.envs.sources import env_sources, instances_in
 from ..pipes.envs.watching import FilmRecorder, Window, check_film
 from ..pipes.stepper import EnvStepper
 from ..pipes.taps import EpisodeSums
 from ..pipes.graph.modules import EvalMode
+
+_log = logging.getLogger("rollpipe")
 
 # %% ../../nbs/agents/10_evaluate.ipynb #f1c395fb
 def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
@@ -148,7 +153,7 @@ class _Cutter:
         env = self.factory(seed)
         if is_vector(env):
             if self.closes:
-                env.close()
+                close_env(env, self.__name__)
             raise EnvError(
                 "the episodes of a vector cannot be cut off",
                 leaf="on_limit",
@@ -210,14 +215,28 @@ def check_limit(max_steps: int, on_limit: str, pipe: Any = None) -> None:
         )
 
 
-def _sources(env, n_episodes, n_envs, env_kwargs, render=None):
-    "One factory for each environment of `evaluate`."
+def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
+    "One factory for each environment of `evaluate`. The log tells of environments that do not work side by side."
     sources = list(env) if isinstance(env, (list, tuple)) else [env]
+    n = n_envs
     if n_envs is None and render:
-        n_envs = len(sources)
+        n = len(sources)
     elif n_envs is None and not instances_in(sources):
-        n_envs = max(len(sources), min(n_episodes, 8) // len(sources) * len(sources))
-    return env_sources(sources, n_envs, env_kwargs)
+        n = max(len(sources), min(n_episodes, 8) // len(sources) * len(sources))
+    factories = env_sources(sources, n, env_kwargs)
+
+    # A test closes what it makes, so there is none if the user wants to close the environments.
+    single = [factory for factory in factories if isinstance(factory, EnvFactory) and close]
+    times = Counter(factory.key for factory in single)
+    for factory in {factory.key: factory for factory in single if times[factory.key] > 1}.values():
+        if not (why := why_alone(factory)):
+            continue
+        name = f"environment {factory.name}"
+        if n_envs is None and len(factories) > len(sources):
+            _log.warning(f"{name}: {why}, so this evaluation plays one at a time")
+            return env_sources(sources, len(sources), env_kwargs)
+        _log.warning(f"{name}: {why}, and so do those of n_envs={len(factories)}")
+    return factories
 
 # %% ../../nbs/agents/10_evaluate.ipynb #b885e91a
 def evaluate(
@@ -248,7 +267,7 @@ def evaluate(
         env: gymnasium id, factory, instance, or list of those, see `EnvStepper`
         actor: anything with `step` and `reset`; a module is in eval mode during the evaluation
         n_episodes: number of whole episodes
-        n_envs: number of environments side by side; None: at most 8, or all instances
+        n_envs: number of environments side by side; None: at most 8, or all instances; one if a test finds that they disturb one another
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes; None: different episodes every time
         record: file for a film of the first episode, "x.gif" or "x.mp4"
@@ -272,7 +291,7 @@ def evaluate(
             expected="'human' without record, or None",
             got=describe(render),
         )
-    sources = _sources(env, n_episodes, n_envs, env_kwargs, render)
+    sources = _sources(env, n_episodes, n_envs, env_kwargs, render, close)
     recorders = []
     window = None
     cutters = None

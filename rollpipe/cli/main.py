@@ -369,6 +369,12 @@ def build_parser() -> Parser:
     sub.add_argument(
         "--device", default="cpu", help="where the policy is: cpu, cuda, cuda:1, mps or auto [cpu]"
     )
+    sub.add_argument(
+        "--n-envs",
+        type=int,
+        metavar="N",
+        help="environments side by side [at most 8; 1 if a test finds that they disturb one another]",
+    )
     sub = command("watch", watch_command, [playing])
     sub.add_argument("--episodes", type=int, help="number of episodes [no end; 1 with --record]")
     sub.add_argument(

@@ -31,7 +31,7 @@ from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, make_co
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint import Follower, joint
 from ..settings.options import import_words, options_of, parse_env_kwargs, shown, typed
-from ..pipes.envs.factories import spaces_of
+from ..pipes.envs.factories import spaces_of, spare_environments
 from ..pipes.data.errors import DataError, EnvError
 from ..pipes.graph.edits import draw
 from .logs import is_complete
@@ -118,6 +118,7 @@ def train_command(args: Namespace) -> None:
             print(f"evaluate it:  {_command_for('evaluate', run)}")
 
 
+@spare_environments()
 def _run_for(args, launch):
     "The run that the command line asks for; None if it is complete. After a restart of the ranks, continue from its newest checkpoint."
     is_again = launch and launch.restarts
@@ -311,6 +312,7 @@ def evaluate_command(args: Namespace) -> None:
             checkpoint.config["env"],
             policy_of(agent_of(checkpoint, args.device)),
             args.episodes,
+            n_envs=args.n_envs,
             deterministic=not args.sample,
             seed=args.seed,
             record=args.record,

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,12 @@ import numpy as np
 from ..agents.checkpoint import Snapshot, load_checkpoint
 from .states import kept_states
 from ..agents.evaluate import Evaluation, policy_of
-from ..agents.parallel_evaluation import Evaluated, ParallelEvaluation, evaluated
+from rollpipe.agents.parallel_evaluation import (
+    Evaluated,
+    ParallelEvaluation,
+    evaluated,
+    evaluated_beside,
+)
 from ..agents.schedules import Every
 from ..settings.config import device_of
 from .logs import KINDS, read_evaluations, records_of, write_evaluations
@@ -158,10 +163,12 @@ class StepEvaluations(Evaluations):
 
     Args:
         run: a run whose `eval_every` is in steps
+        evaluate: as `evaluated`
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, evaluate: Callable = evaluated):
         super().__init__(run, None)
+        self.evaluate = evaluate
         steps = run.counters["steps"]
         self.records = [
             r
@@ -238,7 +245,7 @@ class StepEvaluations(Evaluations):
         "Evaluate a policy in this process, after the present number of steps."
         config = self.run.config
         self.seed = evaluation_seed(config["seed"], kind, self.run.counters["steps"])
-        return evaluated(
+        return self.evaluate(
             actor,
             dict(
                 env=config["env"],
@@ -282,9 +289,15 @@ def evaluations_of(run: Run) -> Iterator[Evaluations | None]:
     if not every.n:
         yield None
     elif every.unit == "steps":
-        evaluations = StepEvaluations(run)
-        evaluations.after_update()
-        yield evaluations
+        # Where workers collect, this process has no environment that it could disturb.
+        with (
+            nullcontext(evaluated)
+            if config["workers"]
+            else evaluated_beside(config["env"], config["env_kwargs"])
+        ) as evaluate:
+            evaluations = StepEvaluations(run, evaluate)
+            evaluations.after_update()
+            yield evaluations
     else:
         ray = dict(address=config["address"]) if config.get("reading") == "ray" else None
         with ParallelEvaluation(

@@ -46,6 +46,7 @@ from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.engines.checked_actor import engine_used
 from ..pipes.data.errors import CheckpointError, DataError, PipeError, describe_exception
+from ..pipes.envs.factories import spare_environments
 from ..pipes.graph.edits import find
 from ..pipes.graph.modules import torch_threads
 from ..pipes.stepper import EnvStepper
@@ -188,6 +189,7 @@ def _check_stored(found: Checkpoint) -> None:
     check_room({option.name: value for option, value in options.items()})
 
 
+@spare_environments()
 def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     """A new run. Raises `DataError` if there is a run in the folder, or what may be somebody else's under the names of its files, and for a
     value that an option cannot have, and the errors of `build`, before anything is written.

@@ -26,7 +26,7 @@ from .algorithms import ALGORITHMS, options_for, parts_for
 from .options import options_of
 from ..pipes.advantage import AdvantageBuffer
 from ..pipes.data.errors import DataError, SpaceError, as_json, describe
-from ..pipes.envs.factories import spaces_of
+from ..pipes.envs.factories import spaces_of, spare_environments
 from ..pipes.graph.edits import find, insert_after, insert_before
 from ..pipes.lanes import Lanes
 from ..pipes.graph.modules import checked_device
@@ -390,6 +390,7 @@ def _network(part, env, algorithm, **kwargs):
         raise
 
 
+@spare_environments()
 def build(config: dict, resumes: int = 0) -> tuple:
     """The learner and the pipeline that a configuration describes. Raises their errors, and `DataError` if they do not fit together.
 
@@ -404,6 +405,8 @@ def build(config: dict, resumes: int = 0) -> tuple:
     algorithm = ALGORITHMS[config["algorithm"]]
     env = config["env"]
     env_kwargs = config["env_kwargs"]
+    if env_kwargs.get("atari") is not None:
+        env_kwargs = {**env_kwargs, "atari": "lives"}  # evaluations play whole games
     kwargs = {part: {} for part in (*algorithm.parts, "recurrence", "sharing")}
     for option in options_for(config["algorithm"]):
         value = config["options"].get(option.name, option.default)
@@ -440,12 +443,8 @@ def build(config: dict, resumes: int = 0) -> tuple:
     agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
     if "critic" not in accepted:
         modules = modules[:1]
-    is_game = env_kwargs.get("atari") is not None
-    played = (
-        {**env_kwargs, "atari": "lives"} if is_game else env_kwargs
-    )  # evaluations play whole games
     pipe = algorithm.pipeline(
-        env, *modules, seed=seeds["pipeline"], env_kwargs=played, **kwargs["pipeline"]
+        env, *modules, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"]
     )
     for memory in find(pipe, Replay) + find(
         pipe, DataSampler

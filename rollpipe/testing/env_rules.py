@@ -28,8 +28,8 @@ from .contract import Report, same, snapshot
 # %% auto #0
 __all__ = ['ENV_SPACES', 'ENV_MADE', 'ENV_RESET', 'ENV_STEP', 'ENV_OBS_LIKE_SPACE', 'ENV_OBS_FINITE', 'ENV_OBS_WITHIN_BOUNDS',
            'ENV_LAST_OBS', 'ENV_REWARD', 'ENV_FLAGS', 'ENV_INFO_STAYS', 'ENV_SPACES_STAY', 'ENV_SEED', 'ENV_CLOSE',
-           'ENV_RESUMABLE', 'TENSOR_ENV_MADE', 'TENSOR_ENV_RESET', 'TENSOR_ENV_STEP', 'TENSOR_ENV_NUMBERS',
-           'TENSOR_ENV_FINAL', 'check_env']
+           'ENV_UNDISTURBED', 'ENV_RESUMABLE', 'TENSOR_ENV_MADE', 'TENSOR_ENV_RESET', 'TENSOR_ENV_STEP',
+           'TENSOR_ENV_NUMBERS', 'TENSOR_ENV_FINAL', 'check_env']
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fecd7417
 ENV_SPACES = "observation_space and action_space have a fixed-size array form (Box, Discrete, MultiBinary, MultiDiscrete, Dict, Tuple)"
@@ -50,6 +50,7 @@ ENV_INFO_STAYS = (
 ENV_SPACES_STAY = "the spaces do not change"
 ENV_SEED = "the same seed and the same actions give the same episodes"
 ENV_CLOSE = "close() does not fail"
+ENV_UNDISTURBED = "several in one process do not disturb one another"
 ENV_RESUMABLE = "a state from get_state() that is given to set_state(state) of a new environment continues exactly"
 TENSOR_ENV_MADE = "a TensorEnv is made, and says its n_envs, spaces and device"
 TENSOR_ENV_RESET = "reset(seed) returns tensors on the device, with the structure, shapes and dtypes of a batch of observations"
@@ -270,6 +271,8 @@ def check_env(
             partial(_play_tensors, report, n_steps=n_steps, seed=seed),
             not factory.lends,
         )
+        if not factory.lends and not report.violations:
+            _check_kept(report, partial(factory, seed), seed)
         return report.close(factory, raises)
     report.section(_check_env, report, env, env_kwargs, n_steps, seed, lent)
     return report.close(env if lent else EnvFactory(env, env_kwargs), raises)
@@ -288,13 +291,17 @@ def _check_env(
         report, ENV_MADE, make, partial(_play, report, n_steps=n_steps, seed=seed), not lent
     )
     if not lent and not report.violations:
-        _check_resumable(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
+        _check_kept(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
 
 
-def _check_resumable(report: Report, make: Callable, seed: int) -> None:
+def _check_kept(report: Report, make: Callable, seed: int) -> None:
     keeper = keeper_for(make, seed)
     report.check(ENV_RESUMABLE, "own" not in keeper.failed, keeper.failed.get("own"))
-    logging.getLogger("rollpipe").info(
+    report.check(ENV_UNDISTURBED, not keeper.disturbed, keeper.alone)
+    log = logging.getLogger("rollpipe")
+    if keeper.only:
+        log.warning(keeper.alone)
+    log.info(
         f"a running environment is kept by: {keeper.name}"
         + "".join(f"; {name}: {problem}" for name, problem in keeper.failed.items())
     )

@@ -11,7 +11,8 @@ from contextlib import closing
 
 import torch
 
-from ..agents.evaluate import evaluate, policy_of
+from ..agents.evaluate import policy_of
+from ..agents.parallel_evaluation import evaluated_beside
 from ..settings.config import build, device_of
 from ..pipes.data.errors import DataError
 from ..pipes.taps import count_steps
@@ -35,19 +36,22 @@ def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
     done = 0
     steps = 0
     seed = _SEED + config["seed"]
-    with closing(iter(pipe)) as batches:
+    options = dict(
+        env=config["env"],
+        n_episodes=EPISODES,
+        seed=seed,
+        env_kwargs=config["env_kwargs"],
+        device=device_of(config["device"]),
+    )
+    with (
+        evaluated_beside(config["env"], config["env_kwargs"]) as evaluated,
+        closing(iter(pipe)) as batches,
+    ):
         for batch in batches:
             agent.update(batch)
             steps += count_steps(getattr(batch, "fresh", batch))
             while done < n and steps >= (done + 1) * config["steps"] / n:
-                mean = evaluate(
-                    config["env"],
-                    policy_of(agent),
-                    EPISODES,
-                    seed=seed,
-                    env_kwargs=config["env_kwargs"],
-                    device=device_of(config["device"]),
-                ).mean
+                mean = evaluated(policy_of(agent), options).evaluation.mean
                 if not math.isfinite(mean):
                     raise DataError("the mean return is not finite", got=str(mean))
                 done += 1

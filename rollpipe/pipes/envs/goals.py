@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 
 from ..data.errors import EnvError, describe_exception
-from .factories import env_factories
+from .factories import close_env, env_factories
 
 # %% auto #0
 __all__ = ['GoalRules']
@@ -63,7 +63,7 @@ class GoalRules:
     def close(self) -> None:
         "Close the environment that was made here, if there is one. The next call makes another one."
         if self._env is not None and not self.is_lent:
-            self._env.close()
+            close_env(self._env, self.name)
         self._env = None
 
     def _answers(self, name, achieved, desired):

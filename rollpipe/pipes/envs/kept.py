@@ -127,7 +127,7 @@ class Kept:
         self._restore(state)
 
     def _restore(self, state):
-        self.env.reset(seed=0)
+        self.env.reset(seed=1)
         restore(state, self.env, in_place=self.is_layer)
 
 
@@ -190,7 +190,7 @@ class KeptActions(Kept):
                 got=" of ".join(self._classes()),
             )
         if state["before"] is not None:
-            self.env.reset(seed=0)
+            self.env.reset(seed=1)
             restore(
                 state["before"], self.env, strict=False, in_place=self.is_layer
             )  # the reset makes anew what does not fit
@@ -237,11 +237,29 @@ class Keeper:
     Args:
         name: 'own', 'attributes', 'MuJoCo', 'ALE', 'replay (episode)', 'replay (all)' or 'none'
         failed: way -> what was found in it, for the ways that were tried before
+        only: why a process can have only one of these environments at a time; None: it can have several
+        disturbed: what changes if another one is played in turn with it; None: nothing
     """
 
-    def __init__(self, name: str, failed: dict | None = None):
+    def __init__(
+        self,
+        name: str,
+        failed: dict | None = None,
+        only: str | None = None,
+        disturbed: str | None = None,
+    ):
         self.name = name
         self.failed = failed or {}
+        self.only = only
+        self.disturbed = disturbed
+
+    @property
+    def alone(self) -> str | None:
+        "Why a process should have one of these environments at a time; None: nothing speaks against several."
+        if self.only:
+            return f"a process can have only one ({self.only})"
+        if self.disturbed:
+            return f"several in a process disturb one another ({self.disturbed})"
 
     @property
     def why(self) -> str:

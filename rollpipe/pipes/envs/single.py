@@ -6,7 +6,6 @@
 __all__ = ['make_envs', 'scalar_rewards', 'is_end', 'SingleEnvs', 'count_steps', 'EnvBatch']
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #c9f28217
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,12 +13,19 @@ import numpy as np
 
 from ..data import nested
 from ..data.episode_seeds import EpisodeSeeds
-from ..data.errors import EnvError, PipeError, describe, describe_exception
+from ..data.errors import EnvError, PipeError, describe
 from .actions import action_rows
 from .checks import env_failure
 from .batch import Batch, last_obs, played, put_obs
 from .rows import CONSTANT, Row, Rows, own
-from .factories import Claim, env_seeds, is_vector, space_spec, spaces_of
+from rollpipe.pipes.envs.factories import (
+    Claim,
+    close_env,
+    env_seeds,
+    is_vector,
+    space_spec,
+    spaces_of,
+)
 from .infos import SingleInfos
 from .sticky import Sticky
 
@@ -226,23 +232,10 @@ class SingleEnvs:
             env = self.envs.pop()
             try:
                 if self.closes and len(self.envs) not in self.claim.lost:
-                    env.close()
-            except BaseException as e:
-                if not isinstance(
-                    e, Exception
-                ):  # such as Ctrl-C, which must not leave the others open
-                    self.close(name, **where)
-                    raise
-                warnings.warn(
-                    str(
-                        EnvError(
-                            f"close() raised {describe_exception(e)}",
-                            env=name(len(self.envs)),
-                            **where,
-                        )
-                    ),
-                    stacklevel=2,
-                )
+                    close_env(env, name(len(self.envs)), **where)
+            except BaseException:  # such as Ctrl-C, which must not leave the others open
+                self.close(name, **where)
+                raise
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #edc908f5
 def count_steps(stepno: np.ndarray, fin: np.ndarray) -> None:

@@ -16,8 +16,15 @@ from ..data.errors import EnvError, PipeError
 from .autoreset import final_observations
 from .batch import Batch, played
 from .rows import Row, Rows
-from .checked_vector import CheckedVector, close_vector
-from .factories import Claim, EnvFactory, env_seeds, is_vector, spaces_of
+from .checked_vector import CheckedVector
+from rollpipe.pipes.envs.factories import (
+    Claim,
+    EnvFactory,
+    close_env,
+    env_seeds,
+    is_vector,
+    spaces_of,
+)
 from .infos import FINAL, SingleInfos, VectorInfos, column_of, is_mask, reporters
 from .single import EnvBatch
 
@@ -191,7 +198,7 @@ class VectorBatch(Batch):
         vec, self.vec = self.vec, None
         self.claim.release()
         if vec is not None and self.closes and not self.claim.lost:
-            close_vector(vec, self.vec_name, **self.where)
+            close_env(vec, self.vec_name, **self.where)
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #c45a7214
 def env_batch(

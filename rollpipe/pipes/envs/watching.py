@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 
 from ..data.errors import DataError, EnvError
-from .factories import EnvFactory, is_vector
+from .factories import EnvFactory, close_env, is_vector
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #29bc1b51
 def rendering(factory: Any, mode: str, seed: int | None, closes: bool = True) -> gym.Env:
@@ -34,7 +34,7 @@ def rendering(factory: Any, mode: str, seed: int | None, closes: bool = True) ->
     if not is_vector(env) and env.render_mode == mode:
         return env
     if closes:
-        env.close()
+        close_env(env, factory.name)
     raise EnvError(
         f"this environment cannot be {'shown' if mode == 'human' else 'filmed'}",
         env=factory.name,

@@ -20,7 +20,7 @@ from ..data import nested
 from ..data.errors import DataError, as_json
 from ..data.fragment_ops import same_keys
 from ..envs.actions import as_like, cast_exactly
-from ..envs.factories import EnvFactory, space_spec
+from ..envs.factories import EnvFactory, close_env, space_spec
 from rollpipe.pipes.recording.minari_files import (
     REPEATED,
     Room,
@@ -48,7 +48,7 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
         observation_space = observation_space or made.observation_space
         action_space = action_space or made.action_space
         if made is not env:
-            made.close()
+            close_env(made, str(env))
     if observation_space is None or action_space is None:
         raise DataError(
             "the spaces of a data set are not known",

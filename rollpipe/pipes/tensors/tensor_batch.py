@@ -17,7 +17,7 @@ from ..data import nested
 from ..envs.actions import action_batch
 from ..envs.batch import Batch
 from ..envs.checks import single_spaces
-from ..envs.factories import Claim, env_seeds, space_spec
+from ..envs.factories import Claim, close_env, env_seeds, space_spec
 from rollpipe.pipes.data.errors import (
     ActorError,
     EnvError,
@@ -298,7 +298,7 @@ class TensorBatch(Batch):
         env, self.env = self.env, None
         self.claim.release()
         if env is not None and self.closes and not self.claim.lost:
-            env.close()
+            close_env(env, self.env_name, **self.where)
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_batch.ipynb #3044ea93
 def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:

@@ -1,0 +1,386 @@
+"""What a start finds out about environments: which way keeps them, whether a process may have several, and at which price."""
+
+import os
+import re
+import warnings
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import lonely_envs as lonely
+import pytest
+import torch
+from command_line import rollpipe
+from tensor_worlds import CartPole
+
+from rollpipe.agents.evaluate import RandomActor, evaluate
+from rollpipe.agents.parallel_evaluation import ParallelEvaluation
+from rollpipe.pipes import EnvError, EnvStepper, FragmentCollector, Lanes
+from rollpipe.pipes.envs.factories import spaces_of
+from rollpipe.pipes.envs.keeping import keeper_for
+from rollpipe.pipes.resumable import keep_environments
+from rollpipe.pipes.tensors.collector import TensorCollector
+from rollpipe.runs.folder import load_run, start
+from rollpipe.runs.logs import read_evaluations, read_metrics
+from rollpipe.settings.config import make_config
+from rollpipe.testing import check_env
+from rollpipe.tuning.trials import learning_curve
+from rollpipe.testing.env_rules import ENV_CLOSE, ENV_UNDISTURBED
+
+RUN = [*"--n-envs 1 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_open():
+    yield
+    lonely.OnlyOne.alive = 0
+    lonely.OnlyOneRuns.taken.clear()
+
+
+def trained(folder, kind, *words, steps=64, code=0):
+    "Train on the command line."
+    words = [
+        "train",
+        "ppo",
+        f"{kind.__name__}-v0",
+        "--import",
+        "lonely_envs",
+        "--steps",
+        steps,
+        *words,
+    ]
+    assert rollpipe(*words, "--out", folder, *RUN) == code
+    return folder
+
+
+def random_actor():
+    return RandomActor(lonely.Walk.action_space, seed=0)
+
+
+# -- several in one process -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [lonely.OneClock, lonely.OneWorld])
+def test_environments_that_disturb_one_another_are_named(kind, caplog):
+    assert "reward" in keeper_for(kind).disturbed or "obs" in keeper_for(kind).disturbed
+    [broken] = check_env(kind, raises=False)
+    assert broken.rule == ENV_UNDISTURBED
+    keep_environments(EnvStepper(kind, random_actor(), 2))
+    assert "disturb one another" in caplog.text and "its 2 environments" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "kind", [lonely.Walk, lonely.OneCounter, lonely.OneDice, lonely.GlobalDice, lonely.Clocked]
+)
+def test_chance_and_infos_are_no_disturbance(kind, caplog):
+    keeper = keeper_for(kind)
+    assert keeper.alone is None
+    keep_environments(EnvStepper(kind, random_actor(), 2))
+    assert "disturb" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "FrozenLake-v1"])
+def test_common_environments_do_not_disturb_one_another(name):
+    assert keeper_for(lambda: gym.make(name)).alone is None
+
+
+def test_vectors_and_tensors_may_disturb_one_another_too():
+    def vector():
+        return gym.vector.SyncVectorEnv([lonely.OneClock] * 2)
+
+    class Shared(CartPole):
+        "All instances pay what the clock says, which belongs to the class."
+
+        clock = [0.0]
+
+        def step(self, act):
+            self.clock[0] += 1
+            seen = getattr(self, "seen", self.clock[0] - 1)
+            obs, rew, *rest = super().step(act)
+            self.seen = self.clock[0]
+            return obs, rew * 0 + (self.clock[0] - seen), *rest
+
+    for make in (vector, partial(Shared, 2)):
+        assert "reward" in keeper_for(make).disturbed
+    for make in (lambda: gym.vector.SyncVectorEnv([lonely.Walk] * 2), partial(CartPole, 2)):
+        assert keeper_for(make).alone is None
+    assert [x.rule for x in check_env(Shared, raises=False)] == [ENV_UNDISTURBED]
+
+
+def test_an_evaluation_plays_one_at_a_time_where_others_would_disturb_it(caplog):
+    for source in ("OneClock-v0", lonely.OneClock):
+        assert evaluate(source, random_actor(), 4, seed=1).returns.tolist() == [30.0] * 4
+        assert "disturb one another" in caplog.text and "one at a time" in caplog.text
+        caplog.clear()
+    assert evaluate("OneClock-v0", random_actor(), 4, n_envs=2, seed=1).mean > 30
+    assert "n_envs=2" in caplog.text  # it does what it is told, and says what comes of it
+    with ParallelEvaluation("OneClock-v0", random_actor(), 4, seed=1) as evaluation:
+        evaluation.request()
+        [answer] = evaluation.wait()
+    assert answer.evaluation.returns.tolist() == [30.0] * 4
+
+
+def test_other_evaluations_stay_side_by_side():
+    beside = evaluate("CartPole-v1", RandomActor(gym.spaces.Discrete(2), seed=0), 8, seed=3)
+    eight = evaluate(
+        "CartPole-v1", RandomActor(gym.spaces.Discrete(2), seed=0), 8, seed=3, n_envs=8
+    )
+    assert beside.returns.tolist() == eight.returns.tolist()
+
+
+@pytest.mark.parametrize("every", ["1", "32 steps"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_training_and_its_evaluations_do_not_disturb_one_another(tmp_path, every, workers):
+    words = "--eval-episodes", 4, "--final-episodes", 4, "--workers", workers
+    run = trained(tmp_path / "run", lonely.OneClock, "--eval-every", every, *words, steps=128)
+    assert {x for x in read_metrics(run)["return_mean"] if x == x} == {30.0}
+    assert load_run(run, best=True).evaluated["eval_return_mean"] == 30.0
+    if every != "1":
+        assert {x for r in read_evaluations(run) for x in r["returns"]} == {30.0}
+
+
+def test_the_trials_of_a_search_do_not_disturb_their_evaluations():
+    options = dict(n_envs=1, n_steps=32, hidden=(4,), critic_hidden=(4,))
+    config = make_config("ppo", "OneClock-v0", options, steps=64)
+    assert [*learning_curve(config, 2)] == [30.0, 30.0]
+
+
+def test_the_evaluation_on_the_command_line_plays_one_at_a_time(tmp_path, capsys):
+    run = trained(tmp_path / "run", lonely.OneClock)
+    for words, mean in (
+        ((), "return 30.0"),
+        (("--n-envs", 1), "return 30.0"),
+        (("--n-envs", 4), None),
+    ):
+        assert rollpipe("evaluate", run, "--episodes", 4, *words) == 0
+        found = capsys.readouterr().out
+        assert (mean in found) if mean else "return 30.0" not in found
+
+
+# -- only one in a process --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, inexact",
+    [(lonely.OnlyOne, False), (lonely.OnlyOneRuns, False), (lonely.OnlyOneHidden, True)],
+)
+def test_an_environment_of_which_a_process_has_one_can_be_trained(tmp_path, kind, inexact, caplog):
+    words = "--eval-every", "32 steps", "--eval-episodes", 2, "--final-episodes", 2
+    run = trained(tmp_path / "run", kind, *words, steps=96)
+    assert "a process can have only one" in caplog.text
+    assert (load_run(run).config["inexact"] is not None) == inexact
+    assert inexact or "begin new episodes" not in caplog.text
+    assert rollpipe("train", "--resume", run, "--steps", 128, "--quiet", "--no-tensorboard") == 0
+    assert rollpipe("evaluate", run, "--episodes", 3) == 0
+
+
+def test_an_exact_run_with_only_one_environment_goes_on_exactly(tmp_path):
+    def weights(run):
+        return [
+            x for x in load_run(run).agent_state["actor"].values() if isinstance(x, torch.Tensor)
+        ]
+
+    whole = trained(tmp_path / "whole", lonely.OnlyOne, "--exact", steps=128)
+    parts = trained(tmp_path / "parts", lonely.OnlyOne, "--exact", steps=64)
+    assert rollpipe("train", "--resume", parts, "--steps", 128, "--quiet", "--no-tensorboard") == 0
+    assert all(map(torch.equal, weights(whole), weights(parts)))
+
+
+@pytest.mark.parametrize("kind", [lonely.OnlyOne, lonely.OnlyOneRuns])
+def test_an_evaluation_plays_the_only_one(kind):
+    assert evaluate(kind, random_actor(), 3, seed=1).returns.tolist() == [30.0] * 3
+
+
+@pytest.mark.parametrize("kind", [lonely.OnlyOne, lonely.OnlyOneRuns])
+def test_check_env_says_that_a_process_has_only_one(kind, caplog):
+    assert check_env(kind) == []
+    assert "a process can have only one" in caplog.text
+
+
+# -- errors of close --------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_close_is_a_warning_everywhere(tmp_path):
+    "Whoever closes the environment."
+
+    def warned(call):
+        with pytest.warns(UserWarning, match=r"CloseFails.*close\(\) raised AttributeError"):
+            return call()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        run = warned(lambda: trained(tmp_path / "run", lonely.CloseFails))
+        warned(lambda: rollpipe("evaluate", run, "--episodes", 2))
+        warned(lambda: trained(tmp_path / "two", lonely.CloseFails, "--workers", 2, "--lanes", 2))
+    warned(lambda: spaces_of("CloseFails-v0"))
+    warned(lambda: evaluate(lonely.CloseFails, random_actor(), 2, n_envs=1))
+    assert warned(lambda: keeper_for(lonely.CloseFails)).name == "attributes"
+
+    def CloseFailsVector():
+        return gym.vector.SyncVectorEnv([lonely.CloseFails])
+
+    warned(lambda: evaluate(CloseFailsVector, random_actor(), 2, n_envs=1))
+    with pytest.warns(UserWarning, match="close"), pytest.raises(EnvError, match="filmed"):
+        evaluate(lonely.CloseFails, random_actor(), 1, record=tmp_path / "film.gif")
+    assert {x.rule for x in check_env(lonely.CloseFails, raises=False)} == {ENV_CLOSE}
+
+
+def test_an_error_of_the_close_of_tensors_is_a_warning():
+    class Stuck(CartPole):
+        def close(self):
+            raise OSError("busy")
+
+    pipe = TensorCollector(Stuck, RandomTensors(), 3, 2)
+    with pytest.warns(UserWarning, match=r"Stuck.*close\(\) raised OSError: busy"):
+        items = iter(pipe)
+        next(items)
+        items.close()
+    with pytest.warns(UserWarning, match=r"Stuck.*close\(\) raised OSError: busy"):
+        assert keeper_for(partial(Stuck, 2)).name == "attributes"
+
+
+class RandomTensors:
+    def step(self, stepno, obs, act, rew, fin, /, *, hx, virtual):
+        return torch.zeros(fin.shape, dtype=torch.int64), (), {}
+
+    def reset(self, hx, at):
+        return hx
+
+
+# -- the stream's own seeds and options -------------------------------------------------------------------------------
+
+
+def kept(stepper, n_lanes=None):
+    pipe = FragmentCollector(stepper, 4)
+    [keeper] = keep_environments(pipe if n_lanes is None else Lanes(pipe, n_lanes, seed=5)).values()
+    return keeper.name
+
+
+def test_the_test_of_keeping_plays_with_the_seeds_of_the_stream(tmp_path):
+    seen = []
+
+    class Seen(lonely.IfSeed):
+        def begin(self, seed):
+            seen.append(seed)
+            super().begin(seed)
+
+    assert (
+        kept(EnvStepper(Seen, random_actor(), 2), 3)
+        == kept(EnvStepper(Seen, random_actor(), seed=4))
+        == "replay (all)"
+    )
+    assert 0 not in seen
+    seen.clear()
+    pipe = Lanes(FragmentCollector(EnvStepper(Seen, random_actor(), 2), 4), 3, seed=5)
+    keep_environments(pipe)
+    first = seen[0]
+    seen.clear()
+    items = iter(pipe)
+    next(items)
+    assert seen[0] == first
+    run = trained(tmp_path / "run", lonely.IfSeed)
+    assert load_run(run).config["inexact"] is None
+
+
+def test_seed_0_is_never_given():
+    class Refuses(lonely.Walk):
+        def begin(self, seed):
+            assert seed is None or seed > 0
+            super().begin(seed)
+
+    assert kept(EnvStepper(Refuses, random_actor(), 2), 3) == "attributes"
+
+
+def test_the_test_of_keeping_has_the_options_of_the_stream():
+    assert kept(EnvStepper(lonely.NeedsSeed, random_actor(), seed=1)) == "none"
+    assert (
+        kept(EnvStepper(lonely.NeedsSeed, random_actor(), seed=1, episode_seeds=True))
+        == "replay (all)"
+    )
+    assert kept(EnvStepper(lonely.Clocked, random_actor(), seed=1)) == "none"
+    assert kept(EnvStepper(lonely.Clocked, random_actor(), seed=1, info_keys=())) == "attributes"
+    assert kept(EnvStepper(lonely.Clocked, random_actor(), seed=1, info_keys=["noise"])) == "none"
+
+
+def test_texts_among_the_infos_do_not_matter():
+    class Named(lonely.Clocked):
+        def step(self, action):
+            *answer, infos = super().step(action)
+            return *answer, {"name": infos["name"]}
+
+    assert keeper_for(Named).name == "attributes"
+
+
+def test_a_vector_is_tested_with_the_seeds_of_its_stream():
+    seen = []
+
+    class Seen(lonely.Walk):
+        def begin(self, seed):
+            seen.append(seed)
+            super().begin(seed)
+
+    stepper = EnvStepper(lambda: gym.vector.SyncVectorEnv([Seen] * 2), random_actor(), seed=3)
+    keep_environments(stepper)
+    tested = seen[:2]
+    seen.clear()
+    items = iter(stepper)
+    next(items)
+    assert seen[:2] == tested and None not in tested
+
+
+# -- the price --------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_makes_three_environments(tmp_path, monkeypatch):
+    def made(name, *words):
+        monkeypatch.setenv("COUNTED", str(tmp_path / f"{name}.txt"))
+        trained(tmp_path / name, lonely.Counted, *words)
+        here = str(os.getpid())
+        pids = Counter(Path(os.environ["COUNTED"]).read_text().split())
+        return pids.pop(here), sorted(pids.values())
+
+    assert made("alone") == (3, [])  # two in the test, and that of the training
+    assert made("episodes", "--intrinsic", 0.1) == (3, [])
+    here, workers = made("workers", "--workers", 2, "--lanes", 2)
+    assert here == 2 and workers == [1, 1]
+    monkeypatch.setenv("COUNTED", str(tmp_path / "check.txt"))
+    check_env("Counted-v0")
+    assert len(Path(os.environ["COUNTED"]).read_text().split()) == 4
+
+
+def test_a_resumed_run_makes_two_environments(tmp_path, monkeypatch):
+    monkeypatch.setenv("COUNTED", str(tmp_path / "first.txt"))
+    run = trained(tmp_path / "run", lonely.Counted)
+    monkeypatch.setenv("COUNTED", str(tmp_path / "again.txt"))
+    assert rollpipe("train", "--resume", run, "--steps", 128, "--quiet", "--no-tensorboard") == 0
+    assert len(Path(os.environ["COUNTED"]).read_text().split()) == 2  # its spaces, and the training
+
+
+def test_a_slow_test_says_what_it_has_cost(monkeypatch, caplog):
+    stepper = EnvStepper(lonely.Walk, random_actor())
+    keep_environments(stepper)
+    assert caplog.text == ""
+    monkeypatch.setattr("rollpipe.pipes.resumable.SLOW", 0.0)
+    keep_environments(stepper)
+    assert re.search(r"Walk.* took \d+\.\d s", caplog.text)
+
+
+def test_nothing_stays_open_after_a_start(tmp_path):
+    alive = set()
+
+    class Open(lonely.Walk):
+        def __init__(self):
+            alive.add(self)
+
+        def close(self):
+            alive.remove(self)
+
+    gym.register("Open-v0", Open)
+    config = make_config("ppo", "Open-v0", dict(n_envs=1, n_steps=8), steps=8)
+    start(tmp_path / "run", config)
+    assert not alive
+    with pytest.raises(Exception, match="Lanes"):
+        start(tmp_path / "other", {**config, "options": {**config["options"], "lanes": 0}})
+    assert not alive
+    del gym.registry["Open-v0"]
