@@ -273,7 +273,7 @@ class ParallelEvaluation(EvaluationProcess):
         seed: seed of the episodes, the same for each evaluation; None: different episodes every time
         env_kwargs: keyword arguments for `gymnasium.make`
         max_steps: largest number of steps of an episode
-        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off
+        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off; None: see `evaluate`
         close: False: do not close the environments that are made here
         record: file for a film of the first episode; the version replaces `{version}` in its name, see `str.format`
         ray: evaluate in a Ray cluster; options `address`, `resources`, `runtime_env` of `RayReading`
@@ -295,7 +295,7 @@ class ParallelEvaluation(EvaluationProcess):
         seed: int | None = None,
         env_kwargs: dict | None = None,
         max_steps: int = 100_000,
-        on_limit: str = "raise",
+        on_limit: str | None = None,
         close: bool = True,
         record: str | Path | None = None,
         ray: dict | None = None,

@@ -12,7 +12,7 @@ from contextlib import closing
 import torch
 
 from ..agents.evaluate import evaluate, policy_of
-from ..settings.config import build, device_of
+from ..settings.config import build, device_of, playing
 from ..pipes.data.errors import DataError
 from ..pipes.taps import count_steps
 
@@ -41,12 +41,11 @@ def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
             steps += count_steps(getattr(batch, "fresh", batch))
             while done < n and steps >= (done + 1) * config["steps"] / n:
                 mean = evaluate(
-                    config["env"],
-                    policy_of(agent),
-                    EPISODES,
+                    actor=policy_of(agent),
+                    n_episodes=EPISODES,
                     seed=seed,
-                    env_kwargs=config["env_kwargs"],
                     device=device_of(config["device"]),
+                    **playing(config),
                 ).mean
                 if not math.isfinite(mean):
                     raise DataError("the mean return is not finite", got=str(mean))
