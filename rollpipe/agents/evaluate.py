@@ -9,7 +9,7 @@ __all__ = ['quotas', 'Evaluation', 'check_limit', 'evaluate', 'policy_of', 'Rand
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,7 +260,7 @@ def evaluate(
         n_envs: number of environments side by side; None: at most 8, or all instances
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes; None: different episodes every time
-        record: file for a film of the first episode, "x.gif" or "x.mp4"
+        record: file for a film of the first episode, "x.gif" or "x.mp4"; it has at most 30,000 frames
         record_episodes: number of episodes of the first environment in the film
         env_kwargs: keyword arguments for `gymnasium.make`
         render: 'human': show the first environment in a window; closing it ends the evaluation
@@ -292,7 +292,7 @@ def evaluate(
         record = Path(record).absolute()  # an environment may change the current folder
         check_integer("record_episodes", record_episodes)
         sources = recorders = [
-            FilmRecorder(factory, close, 0 if i else record_episodes)
+            FilmRecorder(factory, None if i else record, record_episodes, close)
             for i, factory in enumerate(sources)
         ]
     elif render:
@@ -315,7 +315,8 @@ def evaluate(
     states = GlobalRandomStates(
         stepper.seed_sequence()
     )  # for environments that draw from global generators
-    with states, EvalMode(actor), closing(iter(stepper)) as ticks:  # pyright: ignore[reportArgumentType]  an iterator of a pipe can be closed
+    filming = recorders[0] if recorders else nullcontext()
+    with filming, states, EvalMode(actor), closing(iter(stepper)) as ticks:  # pyright: ignore[reportArgumentType]  an iterator of a pipe can be closed
         for b, *episode in _play(
             _until_closed(ticks, window) if window else ticks, quota, max_steps, rows
         ):
@@ -323,8 +324,6 @@ def evaluate(
             done[b].append((*episode, limit is not None and limit.cut))
             if on_episode:
                 on_episode(*episode[:2])
-    if record is not None:
-        recorders[0].save(record)
     columns = list(zip(*(episode for episodes in done for episode in episodes))) or [()] * 4
     columns = [
         np.array(column, dtype) for column, dtype in zip(columns, (float, np.int64, bool, bool))

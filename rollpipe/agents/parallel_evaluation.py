@@ -7,10 +7,8 @@ __all__ = ['Evaluated', 'evaluated', 'Evaluator', 'serve', 'EvaluationProcess', 
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #4536922a
 import math
-import os
 import time
 import weakref
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,20 +60,10 @@ def evaluated(actor: Any, options: dict) -> Evaluated:
     """
     begin = time.monotonic()
     version = version_of(actor)
-    play = partial(_filmed, version=version) if options.get("record") else evaluate
-    return Evaluated(version, play(actor=actor, **options), time.monotonic() - begin)
-
-
-def _filmed(actor, version, *, record, **options):
-    "Evaluate with a film. Record under a temporary name, and rename the complete film."
-    path = Path(record).with_name(Path(record).name.format(version=version))
-    unfinished = path.with_name(f"unfinished-{os.getpid()}-{path.name}")
-    try:
-        found = evaluate(actor=actor, record=unfinished, **options)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return found
+    if record := options.get("record"):
+        name = Path(record).name.format(version=version)
+        options = {**options, "record": Path(record).with_name(name)}
+    return Evaluated(version, evaluate(actor=actor, **options), time.monotonic() - begin)
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #98b2d3b6
 class Evaluator:
