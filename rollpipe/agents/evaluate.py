@@ -260,7 +260,7 @@ def evaluate(
         n_envs: number of environments side by side; None: at most 8, or all instances
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes; None: different episodes every time
-        record: file for a film of the first episode, "x.gif" or "x.mp4"; it has at most 30,000 frames
+        record: file for a film of the first episode, "x.gif" or "x.mp4"; it has at most 10,000 frames
         record_episodes: number of episodes of the first environment in the film
         env_kwargs: keyword arguments for `gymnasium.make`
         render: 'human': show the first environment in a window; closing it ends the evaluation

@@ -70,7 +70,7 @@ def check_modes(factory: Any, mode: str) -> None:
         )
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #e9bc9ba9
-MOST_FRAMES = 30_000  # of a film; an episode without an end would fill the disk
+MOST_FRAMES = 10_000  # of a film; an episode without an end would fill the disk
 
 
 class _Gif:
