@@ -148,7 +148,8 @@ def test_endless_episode():
     with pytest.raises(
         EnvError, match="environment 0: the episode does not end.*max_steps, got 5 steps"
     ):
-        evaluate("Pendulum-v1", RandomActor(gym.spaces.Box(-2, 2, (1,))), 1, max_steps=5)
+        actor = RandomActor(gym.spaces.Box(-2, 2, (1,)))
+        evaluate("Pendulum-v1", actor, 1, max_steps=5, on_limit="raise")
 
 
 def test_environments_are_closed():

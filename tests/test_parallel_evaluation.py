@@ -143,7 +143,13 @@ class Broken(Constant):
 def test_other_exceptions(env, actor, error, match):
     with pytest.raises(error, match=match):
         with ParallelEvaluation(
-            env, actor(), 3, n_envs=1, max_steps=2 if "end" in match else 100, start_method="fork"
+            env,
+            actor(),
+            3,
+            n_envs=1,
+            max_steps=2 if "end" in match else 100,
+            on_limit="raise",
+            start_method="fork",
         ) as evaluation:
             evaluation.request()
             evaluation.wait(PATIENCE)

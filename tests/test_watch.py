@@ -8,17 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+import weakref
+from contextlib import contextmanager
 
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from command_line import process, rollpipe
 from PIL import Image
 
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.agents.evaluate import evaluate
 from rollpipe.settings.config import make_config
+from rollpipe.layers import Actor
+from rollpipe.pipes.envs import watching
 from rollpipe.pipes.envs.factories import EnvFactory
 from rollpipe.pipes.envs.watching import FilmRecorder
 from rollpipe.runs import load_agent, start
@@ -257,20 +261,158 @@ def test_a_window_on_a_real_display(tmp_path):
 
 
 def test_a_film_on_a_full_disk_is_named_and_the_one_before_it_stays(tmp_path, monkeypatch):
-    film = FilmRecorder(EnvFactory("CartPole-v1"))
-    with pytest.raises(DataError, match="no frame"):
-        film.save(tmp_path / "film.gif")
-    film.frames = [np.zeros((4, 4, 3), np.uint8)]
-    film.save(tmp_path / "film.gif")
-    before = (tmp_path / "film.gif").read_bytes()
+    path = tmp_path / "film.gif"
+    with pytest.raises(DataError, match="no frame"), FilmRecorder(filmable(Pictures), path):
+        pass
+    with pytest.raises(KeyboardInterrupt), film_of_pictures(path):
+        raise KeyboardInterrupt
+    assert not [*tmp_path.iterdir()]
+    with film_of_pictures(path):
+        pass
+    before = path.read_bytes()
 
-    def full(image, path, **options):
-        Path(path).write_bytes(b"a part")
+    def full(film, *frame):
+        if not frame:
+            film.file.close()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Image.Image, "save", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*film.gif'"):
-        film.save(tmp_path / "film.gif")
-    assert [*tmp_path.iterdir()] == [tmp_path / "film.gif"] and (
-        tmp_path / "film.gif"
-    ).read_bytes() == before
+    for call in ("append_data", "close"):
+        with monkeypatch.context() as m:
+            m.setattr(watching._Gif, call, full)
+            with pytest.raises(OSError, match=r"No space left on device: '.*film.gif'"):
+                with film_of_pictures(path):
+                    pass
+        assert [*tmp_path.iterdir()] == [path] and path.read_bytes() == before
+
+
+@contextmanager
+def film_of_pictures(path, n=3):
+    "A film of the first steps of an episode."
+    with FilmRecorder(filmable(Pictures), path) as recorder:
+        env = recorder()
+        env.reset()
+        for _ in range(n):
+            env.step(0)
+        yield recorder
+
+
+def filmable(cls):
+    return EnvFactory(lambda: cls(render_mode="rgb_array"))
+
+
+class Noise(Pictures):
+    "Never ends, and holds no picture that it has drawn."
+
+    most_alive, alive = 0, None
+
+    def __init__(self, render_mode=None):
+        super().__init__(render_mode)
+        Noise.alive = weakref.WeakSet()
+        Noise.most_alive = 0
+
+    def step(self, action):
+        obs, reward, _, truncated, info = super().step(action)
+        return np.zeros(2, np.float32), reward, False, truncated, info
+
+    def render(self):
+        picture = np.random.default_rng(self.t).integers(0, 256, (16, 16, 3), np.uint8).view(Kept)
+        Noise.alive.add(picture)
+        Noise.most_alive = max(Noise.most_alive, len(Noise.alive))
+        return picture
+
+
+class Kept(np.ndarray):
+    "An array to which there may be a weak reference that a set can hold."
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        return self is other
+
+    def astype(self, dtype):
+        return self  # the film has the very picture
+
+
+def test_frames_go_to_the_film_one_by_one(tmp_path, monkeypatch):
+    frames = []
+
+    class Film:
+        "Stands for imageio's writer, and keeps what it gets."
+
+        def append_data(self, frame):
+            frames.append(int(np.asarray(frame).sum()))
+
+        def close(self):
+            (tmp_path / "film.part.mp4").write_bytes(b"film")
+
+    gif = watching._film
+    monkeypatch.setattr(watching, "check_film", lambda path: None)
+    for kind, film in ((".gif", gif), (".mp4", lambda path, fps: Film())):
+        monkeypatch.setattr(watching, "_film", film)
+        with FilmRecorder(filmable(Noise), tmp_path / f"film{kind}") as recorder:
+            env = recorder()
+            env.reset()
+            for _ in range(60):
+                env.step(0)
+        assert recorder.n == 61 and Noise.most_alive <= 3
+    assert len(frames) == 61 and (tmp_path / "film.mp4").read_bytes() == b"film"
+
+
+def test_a_gif_has_the_pictures_that_pillow_would_write(tmp_path):
+    rng = np.random.default_rng(0)
+    pictures = [np.zeros((24, 32, 3), np.uint8)]
+    for k in range(30):  # a square that moves, and stands still in every third picture
+        picture = pictures[-1].copy()
+        if k % 3:
+            y, x = rng.integers(0, 16), rng.integers(0, 24)
+            picture[y : y + 8, x : x + 8] = rng.integers(0, 256, 3)
+        pictures.append(picture)
+    film = watching._Gif(tmp_path / "film.gif", 50)
+    for picture in pictures:
+        film.append_data(picture)
+    film.close()
+    first, *rest = map(Image.fromarray, pictures)
+    first.save(tmp_path / "pillow.gif", save_all=True, append_images=rest, duration=20, loop=0)
+
+    def shown(path):
+        with Image.open(path) as found:
+            assert found.info["loop"] == 0
+            for k in range(found.n_frames):
+                found.seek(k)
+                picture = np.asarray(found.convert("RGB"))
+                for _ in range(found.info["duration"] // 20):
+                    yield picture
+
+    mine, theirs = (list(shown(tmp_path / name)) for name in ("film.gif", "pillow.gif"))
+    np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(mine, pictures)
+    assert (tmp_path / "film.gif").stat().st_size <= 2 * (tmp_path / "pillow.gif").stat().st_size
+
+
+def test_a_picture_may_stand_still_for_longer_than_a_gif_can_say(tmp_path):
+    film = watching._Gif(tmp_path / "film.gif", 1)
+    for _ in range(700):
+        film.append_data(np.full((4, 4, 3), 90, np.uint8))
+    film.close()
+    with Image.open(tmp_path / "film.gif") as found:
+        durations = [found.seek(k) or found.info["duration"] for k in range(found.n_frames)]
+        assert sum(durations) == 700_000 and found.convert("RGB").getpixel((0, 0)) == (90,) * 3
+
+
+def test_a_film_has_a_limit_and_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(watching, "MOST_FRAMES", 5)
+    film = tmp_path / "film.gif"
+    found = evaluate(
+        lambda: Noise("rgb_array"), Zero(), 2, n_envs=1, max_steps=9, record=film, record_episodes=2
+    )
+    assert found.lengths.tolist() == [9, 9]
+    assert caplog.text.count("film.gif: the film ends after 5 frames") == 1
+    with Image.open(film) as pictures:
+        assert pictures.n_frames == 5
+
+
+class Zero(Actor):
+    "Always action 0."
+
+    def forward(self, obs, act, rew, fin, *, hx, stepno, virtual):
+        return torch.zeros(fin.shape, dtype=torch.int64), (), {}

@@ -10,7 +10,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,29 +140,37 @@ class _CutOff(gym.Wrapper):
         return obs, rew, terminated, self.cut or truncated, info
 
 
-class _Cutter:
-    "A factory of one environment whose episodes are cut off after `max_steps` steps."
+class _Cutter(EnvFactory):
+    """A factory of one environment whose episodes are cut off after `max_steps` steps.
 
-    def __init__(self, factory, max_steps, closes):
-        self.factory = factory
+    `env` is that environment; None for a vector, which stays as it is, or raises `EnvError` if it `must_cut`.
+    """
+
+    takes_seed = True
+    env = None
+
+    def __init__(self, factory, max_steps, closes, must_cut):
+        self.source = factory
         self.max_steps = max_steps
         self.closes = closes
-        self.__name__ = getattr(factory, "name", None) or factory.__name__
+        self.must_cut = must_cut
+        self.name = getattr(factory, "name", None) or factory.__name__
 
     def __call__(self, seed=None):
-        env = self.factory(seed)
-        if is_vector(env):
+        env = self.source(seed)
+        if not is_vector(env):
+            env = self.env = _CutOff(env, self.max_steps)
+        elif self.must_cut:
             if self.closes:
                 close_env(env, self.__name__)
             raise EnvError(
                 "the episodes of a vector cannot be cut off",
                 leaf="on_limit",
-                env=self.__name__,
+                env=self.name,
                 expected="on_limit='raise', or single environments",
                 got=type(env).__name__,
             )
-        self.env = _CutOff(env, self.max_steps)
-        return self.env
+        return env
 
 # %% ../../nbs/agents/10_evaluate.ipynb #af036f9e
 def _play(ticks: Iterable, quota, max_steps, rows=None) -> Iterator:
@@ -196,16 +204,16 @@ def _until_closed(ticks: Iterator, window: Window) -> Iterator:
             raise
 
 # %% ../../nbs/agents/10_evaluate.ipynb #a3d33c41
-def check_limit(max_steps: int, on_limit: str, pipe: Any = None) -> None:
+def check_limit(max_steps: int, on_limit: str | None, pipe: Any = None) -> None:
     """Raise `DataError` if an option is out of range.
 
     Args:
         max_steps: largest number of steps of an episode
-        on_limit: 'raise' or 'cut'
+        on_limit: 'raise', 'cut' or None
         pipe: the object that has the options, for the message
     """
     check_integer("max_steps", max_steps, pipe=pipe, leaf="max_steps")
-    if on_limit not in ("raise", "cut"):
+    if on_limit not in ("raise", "cut", None):
         raise DataError(
             "out of range",
             pipe=pipe,
@@ -252,7 +260,7 @@ def evaluate(
     env_kwargs: dict | None = None,
     render: str | None = None,
     max_steps: int = 100_000,
-    on_limit: str = "raise",
+    on_limit: str | None = None,
     trace: bool = False,
     on_episode: Callable | None = None,
     close: bool = True,
@@ -270,12 +278,13 @@ def evaluate(
         n_envs: number of environments side by side; None: at most 8, or all instances; one if a test finds that they disturb one another
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes; None: different episodes every time
-        record: file for a film of the first episode, "x.gif" or "x.mp4"
+        record: file for a film of the first episode, "x.gif" or "x.mp4"; it has at most 10,000 frames
         record_episodes: number of episodes of the first environment in the film
         env_kwargs: keyword arguments for `gymnasium.make`
         render: 'human': show the first environment in a window; closing it ends the evaluation
         max_steps: largest number of steps of an episode
-        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off (see `Evaluation.cut_off`)
+        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off, see `Evaluation.cut_off`; None: cut it
+            off with a warning in the log, but raise for a vector
         trace: keep the reward of each step and the actor's reports, see `Trace`
         on_episode: is called with the return and the length of each episode, when it ends
         close: False: do not close the environments that are made here
@@ -294,20 +303,22 @@ def evaluate(
     sources = _sources(env, n_episodes, n_envs, env_kwargs, render, close)
     recorders = []
     window = None
-    cutters = None
+    cutters = []
     quota = quotas(n_episodes, sum(source.n_envs for source in sources))
     if record is not None:
         check_film(record)
         record = Path(record).absolute()  # an environment may change the current folder
         check_integer("record_episodes", record_episodes)
         sources = recorders = [
-            FilmRecorder(factory, close, 0 if i else record_episodes)
+            FilmRecorder(factory, None if i else record, record_episodes, close)
             for i, factory in enumerate(sources)
         ]
     elif render:
         sources = [window := Window(sources[0], close), *sources[1:]]
-    if on_limit == "cut":
-        sources = cutters = [_Cutter(factory, max_steps, close) for factory in sources]
+    if on_limit != "raise":
+        sources = cutters = [
+            _Cutter(factory, max_steps, close, on_limit == "cut") for factory in sources
+        ]
     stepper = EnvStepper(
         sources,
         actor,
@@ -322,19 +333,24 @@ def evaluate(
     states = GlobalRandomStates(
         stepper.seed_sequence()
     )  # for environments that draw from global generators
-    with states, EvalMode(actor), closing(iter(stepper)) as ticks:  # pyright: ignore[reportArgumentType]  an iterator of a pipe can be closed
+    filming = recorders[0] if recorders else nullcontext()
+    with filming, states, EvalMode(actor), closing(iter(stepper)) as ticks:  # pyright: ignore[reportArgumentType]  an iterator of a pipe can be closed
         for b, *episode in _play(
             _until_closed(ticks, window) if window else ticks, quota, max_steps, rows
         ):
-            done[b].append((*episode, cutters is not None and cutters[b].env.cut))
+            limit = cutters[b].env if b < len(cutters) else None
+            done[b].append((*episode, limit is not None and limit.cut))
             if on_episode:
                 on_episode(*episode[:2])
-    if record is not None:
-        recorders[0].save(record)
     columns = list(zip(*(episode for episodes in done for episode in episodes))) or [()] * 4
     columns = [
         np.array(column, dtype) for column, dtype in zip(columns, (float, np.int64, bool, bool))
     ]
+    n_cut = int(columns[-1].sum())
+    if n_cut and on_limit is None:
+        logging.getLogger("rollpipe").warning(
+            f"{n_cut} of {len(columns[-1])} episodes were cut off after {max_steps:,} steps (max_steps), so their returns are partial"
+        )
     return Evaluation(
         *columns, trace=rows.trace(quota > [len(episodes) for episodes in done]) if rows else None
     )

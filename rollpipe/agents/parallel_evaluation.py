@@ -8,11 +8,9 @@ __all__ = ['Evaluated', 'evaluated', 'Evaluator', 'serve', 'answer_all', 'Evalua
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #4536922a
 import math
-import os
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,20 +66,10 @@ def evaluated(actor: Any, options: dict) -> Evaluated:
     """
     begin = time.monotonic()
     version = version_of(actor)
-    play = partial(_filmed, version=version) if options.get("record") else evaluate
-    return Evaluated(version, play(actor=actor, **options), time.monotonic() - begin)
-
-
-def _filmed(actor, version, *, record, **options):
-    "Evaluate with a film. Record under a temporary name, and rename the complete film."
-    path = Path(record).with_name(Path(record).name.format(version=version))
-    unfinished = path.with_name(f"unfinished-{os.getpid()}-{path.name}")
-    try:
-        found = evaluate(actor=actor, record=unfinished, **options)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return found
+    if record := options.get("record"):
+        name = Path(record).name.format(version=version)
+        options = {**options, "record": Path(record).with_name(name)}
+    return Evaluated(version, evaluate(actor=actor, **options), time.monotonic() - begin)
 
 # %% ../../nbs/agents/11_parallel_evaluation.ipynb #98b2d3b6
 class Evaluator:
@@ -310,7 +298,7 @@ class ParallelEvaluation(EvaluationProcess):
         seed: seed of the episodes, the same for each evaluation; None: different episodes every time
         env_kwargs: keyword arguments for `gymnasium.make`
         max_steps: largest number of steps of an episode
-        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off
+        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off; None: see `evaluate`
         close: False: do not close the environments that are made here
         record: file for a film of the first episode; the version replaces `{version}` in its name, see `str.format`
         ray: evaluate in a Ray cluster; options `address`, `resources`, `runtime_env` of `RayReading`
@@ -332,7 +320,7 @@ class ParallelEvaluation(EvaluationProcess):
         seed: int | None = None,
         env_kwargs: dict | None = None,
         max_steps: int = 100_000,
-        on_limit: str = "raise",
+        on_limit: str | None = None,
         close: bool = True,
         record: str | Path | None = None,
         ray: dict | None = None,

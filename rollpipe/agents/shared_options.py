@@ -85,7 +85,7 @@ def number(
     return field(default=default, metadata=dict(check=check, changes=changes))
 
 
-def integer(default: int, least: int = 1) -> Any:
+def integer(default: int | None, least: int = 1) -> Any:
     """A field of a dataclass whose value is an integer, or None if the annotation allows it. One of numpy becomes one of Python.
 
     Args:

@@ -191,6 +191,12 @@ def _parent_parsers() -> tuple:
         "--seed", type=int, help="seed of the episodes [different episodes each time]"
     )
     playing.add_argument(
+        "--max-episode-steps",
+        type=int,
+        metavar="N",
+        help="largest number of steps of an episode, which is then truncated [as in the training]",
+    )
+    playing.add_argument(
         "--sample", action="store_true", help="draw actions, instead of taking the most likely one"
     )
     return debug, policy, playing, settings, common

@@ -27,7 +27,7 @@ from rollpipe.runs.autotune import (
     table_row,
     trial_row,
 )
-from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, make_config
+from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, make_config, playing
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint import Follower, joint
 from ..settings.options import import_words, options_of, parse_env_kwargs, shown, typed
@@ -298,8 +298,10 @@ def run_to_end(run: Run, args: Namespace) -> None:
     if config.get("eval_every") and run.best.exists():
         best = load_run(run.folder, best=True)
         found = best.evaluated or {}
+        n_cut = int(found.get("eval_cut_off", 0))
+        cut = f", {n_cut} of which were cut off" if n_cut else ""
         print(
-            f"best evaluation: return {found['eval_return_mean']:.1f} (mean of {found['episodes']} episodes) after "
+            f"best evaluation: return {found['eval_return_mean']:.1f} (mean of {found['episodes']} episodes{cut}) after "
             f"{format_number(best.counters['steps'])} steps, saved in {shown(run.best)} (--best)"
         )
 
@@ -309,15 +311,14 @@ def evaluate_command(args: Namespace) -> None:
     checkpoint = load_run(args.run, args.best)
     print(
         evaluate(
-            checkpoint.config["env"],
-            policy_of(agent_of(checkpoint, args.device)),
-            args.episodes,
+            actor=policy_of(agent_of(checkpoint, args.device)),
+            n_episodes=args.episodes,
             n_envs=args.n_envs,
             deterministic=not args.sample,
             seed=args.seed,
             record=args.record,
-            env_kwargs=checkpoint.config["env_kwargs"],
             device=device_of(args.device),
+            **playing(checkpoint.config, args.max_episode_steps),
         )
     )
     if args.record:
@@ -337,13 +338,11 @@ def watch_command(args: Namespace) -> None:
         returns.append(ret)
         print(f"episode {len(returns)}: return {ret:.1f}, {length} steps", flush=True)
 
-    env = checkpoint.config["env"]
-    env_kwargs = checkpoint.config["env_kwargs"]
-    options: dict = dict(
+    options = dict(
+        playing(checkpoint.config, args.max_episode_steps),
         n_envs=1,
         deterministic=not args.sample,
         seed=args.seed,
-        env_kwargs=env_kwargs,
         on_episode=tell,
     )
     n_episodes = args.episodes if args.episodes is not None else 1 if args.record else _FOREVER
@@ -352,7 +351,7 @@ def watch_command(args: Namespace) -> None:
     else:
         options.update(render="human", max_steps=_FOREVER)
     try:
-        evaluate(env, policy_of(agent), n_episodes, **options)
+        evaluate(actor=policy_of(agent), n_episodes=n_episodes, **options)
     except KeyboardInterrupt as e:
         if args.record or e.args and e.args[0] != signal.SIGINT:
             raise

@@ -5,6 +5,7 @@
 # %% ../../nbs/runs/08_evaluations.ipynb #071bff08
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,7 +25,7 @@ from rollpipe.agents.parallel_evaluation import (
     evaluated_beside,
 )
 from ..agents.schedules import Every
-from ..settings.config import device_of
+from ..settings.config import device_of, playing
 from .logs import KINDS, read_evaluations, records_of, write_evaluations
 from ..pipes.data.errors import CheckpointError
 from ..pipes.graph.modules import version_of
@@ -95,6 +96,7 @@ class Evaluations:
         self.every = Every.of(run.config["eval_every"])
         self.last = dict(run.counters)
         self.news = []
+        self.has_told = False
         best = best_return(run.folder)
         self.best = -math.inf if math.isnan(best) else best
         self.seed = getattr(evaluator, "seed", None)
@@ -146,8 +148,19 @@ class Evaluations:
 
     def _take(self, answers):
         for answer in answers:
+            self._tell_cuts(answer.evaluation)
             self._keep(answer)
             self.news.append(answer)
+
+    def _tell_cuts(self, found):
+        "Say once that episodes were cut off. The metrics and records say it each time."
+        if self.has_told or not found.cut_off.any():
+            return
+        self.has_told = True
+        logging.getLogger("rollpipe").warning(
+            f"evaluation: {found.cut_off.sum()} of {len(found.cut_off)} episodes were cut off after {found.lengths.max():,} steps, "
+            "so their returns are partial (--max-episode-steps sets another limit, in training and evaluation)"
+        )
 
     def _keep(self, answer):
         "Keep the learner that was evaluated if it is the best so far."
@@ -248,10 +261,9 @@ class StepEvaluations(Evaluations):
         return self.evaluate(
             actor,
             dict(
-                env=config["env"],
+                playing(config),
                 n_episodes=config["eval_episodes" if kind == "training" else "final_episodes"],
                 seed=self.seed,
-                env_kwargs=config["env_kwargs"],
                 device=device_of(config.get("device", "cpu")),
             ),
         )
@@ -270,6 +282,7 @@ class StepEvaluations(Evaluations):
                 lengths=found.lengths.tolist(),
                 seed=self.seed,
                 resumes=now["resumes"],
+                **(dict(cut_off=int(found.cut_off.sum())) if found.cut_off.any() else {}),
             )
         )
         write_evaluations(self.run.folder, self.records)
@@ -301,11 +314,10 @@ def evaluations_of(run: Run) -> Iterator[Evaluations | None]:
     else:
         ray = dict(address=config["address"]) if config.get("reading") == "ray" else None
         with ParallelEvaluation(
-            config["env"],
-            policy_of(run.agent),
-            config["eval_episodes"],
-            env_kwargs=config["env_kwargs"],
+            actor=policy_of(run.agent),
+            n_episodes=config["eval_episodes"],
             seed=config["seed"],
             ray=ray,
+            **playing(config),
         ) as evaluator:
             yield Evaluations(run, evaluator)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..agents.evaluate import policy_of
 from ..agents.parallel_evaluation import ParallelEvaluation
+from ..settings.config import playing
 
 # %% auto #0
 __all__ = ['Films', 'films_of']
@@ -28,8 +29,8 @@ class Films:
         env: gymnasium id; it must render with `render_mode='rgb_array'`
         actor: in eval mode while it is filmed
         every: updates between two films; the last update has one, too
-        env_kwargs: keyword arguments for `gymnasium.make`
         seed: seed of the episode, the same for each film
+        **options: other options of `evaluate`, such as `env_kwargs`
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class Films:
         actor: Any,
         every: int,
         *,
-        env_kwargs: dict | None = None,
         seed: int | None = None,
+        **options: Any,
     ):
         self.every = every
         self.folder = Path(folder) / "videos"
@@ -55,11 +56,11 @@ class Films:
                 actor,
                 1,
                 n_envs=1,
-                env_kwargs=env_kwargs,
                 seed=seed,
                 record=self.folder / f"update-{{version:06}}.{kind}",
                 silence=300.0,
                 on_silence="raise",
+                **options,
             )
 
         self._try(begin)
@@ -107,9 +108,8 @@ def films_of(run: Any) -> AbstractContextManager:
         return nullcontext()
     return Films(
         run.folder,
-        config["env"],
-        policy_of(run.agent),
-        config["video_every"],
-        env_kwargs=config["env_kwargs"],
+        actor=policy_of(run.agent),
+        every=config["video_every"],
         seed=config["seed"],
+        **playing(config),
     )

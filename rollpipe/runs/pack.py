@@ -21,6 +21,7 @@ from ..pipes.graph.edits import draw
 from .export import export_policy
 from .folder import agent_of, folder_of, for_policy, load_run, needed_modules, restore
 from .plots import learning_curve
+from ..settings.config import playing
 from ..settings.options import import_words, shown, typed
 from ..traces.differences import FINGERPRINTS
 from ..traces.journal import told_past
@@ -238,9 +239,7 @@ def pack(
         )
     agent, pipe = restore(for_policy(found), device="cpu")
     config = found.config
-    scores = evaluate(
-        config["env"], policy_of(agent), episodes, seed=seed, env_kwargs=config["env_kwargs"]
-    )
+    scores = evaluate(actor=policy_of(agent), n_episodes=episodes, seed=seed, **playing(config))
     make_folder(out)
     for name in PACK_FILES[1:]:
         (out / name).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from sys import float_info
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 
@@ -26,7 +27,7 @@ from .algorithms import ALGORITHMS, options_for, parts_for
 from .options import options_of
 from ..pipes.advantage import AdvantageBuffer
 from ..pipes.data.errors import DataError, SpaceError, as_json, describe
-from ..pipes.envs.factories import spaces_of, spare_environments
+from ..pipes.envs.factories import check_id, spaces_of, spare_environments
 from ..pipes.graph.edits import find, insert_after, insert_before
 from ..pipes.lanes import Lanes
 from ..pipes.graph.modules import checked_device
@@ -47,8 +48,8 @@ from .files import checked
 from .listing import algorithms_for
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'check_config', 'make_config', 'allow_edits',
-           'build']
+__all__ = ['RUN_OPTIONS', 'LONGEST', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'check_config', 'make_config',
+           'playing', 'allow_edits', 'build']
 
 # %% ../../nbs/settings/07_config.ipynb #210c1c22
 def device_of(name: str) -> torch.device:
@@ -167,6 +168,8 @@ class RunOptions(Options):
         eval_every: updates between evaluations of the present policy, in a separate process, such as 10; or steps, such as '20_000 steps',
             between evaluations on fresh episodes for which the training waits, into evaluations.jsonl; 0: none
         eval_episodes: number of episodes of each of these evaluations
+        max_episode_steps: largest number of steps of an episode, in training and evaluation; then it is truncated [as the environment says;
+            without a limit of its own, evaluations and films cut an episode off after 30,000 steps]
         final_episodes: number of episodes of the final evaluations of the last policy and the best one, if eval_every is in steps
         video_every: updates between films of an episode of the present policy, in the folder videos; 0: none
         workers: processes that collect, at most one per lane; 0: collect in this process
@@ -194,6 +197,7 @@ class RunOptions(Options):
     keep: int = integer(0, 0)
     eval_every: int | str = 0
     eval_episodes: int = integer(20)
+    max_episode_steps: int | None = integer(None)
     final_episodes: int = integer(100)
     video_every: int = integer(0, 0)
     workers: int = integer(0, 0)
@@ -320,6 +324,27 @@ def make_config(
     check_config(config)
     return {name: as_json(x, name) for name, x in config.items()}
 
+# %% ../../nbs/settings/07_config.ipynb #48eedd67
+LONGEST = 30_000  # steps of an episode without any other limit; a game of Atari has at most 27,000
+
+
+def playing(config: dict, max_episode_steps: int | None = None) -> dict:
+    """The options of `evaluate` that a run decides: its environment, and after how many steps an episode is cut off.
+
+    Args:
+        config: see `make_config`
+        max_episode_steps: another limit than that of the run; None: that of the run
+    """
+    env_kwargs = config["env_kwargs"]
+    n = max_episode_steps or config.get("max_episode_steps")
+    if n is not None:
+        env_kwargs = {**env_kwargs, "max_episode_steps": n}
+    spec = gym.spec(check_id(config["env"]).rpartition(":")[2])
+    limit = env_kwargs.get("max_episode_steps", spec.max_episode_steps) or 0
+    return dict(
+        env=config["env"], env_kwargs=env_kwargs, max_steps=max(LONGEST, limit), on_limit="cut"
+    )
+
 # %% ../../nbs/settings/07_config.ipynb #05d2f348
 _ALLOWED: set[str] = set()  # modules that the user of this process has named
 
@@ -404,7 +429,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
     """
     algorithm = ALGORITHMS[config["algorithm"]]
     env = config["env"]
-    env_kwargs = config["env_kwargs"]
+    env_kwargs = playing(config)["env_kwargs"]
     if env_kwargs.get("atari") is not None:
         env_kwargs = {**env_kwargs, "atari": "lives"}  # evaluations play whole games
     kwargs = {part: {} for part in (*algorithm.parts, "recurrence", "sharing")}

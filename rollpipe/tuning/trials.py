@@ -13,7 +13,7 @@ import torch
 
 from ..agents.evaluate import policy_of
 from ..agents.parallel_evaluation import evaluated_beside
-from ..settings.config import build, device_of
+from ..settings.config import build, device_of, playing
 from ..pipes.data.errors import DataError
 from ..pipes.taps import count_steps
 
@@ -37,11 +37,7 @@ def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
     steps = 0
     seed = _SEED + config["seed"]
     options = dict(
-        env=config["env"],
-        n_episodes=EPISODES,
-        seed=seed,
-        env_kwargs=config["env_kwargs"],
-        device=device_of(config["device"]),
+        n_episodes=EPISODES, seed=seed, device=device_of(config["device"]), **playing(config)
     )
     with (
         evaluated_beside(config["env"], config["env_kwargs"]) as evaluated,

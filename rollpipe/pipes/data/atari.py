@@ -91,6 +91,9 @@ def wrappers_in(env_kwargs: dict) -> tuple[dict, list]:
     if (episodes := kwargs.pop("atari", None)) is not None:
         kwargs = {"frameskip": 1, **kwargs}
         wrappers.append(partial(atari, episodes=episodes))
+        if (n := kwargs.pop("max_episode_steps", None)) is not None:
+            # gymnasium would count the frames of the emulator
+            wrappers.append(partial(gym.wrappers.TimeLimit, max_episode_steps=n))
     if (key := kwargs.pop("with_action_mask", None)) is not None:
         wrappers.append(partial(WithActionMask, key=key))
     return kwargs, wrappers
