@@ -18,8 +18,8 @@ from multiprocessing import connection
 from typing import Any
 
 import cloudpickle
-import torch
 
+from ..graph.modules import torch_threads
 from .remote_errors import TracebackFile, send_exception
 from .shared import SharedMemory
 
@@ -61,13 +61,13 @@ def run_worker(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     keep_freed_memory()
     try:
-        torch.set_num_threads(threads)
         if cores is not None:
             os.sched_setaffinity(0, cores)
-        if isinstance(args, SharedMemory):
-            args = _unpacked(args)
-        link.send(STARTED)
-        function(link, *shared, *args)
+        with torch_threads(threads):
+            if isinstance(args, SharedMemory):
+                args = _unpacked(args)
+            link.send(STARTED)
+            function(link, *shared, *args)
     except BaseException as e:
         if not isinstance(e, Terminated):
             send_exception(link, e, name)
