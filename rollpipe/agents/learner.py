@@ -8,6 +8,7 @@ __all__ = ['LARGEST', 'check_batch', 'LearnerState', 'ScheduledLearner', 'Learne
 # %% ../../nbs/agents/08_learner.ipynb #69c8e550
 import copy
 from dataclasses import field
+from functools import wraps
 from math import isfinite
 from time import perf_counter
 from typing import Any
@@ -23,7 +24,7 @@ from ..pipes.data.errors import ActorError, DataError, describe
 import rollpipe.ranks as ranks
 from ..layers.policies import SharedPolicy
 from ..layers.running_norm import PolicyAverage
-from ..pipes.graph.modules import bump_version, version_of
+from ..pipes.graph.modules import bump_version, few_threads, version_of
 from ..pipes.workers.entry import keep_freed_memory
 
 # %% ../../nbs/agents/08_learner.ipynb #a8950165
@@ -128,6 +129,17 @@ def _restored(x: Any, state: Any) -> Any:
     return x
 
 
+def _in_few_threads(update):
+    "The method `update`, which computes small networks with one thread, unless the user has chosen a number."
+
+    @wraps(update)
+    def computed(self, *args, **kwargs):
+        with few_threads(self.actor, self.critic):
+            return update(self, *args, **kwargs)
+
+    return computed
+
+
 class LearnerState(Changing):
     """The actor, the critic and the random generator of a learner, and the state that a checkpoint keeps of them.
 
@@ -150,6 +162,11 @@ class LearnerState(Changing):
         "optimizer",
     )  # attributes that are part of the state: modules, optimisers, tensors, numbers, dicts of them
     trained = ""  # of a learner that was loaded: in what and for how long; `repr` shows it
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "update" in vars(cls):
+            cls.update = _in_few_threads(vars(cls)["update"])  # pyright: ignore[reportAttributeAccessIssue]
 
     def __post_init__(self):
         name = type(self).__name__

@@ -13,7 +13,7 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from .mlp import MLP, activation_for, check_sizes
+from .mlp import MLP, activation_for, check_sizes, orthogonal_
 from .module_dict import n_out_of
 from .observer import Torso, takes
 from .unit_box import UnitBox
@@ -47,7 +47,7 @@ class StackedMLP(nn.Module):
         sizes = [n_in, *hidden, n_out]
         gains = [*[sqrt(2)] * len(hidden), 1.0]
         self.weights = nn.ParameterList(
-            torch.stack([nn.init.orthogonal_(torch.empty(m, n), gain).T for _ in range(k)])
+            torch.stack([orthogonal_(torch.empty(m, n), gain).T for _ in range(k)])
             for n, m, gain in zip(sizes, sizes[1:], gains)
         )
         self.biases = nn.ParameterList(torch.zeros(k, 1, m) for m in sizes[1:])

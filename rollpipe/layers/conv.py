@@ -11,7 +11,7 @@ from math import prod, sqrt
 import torch
 from torch import Tensor, nn
 
-from .mlp import check_parameters, linear, orthogonal_linear
+from .mlp import check_parameters, linear, orthogonal_, orthogonal_linear
 from ..pipes.data.errors import DataError, SpaceError, check_integer
 
 # %% auto #0
@@ -100,7 +100,7 @@ class ConvTrunk(nn.Module):
             n = channels
             size = [(pixels - kernel) // stride + 1 for pixels in size]
         for layer in found:
-            nn.init.orthogonal_(layer.weight, sqrt(2))
+            orthogonal_(layer.weight, sqrt(2))
             nn.init.zeros_(layer.bias)
         self.layers = nn.ModuleList(found)
         self.n_out = n_out or (512 if is_large else 128)

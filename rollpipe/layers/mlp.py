@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..pipes.data.errors import DataError, check_integer, check_memory
+from ..pipes.graph.modules import few_threads
 
 # %% auto #0
-__all__ = ['ACTIVATIONS', 'check_parameters', 'check_sizes', 'orthogonal_linear', 'linear', 'shaped', 'activation_for', 'MLP']
+__all__ = ['ACTIVATIONS', 'check_parameters', 'check_sizes', 'orthogonal_', 'orthogonal_linear', 'linear', 'shaped',
+           'activation_for', 'MLP']
 
 # %% ../../nbs/layers/02_mlp.ipynb #e84a051a
 def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
@@ -58,12 +60,21 @@ def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int)
     n = sum((n + 1) * m for n, m in zip(sizes, [*hidden, *outs.values()]))
     check_parameters(n * prod(more.values()), hidden=tuple(hidden), **outs, **more)
 
+# %% ../../nbs/layers/02_mlp.ipynb #c3f52c22
+def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
+    """Draw an orthogonal matrix times `gain` into `weight`, as `torch.nn.init.orthogonal_` does. Returns `weight`.
+
+    The last bits depend on the number of threads: it is one, unless the user has chosen another, see `few_threads`.
+    """
+    with few_threads():
+        return nn.init.orthogonal_(weight, gain)
+
 # %% ../../nbs/layers/02_mlp.ipynb #ccddde85
 def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
     "A linear layer with orthogonal weights times `gain` (Saxe et al. 2013, https://arxiv.org/abs/1312.6120) and zero bias."
     check_parameters((n_in + 1) * n_out, n_in=n_in, n_out=n_out)
     layer = nn.Linear(n_in, n_out)
-    nn.init.orthogonal_(layer.weight, gain)
+    orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .mlp import check_parameters
+from .mlp import check_parameters, orthogonal_
 from .packing import Packing, pack_episodes
 from ..pipes.data.errors import check_integer
 
@@ -112,7 +112,7 @@ class Recurrent(nn.Module):
         with torch.no_grad():
             for _, w, b_ih, b_hh in self.weights():
                 for gate in w.split(n_out):
-                    nn.init.orthogonal_(gate)
+                    orthogonal_(gate)
                 for b in (b_ih, b_hh):
                     nn.init.zeros_(b)
                 self.init_gates(b_ih.split(n_out), torch.empty(n_out).uniform_(1, span - 1).log_())

@@ -21,6 +21,7 @@ import rollpipe
 from ..agents.shared_options import Schedule
 from ..pipes.data.errors import DataError
 from ..pipes.graph.edits import inputs, nodes
+from ..pipes.graph.modules import few_threads
 from ..pipes.graph.pipe import Seeded
 from ..pipes.graph.states import numbered
 from ..pipes.data.compare import differing
@@ -64,10 +65,13 @@ def machine(networks: Iterable = ()) -> dict:
     except TypeError:
         built = {}  # numpy below 1.26
     blas = built.get("Build Dependencies", {}).get("blas", {})
+    networks = list(networks)
+    with few_threads(networks):
+        threads = torch.get_num_threads()
     return dict(
         system=f"{platform.system()} {platform.machine()}",
         processor=_processor(),
-        threads=str(torch.get_num_threads()),
+        threads=str(threads),
         torch=torch.backends.cpu.get_cpu_capability(),
         blas=f"{blas.get('name')} {blas.get('version')}",
         numpy=" ".join(built.get("SIMD Extensions", {}).get("found", [])),

@@ -9,12 +9,11 @@ import math
 from collections.abc import Callable, Generator
 from contextlib import closing
 
-import torch
-
 from ..agents.evaluate import policy_of
 from ..agents.parallel_evaluation import evaluated_beside
 from ..settings.config import build, device_of, playing
 from ..pipes.data.errors import DataError
+from ..pipes.graph.modules import torch_threads
 from ..pipes.taps import count_steps
 
 # %% auto #0
@@ -73,15 +72,10 @@ def returns_of(configs: list, n: int, report: Callable) -> list:
         list: the last mean return of each seed
     """
     last: list[float] = []
-    threads = torch.get_num_threads()
-    try:
-        for config in configs:
-            torch.set_num_threads(config["threads"])
-            value = math.nan
-            with closing(learning_curve(config, n)) as curve:
-                for k, value in enumerate(curve):
-                    report((sum(last) + value) / (len(last) + 1), len(last) * n + k)
-            last.append(value)
-    finally:
-        torch.set_num_threads(threads)
+    for config in configs:
+        value = math.nan
+        with torch_threads(config["threads"]), closing(learning_curve(config, n)) as curve:
+            for k, value in enumerate(curve):
+                report((sum(last) + value) / (len(last) + 1), len(last) * n + k)
+        last.append(value)
     return last

@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 import cloudpickle
-import torch
 
+from ..graph.modules import torch_threads
 from ..workers.entry import Terminated
 from ..workers.loop import STATE, LaneRunner, Reply
 from ..workers.remote_errors import TracebackFile, send_exception
@@ -72,7 +72,7 @@ class WorkerActor:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         self.tracebacks.serve()
         try:
-            torch.set_num_threads(threads)
+            torch_threads(threads).__enter__()  # until the process ends
             make, args = cloudpickle.loads(packed)
             self.runner = make(self.outbox, receiver, name, *args)
         except BaseException as e:

@@ -18,9 +18,20 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
+import torch
 
 from . import edits
-from .mixins import EditsByClass, Held, Keeps, Traits, is_shared, swapped, trait
+from rollpipe.pipes.graph.mixins import (
+    EditsByClass,
+    Held,
+    Keeps,
+    Traits,
+    held_by,
+    is_shared,
+    swapped,
+    trait,
+)
+from .modules import few_threads
 from ..data.errors import CheckpointError, DataError, describe
 from .torchdata import IterDataPipe, too_long
 
@@ -103,6 +114,21 @@ def close(items: Any) -> None:
     if hasattr(items, "close"):
         items.close()
 
+
+def _in_few_threads(items, pipe):
+    "Yield from `items`, the stream of `pipe`. Small networks in its graph compute with one thread, unless the user has chosen a number."
+    few = few_threads([x for node in edits.nodes(pipe) for x in held_by(node)])
+    made = []
+    try:
+        while True:
+            with few:
+                made.extend(islice(items, 1))
+            if not made:
+                return
+            yield made.pop()  # nothing here keeps it
+    finally:
+        close(items)
+
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #a8e2fe47
 def _gives_items(function) -> bool:
     "Does `function` yield, return a value other than None, or leave this to subclasses (`NotImplementedError`, `abstractmethod`)?"
@@ -171,7 +197,9 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
     def _run(self, **options) -> Iterator:
         "The stream, whose time is measured if there is a `timer`. `options` are those of `_items`."
         begin = partial(self._items, **options)
-        return begin() if self.timer is None else self.timer.stream(begin)
+        items = begin() if self.timer is None else self.timer.stream(begin)
+        # The last pipe does this for those above, which begin in its first step.
+        return items if torch.get_num_threads() == 1 else _in_few_threads(items, self)
 
     def _items(self, items=None, **options):
         "The stream. `items` is the iterator of the input, if the caller has opened it already."

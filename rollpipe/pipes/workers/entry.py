@@ -18,9 +18,9 @@ from multiprocessing import connection
 from typing import Any
 
 import cloudpickle
-import torch
 
 from .remote_errors import ToParent, TracebackFile, log, send_exception
+from ..graph.modules import torch_threads
 from .shared import SharedMemory
 
 # %% ../../../nbs/pipes/30_workers/09_entry.ipynb #8066ad3d
@@ -63,13 +63,13 @@ def run_worker(
     log.propagate = False
     keep_freed_memory()
     try:
-        torch.set_num_threads(threads)
         if cores is not None:
             os.sched_setaffinity(0, cores)
-        if isinstance(args, SharedMemory):
-            args = _unpacked(args)
-        link.send(STARTED)
-        function(link, *shared, *args)
+        with torch_threads(threads):
+            if isinstance(args, SharedMemory):
+                args = _unpacked(args)
+            link.send(STARTED)
+            function(link, *shared, *args)
     except BaseException as e:
         if not isinstance(e, Terminated):
             send_exception(link, e, name)
