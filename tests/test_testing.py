@@ -158,6 +158,68 @@ class OneArray(Sound):
         return self.kept
 
 
+class Long(Sound):
+    "An episode is longer than what `check_env` plays before it resets within it."
+
+    resets = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.resets += 1
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        obs, rew, term, _, info = super().step(action)
+        return obs, rew, term, False, info
+
+
+@broken(check_env, "ENV_SEED")
+class FreshGenerator(Long):
+    "A generator from the seed of each reset, which is None from the second reset on."
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.random.default_rng(seed).uniform(-1, 1, 2).astype(np.float32), {}
+
+
+@broken(check_env, "ENV_OBS_LIKE_SPACE")
+class DoubleAtSecondReset(Long):
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        return obs if self.resets == 1 else obs.astype(complex), info
+
+
+@broken(check_env, "ENV_OBS_WITHIN_BOUNDS")
+class OutsideAtThirdReset(Long):
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        return obs + 2 * (self.resets == 3), info
+
+
+@broken(check_env, "ENV_RESET")
+class FailsWithOptions(Long):
+    def reset(self, *, seed=None, options=None):
+        if options is not None:
+            options["level"]
+        return super().reset(seed=seed)
+
+
+@broken(check_env, "ENV_STEP")
+class FailsAfterLaterReset(Long):
+    def step(self, action):
+        if self.resets == 2 and self.count == 5:
+            raise IndexError("no more levels")
+        return super().step(action)
+
+
+@broken(check_env, "ENV_LAST_OBS")
+class LongOneArray(Long):
+    memory = np.zeros(2, np.float32)
+
+    def look(self):
+        self.memory[:] = super().look()
+        return self.memory
+
+
 @broken(check_env, "ENV_REWARD")
 class VectorReward(Sound):
     step = changed(1, lambda env, rew: np.ones(1))

@@ -328,6 +328,7 @@ def evaluate(
         close=close,
         device=device,
     )
+    stepper.reads_last_obs = False
     done = [[] for _ in quota]
     rows = TraceRows(len(quota)) if trace else None
     states = GlobalRandomStates(

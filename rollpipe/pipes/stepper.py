@@ -23,7 +23,8 @@ from .envs.batch import Batch
 from .graph.pipe import Seeded, Source
 from .envs.factories import VectorFactory
 from .envs.sources import Acting, Lender, env_sources, instances_in, no_copy, taken
-from .envs.vector import env_batch
+from .envs.last_steps import check_last_steps
+from .envs.vector import VectorBatch, env_batch
 from .graph.edits import nodes
 from .graph.modules import checked_device, modules_in
 from .graph.torchdata import IterDataPipe, reads_ahead
@@ -95,6 +96,7 @@ class EnvStepper(Acting, Seeded, Source):
     """
 
     keeps_items, fusible = False, True
+    reads_last_obs = True  # False: nobody does, so vectors that lose them are not refused
 
     def __init__(
         self,
@@ -206,8 +208,9 @@ class EnvStepper(Acting, Seeded, Source):
             items: iterator of the pipe of environments, if there is one
         """
         where = dict(pipe=type(self).__name__, lane=self.lane)
+        factories = self._factories(items, **where)
         envs = env_batch(
-            self._factories(items, **where),
+            factories,
             seed,
             sticky=self.sticky,
             info_keys=self.info_keys,
@@ -217,6 +220,13 @@ class EnvStepper(Acting, Seeded, Source):
             episode_seeds=self.episode_seeds,
             **where,
         )
+        is_copying = getattr(factories[0], "vector", None) in ("sync", "async")
+        if isinstance(envs, VectorBatch) and self.reads_last_obs and not is_copying:
+            try:
+                check_last_steps(envs.vec, self.info_keys, **where)
+            except EnvError:
+                envs.close()
+                raise
         envs.terminal_obs = self.terminal_obs
         envs.pinned = self.device is not None and self.device.type == "cuda"
         return envs

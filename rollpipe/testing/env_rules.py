@@ -19,8 +19,10 @@ import torch
 from ..pipes.data import nested
 from ..pipes.envs.actions import in_containers
 from ..pipes.data.errors import describe
-from ..pipes.envs.factories import EnvFactory, space_spec
+from ..pipes.envs.factories import EnvFactory, is_vector, space_spec
 from ..pipes.envs.keeping import keeper_for, sampler
+from ..pipes.envs.last_steps import single_makers
+from ..pipes.envs.sources import is_instance
 from ..pipes.tensors.tensor_batch import TensorBatch, TensorOutcome
 from ..pipes.tensors.tensor_env import TensorFactory, is_tensor_source
 from .contract import Report, same, snapshot
@@ -34,7 +36,7 @@ __all__ = ['ENV_SPACES', 'ENV_MADE', 'ENV_RESET', 'ENV_STEP', 'ENV_OBS_LIKE_SPAC
 # %% ../../nbs/testing/01_env_rules.ipynb #fecd7417
 ENV_SPACES = "observation_space and action_space have a fixed-size array form (Box, Discrete, MultiBinary, MultiDiscrete, Dict, Tuple)"
 ENV_MADE = "the factory makes a single gymnasium environment"
-ENV_RESET = "reset(seed=...) and reset() return (observation, info dict)"
+ENV_RESET = "reset(seed=...), reset() and reset(options={}) return (observation, info dict)"
 ENV_STEP = "step(action) returns (observation, reward, terminated, truncated, info dict) for every action of the space"
 ENV_OBS_LIKE_SPACE = (
     "observations have the structure, shapes and kinds of numbers of observation_space"
@@ -120,8 +122,13 @@ def _check_info(report: Report, info: dict, forms: dict) -> None:
         report.add(ENV_INFO_STAYS, f"{type(e).__name__}: {e}")
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fa4a50b4
+# The resets after the last step. Until then a long episode was reset once, and what goes wrong at a later reset shows only there.
+_RESETS: Any = dict(), dict(options={}), dict(seed=1), dict()
+_AFTER_RESET = 8  # steps after each of them
+
+
 def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
-    "Play random actions. Returns a list of the environment's answers, step by step."
+    "Play random actions, and then reset several times. Returns a list of the environment's answers, step by step."
     with report.demand(ENV_SPACES):
         spec = [
             space_spec(getattr(env, name), name) for name in ("observation_space", "action_space")
@@ -131,20 +138,30 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
     forms = {}
     trace = []
 
-    def reset(**kwargs):
+    def stored(obs):
+        return _check_obs(report, obs, env.observation_space, spec[0])
+
+    def reset(last, **kwargs):
+        "Reset, which must not change the observation `last`."
+        before = stored(last) if last is not None else None
         with report.demand(ENV_RESET):
             obs, info = env.reset(**kwargs)
             if not isinstance(info, dict):
                 raise TypeError(f"info is {describe(info)}")
-        return _check_obs(report, obs, env.observation_space, spec[0])
+        trace.append(stored(obs))
+        report.check(
+            ENV_LAST_OBS,
+            last is None or same(stored(last), before),
+            "it is the same array; a vector with the autoreset mode SameStep would lose it",
+        )
 
-    trace.append(reset(seed=seed))
-    for _ in range(n_steps):
+    def step():
+        "Step. Returns the observation, or None if the episode ended and was reset."
         with report.demand(ENV_STEP):
             last, rew, term, trunc, info = env.step(draw())
             if not isinstance(info, dict):
                 raise TypeError(f"info is {describe(info)}")
-        obs = _check_obs(report, last, env.observation_space, spec[0])
+        obs = stored(last)
         number = np.asarray(rew)
         is_number = number.ndim == 0 and number.dtype.kind in "biuf" and math.isfinite(rew)
         report.check(ENV_REWARD, is_number, describe(rew))
@@ -154,14 +171,15 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
             )
         _check_info(report, info, forms)
         trace.append((obs, np.array(rew), bool(np.any(term)), bool(np.any(trunc))))
-        if np.any(term) or np.any(trunc):
-            trace.append(reset())
-            is_same = same(_check_obs(report, last, env.observation_space, spec[0]), obs)
-            report.check(
-                ENV_LAST_OBS,
-                is_same,
-                "it is the same array; a vector with the autoreset mode SameStep would lose it",
-            )
+        if not (np.any(term) or np.any(trunc)):
+            return last
+        reset(last)
+
+    last = None
+    for n, kwargs in ((n_steps, dict(seed=seed)), *((_AFTER_RESET, x) for x in _RESETS)):
+        reset(last, **kwargs)
+        for _ in range(n):
+            last = step()
     report.check(
         ENV_SPACES_STAY,
         spaces == (env.observation_space, env.action_space),
@@ -253,14 +271,16 @@ def check_env(
     Raises `ContractError` with all broken rules. If no rule is broken, prints so and returns an empty list.
 
     Args:
-        env: gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its class
+        env: gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its class. Of a `SyncVectorEnv` or
+            `AsyncVectorEnv` one environment of each kind is checked, and the vector itself breaks the rule `ENV_MADE`
         env_kwargs: keyword arguments for `gymnasium.make`
-        n_steps: number of random steps
+        n_steps: number of random steps; after them it is reset four times, with eight steps each. What goes wrong only at the end of a
+            longer episode needs more
         seed: seed of the environment and of the actions
         raises: False: print nothing, and return the violations instead of raising an error
     """
     report = Report()
-    lent = isinstance(env, gym.Env)
+    lent = is_instance(env)
     if is_tensor_source(env):
         factory = TensorFactory(env)
         report.section(
@@ -281,15 +301,21 @@ def check_env(
 def _check_env(
     report: Report, env: Any, env_kwargs: dict | None, n_steps: int, seed: int, lent: bool
 ) -> None:
+    singles = []
+
     def make():
         made = env if lent else EnvFactory(env, env_kwargs)(seed)
-        if not isinstance(made, gym.Env):
-            raise TypeError(f"got {type(made).__name__}")
-        return made
+        if isinstance(made, gym.Env):
+            return made
+        singles.extend(single_makers(made))
+        if is_vector(made) and not lent:
+            made.close()
+        raise TypeError(f"got {type(made).__name__}")
 
-    _play_twice(
-        report, ENV_MADE, make, partial(_play, report, n_steps=n_steps, seed=seed), not lent
-    )
+    play = partial(_play, report, n_steps=n_steps, seed=seed)
+    report.section(_play_twice, report, ENV_MADE, make, play, not lent)
+    for single in singles:
+        _check_env(report, single, None, n_steps, seed, False)
     if not lent and not report.violations:
         _check_kept(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
 

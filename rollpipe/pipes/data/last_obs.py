@@ -10,11 +10,24 @@ from copy import deepcopy
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 
 # %% ../../../nbs/pipes/00_data/19_last_obs.ipynb #1a570005
+def _with_own_arrays(x):
+    "The same dicts, lists and tuples, with copies of the arrays. Other objects, which may be large, stay."
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    if type(x) is dict:
+        return {key: _with_own_arrays(y) for key, y in x.items()}
+    return type(x)(map(_with_own_arrays, x)) if type(x) in (list, tuple) else x
+
+# %% ../../../nbs/pipes/00_data/19_last_obs.ipynb #d0714858
 class CopiesLastObs(gym.Wrapper):
-    "Returns a copy of the last observation of each episode, which a later `reset` does not change."
+    "Returns a copy of the last observation of each episode, and of the arrays in its infos, which a later `reset` does not change."
 
     def step(self, action: Any) -> tuple:
         obs, rew, terminated, truncated, info = self.env.step(action)
-        return deepcopy(obs) if terminated or truncated else obs, rew, terminated, truncated, info
+        if terminated or truncated:
+            obs = deepcopy(obs)
+            info = _with_own_arrays(info)
+        return obs, rew, terminated, truncated, info
