@@ -162,7 +162,7 @@ class _Cutter(EnvFactory):
             env = self.env = _CutOff(env, self.max_steps)
         elif self.must_cut:
             if self.closes:
-                close_env(env, self.__name__)
+                close_env(env, self.name)
             raise EnvError(
                 "the episodes of a vector cannot be cut off",
                 leaf="on_limit",
