@@ -8,8 +8,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollpipe.agents.shared_options import args_section, meanings
-from rollpipe.settings.algorithms import ALGORITHMS
-from rollpipe.settings.config import RunOptions
+from rollpipe.agents import A2C
+from rollpipe.layers import (
+    ActionCritic,
+    CategoricalPolicy,
+    Critic,
+    MemoryCritic,
+    MLPPolicy,
+    QPolicy,
+    RecurrentPolicy,
+    SquashedPolicy,
+)
+from rollpipe.pipes import DataError, on_policy
+from rollpipe.settings.algorithms import ALGORITHMS, Algorithm, options_for, register_algorithm
+from rollpipe.settings.config import RunOptions, build, make_config
 from rollpipe.settings.options import options_of, parse_value
 from rollpipe.runs.plots import learning_curve
 
@@ -135,3 +147,82 @@ def test_every_part_of_every_algorithm_says_what_its_options_mean():
             for option in options_of(dict(part=part))
             if option.name not in ("options", "env_kwargs")
         ), part
+
+
+def passing_on(base, **fixed):
+    "A subclass that takes what its base takes as `**options`, and sets the `fixed` ones."
+
+    class Own(base):
+        def __init__(self, *args, own: int = 3, **options):
+            super().__init__(*args, **fixed, **options)
+
+    return Own
+
+
+def offered(cls):
+    return {x.param: (x.default, x.kinds, x.help) for x in options_of(dict(part=cls))}
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        MLPPolicy,
+        CategoricalPolicy,
+        RecurrentPolicy,
+        SquashedPolicy,
+        QPolicy,
+        Critic,
+        MemoryCritic,
+        ActionCritic,
+        A2C,
+    ],
+)
+def test_options_that_are_passed_on_are_those_of_the_base(base):
+    "All of them, through several classes, beside those of the class itself."
+    own = passing_on(base)
+    assert offered(own) == offered(base) | {"own": (3, ("int",), "")}
+    assert offered(passing_on(own)) == offered(own)
+
+    class Without(base):
+        def __init__(self, observation_space, action_space=None, hidden=(8,)):
+            pass
+
+    assert {*offered(Without)} == {"action_space", "hidden"}
+
+
+@pytest.fixture
+def register(monkeypatch):
+    def one(policy=MLPPolicy, critic=Critic, learner=A2C):
+        monkeypatch.delitem(ALGORITHMS, "passing", raising=False)
+        register_algorithm("passing", Algorithm(learner, on_policy, policy, critic))
+
+    before = dict(ALGORITHMS)
+    yield one
+    ALGORITHMS.clear()
+    ALGORITHMS.update(before)
+
+
+def test_options_reach_the_classes_that_pass_them_on(register):
+    register(passing_on(MLPPolicy), passing_on(Critic), passing_on(A2C))
+    names = {option.name for option in options_for("passing")}
+    assert {"hidden", "std", "log_std", "action_mask", "critic_hidden", "lr"} < names
+    options = dict(hidden=(7,), critic_hidden=(5,), std="fixed", log_std=-1.0, lr=0.125)
+    agent, _ = build(make_config("passing", "Pendulum-v1", options))
+    shapes = [[*next(x.parameters()).shape] for x in (agent.actor.trunk, agent.critic.net)]
+    assert shapes == [[7, 3], [5, 3]]
+    assert "head.log_std" not in dict(agent.actor.named_parameters())
+    assert agent.lr == 0.125
+
+
+@pytest.mark.parametrize(
+    "parts, leaf",
+    [
+        (dict(policy=passing_on(MLPPolicy, hidden=(8,))), "hidden"),
+        (dict(critic=passing_on(Critic, normalize=False)), "normalize"),
+        (dict(learner=passing_on(A2C, lr=0.5)), "lr"),
+    ],
+)
+def test_an_option_that_the_class_sets_itself_is_refused(parts, leaf, register):
+    register(**parts)
+    with pytest.raises(DataError, match=f"Own, leaf {leaf}: .*`{leaf}` in the signature"):
+        build(make_config("passing", "CartPole-v1", {}))

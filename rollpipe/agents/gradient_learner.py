@@ -317,7 +317,8 @@ def descend(
 class GradientLearner(ByAdam, Learner):
     """Base of learners that minimise a loss of actor and critic by Adam.
 
-    `params` are the trainable parameters of actor and critic, each once. `fit` uses the same optimiser.
+    `params` are the trainable parameters of actor and critic, each once, and those of networks in other attributes, which a loss may use,
+    too. One step with one limit of the gradient changes them all. `fit` uses the same optimiser.
     """
 
     def __post_init__(self):
@@ -328,13 +329,21 @@ class GradientLearner(ByAdam, Learner):
         self.params, self.optimizer = adam_for(
             self.actor, self.critic, self.lr, self.lr_of_critic, apart
         )
-
-    def rates(self) -> list:
-        "The group of the actor, if it has something to learn, and that of a critic with a learning rate of its own."
         names = ["lr"] * any(p.requires_grad for p in self.actor.parameters()) + [
             "lr" if self.critic_lr is None else "critic_lr"
         ]
-        return [*zip(self.optimizer.param_groups, names)]
+        self.names_of_rates = names[: len(self.optimizer.param_groups)]
+
+    def adopt(self) -> None:
+        "Let `optimizer` train the networks of one's own that are in no optimiser, with the learning rate `lr`."
+        for parameters in self.untrained().values():
+            self.optimizer.add_param_group(dict(params=parameters, lr=self.lr))
+            self.params += parameters
+            self.names_of_rates.append("lr")
+
+    def rates(self) -> list:
+        "The group of the actor, if it has something to learn, that of a critic with a learning rate of its own, and those of `adopt`."
+        return [*zip(self.optimizer.param_groups, self.names_of_rates)]
 
     def set_option(self, name: str, value: Any) -> None:
         "As `ScheduledLearner.set_option`. Raises `DataError` for `lr` if it is `critic_lr`, too, in one group of the optimiser."
@@ -351,8 +360,8 @@ class GradientLearner(ByAdam, Learner):
     def shares_group(self) -> bool:
         "Have the actor and a critic with parameters of its own one group of the optimiser?"
         known = {id(p) for p in self.actor.parameters()}
-        groups = self.optimizer.param_groups
-        return len(groups) == 1 and len({id(p) in known for p in groups[0]["params"]}) == 2
+        first, *_ = self.optimizer.param_groups
+        return len({id(p) in known for p in first["params"]}) == 2
 
     def step(
         self,

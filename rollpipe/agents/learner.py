@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from .critics import critic_inputs, explained_variance, fit_critic, observations
 from .policy_replay import check_logp, lag_of, lane_restarts
@@ -134,7 +135,7 @@ def _in_few_threads(update):
 
     @wraps(update)
     def computed(self, *args, **kwargs):
-        with few_threads(self.actor, self.critic):
+        with few_threads(self.actor, self.critic, self.own_parts()):
             return update(self, *args, **kwargs)
 
     return computed
@@ -142,6 +143,8 @@ def _in_few_threads(update):
 
 class LearnerState(Changing):
     """The actor, the critic and the random generator of a learner, and the state that a checkpoint keeps of them.
+
+    Networks, parameters and optimisers in other attributes, alone or in lists and dicts, are part of the state, too (see `own_parts`).
 
     Args:
         actor: the module that acts and learns
@@ -193,22 +196,74 @@ class LearnerState(Changing):
         self.optimizer: Any = None  # a subclass sets it; it is part of the state
         self.average = PolicyAverage(actor, self.average_policy) if self.average_policy else None
 
+    def own_parts(self) -> dict[str, Any]:
+        """The networks, parameters and optimisers that a subclass or a user has set as attributes, alone or in lists, tuples and dicts.
+
+        Those in the attributes of `keeps` are not among them, and neither are parts of these, of the actor and of the critic.
+
+        Returns:
+            dict: name -> part, such as 'predict_next', or 'heads.0' for one in a list
+        """
+        known = {"actor", "critic", "average", *self.keeps}
+        own = dict(_parts(x for x in vars(self).items() if x[0] not in (*known, "params")))
+        if not own:
+            return {}
+        networks = [x for _, x in _parts((name, getattr(self, name, None)) for name in known)]
+        theirs = {id(y) for x in networks for y in (*_modules(x), *_weights(x))}
+        return {name: x for name, x in own.items() if id(x) not in theirs}
+
+    def untrained(self) -> dict[str, list]:
+        "Name of a part of one's own -> its trainable parameters that are in no optimiser of the learner, if it has some."
+        optimizers = [x for _, x in _parts(vars(self).items()) if isinstance(x, Optimizer)]
+        trained = {id(p) for x in optimizers for group in x.param_groups for p in group["params"]}
+        lacking = {}
+        for name, part in self.own_parts().items():
+            parameters = [p for p in _weights(part) if p.requires_grad and id(p) not in trained]
+            trained.update(map(id, parameters))
+            if parameters:
+                lacking[name] = parameters
+        return lacking
+
+    def adopt(self) -> None:
+        "Let an optimiser train the networks of one's own. Raises `DataError` for one that is in no optimiser."
+        for name in self.untrained():
+            raise DataError(
+                f"{type(self).__name__} would never train this network",
+                leaf=name,
+                expected=f"an optimiser of its parameters in an attribute, such as self.{name.partition('.')[0]}_optimizer, whose steps "
+                "your code takes, or parameters with requires_grad=False",
+                got="trainable parameters that are in no optimiser of the learner",
+            )
+
     def state_dict(self) -> dict:
-        "All that is needed to resume training: weights, normalisers, optimiser, version, steps, random state."
+        "All that is needed to resume training: weights, normalisers, optimisers, version, steps, random state."
+        self.adopt()
         state = dict(
             actor=self.actor.state_dict(),
             version=version_of(self.actor),
             steps=self.steps,
             generator=self.generator.get_state(),
         )
-        return state | {
-            name: _state(x)
-            for name in (*self.keeps, "average")
-            if (x := getattr(self, name)) is not None
-        }
+        kept = {name: getattr(self, name) for name in (*self.keeps, "average")}
+        parts = self.own_parts() | {name: x for name, x in kept.items() if x is not None}
+        return state | {name: _state(x) for name, x in parts.items()}
 
     def load_state_dict(self, state: dict) -> None:
-        "Restore what `state_dict` returned. An average of the policy that is not in it begins with the weights that are."
+        """Restore what `state_dict` returned. An average of the policy that is not in it begins with the weights that are.
+
+        Raises `DataError` if the learner lacks a part of the state, or the state a part of the learner.
+        """
+        self.adopt()
+        own = self.own_parts()
+        known = {"actor", "critic", "version", "steps", "generator", "average", *self.keeps, *own}
+        for name in sorted(state.keys() - known):
+            raise DataError(
+                f"{type(self).__name__} lacks a part of the state",
+                leaf=name,
+                expected="a learner that has it from the beginning, such as one that is set in `__post_init__`",
+                got=f"parts of its own: {', '.join(own) or 'none'}",
+            )
+        _restored(own, state)
         self.actor.load_state_dict(state["actor"])
         self.generator.set_state(state["generator"])
         self.steps = state["steps"]
@@ -234,6 +289,33 @@ class LearnerState(Changing):
                 *(f"{k}: {_network(x)}" for k, x in networks.items()),
             ]
         )
+
+
+def _parts(items):
+    "Pairs of a name and a network, a parameter or an optimiser among the values of `items`, also in lists, tuples and dicts."
+    for name, x in items:
+        if isinstance(x, (list, tuple)):
+            x = dict(enumerate(x))
+        if isinstance(x, dict):
+            yield from _parts((f"{name}.{key}", y) for key, y in x.items())
+        elif isinstance(x, (torch.nn.Module, torch.nn.Parameter, Optimizer)) or (
+            isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf
+        ):
+            yield name, x
+
+
+def _modules(part):
+    return part.modules() if isinstance(part, torch.nn.Module) else ()
+
+
+def _weights(part):
+    "The parameters of a part of a learner that have values; none of an optimiser."
+    parameters = (
+        part.parameters()
+        if isinstance(part, torch.nn.Module)
+        else [part] * isinstance(part, torch.Tensor)
+    )
+    return [p for p in parameters if not torch.nn.parameter.is_lazy(p)]
 
 
 def _network(module):
@@ -365,6 +447,7 @@ class Learner(ScheduledLearner):
             *self.batch_needs,
             *["ret"] * ("adv" in self.batch_needs and self.critic is not None),
         )
+        self.adopt()
         if not may_rest or batch.valid.any():
             self.check(batch, *needs)
         ranks.check_batches(batch, type(self).__name__)

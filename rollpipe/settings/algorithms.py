@@ -118,9 +118,7 @@ def sharing(shared: bool = False) -> bool:
 
 def _without_critic(algorithm, kwargs):
     "The parts with a policy that reports values. Raises `DataError` for an option that would have no effect."
-    defaults = {
-        name: p.default for name, p in inspect.signature(algorithm.critic).parameters.items()
-    }
+    defaults = {x.param: x.default for x in options_of(dict(critic=algorithm.critic))}
     given = {
         f"critic_{name}": x
         for name, x in kwargs["critic"].items()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -394,9 +395,26 @@ def _inserted(pipe: Any, edits: list) -> Any:
     return pipe
 
 # %% ../../nbs/settings/07_config.ipynb #db28199a
+def _made(part, make, *args, **kwargs):
+    "What `make`, such as the class of a part, returns. Raises `DataError` if it sets an option twice."
+    try:
+        return make(*args, **kwargs)
+    except TypeError as e:
+        twice = re.search(r"multiple values for keyword argument '(\w+)'", str(e))
+        if twice is None:
+            raise
+        raise DataError(
+            "the class sets an option that comes with its `**options`, too",
+            pipe=part.__name__,
+            leaf=twice[1],
+            expected=f"`{twice[1]}` in the signature of its `__init__`, with a default of its own",
+            got=str(e),
+        ) from e
+
+
 def _network(part, env, algorithm, **kwargs):
     try:
-        return part.for_env(env, **kwargs)
+        return _made(part, part.for_env, env, **kwargs)
     except DataError as e:
         e.locate(
             pipe=part
@@ -465,7 +483,8 @@ def build(config: dict, resumes: int = 0) -> tuple:
             )
         modules = [module.to(device) for module in modules]
         kwargs["pipeline"]["device"] = device
-    agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
+    learner = algorithm.learner
+    agent = _made(learner, learner, *modules, seed=seeds["learner"], **kwargs["learner"])
     if "critic" not in accepted:
         modules = modules[:1]
     pipe = algorithm.pipeline(

@@ -117,6 +117,8 @@ class Option(NamedTuple):
 def options_of(parts: dict, skip: Iterable = ()) -> list[Option]:
     """An option for every parameter with a plain default. If its name is taken, the name of the part precedes it: `critic_hidden`.
 
+    A class whose `__init__` passes `**options` on has the parameters of its base, too.
+
     Args:
         parts: part -> function or class; if two parts have a parameter of the same name, the first one gets the plain name
         skip: parameters that do not become options
@@ -141,9 +143,14 @@ def _parameters(function: Callable) -> list:
     first = {
         name: k for k, owner in enumerate(owners) for name in inspect.get_annotations(owner)
     }  # the number of the farthest base
-    return sorted(
-        inspect.signature(function).parameters.values(), key=lambda x: first.get(x.name, 0)
-    )
+    found = dict(inspect.signature(function).parameters)
+    # What an `__init__` takes as `**options` goes to that of the next base.
+    for init in [vars(owner)["__init__"] for owner in owners if "__init__" in vars(owner)]:
+        taken = inspect.signature(init).parameters
+        found = {**taken, **found}
+        if not any(x.kind is x.VAR_KEYWORD for x in taken.values()):
+            break
+    return sorted(found.values(), key=lambda x: first.get(x.name, 0))
 
 
 def _is_plain(default: Any) -> bool:
