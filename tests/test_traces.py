@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+from test_crash import content
 
 import rollpipe
 from rollpipe.agents import PPO
@@ -34,7 +35,7 @@ from rollpipe.runs.locks import owner_of
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.repeat import numbers, verify
 from rollpipe.runs.states import edited
-from rollpipe.runs.training import train
+from rollpipe.runs.training import Wish, train
 from rollpipe.settings.config import make_config
 from rollpipe.traces import fingerprint as module
 from rollpipe.traces import journal as journals
@@ -773,25 +774,30 @@ gym.register(
 )
 
 
-def killed(folder, **run):
-    "A training in another process, which is killed in its fifth update and has a checkpoint after the second one, and after the fourth."
+def killed_in(update, make):
+    "Train the run that `make` starts or resumes, in another process, which is killed in this update, before it is saved."
 
     def main():
         def callback(run, record):
-            if record["updates"] == 5:
+            if record["updates"] == update:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        config = make_config(
-            "ppo", "OfAProcess-v0", SMALL, steps=12_000, checkpoint_every=2, keep=9, **run
-        )
-        train(start(folder, config), progress=False, tensorboard=False, callback=callback)
+        train(make(), progress=False, tensorboard=False, callback=callback)
 
     child = multiprocessing.get_context("fork").Process(target=main)
     child.start()
     child.join(60)
-    assert child.exitcode == -signal.SIGKILL and [
-        e.updates for e in read_journal(folder / JOURNAL)
-    ] == [1, 2, 3, 4, 5]
+    assert child.exitcode == -signal.SIGKILL
+
+
+def of_a_process(folder, algorithm="ppo", options=SMALL, **run):
+    return start(folder, make_config(algorithm, "OfAProcess-v0", options, **run))
+
+
+def killed(folder, **run):
+    "A run that is killed in its fifth update and has a checkpoint after the second one, and after the fourth."
+    killed_in(5, lambda: of_a_process(folder, steps=12_000, checkpoint_every=2, keep=9, **run))
+    assert [e.updates for e in read_journal(folder / JOURNAL)] == [1, 2, 3, 4, 5]
     return folder
 
 
@@ -811,17 +817,15 @@ def test_what_goes_on_otherwise_in_a_new_process_is_told(tmp_path, caplog):
 
 def test_an_exact_run_does_not_go_on_otherwise(tmp_path):
     run = killed(tmp_path / "run", exact=True)
-    before = (run / JOURNAL).read_bytes(), (run / "checkpoint.safetensors").read_bytes()
+    (run / "lock").unlink()
+    before = content(run)
     for _ in range(2):
         with pytest.raises(
             DataError,
             match="leaf exact: .* does not go on as it did before: update 5: .state.obs differs first .row 1",
         ):
             train(resume(run), progress=False, tensorboard=False)
-        assert (
-            (run / JOURNAL).read_bytes(),
-            (run / "checkpoint.safetensors").read_bytes(),
-        ) == before
+        assert content(run) == before
     again = resume(run)
     again.config["exact"] = False
     assert train(again, progress=False, tensorboard=False)["inexact"] == 1
@@ -850,6 +854,88 @@ def test_an_exact_run_of_small_batches_does_not_go_on_otherwise(tmp_path):
         with pytest.raises(DataError, match="leaf exact: .* does not go on as it did before"):
             train(resume(tmp_path / "run" if k else first), progress=False, tensorboard=False)
         assert load_run(tmp_path / "run").counters["updates"] == 2
+
+
+TINY = dict(SMALL, n_steps=8)  # 48 steps in an update
+REPLAYED = dict(n_envs=2, warmup=100, engine="torch")
+
+
+def until(update):
+    return lambda run, record: Wish(stop=record["updates"] == update)
+
+
+@pytest.mark.parametrize(
+    "algorithm, options, every, update, run",
+    [
+        ("ppo", TINY, 2, 3, {}),
+        ("ppo", TINY, 1, 2, {}),
+        ("ppo", TINY, 20, 39, {}),
+        ("ppo", TINY, 1000, 37, {}),
+        ("ppo", TINY, 2, 3, dict(workers=2)),
+        ("ppo", dict(SMALL, n_steps=160), 3, 5, {}),
+        ("dqn", REPLAYED, 2, 3, {}),
+        ("dqn", REPLAYED, 5, 9, dict(workers=1, lag=1)),
+    ],
+)
+def test_a_process_that_differs_is_found_for_any_size_of_updates_and_distance_of_checkpoints(
+    algorithm, options, every, update, run, tmp_path, caplog
+):
+    "The newest update of a killed run is in its journal, also where the next regular line is far."
+    folder = tmp_path / "run"
+    more = dict(steps=9000, checkpoint_every=every, exact=True, **run)
+    killed_in(update, lambda: of_a_process(folder, algorithm, options, **more))
+    assert read_journal(folder / JOURNAL)[-1].updates == update
+    assert load_run(folder).counters["updates"] == (update - 1) // every * every
+    with pytest.raises(DataError, match="leaf exact: .* does not go on as it did before: .*update"):
+        train(resume(folder), progress=False, tensorboard=False)
+    again = resume(folder)
+    again.config["exact"] = False
+    assert train(again, progress=False, tensorboard=False, callback=until(update))["inexact"] == 1
+    assert caplog.text.count("does not go on as it did before") == 1
+
+
+def test_the_first_small_update_that_differs_is_named(tmp_path, caplog):
+    folder = tmp_path / "run"
+    killed_in(9, lambda: of_a_process(folder, options=TINY, steps=9000, checkpoint_every=6))
+    train(resume(folder), progress=False, tensorboard=False, callback=until(12))
+    (message,) = [x for x in caplog.messages if "before" in x]
+    assert message.endswith(
+        "update 7: .state.obs differs first, the weights were equal before: collection differs"
+    )
+    assert [r.get("inexact", 0) for r in read_records(folder)] == [0] * 6 + [1] * 6
+
+
+def test_a_learner_that_differs_after_a_small_update_does_not_blame_collection(tmp_path, caplog):
+    "The weights after a small update are compared by what comes of them, so it may be either of two updates."
+    run = start(tmp_path / "run", configured(options=TINY, steps=9000, checkpoint_every=6))
+    killed_in(9, lambda: run)
+    again = resume(run.folder)
+    update = again.agent.update
+
+    def other_update(batch):
+        metrics = update(batch)
+        torch.nn.init.constant_(next(again.agent.actor.parameters()), 0.0)
+        return metrics
+
+    again.agent.update = other_update
+    train(again, progress=False, tensorboard=False, callback=until(12))
+    (message,) = [x for x in caplog.messages if "before" in x]
+    assert "between the updates 7 and 9: .state." in message and "collection" not in message
+
+
+def test_what_was_not_compared_yet_outlives_another_kill(tmp_path, caplog):
+    "And the journal of the run, which has been killed three times, is that of its twin."
+    options = dict(steps=2400, options=TINY, checkpoint_every=6)
+    whole = trained(tmp_path / "whole", **options)
+    folder = tmp_path / "run"
+    killed_in(9, lambda: start(folder, configured(**options)))
+    killed_in(8, lambda: resume(folder))
+    assert read_journal(folder / JOURNAL)[-1].updates == 9
+    killed_in(17, lambda: resume(folder))
+    assert [e.updates for e in read_journal(folder / JOURNAL)] == [6, 12, 13, 14, 15, 16, 17]
+    train(resume(folder), progress=False, tensorboard=False)
+    assert not caplog.messages
+    assert (folder / JOURNAL).read_bytes() == (whole / JOURNAL).read_bytes()
 
 
 def test_a_resume_that_fails_leaves_the_lock_of_a_run_that_has_begun(tmp_path):

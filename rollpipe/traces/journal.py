@@ -115,7 +115,7 @@ class Entry(NamedTuple):
         versions: lowest and highest version of the weights that collected the last batch; None: unknown
         place: `places` of the last batch; None in the extra line at a checkpoint, and for batches that are no fragments
         edits: what was changed after this update, in turn, see `runs.changes`; None: nothing, and then the line lacks it
-        now: network -> checksum of its weights after this update, in the extra lines; None in regular lines, which then lack it
+        now: network -> checksum of its weights after this update, in the extra lines at checkpoints; None in others, which then lack it
     """
 
     updates: int
@@ -153,13 +153,16 @@ def _entries(path):
         raise DataError(f"{path}: no journal here", expected="the folder of a run")
     before = 0
     rows = []
-    for n, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
+    content = path.read_text(errors="replace")
+    for n, line in enumerate(content.split("\n")[:-1], 1):
         try:
             text = line[: -10 - len(_END)]
             found = Entry(**{k: x for k, x in json.loads(line).items() if k != "sum"})
             if not all(type(x) is int for x in found[:4]) or _line(found, before)[0] != line + "\n":
                 raise ValueError(text)
         except (ValueError, TypeError, AttributeError, RecursionError):
+            if path.read_text(errors="replace") != content:
+                return _entries(path)  # a training has just replaced its newest lines
             raise DataError(
                 f"{path}, line {n}: damaged, or a line before it is missing", got=line[:80]
             ) from None
@@ -231,12 +234,14 @@ class Journal:
     Raises `DataError` if the file is damaged, and `OSError`, which names the file, if the disk is full.
 
     Args:
-        path: file, which is cut to the updates so far; None: nothing is written, as in a rank that keeps no run
+        path: file, which is cut to the updates so far with the first line; None: nothing is written, as in a rank that keeps no run
         counters: steps, updates and resumes so far
         networks: name -> network whose weights are recorded
         edits: what was changed so far, see `edited`
         differs: `differs(before, now, after)` is called if the file has lines of updates that are made once more, and the first one of
-            them is another one now: both entries, and the last update before them; if it raises an error, the file stays as it is
+            them is another one now: both entries, and the last update before them after which the weights are known to be equal; if it
+            raises an error, the file stays as it is
+        opens: `opens()` is called before the first line is written
     """
 
     # steps of a batch that gets a line, and between the lines of smaller batches
@@ -250,24 +255,27 @@ class Journal:
         networks: dict,
         edits: Sequence = (),
         differs: Callable | None = None,
+        opens: Callable | None = None,
     ):
         self.networks = networks
         self.path = None if path is None else Path(path)
         self.file = None
         self.differs: Any = differs
+        self.opens = opens
         self.counters = {name: counters[name] for name in ("updates", "steps", "resumes")}
-        self.since = self.written = counters[
-            "updates"
-        ]  # `written`: the update of the last line, or of the checkpoint
-        # `again`: update -> its line, for updates that are made once more
+        n = counters["updates"]
+        self.since = n
+        self.written = n  # the update of the last line that stays, or of the checkpoint
+        self.equal = n  # the last update after which the weights are known to be equal
         self.batch = {}
         self.weights = {}
-        self.again = {}
+        self.again = {}  # update -> its line, for updates that are made once more
         rows = [] if self.path is None or not self.path.exists() else _entries(self.path)
         self.ends = rows[-1][0].updates if rows else 0  # the update of the last line that was there
         last, self.sum = next(
             ((e, total) for e, _, total in reversed(rows) if e.updates <= self.written), (None, 0)
         )
+        self.passing = self.sum  # checksum of the last line, which may be a passing one
         if last is not None and last.updates == self.written:
             self.since = last.since
             self.batch = last.batch
@@ -276,13 +284,12 @@ class Journal:
             self.again = {
                 e.updates: e for e, *_ in rows if e.updates > self.written and self._continues(e)
             }
+        self.until = max(self.again, default=0)  # the last one of them
         self.known: dict = {}  # root -> structure of a batch, and the paths of its leaves
         # what the present update adds
         self.next = {}
         self.more = {}
         self.is_regular = False
-        if self.path is not None and not self.again:
-            self._open()  # or else with the first line, so that a kill before it loses none
         self.edits = None if last is None else last.edits
         self.edited(edits)
 
@@ -291,8 +298,11 @@ class Journal:
 
     def _open(self):
         assert self.path is not None
+        if self.opens is not None:
+            self.opens()
         cut(self.path, self.written)
         self.file = open(self.path, "a", encoding="utf-8")
+        self.size = self.path.stat().st_size  # bytes of the lines that stay
 
     def saw(self, batch: Any, steps: int) -> None:
         """Add a batch, before an update learns from it. If the update fails, the batch does not count.
@@ -316,6 +326,7 @@ class Journal:
         self.next = {
             path: running(self.batch.get(path), x) for path, x in zip(self.known[root][1], leaves)
         }
+        self.more = {}
         if not (self.is_regular and is_fragment):
             return
         versions = (
@@ -329,10 +340,9 @@ class Journal:
             return
         self.batch.update(self.next)
         self.counters = {name: counters[name] for name in self.counters}
-        if not self.is_regular:
-            return
-        self.weights = self._after(self.weights)
-        self._write(**self.more)
+        if self.is_regular:
+            self.weights = self._after(self.weights)
+        self._write(self.is_regular, **self.more)
 
     def _after(self, weights):
         "The running checksums of the weights, if these are those before."
@@ -359,26 +369,40 @@ class Journal:
         self._write(now=self._after({}), edits=found)
         self.edits = found
 
-    def _write(self, **more):
+    def _write(self, stays: bool = True, **more):
+        "Compare the update with its earlier line, if it has one, and write a line that stays, or a passing one."
         entry = Entry(
             **self.counters, since=self.since, batch=self.batch, weights=self.weights, **more
         )
         before = self.again.get(entry.updates)
-        if before is not None and (
-            before.batch != entry.batch or differing_networks(before, entry)
-        ):
-            self.differs(
-                before, entry, self.written
-            )  # if this raises, nothing is written, also when it is called again
-            self.again.clear()  # running checksums differ from here on
-        self.again.pop(entry.updates, None)
+        if before is not None:
+            self._compare(before, entry, stays)
+
+        # The first line that is written cuts off those which are still to be compared, so passing ones wait.
+        if not stays and entry.updates < self.until:
+            return
         if self.file is None:
             self._open()
-        line, self.sum = _line(entry, self.sum)
         with names_file(self.file.name):
+            if stays and self.passing != self.sum:
+                self.file.truncate(self.size)
+            line, total = _line(entry, self.sum if stays else self.passing)
             self.file.write(line)
             self.file.flush()
-        self.written = self.counters["updates"]
+        self.passing = total
+        if stays:
+            self.sum = total
+            self.size += len(line)
+            self.written = entry.updates
+
+    def _compare(self, before, entry, stays):
+        "Compare an entry with the line `before` of the same update. Call `differs` if their numbers do, and compare no more."
+        if before.batch != entry.batch or differing_networks(before, entry):
+            self.differs(before, entry, self.equal)
+            self.again.clear()  # running checksums differ from here on
+            self.until = 0
+        elif stays and (before.now is None) == (entry.now is None):
+            self.equal = entry.updates
 
     def __enter__(self):
         return self
