@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import multiprocessing
 import os
+import platform
 import random
 import re
 import signal
@@ -17,6 +18,8 @@ import forked  # noqa: F401  # before a test: says what the server imports that 
 import numpy as np
 import pytest
 import torch
+
+from rollpipe.traces.description import version_of_package
 
 torch.set_num_threads(1)
 signal.signal(
@@ -56,6 +59,20 @@ LONG = {
         "tune",
     )
 }
+
+
+NAMED_PACKAGES = ("torch", "torchdata", "gymnasium", "numpy", "optree", "onnxruntime")
+
+
+def versions():
+    "Python and the packages that the results depend on most, with their versions, in one line."
+    packages = (f"{name} {version_of_package(name)}" for name in NAMED_PACKAGES)
+    return ", ".join((f"python {platform.python_version()}", *packages))
+
+
+def pytest_terminal_summary(terminalreporter):
+    "The versions stand above the counts. `pytest -q` prints no header in which they could stand."
+    terminalreporter.write_line(f"versions: {versions()}")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -485,9 +485,8 @@ def test_policy_parameters_can_be_linearised():
         return tuple(nested.leaves(info["dist"]))
 
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # at the first forward derivative, torch warns about its own use of torch.jit
+        # torch warns of a graph that `linearize` has made itself.
+        warnings.simplefilter("ignore")
         _, expected = jvp(params, (weights,), (tangents,))
         _, derivative = linearize(params, weights)
     for a, b in zip(expected, derivative(tangents)):

@@ -283,7 +283,6 @@ def test_actors_collect_in_evaluation_mode(service):
     assert all(torch.equal(x, before[name]) for name, x in actor.state_dict().items())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_module_of_torchscript_collects_in_evaluation_mode_too():
     net = torch.jit.script(
         torch.nn.Sequential(
