@@ -41,7 +41,7 @@ from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.data.fragment_ops import transitions
 from rollpipe.pipes.graph.states import restore_stream, stream_state
 from rollpipe.pipes.invariants import check_alignment
-from rollpipe.pipes.recording.data_sampler import DataSampler, from_data
+from rollpipe.pipes.recording.data_sampler import DataSampler, from_data, return_scale
 from rollpipe.pipes.recording.replayer import Replayer
 from rollpipe.pipes.replay.memory import Sample
 from rollpipe.runs import load_agent
@@ -49,7 +49,7 @@ from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.fork import fork
 from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.training import train
-from rollpipe.settings.config import make_config
+from rollpipe.settings.config import build, make_config
 
 PARTS = {IQL: (MLPPolicy, QVCritic), TD3BC: (DeterministicPolicy, ActionCritic)}
 each_algorithm = pytest.mark.parametrize("algorithm", PARTS)
@@ -492,6 +492,84 @@ def test_true_last_observations_and_the_rows_ahead_are_part_of_the_data():
     for other in ([*fragments[:ended], last, *fragments[ended + 1 :]], [*fragments[:-1], ahead]):
         with pytest.raises(CheckpointError, match="not those that the stream began with"):
             next(iter(restore_stream(pipe(other), state)))
+
+
+# --- the size of the rewards
+
+
+@pytest.mark.parametrize("lanes, n_envs", [(1, 1), (2, 1), (2, 3)])
+def test_the_scale_of_rewards_is_that_of_whole_episodes(lanes, n_envs):
+    "Pendulum is cut off after 200 steps, and the last 100 of 500 steps are no whole episode."
+    actor = MLPPolicy.for_env("Pendulum-v1", seed=0)
+    pipe = rollouts("Pendulum-v1", actor, n_envs=n_envs, n_steps=50, lanes=lanes, seed=0)
+    fragments = list(islice(pipe, 10))
+    rewards = torch.cat([f.state.rew[1:].double() for f in fragments])
+    returns = rewards[:400].reshape(2, 200, lanes * n_envs).sum(1)
+    scale = return_scale(fragments)
+    assert scale == pytest.approx(200 / -float(returns.min()), rel=1e-6)
+    assert return_scale(fragments[:8]) == scale
+
+
+def test_the_range_of_returns_includes_zero():
+    "So data of one good policy, whose returns are nearly equal, do not get enormous rewards."
+
+    def data(*rewards):
+        ends = torch.tensor([[False], [True]] * len(rewards))
+        rew = torch.tensor([[x / 2] for x in rewards for _ in range(2)])
+        return Fragment.from_steps(
+            torch.zeros(len(rew) + 1, 1, 3), torch.zeros(len(rew), 1, 1), rew, ends
+        )
+
+    assert return_scale([data(10.0, 10.5)]) == pytest.approx(2 / 10.5)
+    assert return_scale([data(-10.0, -9.0)]) == pytest.approx(2 / 10)
+    assert return_scale([data(-10.0, 5.0)]) == pytest.approx(2 / 15)
+
+
+@pytest.mark.parametrize("ends, reward", [(False, 1.0), (True, 0.0)])
+def test_without_returns_the_rewards_stay_and_the_log_says_so(ends, reward, caplog):
+    over = torch.tensor([[False], [False], [ends]])
+    rew = torch.full((3, 1), reward)
+    steps = Fragment.from_steps(torch.zeros(4, 1, 3), torch.zeros(3, 1, 1), rew, over)
+    sample = next(iter(from_data("Pendulum-v1", data=Kept([steps]), reward_scale="returns")))
+    assert (sample.state.rew[1] == reward).all()
+    assert "the rewards stay as they are" in caplog.text
+
+
+def test_iql_by_its_defaults_does_not_depend_on_the_unit_of_the_rewards(tmp_path):
+    "Rewards that are eight times as large are a change of unit. Powers of two are exact."
+    fragments = collected()
+
+    def trained(name, factor, **options):
+        data = [f._replace(state=f.state._replace(rew=factor * f.state.rew)) for f in fragments]
+        for _ in Recorder(Kept(data), tmp_path / name):
+            pass
+        options |= dict(data=str(tmp_path / name), hidden=(8,), critic_hidden=(8,), batch_size=16)
+        config = make_config("iql", "Pendulum-v1", options, seed=0)
+        agent, pipe = build(config)
+        for batch in islice(pipe, 5):
+            agent.update(batch)
+        return snapshot(agent.actor.state_dict())
+
+    usual = trained("usual", 1)
+    assert_same(usual, trained("large", 8))
+    with pytest.raises(AssertionError):
+        assert_same(usual, trained("unscaled", 8, reward_scale=None))
+
+
+@pytest.mark.parametrize("scale", ["learn", "sign", 0, -1.0, float("nan"), [1.0]])
+def test_a_scale_of_data_that_is_none_is_refused(scale):
+    with pytest.raises(DataError, match="reward_scale.*a number above 0, 'returns' or None"):
+        from_data("Pendulum-v1", data=Kept([]), reward_scale=scale)
+    with pytest.raises(DataError, match="reward_scale"):
+        DataSampler(Kept([]), reward_scale=scale)
+
+
+def test_rewards_are_not_scaled_for_a_policy_that_sees_them():
+    actor = RecurrentPolicy.for_env("Pendulum-v1", hidden=(4,), memory=4, past=True)
+    for scale in (None, 1):
+        from_data("Pendulum-v1", actor, data=Kept([]), reward_scale=scale)
+    with pytest.raises(DataError, match="the policy sees its past"):
+        from_data("Pendulum-v1", actor, data=Kept([]), reward_scale="returns")
 
 
 # --- learners and runs

@@ -200,7 +200,13 @@ ALGORITHMS = dict(
         DDPG, replayed, DeterministicPolicy, ActionCritic, dict(_CONTINUOUS, n_critics=1)
     ),
     bc=Algorithm(BC, from_data, MLPPolicy, defaults=_AS_PUBLISHED),
-    iql=Algorithm(IQL, from_data, MLPPolicy, QVCritic, dict(_AS_PUBLISHED, critic_normalize=True)),
+    iql=Algorithm(
+        IQL,
+        from_data,
+        MLPPolicy,
+        QVCritic,
+        dict(_AS_PUBLISHED, critic_normalize=True, reward_scale="returns"),
+    ),
     td3bc=Algorithm(
         TD3BC,
         from_data,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -22,16 +22,18 @@ from ..envs.checks import RangeCheck, single_spaces
 from ..envs.factories import space_spec, spaces_of
 from ..graph.pipe import Pipe, Seeded, Source
 from ..graph.torchdata import IterDataPipe
+from ..recipes import check_reward_scale
 from .replayer import Replayer
 from ..replay.layout import unbatched
 from ..replay.memory import ReplayMemory
 from ..replay.pipe import Replayed
 from ..replay.store import store_rows
+from ..taps import EpisodeAccount
 
 _log = logging.getLogger("rollpipe")
 
 # %% auto #0
-__all__ = ['check_spaces', 'DataSampler', 'Recording', 'from_data']
+__all__ = ['check_spaces', 'return_scale', 'DataSampler', 'Recording', 'from_data']
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #76997c60
 def check_spaces(fragment: Fragment, spaces: tuple, pipe: Any = None) -> None:
@@ -74,6 +76,33 @@ def check_spaces(fragment: Fragment, spaces: tuple, pipe: Any = None) -> None:
                 got=str(wrong[2]),
             )
 
+# %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #ee5af139
+def return_scale(fragments: Iterable) -> float:
+    """The factor of the rewards that makes the range of the returns the number of steps of the longest episode.
+
+    Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*, https://arxiv.org/abs/2110.06169, appendix B,
+    where the range is that of the returns alone; here it includes 0. Only whole episodes count. Without any, and if all returns are 0,
+    the factor is 1, and the log says so.
+
+        scale = return_scale(Replayer("data"))
+
+    Args:
+        fragments: `Fragment`s in the order of the stream, or `Replayed`s with new ones, such as a `Replayer` yields
+    """
+    account = EpisodeAccount()
+    episodes = []
+    for item in fragments:
+        fragment = item.fresh if isinstance(item, Replayed) else item
+        episodes += account.see_fragment(fragment._replace(env={}))
+    returns = [0.0, *(episode.ret for episode in episodes)]
+    spread = max(returns) - min(returns)
+    if not spread > 0:
+        _log.warning(
+            "return_scale: the rewards stay as they are, because no whole episode has a return other than 0"
+        )
+        return 1.0
+    return max(episode.length for episode in episodes) / spread
+
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #b56b5d50
 class DataSampler(Seeded, Pipe):
     """Put all steps of a source into a memory, and yield samples of it without end: `Fragment`s `[length, batch_size]`.
@@ -92,6 +121,7 @@ class DataSampler(Seeded, Pipe):
         length: steps of a segment; 1: single transitions
         spaces: the observation space and the action space of the environment that the data must fit; None: any data
         seed: determines the samples; None: that of a loader, or fresh entropy for each iteration
+        reward_scale: factor of the rewards; 'returns': that of `return_scale`; None: 1
     """
 
     no_length = "its samples have no end"
@@ -103,14 +133,17 @@ class DataSampler(Seeded, Pipe):
         length: int = 1,
         spaces: tuple | None = None,
         seed: int | None = None,
+        reward_scale: float | str | None = None,
     ):
         super().__init__(pipe)
+        check_reward_scale(reward_scale, ("returns",))
         for name, x in (("batch_size", batch_size), ("length", length)):
             check_integer(name, x, pipe=self)
         self.batch_size = batch_size
         self.length = length
         self.spaces = spaces
         self.seed = seed
+        self.reward_scale = reward_scale
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         memory = self._filled(deque(map(self._kept, items)))
@@ -155,8 +188,15 @@ class DataSampler(Seeded, Pipe):
             )
         memory = ReplayMemory(n_steps, length=self.length, seed=self.seed_sequence())
         memory.begin(unbatched(fragments[0])).links.episodes_follow = self.length > 1
+        scale = return_scale(fragments) if self.reward_scale == "returns" else self.reward_scale
         while fragments:
-            memory.add(fragments.popleft())  # so that no step is there twice
+            fragment = fragments.popleft()  # so that no step is there twice
+            state = fragment.state
+            memory.add(
+                fragment
+                if scale is None
+                else fragment._replace(state=state._replace(rew=state.rew * scale))
+            )
         drawn = np.zeros(n_steps, bool)
         slot = memory.sampler.starts.nonzero()[0]
         for _ in range(self.length):
@@ -198,6 +238,7 @@ def from_data(
     data: str | Path | IterDataPipe | None = None,
     batch_size: int = 256,
     length: int = 1,
+    reward_scale: float | str | None = None,
     seed: int | None = None,
     env_kwargs: dict | None = None,
     device: Any = None,
@@ -212,9 +253,11 @@ def from_data(
         data: the folder of a `Recorder`, or that of a run that has recorded, or a pipe of `Fragment`s that ends
         batch_size: transitions or segments in a sample
         length: steps of a segment; 1: single transitions
+        reward_scale: factor of the rewards; 'returns': from the range of the returns, see `return_scale`; None: 1
         seed: determines the samples
         env_kwargs: keyword arguments for `gymnasium.make`
         device: the actor's device; samples are on the host, `ToDevice` moves them
     """
     source = data if isinstance(data, IterDataPipe) else Recording(data)
-    return DataSampler(source, batch_size, length, spaces_of(env, env_kwargs), seed)
+    check_reward_scale(reward_scale, ("returns",), actor)
+    return DataSampler(source, batch_size, length, spaces_of(env, env_kwargs), seed, reward_scale)
