@@ -218,7 +218,7 @@ def _close_all(made):
         close_env(env, type(getattr(env, "unwrapped", env)).__name__)
 
 
-def _played(env, first, ways, n_steps, seconds, info_keys):
+def _played(env, first, ways, n_steps, seconds, info_keys, extra=_EXTRA):
     "Plays with a new environment. Returns its `KeptEnv`, the parts that it played, and way -> state after some of them, with what failed."
     _seed_all(0)
     running = KeptEnv(env, Keeper("none"), info_keys)
@@ -228,7 +228,7 @@ def _played(env, first, ways, n_steps, seconds, info_keys):
     parts = []
     begun = [("reset", first, running.do("reset", first)[0])]
     states = {}
-    for i, more in enumerate(_EXTRA):
+    for i, more in enumerate(extra):
         _seed_all(i)
         parts.append(begun + running.play(draw, n_steps, more, deadline))
         begun = []
@@ -406,7 +406,7 @@ def _beside(make, made):
     if env.unwrapped is other.unwrapped:
         made.clear()  # it is not ours
         return Keeper("none")
-    running, parts, *_ = _played(env, dict(seed=1), (), 30, 0.5, None)
+    running, parts, *_ = _played(env, dict(seed=1), (), 30, 0.5, None, (20,))
     one = KeptEnv(other, Keeper("none"))
     return Keeper("none", disturbed=_disturbance(running, one, parts, 0, make, made))
 
