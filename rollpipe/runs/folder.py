@@ -103,7 +103,7 @@ class Run(NamedTuple):
     def settle(self) -> None:
         """Write what `resume` has changed: the configuration, and the checkpoint from which the run goes on. Later ones are removed.
 
-        It waits for the first update, so a resume that fails leaves the folder as it is.
+        It waits for the first update, so a resume that fails leaves the folder as it is. A run that records does not wait.
         """
         if not self.unsettled:
             return
@@ -470,7 +470,7 @@ def resume(
     without the rules that could stop it.
 
     From an earlier checkpoint, the training after it is repeated, and its records and checkpoints are replaced. The best checkpoint stays.
-    Nothing is written before the first update.
+    Nothing is written before the first update, unless the run records.
 
     Args:
         folder: folder of a run that has a checkpoint, or one of its checkpoints

@@ -37,6 +37,7 @@ from ..pipes.graph.edits import find, nodes
 from ..pipes.graph.modules import torch_threads
 from ..pipes.profiling.ongoing import Ongoing
 from ..pipes.recording.data_sampler import DataSampler
+from ..pipes.recording.recorder import Recorder
 from ..pipes.taps import Meter
 from .progress import Progress
 from .signals import Stopped, signals_wait_for_saving, uninterrupted
@@ -50,6 +51,8 @@ __all__ = ['reading', 'Wish', 'LateWriter', 'Updates', 'train']
 def reading(run: Run) -> Iterator[tuple]:
     "The batches of a run, collected in this process or by workers, a function that returns metrics about the workers, and the graph."
     check_taken(run)
+    if find(run.pipe, Recorder):
+        run.settle()  # where the stream begins, it removes what was recorded after the checkpoint
     if run.stream:
         run.stream.open(run.pipe)
     config = run.config
