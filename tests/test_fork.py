@@ -307,28 +307,6 @@ def test_an_old_end_does_not_end_a_run_that_was_extended(tmp_path):
     assert load_run(run.folder).counters["steps"] == 480
 
 
-def test_what_a_resume_changes_is_not_lost_by_a_kill_before_the_next_checkpoint(tmp_path):
-    run = trained(tmp_path / "run", steps=320, keep=9)
-    before = load_run(run.folder)
-    unlock(resume(run.folder, steps=640, workers=1).folder)
-    for found in (load_run(run.folder), resume(run.folder)):
-        assert (found.config["steps"], found.config["workers"], found.counters) == (
-            640,
-            1,
-            before.counters,
-        )
-    found = load_run(run.folder)
-    assert (
-        first_difference([found.agent_state, found.stream], [before.agent_state, before.stream])
-        is None
-    )
-    unlock(run.folder)
-    old = run.folder / "checkpoints" / "checkpoint-000000320.safetensors"
-    unlock(resume(old, steps=480).folder)
-    assert load_run(run.folder).config["steps"] == 480
-    assert gone_on(run.folder).counters["steps"] == 480
-
-
 @pytest.mark.parametrize(
     "name, value", [("steps", 640.0), ("steps", np.int64(640)), ("steps", 0), ("workers", -1)]
 )

@@ -8,6 +8,7 @@ import signal
 from functools import partial
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from reference import snapshot
@@ -46,11 +47,11 @@ def ppo(hidden=8, env=POLE, lr=1e-3, **options):
     return pipe, PPO(actor, critic, epochs=1, lr=lr)
 
 
-def dqn():
+def dqn(env=POLE):
     torch.manual_seed(0)
     actor = QPolicy.for_env(POLE, hidden=(8,), seed=0)
     return replayed(
-        POLE, actor, n_steps=4, n_envs=2, lanes=2, capacity=64, batch_size=8, warmup=16, seed=0
+        env, actor, n_steps=4, n_envs=2, lanes=2, capacity=64, batch_size=8, warmup=16, seed=0
     ), DQN(actor)
 
 
@@ -165,7 +166,9 @@ def test_a_loop_that_is_killed_while_it_saves_goes_on(tmp_path):
     rest, found = go_on(path, dqn, 6)
     assert_equal((whole[2:], weights), (rest, found))
     assert {x.name for x in tmp_path.iterdir()} == {
-        f"{name}.safetensors{end}" for name in ("whole", "run") for end in ("", ".replay")
+        f"{name}.safetensors{end}"
+        for name in ("whole", "run")
+        for end in ("", ".replay", ".journal")
     }
 
 
@@ -288,6 +291,48 @@ def test_an_inexact_file_does_not_go_on_exactly(tmp_path):
         saved(path, loader, agent, 1)
     with pytest.raises(DataError, match="lag=None"):
         go_on(path, ppo, 2)
+
+
+class OfAProcess(gym.Wrapper):
+    "Observations that depend on the process, which no test within one process can find."
+
+    def step(self, action):
+        obs, *rest = self.env.step(action)
+        return obs * np.float32(1 + os.getpid() % 1000 / 1e6), *rest
+
+
+gym.register("OfALoop-v0", lambda **_: OfAProcess(gym.make(POLE).unwrapped), max_episode_steps=500)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [partial(ppo, env="OfALoop-v0"), partial(dqn, env="OfALoop-v0")])
+def test_what_goes_on_otherwise_in_a_new_process_is_told(make, workers, tmp_path, caplog):
+    "The file has two updates; the third one, and a fourth, are made once more. A new file is compared with nothing."
+    path = tmp_path / "run.safetensors"
+    in_a_process(lambda: go_on(path, make, 2) and go_on(path, make, 4, every=9))
+    before = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(
+            DataError, match="leaf exact: .* does not go on as it did before: update 3: .*state"
+        ):
+            go_on(path, make, 5, workers)
+        assert path.read_bytes() == before
+    pipe, agent = make()
+    with resumed(path, pipe, agent, exact=False) as (loader, done):
+        for _, batch in zip(range(done, 5), loader):
+            agent.update(batch)
+    assert caplog.text.count("does not go on as it did before: update 3") == 1
+    path.unlink()
+    caplog.clear()
+    go_on(path, make, 5, workers)
+    assert not caplog.messages
+
+
+def in_a_process(main):
+    child = multiprocessing.get_context("fork").Process(target=main)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
 
 
 class Failing(gym.Wrapper):

@@ -23,7 +23,7 @@ from ..settings.config import RUN_OPTIONS, build, check_config, run_options
 from ..settings.files import checked
 from ..settings.options import parse_options, shown
 from .folder import Run, load_run, rebuilt
-from .states import kept_states, ordering, why_inexact
+from .states import kept_states, lacking_pipes, ordering, why_inexact
 from ..traces.fingerprint import Fingerprint, fingerprint
 
 # %% auto #0
@@ -250,15 +250,7 @@ def _check_pipes(before: Any, run: Run) -> None:
             got=", ".join(twice),
             expected="another class",
         )
-    lanes = [
-        lane
-        for state in run.stream.restored["pipes"].values()
-        for lane in state.get("lanes", {}).values()
-        if lane
-    ]
-    if gone := sorted(
-        {name for lane in lanes for name in lane["pipes"]} - now.keys()
-    ):  # `restore_stream` sees those below the lanes
+    if gone := lacking_pipes(run.pipe, run.stream.restored):
         raise DataError(
             "the pipeline lacks pipes that kept something",
             expected=", ".join(gone),

@@ -23,6 +23,7 @@ from rollpipe.agents.checkpoint import (
 from rollpipe.runs.states import (
     Stream,
     edits_due,
+    global_seed,
     kept_states,
     load_states,
     resumed_stream,
@@ -77,6 +78,7 @@ class Run(NamedTuple):
         waiting: states in the checkpoint, of pipes that are not in the pipeline yet
         stream: the `Stream`; None: a checkpoint has no state of it
         is_new: `start` has made it; False: it goes on, and what its folder has must stay
+        unsettled: the checkpoint from which it goes on, and whether the folder has another one, until `settle`; empty: nothing is due
     """
 
     folder: Path
@@ -87,6 +89,7 @@ class Run(NamedTuple):
     waiting: dict = {}
     stream: Any = None
     is_new: bool = False
+    unsettled: Any = ()
 
     @property
     def checkpoint(self) -> Path:
@@ -95,6 +98,23 @@ class Run(NamedTuple):
     @property
     def best(self) -> Path:
         return self.folder / "best.safetensors"
+
+    def settle(self) -> None:
+        """Write what `resume` has changed: the configuration, and the checkpoint from which the run goes on. Later ones are removed.
+
+        It waits for the first update, so a resume that fails leaves the folder as it is. A run that records does not wait.
+        """
+        if not self.unsettled:
+            return
+        found, is_other = self.unsettled
+        if is_other:  # or else a kill before the next checkpoint would lose it
+            data = found._replace(config=self.config).data()
+            files.write_atomically(self.checkpoint, data)
+        files.write_json(self.folder / "config.json", self.config)
+        for steps, path in kept_checkpoints(self.folder / "checkpoints").items():
+            if steps > found.counters["steps"]:
+                path.unlink(missing_ok=True)
+        self.unsettled.clear()
 
     def save(self) -> None:
         "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
@@ -219,7 +239,9 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
         pipe,
         dict(_COUNTERS),
         {},
-        Stream(config["inexact"], None, ChunkFolder(folder / "replay")),
+        Stream(
+            config["inexact"], None, ChunkFolder(folder / "replay"), global_seed(config, _COUNTERS)
+        ),
         is_new=True,
     )
     try:
@@ -408,7 +430,7 @@ def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict) -> Ru
     """
     agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
     waiting = load_states(pipe, found.pipes)
-    stream = resumed_stream(folder, pipe, found, config)
+    stream = resumed_stream(folder, pipe, found, config, counters)
     return Run(folder, config, agent, pipe, counters, waiting, stream)
 
 
@@ -424,6 +446,7 @@ def resume(
     without the rules that could stop it.
 
     From an earlier checkpoint, the training after it is repeated, and its records and checkpoints are replaced. The best checkpoint stays.
+    Nothing is written before the first update, unless the run records.
 
     Args:
         folder: folder of a run that has a checkpoint, or one of its checkpoints
@@ -469,17 +492,7 @@ def resume(
                 expected="another checkpoint of the run",
             )
         run = rebuilt(folder, found, config, counters)
-        if (
-            path.is_file() or config != found.config
-        ):  # or else a kill before the next checkpoint would lose it
-            files.write_atomically(
-                folder / "checkpoint.safetensors", found._replace(config=config).data()
-            )
-        files.write_json(folder / "config.json", config)
-        for steps, path in kept_checkpoints(folder / "checkpoints").items():
-            if steps > counters["steps"]:
-                path.unlink(missing_ok=True)
-        return run
+        return run._replace(unsettled=[found, path.is_file() or config != found.config])
     except BaseException:
         if is_new:
             unlock(folder)

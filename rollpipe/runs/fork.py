@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..agents.checkpoint import Checkpoint, load_checkpoint
+from ..pipes.data import nested
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import DataError, PipeError, check_integer
 from ..pipes.data.files import names_file, write_atomically, write_json
@@ -93,21 +94,39 @@ def _clear(place):
             shutil.rmtree(path)
 
 # %% ../../nbs/runs/18_fork.ipynb #97d4be29
-def _taken(folder: Path, at: int | None, home: Path) -> tuple[Checkpoint, int]:
-    "The checkpoint from which a run is repeated up to an update, the chunks of which are then in `home`; and the number of the update."
+def _taken(
+    folder: Path, at: int | None, home: Path, newest: Checkpoint | None
+) -> tuple[Checkpoint, int]:
+    """The checkpoint from which a run is repeated up to an update, the chunks of which are then in `home`; and the number of the update.
+
+    Args:
+        folder: folder of the run
+        at: number of the update; None: that of its newest checkpoint
+        home: folder of the fork
+        newest: its newest checkpoint, if that has been read
+    """
     known = None
     while True:
-        n = int(load_run(folder).counters["updates"]) if at is None else at
-        found = checkpoint_at(folder, n)
+        newest = newest or load_run(folder)
+        n = int(newest.counters["updates"]) if at is None else at
+        found = checkpoint_at(folder, n, newest=newest)
         if found.stream is None:
             shutil.rmtree(home / "replay", ignore_errors=True)
-        if found.stream is None or found.counters == known:
-            return found, int(n)
-        known = found.counters
+            return found, n
         with suppress(FileNotFoundError):
             shutil.copytree(
                 folder / "replay", home / "replay", dirs_exist_ok=True, copy_function=_linked
             )
+
+        # The training may have removed some of them meanwhile. Then it has saved, so there is another checkpoint.
+        there = ChunkFolder(home / "replay").names
+        needed = {
+            x for x in nested.leaves(found.stream) if isinstance(x, str) and x.endswith(".chunk")
+        }
+        if found.counters == known or needed <= there:
+            return found, n
+        known = found.counters
+        newest = None
 
 
 def _linked(source, path):
@@ -245,7 +264,8 @@ def fork(
 
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         is_there = new_episodes and at in (None, is_at)
-        found, at = (named, is_at) if is_there else _taken(folder, at, home)
+        newest = named if at in (None, is_at) else None
+        found, at = (named, is_at) if is_there else _taken(folder, at, home, newest)
         if not is_there and (found.stream is None or found.counters["updates"] < at):
             ahead = _foreseen(at, folder, found)
             asked(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import rollpipe.ranks as ranks
-from .states import Stream, load_states, states_of, with_exactness
+from .states import Stream, global_seed, load_states, states_of, with_exactness
 from ..settings.config import build
 from .locks import unlock
 from ..pipes.data.chunks import ChunkFolder, chunk_names
@@ -59,10 +59,18 @@ class RankStream(Stream):
         restored: what `state` returned when the run was saved; None: the stream begins
         chunks: the folder of this rank, for its part and the large arrays of its replay memory
         rank: number of this rank
+        seed: see `Stream`
     """
 
-    def __init__(self, reason: str | None, restored: dict | None, chunks: ChunkFolder, rank: int):
-        super().__init__(reason, chunks=chunks)
+    def __init__(
+        self,
+        reason: str | None,
+        restored: dict | None,
+        chunks: ChunkFolder,
+        rank: int,
+        seed: np.random.SeedSequence | None = None,
+    ):
+        super().__init__(reason, chunks=chunks, seed=seed)
         self.is_joint = reason is None
         if restored is None:
             return
@@ -190,7 +198,11 @@ def _agreed(run, folder, *told):
         run = run or _follower(folder, *told)
         run = run._replace(
             stream=RankStream(
-                run.stream.reason, told[-1], ChunkFolder(folder / "ranks" / str(rank)), rank
+                run.stream.reason,
+                told[-1],
+                ChunkFolder(folder / "ranks" / str(rank)),
+                rank,
+                global_seed(run.config, run.counters, rank),
             )
         )
         run.stream.open(run.pipe)

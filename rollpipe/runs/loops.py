@@ -19,8 +19,16 @@ from ..pipes.graph import torchdata
 from ..pipes.graph.edits import copy_graph, find
 from ..pipes.resumable import keep_as, keep_environments
 from .locks import locked
-from .states import Stream, load_states, ordering, states_of, why_inexact
+from rollpipe.runs.states import (
+    Stream,
+    load_states,
+    ordering,
+    states_of,
+    told_difference,
+    why_inexact,
+)
 from ..traces.fingerprint import Fingerprint, fingerprint
+from ..traces.journal import Journal
 
 # %% auto #0
 __all__ = ['ResumedLoader', 'resumed', 'saved']
@@ -34,10 +42,12 @@ class ResumedLoader:
         pipe: the graph
         stream: its stream, which is restored
         config: what its file says of it
+        journal: has a line for each batch since the file was written
     """
 
-    def __init__(self, loader: Any, pipe: Any, stream: Stream, config: dict):
+    def __init__(self, loader: Any, pipe: Any, stream: Stream, config: dict, journal: Journal):
         self.pipe = pipe
+        self.journal = journal
         self.stream = stream
         self.config = config
         self.batches = iter(loader)
@@ -48,7 +58,11 @@ class ResumedLoader:
 
     def __next__(self) -> Any:
         try:
-            return next(self.batches)
+            batch = next(self.batches)
+            counters = self.journal.counters
+            self.journal.saw(batch, counters["steps"])
+            self.journal.learned({**counters, "updates": counters["updates"] + 1})
+            return batch
         except StopIteration:
             raise
         except BaseException:  # within a batch the stream has no state
@@ -98,10 +112,12 @@ def resumed(
     The graph is copied. If there is a file, the learner, the pipes that learn, the stream and the global generators go on from it.
 
     If the pipeline or a setting has changed, the log names it. Raises `DataError`, which names the reason, for a loop that cannot go on
-    exactly, and if another process goes on with the file; and `CheckpointError` for a damaged file, or one that does not fit.
+    exactly, and if another process goes on with the file; and `CheckpointError` for a damaged file, or one that does not fit. The loader
+    compares the batches that a killed process had after the file with those of today, and raises `DataError` for the first that differs.
 
     Args:
-        path: the file that `saved` writes; the chunks of a replay memory are in a folder beside it, with `.replay` after its name
+        path: the file that `saved` writes; beside it are the chunks of a replay memory, in a folder with `.replay` after its name, and the
+            checksums of the batches, with `.journal`
         pipe: the last pipe of a graph
         agent: the learner of the loop
         reading_service: runs the graph; the number of its workers may be another one than before
@@ -145,14 +161,36 @@ def _opened(path, pipe, agent, reading_service, exact):
         inexact=reason,
         fingerprint={place: str(text) for place, text in mine.leaves.items()},
     )
-    with torchdata.DataLoader2(stream.open(pipe), reading_service=reading_service) as loader:
+    with (
+        _journal(path, found, exact, reason) as journal,
+        torchdata.DataLoader2(stream.open(pipe), reading_service=reading_service) as loader,
+    ):
         try:
             yield (
-                ResumedLoader(loader, pipe, stream, config),
+                ResumedLoader(loader, pipe, stream, config, journal),
                 0 if found is None else found.counters["updates"],
             )
         finally:
             stream.end()
+
+
+def _journal(path: Path, found: Checkpoint | None, exact: bool, reason: str | None) -> Journal:
+    "The journal of a loop, which goes on after the batches that its file counts. That of an exact one is compared."
+    file = path.with_name(f"{path.name}.journal")
+    if found is None:
+        file.unlink(missing_ok=True)  # that of another loop
+    n = found.counters.get("batches", 0) if found else 0
+
+    def differs(*lines):
+        what = told_difference(path, *lines)
+        if exact:
+            raise DataError(
+                what, leaf="exact", expected="the batches of its journal; or exact=False"
+            )
+        logging.getLogger("rollpipe").warning(what)
+
+    counters = dict(updates=n, steps=0, resumes=0)
+    return Journal(file, counters, {}, differs=None if reason else differs)
 
 
 def _why_other(found: Checkpoint, pipe: Any, ordered: dict) -> str | None:
@@ -208,10 +246,12 @@ def saved(path: str | Path, loader: ResumedLoader, agent: Any, update: int) -> N
             got="a loop that is over, or that was stopped within a batch",
         )
     state = stream.state() if stream.pipe is not None else None
+    loader.journal.mark()
     if stream.chunks is not None:
         stream.chunks.sync()
+    counters = dict(updates=update, batches=loader.journal.counters["updates"])
     save_checkpoint(
-        path, agent, loader.config, dict(updates=update), pipes=states_of(loader.pipe), stream=state
+        path, agent, loader.config, counters, pipes=states_of(loader.pipe), stream=state
     )
     if stream.chunks is not None:
         stream.chunks.sweep([path])

@@ -377,6 +377,7 @@ def edit_is_due(run: Run) -> bool:
 def made_again(run: Run) -> Run:
     "The run with the edits that are due, which is saved if there are any."
     while edit_is_due(run):
+        run.settle()
         edit, *left = run.config["due"]
         run = edited_run(run, edit)
         run.config["due"] = left

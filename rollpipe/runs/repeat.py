@@ -124,7 +124,9 @@ def beginning(folder: Path, found: Checkpoint) -> Checkpoint:
     )
 
 
-def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint:
+def checkpoint_at(
+    folder: Path, updates: int, after: bool = False, newest: Checkpoint | None = None
+) -> Checkpoint:
     """The newest exact checkpoint of a run after so many updates, or before; one without a stream if the run has to begin at its start.
 
     Raises `DataError`, which names the reason, if the run has not made so many updates, or cannot be repeated.
@@ -133,8 +135,9 @@ def checkpoint_at(folder: Path, updates: int, after: bool = False) -> Checkpoint
         folder: folder of the run
         updates: number of updates
         after: whether the update after them is meant, which may be one that failed
+        newest: its newest checkpoint, if that has been read; a training may replace it meanwhile
     """
-    newest = load_run(folder)
+    newest = newest or load_run(folder)
     config, counters = newest.config, newest.counters
     ranks = "several ranks learn together" if config.get("ranks", 1) > 1 else None
     if reason := ranks or config["inexact"]:
@@ -211,16 +214,16 @@ def repeated(
         home: see `repetition`
     """
     lines = {e.updates for e in read_journal(folder / JOURNAL)}
-    with repetition(folder, found, *edits, home=home) as run:
+    with GlobalRandomStates(), repetition(folder, found, *edits, home=home) as run:
         for edit in [*edits_after(folder, found, updates), None]:
             made = Updates(run)
-            if home is None:
-                run.stream.chunks = None  # those of the run are only read
             with (
                 torch_threads(run.config["threads"]),
                 reading(run) as (batches, _, graph),
                 journal_of(run) as made.journal,
             ):
+                if home is None:
+                    run.stream.chunks = None  # those of the run are only read
                 run.stream.begin(graph, made.episodes)
                 made.start_clock()
 
@@ -320,8 +323,7 @@ def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
         b: folder of another one
         at: where they part, see `diff`
     """
-    with GlobalRandomStates():
-        found = [_again(Path(x).absolute(), at) for x in (a, b)]
+    found = [_again(Path(x).absolute(), at) for x in (a, b)]
     for n, pair in enumerate(zip(*found), at.after + 1):
         x, y = map(named_leaves, pair)
         for path in dict.fromkeys([*at.leaves, *x, *y]):

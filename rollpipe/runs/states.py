@@ -10,9 +10,11 @@ import logging
 import shlex
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import rollpipe.ranks as ranks
@@ -22,7 +24,14 @@ from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.restoring import restore
-from ..pipes.graph.states import restore_stream, stream_state, unknown_states
+from ..pipes.graph.edits import nodes
+from rollpipe.pipes.graph.states import (
+    named_pipes,
+    numbered,
+    restore_stream,
+    stream_state,
+    unknown_states,
+)
 from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import learning_pipes
 from ..pipes.resumable import keep_as, keep_environments
@@ -30,14 +39,15 @@ from ..settings.checks import check_edits, check_lanes
 from ..settings.options import shown
 from ..traces.differences import JOURNAL, keep_fingerprint, parting
 from ..traces.fingerprint import fingerprint, networks_of
-from ..traces.journal import Journal
+from ..traces.journal import Entry, Journal
 from .logs import EVALUATIONS, read_evaluations
 
 _log = logging.getLogger("rollpipe")
 
 # %% auto #0
-__all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'check_taken', 'ordering', 'why_inexact', 'Stream',
-           'with_exactness', 'check_evaluations', 'resumed_stream', 'edits_due', 'journal_of']
+__all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'lacking_pipes', 'check_taken', 'ordering', 'why_inexact',
+           'Stream', 'global_seed', 'with_exactness', 'check_evaluations', 'resumed_stream', 'edits_due',
+           'told_difference', 'journal_of']
 
 # %% ../../nbs/runs/06_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -106,13 +116,28 @@ def kept_states(run: Any) -> dict:
     return {**run.waiting, **states_of(run.pipe)}
 
 
+def lacking_pipes(pipe: IterDataPipe, stream: dict | None) -> list:
+    """The names of the pipes, also of those in lanes, that kept something and are not in a pipeline.
+
+    Args:
+        pipe: the last pipe of the pipeline
+        stream: the state of a stream, see `Stream.state`; None: no pipe kept something
+    """
+    states = stream["pipes"] if stream else {}
+    lanes = [lane for state in states.values() for lane in state.get("lanes", {}).values() if lane]
+    of_lanes = {name for lane in lanes for name in lane["pipes"]}
+    gone = states.keys() - named_pipes(pipe).keys()
+    return sorted(gone | of_lanes - numbered(nodes(pipe)).keys())
+
+
 def check_taken(run: Any) -> None:
     "Raise `DataError` if the checkpoint of a run has the state of a pipe that its pipeline lacks."
-    if not run.waiting:
+    lacking = [*run.waiting, *lacking_pipes(run.pipe, run.stream and run.stream.restored)]
+    if not lacking:
         return
     raise DataError(
-        f"{run.folder}: the pipeline lacks pipes that learned in this run",
-        got=f"states of {', '.join(run.waiting)}",
+        f"{run.folder}: the pipeline lacks pipes that learned or kept something in this run",
+        got=f"states of {', '.join(dict.fromkeys(lacking))}",
         expected="in Python, `train(edited(resume(folder), ...))` with the edits that inserted them",
     )
 
@@ -152,6 +177,7 @@ class Stream:
         reason: why a resumed run begins new episodes; None: it goes on exactly
         restored: what `state` returned when the run was saved; None: the stream begins
         chunks: gets the large arrays of a replay memory; None: they are part of the state
+        seed: of the global generators, where the stream begins; None: they go on from their present states
     """
 
     is_joint = has_ended = False
@@ -161,10 +187,12 @@ class Stream:
         reason: str | None = None,
         restored: dict | None = None,
         chunks: ChunkFolder | None = None,
+        seed: np.random.SeedSequence | None = None,
     ):
         self.reason = reason
         self.restored = restored
         self.chunks = chunks
+        self.seed = seed
         self.pipe = None
         self.accounts = ()
 
@@ -187,6 +215,10 @@ class Stream:
         self.accounts = accounts
         restored = self.restored
         if restored is None:
+            if self.seed is not None:
+                GlobalRandomStates(self.seed).put()
+                if torch.cuda.is_initialized():
+                    torch.cuda.manual_seed_all(int(self.seed.generate_state(4)[3]))
             return
         states = GlobalRandomStates()
         states.set_state(restore(restored["random"]))
@@ -221,6 +253,19 @@ class Stream:
         )
 
 # %% ../../nbs/runs/06_states.ipynb #cf32c5e0
+def global_seed(config: dict, counters: dict, rank: int = 0) -> np.random.SeedSequence:
+    """The seed of the global generators where the stream of a run begins: at its start, or with new episodes.
+
+    So a run that is repeated from its start begins with the same states, in any process.
+
+    Args:
+        config: its configuration
+        counters: its counters, of which the resumes with new episodes count
+        rank: number of the rank
+    """
+    return np.random.SeedSequence(config["seed"], spawn_key=(2**18, counters["resumes"], rank))
+
+# %% ../../nbs/runs/06_states.ipynb #e5de7dcf
 def with_exactness(config: dict, pipe: Any) -> dict:
     "The configuration with the ways in which environments are kept. Raises `DataError` if `exact` is asked for in vain."
     config = {
@@ -273,8 +318,10 @@ def check_evaluations(folder: Path, config: dict, counters: dict) -> None:
     )
 
 
-def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -> Stream:
-    """The stream that goes on in a pipeline. Environments are kept as the run has tested it when it started.
+def resumed_stream(
+    folder: Path, pipe: IterDataPipe, found: Any, config: dict, counters: dict
+) -> Stream:
+    """The stream that goes on in a pipeline, which `open` restores. Environments are kept as the run has tested it when it started.
 
     Raises `DataError` as `check_evaluations` does, for more workers than lanes, if the number of workers would change an exact stream, and
     if a run that is to be `exact` would begin new episodes.
@@ -284,6 +331,7 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
         pipe: its pipeline, which is changed in place
         found: its `Checkpoint`
         config: the configuration with which it goes on
+        counters: the counters with which it goes on
     """
     check_lanes(config["workers"], config["options"])
     check_evaluations(folder, config, found.counters)
@@ -328,10 +376,8 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
                 expected=f"another one; or `{words}`, to go on from the best one",
             )
         _log.warning(f"The run begins new episodes: {why}")
-    stream = Stream(reason, found.stream, ChunkFolder(folder / "replay"))
-    if config.get("ranks", 1) == 1:
-        stream.open(pipe)  # each of several ranks opens its own part
-    return stream
+    chunks = ChunkFolder(folder / "replay")
+    return Stream(reason, found.stream, chunks, global_seed(config, counters))
 
 # %% ../../nbs/runs/06_states.ipynb #4d45078b
 def edits_due(folder: Path, config: dict) -> list:
@@ -345,8 +391,22 @@ def edits_due(folder: Path, config: dict) -> list:
         return config.get("due", [])  # a resume writes that file again
 
 # %% ../../nbs/runs/06_states.ipynb #bd50d897
+def told_difference(path: Path, before: Entry, now: Entry, after: int) -> str:
+    """How a training that makes an update once more differs from its first attempt.
+
+    Args:
+        path: the folder or file of the training
+        before: the line of the first attempt
+        now: the line of the same update today
+        after: the last update after which the weights are known to be equal
+    """
+    found = parting([before], [now])
+    where = "" if found is None else found._replace(after=after, is_known=True)
+    return f"{shown(path)} does not go on as it did before: {where}"
+
+
 def journal_of(run: Any) -> Journal:
-    """The journal of a run, in rank 0. The fingerprint is kept before; if a resumed run has another one, the log says so.
+    """The journal of a run, in rank 0. The fingerprint is kept before its first line; if a resumed run has another one, the log says so.
 
     If it ends before the checkpoint, the log says so. It compares the updates that an exact resume makes once more. If their numbers are
     others, `train` raises `DataError` for a run that is to be `exact` and has the same fingerprint; otherwise the log says so, and the
@@ -356,13 +416,13 @@ def journal_of(run: Any) -> Journal:
         return Journal(None, run.counters, {})
     config = run.config
     found = fingerprint(run.pipe, run.agent, ranks=config.get("ranks", 1), **ordering(config))
-    changed = keep_fingerprint(run.folder, run.counters["updates"], found)
+    keep = partial(keep_fingerprint, run.folder, run.counters["updates"], found)
+    changed = keep(is_written=False)
     if changed:
         _log.warning(f"{shown(run.folder)} goes on, but not as it was: {changed}")
 
-    def differs(before, now, after):
-        at = parting([before], [now])
-        what = f"{shown(run.folder)} does not go on as it did before: {'' if at is None else at._replace(after=after, is_known=True)}"
+    def differs(*lines):
+        what = told_difference(run.folder, *lines)
         if config.get("exact") and not changed:
             raise DataError(
                 what,
@@ -373,7 +433,12 @@ def journal_of(run: Any) -> Journal:
         run.counters["inexact"] = 1
 
     journal = Journal(
-        run.folder / JOURNAL, run.counters, networks_of(run.agent), config.get("edits", []), differs
+        run.folder / JOURNAL,
+        run.counters,
+        networks_of(run.agent),
+        config.get("edits", []),
+        differs,
+        opens=keep,
     )
     if journal.ends < (n := run.counters["updates"]):
         _log.warning(

@@ -9,6 +9,7 @@ import shlex
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,23 +32,29 @@ from .mailbox import Mailbox, attended, edit_is_due, made_again
 from .logs import MetricWriter, records_of
 from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError, WorkerError
+from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.graph.edits import find, nodes
 from ..pipes.graph.modules import torch_threads
 from ..pipes.profiling.ongoing import Ongoing
 from ..pipes.recording.data_sampler import DataSampler
+from ..pipes.recording.recorder import Recorder
 from ..pipes.taps import Meter
 from .progress import Progress
 from .signals import Stopped, signals_wait_for_saving, uninterrupted
 from .folder import Run, needed_modules
 
 # %% auto #0
-__all__ = ['reading', 'Wish', 'Updates', 'train']
+__all__ = ['reading', 'Wish', 'LateWriter', 'Updates', 'train']
 
 # %% ../../nbs/runs/14_training.ipynb #c1e054ea
 @contextmanager
 def reading(run: Run) -> Iterator[tuple]:
     "The batches of a run, collected in this process or by workers, a function that returns metrics about the workers, and the graph."
     check_taken(run)
+    if find(run.pipe, Recorder):
+        run.settle()  # where the stream begins, it removes what was recorded after the checkpoint
+    if run.stream:
+        run.stream.open(run.pipe)
     config = run.config
     if not config.get("workers"):
         with closing(iter(run.pipe)) as batches:
@@ -79,7 +86,32 @@ class Wish(NamedTuple):
     stop: str | bool | None = None
 
 
-def _report(record: dict, writer: MetricWriter | None, bar: Progress) -> None:
+class LateWriter:
+    """A `MetricWriter` that is made with its first record. Until then, the files of the metrics stay as they are.
+
+    Args:
+        make: makes it
+    """
+
+    def __init__(self, make: Callable):
+        self.make = make
+        self.writer = None
+
+    def write(self, record: dict) -> None:
+        "As `MetricWriter.write`."
+        if self.writer is None:
+            self.writer = self.make()
+        self.writer.write(record)
+
+    def __enter__(self) -> LateWriter:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _report(record: dict, writer: Any, bar: Progress) -> None:
     "Write a record to the run's files, if this rank has them, and show it."
     if writer:
         writer.write(record)
@@ -130,6 +162,7 @@ class Updates:
             seconds=counters["seconds"] + duration,
         )
         self.journal.learned(counters)
+        self.run.settle()
         record = {
             **counters,
             **self.episodes.metrics(),
@@ -162,7 +195,7 @@ class Updates:
         batch: Any,
         health: Callable,
         evaluated: list,
-        writer: MetricWriter | None,
+        writer: Any,
         bar: Progress,
     ) -> dict:
         "Call `update`, then write and show the record, also if the callback fails."
@@ -216,6 +249,7 @@ class Updates:
 
     def save(self) -> None:
         "Save a checkpoint, after a line of the journal, from which a resumed run goes on."
+        self.run.settle()
         self.journal.mark()
         self.run.save()
         self.is_whole = False
@@ -270,6 +304,14 @@ def _trained(
     record = {}
     steps = run.config["steps"]
     after = run
+    make_writer = partial(
+        MetricWriter,
+        run.folder,
+        tensorboard,
+        wandb=wandb,
+        config=config,
+        updates=counters["updates"],
+    )
     with (
         ranks.distributed(run.agent, size=config.get("ranks", 1)),
         Progress(steps, counters["steps"], disable=not progress) as bar,
@@ -280,9 +322,9 @@ def _trained(
         journal_of(run) as updates.journal,
         nullcontext()
         if ranks.rank()
-        else MetricWriter(
-            run.folder, tensorboard, wandb=wandb, config=config, updates=counters["updates"]
-        ) as writer,  # last: it starts threads
+        else make_writer()
+        if run.is_new
+        else LateWriter(make_writer) as writer,  # last: it starts threads
         _saved(updates, graph),
     ):
         again = typed(
@@ -359,6 +401,8 @@ def train(
 ) -> dict:
     """Train until `config['steps']`, or until an option or the callback stops the run. Metrics and checkpoints are in its folder.
 
+    Python's, numpy's and torch's global generators begin with the seed of the run, and have their old states afterwards.
+
     Meanwhile it can be edited, see `ask`. Then `run` is not the run that goes on, but at the end its learner and its configuration are.
 
     If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first.
@@ -383,7 +427,7 @@ def train(
     record = {}
     begin_training(run.folder)
     try:
-        with Mailbox(None if ranks.rank() else run.folder) as mailbox:
+        with GlobalRandomStates(), Mailbox(None if ranks.rank() else run.folder) as mailbox:
             while True:
                 run = made_again(run)
                 with torch_threads(run.config["threads"]):

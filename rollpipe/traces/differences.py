@@ -146,13 +146,16 @@ def read_fingerprints(folder: str | Path) -> dict:
         raise DataError(f"{path}: damaged ({e})") from None
 
 
-def keep_fingerprint(folder: str | Path, updates: int, found: Fingerprint) -> Differences:
+def keep_fingerprint(
+    folder: str | Path, updates: int, found: Fingerprint, is_written: bool = True
+) -> Differences:
     """Write the fingerprint of a run that starts or goes on. Returns how it differs from the one before, in all but weights and seeds.
 
     Args:
         folder: folder of the run
         updates: updates so far
         found: present fingerprint
+        is_written: False: only tell the differences
     """
     stored = read_fingerprints(folder)
     kept = {n: x for n, x in stored.items() if n < updates}
@@ -160,7 +163,7 @@ def keep_fingerprint(folder: str | Path, updates: int, found: Fingerprint) -> Di
     changed = last.differs(found, *Fingerprint.FIXED) if last else Differences()
     if last is None or changed:
         kept[updates] = found
-    if kept.keys() != stored.keys() or changed:
+    if is_written and (kept.keys() != stored.keys() or changed):
         write_json(Path(folder) / FINGERPRINTS, {n: x.leaves for n, x in kept.items()}, indent=1)
     return changed
 
