@@ -87,7 +87,7 @@ class IQL(ActionLearner):
         actor: a `Policy` for actions with finite bounds, such as `MLPPolicy`; from recorded steps also a `RecurrentPolicy`
         critic: a `QVCritic`, or another module with `critic(obs, act) -> [k, T, B]` and `value(obs) -> [T, B]`
         expectile: which expectile of the action values is the value of a state; 0.5: their mean; near 1: the value of the best action
-        beta: inverse temperature of the weights of actions, per unit of the return; 0: behaviour cloning
+        beta: inverse temperature of the weights of actions, for rewards scaled as by `return_scale`; 0: behaviour cloning
         max_weight: greatest weight of an action
         decay_steps: steps in which the learning rate of the policy falls to 0 by a cosine, as in the authors' code; 0: it does not fall
     """
