@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
@@ -39,6 +39,7 @@ from rollpipe.pipes import (
     prepare,
     startup,
 )
+from rollpipe.pipes.envs.agents import Agents
 from rollpipe.pipes.steps import Steps
 from rollpipe.pipes.envs.infos import SingleInfos, VectorInfos
 from rollpipe.pipes.data.fragment_ops import (
@@ -901,6 +902,70 @@ def test_statistics_of_a_vector_that_gymnasium_would_lose():
     Cart = partial(gym.make, "CartPole-v1")
     with pytest.raises(EnvError, match="forgets .* Expected SameStep or NextStep"):
         next(iter(EnvStepper(source, Idle())))
+
+
+def step_of_gymnasium_1_3(self, actions):
+    "The step after an end counts as the reset, in each mode."
+    answer = self.env.step(actions)
+    obs, rewards, terminated, truncated, infos = answer
+    before = self.prev_dones
+    self.episode_returns[before] = 0
+    self.episode_lengths[before] = 0
+    self.episode_returns[~before] += rewards[~before]
+    self.episode_lengths[~before] += 1
+    self.prev_dones = ended = terminated | truncated
+    if ended.any():
+        numbers = dict(r=self.episode_returns, l=self.episode_lengths, t=np.zeros(len(ended)))
+        infos[self._stats_key] = {key: np.where(ended, x, 0) for key, x in numbers.items()}
+        infos[f"_{self._stats_key}"] = ended
+    return answer
+
+
+class Alone:
+    "One agent, as a parallel environment."
+
+    possible_agents = agents = ["one"]
+
+    def __init__(self):
+        self.env = Telling(lambda step: {})
+
+    def observation_space(self, agent):
+        return self.env.observation_space
+
+    def action_space(self, agent):
+        return self.env.action_space
+
+    def reset(self, seed=None, options=None):
+        return {"one": self.env.reset(seed=seed)[0]}, {}
+
+    def step(self, actions):
+        return tuple({"one": x} for x in self.env.step(actions["one"]))
+
+
+class OwnStatistics(gym.wrappers.vector.RecordEpisodeStatistics):
+    "A subclass with another signature."
+
+    def __init__(self, key, env):
+        super().__init__(env, stats_key=key)
+
+
+@pytest.mark.parametrize("wrap", ["", "own"])
+@pytest.mark.parametrize("vector", [SyncVectorEnv, AsyncVectorEnv, Agents])
+def test_statistics_that_an_older_gymnasium_counts_wrongly(monkeypatch, wrap, vector):
+    Stats = gym.wrappers.vector.RecordEpisodeStatistics
+    monkeypatch.setattr(Stats, "step", step_of_gymnasium_1_3)
+
+    def source(mode=AutoresetMode.SAME_STEP):
+        if vector is Agents:
+            inner = Agents(Alone, 2)
+        else:
+            inner = vector([partial(gym.make, "CartPole-v1")] * 2, autoreset_mode=mode)
+        return OwnStatistics("own", inner) if wrap else Stats(inner)
+
+    with pytest.raises(EnvError, match="RecordEpisodeStatistics.*Expected .*NextStep"):
+        next(iter(EnvStepper(source, Idle())))
+    if vector is SyncVectorEnv:
+        next(iter(EnvStepper(partial(source, AutoresetMode.NEXT_STEP), Idle())))
 
 
 def test_statistics_in_a_replay_and_in_batches():

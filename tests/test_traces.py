@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import gymnasium as gym
@@ -40,6 +41,7 @@ from rollpipe.settings.config import make_config
 from rollpipe.traces import fingerprint as module
 from rollpipe.traces import journal as journals
 from rollpipe.pipes.data.compare import first_difference
+from rollpipe.traces.description import Description
 from rollpipe.traces.differences import FINGERPRINTS, JOURNAL, diff, parting, read_fingerprints
 from rollpipe.traces.fingerprint import Fingerprint, fingerprint
 from rollpipe.traces.journal import Journal, cut, read_journal
@@ -1151,3 +1153,139 @@ def test_places_and_checksums_of_every_dtype(dtype):
     )
     sums = journals._sums(dict(x=x)) != journals._sums(dict(x=y))
     assert np.argwhere(sums).tolist() == [[2, 1]]
+
+
+# --- objects among the arguments of an environment
+
+
+class Table:
+    "As a table of pandas: cells of any kind, a reference to itself, and an index that is made when it is first asked for."
+
+    def __init__(self, last=1.5):
+        self.cells = np.array(["a", None, last], dtype=object)
+        self.owner = weakref.ref(self)
+        self.index = None
+
+    def __getstate__(self):
+        return dict(cells=self.cells)
+
+    def find(self, cell):
+        if self.index is None:
+            self.index = {x: i for i, x in enumerate(self.cells)}
+        return self.index[cell]
+
+
+class Linked:
+    "Two objects that refer to each other."
+
+    def __init__(self, value=1):
+        self.value = value
+        self.other = Other(self)
+
+
+class Other:
+    def __init__(self, owner):
+        self.owner = weakref.ref(owner)
+        self.gone = weakref.ref(Table())
+
+
+def looped(last=0):
+    cells = np.array([1, last, None], dtype=object)
+    cells[2] = cells
+    return cells
+
+
+def with_references(value=1):
+    keys = [Linked(k) for k in range(2)]
+    return keys, weakref.WeakKeyDictionary({key: value + k for k, key in enumerate(keys)})
+
+
+TABLES = {
+    "table": (Table, lambda: Table(2.5)),
+    "many cells": (
+        lambda: np.array([*map(str, range(30_000))], object),
+        lambda: np.array([*map(str, range(29_999)), "x"], object),
+    ),
+    "objects in objects": (
+        lambda: np.array([Linked(k) for k in range(60)], object),
+        lambda: np.array([Linked(k) for k in [*range(59), 7]], object),
+    ),
+    "records": (
+        lambda: np.array([(1, "a")], dtype=[("n", int), ("o", object)]),
+        lambda: np.array([(1, "b")], dtype=[("n", int), ("o", object)]),
+    ),
+    "one record": (
+        lambda: np.array([(1, "a")], dtype=[("n", int), ("o", object)])[0],
+        lambda: np.array([(1, "b")], dtype=[("n", int), ("o", object)])[0],
+    ),
+    "times": (lambda: np.arange(0, 5, dtype="M8[s]"), lambda: np.arange(1, 6, dtype="M8[s]")),
+    "time": (lambda: np.datetime64(3, "s"), lambda: np.datetime64(4, "s")),
+    "references": (Linked, lambda: Linked(2)),
+    "keys": (with_references, lambda: with_references(2)),
+    "tuples as keys": (lambda: {(0, 1): 2}, lambda: {(0, 2): 2}),
+    "in itself": (looped, lambda: looped(1)),
+}
+
+
+def described(x):
+    found = Description()
+    found.add("x", x)
+    return found.leaves
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_and_references_are_known(name):
+    make, make_other = TABLES[name]
+    leaves = described(make())
+    assert leaves == described(make()) != described(make_other())
+    assert not any("unknown" in text for text in [*leaves, *leaves.values()]), leaves
+
+
+def test_what_a_table_has_remembered_is_no_change():
+    table = Table()
+    before = described(table)
+    table.find("a")
+    assert described(table) == before
+
+
+class Times:
+    "As times of pandas: what is pickled has what was remembered."
+
+    def __init__(self, n=3):
+        self.cache = {}
+        self.n = n
+
+    def __reduce__(self):
+        state = (np.arange(self.n), *([dict(_cache=self.cache)] if self.cache else []))
+        return Times, (), state
+
+
+def test_what_is_pickled_with_its_cache():
+    times = Times()
+    before = described(times)
+    times.cache["unit"] = 9
+    assert described(times) == before != described(Times(4))
+
+
+class WithTable(CartPoleEnv):
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+
+def test_a_run_whose_environment_has_a_table(tmp_path, caplog):
+    "It goes on as it was, and a changed cell is named."
+    table = Table()
+    gym.register("WithTable-v0", WithTable, kwargs=dict(table=table), max_episode_steps=50)
+    options = dict(n_steps=16, n_envs=1, lanes=1, hidden=(4,))
+    try:
+        run = start(tmp_path / "run", make_config("ppo", "WithTable-v0", options, steps=32, seed=0))
+        train(run, progress=False)
+        caplog.clear()
+        train(resume(run.folder, steps=64), progress=False)
+        assert "not as it was" not in caplog.text
+        table.cells[2] = 2.5
+        train(resume(run.folder, steps=96), progress=False)
+        assert "not as it was" in caplog.text and "table" in caplog.text
+    finally:
+        gym.registry.pop("WithTable-v0")

@@ -12,6 +12,7 @@ import inspect
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from enum import Enum
 from hashlib import blake2b
@@ -274,7 +275,7 @@ class Description(CodeDescription):
         "Describe `x` at this path, and what is in it below this path."
         if isinstance(x, PLAIN):
             self.leaves[path] = short(str(x) if isinstance(x, (torch.dtype, np.dtype)) else repr(x))
-        elif isinstance(x, (np.ndarray, np.generic, torch.Tensor)):
+        elif isinstance(x, (np.ndarray, np.generic, torch.Tensor)) and not _holds_objects(x):
             self.leaves[path] = array_text(x)
         elif isinstance(x, (torch.device, Enum, Path)):
             self.leaves[path] = str(x)
@@ -319,10 +320,21 @@ class Description(CodeDescription):
             self.leaves[_of_seeds(path)] = f"generator {digest(comparable(x, states=True))}"
         elif isinstance(x, torch.optim.Optimizer):
             self._parts(path, type(x).__name__, x.defaults)
+        elif _holds_objects(x):
+            cells = np.asarray(x)
+            items = dict(enumerate(cells.ravel().tolist()))  # of records, tuples
+            self._parts(path, f"numpy objects {list(cells.shape)}", items)
+        elif isinstance(x, weakref.ReferenceType):
+            self._parts(path, "weak reference", dict(to=x()))
         elif isinstance(x, IterDataPipe):
             self.leaves[path] = type(x).__name__
         elif isinstance(x, dict):
-            self._parts(path, f"{type(x).__name__} of {len(x)}", {_key(k): y for k, y in x.items()})
+            text = f"{type(x).__name__} of {len(x)}"
+            keys = [_key(k) for k in x]
+            if any(key.startswith(UNKNOWN) for key in keys):
+                self._parts(path, text, dict(enumerate(x.items())))
+            else:
+                self._parts(path, text, dict(zip(keys, x.values())))
         elif isinstance(x, (set, frozenset)):
             self.leaves[path] = self._set_text(x)
         elif isinstance(x, (list, tuple, deque)):
@@ -352,6 +364,8 @@ class Description(CodeDescription):
 
     def _hash(self, parts):
         "Hash of the description of parts, or `unknown`."
+        if all(isinstance(y, PLAIN) for y in parts.values()):
+            return digest(*parts.items())
         inner = Description(self.networks)
         inner._open = self._open
         for name, y in parts.items():
@@ -381,7 +395,9 @@ class Description(CodeDescription):
 
     def _object(self, path, x):
         kind = type(x)
-        parts = attributes(x)
+        parts: Any = attributes(x)
+        if _has_getstate(kind) and not isinstance(x, gym.Env):
+            parts = dict(state=x.__getstate__())  # a table leaves out the index that it has made
         is_own = (kind.__reduce__, kind.__reduce_ex__) != (object.__reduce__, object.__reduce_ex__)
         if kind in copyreg.dispatch_table or is_own or not parts:  # how pickle would make it again
             try:
@@ -393,13 +409,32 @@ class Description(CodeDescription):
             except Exception:
                 made = None
             if made is not None:
-                parts = dict(enumerate(made[1:] if isinstance(made, tuple) else [made]))
+                parts = dict(enumerate(_lasting(made[1:] if isinstance(made, tuple) else [made])))
             elif not parts:
                 parts = None
         if parts is None:
             self.leaves[path] = f"{UNKNOWN}: a {kind.__qualname__}"
         else:
             self._parts(path, kind.__qualname__, {"class": kind, **parts})
+
+
+def _holds_objects(x: Any) -> bool:
+    return isinstance(x, (np.ndarray, np.generic)) and x.dtype.hasobject
+
+
+def _has_getstate(kind):
+    "Does a class say itself what pickle would keep?"
+    return getattr(kind, "__getstate__", None) not in (None, getattr(object, "__getstate__", None))
+
+
+def _lasting(x):
+    "What pickle would keep, without the dicts `_cache` of compiled classes, such as the times of pandas."
+    if isinstance(x, dict):
+        return {key: y for key, y in x.items() if key != "_cache"}
+    if type(x) is not tuple:
+        return x
+    parts = map(_lasting, x)
+    return tuple(y for y in parts if not isinstance(y, dict) or y)
 
 
 def _of_seeds(path):

@@ -29,6 +29,8 @@ def as_array(x: Any) -> np.ndarray | None:
             x = x.reshape(-1).view(torch.uint8).numpy()  # numpy lacks this dtype, such as bfloat16
     elif not isinstance(x, (np.ndarray, np.generic)) or x.dtype.hasobject:
         return None
+    elif x.dtype.kind in "mM":
+        x = x.view(np.int64)  # times have no buffer
     return x if isinstance(x, np.ndarray) and x.flags.c_contiguous else np.array(x, order="C")
 
 

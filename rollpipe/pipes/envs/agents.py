@@ -23,6 +23,7 @@ from rollpipe.pipes.data.errors import (
     describe_exception,
 )
 from .actions import action_rows
+from .autoreset import SAME_STEP
 from .batch import put_obs
 from .rows import own
 from .factories import space_spec
@@ -143,11 +144,7 @@ class Agents(gym.vector.VectorEnv):
         ids: observations are dicts, which have the number of the agent as the entry 'agent', beside the entry 'obs' or those of a `Dict`
     """
 
-    metadata = dict(
-        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP
-        if hasattr(gym.vector, "AutoresetMode")
-        else "SameStep"
-    )
+    metadata = dict(autoreset_mode=SAME_STEP)
 
     def __init__(self, make: Callable, copies: int = 1, ids: bool = False):
         self.copies = []

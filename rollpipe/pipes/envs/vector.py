@@ -14,7 +14,7 @@ import numpy as np
 
 from ..data import nested
 from ..data.errors import EnvError, PipeError
-from .autoreset import final_observations
+from .autoreset import SAME_STEP, final_observations
 from .batch import Batch, played
 from .rows import Row, Rows
 from .checked_vector import CheckedVector
@@ -36,6 +36,32 @@ def _infos_of_ends(vec):
         if isinstance(vec, gym.wrappers.vector.RecordEpisodeStatistics):
             yield vec._stats_key
         vec = vec.env
+
+
+class _TwoSteps(gym.vector.VectorEnv):
+    "One environment whose episodes have two steps, and begin anew within the second one."
+
+    num_envs = 1
+    metadata = dict(autoreset_mode=SAME_STEP)
+    steps = 0
+
+    def reset(self, *, seed: Any = None, options: dict | None = None) -> tuple:
+        return np.zeros(1), {}
+
+    def step(self, actions: Any) -> tuple:
+        self.steps += 1
+        ended = np.array([self.steps % 2 == 0])
+        return np.zeros(1), np.ones(1), ended, ended, {}
+
+
+def _counts_wrongly(mode: str) -> bool:
+    "Does `RecordEpisodeStatistics` miss the steps after ends in this mode, as that of gymnasium below 1.4 does with SAME_STEP?"
+    if mode != "SameStep":
+        return False
+    toy = gym.wrappers.vector.RecordEpisodeStatistics(_TwoSteps())
+    toy.reset()
+    infos = [toy.step(np.zeros(1))[-1] for _ in range(4)]
+    return int(infos[-1]["episode"]["l"][0]) != 2
 
 
 def _by_agent(infos, valid):
@@ -141,6 +167,13 @@ class VectorBatch(Batch):
             )
             is_watched = self.vector.mode == "SameStep" and not own  # for those, a test is exact
             self._lost_ends = LostEnds(self._obs_spec) if is_watched else None
+            if self._infos.of_ends and _counts_wrongly(self.vector.mode):
+                raise EnvError(
+                    f"RecordEpisodeStatistics of gymnasium {gym.__version__} misses a step of each episode",
+                    leaf="metadata['autoreset_mode']",
+                    expected="gymnasium 1.4 or later, NextStep, or `EpisodeStats`",
+                    got="SameStep",
+                )
             if self._infos.of_ends and own and self.vector.mode == "Disabled":
                 raise EnvError(
                     "RecordEpisodeStatistics forgets the episodes of all environments when one begins anew",
