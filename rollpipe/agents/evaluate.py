@@ -224,7 +224,7 @@ def check_limit(max_steps: int, on_limit: str | None, pipe: Any = None) -> None:
 
 
 def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
-    "One factory for each environment of `evaluate`. The log tells of environments that do not work side by side."
+    "One factory for each environment of `evaluate`. Those that do not work side by side come once, unless `n_envs` says otherwise."
     sources = list(env) if isinstance(env, (list, tuple)) else [env]
     n = n_envs
     if n_envs is None and render:
@@ -232,19 +232,19 @@ def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
     elif n_envs is None and not instances_in(sources):
         n = max(len(sources), min(n_episodes, 8) // len(sources) * len(sources))
     factories = env_sources(sources, n, env_kwargs)
+    if n_envs is None and len(factories) > len(sources) and (why := _why_alone(factories, close)):
+        _log.warning(f"{why}, so this evaluation plays one at a time")
+        return env_sources(sources, len(sources), env_kwargs)
+    return factories
 
-    # A test closes what it makes, so there is none if the user wants to close the environments.
+
+def _why_alone(factories, close):
+    "Which environments of a list do not work side by side, and why; None: all do. A test closes its own, so `close=False` forbids it."
     single = [factory for factory in factories if isinstance(factory, EnvFactory) and close]
     times = Counter(factory.key for factory in single)
     for factory in {factory.key: factory for factory in single if times[factory.key] > 1}.values():
-        if not (why := why_alone(factory)):
-            continue
-        name = f"environment {factory.name}"
-        if n_envs is None and len(factories) > len(sources):
-            _log.warning(f"{name}: {why}, so this evaluation plays one at a time")
-            return env_sources(sources, len(sources), env_kwargs)
-        _log.warning(f"{name}: {why}, and so do those of n_envs={len(factories)}")
-    return factories
+        if why := why_alone(factory):
+            return f"environment {factory.name}: {why}"
 
 # %% ../../nbs/agents/10_evaluate.ipynb #b885e91a
 def evaluate(
@@ -300,7 +300,7 @@ def evaluate(
             expected="'human' without record, or None",
             got=describe(render),
         )
-    sources = _sources(env, n_episodes, n_envs, env_kwargs, render, close)
+    sources = factories = _sources(env, n_episodes, n_envs, env_kwargs, render, close)
     recorders = []
     window = None
     cutters = []
@@ -343,6 +343,10 @@ def evaluate(
             done[b].append((*episode, limit is not None and limit.cut))
             if on_episode:
                 on_episode(*episode[:2])
+    # Afterwards, because the first environments of a factory are those of the evaluation.
+    is_told = n_envs is not None or isinstance(env, (list, tuple))
+    if is_told and (why := _why_alone(factories, close)):
+        _log.warning(f"{why}, and so do those of n_envs={len(factories)}")
     columns = list(zip(*(episode for episodes in done for episode in episodes))) or [()] * 4
     columns = [
         np.array(column, dtype) for column, dtype in zip(columns, (float, np.int64, bool, bool))
