@@ -29,7 +29,7 @@ from ..settings.checks import ENDLESS
 from ..settings.config import build, device_of
 from ..settings.options import import_words, shown, typed
 from .changes import changed_run, options_in, with_edit
-from .folder import folder_of, load_run, needed_modules, resume
+from .folder import folder_of, load_run, needed_modules, rebuilt
 from .locks import FORKED, files_of_run, lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
 from .states import with_exactness
@@ -294,14 +294,13 @@ def _with_noise(found: Checkpoint, folder: Path, noise: int) -> Checkpoint:
 
 def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
     "Raise `DataError` if a run with other options cannot be resumed."
+    found = load_run(home)
     try:
-        resume(home)
+        rebuilt(home, found, found.config, found.counters)
     except PipeError as e:
         raise DataError(
             f"a fork of {folder} cannot have these options", leaf=", ".join(changed), got=str(e)
         ) from None
-    finally:
-        unlock(home)
 
 # %% ../../nbs/runs/18_fork.ipynb #a1ca2dd4
 def fork_command(args: Namespace) -> None:
