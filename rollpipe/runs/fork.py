@@ -21,7 +21,7 @@ import numpy as np
 from ..agents.checkpoint import Checkpoint, load_checkpoint
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import DataError, PipeError, check_integer
-from ..pipes.data.files import names_file, write_atomically, write_json
+from ..pipes.data.files import names_file, read_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.reseeding import reseeded
 from ..ranks.launch import launching_words
@@ -157,7 +157,7 @@ def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
     steps = found.counters["steps"]
     for name in ("metrics.jsonl", JOURNAL)[: 1 if (home / JOURNAL).exists() else 2]:
         if (folder / name).exists():
-            write_atomically(home / name, (folder / name).read_bytes())  # a pack has neither
+            write_atomically(home / name, read_file(folder / name))  # a pack has neither
     cut(home / JOURNAL, at)
     write_json(
         home / FINGERPRINTS,
@@ -173,7 +173,7 @@ def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
     if evaluations:
         write_evaluations(home, evaluations)
     if (best := folder / "best.safetensors").exists():
-        write_atomically(home / best.name, best.read_bytes())
+        write_atomically(home / best.name, read_file(best))
         if load_checkpoint(home / best.name).counters["updates"] <= at:
             return
         (home / best.name).unlink()

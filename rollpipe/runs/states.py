@@ -20,6 +20,7 @@ from ..agents.checkpoint import last_kept
 from ..pipes.data.captures import capture
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception
+from ..pipes.data.files import read_file
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.restoring import restore
 from ..pipes.graph.states import restore_stream, stream_state, unknown_states
@@ -337,7 +338,7 @@ def resumed_stream(folder: Path, pipe: IterDataPipe, found: Any, config: dict) -
 def edits_due(folder: Path, config: dict) -> list:
     "The edits that the run in a folder has made after a checkpoint with this configuration."
     try:
-        newest = json.loads((folder / "config.json").read_bytes())
+        newest = json.loads(read_file(folder / "config.json"))
         edits = [*newest.get("edits", []), *newest.get("due", [])][len(config.get("edits", [])) :]
         check_edits(edits)
         return edits

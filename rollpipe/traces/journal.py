@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from ..pipes.data.files import names_file, write_atomically
+from ..pipes.data.files import names_file, read_file, write_atomically
 import rollpipe.pipes.data.nested as nested
 from ..pipes.data.errors import DataError
 from ..pipes.data.fragment import Fragment
@@ -153,7 +153,7 @@ def _entries(path):
         raise DataError(f"{path}: no journal here", expected="the folder of a run")
     before = 0
     rows = []
-    for n, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
+    for n, line in enumerate(read_file(path).decode(errors="replace").split("\n")[:-1], 1):
         try:
             text = line[: -10 - len(_END)]
             found = Entry(**{k: x for k, x in json.loads(line).items() if k != "sum"})
