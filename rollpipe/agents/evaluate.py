@@ -353,7 +353,7 @@ def evaluate(
     ]
     n_cut = int(columns[-1].sum())
     if n_cut and on_limit is None:
-        logging.getLogger("rollpipe").warning(
+        _log.warning(
             f"{n_cut} of {len(columns[-1])} episodes were cut off after {max_steps:,} steps (max_steps), so their returns are partial"
         )
     return Evaluation(

@@ -17,7 +17,7 @@ from ..settings.overview import Parser
 __all__ = ['COMMON', 'add_algorithms']
 
 # %% ../../nbs/cli/00_algorithms.ipynb #93f34478
-COMMON = ("steps", "device", "workers")  # options of every command that trains
+COMMON = ("steps", "device", "workers", "address")  # options of every command that trains
 
 
 def add_algorithms(

@@ -325,6 +325,7 @@ def _add_bench(parser: Parser) -> None:
         "for runs that cannot go on exactly",
     )
     parser.add_argument("--quiet", action="store_true", help="show no progress of the runs")
+    parser.add_argument("--address", help="address of the Ray cluster that the file names, if any")
 
 
 def _add_report(parser: Parser) -> None:

@@ -16,6 +16,7 @@ from ..pipes.data.files import make_folder, write_atomically
 from ..agents.schedules import Every
 from ..runs.autotune import command_for
 from ..runs.commands import Interrupted, find_run
+from ..settings.choice import check_address, name_address
 from ..settings.config import build, make_config
 from ..runs.logs import is_complete, read_evaluations
 from .experiments import check_counts, python_words, run_all
@@ -242,7 +243,9 @@ def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
         )
 
 # %% ../../nbs/results/02_bench.ipynb #6bc0c8ab
-def _check_imported(row: SpecRow, path: str) -> None:
+def _check_named(row: SpecRow, path: str) -> None:
+    "Raise `DataError` for a module or a cluster that the file names, and the user does not."
+    check_address(row.run, path)
     missing = [module for module in needed_modules(row._asdict()) if module not in sys.modules]
     if missing:
         raise DataError(
@@ -257,6 +260,7 @@ def _plan(args: Namespace) -> tuple:
     spec = read_spec(args.spec)
     folder = Path(args.dir or f"runs/{Path(args.spec).stem}")
     imports = tuple(getattr(args, "imports", ()))
+    name_address(getattr(args, "address", None))
     if args.seeds is not None:
         spec = spec._replace(
             rows=[row._replace(seeds=parse_seeds(args.seeds)) for row in spec.rows]
@@ -264,7 +268,7 @@ def _plan(args: Namespace) -> tuple:
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder}: not a folder", expected="a folder, or a path where none is")
     for row in spec.rows:
-        _check_imported(row, args.spec)
+        _check_named(row, args.spec)
     jobs = jobs_of(spec.rows, folder, imports)
     _check_rows(folder, read_bench(folder), spec)
     return spec, folder, jobs, imports

@@ -36,7 +36,7 @@ from ..pipes.data.errors import DataError, EnvError
 from ..pipes.graph.edits import draw
 from .logs import is_complete
 from .plots import learning_curve
-from ..settings.choice import settings_in
+from ..settings.choice import check_address, settings_in
 from .progress import format_duration, format_number
 from ..ranks.launch import launching_words, process_group
 from .changes import before_edits
@@ -91,6 +91,8 @@ def given_by(args: Namespace) -> tuple[dict, dict]:
     typed = {
         option.name: getattr(args, option.name) for option in known if hasattr(args, option.name)
     }
+    if "address" not in typed:
+        check_address(of_file, file)
     return {"preset": "auto", **of_file, **typed}, {**kwargs_of_file, **env_kwargs}
 
 
@@ -127,7 +129,7 @@ def _run_for(args, launch):
             raise UsageError("rollpipe train: either --resume RUN or ALGO ENV, not both")
         return resume(
             folder_of(args.resume) if is_again else args.resume,
-            *map(vars(args).get, ("steps", "device", "workers")),
+            *map(vars(args).get, ("steps", "device", "workers", "address")),
         )
     config = config_from(args) | (dict(ranks=launch.size) if launch else {})
     folder = Path(args.out or default_folder(config))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..pipes.data.errors import DataError
+from ..pipes.data.files import read_file
 from ..pipes.data.fragment import Fragment, Tick
 from ..pipes.data.nested import Form
 from ..pipes.recording.replayer import folder_in, parts_in, records_of
@@ -61,7 +62,7 @@ def leaf_rows(forms: Iterable[Form]) -> list[tuple[str, str]]:
 def _about(part: Path, faults: list) -> dict:
     "The pipes and the environments that `about.json` names, printable texts. A damaged file is one of the faults."
     try:
-        found = json.loads((part / "about.json").read_bytes())
+        found = json.loads(read_file(part / "about.json"))
         return {
             name: [x if x.isprintable() else repr(x) for x in map(str, found[name])]
             for name in ("pipes", "envs")

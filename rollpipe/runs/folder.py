@@ -30,6 +30,7 @@ from rollpipe.runs.states import (
     with_exactness,
 )
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
+from ..settings.choice import check_address, name_address
 from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
 from ..settings.options import shown
@@ -463,6 +464,7 @@ def resume(
     steps: int | None = None,
     device: str | None = None,
     workers: int | None = None,
+    address: str | None = None,
 ) -> Run:
     """Continue a run from its checkpoint: exactly as it would have gone on, or with new episodes if its configuration says why.
 
@@ -477,6 +479,7 @@ def resume(
         steps: new total number of steps; None: as before
         device: see `make_config`; None: as before
         workers: number of worker processes, which changes no number; None: as before
+        address: address of a Ray cluster; None: as before, if this process has named it, see `name_address`
     """
     path = Path(folder)
     folder = folder_of(folder).absolute()
@@ -485,11 +488,15 @@ def resume(
         found = load_run(path)
         given = {
             name: x
-            for name, x in dict(steps=steps, device=device, workers=workers).items()
+            for name, x in dict(
+                steps=steps, device=device, workers=workers, address=address
+            ).items()
             if x is not None
         }
         run_options(given)  # a checkpoint with other values could not be read
         config: dict[str, Any] = {**found.config, **given}
+        name_address(address)
+        check_address(config, shown(folder))
         counters = dict(
             found.counters,
             resumes=found.counters["resumes"]

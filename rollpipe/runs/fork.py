@@ -22,7 +22,7 @@ from ..agents.checkpoint import Checkpoint, load_checkpoint
 from ..pipes.data import nested
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import DataError, PipeError, check_integer
-from ..pipes.data.files import names_file, write_atomically, write_json
+from ..pipes.data.files import names_file, read_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.reseeding import reseeded
 from ..ranks.launch import launching_words
@@ -30,7 +30,7 @@ from ..settings.checks import ENDLESS
 from ..settings.config import build, device_of
 from ..settings.options import import_words, shown, typed
 from .changes import changed_run, options_in, with_edit
-from .folder import folder_of, load_run, needed_modules, resume
+from .folder import folder_of, load_run, needed_modules, rebuilt
 from .locks import FORKED, files_of_run, lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
 from .states import with_exactness
@@ -176,7 +176,7 @@ def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
     steps = found.counters["steps"]
     for name in ("metrics.jsonl", JOURNAL)[: 1 if (home / JOURNAL).exists() else 2]:
         if (folder / name).exists():
-            write_atomically(home / name, (folder / name).read_bytes())  # a pack has neither
+            write_atomically(home / name, read_file(folder / name))  # a pack has neither
     cut(home / JOURNAL, at)
     write_json(
         home / FINGERPRINTS,
@@ -192,7 +192,7 @@ def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
     if evaluations:
         write_evaluations(home, evaluations)
     if (best := folder / "best.safetensors").exists():
-        write_atomically(home / best.name, best.read_bytes())
+        write_atomically(home / best.name, read_file(best))
         if load_checkpoint(home / best.name).counters["updates"] <= at:
             return
         (home / best.name).unlink()
@@ -314,14 +314,13 @@ def _with_noise(found: Checkpoint, folder: Path, noise: int) -> Checkpoint:
 
 def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
     "Raise `DataError` if a run with other options cannot be resumed."
+    found = load_run(home)
     try:
-        resume(home)
+        rebuilt(home, found, found.config, found.counters)
     except PipeError as e:
         raise DataError(
             f"a fork of {folder} cannot have these options", leaf=", ".join(changed), got=str(e)
         ) from None
-    finally:
-        unlock(home)
 
 # %% ../../nbs/runs/18_fork.ipynb #a1ca2dd4
 def fork_command(args: Namespace) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..agents.checkpoint import kept_checkpoints
 from ..pipes.data.errors import DataError
-from ..pipes.data.files import no_wait
+from ..pipes.data.files import no_wait, read_file
 from ..traces.differences import FINGERPRINTS, JOURNAL
 
 # %% auto #0
@@ -219,7 +219,7 @@ def _named(folder: str | Path) -> list:
 def _is_configured(folder: str | Path) -> bool:
     try:
         return {"algorithm", "env", "options"} <= {
-            *json.loads(Path(folder, "config.json").read_bytes())
+            *json.loads(read_file(Path(folder, "config.json")))
         }
     except (OSError, ValueError, TypeError):
         return False

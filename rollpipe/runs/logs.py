@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..pipes.data.files import names_file, write_atomically
+from ..pipes.data.files import names_file, read_file, write_atomically
 from ..agents.checkpoint import last_kept
 from ..agents.metrics import METRICS, check_metrics, near_metric
 from ..agents.schedules import Every
@@ -43,7 +43,7 @@ def read_records(folder: str | Path) -> list:
     path = Path(folder) / "metrics.jsonl"
     if not path.is_file():
         raise DataError(f"{path}: no metrics here", expected="the folder of a run")
-    lines = path.read_text(errors="replace").split("\n")
+    lines = read_file(path).decode(errors="replace").split("\n")
     records = []
     for i, line in enumerate(lines[:-1]):  # text after the last newline is an incomplete line
         try:
@@ -98,8 +98,8 @@ def _lost(path: Path, records: list, updates: float) -> list:
     "The rows of a CSV file up to so many updates that `metrics.jsonl` has lost."
     known = {r.get("updates") for r in records}
     found = []
-    with suppress(OSError, csv.Error):
-        for row in csv.DictReader(path.read_text("utf-8", "replace").split("\n")[:-1]):
+    with suppress(OSError, csv.Error, DataError):
+        for row in csv.DictReader(read_file(path).decode(errors="replace").split("\n")[:-1]):
             try:
                 record = {name: float(x) for name, x in row.items() if x}
             except (TypeError, ValueError):
@@ -300,7 +300,7 @@ def read_evaluations(folder: str | Path) -> list:
     path = Path(folder) / EVALUATIONS
     if not path.is_file():
         return []
-    lines = path.read_bytes().decode(errors="replace").split("\n")
+    lines = read_file(path).decode(errors="replace").split("\n")
     return [_record(line, f"{path}, line {i}") for i, line in enumerate(lines[:-1], 1)]
 
 

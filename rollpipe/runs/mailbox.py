@@ -25,6 +25,7 @@ from .changes import edited_run
 from .folder import Run
 from .locks import owner_of
 from .signals import Stopped, uninterrupted
+from ..settings.choice import check_address
 from ..settings.config import allow_edits
 from ..settings.options import shown
 from ..traces.journal import told
@@ -344,6 +345,7 @@ def _edited(run: Run, wish: Any) -> Run:
     if "insert" in wish:
         allow_edits(wish["insert"].partition(":")[0])
     after = edited_run(run, wish)
+    check_address(after.config, shown(run.folder))
     if not after.config["edits"][-1].get("set", True):
         raise DataError("it changes nothing", got=told(wish))
     return after

@@ -239,7 +239,9 @@ def repeated(
                 else:
                     made.journal.mark()
                     run = edited_run(run, edit)
-                    run.config["steps"] = steps_after(folder, run.config)
+                    # an edit may have named a cluster
+                    steps = steps_after(folder, run.config)
+                    run.config.update(reading="processes", address=None, steps=steps)
 
 # %% ../../nbs/runs/16_repeat.ipynb #420561a4
 def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDifference:

@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from ..pipes.data.files import write_atomically
+from ..pipes.data.files import read_file, write_atomically
 from ..pipes.data.errors import DataError
 
 # %% auto #0
@@ -55,7 +55,7 @@ def wandb_run(folder: str | Path, project: str | None = None) -> dict:
     path = Path(folder) / "wandb.json"
     if path.is_file():
         try:
-            known = {name: str(json.loads(path.read_text())[name]) for name in ("project", "id")}
+            known = {name: str(json.loads(read_file(path))[name]) for name in ("project", "id")}
         except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise DataError(f"{path}: damaged ({type(e).__name__}: {e})") from None
         if project in (None, known["project"]):

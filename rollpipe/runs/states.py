@@ -22,6 +22,7 @@ from ..agents.checkpoint import last_kept
 from ..pipes.data.captures import capture
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception
+from ..pipes.data.files import read_file
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.restoring import restore
 from ..pipes.graph.edits import nodes
@@ -383,7 +384,7 @@ def resumed_stream(
 def edits_due(folder: Path, config: dict) -> list:
     "The edits that the run in a folder has made after a checkpoint with this configuration."
     try:
-        newest = json.loads((folder / "config.json").read_bytes())
+        newest = json.loads(read_file(folder / "config.json"))
         edits = [*newest.get("edits", []), *newest.get("due", [])][len(config.get("edits", [])) :]
         check_edits(edits)
         return edits

@@ -21,6 +21,7 @@ from ..traces.crash import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from ..pipes.data import files
 from ..agents.schedules import seconds_of
+from ..settings.choice import check_address
 from ..settings.checks import is_over
 from ..settings.config import reading_for
 from ..settings.options import import_words, shown, typed
@@ -300,6 +301,7 @@ def _trained(
     "Train to the end, or to an edit. Returns the last record, and the edited run."
     counters = run.counters
     config = run.config
+    check_address(config, shown(run.folder))
     updates = Updates(run, callback)
     record = {}
     steps = run.config["steps"]

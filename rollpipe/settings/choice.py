@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import rollpipe
 from .options import Option
@@ -22,7 +23,7 @@ from rollpipe.settings.files import (
 )
 
 # %% auto #0
-__all__ = ['presets_of', 'preset_for', 'settings_in']
+__all__ = ['presets_of', 'preset_for', 'settings_in', 'name_address', 'check_address']
 
 # %% ../../nbs/settings/03_choice.ipynb #4a4d9173
 def presets_of(algorithm: str) -> dict:
@@ -181,3 +182,30 @@ def _check_imports(path, modules):
             f"{path}: its run needs a module",
             expected=" ".join(f"--import {module}" for module in missing),
         )
+
+# %% ../../nbs/settings/03_choice.ipynb #f3f47a93
+_NAMED: set[str] = set()  # addresses of Ray clusters that the user of this process has named
+
+
+def name_address(address: str | None) -> None:
+    "Let runs of this process connect to this Ray cluster. `--address` and `make_config(address=...)` do the same. None: to no further one."
+    if address is not None:
+        _NAMED.add(address)
+
+
+def check_address(config: dict, where: Any) -> None:
+    """Raise `DataError` if options from a file name a Ray cluster that the user of this process has not named.
+
+    Args:
+        config: option -> value
+        where: the file or the run, for the message
+    """
+    address = config.get("address")
+    if address is None or address in _NAMED:
+        return
+    raise DataError(
+        f"{where}: a file alone cannot make us connect to a Ray cluster",
+        leaf="address",
+        expected=f"--address {address}, or in Python resume(folder, address={address!r}); another address takes its place",
+        got=f"{address!r}, which you have not named",
+    )

@@ -44,7 +44,7 @@ from ..pipes.workers.reading import ProcessReading
 from ..ranks.launch import device_of_rank
 from ..traces.fingerprint import versions
 from .checks import check_decay, check_lanes, check_room, check_stops, with_steps
-from .choice import preset_for
+from .choice import name_address, preset_for
 from .files import checked
 from .listing import algorithms_for
 
@@ -297,6 +297,7 @@ def make_config(
         option.name: values.pop(option.name) for option in known if option.name in values
     }
     of_run = run_options(values)
+    name_address(of_run.address)
     chosen = checked({**of_learning, **(options or {})}, known, algorithm)
     defaults = {option.name: option.default for option in known}
     if of_run.intrinsic and "terminal_obs" in defaults:

@@ -15,6 +15,7 @@ from pathlib import Path
 from .options import Option, nearest
 from ..pipes.envs.factories import spaces_of
 from ..pipes.data.errors import DataError, similar
+from ..pipes.data.files import read_file
 
 # %% auto #0
 __all__ = ['read_table', 'checked', 'tables_in', 'belongs_to', 'kind_of_actions', 'check_table']
@@ -41,7 +42,7 @@ def read_table(path: str | Path) -> dict:
     kind = "JSON" if path.suffix == ".json" else "TOML"
     text = ""
     try:
-        text = path.read_bytes().decode(
+        text = read_file(path).decode(
             "utf-8-sig"
         )  # some editors begin a file with a byte-order mark
         found = json.loads(text) if kind == "JSON" else _toml(text)

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ..pipes.data.files import write_json
+from ..pipes.data.files import read_file, write_json
 from ..pipes.data.errors import DataError
 from ..pipes.data.compare import differing
 from .fingerprint import Differences, Fingerprint
@@ -140,7 +140,7 @@ def read_fingerprints(folder: str | Path) -> dict:
     try:
         return {
             int(updates): Fingerprint(leaves)
-            for updates, leaves in json.loads(path.read_text()).items()
+            for updates, leaves in json.loads(read_file(path)).items()
         }
     except (ValueError, AttributeError, RecursionError) as e:
         raise DataError(f"{path}: damaged ({e})") from None
@@ -254,6 +254,6 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
 
 def _origin(folder):
     try:
-        return origin_of(json.loads(Path(folder, "config.json").read_bytes()))
+        return origin_of(json.loads(read_file(Path(folder, "config.json"))))
     except (OSError, ValueError):
         return None

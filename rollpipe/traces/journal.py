@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from ..pipes.data.files import names_file, write_atomically
+from ..pipes.data.files import names_file, read_file, write_atomically
 import rollpipe.pipes.data.nested as nested
 from ..pipes.data.errors import DataError
 from ..pipes.data.fragment import Fragment
@@ -153,7 +153,7 @@ def _entries(path):
         raise DataError(f"{path}: no journal here", expected="the folder of a run")
     before = 0
     rows = []
-    content = path.read_text(errors="replace")
+    content = read_file(path).decode(errors="replace")
     for n, line in enumerate(content.split("\n")[:-1], 1):
         try:
             text = line[: -10 - len(_END)]
@@ -161,7 +161,7 @@ def _entries(path):
             if not all(type(x) is int for x in found[:4]) or _line(found, before)[0] != line + "\n":
                 raise ValueError(text)
         except (ValueError, TypeError, AttributeError, RecursionError):
-            if path.read_text(errors="replace") != content:
+            if read_file(path).decode(errors="replace") != content:
                 return _entries(path)  # a training has just replaced its newest lines
             raise DataError(
                 f"{path}, line {n}: damaged, or a line before it is missing", got=line[:80]

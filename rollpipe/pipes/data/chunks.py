@@ -103,6 +103,8 @@ class ChunkFolder:
     def read(self, name: str) -> np.ndarray:
         "The bytes of a chunk, uint8 `[n]`. Raises `CheckpointError` if it is missing or damaged, or another chunk has its name."
         self.check([name])
+        if not (self.path / name).is_file():
+            raise CheckpointError(f"{self.path / name}: no chunk", expected="a regular file")
         try:
             data = np.fromfile(self.path / name, np.uint8)
         except OSError as e:
@@ -135,11 +137,12 @@ class ChunkFolder:
 
 def chunk_names(path: str | Path) -> list:
     "The names of chunks in the header of a safetensors file, which begins with its number of bytes."
+    if Path(path).exists() and not Path(path).is_file():
+        raise CheckpointError(f"{path}: not a checkpoint", expected="a regular file")
     try:
         with open(path, "rb") as file:
-            header = file.read(
-                int.from_bytes(file.read(8), "little") if os.fstat(file.fileno()).st_size else 0
-            )
+            size = os.fstat(file.fileno()).st_size
+            header = file.read(min(int.from_bytes(file.read(8), "little"), size))
     except (OSError, OverflowError, MemoryError) as e:
         raise CheckpointError(f"{path}: the checkpoint cannot be read ({e})") from None
     if header[:1] != b"{":

@@ -183,7 +183,7 @@ def _stored(place, tensors, most):
     if isinstance(place, str):
         return tensors[place]
     name, shape, strides, shift = place
-    x = tensors[name]
+    x = tensors.pop(name)  # it is spread once, as `encode` has named it once
     few = [n if stride else 1 for n, stride in zip(shape, strides, strict=True)]
     span = x.itemsize * sum((n - 1) * stride for n, stride in zip(few, strides))
     if list(x.shape) != few or shift not in range(LINE) or not 0 <= span <= most:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..data.files import write_json
+from ..data.files import read_file, write_json
 from ..graph.drawing import Drawing
 from .clock import Reading
 
@@ -224,7 +224,7 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         "What `save` wrote."
-        kept = json.loads(Path(path).read_bytes())
+        kept = json.loads(read_file(path))
         return cls(
             **dict(
                 kept,

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['REPEATED', 'hdf5', 'set_folder', 'whole_folder', 'space_facts', 'space_of', 'write_tree', 'Room', 'Images',
-           'arrays_in', 'reading']
+           'arrays_in', 'check_contained', 'reading']
 
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #f2c87094
 import errno
 import io
+import math
 import os
 import re
 import secrets
@@ -259,7 +260,47 @@ def arrays_in(node: Any, like: Any, n: int, name: str) -> Any:
         )
     return node
 
+# %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #71e595ba
+def check_contained(file: Any, most: int) -> None:
+    """Raise `DataError`, which names the node, unless an open HDF5 file has all of its numbers itself.
 
+    Args:
+        file: the file
+        most: bytes of a block of numbers
+    """
+    h5py = hdf5()
+    groups = [file]
+    seen = set()
+    for group in groups:
+        for name in group:
+            link = group.get(name, getlink=True)
+            if not isinstance(link, h5py.HardLink):
+                raise DataError(
+                    f"{group.name.rstrip('/')}/{name} leads elsewhere",
+                    expected="a data set without links, such as one of `minari combine` with its copy option",
+                    got=type(link).__name__,
+                )
+            node = group[name]
+            address = h5py.h5o.get_info(node.id).addr
+            if address in seen:
+                continue
+            seen.add(address)
+            if isinstance(node, h5py.Group):
+                groups.append(node)
+            elif isinstance(node, h5py.Dataset):
+                _check_numbers(node, most)
+
+
+def _check_numbers(node: Any, most: int) -> None:
+    if node.external or node.is_virtual:
+        raise DataError(f"{node.name} reads other files", expected="numbers in the file itself")
+    size = math.prod(node.chunks or ()) * node.dtype.itemsize
+    if size > most:
+        raise DataError(
+            f"{node.name}: a large block", expected=f"at most {most:,} bytes", got=f"{size:,}"
+        )
+
+# %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #f63f0cae
 @contextmanager
 def reading(path: Path, **where: Any) -> Iterator[None]:
     "Make errors in the block, which reads a data set, name the set as damaged. `where` has further fields of the error."

@@ -29,12 +29,14 @@ from rollpipe.pipes.data.errors import (
 )
 from ..data.fragment import Final, Fragment, State
 from ..data.fragment_ops import ENV_REWARD
+from ..data.files import most_bytes, read_file, regular_size
 from ..envs.actions import as_like
 from ..envs.factories import space_spec
 from ..graph.pipe import Source
 from rollpipe.pipes.recording.minari_files import (
     REPEATED,
     arrays_in,
+    check_contained,
     hdf5,
     reading,
     set_folder,
@@ -298,7 +300,7 @@ class MinariSource(Source):
                 got=str(self.path),
             )
         with reading(self.path):
-            self.metadata = json.loads((self.path / "metadata.json").read_text())
+            self.metadata = json.loads(read_file(self.path / "metadata.json"))
             if (form := self.metadata.get("data_format", "hdf5")) != "hdf5":
                 raise DataError("the set has another format", expected="hdf5", got=form)
             spaces = [
@@ -319,9 +321,12 @@ class MinariSource(Source):
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         with reading(self.path):
-            file = hdf5().File(self.path / "main_data.hdf5", "r")
+            path = self.path / "main_data.hdf5"
+            size = regular_size(path)
+            file = hdf5().File(path, "r")
         with file:
             with reading(self.path):
+                check_contained(file, most_bytes(size))
                 stored = StoredEpisodes(
                     file, self.metadata["total_episodes"], self.likes, self.info_keys
                 )

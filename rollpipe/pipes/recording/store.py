@@ -8,6 +8,7 @@ __all__ = ['FORMAT', 'MOST', 'ItemFile', 'item_files', 'bytes_of', 'ItemFolder',
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #90bc404b
 import atexit
 import gzip
+import io
 import os
 import re
 from collections import deque
@@ -23,7 +24,16 @@ except ImportError:
 
 from ..data.encoding import encode
 from ..data.errors import CheckpointError, DataError
-from ..data.files import _no_follow, make_folder, names_file, packed, sync, unpack
+from rollpipe.pipes.data.files import (
+    make_folder,
+    most_bytes,
+    names_file,
+    no_wait,
+    packed,
+    read_file,
+    sync,
+    unpack,
+)
 
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #2bccceec
 FORMAT = 2
@@ -109,7 +119,7 @@ class ItemFolder:
         )  # a process that was forked from this one has the objects, but does not write
         with names_file(path):
             make_folder(path)
-        self.lock = open(path / ".lock", "w", opener=_no_follow)
+        self.lock = open(path / ".lock", "w", opener=no_wait)
         try:
             self._take()
             self._make_room(n, cut)
@@ -181,7 +191,7 @@ class ItemFolder:
             raise self.failed
         data = packed("recording", FORMAT, codes, tensors)
         if path.suffix == ".gz":
-            data = gzip.compress(data, 1, mtime=0)
+            data = _compressed(data)
         beside = self.path / f".{path.name}.tmp"
         try:
             with names_file(path):
@@ -314,6 +324,20 @@ class ItemWriter:
 MOST = 2**34  # bytes of a file, after it is decompressed
 
 
+def _compressed(data: bytes) -> bytes:
+    small = gzip.compress(data, 1, mtime=0)
+    return small if len(data) <= most_bytes(len(small)) else gzip.compress(data, 0, mtime=0)
+
+
+def _decompressed(content: bytes) -> bytes:
+    "Raises `ValueError` for more bytes than the file may become, and the errors of gzip."
+    most = min(MOST, most_bytes(len(content)))
+    data = gzip.GzipFile(fileobj=io.BytesIO(content)).read(most + 1)
+    if len(data) <= most:
+        return data
+    raise ValueError(f"more than {most:,} bytes; if you trust the file, decompress it with gunzip")
+
+# %% ../../../nbs/pipes/29_recording/00_store.ipynb #116ec023
 class Record(NamedTuple):
     """An item of a recording.
 
@@ -330,16 +354,15 @@ class Record(NamedTuple):
 
 def records_in(file: ItemFile) -> Iterator[Record]:
     "The records of a file. Raises `CheckpointError`, which names the file, if it is damaged or not a recording."
-    data = None
+    data = most = None
     if file.path.suffix == ".gz":
         try:
-            with gzip.open(file.path) as stream:
-                data = stream.read(MOST + 1)
-            if len(data) > MOST:
-                raise ValueError(f"more than {MOST:,} bytes")
+            content = read_file(file.path)
+            data = _decompressed(content)
+            most = most_bytes(len(content))
         except Exception as e:
             raise CheckpointError(f"{file.path}: damaged, or not a recording ({e})") from None
-    parts = unpack(file.path, "recording", FORMAT, data)
+    parts = unpack(file.path, "recording", FORMAT, data, most)
     if parts.keys() != {*map(str, range(file.first, file.end))} or not all(
         isinstance(x, list) and len(x) == 2 for x in parts.values()
     ):
