@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['extra_for', 'check_id', 'is_vector', 'takes_seed', 'close_env', 'limited', 'EnvFactory', 'env_factories',
-           'VectorFactory', 'spaces_of', 'spare_environments', 'no_array_form', 'space_spec', 'env_seeds', 'Claim']
+           'VectorFactory', 'spare_environments', 'spaces_of', 'no_array_form', 'space_spec', 'env_seeds', 'Claim']
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #fb036b2b
 import importlib
@@ -423,43 +423,6 @@ class VectorFactory:
     def __repr__(self):
         return self.name
 
-# %% ../../../nbs/pipes/10_envs/00_factories.ipynb #30cb4d7d
-def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.Space]:
-    """`(observation_space, action_space)` of one environment, also for a vector. An environment that this function makes is closed again.
-
-    Args:
-        env: id, factory, environment, list of them, or a pair of spaces
-        env_kwargs: keyword arguments for `gymnasium.make`
-    """
-    if isinstance(env, tuple) and len(env) == 2 and all(isinstance(s, gym.Space) for s in env):
-        return env
-    if is_vector(env):
-        # An old EnvPool has only the spaces of one environment, without the prefix `single_`.
-        return tuple(getattr(env, f"single_{name}", getattr(env, name)) for name in _SPACES)
-    if isinstance(env, gym.Env):
-        return env.observation_space, env.action_space
-    if _has_spaces(env):
-        return tuple(getattr(env, name) for name in _SPACES)  # such as a `TensorEnv`
-    if isinstance(env, (list, tuple)) and env:
-        return spaces_of(env[0], env_kwargs)
-    factory = env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs)
-    if isinstance(factory.source, str):
-        return deepcopy(_spaces_of_id(factory))  # those of the environment are its own
-    made = factory()
-    try:
-        return spaces_of(made)
-    finally:
-        close_env(made, factory.name)
-
-
-_SPACES = "observation_space", "action_space"
-
-
-def _has_spaces(env):
-    return not isinstance(env, type) and all(
-        isinstance(getattr(env, name, None), gym.Space) for name in _SPACES
-    )
-
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #dc88ac8b
 _spares: ContextVar[dict | None] = ContextVar(
     "spares", default=None
@@ -497,6 +460,43 @@ def _spaces_of_id(factory):
                 return _known_spaces[factory.key]  # a process may have only one, which is in use
         _known_spaces[factory.key] = spaces_of(spares[factory.key])
         return _known_spaces[factory.key]
+
+# %% ../../../nbs/pipes/10_envs/00_factories.ipynb #30cb4d7d
+def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.Space]:
+    """`(observation_space, action_space)` of one environment, also for a vector. An environment that this function makes is closed again.
+
+    Args:
+        env: id, factory, environment, list of them, or a pair of spaces
+        env_kwargs: keyword arguments for `gymnasium.make`
+    """
+    if isinstance(env, tuple) and len(env) == 2 and all(isinstance(s, gym.Space) for s in env):
+        return env
+    if is_vector(env):
+        # An old EnvPool has only the spaces of one environment, without the prefix `single_`.
+        return tuple(getattr(env, f"single_{name}", getattr(env, name)) for name in _SPACES)
+    if isinstance(env, gym.Env):
+        return env.observation_space, env.action_space
+    if _has_spaces(env):
+        return tuple(getattr(env, name) for name in _SPACES)  # such as a `TensorEnv`
+    if isinstance(env, (list, tuple)) and env:
+        return spaces_of(env[0], env_kwargs)
+    factory = env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs)
+    if isinstance(factory.source, str):
+        return deepcopy(_spaces_of_id(factory))  # those of the environment are its own
+    made = factory()
+    try:
+        return spaces_of(made)
+    finally:
+        close_env(made, factory.name)
+
+
+_SPACES = "observation_space", "action_space"
+
+
+def _has_spaces(env):
+    return not isinstance(env, type) and all(
+        isinstance(getattr(env, name, None), gym.Space) for name in _SPACES
+    )
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #50c57e23
 def no_array_form(space: str, leaf: str) -> SpaceError:
