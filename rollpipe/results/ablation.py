@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,14 +19,21 @@ from ..agents.checkpoint import Checkpoint
 from ..pipes.data.compare import first_difference
 from ..pipes.data.errors import DataError, WorkerError, check_integer
 from ..pipes.data.files import make_folder
-from .experiments import check_counts, python_words, run_all
+from rollpipe.results.experiments import (
+    check_counts,
+    command_line,
+    failures,
+    failures_text,
+    python_words,
+    run_all,
+)
 from .pairs import Ablation, Pairs, course, draw_pairs, pairs_page, pairs_text
 from .report import write_files
 from ..runs.changes import changed_run, options_in
 from ..runs.commands import Interrupted
 from ..runs.folder import folder_of, load_run, needed_modules
 from ..runs.fork import fork
-from ..runs.locks import files_of_run, lock, unlock
+from ..runs.locks import files_of_run, locked
 from ..runs.logs import records_of
 from ..runs.repeat import checkpoint_at
 from ..settings.checks import ENDLESS, with_steps
@@ -219,16 +225,8 @@ def _trained(branches: list, steps: dict, updates: int, jobs: int, words: list) 
         for x in left
     }
     runs, stopped = run_all(commands, jobs)
-    failed = [
-        f"{name}: {run.problem}"
-        for name, run in runs.items()
-        if run.problem is not None and not run.obeyed(stopped)
-    ]
-    why = (
-        f"{len(failed)} of {len(branches)} branches failed; {'; '.join(failed).rstrip('.')}"
-        if failed
-        else ""
-    )
+    failed = failures(runs, stopped)
+    why = failures_text(failed, len(branches), "branches")
     if stopped is not None:
         raise Interrupted(
             stopped,
@@ -302,8 +300,7 @@ def ablate(
     if not metric.startswith("eval_"):
         quiet["eval_every"] = 0
     make_folder(out)
-    lock(out)
-    try:
+    with locked(out):
         for branch in branches:
             _fork(branch, steps[branch.at], quiet)
         _trained(branches, steps, updates, jobs, import_words(needed_modules(found.config)))
@@ -317,8 +314,6 @@ def ablate(
                 "report.html": pairs_page(made),
             },
         )
-    finally:
-        unlock(out)
     return made
 
 
@@ -438,8 +433,8 @@ def ablate_command(args: Namespace) -> None:
     out = Path(args.out or _beside(folder_of(args.run)))
     print(
         made,
-        shlex.join(
-            typed([out / name for name in ("report.md", "report.csv", "report.png", "report.html")])
+        command_line(
+            *(out / name for name in ("report.md", "report.csv", "report.png", "report.html"))
         ),
         sep="\n",
     )

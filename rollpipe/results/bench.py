@@ -19,8 +19,15 @@ from ..runs.commands import Interrupted, find_run
 from ..settings.choice import check_address, name_address
 from ..settings.config import build, make_config
 from ..runs.logs import is_complete, read_evaluations
-from .experiments import check_counts, python_words, run_all
-from ..runs.locks import files_of_run, lock, unlock
+from rollpipe.results.experiments import (
+    check_counts,
+    command_line,
+    failures,
+    failures_text,
+    python_words,
+    run_all,
+)
+from ..runs.locks import files_of_run, locked
 from ..settings.options import parse_seeds, typed
 from ..pipes.data.errors import CheckpointError, DataError, WorkerError, located
 from ..runs.progress import format_number
@@ -136,15 +143,17 @@ def _states(jobs: list) -> tuple:
     damaged = {}
     for job in jobs:
         try:
-            states[job.name] = progress_of(job)
+            state = progress_of(job)
         except CheckpointError as e:
             damaged[job.name] = str(e)
-        else:
-            try:
-                read_evaluations(job.folder)
-            except DataError as e:
-                damaged[job.name] = str(e)
-    return {name: state for name, state in states.items() if name not in damaged}, damaged
+            continue
+        try:
+            read_evaluations(job.folder)
+        except DataError as e:
+            damaged[job.name] = str(e)
+            continue
+        states[job.name] = state
+    return states, damaged
 
 # %% ../../nbs/results/02_bench.ipynb #e4fe5ee4
 BENCH, BENCH_FORMAT = "bench.json", 1
@@ -305,11 +314,9 @@ def bench_command(args: Namespace) -> None:
     states, damaged = _states(jobs)
     _check_buildable([job for job in jobs if states.get(job.name) in ("missing", "unfinished")])
     make_folder(folder)
-    lock(folder)
-    try:
-        states, damaged = _states(
-            jobs
-        )  # again, because another bench may have ended before we had the lock
+    with locked(folder):
+        # again, because another bench may have ended before we had the lock
+        states, damaged = _states(jobs)
         text = json.dumps(bench_file(spec, jobs, read_bench(folder), imports), indent=2) + "\n"
         write_atomically(folder / BENCH, text.encode())
         todo = {
@@ -326,29 +333,20 @@ def bench_command(args: Namespace) -> None:
             flush=True,
         )
         runs, stopped = run_all(todo, args.jobs)
-    finally:
-        unlock(folder)
     _tell(folder, jobs, runs, stopped, damaged)
 
 
 def _tell(folder: Path, jobs: list, runs: dict, stopped: int | None, damaged: dict) -> None:
     "Report how the bench ended. Raises `Interrupted` after a signal, and `WorkerError` if runs have failed."
-    failed = {
-        **damaged,
-        **{
-            name: run.problem
-            for name, run in runs.items()
-            if run.problem is not None and not run.obeyed(stopped)
-        },
-    }
-    why = "; ".join(f"{name}: {text}" for name, text in failed.items()).rstrip(".")
-    why = f"{len(failed)} of {len(jobs)} runs failed; {why}" if failed else ""
+    failed = [f"{name}: {problem}" for name, problem in damaged.items()]
+    failed += failures(runs, stopped)
+    why = failures_text(failed, len(jobs))
     if stopped is not None:
         raise Interrupted(
             stopped,
             f"interrupted; {why and why + '; '}nothing is lost, and the same command goes on",
         )
-    report = f"see the results: {shlex.join(typed(['rollpipe', 'report', folder]))}"
+    report = f"see the results: {command_line('rollpipe', 'report', folder)}"
     if failed:
         raise WorkerError(f"{why}. When this is mended, the same command goes on; {report}")
     print(f"all {len(jobs)} runs are complete; {report}")

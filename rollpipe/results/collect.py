@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -20,11 +19,12 @@ from ..agents.schedules import Every
 from ..ranks.launch import launching_words
 from ..runs.logs import is_evaluated, read_evaluations, read_metrics
 from ..settings.checks import check_edits, is_over
-from ..settings.options import import_words, typed
+from ..settings.options import import_words
 from ..pipes.data.errors import DataError, PipeError
 from ..runs.plots import group_runs
 from ..settings.files import read_table
 from .bench import BENCH, read_bench
+from .experiments import command_line
 from .spec import get_value, need_value
 
 # %% auto #0
@@ -223,7 +223,7 @@ def _of_bench(folder: Path, bench: dict) -> Results:
     rows = []
     for row in bench["rows"]:
         runs = [read_result(folder / f"{row['name']}-s{seed}", seed) for seed in row["seeds"]]
-        command = f"{row['command']} --seeds {','.join(map(str, row['seeds']))} --out {shlex.join(typed([folder / row['name']]))}"
+        command = f"{row['command']} --seeds {','.join(map(str, row['seeds']))} --out {command_line(folder / row['name'])}"
         published = [
             x for x in bench["published"] if (x.algorithm, x.env) == (row["algorithm"], row["env"])
         ]
@@ -249,21 +249,16 @@ def _command(runs: list) -> str:
 
     def words(run, *more):
         config = run.config
-        n = run.config.get("ranks", 1)
-        return shlex.join(
-            typed(
-                [
-                    *launching_words(n),
-                    "rollpipe",
-                    "train",
-                    config["algorithm"],
-                    config["env"],
-                    "--config",
-                    run.folder / "config.json",
-                    *more,
-                    *import_words(config.get("imports", ())),
-                ]
-            )
+        return command_line(
+            *launching_words(config.get("ranks", 1)),
+            "rollpipe",
+            "train",
+            config["algorithm"],
+            config["env"],
+            "--config",
+            run.folder / "config.json",
+            *more,
+            *import_words(config.get("imports", ())),
         )
 
     if told := runs[0].config.get("command"):

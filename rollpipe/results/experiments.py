@@ -37,8 +37,8 @@ from ..runs.locks import files_of_run
 from ..runs.signals import uninterrupted
 
 # %% auto #0
-__all__ = ['without', 'python_words', 'RunProcess', 'run_all', 'summary', 'experiment_command', 'check_counts',
-           'train_or_experiment']
+__all__ = ['without', 'python_words', 'command_line', 'RunProcess', 'run_all', 'failures', 'failures_text', 'summary',
+           'experiment_command', 'check_counts', 'train_or_experiment']
 
 # %% ../../nbs/results/00_experiments.ipynb #4109b8a7
 def without(words: list, values: tuple, flags: tuple = ()) -> list:
@@ -63,6 +63,11 @@ def python_words() -> list:
     "The first words of a command that runs `rollpipe` in a new process, with the module search path of this process."
     code = f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from rollpipe.cli.start import main; sys.exit(main())"
     return [sys.executable, "-c", code]
+
+# %% ../../nbs/results/00_experiments.ipynb #1c18c3e1
+def command_line(*words: object) -> str:
+    "A command as one types it; see `typed`."
+    return shlex.join(typed(words))
 
 # %% ../../nbs/results/00_experiments.ipynb #aa137571
 class RunProcess:
@@ -167,6 +172,27 @@ def run_all(commands: dict, jobs: int) -> tuple:
         for run in runs.values():
             run.process.wait()
 
+# %% ../../nbs/results/00_experiments.ipynb #ca1f6a72
+def failures(runs: dict, stopped: int | None) -> list:
+    """A text for each run that has failed: its name and the problem.
+
+    Args:
+        runs: see `run_all`
+        stopped: the signal that stopped them
+    """
+    return [
+        f"{name}: {run.problem}"
+        for name, run in runs.items()
+        if run.problem is not None and not run.obeyed(stopped)
+    ]
+
+
+def failures_text(failed: list, n: int, what: str = "runs") -> str:
+    "How many of `n` have failed, and why; empty if none has."
+    if not failed:
+        return ""
+    return f"{len(failed)} of {n} {what} failed; {'; '.join(failed).rstrip('.')}"
+
 # %% ../../nbs/results/00_experiments.ipynb #2f8a7374
 def summary(folders: list) -> str:
     "A text with the last return of each complete run, their mean and deviation, and the command that draws them."
@@ -179,7 +205,7 @@ def summary(folders: list) -> str:
         lines.append(
             f"last return: {found.mean():.1f} +- {found.std(ddof=1):.1f} (mean, standard deviation over {len(found)} seeds)"
         )
-    return "\n".join([*lines, f"draw them:  {shlex.join(typed(['rollpipe', 'plot', *folders]))}"])
+    return "\n".join([*lines, f"draw them:  {command_line('rollpipe', 'plot', *folders)}"])
 
 # %% ../../nbs/results/00_experiments.ipynb #f2bcd86e
 def experiment_command(args: Namespace) -> None:
@@ -196,24 +222,16 @@ def experiment_command(args: Namespace) -> None:
         flush=True,
     )
     runs, stopped = run_all(commands, args.jobs or 1)
-    goes_on = shlex.join(
-        ["rollpipe", *without(args.words, (), ("--overwrite", "--continue")), "--continue"]
+    goes_on = command_line(
+        "rollpipe", *without(args.words, (), ("--overwrite", "--continue")), "--continue"
     )
     complete = [
         folder
         for seed, folder in folders.items()
         if f"s{seed}" in runs and runs[f"s{seed}"].problem is None
     ]
-    failed = [
-        f"{name}: {run.problem}"
-        for name, run in runs.items()
-        if run.problem is not None and not run.obeyed(stopped)
-    ]
-    why = (
-        f"{len(failed)} of {len(seeds)} runs failed; {'; '.join(failed).rstrip('.')}"
-        if failed
-        else ""
-    )
+    failed = failures(runs, stopped)
+    why = failures_text(failed, len(seeds))
     if stopped is not None:
         raise Interrupted(
             stopped,

@@ -19,9 +19,9 @@ from .curves import color_of, draw_curves, draw_profiles, panels
 from rollpipe.results.tables import (
     ABOUT,
     bounded,
+    columns_and_rows,
     improvements,
     notes_of,
-    table_of,
     together,
     with_sd,
 )
@@ -136,29 +136,29 @@ def document(title: str, body: list, more: str = "", head: str = "") -> str:
     )
 
 
+def _table(columns: list, rows: list) -> str:
+    "A table; empty if it has no rows."
+    return table_html(columns, rows) if rows else ""
+
+
+def _picture(figure: Any, name: str) -> str:
+    "The drawing of a figure; empty if there is none."
+    return wide(svg(figure, name)) if figure else ""
+
+
 def _sources(results: Results) -> str:
     rows = [
         (x.name, x.algorithm, x.env, with_sd(x.mean, x.sd), x.of, x.source)
         for row in results.rows
         for x in row.published
     ]
-    return (
-        table_html(
-            ["who", "algorithm", "environment", "mean +- sd", "of the", "source"],
-            dict.fromkeys(rows),
-        )
-        if rows
-        else ""
-    )
+    columns = ["who", "algorithm", "environment", "mean +- sd", "of the", "source"]
+    return _table(columns, [*dict.fromkeys(rows)])
 
 
 def _together(results: Results) -> str:
     rows = [(label, n, bounded(*found, digits=3)) for label, n, *found in together(results)]
-    return (
-        table_html(["algorithm", "environments", "last policy on the scales, IQM"], rows)
-        if rows
-        else ""
-    )
+    return _table(["algorithm", "environments", "last policy on the scales, IQM"], rows)
 
 
 def _improvements(results: Results) -> str:
@@ -166,16 +166,14 @@ def _improvements(results: Results) -> str:
         (f"P({label} > {other})", n, bounded(*found, digits=3))
         for label, other, n, *found in improvements(results)
     ]
-    return table_html(["better last policy", "environments", "probability"], rows) if rows else ""
+    return _table(["better last policy", "environments", "probability"], rows)
 
 
 def page(results: Results) -> str:
     "The report as one HTML file."
     escape = html.escape
-    table = table_of(results)
     options = differing_options(row.results for row in results.rows)
     names = [f"{row.label}, {row.env}" for row in results.rows]
-    columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
     graphs = "".join(
         f"<details><summary>{escape(name)}</summary>{wide(pipeline_svg(row))}</details>"
         for name, row in zip(names, results.rows)
@@ -185,24 +183,23 @@ def page(results: Results) -> str:
         for name, row in zip(names, results.rows)
     )
     body = [
-        table_html(columns, [[row[name] for name in columns] for row in table]),
+        table_html(*columns_and_rows(results)),
         f"<p>{escape(ABOUT)}</p>",
         notes_html(notes_of(results)),
-        section("Learning curves", wide(svg(draw_curves(results), "curves"))),
+        section("Learning curves", _picture(draw_curves(results), "curves")),
         section(
             "All environments together",
-            _together(results)
-            + (wide(svg(figure, "profiles")) if (figure := draw_profiles(results)) else ""),
+            _together(results) + _picture(draw_profiles(results), "profiles"),
         ),
         section("Probability of improvement", _improvements(results)),
         section("Published figures", _sources(results)),
         section(
             "The course of the certificate",
-            wide(svg(figure, "certificate")) if (figure := certificate(results)) else "",
+            _picture(certificate(results), "certificate"),
         ),
         section(
             "What differs between the configurations",
-            table_html(["option", *names], [(name, *x) for name, x in options]) if options else "",
+            _table(["option", *names], [(name, *x) for name, x in options]),
         ),
         section("The pipelines", graphs),
         section("The commands", commands),

@@ -5,8 +5,6 @@
 # %% ../../nbs/results/09_pairs.ipynb #e6a91f83
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +13,7 @@ import numpy as np
 from ..pipes.data.errors import DataError
 from .curves import curve_over, draw_curve, panels
 from .page import document, notes_html
-from .tables import Figure, figure_over, number, spread, table_text
+from .tables import Figure, csv_lines, figure_over, number, spread, table_text
 from ..runs.logs import read_records
 from ..runs.plots import LABELS, plain, section, svg, table_html, wide
 
@@ -140,9 +138,13 @@ class Ablation(NamedTuple):
     pairs: list
     notes: list
 
+    def means(self, pairs: Pairs) -> tuple:
+        "`Pairs.means` over the last updates of each branch."
+        return pairs.means(slice(-self.last, None))
+
     def difference(self, pairs: Pairs) -> Figure:
         "The difference of the edited branches to the unedited ones, over the pairs. Raises `DataError` if a branch has no value there."
-        base, edited = pairs.means(slice(-self.last, None))
+        base, edited = self.means(pairs)
         if not np.isfinite(edited - base).all():
             raise DataError(
                 f"{pairs.label}: a branch has no value in its last {self.last} updates",
@@ -167,7 +169,7 @@ class Ablation(NamedTuple):
         rows = []
         for pairs in self.pairs:
             found = self.difference(pairs)
-            (base, edited) = pairs.means(slice(-self.last, None))
+            base, edited = self.means(pairs)
             noise = [
                 pairs.noise(pairs.windows(self.last)[part[0] - 1 : part[-1]]) for part in thirds
             ]
@@ -251,17 +253,11 @@ def draw_pairs(ablation: Ablation) -> Any:
 
 def pairs_text(ablation: Ablation) -> str:
     "A CSV line for each pair."
-    csv.writer(out := io.StringIO(), lineterminator="\n").writerows(
-        [
-            ("option", "at", "unedited", "edited", "difference"),
-            *(
-                (pairs.label, at, *(f"{x:.10g}" for x in (base, edited, edited - base)))
-                for pairs in ablation.pairs
-                for at, base, edited in zip(pairs.at, *pairs.means(slice(-ablation.last, None)))
-            ),
-        ]
-    )
-    return out.getvalue()
+    rows = [("option", "at", "unedited", "edited", "difference")]
+    for pairs in ablation.pairs:
+        for at, base, edited in zip(pairs.at, *ablation.means(pairs)):
+            rows.append((pairs.label, at, *(f"{x:.10g}" for x in (base, edited, edited - base))))
+    return csv_lines(rows)
 
 
 def pairs_page(ablation: Ablation) -> str:

@@ -25,7 +25,8 @@ from .statistics import improvement, improvement_interval, interval, iqm, steps_
 
 # %% auto #0
 __all__ = ['ABOUT', 'Figure', 'number', 'with_sd', 'bounded', 'figure_over', 'figure_of', 'steps_needed', 'spread', 'table_of',
-           'on_scales', 'together', 'improvements', 'notes_of', 'table_text', 'markdown', 'csv_text', 'curves_text']
+           'on_scales', 'together', 'improvements', 'notes_of', 'table_text', 'columns_and_rows', 'markdown',
+           'csv_lines', 'csv_text', 'curves_text']
 
 # %% ../../nbs/results/05_tables.ipynb #431c0252
 class Figure(NamedTuple):
@@ -109,9 +110,8 @@ def figure_of(row: RowResult, kind: str) -> Figure:
         kind: "last", "best" or "best evaluation", see `RowResult.finals`
     """
     x = row.finals(kind)
-    nan = math.nan
     bad = tuple(run.seed for run, value in zip(row.complete, x) if not np.isfinite(value))
-    return Figure(len(x), nan, nan, nan, nan, nan, bad) if bad or not len(x) else figure_over(x)
+    return Figure(len(x), *[math.nan] * 5, bad) if bad or not len(x) else figure_over(x)
 
 # %% ../../nbs/results/05_tables.ipynb #71cde4fa
 def steps_needed(row: RowResult) -> list:
@@ -119,7 +119,7 @@ def steps_needed(row: RowResult) -> list:
     return (
         []
         if row.threshold is None
-        else [steps_to(run.curve[0], run.curve[1], row.threshold) for run in row.complete]
+        else [steps_to(*run.curve, row.threshold) for run in row.complete]
     )
 
 
@@ -179,22 +179,25 @@ def table_of(results: Results) -> list:
     return rows
 
 # %% ../../nbs/results/05_tables.ipynb #d669d738
+def _scaled(results: Results) -> dict:
+    "Label -> for each of its environments with a scale, the last returns of its runs on that scale."
+    found: dict = {}
+    for row in results.rows:
+        if row.scale and row.complete:
+            low, high = row.scale
+            found.setdefault(row.label, []).append((row.finals("last") - low) / (high - low))
+    return found
+
+
 def on_scales(results: Results) -> dict:
     """Label -> for each of its environments with a scale, the last returns of its runs on that scale.
 
     Labels with fewer than two such environments, with other numbers of runs in some of them, or with a return that is not a number, are
     left out: an environment would count by the number of its runs.
     """
-    found: dict = {}
-    for row in results.rows:
-        if not row.scale or not row.complete:
-            continue
-        found.setdefault(row.label, []).append(
-            (row.finals("last") - row.scale[0]) / (row.scale[1] - row.scale[0])
-        )
     return {
         label: strata
-        for label, strata in found.items()
+        for label, strata in _scaled(results).items()
         if len(strata) > 1
         and len({*map(len, strata)}) == 1
         and np.isfinite(np.concatenate(strata)).all()
@@ -231,67 +234,57 @@ def improvements(results: Results) -> list:
     return found
 
 # %% ../../nbs/results/05_tables.ipynb #2e457810
+def _listed(items: Iterable) -> str:
+    return ", ".join(map(str, items))
+
+
+def _notes_of_row(row: RowResult) -> list:
+    notes = []
+    runs = row.results
+    for state in ("unfinished", "missing", "damaged"):
+        those = [run for run in runs if run.state == state]
+        why = "".join(f" ({run.problem})" for run in those if run.problem)
+        if those:
+            seeds = _listed(run.seed for run in those)
+            notes.append(f"{state}, and left out of the numbers: seed {seeds}{why}")
+    n = len(row.complete)
+    if n == 1:
+        notes.append("one run has no interval and no deviation")
+    elif 1 < n < 5:
+        notes.append(f"an interval from {n} runs is narrower than it says")
+    numbers = Counter(run.seed for run in runs)
+    pasts = [(run.seed, told_past(run.config)) for run in runs]
+    stops = [(run.seed, run.config.get("stopped")) for run in runs]
+    culprits = {
+        "a return is not a number, so there is no mean: seed": sorted(
+            {*figure_of(row, "last").bad, *figure_of(row, "best evaluation").bad}
+        ),
+        "its runs do not have the same options:": [
+            f"{name} ({text})" for name, (text,) in differing_options([runs])
+        ],
+        "counts a seed more than once, as if its runs were independent:": [
+            seed for seed, n in numbers.items() if n > 1
+        ],
+        "was edited while it trained, or is a fork, so the command does not train it again: seed": [
+            f"{seed} ({'; '.join(past)})" for seed, past in pasts if past
+        ],
+        "stopped before its last step: seed": [f"{seed} ({why})" for seed, why in stops if why],
+        "went on after an interruption, with new episodes: seed": [
+            run.seed for run in runs if run.resumes
+        ],
+    }
+    notes += [f"{text} {_listed(those)}" for text, those in culprits.items() if those]
+    return [f"{row.label} on {row.env}: {note}." for note in notes]
+
+
 def notes_of(results: Results) -> list:
     "Notes about runs that are missing, damaged or different, and about the numbers."
-    notes = []
-    for row in results.rows:
-        what = f"{row.label} on {row.env}"
-        for state in ("unfinished", "missing", "damaged"):
-            seeds = [run for run in row.results if run.state == state]
-            why = "".join(f" ({run.problem})" for run in seeds if run.problem)
-            if seeds:
-                notes.append(
-                    f"{what}: {state}, and left out of the numbers: seed {', '.join(str(run.seed) for run in seeds)}{why}."
-                )
-        if len(row.complete) == 1:
-            notes.append(f"{what}: one run has no interval and no deviation.")
-        elif 1 < len(row.complete) < 5:
+    notes = [note for row in results.rows for note in _notes_of_row(row)]
+    for label, strata in _scaled(results).items():
+        numbers = [*map(len, strata)]
+        if len({*numbers}) > 1:
             notes.append(
-                f"{what}: an interval from {len(row.complete)} runs is narrower than it says."
-            )
-        bad = figure_of(row, "last").bad + figure_of(row, "best evaluation").bad
-        if bad:
-            notes.append(
-                f"{what}: a return is not a number, so there is no mean: seed {', '.join(map(str, sorted(set(bad))))}."
-            )
-        others = [f"{name} ({text})" for name, (text,) in differing_options([row.results])]
-        if others:
-            notes.append(f"{what}: its runs do not have the same options: {', '.join(others)}.")
-        twice = [seed for seed, n in Counter(run.seed for run in row.results).items() if n > 1]
-        if twice:
-            notes.append(
-                f"{what}: counts a seed more than once, as if its runs were independent: {', '.join(map(str, twice))}."
-            )
-        changed = [
-            f"{run.seed} ({'; '.join(past)})"
-            for run in row.results
-            if (past := told_past(run.config))
-        ]
-        if changed:
-            notes.append(
-                f"{what}: was edited while it trained, or is a fork, so the command does not train it again: "
-                f"seed {', '.join(changed)}."
-            )
-        stopped = [
-            f"{run.seed} ({run.config['stopped']})"
-            for run in row.results
-            if run.config.get("stopped")
-        ]
-        if stopped:
-            notes.append(f"{what}: stopped before its last step: seed {', '.join(stopped)}.")
-        resumed = [run.seed for run in row.results if run.resumes]
-        if resumed:
-            notes.append(
-                f"{what}: went on after an interruption, with new episodes: seed {', '.join(map(str, resumed))}."
-            )
-    scaled: dict = {}
-    for row in results.rows:
-        if row.scale and row.complete:
-            scaled.setdefault(row.label, []).append(len(row.complete))
-    for label, n in scaled.items():
-        if len({*n}) > 1:
-            notes.append(
-                f"{label}: no figure over all environments, because they have {', '.join(map(str, n))} runs."
+                f"{label}: no figure over all environments, because they have {_listed(numbers)} runs."
             )
     return notes
 
@@ -324,12 +317,16 @@ def table_text(columns: list, rows: list) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def columns_and_rows(results: Results) -> tuple:
+    "The names of the columns of `table_of` that are not empty, and the texts of each row in them."
+    table = table_of(results)
+    columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
+    return columns, [[row[name] for name in columns] for row in table]
+
+
 def markdown(results: Results) -> str:
     "The report as Markdown."
-    table = table_of(results)
-    lines = [f"# {_plain(results.title)}", ""]
-    columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
-    lines += [table_text(columns, [[row[name] for name in columns] for row in table])]
+    lines = [f"# {_plain(results.title)}", "", table_text(*columns_and_rows(results))]
     for label, n, *found in together(results):
         lines += [
             "",
@@ -341,49 +338,31 @@ def markdown(results: Results) -> str:
             f"P({_plain(label)} > {_plain(other)}) = {bounded(*found, digits=2)} over {n} environment{'s' * (n > 1)}.",
         ]
     lines += ["", ABOUT, *(f"\n- {_plain(note)}" for note in notes_of(results))]
-    lines += (
-        [
-            "",
-            "Published figures:",
-            "",
-            *(
-                f"- {_plain(x.name)}, {_plain(x.algorithm)} on {_plain(x.env)}: {_plain(x.source)}"
-                for row in results.rows
-                for x in row.published
-            ),
-        ]
-        if any(r.published for r in results.rows)
-        else []
-    )
-    lines += [
-        "",
-        "Commands:",
-        "",
-        *(f"    {' '.join(row.command.split())}" for row in results.rows),
+    sources = [
+        f"- {_plain(x.name)}, {_plain(x.algorithm)} on {_plain(x.env)}: {_plain(x.source)}"
+        for row in results.rows
+        for x in row.published
     ]
+    if sources:
+        lines += ["", "Published figures:", "", *sources]
+    commands = (f"    {' '.join(row.command.split())}" for row in results.rows)
+    lines += ["", "Commands:", "", *commands]
     return "\n".join(lines) + "\n"
+
+
+def csv_lines(rows: Iterable) -> str:
+    "Rows of cells as CSV."
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()
 
 
 def csv_text(results: Results) -> str:
     "A CSV line for each run: algorithm and environment, state and results."
     names = (
-        "environment",
-        "label",
-        "algorithm",
-        "seed",
-        "state",
-        "steps",
-        "last",
-        "best_evaluation",
-        "best",
-        "steps_to_threshold",
-        "seconds",
-        "resumes",
-    )
-    csv.writer(out := io.StringIO(), lineterminator="\n").writerows(
-        [names, *(_cells(row, run) for row in results.rows for run in row.results)]
-    )
-    return out.getvalue()
+        "environment label algorithm seed state steps last best_evaluation best steps_to_threshold seconds resumes"
+    ).split()
+    return csv_lines([names, *(_cells(row, run) for row in results.rows for run in row.results)])
 
 
 def _cells(row: RowResult, run: Any) -> Iterable:
@@ -391,17 +370,10 @@ def _cells(row: RowResult, run: Any) -> Iterable:
         f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
         for text in (row.env, row.label, row.algorithm)
     ]
-    over = run.state == "complete"
-    needed = (
-        steps_to(run.curve[0], run.curve[1], row.threshold)
-        if row.threshold is not None
-        else math.nan
-    )
-    numbers = (
-        [run.mean("last"), run.best, run.mean("best"), needed, run.seconds]
-        if over
-        else [math.nan] * 5
-    )
+    numbers = [math.nan] * 5
+    if run.state == "complete":
+        needed = math.nan if row.threshold is None else steps_to(*run.curve, row.threshold)
+        numbers = [run.mean("last"), run.best, run.mean("best"), needed, run.seconds]
     return [*texts, run.seed, run.state, run.steps, *(f"{x:.10g}" for x in numbers), run.resumes]
 
 

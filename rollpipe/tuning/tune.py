@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,9 +16,16 @@ from ..pipes.data.files import make_folder, write_atomically
 from ..settings.algorithms import options_for
 from ..runs.commands import Interrupted, folder_name, given_by
 from ..settings.config import RUN_OPTIONS, RunOptions, build, make_config
-from ..results.experiments import check_counts, python_words, run_all, without
-from ..runs.locks import lock, unlock
-from ..settings.options import import_words, parse_seeds, typed
+from rollpipe.results.experiments import (
+    check_counts,
+    command_line,
+    failures,
+    python_words,
+    run_all,
+    without,
+)
+from ..runs.locks import locked
+from ..settings.options import import_words, parse_seeds
 from ..pipes.data.errors import DataError, WorkerError
 from .spaces import space_for
 from rollpipe.tuning.study import (
@@ -227,11 +233,7 @@ def _in_processes(search, n):
         {f"job {k}": [*python, *words, "--part", f"{k}:{m}"] for k, m in enumerate(shares) if m},
         args.jobs,
     )
-    return [
-        f"{name}: {run.problem}"
-        for name, run in runs.items()
-        if run.problem is not None and not run.obeyed(stopped)
-    ], stopped
+    return failures(runs, stopped), stopped
 
 
 def _write(search, study) -> str:
@@ -251,20 +253,16 @@ def _write(search, study) -> str:
     first = (
         0 if min(search.seeds) > 4 else max(search.seeds) + 1
     )  # seeds that the search has not seen
-    train = shlex.join(
-        typed(
-            [
-                "rollpipe",
-                "train",
-                args.algorithm,
-                args.env,
-                "--config",
-                search.out,
-                "--seeds",
-                f"{first}-{first + 4}",
-                *import_words(getattr(args, "imports", ())),
-            ]
-        )
+    train = command_line(
+        "rollpipe",
+        "train",
+        args.algorithm,
+        args.env,
+        "--config",
+        search.out,
+        "--seeds",
+        f"{first}-{first + 4}",
+        *import_words(getattr(args, "imports", ())),
     )
     returns = " ".join(
         f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in best.user_attrs["returns"]
@@ -303,11 +301,8 @@ def tune_command(args: Namespace) -> None:
     check_file(search.out, args.overwrite)
     for folder in (search.out.parent, search.folder):
         make_folder(folder)
-    lock(search.folder)
-    try:
+    with locked(search.folder):
         _search(search)
-    finally:
-        unlock(search.folder)
 
 
 def _search(search):
