@@ -13,7 +13,7 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from .mlp import MLP, activation_for, check_sizes, orthogonal_
+from .mlp import MLP, FastModule, activation_for, check_sizes, orthogonal_
 from .module_dict import n_out_of
 from .observer import Torso, takes
 from .unit_box import UnitBox
@@ -23,7 +23,7 @@ from ..pipes.data.errors import check_integer
 __all__ = ['StackedMLP', 'ActionCritic', 'QVCritic']
 
 # %% ../../nbs/layers/21_action_critic.ipynb #ab323538
-class StackedMLP(nn.Module):
+class StackedMLP(FastModule):
     """`k` perceptrons with weights of their own: `[N, n_in]` -> `[k, N, n_out]`, float32.
 
     Each has the initial weights of an `MLP`: orthogonal, hidden layers with gain sqrt(2).
@@ -35,8 +35,6 @@ class StackedMLP(nn.Module):
         n_out: number of outputs
         activation: activation after each hidden layer, see `activation_for`
     """
-
-    _modules: dict[str, Any]
 
     def __init__(
         self, k: int, n_in: int, hidden: tuple, n_out: int, activation: str | type = "relu"
@@ -139,7 +137,7 @@ class ActionCritic(Torso):
         )
 
 # %% ../../nbs/layers/21_action_critic.ipynb #2fba9405
-@takes(ActionCritic, Torso.make_torso, hidden=(256, 256), normalize=False, activation="relu")
+@takes(ActionCritic)
 class QVCritic(ActionCritic):
     """Values of actions, as `ActionCritic`, and of states: `value(obs)` float32 `[*lead]`, by a perceptron with as many hidden layers.
 
@@ -151,16 +149,9 @@ class QVCritic(ActionCritic):
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
     """
 
-    def __init__(
-        self,
-        observation_space: gym.Space,
-        action_space: gym.Space,
-        *,
-        n_critics: int = 2,
-        **torso: Any,
-    ):
-        super().__init__(observation_space, action_space, n_critics=n_critics, **torso)
-        self.value_net = MLP(n_out_of(self.encoder), torso["hidden"], 1, torso["activation"])
+    def __init__(self, observation_space: gym.Space, action_space: gym.Space, **more: Any):
+        super().__init__(observation_space, action_space, **more)
+        self.value_net = MLP(n_out_of(self.encoder), more["hidden"], 1, more["activation"])
 
     def value(self, obs: Any) -> Tensor:
         "The values `[*lead]` of states."

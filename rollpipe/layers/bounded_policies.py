@@ -40,8 +40,6 @@ class BoundedActor(Torso, Actor):
     uses_past = False
     n_params = 1  # how many numbers the head gives for each number of the action
     perceptron = MLP  # class of the trunk
-    _modules: dict[str, Any]
-    _buffers: dict[str, Any]
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
         super().__init__()

@@ -123,7 +123,7 @@ class ActorByGroup(_Groups, Actor):
                 "the masks of the members differ",
                 leaf="members",
                 expected="one `action_mask` for all",
-                got=describe(masks),
+                got=masks,
             )
         known = getattr(self.observation_space, "spaces", {}).get(AGENT)
         if known is not None and known.n != len(of):

@@ -46,7 +46,6 @@ class Critic(Torso):
     ret_mean: Tensor
     ret_var: Tensor
     ret_std: Tensor
-    _buffers: dict[str, Any]
 
     def __init__(self, observation_space: gym.Space, **torso: Any):
         super().__init__()

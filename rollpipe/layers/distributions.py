@@ -43,8 +43,7 @@ class Categorical:
 
     def sample(self, params: Tensor, noise: Tensor) -> Tensor:
         "The actions that the noise decides."
-        act = (params + noise).argmax(-1)
-        return act + self.start if self.start else act
+        return self.mode(params + noise)
 
     def mode(self, params: Tensor) -> Tensor:
         "The most likely actions."

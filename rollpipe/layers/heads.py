@@ -16,18 +16,17 @@ from torch import Tensor, nn
 
 from .distributions import Categorical, Gaussian, GaussianParams
 from .joint import Bernoulli, Joint, MultiCategorical, map_parts
-from .mlp import linear, orthogonal_linear, shaped
+from .mlp import FastModule, linear, orthogonal_linear, shaped
 from ..pipes.envs.factories import space_spec
 from ..pipes.data.errors import DataError, SpaceError, is_between
 
 # %% auto #0
-__all__ = ['LogitsHead', 'center_and_half_range', 'ClampedStd', 'check_std', 'GaussianHead', 'JointHead', 'head_for']
+__all__ = ['LogitsHead', 'center_and_half_range', 'ClampedStd', 'check_std', 'GaussianHead', 'JointHead', 'is_box_of_floats',
+           'check_actions', 'head_for']
 
 # %% ../../nbs/layers/06_heads.ipynb #b7790219
-class LogitsHead(nn.Module):
+class LogitsHead(FastModule):
     "Features `[..., n_in]` -> logits `[..., *shape]`, the parameters of `dist`."
-
-    _modules: dict[str, Any]
 
     def __init__(self, n_in: int, dist: Categorical | MultiCategorical | Bernoulli, shape: tuple):
         super().__init__()
@@ -53,10 +52,8 @@ def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tu
     ), torch.where(bounded, (high - low) / 2, 1.0)
 
 # %% ../../nbs/layers/06_heads.ipynb #230453da
-class ClampedStd(nn.Module):
+class ClampedStd(FastModule):
     "A state-dependent standard deviation: features `[..., n_in]` -> `clamp(softplus(linear(x)), low, high)` `[..., n]`."
-
-    _modules: dict[str, Any]
 
     def __init__(self, n_in: int, n: int, low: float = 0.3, high: float = 10.0):
         super().__init__()
@@ -80,7 +77,7 @@ def check_std(std: str, log_std: float = 0.0) -> None:
         )
 
 
-class GaussianHead(nn.Module):
+class GaussianHead(FastModule):
     """Features `[..., n_in]` -> `GaussianParams` `[..., *shape]` in the units of the action.
 
     Raises `DataError` for an unknown `std`.
@@ -93,9 +90,6 @@ class GaussianHead(nn.Module):
         log_std: log of the initial (or fixed) standard deviation; 0 means half the range; not for 'state'
         std: standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by `ClampedStd`)
     """
-
-    _modules: dict[str, Any]
-    _buffers: dict[str, Any]
 
     def __init__(
         self,
@@ -152,6 +146,22 @@ class JointHead(nn.Module):
         return map_parts(lambda i: heads[i](x), self.index)
 
 # %% ../../nbs/layers/06_heads.ipynb #8b6eb16b
+def is_box_of_floats(space: gym.Space) -> bool:
+    return isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)
+
+
+def check_actions(fits: bool, space: gym.Space, owner: str, expected: str) -> None:
+    "Raise `SpaceError` unless the action space `fits` the `owner`."
+    if fits:
+        return
+    raise SpaceError(
+        f"{owner}: unsupported action space",
+        leaf="action_space",
+        expected=expected,
+        got=repr(space),
+    )
+
+# %% ../../nbs/layers/06_heads.ipynb #b6f52a1c
 def head_for(space: gym.Space, n_in: int, name: str = "action_space", **gaussian: Any) -> nn.Module:
     """A head for an action space: Discrete, MultiDiscrete, MultiBinary, Box of floats (any shape), or Dict and Tuple of them.
 
@@ -180,7 +190,7 @@ def head_for(space: gym.Space, n_in: int, name: str = "action_space", **gaussian
         return LogitsHead(n_in, MultiCategorical(n, start, space.shape), (sum(n),))
     if isinstance(space, gym.spaces.MultiBinary):
         return LogitsHead(n_in, Bernoulli(space.shape), space.shape)
-    if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating):
+    if is_box_of_floats(space):
         return GaussianHead(n_in, space.shape, space.low, space.high, **gaussian)
     raise SpaceError(
         "unsupported action space",

@@ -22,88 +22,85 @@ def _numbers(shape: tuple, n: Any, start: Any) -> tuple:
     "`n` and `start` as flat int64 arrays with one entry per integer."
     return tuple(np.broadcast_to(x, shape).reshape(-1).astype(np.int64) for x in (n, start))
 
-# %% ../../nbs/layers/07_integers.ipynb #7f330779
-class OneHot(nn.Module):
-    "Integers `[*lead, *shape]` with `n` values from `start` -> a one-hot vector for each, concatenated: float32 `[*lead, n_out]`."
+
+class _Integers(nn.Module):
+    "Base of the encodings of integers `[*lead, *shape]`. Its buffers are constants, so they are not saved."
 
     is_normalized = True
-    owner: Tensor
+
+    def __init__(self, shape: tuple, **constants: np.ndarray):
+        super().__init__()
+        self.event_ndim = len(shape)
+        for name, x in constants.items():
+            self.register_buffer(name, torch.from_numpy(x), persistent=False)
+
+    def flat(self, obs: Tensor) -> Tensor:
+        "The integers as `[*lead, n]`."
+        return obs.flatten(obs.ndim - self.event_ndim) if self.event_ndim else obs.unsqueeze(-1)
+
+    def repeated(self, obs: Tensor) -> Tensor:
+        "The integer of each feature, `[*lead, n_out]`, or `[*lead, 1]` if there is one integer."
+        obs = self.flat(obs)
+        return obs.index_select(-1, self.owner) if self.event_ndim else obs
+
+# %% ../../nbs/layers/07_integers.ipynb #7f330779
+class OneHot(_Integers):
+    "Integers `[*lead, *shape]` with `n` values from `start` -> a one-hot vector for each, concatenated: float32 `[*lead, n_out]`."
+
     values: Tensor
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
-        super().__init__()
         n, start = _numbers(shape, n, start)
-        self.event_ndim = len(shape)
-        self.n_out = int(n.sum())
-        check_memory(f"{self.n_out:,} values", 16 * self.n_out, pipe=self)
+        n_out = int(n.sum())
+        check_memory(f"{n_out:,} values", 16 * n_out, pipe=type(self))
         values = np.concatenate([np.arange(s, s + k) for s, k in zip(start, n)])
-        self.register_buffer(
-            "owner", torch.from_numpy(np.repeat(np.arange(len(n)), n)), persistent=False
-        )
-        self.register_buffer("values", torch.from_numpy(values), persistent=False)
+        super().__init__(shape, owner=np.repeat(np.arange(len(n)), n), values=values)
+        self.n_out = n_out
 
     def forward(self, obs: Tensor) -> Tensor:
-        if not self.event_ndim:
-            obs = obs.unsqueeze(-1)
-        else:
-            obs = obs.flatten(obs.ndim - self.event_ndim).index_select(-1, self.owner)
-        return (obs == self.values).float()
+        return (self.repeated(obs) == self.values).float()
 
 # %% ../../nbs/layers/07_integers.ipynb #e456a8f9
-class Bits(nn.Module):
+class Bits(_Integers):
     """Integers `[*lead, *shape]` with `n` values from `start` -> the bits of each, concatenated: float32 `[*lead, n_out]`.
 
     `start` is subtracted first. The least significant bit comes first.
     """
 
-    is_normalized = True
-    owner: Tensor
     start: Tensor
     power: Tensor
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
-        super().__init__()
         n, start = _numbers(shape, n, start)
         n_bits = [max(int(k - 1).bit_length(), 1) for k in n]
-        self.event_ndim = len(shape)
-        self.n_out = sum(n_bits)
-        for name, x in dict(
+        super().__init__(
+            shape,
             owner=np.repeat(np.arange(len(n)), n_bits),
             start=np.repeat(start, n_bits),
             power=np.concatenate([1 << np.arange(k) for k in n_bits]),
-        ).items():
-            self.register_buffer(name, torch.from_numpy(x), persistent=False)
+        )
+        self.n_out = sum(n_bits)
 
     def forward(self, obs: Tensor) -> Tensor:
-        obs = (
-            obs.flatten(obs.ndim - self.event_ndim).index_select(-1, self.owner)
-            if self.event_ndim
-            else obs.unsqueeze(-1)
-        )
-        return (obs - self.start & self.power != 0).float()
+        return (self.repeated(obs) - self.start & self.power != 0).float()
 
 # %% ../../nbs/layers/07_integers.ipynb #bf9ad266
-class Embeddings(nn.Module):
+class Embeddings(_Integers):
     """Integers `[*lead, *shape]` with `n` values from `start` -> `size` learned features for each: float32 `[*lead, n_out]`.
 
     Each integer has a table of its own. The tables are stored one below the other in `table.weight` `[sum(n), size]`, whose initial
     values are standard normal.
     """
 
-    is_normalized = True
     offset: Tensor
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0, size: int = 16):
-        super().__init__()
         n, start = _numbers(shape, n, start)
-        check_parameters(
-            int(n.sum()) * check_integer("size", size, pipe=self), pipe=self, size=size
-        )
-        self.event_ndim = len(shape)
+        super().__init__(shape, offset=np.cumsum(n) - n - start)
+        total = int(n.sum())
+        check_parameters(total * check_integer("size", size, pipe=self), pipe=self, size=size)
         self.n_out = len(n) * size
-        self.table = nn.Embedding(int(n.sum()), size)
-        self.register_buffer("offset", torch.from_numpy(np.cumsum(n) - n - start), persistent=False)
+        self.table = nn.Embedding(total, size)
 
     def forward(self, obs: Tensor) -> Tensor:
-        obs = obs.flatten(obs.ndim - self.event_ndim) if self.event_ndim else obs.unsqueeze(-1)
-        return self.table(obs + self.offset).flatten(-2)
+        return self.table(self.flat(obs) + self.offset).flatten(-2)

@@ -18,7 +18,7 @@ from ..pipes.graph.modules import few_threads
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'check_parameters', 'check_sizes', 'orthogonal_', 'orthogonal_linear', 'linear', 'shaped',
-           'activation_for', 'MLP']
+           'activation_for', 'FastModule', 'MLP']
 
 # %% ../../nbs/layers/02_mlp.ipynb #e84a051a
 def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
@@ -121,7 +121,14 @@ def activation_for(activation: str | Callable) -> nn.Module:
     return ACTIVATIONS[activation]()
 
 # %% ../../nbs/layers/02_mlp.ipynb #2607e6df
-class MLP(nn.Module):
+class FastModule(nn.Module):
+    "A module whose `forward` reads the dicts of its parts, because access to a module's attributes is slow."
+
+    _modules: dict[str, Any]
+    _buffers: dict[str, Any]
+
+
+class MLP(FastModule):
     """Linear layers with an activation after each hidden one; `[..., n_in]` -> `[..., n_out]`, float32.
 
     Hidden layers have orthogonal initial weights with gain sqrt(2), the last layer has gain `gain`; biases are zero.
@@ -135,9 +142,6 @@ class MLP(nn.Module):
     """
 
     last: nn.Linear | None
-    _modules: dict[
-        str, Any
-    ]  # `forward` reads this dict, because access to a module's attributes is slow
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .encoders import encoder_for
-from .mlp import MLP
+from .mlp import MLP, FastModule
 from .module_dict import n_out_of
 from .running_norm import RunningNorm
 from ..pipes.data.action_masks import ActionMask
@@ -133,7 +133,7 @@ def _explained(doc, names, makers):
     return "\n".join([doc if "\nArgs:\n" in doc else f"{doc}\n\nArgs:", *lines])
 
 # %% ../../nbs/layers/11_observer.ipynb #9177a270
-class Torso(ForSpaces, nn.Module):
+class Torso(ForSpaces, FastModule):
     "Base of networks that see observations through an encoder, a running normaliser `obs_norm` (None if there is none), and a perceptron."
 
     observation_space: Any

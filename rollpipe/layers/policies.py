@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 from torch import Generator, Tensor
 
 from .actor import Actor, without_past
-from .heads import head_for
+from .heads import check_actions, head_for, is_box_of_floats
 from .mlp import linear, orthogonal_linear
 from .observer import ForSpaces, Torso, takes
 from ..pipes.data import nested
-from ..pipes.data.errors import SpaceError
 
 # %% auto #0
 __all__ = ['Policy', 'MLPPolicy', 'SharedPolicy', 'CategoricalPolicy', 'GaussianPolicy']
@@ -165,13 +163,8 @@ class CategoricalPolicy(MLPPolicy):
     """
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
-        if not isinstance(action_space, gym.spaces.Discrete):
-            raise SpaceError(
-                "CategoricalPolicy: unsupported action space",
-                leaf="action_space",
-                expected="Discrete",
-                got=repr(action_space),
-            )
+        is_discrete = isinstance(action_space, gym.spaces.Discrete)
+        check_actions(is_discrete, action_space, "CategoricalPolicy", "Discrete")
         super().__init__(observation_space, action_space, **torso)
 
 # %% ../../nbs/layers/12_policies.ipynb #167ceeb8
@@ -184,14 +177,6 @@ class GaussianPolicy(MLPPolicy):
     """
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
-        if not (
-            isinstance(action_space, gym.spaces.Box)
-            and np.issubdtype(action_space.dtype, np.floating)
-        ):
-            raise SpaceError(
-                "GaussianPolicy: unsupported action space",
-                leaf="action_space",
-                expected="Box of floats",
-                got=repr(action_space),
-            )
+        fits = is_box_of_floats(action_space)
+        check_actions(fits, action_space, "GaussianPolicy", "Box of floats")
         super().__init__(observation_space, action_space, **torso)

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import rollpipe.ranks as ranks
+from .mlp import FastModule
 from ..pipes.graph.modules import bump_version, version_of
 
 # %% auto #0
@@ -75,7 +75,7 @@ def over_ranks(count: int, mean: Tensor, var: Tensor) -> tuple:
     return int(counts.reshape(-1)[0]), mean, var
 
 # %% ../../nbs/layers/03_running_norm.ipynb #3145cddf
-class RunningNorm(nn.Module):
+class RunningNorm(FastModule):
     """`clip((x - mean) / sqrt(var + eps))` with running moments of all `x` given to `update`; the identity until the
     first update.
 
@@ -94,14 +94,12 @@ class RunningNorm(nn.Module):
     var: Tensor
     low: Tensor
     high: Tensor
-    _buffers: dict[str, Any]
 
     def __init__(
         self, shape: int | tuple, clip: float = 10.0, eps: float = 1e-8, only: Tensor | None = None
     ):
         super().__init__()
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self.shape = shape
+        self.shape = shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self.clip = clip
         self.eps = eps
         self.only = only

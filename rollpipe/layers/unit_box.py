@@ -5,13 +5,14 @@
 # %% ../../nbs/layers/18_unit_box.ipynb #5ae66e0c
 from __future__ import annotations
 
-from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .heads import check_actions, is_box_of_floats
+from .mlp import FastModule
 from ..pipes.data.errors import SpaceError
 
 # %% auto #0
@@ -20,13 +21,7 @@ __all__ = ['UnitBox']
 # %% ../../nbs/layers/18_unit_box.ipynb #77519b2c
 def _center_and_half_range(space, owner):
     "Float32 arrays. Raises `SpaceError` unless `space` is a Box of floats with two finite bounds for each component."
-    if not (isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)):
-        raise SpaceError(
-            f"{owner}: unsupported action space",
-            leaf="action_space",
-            expected="Box of floats",
-            got=repr(space),
-        )
+    check_actions(is_box_of_floats(space), space, owner, "Box of floats")
     if not space.low.size:
         raise SpaceError(
             f"{owner}: there is nothing to choose",
@@ -64,7 +59,7 @@ def _center_and_half_range(space, owner):
     return center, half
 
 # %% ../../nbs/layers/18_unit_box.ipynb #90e91140
-class UnitBox(nn.Module):
+class UnitBox(FastModule):
     """The affine map from the cube from -1 to 1 to a bounded Box: positions `[*lead, *shape]` -> actions `[*lead, *shape]`, float32.
 
     No position maps to an action beyond the bounds. `log_volume` float32 `[]` is the log of the factor by which the map enlarges volumes.
@@ -79,7 +74,6 @@ class UnitBox(nn.Module):
     half_range: Tensor
     log_half_range: Tensor
     log_volume: Tensor
-    _buffers: dict[str, Any]
 
     def __init__(self, space: gym.Space, owner: str = "UnitBox"):
         super().__init__()
