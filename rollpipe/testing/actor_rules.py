@@ -20,7 +20,7 @@ from ..pipes.data.errors import ActorError, describe
 from ..pipes.envs.factories import space_spec, spaces_of
 from ..pipes.graph.modules import EvalMode, comparable, modules_in
 from ..pipes.engines.reactions import compared_attributes
-from .contract import Report, same, snapshot
+from .contract import Report, same, sampled, snapshot
 
 # %% auto #0
 __all__ = ['ACTOR_METHODS', 'ACTOR_STEP', 'ACTOR_ACT', 'ACTOR_ACT_IN_SPACE', 'ACTOR_INFO', 'ACTOR_HX', 'ACTOR_INPUTS_KEPT',
@@ -57,17 +57,8 @@ def _random_states(space: gym.Space, act_space: gym.Space, T: int, B: int, seed:
 
     def draw(space):
         space.seed(seed)
-        spec = space_spec(space)
-        samples = [[space.sample() for _ in range(B)] for _ in range(T)]
-        rows = [
-            nested.stack(
-                [in_containers(x, spec, lambda x, like: np.asarray(x, like.dtype)) for x in row]
-            )
-            for row in samples
-        ]
-        return nested.as_seen(
-            nested.map(lambda x: torch.from_numpy(np.ascontiguousarray(x)), nested.stack(rows))
-        )
+        rows = nested.map(lambda x: torch.from_numpy(x).unflatten(0, (T, B)), sampled(space, T * B))
+        return nested.as_seen(rows)
 
     fin = rng.random((T, B)) < 0.3
     fin[0] = True
@@ -81,15 +72,18 @@ def _random_states(space: gym.Space, act_space: gym.Space, T: int, B: int, seed:
     )
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #625f914c
+def _rows(tree: Any, t: int) -> Any:
+    "Row `t` of a nested `[T, B, ...]`, as `[1, B, ...]`."
+    return nested.getitem(tree, slice(t, t + 1))
+
+
 class _Trial:
     "Calls an actor with reproducible random numbers, and checks each answer."
 
-    def __init__(self, report: Report, actor: Any, spaces: tuple, n_envs: int, seed: int):
+    def __init__(self, report: Report, actor: Any, spaces: tuple):
         self.report = report
         self.actor = actor
         self.spaces = spaces
-        self.n_envs = n_envs
-        self.seed = seed
         self.takes_noise = hasattr(actor, "draw_noise")
 
     def noise(self, lead: Sequence[int], seed: int) -> Any:
@@ -204,8 +198,7 @@ def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B
     "Check that the answer does not depend on how states are batched."
     noise = trial.noise((T, B), 6)
     cut = lambda tree, t, b: nested.map(lambda x: x[t : t + 1, b : b + 1], tree)
-    row = nested.getitem(state, slice(0, 1))
-    whole = trial.step(row, hx, noise=nested.getitem(noise, slice(0, 1)))
+    whole = trial.step(_rows(state, 0), hx, noise=_rows(noise, 0))
     for b in range(B):
         one = slice(None), slice(b, b + 1)
         alone = trial.step(cut(state, 0, b), nested.getitem(hx, one), noise=cut(noise, 0, b))
@@ -220,11 +213,7 @@ def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B
     for t in range(T):
         if nested.leaves(hx) and state.fin[t].any():
             memory = trial.reset(memory, state.fin[t].nonzero()[:, 0].tolist())
-        act, memory, info = trial.step(
-            nested.getitem(state, slice(t, t + 1)),
-            memory,
-            noise=nested.getitem(noise, slice(t, t + 1)),
-        )
+        act, memory, info = trial.step(_rows(state, t), memory, noise=_rows(noise, t))
         acts.append(snapshot(act))
         infos.append(snapshot(info))
     act, last, info = trial.step(state, hx, noise=noise)
@@ -265,7 +254,7 @@ def _check_actor(
         report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
     if report.violations:
         return
-    trial = _Trial(report, actor, spaces, B, seed)
+    trial = _Trial(report, actor, spaces)
     states = [_random_states(*spaces, T, B, seed + k) for k in (0, 1)]
     copies = _copies(actor)  # before it has answered
     with EvalMode(actor):
@@ -273,7 +262,7 @@ def _check_actor(
             _check_noise(report, trial, T, B)
         if report.violations:
             return
-        _, hx, _ = trial.step(nested.getitem(states[0], slice(0, 1)), None, virtual=True)
+        _, hx, _ = trial.step(_rows(states[0], 0), None, virtual=True)
         before = _state_of(
             actor
         )  # taken after a first call: a value that this call caches does not count as a change
@@ -281,7 +270,7 @@ def _check_actor(
         after = _state_of(actor)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     report.check(ACTOR_UNCHANGED, not changed, f"{', '.join(changed)} changed")
-    trials = [_Trial(report, x, spaces, B, seed) for x in copies]
+    trials = [_Trial(report, x, spaces) for x in copies]
     if trials and not report.violations:
         report.section(_check_copies, report, trials, *states)
 
@@ -298,7 +287,7 @@ def _check_copies(report: Report, trials: list, here: State, there: State) -> No
 
     def answer(trial, state):
         with EvalMode(trial.actor):
-            return trial.step(nested.getitem(state, slice(0, 1)), None, seed=1)
+            return trial.step(_rows(state, 0), None, seed=1)
 
     answer(trials[0], there)
     used, fresh = (answer(trial, here) for trial in trials)
@@ -310,12 +299,11 @@ def _check_copies(report: Report, trials: list, here: State, there: State) -> No
 def _state_of(actor: Any) -> dict:
     "Name -> value to compare, for parameters, buffers and attributes."
     modules = modules_in(actor)
-    named = [("parameter", modules, "named_parameters"), ("buffer", modules, "named_buffers")]
     tensors = {
         f"{kind} {name}": comparable(x.detach())
-        for kind, found, method in named
-        for m in found
-        for name, x in getattr(m, method)()
+        for kind in ("parameter", "buffer")
+        for module in modules
+        for name, x in getattr(module, f"named_{kind}s")()
     }
     return {**tensors, **{name: value for name, (value, _) in compared_attributes(actor).items()}}
 
@@ -324,24 +312,23 @@ def _check_answers(
     report: Report, trial: _Trial, here: State, there: State, hx: Any, T: int, B: int
 ) -> None:
     "Check the answers of an actor. `hx` is any recurrent state of the actor."
-    rows = lambda state, *index: nested.getitem(state, index)
-    row = rows(here, slice(0, 1))
+    row = _rows(here, 0)
     hx = _reset_all(trial, hx, B)
     answer = trial.step(row, hx, seed=1)
     first = snapshot(answer)
-    other = trial.step(rows(there, slice(1, 2)), hx, seed=2)
+    other = trial.step(_rows(there, 1), hx, seed=2)
     used = hx
     report.check(ACTOR_FRESH, same(answer, first), "the first answer changed with the second call")
     repeats = same(trial.step(row, hx, seed=1), first)
     report.check(ACTOR_REPEATS, repeats, "the same call gave another answer the second time")
-    trial.step(rows(there, slice(1, 2)), hx, seed=3, virtual=True)
+    trial.step(_rows(there, 1), hx, seed=3, virtual=True)
     again = snapshot(trial.step(row, hx, seed=1))
     report.check(
         ACTOR_VIRTUAL,
         not repeats or same(again, first),
         "the same call gave another answer after it",
     )
-    past = row._replace(act=rows(there.act, slice(0, 1)), rew=row.rew + 1)
+    past = row._replace(act=_rows(there.act, 0), rew=row.rew + 1)
     report.check(
         ACTOR_NEW_EPISODE,
         not repeats or same(trial.step(past, hx, seed=1), again),
@@ -349,7 +336,7 @@ def _check_answers(
     )
     if nested.leaves(hx):
         for t in range(T):
-            _, used, _ = trial.step(rows(here, slice(t, t + 1)), used, seed=t)
+            _, used, _ = trial.step(_rows(here, t), used, seed=t)
         _check_reset(report, trial, used, other[1], B)
     by_reset = {ACTOR_RESET, ACTOR_RESET_FORGETS} & {
         v.rule for v in report.violations

@@ -10,15 +10,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import gymnasium as gym
 import numpy as np
 import torch
 
 from ..pipes.data import nested
+from ..pipes.envs.actions import in_containers
+from ..pipes.envs.factories import space_spec
 from ..pipes.data.fragment import TickSource
 from ..pipes.data.errors import PipeError
 
 # %% auto #0
-__all__ = ['Violation', 'ContractError', 'Report', 'same', 'snapshot']
+__all__ = ['Violation', 'ContractError', 'Report', 'sampled', 'same', 'snapshot']
 
 # %% ../../nbs/testing/00_contract.ipynb #74ac075e
 class Violation(NamedTuple):
@@ -86,6 +89,17 @@ class Report:
         if raises:
             print(f"{subject} breaks no rule")
         return self.violations
+
+# %% ../../nbs/testing/00_contract.ipynb #085c1b19
+def sampled(space: gym.Space, n: int, name: str = "space") -> Any:
+    """Random samples of a space, as arrays `[n, ...]` in its containers.
+
+    Args:
+        name: what messages call the space
+    """
+    spec = space_spec(space, name)
+    as_stored = lambda x, like: np.asarray(x, like.dtype)
+    return nested.stack([in_containers(space.sample(), spec, as_stored) for _ in range(n)])
 
 # %% ../../nbs/testing/00_contract.ipynb #19511bf8
 def same(a: Any, b: Any, tolerance: float = 0.0) -> bool:

@@ -25,7 +25,7 @@ from ..pipes.envs.last_steps import single_makers
 from ..pipes.envs.sources import is_instance
 from ..pipes.tensors.tensor_batch import TensorBatch, TensorOutcome
 from ..pipes.tensors.tensor_env import TensorFactory, is_tensor_source
-from .contract import Report, same, snapshot
+from .contract import Report, same, sampled, snapshot
 
 # %% auto #0
 __all__ = ['ENV_SPACES', 'ENV_MADE', 'ENV_RESET', 'ENV_STEP', 'ENV_OBS_LIKE_SPACE', 'ENV_OBS_FINITE', 'ENV_OBS_WITHIN_BOUNDS',
@@ -98,17 +98,11 @@ def _as_sample(x: Any, space: gym.Space) -> Any:
 def _check_info(report: Report, info: dict, forms: dict) -> None:
     "Compare the infos with `forms`, key -> structure and shapes, or None if it is not numeric. Add new infos to `forms`."
 
-    def is_numeric(x):
-        return bool(nested.leaves(x)) and all(
-            np.asarray(leaf).dtype.kind in "biuf" for leaf in nested.leaves(x)
-        )
-
     def form(x):
-        return (
-            (nested.flatten(x)[1], [np.shape(leaf) for leaf in nested.leaves(x)])
-            if is_numeric(x)
-            else None
-        )
+        leaves, structure = nested.flatten(x)
+        arrays = [*map(np.asarray, leaves)]
+        is_numeric = arrays and all(array.dtype.kind in "biuf" for array in arrays)
+        return (structure, [array.shape for array in arrays]) if is_numeric else None
 
     try:
         for key, x in info.items():
@@ -190,12 +184,8 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
 # %% ../../nbs/testing/01_env_rules.ipynb #984fd136
 def _random_actions(space: gym.Space, n_envs: int, device: Any) -> Any:
     "A batch of actions `[1, B, ...]` of the space."
-    spec = space_spec(space, "act")
-    rows = [
-        in_containers(space.sample(), spec, lambda x, like: np.asarray(x, like.dtype))
-        for _ in range(n_envs)
-    ]
-    return nested.map(lambda x: torch.from_numpy(x)[None].to(device), nested.stack(rows))
+    rows = sampled(space, n_envs, "act")
+    return nested.map(lambda x: torch.from_numpy(x)[None].to(device), rows)
 
 
 def _check_numbers(report: Report, batch: TensorBatch, out: TensorOutcome) -> None:

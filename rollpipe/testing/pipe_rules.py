@@ -63,11 +63,16 @@ def _open(pipe: IterDataPipe) -> Iterator:
             close()
 
 
+def _first(pipe: IterDataPipe, n: int) -> list:
+    "Copies of the first `n` items."
+    with _open(pipe) as stream:
+        return [snapshot(item) for item in islice(stream, n)]
+
+
 def _check_stream(report: Report, rule: str, make: Callable, n: int, expected: list) -> None:
     "Compare the first `n` items of the pipe that `make` returns with the expected ones."
     with report.demand(rule):
-        with _open(make()) as stream:
-            came = [snapshot(item) for item in islice(stream, n)]
+        came = _first(make(), n)
     k = next((k for k, (a, b) in enumerate(zip(came, expected)) if not same(a, b)), None)
     report.check(rule, len(came) == len(expected), f"{len(came)} items instead of {len(expected)}")
     report.check(rule, k is None, f"item {k} differs")
@@ -144,8 +149,7 @@ def _check_resumes(report: Report, make: Callable, k: int, expected: list) -> No
             pipe.load_state_dict(learned)
         if state is not None:
             pipe.set_state(state)
-        with _open(pipe) as stream:
-            came = [snapshot(item) for item in islice(stream, len(expected) - k)]
+        came = _first(pipe, len(expected) - k)
     where = next(
         (
             f"{path} of item {i} differs"
@@ -229,13 +233,10 @@ def _check_fragment(report: Report, fragment: Fragment) -> None:
         )
         leading = {name: lead for names, lead in kinds for name in names}
         for name, lead in leading.items():
-            for x, path in zip(
-                nested.leaves(getattr(fragment, name)), nested.paths(getattr(fragment, name), name)
-            ):
+            part = getattr(fragment, name)
+            for x, path in zip(nested.leaves(part), nested.paths(part, name)):
                 if tuple(x.shape[: len(lead)]) != lead:
-                    raise DataError(
-                        "wrong shape", leaf=path, expected=f"{list(lead)}, ...", got=describe(x)
-                    )
+                    raise DataError("wrong shape", leaf=path, expected=f"{list(lead)}, ...", got=x)
     report.check(FRAGMENT_TERM, not (term & ~state.fin)[1:].any(), "term without fin")
     ends = state.fin[1:] & valid
     truncated = (state.fin & ~term)[1:] & valid
