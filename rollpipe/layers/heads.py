@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import prod
 from sys import float_info
-from typing import Any
+from typing import Any, TypeGuard
 
 import gymnasium as gym
 import numpy as np
@@ -22,7 +22,7 @@ from ..pipes.data.errors import DataError, SpaceError, is_between
 
 # %% auto #0
 __all__ = ['LogitsHead', 'center_and_half_range', 'ClampedStd', 'check_std', 'GaussianHead', 'JointHead', 'is_box_of_floats',
-           'check_actions', 'head_for']
+           'unsupported', 'head_for']
 
 # %% ../../nbs/layers/06_heads.ipynb #b7790219
 class LogitsHead(FastModule):
@@ -146,15 +146,13 @@ class JointHead(nn.Module):
         return map_parts(lambda i: heads[i](x), self.index)
 
 # %% ../../nbs/layers/06_heads.ipynb #8b6eb16b
-def is_box_of_floats(space: gym.Space) -> bool:
+def is_box_of_floats(space: gym.Space) -> TypeGuard[gym.spaces.Box]:
     return isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)
 
 
-def check_actions(fits: bool, space: gym.Space, owner: str, expected: str) -> None:
-    "Raise `SpaceError` unless the action space `fits` the `owner`."
-    if fits:
-        return
-    raise SpaceError(
+def unsupported(space: gym.Space, owner: str, expected: str) -> SpaceError:
+    "The error for an action space that does not fit the `owner`."
+    return SpaceError(
         f"{owner}: unsupported action space",
         leaf="action_space",
         expected=expected,

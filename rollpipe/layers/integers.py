@@ -27,6 +27,7 @@ class _Integers(nn.Module):
     "Base of the encodings of integers `[*lead, *shape]`. Its buffers are constants, so they are not saved."
 
     is_normalized = True
+    owner: Tensor
 
     def __init__(self, shape: tuple, **constants: np.ndarray):
         super().__init__()

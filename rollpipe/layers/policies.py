@@ -13,7 +13,7 @@ import gymnasium as gym
 from torch import Generator, Tensor
 
 from .actor import Actor, without_past
-from .heads import check_actions, head_for, is_box_of_floats
+from .heads import head_for, is_box_of_floats, unsupported
 from .mlp import linear, orthogonal_linear
 from .observer import ForSpaces, Torso, takes
 from ..pipes.data import nested
@@ -163,8 +163,8 @@ class CategoricalPolicy(MLPPolicy):
     """
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
-        is_discrete = isinstance(action_space, gym.spaces.Discrete)
-        check_actions(is_discrete, action_space, "CategoricalPolicy", "Discrete")
+        if not isinstance(action_space, gym.spaces.Discrete):
+            raise unsupported(action_space, "CategoricalPolicy", "Discrete")
         super().__init__(observation_space, action_space, **torso)
 
 # %% ../../nbs/layers/12_policies.ipynb #167ceeb8
@@ -177,6 +177,6 @@ class GaussianPolicy(MLPPolicy):
     """
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **torso: Any):
-        fits = is_box_of_floats(action_space)
-        check_actions(fits, action_space, "GaussianPolicy", "Box of floats")
+        if not is_box_of_floats(action_space):
+            raise unsupported(action_space, "GaussianPolicy", "Box of floats")
         super().__init__(observation_space, action_space, **torso)

@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 
 from .actor import Actor, without_past
 from .distributions import device_of
-from .heads import check_actions
+from .heads import unsupported
 from .mlp import MLP, check_sizes
 from .observer import ForSpaces, Torso, takes
 from .recurrent_policies import RecurrentTorso
@@ -54,8 +54,8 @@ class EpsilonGreedy(ForSpaces, Actor):
 
     def set_exploration(self, action_space: gym.Space, epsilon: float) -> None:
         "Define the actions and `epsilon`. Raises `SpaceError` unless the space is Discrete, `ValueError` unless `epsilon` is in [0, 1]."
-        is_discrete = isinstance(action_space, gym.spaces.Discrete)
-        check_actions(is_discrete, action_space, type(self).__name__, "Discrete")
+        if not isinstance(action_space, gym.spaces.Discrete):
+            raise unsupported(action_space, type(self).__name__, "Discrete")
         if not 0 <= epsilon <= 1:
             raise ValueError(f"Expected epsilon in [0, 1], got {epsilon!r}")
         self.action_space = copy.deepcopy(action_space)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .heads import check_actions, is_box_of_floats
+from .heads import is_box_of_floats, unsupported
 from .mlp import FastModule
 from ..pipes.data.errors import SpaceError
 
@@ -21,7 +21,8 @@ __all__ = ['UnitBox']
 # %% ../../nbs/layers/18_unit_box.ipynb #77519b2c
 def _center_and_half_range(space, owner):
     "Float32 arrays. Raises `SpaceError` unless `space` is a Box of floats with two finite bounds for each component."
-    check_actions(is_box_of_floats(space), space, owner, "Box of floats")
+    if not is_box_of_floats(space):
+        raise unsupported(space, owner, "Box of floats")
     if not space.low.size:
         raise SpaceError(
             f"{owner}: there is nothing to choose",

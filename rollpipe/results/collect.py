@@ -55,7 +55,7 @@ class Result(NamedTuple):
         return next((r["mean"] for r in self.evaluations if r["kind"] == kind), math.nan)
 
     @property
-    def curve(self) -> tuple:
+    def curve(self) -> tuple[list, list]:
         "The steps and mean returns of the evaluations during the training."
         found = [(r["steps"], r["mean"]) for r in self.evaluations if r["kind"] == "training"]
         return [steps for steps, _ in found], [mean for _, mean in found]

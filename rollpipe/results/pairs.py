@@ -253,7 +253,7 @@ def draw_pairs(ablation: Ablation) -> Any:
 
 def pairs_text(ablation: Ablation) -> str:
     "A CSV line for each pair."
-    rows = [("option", "at", "unedited", "edited", "difference")]
+    rows: list = [("option", "at", "unedited", "edited", "difference")]
     for pairs in ablation.pairs:
         for at, base, edited in zip(pairs.at, *ablation.means(pairs)):
             rows.append((pairs.label, at, *(f"{x:.10g}" for x in (base, edited, edited - base))))

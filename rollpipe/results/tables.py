@@ -111,7 +111,8 @@ def figure_of(row: RowResult, kind: str) -> Figure:
     """
     x = row.finals(kind)
     bad = tuple(run.seed for run, value in zip(row.complete, x) if not np.isfinite(value))
-    return Figure(len(x), *[math.nan] * 5, bad) if bad or not len(x) else figure_over(x)
+    nan = math.nan
+    return Figure(len(x), nan, nan, nan, nan, nan, bad) if bad or not len(x) else figure_over(x)
 
 # %% ../../nbs/results/05_tables.ipynb #71cde4fa
 def steps_needed(row: RowResult) -> list:
