@@ -117,11 +117,9 @@ def figure_of(row: RowResult, kind: str) -> Figure:
 # %% ../../nbs/results/05_tables.ipynb #71cde4fa
 def steps_needed(row: RowResult) -> list:
     "For each complete run, the steps to the threshold; `inf` if the run did not reach it. Empty if there is no threshold."
-    return (
-        []
-        if row.threshold is None
-        else [steps_to(*run.curve, row.threshold) for run in row.complete]
-    )
+    if row.threshold is None:
+        return []
+    return [steps_to(run.curve[0], run.curve[1], row.threshold) for run in row.complete]
 
 
 def _needed(row: RowResult) -> str:
@@ -373,7 +371,8 @@ def _cells(row: RowResult, run: Any) -> Iterable:
     ]
     numbers = [math.nan] * 5
     if run.state == "complete":
-        needed = math.nan if row.threshold is None else steps_to(*run.curve, row.threshold)
+        steps, returns = run.curve
+        needed = math.nan if row.threshold is None else steps_to(steps, returns, row.threshold)
         numbers = [run.mean("last"), run.best, run.mean("best"), needed, run.seconds]
     return [*texts, run.seed, run.state, run.steps, *(f"{x:.10g}" for x in numbers), run.resumes]
 
