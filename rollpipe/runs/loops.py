@@ -19,7 +19,7 @@ from ..pipes.graph import torchdata
 from ..pipes.graph.edits import copy_graph, find
 from ..pipes.resumable import keep_as, keep_environments
 from .locks import locked
-from .states import Stream, load_states, ordering, states_of, why_inexact
+from .states import Stream, load_states, ordering, states_of, told_inexact, why_inexact
 from ..traces.fingerprint import Fingerprint, fingerprint
 
 # %% auto #0
@@ -208,6 +208,7 @@ def saved(path: str | Path, loader: ResumedLoader, agent: Any, update: int) -> N
             got="a loop that is over, or that was stopped within a batch",
         )
     state = stream.state() if stream.pipe is not None else None
+    told_inexact(stream, loader.config)
     if stream.chunks is not None:
         stream.chunks.sync()
     save_checkpoint(
