@@ -27,6 +27,7 @@ from rollpipe.runs.states import (
     kept_states,
     load_states,
     resumed_stream,
+    told_inexact,
     with_exactness,
 )
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
@@ -121,6 +122,8 @@ class Run(NamedTuple):
     def save(self) -> None:
         "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
         stream = None if self.stream is None else self.stream.state()
+        if self.stream is not None and told_inexact(self.stream, self.config):
+            files.write_json(self.folder / "config.json", self.config)
         n = self.config.get("keep", 0)
         data = Checkpoint(
             self.config, self.counters, self.agent.state_dict(), None, kept_states(self), stream

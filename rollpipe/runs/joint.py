@@ -86,7 +86,11 @@ class RankStream(Stream):
         data = pack("part", 1, dict(stream=super().state()))
         name = self.chunks.write(np.frombuffer(data, np.uint8))
         self.chunks.sync()
-        return dict(ranks=ranks.gathered_objects(name))
+        names, reasons = zip(*ranks.gathered_objects((name, self.reason)))
+        if any(reasons):
+            self.give_up(next(filter(None, reasons)))
+            return None
+        return dict(ranks=[*names])
 
     def sweep(self, checkpoints: list) -> None:
         "Remove the parts and the chunks that the checkpoints of rank 0 do not need. They are on disk when it tells what they name."

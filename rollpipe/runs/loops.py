@@ -26,6 +26,7 @@ from rollpipe.runs.states import (
     ordering,
     states_of,
     told_difference,
+    told_inexact,
     why_inexact,
 )
 from ..traces.fingerprint import Fingerprint, fingerprint
@@ -242,6 +243,7 @@ def saved(path: str | Path, loader: ResumedLoader, agent: Any, update: int) -> N
             got="a loop that is over, or that was stopped within a batch",
         )
     state = stream.state() if stream.pipe is not None else None
+    told_inexact(stream, loader.config)
     loader.journal.mark()
     if stream.chunks is not None:
         stream.chunks.sync()

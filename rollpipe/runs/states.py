@@ -21,7 +21,7 @@ import rollpipe.ranks as ranks
 from ..agents.checkpoint import last_kept
 from ..pipes.data.captures import capture
 from ..pipes.data.chunks import ChunkFolder
-from ..pipes.data.errors import CheckpointError, DataError, describe_exception
+from ..pipes.data.errors import CheckpointError, DataError, EnvError, describe_exception
 from ..pipes.data.files import read_file
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.restoring import restore
@@ -47,8 +47,8 @@ _log = logging.getLogger("rollpipe")
 
 # %% auto #0
 __all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'lacking_pipes', 'check_taken', 'ordering', 'why_inexact',
-           'Stream', 'global_seed', 'with_exactness', 'check_evaluations', 'resumed_stream', 'edits_due',
-           'told_difference', 'journal_of']
+           'Stream', 'global_seed', 'with_exactness', 'told_inexact', 'check_evaluations', 'resumed_stream',
+           'edits_due', 'told_difference', 'journal_of']
 
 # %% ../../nbs/runs/06_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -234,20 +234,33 @@ class Stream:
         self.restored = None
         self.has_ended = True
 
+    def give_up(self, reason: str) -> None:
+        "From here on a resumed run begins new episodes."
+        self.reason = reason
+        self.restored = None
+
     def sweep(self, checkpoints: list) -> None:
         "Remove the chunks that none of these checkpoints names. They are on disk."
         if self.chunks is not None and self.chunks.names:
             self.chunks.sweep(checkpoints)
 
     def state(self) -> dict | None:
-        "The state between two batches, as plain data; None if a resumed run begins new episodes."
+        """The state between two batches, as plain data; None if a resumed run begins new episodes.
+
+        If an environment cannot be kept any more, this is the `reason` from here on.
+        """
         if self.pipe is None or self.reason:
             return self.restored
+        try:
+            pipes = stream_state(self.pipe, self.chunks)
+        except EnvError as e:
+            self.give_up(str(e))
+            return None
         gpus = (
             dict(gpus=torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else {}
         )  # for dropout in a learner, say
         return dict(
-            pipes=stream_state(self.pipe, self.chunks),
+            pipes=pipes,
             random=capture(GlobalRandomStates().get_state()),
             accounts=capture(list(self.accounts)),
             **gpus,
@@ -284,6 +297,25 @@ def with_exactness(config: dict, pipe: Any) -> dict:
     if reason:
         _log.warning(f"When this run is resumed, it will begin new episodes: {reason}")
     return {**config, "inexact": reason}
+
+
+def told_inexact(stream: Stream, config: dict) -> bool:
+    """Has the stream become inexact since the configuration was written? Then the log and the configuration say why.
+
+    Raises `DataError` for a run that has to be exact, whose last checkpoint stays.
+    """
+    if stream.reason == config["inexact"]:
+        return False
+    if config.get("exact"):
+        raise DataError(
+            "the stream cannot go on exactly any more",
+            leaf="exact",
+            expected="an environment that can be kept at any time",
+            got=stream.reason,
+        )
+    _log.warning(f"When this run is resumed, it will begin new episodes: {stream.reason}")
+    config["inexact"] = stream.reason
+    return True
 
 
 def check_evaluations(folder: Path, config: dict, counters: dict) -> None:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['VALUES', 'MADE', 'MOST', 'ITEMS', 'label_of', 'cells_of', 'is_bound', 'hides_state', 'all_attributes',
            'attributes_of', 'set_attribute', 'Memory', 'memory_of', 'is_dense', 'dtype_of', 'array_in', 'has_own_state',
-           'made_of', 'capture']
+           'made_of', 'place_of', 'capture']
 
 # %% ../../../nbs/pipes/00_data/06_captures.ipynb #d96aa153
 import enum
@@ -299,6 +299,40 @@ def made_of(arguments: Callable) -> Callable:
     return lambda cls: MADE.setdefault(name_of(cls), (cls, arguments))[0]
 
 # %% ../../../nbs/pipes/00_data/06_captures.ipynb #f6dae7f4
+def _held_by(entry: list) -> list:
+    "`(step, code)` of what an entry of a capture holds: how it is reached, such as `.tasks`, and the number or value that stands there."
+    kind, *parts = entry
+    if kind == "object":
+        return [(f".{name}", code) for name, code in parts[1].items()]
+    if kind == "dict":
+        named = [(f"[{key!r}]" if type(key) is str else "", code) for key, code in parts[1]]
+        return [*named, *(("", key) for key, _ in parts[1])]
+    if kind == "items":
+        return [(f"[{i}]", code) for i, code in enumerate(parts[1])]
+    codes = [y for x in parts for y in (x.values() if isinstance(x, dict) else [x])]
+    return [("", code) for code in codes]
+
+
+def _is_or_has(code: Any, k: int) -> bool:
+    if type(code) is dict:
+        return any(_is_or_has(x, k) for x in code["tuple"])
+    return code == [k]
+
+
+def place_of(k: int, entries: list, name: str = "env") -> str:
+    """How the object `k` of a capture is reached, such as `env.tasks[0]`.
+
+    Args:
+        entries: of the capture, at least those before `k`
+        name: of the first object
+    """
+    for i, entry in enumerate(entries[:k]):
+        for step, code in _held_by(entry):
+            if _is_or_has(code, k):
+                return place_of(i, entries, name) + step
+    return name
+
+# %% ../../../nbs/pipes/00_data/06_captures.ipynb #14b6d672
 MOST = 1_000_000  # objects in a capture; an environment with more of them probably holds something that is not its own
 ITEMS = list, tuple, deque, set, frozenset
 _LARGE = 1000  # numbers in a bound of a space; of more of them only a checksum is kept
@@ -324,8 +358,11 @@ class _Capture:
         self.large = set()
         self.root = self.value(root)
         self.entries = []
-        for x in self.objects:  # grows in the loop
-            self.entries.append(self._entry(x))
+        for k, x in enumerate(self.objects):  # grows in the loop
+            try:
+                self.entries.append(self._entry(x))
+            except EnvError as e:
+                raise e.locate(leaf=place_of(k, self.entries)) from None
             if len(self.objects) > MOST:
                 raise EnvError(
                     "an environment holds too much", expected=f"at most {MOST:,} objects"

@@ -8,7 +8,8 @@ __all__ = ['has_state', 'layers', 'ActionLog', 'Kept', 'NotKept', 'KeptActions',
 # %% ../../../nbs/pipes/10_envs/14_kept.ipynb #cc3cd433
 import copy
 import inspect
-from collections import deque
+from collections import Counter, deque
+from contextlib import suppress
 from typing import Any
 
 import gymnasium as gym
@@ -19,7 +20,7 @@ from ..data import nested
 from ..data.errors import EnvError
 from .actions import action_rows
 from ..data.captures import capture
-from ..data.leaves import objects_in
+from ..data.leaves import object_beside, objects_in
 from ..data.restoring import restore
 from ..data.simulators import name_of
 
@@ -88,6 +89,13 @@ class Kept:
     def __init__(self, env: Any, name: str):
         self.env, self.name = env, name
 
+    held: Counter | None = None  # the objects that a new environment has; None: not known yet
+
+    def begun(self) -> None:
+        "The environment was reset for the first time. What it holds now, a new one holds as well."
+        with suppress(EnvError):  # what cannot be written down is told by `state`
+            self.held = Counter(objects_in(self._captured()))
+
     def is_layer(self, x: Any) -> bool:
         "Is `x` the environment, or another one within it, and so nothing that classes or modules hold?"
         return x is self.env or isinstance(x, (gym.Env, gym.vector.VectorEnv))
@@ -99,15 +107,21 @@ class Kept:
         "The environment is about to take this action."
 
     def state(self) -> dict:
-        "The state of the environment: texts, numbers and tensors, which later steps do not change. Raises `EnvError`."
+        """The state of the environment: texts, numbers and tensors, which later steps do not change.
 
+        Raises `EnvError`, also for an object that came later and that no new environment has, such as a function: it could not be restored.
+        """
+        state = self._captured()
+        beside = None if self.held is None else object_beside(state, self.held)
+        if beside is not None:
+            raise EnvError("no new environment has such an object", got=beside[0], leaf=beside[1])
+        return dict(keeper=self.name, **state)
+
+    def _captured(self):
         def is_opaque(x):
             return self.is_layer(x) and has_state(x)
 
-        return dict(
-            keeper=self.name,
-            **(capture(self.env, is_opaque) if self.name == "own" else capture(self.env)),
-        )
+        return capture(self.env, is_opaque) if self.name == "own" else capture(self.env)
 
     def restore(self, state: dict) -> None:
         """Give the environment a state, from which it goes on. Raises `EnvError`, which names what does not fit.
@@ -128,11 +142,15 @@ class Kept:
 
     def _restore(self, state):
         self.env.reset(seed=1)
+        self.begun()
         restore(state, self.env, in_place=self.is_layer)
 
 
 class NotKept(Kept):
     "An environment whose state cannot be kept."
+
+    def begun(self) -> None:
+        "Nothing is compared."
 
     def state(self) -> dict:
         return dict(keeper=self.name)
@@ -156,6 +174,9 @@ class KeptActions(Kept):
         self.before = None
         self.resets = []
         self.log = ActionLog()
+
+    def begun(self) -> None:
+        "Nothing is compared."
 
     def reset(self, seed: Any = None, options: Any = None) -> None:
         if self.episode and self.resets:

@@ -322,6 +322,8 @@ class EnvBatch(Batch):
     def reset_into(self, row: Row) -> None:
         with self._naming():
             self.single.reset(row)
+            for one in filter(None, self.single.kept):
+                one.begun()
         self._begin(row)
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:

@@ -201,6 +201,8 @@ class VectorBatch(Batch):
     def reset_into(self, row: Row) -> None:
         with self._naming(self.vec_name):
             self.vector.reset(row)
+            if self.one is not None:
+                self.one.begun()
         self._resetting = np.zeros(len(self), bool) if self.agents is None else self.agents.resting
         self._begin(row)
 

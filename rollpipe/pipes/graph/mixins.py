@@ -167,6 +167,8 @@ class Keeps:
         try:
             state = capture(self.kept, has_own_state)
         except EnvError as e:
+            if e.env is not None:
+                raise e.locate(pipe=self) from None  # of an environment, which names what it is
             raise CheckpointError("a pipe keeps what is no plain data", pipe=self, got=e.got) from e
         stay = {
             entry[1]

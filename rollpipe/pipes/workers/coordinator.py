@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..data.fragment_ops import with_restarts
 from ..data.captures import capture
-from ..data.errors import CheckpointError
+from ..data.errors import CheckpointError, EnvError
 from ..data.restoring import restore
 from ..graph.states import unknown_states
 from .channel import WeightPublisher
@@ -236,7 +236,9 @@ class Coordinator:
 
     def _restart(self, member, error):
         "Restart a member that has died, with its lanes and requests. Raises the error if no restart is allowed."
-        self.supervision.allow_restart(member, error, self.tells)
+        states = [self.state["lanes"][lane] for lane in member.lanes]
+        goes_on = self.tells and not any(isinstance(state, EnvError) for state in states)
+        self.supervision.allow_restart(member, error, goes_on)
         self.members.disconnect(member)
         member.process.close()
         starts = self.supervision.starts
@@ -248,7 +250,7 @@ class Coordinator:
         new.send_queued(self.pool.states)
 
     def get_state(self) -> dict:
-        "See `Lanes.beginning`. Raises `CheckpointError` if the lanes cannot tell their states."
+        "See `Lanes.beginning`. Raises `CheckpointError` if the lanes cannot tell their states, and `EnvError` of an environment."
         if self.unknown:
             raise CheckpointError(
                 "the lanes cannot tell their states", pipe=self.seam, got=self.unknown[0]
@@ -261,6 +263,9 @@ class Coordinator:
         if not self.tells:
             self._ask_states()
         lanes = dict(self.state["lanes"])
+        for state in lanes.values():
+            if isinstance(state, EnvError):
+                raise state
         return dict(
             root=self.state["root"],
             turn=list(self.schedule.turn),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.errors import PipeError
+from ..data.errors import EnvError, PipeError
 from ..fragments import Destination
 from ..graph.edits import find, nodes
 from ..lanes import lane_state, opened_into
@@ -148,11 +148,14 @@ class LaneRunner:
             )
         )
 
-    def state(self, lane: int) -> dict:
-        "The state of a lane between two of its items."
+    def state(self, lane: int) -> dict | EnvError:
+        "The state of a lane between two of its items, or why it has none: the lane itself goes on."
         if lane == self.present:
             self.states[lane].take()
-        return lane_state(self.lanes[lane], self.states[lane])
+        try:
+            return lane_state(self.lanes[lane], self.states[lane])
+        except EnvError as e:
+            return e
 
     def _stream(self):
         "The stream of the current lane, after the lane's states of the global generators are swapped in."
