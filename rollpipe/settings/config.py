@@ -341,7 +341,7 @@ def playing(config: dict, max_episode_steps: int | None = None) -> dict:
     return dict(
         env=config["env"],
         env_kwargs=env_kwargs,
-        max_steps=max(LONGEST, *filter(None, own_limits)),
+        max_steps=max([LONGEST, *filter(None, own_limits)]),
         on_limit="cut",
     )
 
