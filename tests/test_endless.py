@@ -53,7 +53,7 @@ class Endless(gym.Env):
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     gym.register("Endless-v0", Endless)
-    monkeypatch.setattr(settings, "LONGEST", 50, raising=False)
+    monkeypatch.setattr(settings, "LONGEST", 50)
     yield
     del gym.registry["Endless-v0"]
 

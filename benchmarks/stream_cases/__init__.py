@@ -33,6 +33,7 @@ REWORDED: dict = {
 }
 # New fields, of which `REV` knows nothing. Where one of them is None, that is no difference.
 ADDED: tuple = (
+    "config['max_episode_steps']",
     "restarts",
     *(f"config['options']['{name}']" for name in ("action_mask", "reward_scale")),
 )

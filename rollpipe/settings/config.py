@@ -170,7 +170,7 @@ class RunOptions(Options):
             between evaluations on fresh episodes for which the training waits, into evaluations.jsonl; 0: none
         eval_episodes: number of episodes of each of these evaluations
         max_episode_steps: largest number of steps of an episode, in training and evaluation; then it is truncated [as the environment says;
-            without a limit of its own, evaluations and films cut an episode off after 30,000 steps]
+            without a limit of its own, evaluations and films cut an episode off after 10,000 steps]
         final_episodes: number of episodes of the final evaluations of the last policy and the best one, if eval_every is in steps
         video_every: updates between films of an episode of the present policy, in the folder videos; 0: none
         workers: processes that collect, at most one per lane; 0: collect in this process
@@ -327,7 +327,7 @@ def make_config(
     return {name: as_json(x, name) for name, x in config.items()}
 
 # %% ../../nbs/settings/07_config.ipynb #48eedd67
-LONGEST = 30_000  # steps of an episode without any other limit; a game of Atari has at most 27,000
+LONGEST = 10_000  # steps of an episode without any other limit
 
 
 def playing(config: dict, max_episode_steps: int | None = None) -> dict:
@@ -342,9 +342,15 @@ def playing(config: dict, max_episode_steps: int | None = None) -> dict:
     if n is not None:
         env_kwargs = {**env_kwargs, "max_episode_steps": n}
     spec = gym.spec(check_id(config["env"]).rpartition(":")[2])
-    limit = env_kwargs.get("max_episode_steps", spec.max_episode_steps) or 0
+    own_limits = (
+        env_kwargs.get("max_episode_steps", spec.max_episode_steps),
+        spec.kwargs.get("max_num_frames_per_episode"),  # of a game of Atari
+    )
     return dict(
-        env=config["env"], env_kwargs=env_kwargs, max_steps=max(LONGEST, limit), on_limit="cut"
+        env=config["env"],
+        env_kwargs=env_kwargs,
+        max_steps=max([LONGEST, *filter(None, own_limits)]),
+        on_limit="cut",
     )
 
 # %% ../../nbs/settings/07_config.ipynb #05d2f348

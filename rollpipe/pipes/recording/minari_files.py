@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REPEATED', 'hdf5', 'set_folder', 'whole_folder', 'space_facts', 'space_of', 'write_tree', 'Room', 'Images',
-           'arrays_in', 'check_contained', 'reading']
+           'arrays_in', 'reading', 'check_contained']
 
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #f2c87094
 import errno
@@ -260,6 +260,25 @@ def arrays_in(node: Any, like: Any, n: int, name: str) -> Any:
         )
     return node
 
+
+@contextmanager
+def reading(path: Path, **where: Any) -> Iterator[None]:
+    "Make errors in the block, which reads a data set, name the set as damaged. `where` has further fields of the error."
+    try:
+        yield
+    except PipeError as e:
+        e.locate(pipe=str(path), **where)
+        raise
+    except ImportError:
+        raise
+    except Exception as e:  # a damaged file can break the reader anywhere
+        raise DataError(
+            "the data set is damaged, or is none of Minari's",
+            pipe=str(path),
+            got=describe_exception(e),
+            **where,
+        ) from e
+
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #71e595ba
 def check_contained(file: Any, most: int) -> None:
     """Raise `DataError`, which names the node, unless an open HDF5 file has all of its numbers itself.
@@ -299,22 +318,3 @@ def _check_numbers(node: Any, most: int) -> None:
         raise DataError(
             f"{node.name}: a large block", expected=f"at most {most:,} bytes", got=f"{size:,}"
         )
-
-# %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #f63f0cae
-@contextmanager
-def reading(path: Path, **where: Any) -> Iterator[None]:
-    "Make errors in the block, which reads a data set, name the set as damaged. `where` has further fields of the error."
-    try:
-        yield
-    except PipeError as e:
-        e.locate(pipe=str(path), **where)
-        raise
-    except ImportError:
-        raise
-    except Exception as e:  # a damaged file can break the reader anywhere
-        raise DataError(
-            "the data set is damaged, or is none of Minari's",
-            pipe=str(path),
-            got=describe_exception(e),
-            **where,
-        ) from e
