@@ -4,6 +4,7 @@ from .data import nested, returns
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker, Minibatcher, ToDevice
 from .data.fragment import Fragment, State
+from .data.fragment_ops import with_rewards
 from .envs.with_image import WithImage
 from .episodes import EpisodeCollector
 from .data.errors import (
@@ -104,6 +105,7 @@ __all__ = [
     "rollout",
     "rollouts",
     "startup",
+    "with_rewards",
     "DataLoader2",  # pyright: ignore[reportUnsupportedDunderAll]  `__getattr__` finds it
 ]
 
