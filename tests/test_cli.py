@@ -1461,7 +1461,7 @@ def test_evaluations_are_recorded_while_training_and_the_last_one_is_shown(tmp_p
         (("--lag", "-1"), "lag"),
         (("--workers", "-1"), "got workers=-1"),
         (("--order", "random"), "order"),
-        (("--eval-every", "-1"), "eval_every"),
+        (("--eval-every", "-1"), "--eval-every"),
     ],
 )
 def test_wrong_options_of_workers_are_refused(tmp_path, capsys, words, told):

@@ -474,7 +474,7 @@ def main(argv: list | None = None) -> int:
         if "--debug" in words:
             raise
         if isinstance(e, PipeError):
-            e.leaf = _as_typed(args, e.leaf)
+            e.leaf = _as_typed(args, words, e.leaf)
         plain = isinstance(e, (UsageError, PipeError, OSError, ImportError))
         text = f"error: {e}" if plain else f"error: {type(e).__name__}: {e} (--debug shows where)"
         print(text, *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
@@ -487,12 +487,14 @@ def _flags(args: Namespace) -> dict:
     return {flag[2:].replace("-", "_"): flag for flag in flags}
 
 
-def _as_typed(args: Namespace, leaf: str | None) -> str | None:
-    "The leaf of an error; that of an option as it is typed, such as `--lr` or `--set lr`."
+def _as_typed(args: Namespace, words: list, leaf: str | None) -> str | None:
+    "The leaf of an error; that of an option as it is typed, such as `--lr` or `--set lr`. A key of a file may have the name of a flag."
     if any(word.startswith(f"{leaf}=") for word in getattr(args, "set", ())):
         return f"--set {leaf}"
     known = {x.name: x.flag for name in ALGORITHMS for x in (*TYPED_OPTIONS, *options_for(name))}
-    return {**known, **_flags(args)}.get(str(leaf), leaf)
+    flag = _flags(args).get(str(leaf))
+    is_typed = any(word.partition("=")[0] == flag for word in words)
+    return flag if is_typed else known.get(str(leaf), leaf)
 
 
 def _refuse_changes(words: list) -> None:
