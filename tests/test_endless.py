@@ -254,6 +254,8 @@ def test_a_vector_that_does_not_end_is_refused_when_it_does_not_end():
     with pytest.raises(EnvError, match="does not end.*a time limit"):
         evaluate(vector, actor, 2, max_steps=20)
     short = lambda: gym.wrappers.TimeLimit(Endless(), 6)
+    factory = lambda: gym.vector.SyncVectorEnv([short] * 4, autoreset_mode="SameStep")
+    assert evaluate(factory, actor, 4, max_steps=20).lengths.tolist() == [6] * 4
     vector = gym.vector.SyncVectorEnv([short] * 2, autoreset_mode="SameStep")
     assert evaluate(vector, actor, 4, max_steps=20).lengths.tolist() == [6] * 4
 

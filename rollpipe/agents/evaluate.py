@@ -141,16 +141,16 @@ class _CutOff(gym.Wrapper):
 
 
 class _Cutter(EnvFactory):
-    """A factory of one environment whose episodes are cut off after `max_steps` steps.
+    """A factory of environments whose episodes are cut off after `max_steps` steps. They go to the list `made`, one after another.
 
-    `env` is that environment; None for a vector, which stays as it is, or raises `EnvError` if it `must_cut`.
+    A vector stays as it is, and does not count as made, or raises `EnvError` if it `must_cut`.
     """
 
     takes_seed = True
-    env = None
 
-    def __init__(self, factory, max_steps, closes, must_cut):
+    def __init__(self, factory, made, max_steps, closes, must_cut):
         self.source = factory
+        self.made = made
         self.max_steps = max_steps
         self.closes = closes
         self.must_cut = must_cut
@@ -159,7 +159,8 @@ class _Cutter(EnvFactory):
     def __call__(self, seed=None):
         env = self.source(seed)
         if not is_vector(env):
-            env = self.env = _CutOff(env, self.max_steps)
+            env = _CutOff(env, self.max_steps)
+            self.made.append(env)
         elif self.must_cut:
             if self.closes:
                 close_env(env, self.name)
@@ -303,7 +304,7 @@ def evaluate(
     sources = factories = _sources(env, n_episodes, n_envs, env_kwargs, render, close)
     recorders = []
     window = None
-    cutters = []
+    limited: list[_CutOff] = []  # the environments whose episodes are cut off
     quota = quotas(n_episodes, sum(source.n_envs for source in sources))
     if record is not None:
         check_film(record)
@@ -316,9 +317,10 @@ def evaluate(
     elif render:
         sources = [window := Window(sources[0], close), *sources[1:]]
     if on_limit != "raise":
-        sources = cutters = [
-            _Cutter(factory, max_steps, close, on_limit == "cut") for factory in sources
-        ]
+        options = limited, max_steps, close, on_limit == "cut"
+        # a source that stands at several places stays one, because it may make a vector
+        cutters = {id(factory): _Cutter(factory, *options) for factory in sources}
+        sources = [cutters[id(factory)] for factory in sources]
     stepper = EnvStepper(
         sources,
         actor,
@@ -339,8 +341,7 @@ def evaluate(
         for b, *episode in _play(
             _until_closed(ticks, window) if window else ticks, quota, max_steps, rows
         ):
-            limit = cutters[b].env if b < len(cutters) else None
-            done[b].append((*episode, limit is not None and limit.cut))
+            done[b].append((*episode, bool(limited) and limited[b].cut))
             if on_episode:
                 on_episode(*episode[:2])
     # Afterwards, because the first environments of a factory are those of the evaluation.
