@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import gymnasium as gym
@@ -151,6 +152,10 @@ def test_ctrl_c_is_the_end_too(tmp_path, name, code):
 
 @pytest.fixture
 def no_display(monkeypatch):
+    # Without a display SDL tries Mesa, which loads its LLVM for all to see. Triton, which torch's CUDA builds import
+    # with the compiler, crashes if it loads its own LLVM after that.
+    with suppress(ImportError):
+        import triton  # noqa: F401
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"):
         monkeypatch.delenv(name, raising=False)
     pygame.quit()
