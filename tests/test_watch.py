@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import gymnasium as gym
 import numpy as np
@@ -155,6 +155,10 @@ def test_ctrl_c_is_the_end_too(tmp_path, name, code):
 
 @pytest.fixture
 def no_display(monkeypatch):
+    # Without a display SDL tries Mesa, which loads its LLVM for all to see. Triton, which torch's CUDA builds import
+    # with the compiler, crashes if it loads its own LLVM after that.
+    with suppress(ImportError):
+        import triton  # noqa: F401
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"):
         monkeypatch.delenv(name, raising=False)
     pygame.quit()
