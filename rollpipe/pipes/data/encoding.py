@@ -130,7 +130,7 @@ def decode(code: Any, tensors: dict, depth: int = 0, most: float = math.inf) -> 
 
     Args:
         code: what `encode` returned
-        tensors: name -> tensor
+        tensors: name -> tensor; those with strides are taken out, because each may be spread once
         depth: how many containers are around `code`
         most: bytes over which the elements of one tensor may be spread
     """
