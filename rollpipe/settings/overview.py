@@ -34,10 +34,10 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         "A word that is none of the choices is often a misspelled one."
-        from ..pipes.data.errors import similar  # imports all of rollpipe.pipes
-
         if action.choices is None or value in action.choices:
             return
+        from rollpipe.pipes.data.errors import similar  # imports all of rollpipe.pipes
+
         near = similar(value, action.choices)
         choices = ", ".join(map(str, action.choices))
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {choices}"

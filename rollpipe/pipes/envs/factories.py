@@ -96,7 +96,9 @@ def _unknown_id(env_id: str, error: Exception) -> EnvError:
     prefix = f"{module}:" if module else ""
     near = [prefix + known for known in similar(name, gym.registry, cutoff=0.5)]
     hint = (
-        f"one of the nearest known ids: {', '.join(near)}" if near else "an id that is registered"
+        f"one of the nearest known ids: {', '.join(near)}"
+        if near
+        else "an id of gymnasium's registry"
     )
     if module:
         hint += f"; or one of your own, after `gymnasium.register('{name}-v0', {name})` in {module}: '{module}:{name}-v0'"
