@@ -1,8 +1,11 @@
 "Whatever is wrong: a clear error that names pipe, lane, environment and leaf, what was expected and what came."
 
+import re
+import sys
 from collections import OrderedDict
 from functools import partial
 from itertools import islice
+from types import ModuleType
 from typing import NamedTuple
 
 import gymnasium as gym
@@ -24,6 +27,15 @@ from tensor_worlds import Planned
 from toys import Constant, Counting, Failing, Ledger, Nested, NestedMemory, Plain, Valued
 
 from rollpipe.cli.main import main
+from rollpipe.pipes.data.errors import CheckpointError
+from rollpipe.pipes.envs.factories import space_spec
+from rollpipe.pipes.envs.kept import Keeper
+from rollpipe.pipes.recording.replayer import parts_in
+from rollpipe.runs import resume, start, train
+from rollpipe.runs.asking import view
+from rollpipe.runs.changes import options_in
+from rollpipe.runs.folder import load_run
+from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.settings.config import make_config
 from rollpipe.layers import (
     GRU,
@@ -1774,3 +1786,132 @@ def test_sizes_of_an_encoder(name, value):
 )
 def test_sizes_of_layers(make, value):
     failure(DataError, lambda: make(value), "out of range", "Expected an integer", f"={value!r}")
+
+
+class Inventory(gym.Env):
+    observation_space = Box(0, 1, (2,))
+    action_space = Discrete(2)
+
+
+NO_IDS = [
+    (Inventory, "'Inventory-v0', after `gymnasium.register('Inventory-v0', Inventory)`"),
+    (lambda: Inventory(), "after `gymnasium.register('Own-v0', Own)`"),
+    (gym.make("CartPole-v1"), "Expected the id 'CartPole-v1'"),
+    (gym.spec("CartPole-v1"), "Expected the id 'CartPole-v1'"),
+    (None, "got None"),
+]
+
+
+@pytest.mark.parametrize("env, way_out", NO_IDS)
+def test_a_run_needs_the_id_of_its_environment(env, way_out):
+    problem = "leaf env: a run needs the id of its environment"
+    for preset in ("none", "auto"):
+        failure(
+            DataError,
+            lambda preset=preset: make_config("ppo", env, preset=preset),
+            problem,
+            way_out,
+        )
+
+
+def test_the_part_of_a_configuration_that_json_cannot_write_is_named():
+    kwargs = dict(size=[1, np.float32(2)])
+    parts = "leaf env_kwargs['size'][1]: JSON cannot write this value", "got float32 2.0"
+    failure(DataError, lambda: make_config("ppo", "CartPole-v1", env_kwargs=kwargs), *parts)
+    loop = []
+    loop.append(loop)
+    failure(
+        DataError,
+        lambda: make_config("ppo", "CartPole-v1", env_kwargs=dict(x=loop)),
+        "leaf env_kwargs",
+    )
+
+
+class MissionSpace(gym.Space):
+    "As that of minigrid: texts that a function makes."
+
+    def __init__(self):
+        super().__init__((), str)
+
+
+@pytest.mark.parametrize(
+    "space", [MissionSpace(), Text(4), Graph(Box(0, 1), None), Sequence(Discrete(2))]
+)
+def test_the_wrapper_for_a_space_without_an_array_form_is_named(space):
+    seen = Dict(image=Box(0, 1, (2,)), mission=space)
+    parts = "leaf observation_space['mission']", "gymnasium.wrappers: FilterObservation"
+    failure(SpaceError, lambda: space_spec(seen, "observation_space"), *parts)
+    failure(SpaceError, lambda: space_spec(space, "action_space"), "wrappers: TransformAction")
+    assert {"FilterObservation", "TransformObservation", "TransformAction"} <= vars(
+        gym.wrappers
+    ).keys()
+
+
+def test_what_was_found_when_environments_were_kept_is_told_in_words():
+    broken = dict(attributes="EnvError: no.", replay="EnvError: no.")
+    assert Keeper("none", broken).why == "attributes, replay: EnvError: no"
+    keeper = Keeper("none", {"0 (A)": broken, "1 (B)": dict(own="other")})
+    assert keeper.why == "0 (A): attributes, replay: EnvError: no; 1 (B): own: other"
+
+
+def test_data_of_another_kind_name_the_pipe_that_reads_them(tmp_path):
+    (tmp_path / "main_data.hdf5").write_bytes(b"x")
+    for path in (tmp_path, tmp_path / "main_data.hdf5", tmp_path / "nothing"):
+        failure(DataError, lambda path=path: parts_in(path), "no recording here", "`from_minari`")
+
+
+class Wide(gym.Env):
+    "A wide world. How wide it is, and what it takes, may change after a run has begun."
+
+    observation_space = Box(-1, 1, (3,))
+    action_space = Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 1.0, True, False, {}
+
+
+@pytest.fixture
+def run_of_a_module(tmp_path, monkeypatch):
+    "The folder of a run of `Wide`, whose id a module registers."
+    module = ModuleType("wide_world")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(gym.registry, "Wide-v0", gym.envs.registration.EnvSpec("Wide-v0", Wide))
+    options = dict(n_steps=8, n_envs=1, engine="torch")
+    config = make_config("ppo", "Wide-v0", options, steps=8, imports=[module.__name__])
+    train(start(tmp_path / "run", config), progress=False, tensorboard=False)
+    return tmp_path / "run"
+
+
+CHANGED = dict(
+    observation_space=(Box(-1, 1, (4,)), r"observation_space Box\(-1.0, 1.0, \(4,\)"),
+    action_space=(Discrete(5), r"action_space Discrete\(5\)"),
+)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_spaces_that_changed_since_the_run_are_named(name, run_of_a_module, monkeypatch, capsys):
+    space, text = CHANGED[name]
+    monkeypatch.setattr(Wide, name, space)
+    expected = f"Wide-v0: the checkpoint does not fit the agent. Expected the spaces, .*{text}"
+    with pytest.raises(CheckpointError, match=expected):
+        resume(run_of_a_module, 16)
+    assert main(["evaluate", str(run_of_a_module)]) == 2
+    assert re.search(expected, capsys.readouterr().err)
+
+
+def test_a_run_is_asked_and_watched_without_the_modules_that_it_needs(run_of_a_module, monkeypatch):
+    monkeypatch.delitem(sys.modules, "wide_world")
+    with pytest.raises(CheckpointError, match="--import wide_world"):
+        load_run(run_of_a_module)
+    assert options_in(["keep=2", "lr=1e-4"], run_of_a_module) == dict(keep=2, lr=1e-4)
+    with pytest.raises(DataError, match="there is no option 'kep'. Expected keep"):
+        options_in(["kep=2"], run_of_a_module)
+    shown = view(run_of_a_module)
+    assert "ppo on Wide-v0" in shown and "steps_per_s" in shown
+    assert shown.count("--import") == 1  # for the drawing of the pipeline, which has to be built
+    monkeypatch.delitem(ALGORITHMS, "ppo")  # as one that the module registers
+    assert options_in(["keep=2", "lr=1e-4"], run_of_a_module) == dict(keep=2, lr=1e-4)

@@ -753,6 +753,20 @@ MISTAKES = [
     ),
     ("train", "which algorithm.*trpo"),
     ("train trpo", "required: ENV"),
+    ("train ppo CartPole-v1 --lr -1", "^error: --lr: PPO: out of range. Expected 0 <= lr < inf"),
+    ("fork RUN --set lr=-1 --out FORK", "--set lr: .*out of range|no option 'lr'"),
+    ("trian ppo CartPole-v1", "'trian'; did you mean train[?]"),
+    ("train pppo CartPole-v1", "'pppo'; did you mean ppo[?].*--import"),
+    ("list algoritms", "'algoritms'; did you mean algorithms[?]"),
+    ("list options pppo", "Expected ppo, or one of --import, got pppo"),
+    ("export RUN --to onx", "'onx'; did you mean onnx[?]"),
+    ("fork RUN --st clip=0.1 --out FORK", "unknown argument --st; did you mean --set[?]"),
+    ("tune ppo CartPole-v1 --trails 3", "unknown argument --trails; did you mean --trials"),
+    ("evaluate RUN --episode 3", "unknown argument --episode; did you mean --episodes[?]"),
+    ("train ppo CartPole-v1 --preset cartpole-V1", "no preset.*Expected CartPole-v1, auto"),
+    ("train ppo cartpole-V1", "nearest known ids: CartPole-v1"),
+    ("train ppo nowhere:Own", "module of .* 'nowhere:Own' cannot be imported.*named 'nowhere'"),
+    ("train ppo toys:Plain", "gymnasium.register.'Plain-v0', Plain.. in toys: 'toys:Plain-v0'"),
     ("train trpo Pendulum-v1 --max-lk 1", "--max-lk.*did you mean --max-kl"),
     ("train trpo Pendulum-v1 --gamma x", "--gamma: invalid float value: 'x'"),
     ("train trpo Pendulum-v1 --steps 1.5", "--steps: invalid int value: '1.5'"),
@@ -838,9 +852,9 @@ MISTAKES = [
     ),
     ("train --resume RUN/..", "there is no run in this folder. Expected for example .*run"),
     ("evaluate RUN/..", "there is no run in this folder. Expected for example .*run"),
-    ("evaluate RUN --seed -1", "leaf seed: not a seed. Expected an integer >= 0, got -1"),
-    ("watch RUN --record film.gif --seed -1", "leaf seed: not a seed"),
-    ("pack RUN --out packed --seed -1", "leaf seed: not a seed"),
+    ("evaluate RUN --seed -1", "--seed: not a seed. Expected an integer >= 0, got -1"),
+    ("watch RUN --record film.gif --seed -1", "--seed: not a seed"),
+    ("pack RUN --out packed --seed -1", "--seed: not a seed"),
     (
         "plot RUN --out curve.foo",
         "unknown kind of picture. Expected a path ending in .png, .svg or .pdf, got curve.foo",
@@ -849,11 +863,11 @@ MISTAKES = [
     ("pack RUN --out BROKEN", "broken: this is a file. Expected a folder"),
     (
         "train trpo CartPole-v1 --record-limit 5GB",
-        "leaf record_limit: a limit, but no recording. Expected --record, got '5GB'",
+        "--record-limit: a limit, but no recording. Expected --record, got '5GB'",
     ),
     (
         "train trpo CartPole-v1 --std abc",
-        "^error: .*leaf std: unknown kind. Expected 'free', 'fixed' or 'state', got 'abc'",
+        "^error: .*--std: unknown kind. Expected 'free', 'fixed' or 'state', got 'abc'",
     ),
     ("train trpo CartPole-v1 --hidden 8,0", r"an integer hidden\[1\] >= 1, got hidden\[1\]=0"),
     ("train trpo CartPole-v1 --hidden 64.5", "--hidden: invalid int or int,int value: '64.5'"),
@@ -903,7 +917,7 @@ def test_checkpoint_that_does_not_fit_the_agent(run, capsys):
     save_checkpoint(run / "checkpoint.safetensors", Same(), config, found.counters)
     assert rollpipe("evaluate", run) == 2
     assert (
-        "not a configuration that was saved (leaf --hidden: there are no such layers in the file"
+        "not a configuration that was saved (--hidden: there are no such layers in the file"
         in capsys.readouterr().err
     )
 
@@ -990,7 +1004,7 @@ def test_a_strangers_sizes_are_compared_with_the_file(
     (name,) = harm
     with pytest.raises(
         CheckpointError,
-        match=f"leaf --{name.replace('_', '-')}: there are no such layers in the file",
+        match=f"--{name.replace('_', '-')}: there are no such layers in the file",
     ):
         load_agent(folder)
 

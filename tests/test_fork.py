@@ -626,7 +626,7 @@ def test_what_has_been_learned_since_is_refused(tmp_path):
     for name in ("first_temperature", "temperature"):
         with pytest.raises(
             DataError,
-            match=f"leaf {name}: .*state.(log_temperature|descents) is what the run has made of it since",
+            match=f"leaf {name}: .*has learned since its start depends on it .state.(log_temperature|descents)",
         ):
             fork(parent.folder, tmp_path / "fork", **{name: 0.5})
     trpo = trained(tmp_path / "trpo", "trpo", 320)
@@ -880,10 +880,10 @@ def test_the_command(tmp_path, capsys):
     )
     for more, text in [
         ([], "exists already"),
-        (["--overwrite", "--set", "n_envs=3"], "leaf n_envs: a fork of"),
+        (["--overwrite", "--set", "n_envs=3"], "--set n_envs: a fork of"),
         (["--overwrite", "--set", "max_kl=1"], "there is no option 'max_kl'"),
         (["--set", "lr"], "NAME=VALUE"),
-        (["--set", "lr=x"], "leaf lr: wrong type of value"),
+        (["--set", "lr=x"], "--set lr: wrong type of value"),
         (["--overwrite", "--set", "at=3"], "there is no option 'at'"),
         (["--overwrite", "--set", "edits=ab"], "there is no option 'edits'"),
     ]:

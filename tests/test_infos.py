@@ -373,6 +373,21 @@ def ticks(tell, n, **kwargs):
     return list(islice(EnvStepper([partial(Telling, tell)] * 2, Plain(), **kwargs), n))
 
 
+def told_name(step):
+    return {"x": step, "name": f"step {step}"}
+
+
+def test_several_workers_say_once_what_is_left_out(caplog, capfd):
+    pipe = Lanes(
+        FragmentCollector(EnvStepper(partial(Telling, told_name), Plain(), 2), 5), n=4, seed=5
+    )
+    with DataLoader2(pipe, reading_service=ProcessReading(2)) as loader:
+        assert all(set(f.env) == {"x"} for f in islice(loader, 8))
+    (said,) = warnings_in(caplog)
+    assert "'name' (it is not numeric: 'step 1')" in said
+    assert "not recorded" not in capfd.readouterr().err
+
+
 def test_what_is_left_out_is_said_once(caplog):
     def tell(step):
         return {"x": step, "name": f"step {step}", "_own": 1} | (

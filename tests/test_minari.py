@@ -32,10 +32,11 @@ from rollpipe.pipes import (
     nested,
     returns,
 )
-from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.pipes.data.errors import CheckpointError, DataError, SpaceError
 from rollpipe.pipes.data.fragment import Fragment
 from rollpipe.pipes.data.fragment_ops import join
 from rollpipe.pipes.graph.states import restore_stream, stream_state
+
 from rollpipe.pipes.recording import from_minari, to_minari, whole_episodes
 from rollpipe.pipes.recording.minari_source import dealt
 
@@ -1157,3 +1158,21 @@ def test_a_set_of_minaris_collector_is_the_same_after_it_was_played_and_written(
             strict=True,
         ):
             np.testing.assert_array_equal(a, b)
+
+
+def test_a_space_and_a_fact_that_a_set_cannot_have_are_named(tmp_path):
+    space = gym.spaces.Dict(mission=gym.spaces.Text(4))
+    facts = dict(type="Dict", subspaces=dict(mission=dict(type="Text", max_length=4)))
+    folder = tmp_path / "texts-v0" / "data"
+    folder.mkdir(parents=True)
+    about = dict(observation_space=json.dumps(facts), action_space='{"type": "Discrete", "n": 2}')
+    (folder / "metadata.json").write_text(json.dumps(about))
+    with pytest.raises(
+        SpaceError, match=r"leaf observation_space\['mission'\].*FilterObs.*got Text"
+    ):
+        from_minari("texts-v0", 4, folder=tmp_path)
+    with pytest.raises(SpaceError, match=r"leaf observation_space\['mission'\]"):
+        to_minari([], "more-v0", observation_space=space, action_space=space, folder=tmp_path)
+    with pytest.raises(DataError, match=r"leaf metadata\['by'\]\[1\]: JSON cannot.*got \{2\}"):
+        to_minari([], "more-v0", "CartPole-v1", metadata=dict(by=["me", {2}]), folder=tmp_path)
+    assert not (tmp_path / "more-v0").exists()

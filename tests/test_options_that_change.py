@@ -347,8 +347,7 @@ def test_the_command_line_reads_schedules_and_says_what_is_wrong(tmp_path, monke
         assert rollpipe(*words[:-1], "other", flag, value) == 2 and text in capsys.readouterr().err
     assert rollpipe("train", "--resume", "run", "--steps", "256") == 2
     assert (
-        "leaf critic_lr: the schedule falls to 0 before the training ends"
-        in capsys.readouterr().err
+        "--critic-lr: the schedule falls to 0 before the training ends" in capsys.readouterr().err
     )
 
 

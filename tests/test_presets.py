@@ -150,7 +150,7 @@ def test_more_steps_than_the_learning_rates_of_a_preset_last_are_refused_at_once
         "--quiet",
     ]
     run = tmp_path / "run"
-    told = "leaf decay_steps: the learning rates fall to 0 before the training ends. Expected 0, or at least the steps of the training"
+    told = "--decay-steps: the learning rates fall to 0 before the training ends. Expected 0, or at least the steps of the training"
     assert rollpipe(*words, "--steps", "96") == 2 and not run.exists()
     assert f"{told}, as by --decay-steps 96 for a new run, got 64." in capsys.readouterr().err
     assert rollpipe(*words) == 0
@@ -407,11 +407,11 @@ def test_autotune_begins_with_the_preset_and_may_change_it(presets):
         ("steps = 900\n[option]\nlr = 1", "own.toml: there is no table 'option'. Expected options"),
         (
             "lr = '1e-3'",
-            "leaf lr: .*own.toml: wrong type of value. Expected float or schedule, got '1e-3'",
+            "--lr: .*own.toml: wrong type of value. Expected float or schedule, got '1e-3'",
         ),
-        ("steps = 1e5", "leaf steps: .*own.toml: wrong type of value. Expected int, got 100000.0"),
-        ("double = 1", "leaf double: .*wrong type of value. Expected bool, got 1"),
-        ("hidden = [64, 'x']", "leaf hidden: .*own.toml"),
+        ("steps = 1e5", "--steps: .*own.toml: wrong type of value. Expected int, got 100000.0"),
+        ("double = 1", "--double: .*wrong type of value. Expected bool, got 1"),
+        ("hidden = [64, 'x']", "--hidden: .*own.toml"),
         ("lr = 1\nlr = 2", r"own.toml: not TOML \(Cannot overwrite a value"),
         ("lr = 1e-3\n\n[CartPole-v1\n", "own.toml: not TOML .*line 3"),
         ("[Taxi-v4]\nlr = 1", "own.toml: has nothing for CartPole-v1.*got Taxi-v4"),
@@ -424,7 +424,7 @@ def test_autotune_begins_with_the_preset_and_may_change_it(presets):
             "imports = ['moons']\nlr = 1",
             "own.toml: its run needs a module. Expected --import moons",
         ),
-        ("env_kwargs = 3\nlr = 1", "leaf env_kwargs: .*own.toml"),
+        ("env_kwargs = 3\nlr = 1", "--env-kwargs: .*own.toml"),
         ("preset = 'cart'\nlr = 1", "dqn has no preset 'cart'"),
         ("lr = -1", "lr.*got -1"),
     ],
@@ -588,7 +588,7 @@ def test_what_needs_an_extra_is_marked(capsys, monkeypatch):
     "words, told",
     [
         ("options", "options of which algorithm? Expected trpo"),
-        ("options dqm", "unknown algorithm. Expected trpo"),
+        ("options dqm", "unknown algorithm. Expected dqn, or one of --import, got dqm"),
         ("envs dqm", "unknown algorithm"),
         ("presets dqm", "unknown algorithm"),
         ("algorithms dqn", "takes no name"),

@@ -192,6 +192,17 @@ def test_the_interval_of_the_improvement_is_that_of_all_pairs_of_resamples():
     assert improvement_interval([x], [y[:1]]) is None
 
 
+def test_an_improvement_of_all_runs_has_an_interval_with_a_width():
+    "The bound is the probability with which that many independent pairs all come out so in 2.5 % of the cases."
+    few = np.array([1.0, 2.0, 3.0])
+    many = np.array([5.0, 6.0, 7.0, 8.0])
+    for n_tasks in (1, 4):
+        low, high = improvement_interval([few] * n_tasks, [many] * n_tasks)
+        assert low == 0 < high < 1 and (1 - high) ** (3 * n_tasks) == pytest.approx(0.025)
+        assert improvement_interval([many] * n_tasks, [few] * n_tasks) == (1 - high, 1)
+    assert improvement_interval([few * 0], [many * 0]) is None
+
+
 @given(st.lists(st.integers(0, 4), max_size=8), st.integers(0, 4))
 def test_steps_to_a_threshold_against_a_loop(returns, threshold):
     found = math.inf

@@ -736,3 +736,12 @@ PIPES = {
 @pytest.mark.parametrize("name", PIPES)
 def test_sound_pipes_pass(name):
     assert check_pipe(PIPES[name]) == []
+
+
+def test_what_breaks_no_rule_is_told(capsys):
+    assert (
+        check_env("CartPole-v1") == [] and capsys.readouterr().out == "CartPole-v1 breaks no rule\n"
+    )
+    assert check_env("CartPole-v1", raises=False) == [] and not capsys.readouterr().out
+    assert check_actor(MLPPolicy.for_env("CartPole-v1"), "CartPole-v1") == []
+    assert capsys.readouterr().out == "MLPPolicy breaks no rule\n"

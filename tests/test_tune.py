@@ -80,7 +80,7 @@ def test_training_accepts_the_preset(here, capsys):
     assert found["options"]["hidden"] == [4] and "n_envs" not in best
     found = best_of(study()).user_attrs["returns"][0]
     assert (
-        f"# {found:.0f}: mean returns of 10 episodes after 64 steps, seeds 7"
+        f"# {found:.3g}: mean returns of 10 episodes after 64 steps, seeds 7"
         in (here / preset).read_text()
     )
 
@@ -310,9 +310,10 @@ def test_what_cannot_be_right_is_refused(here, curves, capsys):
         "--record",
         "--name x",
     ):
-        name = words.split()[0].strip("-").replace("-", "_")
+        flag = words.split()[0]
+        name = flag.strip("-").replace("-", "_")
         refused(
-            f"{name}: a trial leaves no run, and ends only after its steps or by its --evaluations. Expected {name}=",
+            f"{flag}: a trial leaves no run, and ends only after its steps or by its --evaluations. Expected {name}=",
             *words.split(),
         )
     refused("lag: rollpipe tune trains in its own process. Expected lag=0", "--lag", "1")

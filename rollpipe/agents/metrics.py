@@ -6,7 +6,6 @@
 __all__ = ['METRICS', 'LONGEST_NAME', 'OF_THE_LOOP', 'check_metrics', 'near_metric', 'added', 'mean_metrics', 'EpisodeReturns']
 
 # %% ../../nbs/agents/00_metrics.ipynb #ac9b36d5
-import difflib
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 import rollpipe.ranks as ranks
 from ..pipes.data.fragment import Fragment
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, similar
 from ..pipes.taps import EpisodeAccount
 
 # %% ../../nbs/agents/00_metrics.ipynb #4c9e415f
@@ -173,11 +172,7 @@ def _number(name, value):
 
 def near_metric(name: str) -> str | None:
     "The name in `METRICS` that `name` probably misspells, or None. A name with a slash is never a misspelling."
-    return (
-        next(iter(difflib.get_close_matches(name, METRICS, 1, cutoff=0.8)), None)
-        if "/" not in name
-        else None
-    )
+    return next(iter(similar(name, METRICS, 1, cutoff=0.8)), None) if "/" not in name else None
 
 # %% ../../nbs/agents/00_metrics.ipynb #09027376
 OF_THE_LOOP = (

@@ -59,6 +59,7 @@ class _Later(Parser):
 def _parser_of(algorithm, runs, **kwargs):
     "The parser of a command for one algorithm."
     parser = Parser(**kwargs)
+    parser.set_defaults(parser=parser)
     parser.add_argument("env", metavar="ENV", help="gymnasium id, such as Pendulum-v1")
     if runs:
         _add_folders(parser)

@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 
 from .algorithms import COMMON, add_algorithms
-from ..settings.algorithms import load_plugins, options_for
+from ..settings.algorithms import ALGORITHMS, load_plugins, options_for
 from ..settings.config import allow_edits
 from rollpipe.runs.commands import (
     PLOT_OPTIONS,
@@ -347,12 +347,13 @@ def build_parser() -> Parser:
     load_plugins()
     debug, policy, playing, settings, common = _parent_parsers()
     parser, commands = top_parser(debug)
+    parser.set_defaults(parser=parser)
 
     def command(name, function, parents):
         sub = commands.add_parser(
             name, parents=parents, help=COMMANDS[name], description=COMMANDS[name]
         )
-        sub.set_defaults(function=function)
+        sub.set_defaults(function=function, parser=sub)
         return sub
 
     sub = command("train", train_or_experiment, [common])
@@ -430,6 +431,7 @@ def main(argv: list | None = None) -> int:
         int: exit code: 0, 2 for an error, 128 and the number of the signal after Ctrl-C (130), SIGTERM (143) or SIGHUP (129)
     """
     words = sys.argv[1:] if argv is None else argv
+    args = Namespace()
     try:
         modules = _import_modules(words)
         _refuse_changes(words)
@@ -458,10 +460,26 @@ def main(argv: list | None = None) -> int:
             return 0
         if "--debug" in words:
             raise
+        if isinstance(e, PipeError):
+            e.leaf = _as_typed(args, e.leaf)
         plain = isinstance(e, (UsageError, PipeError, OSError, ImportError))
         text = f"error: {e}" if plain else f"error: {type(e).__name__}: {e} (--debug shows where)"
         print(text, *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
         return 2
+
+
+def _flags(args: Namespace) -> dict:
+    "The name of each option of the command -> the option as it is typed."
+    flags = args.parser.flags() if hasattr(args, "parser") else ()
+    return {flag[2:].replace("-", "_"): flag for flag in flags}
+
+
+def _as_typed(args: Namespace, leaf: str | None) -> str | None:
+    "The leaf of an error; that of an option as it is typed, such as `--lr` or `--set lr`."
+    if any(word.startswith(f"{leaf}=") for word in getattr(args, "set", ())):
+        return f"--set {leaf}"
+    known = {x.name: x.flag for name in ALGORITHMS for x in (*TYPED_OPTIONS, *options_for(name))}
+    return {**known, **_flags(args)}.get(str(leaf), leaf)
 
 
 def _refuse_changes(words: list) -> None:
@@ -492,15 +510,7 @@ def _explain_unknown(args: Namespace, word: str) -> str:
         return "rollpipe train: either --resume RUN or ALGO ENV, not both"
     if name in _OF_A_RUN:
         return f"{word} is an option of `rollpipe train`, and rollpipe {args.command} makes no run"
-    flags = (
-        [o.flag for o in options_for(args.algorithm) + TYPED_OPTIONS]
-        if getattr(args, "algorithm", None)
-        else []
-    )
-    known = {
-        flag[2:].replace("-", "_"): flag
-        for flag in (*flags, *(_OF_A_RUN if args.command == "train" else ()))
-    }
+    known = _flags(args)
     near = [known[x] for x in nearest(name[2:].replace("-", "_"), known, 2)]
     return f"unknown argument {word}" + (
         f"; did you mean {' or '.join(near)}?"

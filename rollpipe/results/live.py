@@ -49,7 +49,7 @@ html h3 { margin: 1em 0 .3em; }
 def _form(k: int, folder: Path) -> str:
     "The buttons for a run, and a field that suggests its options."
     try:
-        options = load_run(folder).config["options"]
+        options = load_run(folder, builds=False).config["options"]
     except (PipeError, OSError):
         options = {}  # the folder is gone
     known = "".join(

@@ -5,7 +5,6 @@
 # %% ../../nbs/results/01_spec.ipynb #5b72c9e3
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from ..settings.algorithms import ALGORITHMS, options_for
 from ..settings.config import RUN_OPTIONS, RunOptions
 from ..settings.options import parse_seeds
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, similar
 from ..settings.files import checked, read_table
 
 # %% auto #0
@@ -90,7 +89,7 @@ def _check_names(table: dict, known: tuple, where: str) -> None:
     for name in table:
         if name in known:
             continue
-        near = difflib.get_close_matches(name, known, 3)
+        near = similar(name, known)
         raise DataError(f"{where}: there is no key {name!r}", expected=", ".join(near or known))
 
 
@@ -189,7 +188,7 @@ def _rows(table: dict, where: str) -> list:
     _check_names(table, _OF_A_ROW, where)
     algorithm = need_value(table, "algorithm", "a text", where)
     if algorithm not in ALGORITHMS:
-        near = difflib.get_close_matches(algorithm, ALGORITHMS, 3)
+        near = similar(algorithm, ALGORITHMS)
         raise DataError(
             f"{where}: there is no algorithm {algorithm!r}", expected=", ".join(near or ALGORITHMS)
         )

@@ -89,7 +89,11 @@ def improvement(xs: list, ys: list) -> np.ndarray:
 
 
 def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
-    """The bootstrap interval of `improvement`; see `interval`. The runs of X and of Y are drawn apart.
+    """The interval of `improvement` that contains it with 95 %; None: a task has only one run, or all runs of X and Y are equal.
+
+    It is that of the bootstrap, see `interval`, where the runs of X and of Y are drawn apart. If all runs of X are better, or all are
+    worse, each resample says so, and the width would be 0. Then it is the exact interval of Clopper and Pearson (1934), Biometrika 26, for
+    as many independent pairs of a run of X and a run of Y as there are in each task.
 
     Args:
         xs: for each task the results of X, [n runs]
@@ -101,7 +105,12 @@ def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
         parts = np.split(draws, np.cumsum([*map(len, [*xs, *ys])])[:-1], -1)
         return improvement(parts[: len(xs)], parts[len(xs) :])
 
-    return interval([*xs, *ys], n=n, of=of)
+    bounds = interval([*xs, *ys], n=n, of=of)
+    if bounds is None or bounds[0] < bounds[1]:
+        return bounds
+    pairs = len(xs) * min(map(len, [*xs, *ys]))
+    width = 1 - 0.025 ** (1 / pairs)
+    return {0.0: (0.0, width), 1.0: (1 - width, 1.0)}.get(float(bounds[0]))
 
 # %% ../../nbs/results/03_statistics.ipynb #ecd8069d
 def steps_to(steps: list, returns: list, threshold: float) -> float:

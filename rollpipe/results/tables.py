@@ -301,7 +301,8 @@ https://arxiv.org/abs/2108.13264). Each run counts with the mean return of its g
 largest of all evaluations, which flatters; and of the policy that had it, over other episodes.
 Steps to threshold are the median over runs of the
 steps after which no evaluation is below it, with the number of runs that got there. Wall time is the median, without evaluations.
-P(X > Y) is the probability that the last policy of a run of X is better than that of a run of Y, where a tie counts half."""
+P(X > Y) is the probability that the last policy of a run of X is better than that of a run of Y, where a tie counts half;
+if all runs of one are better, its interval is that of Clopper and Pearson for independent pairs of runs."""
 ABOUT = ABOUT.replace("\n", " ")
 
 # %% ../../nbs/results/05_tables.ipynb #d8dbd936

@@ -38,7 +38,7 @@ __all__ = ['view', 'OpenRun', 'open_run', 'add_edit', 'edit_command']
 # %% ../../nbs/runs/21_asking.ipynb #e1e28e90
 def _state(folder: Path) -> str:
     "How far a run is, in words."
-    found = load_run(folder)
+    found = load_run(folder, builds=False)
     last = read_records(folder)[-1:]
     steps, updates = (int(last[0].get(name, 0)) if last else 0 for name in ("steps", "updates"))
     algorithm, env, most = (found.config[name] for name in ("algorithm", "env", "steps"))
@@ -94,7 +94,7 @@ def _graph(folder: Path) -> str:
     "The pipeline, with what its stages cost, if a training has written that."
     if (folder / COSTS).exists():
         return wide(Profile.load(folder / COSTS).svg())
-    config = load_run(folder).config
+    config = load_run(folder, builds=False).config
     return wide(_drawn_graph(folder, json.dumps([config["options"], config.get("edits")])))
 
 
@@ -113,7 +113,7 @@ def _numbers(folder: Path) -> str:
         if name.startswith(names) and np.isfinite(x).any()
     }
     rows = {name: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}" for name, x in last.items()}
-    capacity = load_run(folder).config["options"].get("capacity")
+    capacity = load_run(folder, builds=False).config["options"].get("capacity")
     if capacity and "replay_size" in rows:
         rows["replay_size"] += f" of {capacity:,}"
     return table_html(("newest", ""), rows.items())

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,11 @@ from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.graph.edits import nodes
 from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.states import named_pipes, numbered
-from ..settings.algorithms import options_for
+from ..settings.algorithms import is_algorithm, options_for
 from ..settings.checks import with_steps
 from ..settings.config import RUN_OPTIONS, build, check_config, run_options
 from ..settings.files import checked
-from ..settings.options import parse_options, shown
+from ..settings.options import Option, parse_options, shown
 from .folder import Run, load_run, rebuilt
 from .states import kept_states, ordering, why_inexact
 from ..traces.fingerprint import Fingerprint, fingerprint
@@ -77,7 +77,7 @@ def _changed(state: Any, old: Any, new: Any, path: str = "state") -> Any:
         return {
             name: _changed(x, old[name], new[name], f"{path}.{name}") for name, x in state.items()
         }
-    raise DataError(f"{path} is what the run has made of it since")
+    raise DataError(f"what the run has learned since its start depends on it ({path})")
 
 
 def _with(config: dict, name: str, value: Any) -> dict:
@@ -100,15 +100,23 @@ def _refusal(before: _Made, after: _Made) -> str | None:
     return None
 
 # %% ../../nbs/runs/10_changes.ipynb #e5c59295
-def options_in(words: Iterable, run: str | Path, several: bool = False) -> dict:
+def options_in(words: Sequence, run: str | Path, several: bool = False) -> dict:
     """The options that are typed for a run, see `parse_options`. Raises `DataError` for one that cannot be read, or is not there.
+
+    The modules that the run needs are not imported. If its algorithm is not known here, its options are read as Python's values, and who
+    builds the run checks them.
 
     Args:
         words: texts `NAME=VALUE`
         run: folder of the run
         several: whether there may be several values, with commas between them
     """
-    known = [*options_for(load_run(run).config["algorithm"]), *RUN_OPTIONS]
+    algorithm = load_run(run, builds=False).config["algorithm"]
+    of_algorithm = options_for(algorithm) if is_algorithm(algorithm) else []
+    known = [*of_algorithm, *RUN_OPTIONS]
+    if not of_algorithm:
+        names = parse_options(words, (), several).keys() - {option.name for option in known}
+        known += [Option(name, "algorithm", name, None, "", ("value",)) for name in names]
     found = parse_options(words, known, several)
     checked({name: x[0] if several else x for name, x in found.items()}, known, str(run))
     return found

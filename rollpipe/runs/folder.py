@@ -45,7 +45,7 @@ from .logs import is_complete, no_run
 from ..pipes.data import files, nested
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.engines.checked_actor import engine_used
-from ..pipes.data.errors import CheckpointError, DataError, PipeError
+from ..pipes.data.errors import CheckpointError, DataError, PipeError, describe_exception
 from ..pipes.graph.edits import find
 from ..pipes.graph.modules import torch_threads
 from ..pipes.stepper import EnvStepper
@@ -53,8 +53,8 @@ from ..ranks.collectives import check_size
 from ..traces.differences import JOURNAL
 
 # %% auto #0
-__all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'for_policy', 'agent_of', 'rebuilt',
-           'resume']
+__all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'restore_agent', 'for_policy',
+           'agent_of', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 _SIZES = (
@@ -156,9 +156,10 @@ def _check_stored(found: Checkpoint) -> None:
         raise DataError("imports", expected="a list of names", got=repr(imports))
     for name in ("edits", "due"):
         check_edits(config.get(name, []))
+    algorithm = config["algorithm"]
     options = {
         option: config["options"].get(option.name, option.default)
-        for option in options_for(config["algorithm"])
+        for option in (options_for(algorithm) if is_algorithm(algorithm) else ())
     }
     shapes = [x.shape for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor)]
     sizes = {n for shape in shapes for n in shape}
@@ -266,12 +267,13 @@ def needed_modules(config: dict) -> list:
     )
 
 # %% ../../nbs/runs/07_folder.ipynb #69a84a62
-def load_run(path: str | Path, best: bool = False) -> Checkpoint:
+def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Checkpoint:
     """The checkpoint of a run. Raises `DataError` if there is none, naming similar folders, or `CheckpointError`.
 
     Args:
         path: folder of a run, or a checkpoint file
         best: for a folder: the checkpoint with the best evaluation, instead of the last one
+        builds: False: modules that its environment and its algorithm need may be missing, because nothing is built
     """
     path = Path(path)
     if best and path.exists():
@@ -303,33 +305,38 @@ def load_run(path: str | Path, best: bool = False) -> Checkpoint:
         raise CheckpointError(
             f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}"
         )
-    name = found.config["algorithm"]
-    imports = found.config.get("imports", [])
-    if not is_algorithm(name):
-        missing = (
-            [x for x in imports if isinstance(x, str) and x not in sys.modules]
-            if isinstance(imports, list)
-            else []
-        )
-        hint = (
-            " ".join(f"--import {module}" for module in missing)
-            or "an installed package, or --import of a module, that registers it"
-        )
-        raise CheckpointError(
-            f"{path}: the algorithm {str(name)[:80]!r} is not known here",
-            expected=f"{', '.join(ALGORITHMS)}, or {hint}",
-        )
+    if builds:
+        _check_algorithm(path, found.config)
     try:
         _check_stored(found := found._replace(config=_of_today(found.config)))
     except DataError as e:
         raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
-    if missing := [module for module in needed_modules(found.config) if module not in sys.modules]:
+    missing = [module for module in needed_modules(found.config) if module not in sys.modules]
+    if builds and missing:
         raise CheckpointError(
             f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot make us import",
             expected=" ".join(f"--import {module}" for module in missing)
             + " (in Python: import it)",
         )
     return found
+
+
+def _check_algorithm(path: Path, config: dict) -> None:
+    "Raise `CheckpointError` if the algorithm of a run is not known here."
+    name = config["algorithm"]
+    if is_algorithm(name):
+        return
+    imports = config.get("imports", [])
+    is_list = isinstance(imports, list)
+    missing = [x for x in imports if isinstance(x, str) and x not in sys.modules] if is_list else []
+    hint = (
+        " ".join(f"--import {module}" for module in missing)
+        or "an installed package, or --import of a module, that registers it"
+    )
+    raise CheckpointError(
+        f"{path}: the algorithm {str(name)[:80]!r} is not known here",
+        expected=f"{', '.join(ALGORITHMS)}, or {hint}",
+    )
 
 
 def _best_of(path: Path) -> Path:
@@ -367,13 +374,28 @@ def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None)
         raise CheckpointError(
             f"what the checkpoint describes cannot be built ({type(e).__name__}: {e})"
         ) from e
-    try:
-        agent.load_state_dict(checkpoint.agent_state)
-    except Exception as e:
-        raise CheckpointError(
-            f"the checkpoint does not fit the agent ({type(e).__name__}: {e})"
-        ) from e
+    restore_agent(agent, checkpoint.agent_state, config["env"])
     return agent, pipe
+
+
+def restore_agent(agent: Any, state: dict, who: str) -> None:
+    """Let a learner go on from the state of another one. Raises `CheckpointError` if its networks have other sizes, or parts.
+
+    Args:
+        agent: the learner
+        state: what `state_dict` of the other one has returned
+        who: the environment or the file, for messages
+    """
+    try:
+        agent.load_state_dict(state)
+    except Exception as e:
+        names = "observation_space", "action_space"
+        spaces = [f"{name} {getattr(agent.actor, name, 'unknown')}" for name in names]
+        raise CheckpointError(
+            f"{who}: the checkpoint does not fit the agent",
+            expected="the spaces, options and networks with which the run began; or a new run",
+            got=f"{', '.join(spaces)} ({describe_exception(e)})",
+        ) from e
 
 # %% ../../nbs/runs/07_folder.ipynb #bd6c05b6
 def for_policy(checkpoint: Checkpoint) -> Checkpoint:

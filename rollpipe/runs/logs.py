@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 import json
 import logging
@@ -23,7 +22,7 @@ from ..pipes.data.files import names_file, write_atomically
 from ..agents.checkpoint import last_kept
 from ..agents.metrics import METRICS, check_metrics, near_metric
 from ..agents.schedules import Every
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, similar
 from ..settings.checks import is_over
 from .sinks import TensorBoard, WandB
 
@@ -378,7 +377,7 @@ def no_run(path: Path) -> DataError:
         [str(file.parent) for file in sorted(x.glob("*/checkpoint.safetensors"))]
         for x in (path, path.parent)
     )
-    near = inside[:3] or difflib.get_close_matches(str(path), beside, 3)
+    near = inside[:3] or similar(path, beside)
     return DataError(
         f"{path}: {'there is no run in this folder' if path.is_dir() else 'there is no such run'}",
         expected=f"for example {', '.join(near)}" if near else "a path, or hf://OWNER/NAME",

@@ -13,11 +13,12 @@ from typing import Any
 
 from ..agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from ..pipes.data.chunks import ChunkFolder
-from ..pipes.data.errors import CheckpointError, DataError, describe_exception
+from ..pipes.data.errors import CheckpointError, DataError
 from ..pipes.envs.sources import Acting
 from ..pipes.graph import torchdata
 from ..pipes.graph.edits import copy_graph, find
 from ..pipes.resumable import keep_as, keep_environments
+from .folder import restore_agent
 from .locks import locked
 from .states import Stream, load_states, ordering, states_of, why_inexact
 from ..traces.fingerprint import Fingerprint, fingerprint
@@ -168,12 +169,7 @@ def _why_other(found: Checkpoint, pipe: Any, ordered: dict) -> str | None:
 
 
 def _load(path: Path, found: Checkpoint, pipe: Any, agent: Any) -> None:
-    try:
-        agent.load_state_dict(found.agent_state)
-    except Exception as e:
-        raise CheckpointError(
-            f"{path}: the checkpoint does not fit the agent ({describe_exception(e)})"
-        ) from e
+    restore_agent(agent, found.agent_state, str(path))
     if left := load_states(pipe, found.pipes):
         raise CheckpointError(
             f"{path}: the pipeline lacks pipes that learned",

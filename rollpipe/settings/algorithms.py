@@ -38,7 +38,7 @@ from ..layers.q_networks import QPolicy, RecurrentQPolicy
 from ..layers.quantile_networks import QuantilePolicy
 from ..layers.recurrent_policies import MemoryCritic, RecurrentPolicy, RecurrentTorso
 from .options import Option, options_of
-from ..pipes.data.errors import DataError, describe
+from ..pipes.data.errors import DataError, describe, similar
 from ..pipes.recipes import on_policy, replayed, rollouts
 from ..pipes.recording.data_sampler import from_data
 
@@ -343,9 +343,10 @@ def options_for(algorithm: str) -> list[Option]:
         algorithm: name in `ALGORITHMS`
     """
     if not is_algorithm(algorithm):
+        known = similar(algorithm, ALGORITHMS) or ALGORITHMS
         raise DataError(
             "unknown algorithm",
-            expected=f"{', '.join(ALGORITHMS)}, or one of --import",
+            expected=f"{', '.join(known)}, or one of --import",
             got=str(algorithm),
         )
     return _options(ALGORITHMS[algorithm])

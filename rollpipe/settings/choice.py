@@ -5,14 +5,13 @@
 # %% ../../nbs/settings/03_choice.ipynb #b93a9698
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import rollpipe
 from .options import Option
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, similar
 from rollpipe.settings.files import (
     belongs_to,
     check_table,
@@ -70,7 +69,7 @@ def preset_for(
     if found is None:
         return None, {}, {}
     if found not in tables:
-        near = difflib.get_close_matches(found, tables, 3) or list(tables)
+        near = similar(found, tables) or list(tables)
         raise DataError(
             f"{algorithm} has no preset {found!r}", expected=", ".join([*near, "auto or none"])
         )
@@ -134,7 +133,7 @@ def settings_in(
     }  # the configuration of a run without a preset has "preset": null
     tables = tables_in(own, known)
     for name in tables:
-        if near := difflib.get_close_matches(
+        if near := similar(
             name, about, 1, 0.8
         ):  # it would be a table for an environment that is not this one
             raise DataError(f"{path}: there is no table {name!r}", expected=near[0])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from ..agents.shared_options import Options, check_options, integer, number
 from .algorithms import ALGORITHMS, options_for, parts_for
 from .options import options_of
 from ..pipes.advantage import AdvantageBuffer
-from ..pipes.data.errors import DataError, SpaceError
+from ..pipes.data.errors import DataError, SpaceError, as_json, describe
 from ..pipes.envs.factories import spaces_of
 from ..pipes.graph.edits import find, insert_after, insert_before
 from ..pipes.lanes import Lanes
@@ -262,7 +261,8 @@ def make_config(
     imports: Sequence[str] = (),
     **settings: Any,
 ) -> dict:
-    """The configuration of a run. Raises `DataError` for options that are unknown, do not fit together, or do not fit into JSON.
+    """The configuration of a run. Raises `DataError` for options that are unknown, do not fit together, or do not fit into JSON, and for an
+    environment that is not given by its id.
 
     Args:
         algorithm: name in `ALGORITHMS`
@@ -272,6 +272,16 @@ def make_config(
         imports: modules, or a single one, that must be imported before the environment can be made
         **settings: options of the run, see `RunOptions`, or more of the algorithm
     """
+    if not isinstance(env, str):
+        name = env.__name__ if isinstance(env, type) else "Own"
+        known = getattr(getattr(env, "spec", env), "id", None)
+        way = f"the id '{name}-v0', after `gymnasium.register('{name}-v0', {name})`"
+        raise DataError(
+            "a run needs the id of its environment, which its folder can hold",
+            leaf="env",
+            expected=f"the id {known!r}" if isinstance(known, str) else way,
+            got=describe(env),
+        )
     known = options_for(algorithm)
     may_be_set = [option for option in known + RUN_OPTIONS if option.name != "preset"]
     preset, of_preset, kwargs_of_preset = preset_for(
@@ -308,10 +318,7 @@ def make_config(
             name for name in of_preset if name not in {**(options or {}), **settings}
         ]
     check_config(config)
-    try:
-        return json.loads(json.dumps(config))
-    except TypeError as e:
-        raise DataError(f"the configuration cannot be written as JSON: {e}") from None
+    return {name: as_json(x, name) for name, x in config.items()}
 
 # %% ../../nbs/settings/07_config.ipynb #05d2f348
 _ALLOWED: set[str] = set()  # modules that the user of this process has named

@@ -5,7 +5,6 @@
 # %% ../../nbs/settings/02_files.ipynb #18bf4b18
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from .options import Option, nearest
 from ..pipes.envs.factories import spaces_of
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, similar
 
 # %% auto #0
 __all__ = ['read_table', 'checked', 'tables_in', 'belongs_to', 'kind_of_actions', 'check_table']
@@ -69,7 +68,7 @@ def _deepest_line(text: str) -> int:
 
 def _similar(path: Path) -> list:
     there = [p.name for p in path.parent.glob("*") if p.is_file()] if path.parent.is_dir() else []
-    return [str(path.with_name(name)) for name in difflib.get_close_matches(path.name, there, 3)]
+    return [str(path.with_name(name)) for name in similar(path.name, there)]
 
 
 def _toml(text: str) -> dict:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..agents.shared_options import Schedule, changing, meanings
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, similar
 
 # %% auto #0
 __all__ = ['kinds_of', 'Option', 'options_of', 'nearest', 'parse_value', 'parse_options', 'parse_env_kwargs', 'import_words',
@@ -220,7 +219,7 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
     found = [
         ours for ours, theirs in _ELSEWHERE.items() if name in theirs.split() and ours in known
     ]
-    return found or difflib.get_close_matches(name, known, n)
+    return found or similar(name, known, n)
 
 # %% ../../nbs/settings/00_options.ipynb #d9e5c44e
 def parse_value(text: str, kinds: tuple) -> Any:

@@ -26,6 +26,23 @@ class Parser(argparse.ArgumentParser):
             message += "; one of your own needs --import MODULE, and options such as --seed stand after ALGO ENV"
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
+    def flags(self) -> list:
+        "The options that its help shows, such as `--steps`."
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        flags = [flag for action in shown for flag in action.option_strings]
+        return [flag for flag in flags if not flag.startswith("--no-")]
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        "A word that is none of the choices is often a misspelled one."
+        if action.choices is None or value in action.choices:
+            return
+        from rollpipe.pipes.data.errors import similar  # imports all of rollpipe.pipes
+
+        near = similar(value, action.choices)
+        choices = ", ".join(map(str, action.choices))
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {choices}"
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
+
 
 class _Formatter(argparse.HelpFormatter):
     def __init__(self, prog):

@@ -242,8 +242,8 @@ def check_actor(
     """Check an actor by the `ACTOR_...` rules, on random states from the spaces of `env`.
 
     The actor is in evaluation mode, as in every collection. Some rules need the same random numbers for batches of different shapes.
-    They are not checked for an actor that draws from torch's global generator. Raises `ContractError` with all broken rules. Returns an
-    empty list if no rule is broken.
+    They are not checked for an actor that draws from torch's global generator. Raises `ContractError` with all broken rules. If no rule is
+    broken, prints so and returns an empty list.
 
     Args:
         actor: anything with `step` and `reset`
@@ -251,7 +251,7 @@ def check_actor(
         n_steps: T of the random states
         n_envs: B of the random states
         seed: seed of states and noise
-        raises: False: return the violations instead of raising an error
+        raises: False: print nothing, and return the violations instead of raising an error
     """
     report = Report()
     report.section(_check_actor, report, actor, spaces_of(env), n_steps, n_envs, seed)

@@ -80,9 +80,11 @@ class Report:
             return None
 
     def close(self, subject: object, raises: bool) -> list:
-        "The violations; if there are any and `raises` is set, raise `ContractError`."
+        "The violations. If `raises` is set, raise `ContractError` if there are any, and else print that there are none."
         if raises and self.violations:
             raise ContractError(subject, self.violations)
+        if raises:
+            print(f"{subject} breaks no rule")
         return self.violations
 
 # %% ../../nbs/testing/00_contract.ipynb #19511bf8

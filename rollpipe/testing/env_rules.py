@@ -249,14 +249,14 @@ def check_env(
 ) -> list:
     """Check an environment by the `ENV_...` rules, or a `TensorEnv` by the `TENSOR_ENV_...` rules.
 
-    Raises `ContractError` with all broken rules. Returns an empty list if no rule is broken.
+    Raises `ContractError` with all broken rules. If no rule is broken, prints so and returns an empty list.
 
     Args:
         env: gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its class
         env_kwargs: keyword arguments for `gymnasium.make`
         n_steps: number of random steps
         seed: seed of the environment and of the actions
-        raises: False: return the violations instead of raising an error
+        raises: False: print nothing, and return the violations instead of raising an error
     """
     report = Report()
     lent = isinstance(env, gym.Env)

@@ -260,12 +260,12 @@ def _check_fragment(report: Report, fragment: Fragment) -> None:
 def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) -> list:
     """Check a pipe by the `PIPE_...` rules, and by the `FRAGMENT_...` rules if it yields `Fragment`s.
 
-    Raises `ContractError` with all broken rules. Returns an empty list if no rule is broken.
+    Raises `ContractError` with all broken rules. If no rule is broken, prints so and returns an empty list.
 
     Args:
         make_pipe: function that makes the pipe with its sources; each call makes an equal pipe
         n_items: number of items to look at
-        raises: False: return the violations instead of raising an error
+        raises: False: print nothing, and return the violations instead of raising an error
     """
     report = Report()
     report.section(_check_pipe, report, make_pipe, n_items)

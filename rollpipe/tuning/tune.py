@@ -266,7 +266,9 @@ def _write(search, study) -> str:
             ]
         )
     )
-    returns = " ".join(f"{x:.0f}" for x in best.user_attrs["returns"])
+    returns = " ".join(
+        f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in best.user_attrs["returns"]
+    )
     comments = [
         f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
         f"the best of {len(over)} trials of {args.algorithm}.",

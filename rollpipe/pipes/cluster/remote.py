@@ -21,7 +21,7 @@ import cloudpickle
 from .actor import WorkerActor, node_of_this_process
 from ..data.errors import WorkerError
 from ..workers.process import NOTHING, STARTING, WorkerDied, WorkerNotStarted
-from ..workers.remote_errors import TracebackFile, log, unpack_exception
+from ..workers.remote_errors import TracebackFile, log, log_warning, unpack_exception
 
 # %% ../../../nbs/pipes/32_cluster/03_remote.ipynb #8179ee4f
 def reason_of(e: BaseException) -> str:
@@ -150,7 +150,7 @@ class RemoteWorker:
             raise self._death(e) from None
         for kind, *content in messages:
             if kind == "warning":
-                log.warning(content[0])
+                log_warning(*content)
         return messages, *rest
 
     def _death(self, e) -> WorkerDied:

@@ -5,7 +5,10 @@
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #61c07395
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 from itertools import islice
 from math import inf
 from numbers import Integral
@@ -14,7 +17,7 @@ from typing import Any
 # %% auto #0
 __all__ = ['LEAST_BYTES', 'describe', 'shortened', 'describe_exception', 'PipeError', 'located', 'EnvError', 'ActorError',
            'DataError', 'GraphError', 'CheckpointError', 'SpaceError', 'WorkerError', 'check_integer', 'is_between',
-           'check_fraction', 'available_memory', 'check_memory']
+           'check_fraction', 'similar', 'as_json', 'available_memory', 'check_memory']
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #74c0db68
 def describe(value: Any, width: int = 120, depth: int = 6) -> str:
@@ -79,7 +82,7 @@ class PipeError(RuntimeError):
         pipe: the pipe (its class name is kept) or a name
         lane: index of the lane
         env: index of the environment, an `(index, name)` pair, or a text
-        leaf: path of the leaf inside a container, such as `obs['camera'][0]`
+        leaf: path of the leaf inside a container, such as `obs['camera'][0]`; or the name of an option, such as `lr` or `--lr`
         expected: a text, or any value, which is stored as `describe(value)`
         got: the actual value, stored like `expected`
     """
@@ -129,7 +132,7 @@ class PipeError(RuntimeError):
             ("", self.pipe),
             ("lane ", self.lane),
             ("environment ", self.env),
-            ("leaf ", self.leaf),
+            ("" if str(self.leaf).startswith("--") else "leaf ", self.leaf),
         )
         where = ", ".join(f"{word}{value}" for word, value in places if value not in (None, ""))
         facts = ("expected", self.expected), ("got", self.got)
@@ -242,6 +245,45 @@ def check_fraction(name: str, value: Any, **where: Any) -> float:
     if is_between(value, 0, 1):
         return value
     raise DataError("out of range", expected=f"0 <= {name} <= 1", got=f"{name}={value!r}", **where)
+
+# %% ../../../nbs/pipes/00_data/00_errors.ipynb #38541390
+def similar(name: Any, known: Iterable, n: int = 3, cutoff: float = 0.6) -> list:
+    """The words that a user may mean by an unknown one, the most similar one first. Capital letters make no difference.
+
+    Args:
+        name: the unknown word
+        known: the words that there are
+        n: largest number of them
+        cutoff: least similarity, from 0 to 1
+    """
+    by_text = {str(x).lower(): x for x in known}
+    return [by_text[x] for x in get_close_matches(str(name).lower(), by_text, n, cutoff)]
+
+# %% ../../../nbs/pipes/00_data/00_errors.ipynb #0ed97f2a
+def as_json(value: Any, leaf: str, **where: Any) -> Any:
+    """`value` as JSON gives it back: tuples become lists. Raises `DataError`, which names the part that JSON cannot write.
+
+    Args:
+        value: texts, numbers, True, False and None, in lists and in dicts
+        leaf: what the value is called
+        **where: context for the message: pipe
+    """
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as e:
+        problem = e
+    if isinstance(problem, TypeError):
+        pairs = value.items() if isinstance(value, dict) else ()
+        pairs = enumerate(value) if isinstance(value, (list, tuple)) else pairs
+        for key, x in pairs:
+            as_json(x, f"{leaf}[{key!r}]", **where)
+    raise DataError(
+        "JSON cannot write this value",
+        leaf=leaf,
+        expected="texts, numbers, True, False, None, and lists and dicts of them",
+        got=describe(value, 80),
+        **where,
+    ) from problem
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #df8d3011
 def available_memory() -> int:

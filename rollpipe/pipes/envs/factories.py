@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['extra_for', 'check_id', 'is_vector', 'takes_seed', 'EnvFactory', 'env_factories', 'VectorFactory', 'spaces_of',
-           'space_spec', 'env_seeds', 'Claim']
+           'no_array_form', 'space_spec', 'env_seeds', 'Claim']
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #fb036b2b
-import difflib
 import importlib
 import inspect
 import sys
@@ -28,6 +27,7 @@ from rollpipe.pipes.data.errors import (
     check_memory,
     describe,
     describe_exception,
+    similar,
 )
 from ..data.last_obs import CopiesLastObs
 
@@ -40,7 +40,7 @@ def extra_for(env_id: str, error: Exception) -> str | None:
         error: exception raised when the environment was looked up or made
     """
     if isinstance(error, gym.error.NamespaceNotFound) and str(env_id).startswith("ALE/"):
-        return "`pip install 'rollpipe[atari]'`"
+        return _install("atari")
     if not isinstance(error, gym.error.DependencyNotInstalled):
         return None
     package = str(gym.spec(str(env_id).rpartition(":")[2]).entry_point).split(":")[0]
@@ -48,7 +48,11 @@ def extra_for(env_id: str, error: Exception) -> str | None:
         (extra for extra in ("box2d", "mujoco") if package.startswith(f"gymnasium.envs.{extra}.")),
         None,
     )
-    return found and f"`pip install 'rollpipe[{found}]'`"
+    return found and _install(found)
+
+
+def _install(extra):
+    return f"the extra {extra!r} of rollpipe: `pip install 'rollpipe[{extra}]'`"
 
 
 def check_id(env_id: str) -> str:
@@ -68,22 +72,36 @@ def check_id(env_id: str) -> str:
             f"{env_id!r} is no longer there", expected="a newer version", got=str(e)
         ) from e
     except (gym.error.Error, ModuleNotFoundError) as e:
-        known = list(gym.registry)
-        by_name = {k.lower(): k for k in known}
-        near = difflib.get_close_matches(str(env_id).lower(), by_name, n=3, cutoff=0.5)
-        hint = (
-            f"one of the nearest known ids: {', '.join(by_name[k] for k in near)}"
-            if near
-            else "an id of gymnasium's registry"
-        )
-        hint = extra_for(env_id, e) or (
-            f"{hint}; or one of your own, which a module registers (`gymnasium.register`) that is imported "
+        raise _unknown_id(env_id, e) from e
+    return env_id
+
+
+def _unknown_id(env_id: str, error: Exception) -> EnvError:
+    "The error for an id that gymnasium does not know, with the ways out."
+    module, _, name = str(env_id).rpartition(":")
+    got = f"{type(error).__name__}: {error}"
+    if extra := extra_for(env_id, error):
+        return EnvError(f"{env_id!r} needs a package that is not installed", expected=extra)
+    if isinstance(error, ModuleNotFoundError):
+        problem = f"the module of the environment id {env_id!r} cannot be imported"
+        expected = "MODULE:ID, with a module in this folder or of an installed package"
+        return EnvError(problem, expected=expected, got=got)
+
+    prefix = f"{module}:" if module else ""
+    near = [prefix + known for known in similar(name, gym.registry, cutoff=0.5)]
+    hint = (
+        f"one of the nearest known ids: {', '.join(near)}"
+        if near
+        else "an id of gymnasium's registry"
+    )
+    if module:
+        hint += f"; or one of your own, after `gymnasium.register('{name}-v0', {name})` in {module}: '{module}:{name}-v0'"
+    else:
+        hint += (
+            "; or one of your own, which a module registers (`gymnasium.register`) that is imported "
             f"first: `import MODULE`, `--import MODULE`, or the id 'MODULE:{name}'"
         )
-        raise EnvError(
-            f"unknown environment id {env_id!r}", expected=hint, got=f"{type(e).__name__}: {e}"
-        ) from e
-    return env_id
+    return EnvError(f"unknown environment id {env_id!r}", expected=hint, got=got)
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #f6e9eab7
 def is_vector(env: Any) -> bool:
@@ -295,7 +313,7 @@ class VectorFactory:
         except Exception as e:
             hint = extra_for(self.name, e)
             if isinstance(e, ModuleNotFoundError) and self.vector == "envpool":
-                hint = "`pip install 'rollpipe[envpool]'`"
+                hint = _install("envpool")
             raise EnvError(
                 f"the vector environment could not be made: {describe_exception(e)}",
                 env=self.name,
@@ -377,6 +395,27 @@ def _has_spaces(env):
     )
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #50c57e23
+def no_array_form(space: str, leaf: str) -> SpaceError:
+    """The error for a space whose samples are no arrays of one shape, such as Text, Graph, Sequence, OneOf and those of other packages.
+
+    Args:
+        space: text of the space
+        leaf: path of the space in that of the environment
+    """
+    way = (
+        "TransformAction"
+        if leaf.startswith("action")
+        else "FilterObservation to leave it out, TransformObservation"
+    )
+    return SpaceError(
+        "this space has no fixed-size array form",
+        leaf=leaf,
+        expected="Box, Discrete, MultiBinary, MultiDiscrete, or Dict and Tuple of them; "
+        f"a wrapper can make it so (gymnasium.wrappers: {way})",
+        got=space,
+    )
+
+
 def space_spec(space: gym.Space, what: str = "space") -> Any:
     """Nested zero arrays (numpy) with the shapes and dtypes of `space`'s samples; int32 or int64 for uint16 to uint64, as torch needs it.
 
@@ -402,12 +441,7 @@ def space_spec(space: gym.Space, what: str = "space") -> Any:
         space,
         (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete),
     ):
-        raise SpaceError(
-            "this space has no fixed-size array form",
-            leaf=what,
-            expected="Box, Discrete, MultiBinary, MultiDiscrete, or Dict and Tuple of them",
-            got=str(space),
-        )
+        raise no_array_form(str(space), what)
     return np.zeros(
         space.shape or (),
         dict(uint16="int32", uint32="int64", uint64="int64").get(space.dtype.name, space.dtype),

@@ -188,10 +188,12 @@ class InfoRecorder:
 
     def say(self, texts: dict, message: str) -> None:
         "Log a warning with the `texts` of those keys for which this stream has not logged one yet."
-        new = [text for key, text in texts.items() if (self.stream, key) not in self.told]
+        new = {key: text for key, text in texts.items() if (self.stream, key) not in self.told}
         self.told.update((self.stream, key) for key in texts)
         if new:
-            self.log.warning(message, ", ".join(new))
+            # `once` is for the parent of several workers, each of which says this.
+            once = str((self.stream, *new))
+            self.log.warning(message, ", ".join(new.values()), extra=dict(once=once))
 
     def say_awaited(self) -> None:
         "Warn, after an episode has ended, of the chosen infos that have not appeared."

@@ -244,6 +244,11 @@ class Keeper:
         self.failed = failed or {}
 
     @property
+    def why(self) -> str:
+        "What was found in the ways that were tried, each text once."
+        return _in_words(self.failed)
+
+    @property
     def logs(self) -> bool:
         "Has `Kept` to be told of each reset and step?"
         return self.name.startswith("replay")
@@ -256,3 +261,12 @@ class Keeper:
 
     def __repr__(self):
         return f"Keeper({self.name!r})"
+
+
+def _in_words(failed: dict) -> str:
+    "Name -> text, or a dict of the same kind, as one text: names with equal texts stand together."
+    names_of = {}
+    for name, text in failed.items():
+        text = text if isinstance(text, str) else _in_words(text)
+        names_of.setdefault(text.rstrip("."), []).append(str(name))
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in names_of.items())

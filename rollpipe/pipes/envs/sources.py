@@ -204,7 +204,7 @@ class Acting:
         if self.keeper is None:
             return "it was not tested whether its environments can be kept"
         return (
-            f"its environments cannot be kept ({self.keeper.failed})"
+            f"its environments cannot be kept ({self.keeper.why})"
             if self.keeper.name == "none"
             else None
         )

@@ -25,11 +25,11 @@ from ..data import nested
 from rollpipe.pipes.data.errors import (
     DataError,
     PipeError,
-    SpaceError,
     describe,
     describe_exception,
 )
 from ..data.files import names_file
+from ..envs.factories import no_array_form
 
 # %% ../../../nbs/pipes/29_recording/06_minari_files.ipynb #acda2287
 def hdf5() -> Any:
@@ -125,19 +125,21 @@ _FIELDS = {
 }
 
 
-def space_facts(space: spaces.Space) -> dict:
-    "The space in JSON's types. Raises `SpaceError` for a space without a fixed-size array form."
+def space_facts(space: spaces.Space, leaf: str = "space") -> dict:
+    "The space in JSON's types. Raises `SpaceError`, which calls it `leaf`, for a space without a fixed-size array form."
     if isinstance(space, spaces.Dict):
-        return dict(type="Dict", subspaces={k: space_facts(s) for k, s in space.spaces.items()})
+        return dict(
+            type="Dict",
+            subspaces={k: space_facts(s, f"{leaf}[{k!r}]") for k, s in space.spaces.items()},
+        )
     if isinstance(space, spaces.Tuple):
-        return dict(type="Tuple", subspaces=[*map(space_facts, space.spaces)])
+        return dict(
+            type="Tuple",
+            subspaces=[space_facts(s, f"{leaf}[{i}]") for i, s in enumerate(space.spaces)],
+        )
     kind = next((kind for kind in _FIELDS if isinstance(space, getattr(spaces, kind))), None)
     if kind is None:
-        raise SpaceError(
-            "this space cannot be stored",
-            expected=", ".join(("Dict", "Tuple", *_FIELDS)),
-            got=str(space),
-        )
+        raise no_array_form(str(space), leaf)
     facts = {field: getattr(space, field) for field in _FIELDS[kind]}
     return dict(
         type=kind,
@@ -145,15 +147,19 @@ def space_facts(space: spaces.Space) -> dict:
     )
 
 
-def space_of(facts: dict) -> spaces.Space:
-    "The space that was stored. Raises KeyError, TypeError or ValueError if these are not the facts of a space."
+def space_of(facts: dict, leaf: str = "space") -> spaces.Space:
+    """The space that was stored. Raises KeyError, TypeError or ValueError if these are not the facts of a space, and `SpaceError`, which
+    calls it `leaf`, for a space without a fixed-size array form.
+    """
     kind = facts["type"]
     if kind == "Dict":
         return spaces.Dict(
-            [(k, space_of(x)) for k, x in facts["subspaces"].items()]
+            [(k, space_of(x, f"{leaf}[{k!r}]")) for k, x in facts["subspaces"].items()]
         )  # a dict would be sorted
     if kind == "Tuple":
-        return spaces.Tuple([*map(space_of, facts["subspaces"])])
+        return spaces.Tuple([space_of(x, f"{leaf}[{i}]") for i, x in enumerate(facts["subspaces"])])
+    if kind not in _FIELDS:
+        raise no_array_form(f"{kind} in the data set", leaf)
     found = {field: facts[field] for field in _FIELDS[kind] if field in facts}
     if kind == "Discrete":
         found.pop("dtype", None)  # gymnasium knows but one

@@ -302,7 +302,7 @@ class MinariSource(Source):
             if (form := self.metadata.get("data_format", "hdf5")) != "hdf5":
                 raise DataError("the set has another format", expected="hdf5", got=form)
             spaces = [
-                space_of(json.loads(self.metadata[key]))
+                space_of(json.loads(self.metadata[key]), key)
                 for key in ("observation_space", "action_space")
             ]
             self.likes = (

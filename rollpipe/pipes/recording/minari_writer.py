@@ -17,7 +17,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector.utils import create_empty_array
 
 from ..data import nested
-from ..data.errors import DataError
+from ..data.errors import DataError, as_json
 from ..data.fragment_ops import same_keys
 from ..envs.actions import as_like, cast_exactly
 from ..envs.factories import EnvFactory, space_spec
@@ -169,8 +169,8 @@ def to_minari(
         jpeg_encoding=False,
         dataset_id=name,
         minari_version=VERSION,
-        observation_space=json.dumps(space_facts(spaces[0])),
-        action_space=json.dumps(space_facts(spaces[1])),
+        observation_space=json.dumps(space_facts(spaces[0], names[0])),
+        action_space=json.dumps(space_facts(spaces[1], names[1])),
     )
     if spec:
         about["env_spec"] = spec
@@ -178,9 +178,7 @@ def to_minari(
         raise DataError(
             "these facts are written anyway", leaf="metadata", got=", ".join(sorted(taken))
         )
-    about |= json.loads(
-        json.dumps(metadata or {})
-    )  # now, because an error at the end would lose the episodes
+    about |= as_json(metadata or {}, "metadata")  # now: an error at the end would lose the episodes
     with whole_folder(path, replace) as into:
         (main := into / "data" / "main_data.hdf5").parent.mkdir()
         with h5py.File(main, "w", track_order=True) as file, open(main, "rb+") as raw:

@@ -44,7 +44,7 @@ def parts_in(path: str | Path) -> list[Path]:
     if not any(map(item_files, parts or [folder])):
         raise DataError(
             f"{folder}: no recording here",
-            expected="a folder that a `Recorder` has written",
+            expected="a folder that a `Recorder` has written; `from_minari` reads a data set of Minari, in Python",
             got="nothing"
             if not folder.exists()
             else "a folder without items"

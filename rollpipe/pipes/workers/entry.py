@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from .remote_errors import TracebackFile, send_exception
+from .remote_errors import ToParent, TracebackFile, log, send_exception
 from .shared import SharedMemory
 
 # %% ../../../nbs/pipes/30_workers/09_entry.ipynb #8066ad3d
@@ -59,6 +59,8 @@ def run_worker(
     for other in inherited:
         other.close()
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    log.handlers = [ToParent(link)]
+    log.propagate = False
     keep_freed_memory()
     try:
         torch.set_num_threads(threads)

@@ -26,7 +26,7 @@ from ..data.errors import WorkerError
 from .entry import STARTED, run_worker
 from .guard import guard, unguard
 from .link import Link
-from .remote_errors import TracebackFile, log, unpack_exception
+from .remote_errors import TracebackFile, log, log_warning, unpack_exception
 from .shared import SharedMemory
 
 # %% ../../../nbs/pipes/30_workers/10_process.ipynb #f338a952
@@ -166,7 +166,7 @@ def _drain(link, errors) -> bool:
             if _is(message, "error"):
                 errors.append(unpack_exception(*message[1:]))
             if _is(message, "warning"):
-                log.warning(message[1])
+                log_warning(*message[1:])
     except (EOFError, OSError):
         return True
     except Exception as e:
@@ -336,7 +336,7 @@ class WorkerProcess:
         if message == STARTED:
             self.has_started = True
         elif _is(message, "warning"):
-            log.warning(message[1])  # the worker is about to end
+            log_warning(*message[1:])
         else:
             return message
         return self.take()
