@@ -13,6 +13,7 @@ from test_ranks import run
 
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes import DataError, EnvError, WorkerError, resumable
+from rollpipe.pipes.envs.kept import Kept
 from rollpipe.pipes.data.chunks import ChunkFolder, chunk_names
 from rollpipe.pipes.envs.kept import Keeper
 from rollpipe.runs import folder as folders
@@ -89,6 +90,10 @@ def ask():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def cannot_tell():
+    raise EnvError("the state of an object cannot be written down", leaf="env.tasks")
+
+
 def prepare(rank, where):
     "What happens to a rank, at the second checkpoint or in the fifth batch."
     if where == "manifest" and rank == 0:
@@ -99,6 +104,8 @@ def prepare(rank, where):
         ChunkFolder.sweep = nth(2, die, ChunkFolder.sweep)  # the checkpoint is written
     if where == "signal" and rank == 1:
         ChunkFolder.sweep = nth(2, ask, ChunkFolder.sweep)
+    if where == "object" and rank == 1:
+        Kept.state = nth(5, cannot_tell, Kept.state)
     if where == "batch" and rank == 1:
         Fails.left = 4 * 2 * 2 * 32 + 50
 
@@ -215,6 +222,17 @@ def test_a_run_that_is_not_exact_goes_on_with_new_episodes(tmp_path):
     assert not (tmp_path / "one/ranks").exists()
     assert attempt(tmp_path / "one", "ppo", more=more | dict(n_updates=8)) == [None, None]
     assert load_checkpoint(tmp_path / "one/checkpoint.safetensors").counters["resumes"] == 1
+
+
+def test_all_ranks_turn_inexact_with_one(tmp_path):
+    "The second time that one rank tells its state, one of its environments cannot be written down."
+    folder = tmp_path / "one"
+    assert attempt(folder, "ppo", "object", more=dict(keep=3)) == [None, None]
+    kept = [load_checkpoint(path) for path in sorted((folder / "checkpoints").iterdir())]
+    assert [x.counters["updates"] for x in kept] == [2, 4, 6]
+    assert [x.stream is not None for x in kept] == [True, False, False]
+    assert kept[0].config["inexact"] is None
+    assert all("leaf env.tasks" in x.config["inexact"] for x in kept[1:])
 
 
 # --- what is refused
