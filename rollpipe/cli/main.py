@@ -61,7 +61,7 @@ _OF_A_RUN = (
     "--tensorboard",
     "--wandb",
 )  # only of `train`
-_OF_A_RESUME = (*(f"--{name}" for name in COMMON), "--quiet", "--tensorboard", "--wandb")
+_OF_A_RESUME = tuple("--steps --device --workers --quiet --tensorboard --wandb --address".split())
 
 
 def _add_comparisons(command, debug: Parser) -> None:
