@@ -279,7 +279,7 @@ def fork(
             ENDLESS if found.config.get("stopped") else {}
         )  # they would stop the fork at once, as they stopped the run
         more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
-        origin = {"run": str(shown(folder)), "at": at, "set": changed, **more}
+        origin = {"run": str(shown(folder)), "at": int(at), "set": changed, **more}
         config = {
             **found.config,
             **{name: x for name, x in rules.items() if name not in options},

@@ -225,6 +225,7 @@ def repeated(
                 if home is None:
                     run.stream.chunks = None  # those of the run are only read
                 run.stream.begin(graph, made.episodes)
+                made.journal.open()  # also if no update follows; the folder is nobody else's
                 made.start_clock()
 
                 def learn(batch, made=made):

@@ -296,12 +296,13 @@ class Journal:
     def _continues(self, entry):
         return (entry.since, entry.resumes) == (self.since, self.counters["resumes"])
 
-    def _open(self):
+    def open(self) -> None:
+        "Cut the file to the updates so far, and write from there on. The first line does it, if nobody has done it before."
         assert self.path is not None
         if self.opens is not None:
             self.opens()
         cut(self.path, self.written)
-        self.file = open(self.path, "a", encoding="utf-8")
+        self.file = self.path.open("a", encoding="utf-8")
         self.size = self.path.stat().st_size  # bytes of the lines that stay
 
     def saw(self, batch: Any, steps: int) -> None:
@@ -382,7 +383,7 @@ class Journal:
         if not stays and entry.updates < self.until:
             return
         if self.file is None:
-            self._open()
+            self.open()
         with names_file(self.file.name):
             if stays and self.passing != self.sum:
                 self.file.truncate(self.size)
