@@ -5,6 +5,7 @@
 # %% ../../nbs/runs/17_replay.ipynb #b0aa81ec
 from __future__ import annotations
 
+import inspect
 import pdb
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -167,6 +168,11 @@ def replayed_run(
         yield moment
 
 # %% ../../nbs/runs/17_replay.ipynb #2c03a7c9
+def _update_of(agent):
+    "The method `update` as its class has written it, into which a debugger steps at once. The threads are those of the run already."
+    return inspect.unwrap(type(agent).update).__get__(agent)
+
+
 def replay_command(args: Namespace) -> None:
     "Make an update again. Its metrics or its error are printed. Raises `DataError` if it is not as it was."
     with replayed_run(args.run, args.update) as moment:
@@ -186,7 +192,7 @@ def replay_command(args: Namespace) -> None:
         )
         try:
             metrics = (
-                pdb.runeval("agent.update(batch)", {}, dict(agent=agent, batch=batch))
+                pdb.runeval("update(batch)", {}, dict(update=_update_of(agent), batch=batch))
                 if args.pdb
                 else agent.update(batch)
             )

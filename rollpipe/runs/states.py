@@ -473,7 +473,10 @@ def journal_of(run: Any) -> Journal:
         differs,
         opens=keep,
     )
-    if journal.ends < (n := run.counters["updates"]):
+    n = run.counters["updates"]
+    if n == 0 and not journal.path.exists():
+        journal.open()  # also if the first update fails
+    if journal.ends < n:
         _log.warning(
             f"{journal.path} has lost what comes after update {journal.ends}; its checksums begin anew after update {n}"
         )

@@ -299,6 +299,8 @@ class Journal:
     def open(self) -> None:
         "Cut the file to the updates so far, and write from there on. The first line does it, if nobody has done it before."
         assert self.path is not None
+        if self.file is not None:
+            return
         if self.opens is not None:
             self.opens()
         cut(self.path, self.written)
