@@ -424,7 +424,7 @@ def test_autotune_begins_with_the_preset_and_may_change_it(presets):
             "imports = ['moons']\nlr = 1",
             "own.toml: its run needs a module. Expected --import moons",
         ),
-        ("env_kwargs = 3\nlr = 1", "--env-kwargs: .*own.toml"),
+        ("env_kwargs = 3\nlr = 1", "leaf env_kwargs: .*own.toml"),
         ("preset = 'cart'\nlr = 1", "dqn has no preset 'cart'"),
         ("lr = -1", "lr.*got -1"),
     ],

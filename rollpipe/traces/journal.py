@@ -326,8 +326,12 @@ class Journal:
         leaves, structure = nested.flatten(tree)
         if structure != self.known.get(root, (None,))[0]:
             self.known[root] = structure, nested.paths(tree, root)
+        # In a loop of one's own, a resumed process counts the versions of its weights anew.
+        is_loop = not self.networks
         self.next = {
-            path: running(self.batch.get(path), x) for path, x in zip(self.known[root][1], leaves)
+            path: running(self.batch.get(path), x)
+            for path, x in zip(self.known[root][1], leaves)
+            if not (is_loop and path.endswith(".version"))
         }
         self.more = {}
         if not (self.is_regular and is_fragment):
