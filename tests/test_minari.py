@@ -807,7 +807,6 @@ def cut(data):
         (lambda data: (data / "metadata.json").write_text("[]"), {}, "the data set is damaged"),
         (lambda data: (data / "metadata.json").unlink(), {}, "the data set is damaged"),
         (lambda data: None, dict(observation_space=None), "KeyError: 'observation_space'"),
-        (lambda data: None, dict(action_space='{"type": "Text"}'), "no fixed-size array form"),
         (lambda data: None, dict(data_format="arrow"), "another format"),
         (lambda data: None, dict(total_episodes=10**12), "episodes are missing, or too many"),
         (replaced("episode_3", None), {}, "episodes are missing, or too many"),
@@ -860,7 +859,16 @@ def cut(data):
 )
 def test_a_damaged_set_is_named(change, more, words, tmp_path):
     data = damaged(change, tmp_path, **more)
-    with pytest.raises((DataError, SpaceError), match=words) as e:
+    with pytest.raises(DataError, match=words) as e:
+        list(from_minari("some/set-v0", 4, 2, folder=tmp_path))
+    assert str(data) in str(e.value)
+
+
+def test_a_space_without_a_fixed_size_is_named_and_is_no_damage(tmp_path):
+    data = damaged(lambda data: None, tmp_path, action_space='{"type": "Text"}')
+    with pytest.raises(
+        SpaceError, match="leaf action_space: this space has no fixed-size array"
+    ) as e:
         list(from_minari("some/set-v0", 4, 2, folder=tmp_path))
     assert str(data) in str(e.value)
 

@@ -503,19 +503,21 @@ def test_a_vector_that_was_made(close):
 
 @pytest.mark.parametrize("close", [True, False])
 @pytest.mark.parametrize(
-    "run",
+    "run, n_tried",
     [
-        lambda close: next(iter(rollouts(Counting, Plain(), n_envs=2, n_steps=4, close=close))),
-        lambda close: evaluate(Counting, Plain(), 2, close=close),
-        lambda close: startup(prepare(Counting, Plain(), 4, n_envs=2, close=close)).close(),
+        (
+            lambda close: next(iter(rollouts(Counting, Plain(), n_envs=2, n_steps=4, close=close))),
+            0,
+        ),
+        (lambda close: evaluate(Counting, Plain(), 2, close=close), 2),
+        (lambda close: startup(prepare(Counting, Plain(), 4, n_envs=2, close=close)).close(), 0),
     ],
 )
-def test_close_is_an_option_everywhere(run, close):
-    "An evaluation that closes its environments has tried before whether two disturb one another."
+def test_close_is_an_option_everywhere(run, n_tried, close):
+    "`n_tried`: those with which an evaluation finds out whether two disturb one another; none if the user closes them."
     run(close)
-    n_closed = len(Ledger.closed)
-    assert n_closed == (len(Ledger.made) if close else 0)
-    assert len(Ledger.made) - (2 if n_closed == 4 else 0) == 2
+    n_made = 2 + n_tried if close else 2
+    assert len(Ledger.made) == n_made and len(Ledger.closed) == (n_made if close else 0)
 
 
 # --- a pipe of environments
