@@ -5,7 +5,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from functools import partial
 from itertools import islice
@@ -162,6 +162,7 @@ def plans(draw):
     copies=st.integers(1, 3),
     n_steps=st.integers(1, 9),
 )
+@example(plans=[[[(0, 1, "trunc"), (0, 2, "term")]]], copies=1, n_steps=9)
 def test_equals_a_plain_loop(plans, copies, n_steps):
     "Whoever comes and goes when: each column is that of its agent in its copy."
 

@@ -161,11 +161,10 @@ class VectorBatch(Batch):
             kind = VectorInfos if self.agents is None else SingleInfos
             self._infos: Any = kind(len(self), info_keys, str((seed.entropy, self.vec_name)))
             self._infos.of_ends = [*_infos_of_ends(vec)]
-            own = isinstance(
-                getattr(vec, "unwrapped", vec),
-                (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv),
-            )
-            is_watched = self.vector.mode == "SameStep" and not own  # for those, a test is exact
+            # For gymnasium's own a test is exact. An agent that rests sees where it ended.
+            known = (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv)
+            own = self.agents is not None or isinstance(getattr(vec, "unwrapped", vec), known)
+            is_watched = self.vector.mode == "SameStep" and not own
             self._lost_ends = LostEnds(self._obs_spec) if is_watched else None
             if self._infos.of_ends and _counts_wrongly(self.vector.mode):
                 raise EnvError(
