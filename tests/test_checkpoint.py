@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from rollpipe.agents.checkpoint import keep_checkpoint, load_checkpoint, save_checkpoint
-from rollpipe.pipes.data.files import write_atomically
 from rollpipe.pipes.data.errors import CheckpointError
+from rollpipe.pipes.data.files import write_atomically
 
 
 class Agent:

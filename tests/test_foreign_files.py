@@ -12,9 +12,8 @@ import torch
 from command_line import SMALL, rollpipe
 
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.pipes import Recorder, rollouts
-from rollpipe.pipes.recording import from_minari, to_minari
 from rollpipe.agents.evaluate import RandomActor
+from rollpipe.pipes import Recorder, rollouts
 from rollpipe.pipes.data.chunks import ChunkFolder, chunk_names
 from rollpipe.pipes.data.errors import CheckpointError, DataError
 from rollpipe.pipes.data.files import (
@@ -27,6 +26,7 @@ from rollpipe.pipes.data.files import (
 )
 from rollpipe.pipes.graph.torchdata import IterableWrapper
 from rollpipe.pipes.profiling.report import Profile
+from rollpipe.pipes.recording import from_minari, to_minari
 from rollpipe.pipes.recording.store import ItemFile, item_files, records_in
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_evaluations, read_records, records_of

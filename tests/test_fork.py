@@ -28,6 +28,7 @@ from rollpipe.runs.repeat import verify
 from rollpipe.runs.states import edited
 from rollpipe.settings.config import make_config
 from rollpipe.traces.differences import diff
+from rollpipe.traces.history import History
 from rollpipe.traces.journal import read_journal
 
 CASES["decay"] = CASES["ppo"][0], POLE, dict(CASES["ppo"][2], decay_steps=10_000)
@@ -111,7 +112,7 @@ def test_a_fork_without_an_edit_equals_its_parent(name, run, tmp_path):
             and found.counters["seconds"] == records[-1]["seconds"]
         )
         assert json.loads((out / "config.json").read_text()) == found.config
-        assert found.config["forked"] == dict(run=str(parent.folder), at=at, set={})
+        assert found.history.origin == dict(run=str(parent.folder), at=at, set={})
         gone_on(out)
         check_same(parent.folder, out)
     again = fork(tmp_path / "fork1", tmp_path / "again", 9)
@@ -419,7 +420,7 @@ def test_a_run_whose_environment_was_changed_goes_on_with_new_episodes(
     found = load_run(out)
     assert (
         found.stream is not None
-        and found.config["inexact"] is None
+        and found.history.inexact is None
         and found.config["exact"] is exact
     )
     lines = diff(parent.folder, out)
@@ -486,9 +487,8 @@ def test_new_episodes_from_an_earlier_update_and_of_an_inexact_run(tmp_path):
     out = fork(parent.folder, tmp_path / "out", 3, new_episodes=True)
     assert load_run(out).counters["updates"] == 3 and gone_on(out).counters["steps"] >= 320
     lent = start(tmp_path / "lent", config_of("ppo", steps=320))
-    lent = lent._replace(
-        config={**lent.config, "inexact": "for a test"}, stream=lent.stream.__class__("for a test")
-    )
+    began = {**lent.history[0], "inexact": "for a test"}
+    lent = lent._replace(history=History([began]), stream=lent.stream.__class__("for a test"))
     train(lent, progress=False, tensorboard=False)
     with pytest.raises(DataError, match="cannot be repeated"):
         fork(lent.folder, tmp_path / "more")
@@ -529,7 +529,7 @@ def test_other_options_and_where_the_runs_part(tmp_path):
     )
     gone_on(again)
     check_same(out, again)
-    assert load_run(again).config["forked"]["set"] == dict(max_kl=0.5, critic_lr=1e-4)
+    assert load_run(again).history.origin["set"] == dict(max_kl=0.5, critic_lr=1e-4)
 
 
 def test_a_decaying_rate_begins_where_the_option_says(tmp_path):
@@ -738,7 +738,7 @@ def test_a_folder_is_replaced_only_if_it_is_a_run(tmp_path):
         fork(parent.folder, other.folder, 4, overwrite=True)
     (other.folder / "mine.txt").unlink()
     fork(parent.folder, other.folder, 4, overwrite=True)
-    assert load_run(other.folder).config["forked"]["at"] == 4 and sorted(os.listdir(tmp_path)) == [
+    assert load_run(other.folder).history.origin["at"] == 4 and sorted(os.listdir(tmp_path)) == [
         "other",
         "run",
     ]
@@ -853,7 +853,7 @@ def test_the_command(tmp_path, capsys):
         f"train it:     rollpipe train --resume {out}",
     ]
     assert (
-        load_run(out).config["forked"]["set"] == dict(lr=0.01, c_entropy=0.1, steps=1000)
+        load_run(out).history.origin["set"] == dict(lr=0.01, c_entropy=0.1, steps=1000)
         and load_agent(out).steps == 8 * 32
     )
     for more, text in [

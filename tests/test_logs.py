@@ -15,9 +15,9 @@ from test_writer import rows, write
 
 from rollpipe.agents.checkpoint import keep_checkpoint
 from rollpipe.agents.metrics import METRICS, EpisodeReturns
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.folder import start
 from rollpipe.runs.logs import read_metrics
-from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.progress import Progress
 from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config

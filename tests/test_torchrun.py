@@ -17,11 +17,11 @@ from forked import Forked, run_forked
 from reference import assert_same, snapshot
 
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.settings.algorithms import options_for
 from rollpipe.cli.main import main
-from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import DataError, nested
 from rollpipe.ranks import divided
+from rollpipe.runs.logs import read_metrics
+from rollpipe.settings.algorithms import options_for
 
 pytestmark = pytest.mark.slow
 

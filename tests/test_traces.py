@@ -28,6 +28,7 @@ from rollpipe.agents.checkpoint import kept_checkpoints
 from rollpipe.cli.main import main
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
+from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError, EnvError
 from rollpipe.runs import training
 from rollpipe.runs.folder import discard, load_run, resume, start
@@ -40,7 +41,6 @@ from rollpipe.runs.training import Wish, train
 from rollpipe.settings.config import make_config
 from rollpipe.traces import fingerprint as module
 from rollpipe.traces import journal as journals
-from rollpipe.pipes.data.compare import first_difference
 from rollpipe.traces.description import Description
 from rollpipe.traces.differences import FINGERPRINTS, JOURNAL, diff, parting, read_fingerprints
 from rollpipe.traces.fingerprint import Fingerprint, fingerprint
@@ -806,7 +806,7 @@ def killed(folder, **run):
 def test_what_goes_on_otherwise_in_a_new_process_is_told(tmp_path, caplog):
     "The fifth update is made once more, and its numbers are others, in the first row after the state that was restored."
     run = resume(killed(tmp_path / "run"))
-    assert run.config["inexact"] is None
+    assert run.history.inexact is None
     with caplog.at_level(logging.WARNING, "rollpipe"):
         train(run, progress=False, tensorboard=False)
     (record,) = caplog.records

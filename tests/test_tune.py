@@ -8,12 +8,12 @@ import pytest
 from command_line import process
 
 from rollpipe.cli.main import build_parser, main
-from rollpipe.settings.config import device_of
 from rollpipe.settings import choice
+from rollpipe.settings.config import device_of
 from rollpipe.settings.files import read_table
 from rollpipe.tuning import tune
 from rollpipe.tuning.spaces import Choice
-from rollpipe.tuning.study import connections, best_of, finished, open_study, try_one
+from rollpipe.tuning.study import best_of, connections, finished, open_study, try_one
 
 SMALL = [
     "--steps",

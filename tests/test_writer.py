@@ -12,15 +12,15 @@ import torch
 from rollpipe.agents import TRPO
 from rollpipe.agents.metrics import METRICS, OF_THE_LOOP, check_metrics
 from rollpipe.cli.main import main
-from rollpipe.settings.config import make_config
-from rollpipe.runs.logs import MetricWriter, read_metrics, read_records
 from rollpipe.pipes import EpisodeStats, FragmentCollector, Lanes, Tap, insert_after
-from rollpipe.pipes.taps import Meter
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.runs.plots import learning_curve
+from rollpipe.pipes.taps import Meter
 from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.logs import MetricWriter, read_metrics, read_records
+from rollpipe.runs.plots import learning_curve
 from rollpipe.runs.sinks import WandB, wandb_run
 from rollpipe.runs.training import train
+from rollpipe.settings.config import make_config
 
 has = importlib.util.find_spec
 needs_tensorboard = pytest.mark.skipif(not has("tensorboard"), reason="TensorBoard is an extra")

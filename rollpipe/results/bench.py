@@ -134,7 +134,11 @@ def progress_of(job: Job) -> str:
     if found is None:
         return "missing"
     config = {**found.config, "steps": job.config["steps"]}
-    return "complete" if is_complete(job.folder, config, found.counters) else "unfinished"
+    return (
+        "complete"
+        if is_complete(job.folder, config, found.counters, found.history.stopped)
+        else "unfinished"
+    )
 
 
 def _states(jobs: list) -> tuple:

@@ -39,7 +39,6 @@ from .plots import learning_curve
 from ..settings.choice import check_address, settings_in
 from .progress import format_duration, format_number
 from ..ranks.launch import launching_words, process_group
-from .changes import before_edits
 from rollpipe.runs.folder import (
     Run,
     agent_of,
@@ -53,6 +52,7 @@ from rollpipe.runs.folder import (
 from .locks import RUN_FILES, files_of_run
 from .training import train
 from ..traces.crash import CRASH
+from ..traces.history import read_request
 
 # %% auto #0
 __all__ = ['TYPED_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'given_by', 'config_from', 'train_command',
@@ -136,16 +136,16 @@ def _run_for(args, launch):
     found = find_run(folder, config, given_names(args)) if args.proceed or is_again else None
     if not found:
         return start(folder, config, args.overwrite)
-    now = load_run(
+    newest = load_run(
         folder
-    ).config  # with the edits of the run, which may set its steps and its evaluations
+    )  # with the edits of the run, which may set its steps and its evaluations
+    stopped = newest.history.stopped
     if found.config["steps"] == config["steps"]:
-        config["steps"] = now["steps"]
-    if not is_complete(folder, {**now, "steps": config["steps"]}, found.counters):
-        return resume(
-            folder, None if found.config.get("stopped") else config["steps"]
-        )  # what was stopped stays so
-    why = f", and was stopped: {found.config['stopped']}" if found.config.get("stopped") else ""
+        config["steps"] = newest.config["steps"]
+    wanted = {**newest.config, "steps": config["steps"]}
+    if not is_complete(folder, wanted, found.counters, stopped):
+        return resume(folder, None if stopped else config["steps"])  # what was stopped stays so
+    why = f", and was stopped: {stopped}" if stopped else ""
     print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps{why}")
 
 
@@ -173,23 +173,17 @@ def find_run(
     for module in needed_modules(config):
         importlib.import_module(module)  # naming the environment permits the import of its module
     found = load_run(folder)
-    free = {
-        "steps",
-        "versions",
-        "preset",
-        "of_preset",
-        "kept",
-        "inexact",
-        "stopped",
-        "edits",
-        "due",
-    }
-    if origin := found.config.get("forked"):
+    free = {"steps", "versions", "preset", "of_preset"}
+    if origin := found.history.origin:
         raise DataError(
             f"{folder}: its run is a fork of {origin['run']}",
             expected=f"rollpipe train --resume {folder}, or another folder",
         )
-    found = found._replace(config=before_edits(found.config))
+    # It is compared by what was asked for, and by how far it was extended since.
+    request = read_request(folder)
+    extensions = [x["set"]["steps"] for x in found.history if x["event"] == "extended"]
+    steps = [request["steps"], *extensions][-1]
+    found = found._replace(config={**request, "steps": steps})
     if {*needed_modules(found.config)} == {*needed_modules(config)}:
         free |= {"imports"}  # the environment's module may be listed or not
     if given is not None:
@@ -292,8 +286,8 @@ def run_to_end(run: Run, args: Namespace) -> None:
     finally:
         if run.is_new and not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists():
             discard(run)
-    if config.get("stopped"):
-        print(f"stopped: {config['stopped']}")
+    if run.history.stopped:
+        print(f"stopped: {run.history.stopped}")
     print(
         f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {shown(run.checkpoint)}"
     )

@@ -12,7 +12,6 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,21 @@ from ..ranks.launch import launching_words
 from ..settings.checks import ENDLESS
 from ..settings.config import build, device_of
 from ..settings.options import import_words, shown, typed
-from .changes import changed_run, options_in, with_edit
+from .changes import changed_run, options_in
 from .folder import folder_of, load_run, needed_modules, rebuilt
 from .locks import FORKED, files_of_run, lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
-from .states import with_exactness
-from .repeat import checkpoint_at, edits_after, kept_of, repeated, steps_after, stored
+from .states import exactness
+from rollpipe.runs.repeat import (
+    checkpoint_at,
+    edits_after,
+    extended_steps,
+    kept_of,
+    repeated,
+    stored,
+)
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
+from ..traces.history import REQUEST, History, read_request
 from ..traces.journal import cut
 
 # %% auto #0
@@ -144,21 +151,25 @@ def _linked(source, path):
 
 def _foreseen(at: int, folder: Path, found: Checkpoint) -> Checkpoint:
     "What is known of the checkpoint after an update before the run is repeated up to there: all but the state of its learner."
-    config = reduce(with_edit, edits_after(folder, found, at), found.config)
+    history = History([*found.history, *edits_after(folder, found, at)])
+    config = history.config(read_request(folder))
     steps = next((r["steps"] for r in records_of(folder) if r["updates"] == at), 0)
     stream = found.stream or load_run(folder).stream  # of which the names of the pipes count
     return found._replace(
-        config=config, counters={**found.counters, "steps": steps}, agent_state={}, stream=stream
+        config=config,
+        counters={**found.counters, "steps": steps},
+        agent_state={},
+        stream=stream,
+        history=history,
     )
 
 
 def _repeated_to(
-    at: int, folder: Path, found: Checkpoint, config: dict, edits: Iterable, home: Path
+    at: int, folder: Path, found: Checkpoint, ahead: Checkpoint, edits: Iterable, home: Path
 ) -> Checkpoint:
     "The checkpoint after an update, with the configuration that it has. The run is repeated up to there in `home`."
     with repeated(folder, found, at, *edits, home=home) as (updates, *_):
         updates.save()
-        kept = updates.run.config["kept"]
     again = diff(folder, home)
     if again.parting is not None:
         raise DataError(f"{folder} does not repeat here\n{again}")
@@ -167,7 +178,7 @@ def _repeated_to(
         shutil.rmtree(home / "recording")
     made = load_run(home)
     counters = {**made.counters, "seconds": spent[0] if spent else made.counters["seconds"]}
-    return made._replace(config={**config, "kept": kept}, counters=counters)
+    return made._replace(config=ahead.config, history=ahead.history, counters=counters)
 
 
 def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
@@ -255,9 +266,7 @@ def fork(
 
     def asked(found):
         # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
-        found = found._replace(
-            config={**found.config, "steps": steps_after(folder, found.config), "due": []}
-        )
+        found = found._replace(config={**found.config, "steps": extended_steps(folder, found)})
         return changed_run(
             f"a fork of {shown(folder)}", _with_noise(found, folder, noise), options, moves=True
         )
@@ -271,24 +280,24 @@ def fork(
             asked(
                 ahead._replace(stream=None) if new_episodes else ahead
             )  # to repeat a run may take hours
-            found = _repeated_to(at, folder, found, ahead.config, edits, home)
+            found = _repeated_to(at, folder, found, ahead, edits, home)
         found, changed = asked(found._replace(stream=None) if new_episodes else found)
+        history = found.history
+        begins = dict(kept=history.kept, inexact=history.inexact)
         if new_episodes:
-            found = found._replace(config=with_exactness(found.config, build(found.config)[1]))
-        rules = (
-            ENDLESS if found.config.get("stopped") else {}
-        )  # they would stop the fork at once, as they stopped the run
+            begins = exactness(build(found.config)[1], found.config)
+
+        # What stopped the run would stop its fork at once.
+        endless = {name: x for name, x in ENDLESS.items() if name not in options}
+        config = {**found.config, **(endless if history.stopped else {})}
         more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
-        origin = {"run": str(shown(folder)), "at": int(at), "set": changed, **more}
-        config = {
-            **found.config,
-            **{name: x for name, x in rules.items() if name not in options},
-            "stopped": None,
-            "forked": origin,
-        }
+        past = History()
+        past.add("forked", at, run=str(shown(folder)), set=changed, **more, **begins)
+        found = found._replace(history=past)
         for name in ("checkpoint.safetensors", *[FORKED] * (not new_episodes)):
             stored(home / name, found, config)
-        write_json(home / "config.json", config)
+        write_json(home / REQUEST, config)
+        past.write(home)
         _copy_past(folder, home, found._replace(config=config))
         if changed:
             _check_resumed(folder, home, changed)
@@ -316,7 +325,7 @@ def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
     "Raise `DataError` if a run with other options cannot be resumed."
     found = load_run(home)
     try:
-        rebuilt(home, found, found.config, found.counters)
+        rebuilt(home, found, found.config, found.counters, found.history)
     except PipeError as e:
         raise DataError(
             f"a fork of {folder} cannot have these options", leaf=", ".join(changed), got=str(e)
@@ -328,7 +337,7 @@ def fork_command(args: Namespace) -> None:
     options = options_in(
         [*args.set, *([] if args.steps is None else [f"steps={args.steps}"])], args.run
     )
-    config = load_run(
+    made = load_run(
         fork(
             args.run,
             args.out,
@@ -338,9 +347,11 @@ def fork_command(args: Namespace) -> None:
             new_episodes=args.new_episodes,
             **options,
         )
-    ).config
-    at = config["forked"]["at"]
-    changed = ", ".join(f"{name}={x}" for name, x in config["forked"]["set"].items())
+    )
+    config = made.config
+    origin = made.history.origin
+    at = origin["at"]
+    changed = ", ".join(f"{name}={x}" for name, x in origin["set"].items())
     other = (
         f", with other noise ({args.noise})" * bool(args.noise)
         + ", and begins new episodes" * args.new_episodes

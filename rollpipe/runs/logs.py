@@ -353,15 +353,16 @@ def is_evaluated(folder: str | Path, steps: int) -> bool:
     return {r["kind"] for r in read_evaluations(folder) if r["steps"] == steps} >= {"last", "best"}
 
 
-def is_complete(folder: str | Path, config: dict, counters: dict) -> bool:
+def is_complete(folder: str | Path, config: dict, counters: dict, stopped: str | None) -> bool:
     """Whether a run has come to its end, and has made its last evaluations, if it evaluates by steps.
 
     Args:
         folder: folder of the run
         config: its configuration
         counters: its counters
+        stopped: why it was stopped, see `History.stopped`
     """
-    if not is_over(config, counters):
+    if not is_over(config, counters, stopped):
         return False
     every = Every.of(config.get("eval_every", 0))
     return not every.n or every.unit != "steps" or is_evaluated(folder, counters["steps"])

@@ -16,7 +16,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from .states import edited, journal_of
+from .states import edited, edits_due, journal_of
 from ..settings.checks import is_over
 from ..settings.options import shown
 from ..agents.checkpoint import Checkpoint, kept_checkpoints
@@ -25,25 +25,35 @@ from ..pipes.data.errors import CheckpointError, DataError, check_integer
 from ..pipes.data.files import write_atomically
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.graph.modules import torch_threads
-from .changes import before_edits, edited_run
+from .changes import edited_run
 from .folder import Run, load_run, resume, start
 from .locks import FORKED, unlock
 from .logs import records_of
 from .training import Updates, reading
 from ..traces.differences import FINGERPRINTS, JOURNAL, Parting, RunDifference, diff
 from ..traces.fingerprint import networks_of
+from ..traces.history import History, read_request
 from ..traces.journal import cut, read_journal
 
 # %% auto #0
-__all__ = ['steps_after', 'stored', 'repetition', 'beginning', 'checkpoint_at', 'kept_of', 'edits_after', 'repeated', 'verify',
+__all__ = ['extended_steps', 'stored', 'repetition', 'beginning', 'checkpoint_at', 'kept_of', 'edits_after', 'repeated', 'verify',
            'numbers', 'diff_command', 'verify_command']
 
 # %% ../../nbs/runs/16_repeat.ipynb #fa198961
-def steps_after(folder: Path, config: dict) -> int:
-    "The steps that the run in a folder was to make when it had the edits of a configuration, also if it was extended since."
-    newest = load_run(folder).config
-    later = newest.get("edits", [])[len(config.get("edits", [])) :]
-    return next((edit["was"]["steps"] for edit in later if "steps" in edit["was"]), newest["steps"])
+def extended_steps(folder: Path, found: Checkpoint) -> int:
+    """The steps that a run was to make as it was at a checkpoint, also if it was extended since. Later edits do not count.
+
+    Args:
+        folder: folder of the run
+        found: its checkpoint
+    """
+    steps = found.config["steps"]
+    for event in History.read(folder)[len(found.history) :]:
+        if event["event"] == "edited" and "steps" in event.get("set", {}):
+            break
+        if event["event"] == "extended":
+            steps = event["set"]["steps"]
+    return steps
 
 
 def stored(path: Path, found: Any, config: dict) -> None:
@@ -81,13 +91,11 @@ def repetition(
             "keep": 0,
             "reading": "processes",
             "address": None,
-            "steps": steps_after(folder, found.config),
-            "stopped": None,
-        }  # the run may have been over there, and extended since
+            "steps": extended_steps(folder, found),
+        }
         if config["options"].get("path"):
             config["options"] = {**config["options"], "path": place}
         there = home or Path(place, "run")
-        config.pop("forked", None)  # where the run came from is not where its repetition comes from
         if found.stream is None:
             run = start(there, config)
         else:
@@ -117,11 +125,10 @@ def beginning(folder: Path, found: Checkpoint) -> Checkpoint:
         folder: folder of the run
         found: its checkpoint
     """
-    return (
-        load_run(folder / FORKED)
-        if (folder / FORKED).exists()
-        else found._replace(stream=None, config=before_edits(found.config))
-    )
+    if (folder / FORKED).exists():
+        return load_run(folder / FORKED)
+    request = read_request(folder)
+    return found._replace(stream=None, config=request, history=History(found.history[:1]))
 
 
 def checkpoint_at(
@@ -139,8 +146,9 @@ def checkpoint_at(
     """
     newest = newest or load_run(folder)
     config, counters = newest.config, newest.counters
+    history = newest.history
     ranks = "several ranks learn together" if config.get("ranks", 1) > 1 else None
-    if reason := ranks or config["inexact"]:
+    if reason := ranks or history.inexact:
         way = "an exact run; or --crash, if an update of it failed" if after else "an exact run"
         raise DataError(f"{folder} cannot be repeated", expected=way, got=reason)
     lines = read_journal(folder / JOURNAL)
@@ -154,7 +162,7 @@ def checkpoint_at(
         )
     )
     n = updates + after
-    last = made + (after and not is_over(config, counters))
+    last = made + (after and not is_over(config, counters, history.stopped))
     if not (isinstance(n, Integral) and 1 <= n <= last):
         raise DataError(
             f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n)
@@ -168,12 +176,13 @@ def checkpoint_at(
             and found.counters["resumes"] == resumes
         ):
             return found
-    if forked := first.stream and first.config["forked"]:
+    if first.stream:
+        origin = first.history.origin
         raise DataError(
             f"{folder} is a fork, and did not make this update itself",
             leaf="update",
             got=str(n),
-            expected=f"{forked['at'] + after} to {last}, or the run {forked['run']}",
+            expected=f"{origin['at'] + after} to {last}, or the run {origin['run']}",
         )
     if not resumes:
         return first
@@ -196,8 +205,7 @@ def kept_of(folder: Path) -> Iterator[Checkpoint]:
 
 def edits_after(folder: Path, found: Checkpoint, updates: int) -> list:
     "The edits that the run in a folder got while it trained, after a checkpoint, and after this update at the latest."
-    edits = load_run(folder).config.get("edits", [])
-    return [edit for edit in edits[len(found.config.get("edits", [])) :] if edit["at"] <= updates]
+    return [edit for edit in edits_due(folder, found.history) if edit["at"] <= updates]
 
 # %% ../../nbs/runs/16_repeat.ipynb #f9e2043f
 @contextmanager
@@ -240,8 +248,10 @@ def repeated(
                 else:
                     made.journal.mark()
                     run = edited_run(run, edit)
-                    # an edit may have named a cluster
-                    steps = steps_after(folder, run.config)
+                    # An edit may have named a cluster, or a number of steps that was extended since.
+                    steps = extended_steps(
+                        folder, found._replace(config=run.config, history=run.history)
+                    )
                     run.config.update(reading="processes", address=None, steps=steps)
 
 # %% ../../nbs/runs/16_repeat.ipynb #420561a4

@@ -19,7 +19,6 @@ from .states import check_taken, journal_of
 from ..traces.journal import Journal
 from ..traces.crash import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
-from ..pipes.data import files
 from ..agents.schedules import seconds_of
 from ..settings.choice import check_address
 from ..settings.checks import is_over
@@ -28,8 +27,8 @@ from ..settings.options import import_words, shown, typed
 from .evaluations import evaluations_of
 from .films import films_of
 from .locks import COSTS, begin_training, unlock
-from .changes import adopt
-from .mailbox import Mailbox, attended, edit_is_due, made_again
+from .changes import adopt, attended, edit_is_due, made_again
+from .mailbox import Mailbox
 from .logs import MetricWriter, records_of
 from ..pipes.graph import torchdata
 from ..pipes.data.errors import DataError, WorkerError
@@ -236,15 +235,13 @@ class Updates:
     def goes_on(self, evaluations: Any) -> bool:
         "Whether there is another update. A run that is stopped before it has made all of its steps is saved as complete, with the reason."
         run = self.run
-        if is_over(run.config, run.counters):
+        if is_over(run.config, run.counters, run.history.stopped):
             return False
         if (why := self.why_stop(evaluations)) is None:
             return True
-        run.config["stopped"] = why
+        run.history.add("stopped", run.counters["updates"], why=why)
         if not ranks.rank():
-            files.write_json(
-                run.folder / "config.json", run.config
-            )  # first, because what is saved is not trained again
+            run.history.write(run.folder)  # first, because what is saved is not trained again
         self.save()
         return False
 
@@ -339,7 +336,9 @@ def _trained(
             ]
         )
         updates.make = measured.learner(
-            FlightRecorder(run.folder, config, counters, run.agent, shlex.join(again)).update
+            FlightRecorder(
+                run.folder, config, run.history, counters, run.agent, shlex.join(again)
+            ).update
         )
         updates.start_clock()
         while updates.goes_on(evaluations):
@@ -383,7 +382,7 @@ def _trained(
                 writer,
                 bar,
             )
-    if after is run and not is_over(config, counters):
+    if after is run and not is_over(config, counters, run.history.stopped):
         raise DataError(
             "the pipeline ended before the training did",
             expected=f"{steps} steps",

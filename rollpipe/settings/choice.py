@@ -123,12 +123,7 @@ def settings_in(
             "algorithm",
             "env",
             "of_preset",
-            "kept",
-            "inexact",
-            "forked",
-            "stopped",
-            "edits",
-            "due",
+            "inserts",
         )
         and (name, x) != ("preset", None)
     }  # the configuration of a run without a preset has "preset": null

@@ -369,9 +369,9 @@ def allow_edits(module: str) -> None:
     _ALLOWED.add(module)
 
 
-def _inserted(pipe: Any, edits: list) -> Any:
-    "The pipeline with what the edits have inserted."
-    for edit in filter(lambda edit: "insert" in edit, edits):
+def _inserted(pipe: Any, inserts: list) -> Any:
+    "The pipeline with what edits have inserted."
+    for edit in inserts:
         module, _, name = edit["insert"].partition(":")
         if module not in _ALLOWED or module not in sys.modules:
             raise DataError(
@@ -508,4 +508,4 @@ def build(config: dict, resumes: int = 0) -> tuple:
     pipe = _recorded(_curious(pipe, config, novelty_seed), config)
     if device.type != "cpu":
         pipe = _moved(pipe, device)
-    return agent, _inserted(pipe, config.get("edits", []))
+    return agent, _inserted(pipe, config.get("inserts", []))

@@ -54,14 +54,24 @@ class FlightRecorder:
     Args:
         folder: the folder of the run
         config: its configuration
+        history: its events so far
         counters: steps, updates and resumes so far, which the training counts
         agent: the learner
         command: the command line that makes the failed update again
     """
 
-    def __init__(self, folder: Path, config: dict, counters: dict, agent: Any, command: str):
+    def __init__(
+        self,
+        folder: Path,
+        config: dict,
+        history: list,
+        counters: dict,
+        agent: Any,
+        command: str,
+    ):
         self.path = Path(folder, *CRASH)
         self.config = config
+        self.history = history
         self.counters = counters
         self.agent = agent
         self.command = command
@@ -124,6 +134,7 @@ class FlightRecorder:
                     FORMAT_VERSION,
                     dict(
                         config=self.config,
+                        history=[*self.history],
                         counters=self.before,
                         agent=self.snapshot.state,
                         crash=crash,
