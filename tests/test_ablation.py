@@ -19,7 +19,7 @@ from rollpipe.results.pairs import course
 from rollpipe.runs import fork, start, train
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_evaluations, read_records
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.traces.differences import diff
 from rollpipe.traces.journal import read_journal
 

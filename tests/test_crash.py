@@ -21,7 +21,7 @@ from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import CheckpointError, DataError, WorkerError, describe_exception
 from rollpipe.pipes.frames import Stacks
 from rollpipe.runs import replayed_run, resume, start, train
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.settings.config import make_config
 from rollpipe.traces import crash as flight
 from rollpipe.traces.crash import CRASH, checksum, read_crash

@@ -24,7 +24,7 @@ from rollpipe.runs.evaluations import read_evaluations
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.locks import unlock
 from rollpipe.runs.logs import read_records
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.runs.states import edited
 from rollpipe.settings.config import make_config
 from rollpipe.traces.differences import diff
@@ -189,7 +189,7 @@ def test_forks_beside_a_training_that_saves_all_the_time(tmp_path):
 
 def test_chunks_that_the_training_removes_meanwhile(tmp_path, monkeypatch):
     "The parent saves between the reading of its checkpoint and the naming of the chunks."
-    module = sys.modules["rollpipe.runs.fork"]
+    module = sys.modules["rollpipe.runs.moments"]
     parent = trained(tmp_path / "run", "dqn", 400)
     linked = module._linked
     moved = []
@@ -643,7 +643,7 @@ def test_an_impossible_option_is_refused_before_the_run_is_repeated(tmp_path, mo
         raise AssertionError("the run is repeated")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["rollpipe.runs.fork"], "repeated", never)
+        patch.setattr(sys.modules["rollpipe.runs.fork"], "moment", never)
         for name, x in dict(
             clips=0.1, clip="a", lr=-1.0, n_envs=3, hidden=(7,), steps=64, workers=3, eval_every="x"
         ).items():

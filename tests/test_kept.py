@@ -17,7 +17,7 @@ from rollpipe.runs import load_agent
 from rollpipe.runs.evaluations import best_return
 from rollpipe.runs.folder import load_run, restore, resume, start
 from rollpipe.runs.logs import read_metrics
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
 

@@ -32,7 +32,7 @@ from rollpipe.runs.folder import load_run
 from rollpipe.runs.locks import lock, unlock
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.mailbox import Mailbox, ask
-from rollpipe.runs.repeat import diff, verify
+from rollpipe.runs.moments import diff, verify
 from rollpipe.settings.config import allow_edits
 from rollpipe.traces.history import History, config_at
 from rollpipe.traces.journal import read_journal, told

@@ -12,7 +12,7 @@ from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import fork, replayed_run, resume, start, train
 from rollpipe.runs.logs import read_records
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.settings.config import build, make_config
 from rollpipe.traces.differences import diff

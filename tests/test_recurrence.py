@@ -14,7 +14,7 @@ from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.recipes import on_policy
 from rollpipe.runs import fork, load_agent, resume, start
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import build, make_config
 from rollpipe.tuning.spaces import Choice, space_for

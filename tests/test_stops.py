@@ -15,7 +15,7 @@ from rollpipe.runs import Run, Wish, evaluations, fork, resume, start, train
 from rollpipe.runs.evaluations import read_evaluations, why_enough
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_records
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.settings.config import make_config
 from rollpipe.traces.differences import diff
 from rollpipe.traces.history import History

@@ -35,7 +35,7 @@ from rollpipe.runs.folder import discard, load_run, resume, start
 from rollpipe.runs.fork import fork
 from rollpipe.runs.locks import owner_of
 from rollpipe.runs.logs import read_records
-from rollpipe.runs.repeat import numbers, verify
+from rollpipe.runs.moments import numbers, verify
 from rollpipe.runs.states import edited
 from rollpipe.runs.training import Wish, train
 from rollpipe.settings.config import make_config

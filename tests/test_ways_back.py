@@ -24,7 +24,7 @@ from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError, PipeError
 from rollpipe.runs import fork, resume, start, train
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.runs.states import edited
 from rollpipe.settings.config import make_config
 from rollpipe.traces.differences import JOURNAL, diff
@@ -180,21 +180,21 @@ def test_a_fork_of_the_newest_checkpoint_is_not_made_from_the_start(
     by_file, name, tmp_path, monkeypatch
 ):
     "The training saves twice between the first look of the fork and the next."
-    module = sys.modules["rollpipe.runs.fork"]
+    moments = sys.modules["rollpipe.runs.moments"]
     parent = trained(tmp_path / "run", name, 400)
-    checkpoint_at = module.checkpoint_at
+    checkpoint_before = moments.checkpoint_before
     moved = []
 
     def moving(*args, **kwargs):
         if not moved:
             moved.append(gone_on(parent.folder, steps=720))
-        return checkpoint_at(*args, **kwargs)
+        return checkpoint_before(*args, **kwargs)
 
     def from_the_start(*args):
         raise AssertionError("the run is repeated")
 
-    monkeypatch.setattr(module, "checkpoint_at", moving)
-    monkeypatch.setattr(module, "_repeated_to", from_the_start)
+    monkeypatch.setattr(moments, "checkpoint_before", moving)
+    monkeypatch.setattr(sys.modules["rollpipe.runs.fork"], "_repeated_to", from_the_start)
     made = parent.counters["updates"]
     path = parent.folder / "checkpoint.safetensors" if by_file else parent.folder
     if by_file and name == "dqn":

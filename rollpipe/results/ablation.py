@@ -35,7 +35,7 @@ from ..runs.folder import folder_of, load_run, needed_modules
 from ..runs.fork import fork
 from ..runs.locks import files_of_run, locked
 from ..runs.logs import records_of
-from ..runs.repeat import checkpoint_at
+from ..runs.moments import checkpoint_before
 from ..settings.checks import ENDLESS, with_steps
 from ..settings.options import import_words, parse_value, typed
 from ..settings.overview import Parser
@@ -176,7 +176,7 @@ def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
             got=metric,
         )
     for n in at:
-        checkpoint_at(run, n)
+        checkpoint_before(run, n)
     if not at:
         raise DataError(
             "nowhere to branch", leaf="--at", expected="numbers of updates, such as 100,200"

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from ..agents.checkpoint import Checkpoint, load_checkpoint
-from ..pipes.data import nested
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import DataError, PipeError, check_integer
-from ..pipes.data.files import names_file, read_file, write_atomically, write_json
+from ..pipes.data.files import read_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.reseeding import reseeded
 from ..ranks.launch import launching_words
@@ -32,15 +31,8 @@ from .changes import changed_run, options_in
 from .folder import folder_of, load_run, needed_modules, rebuilt
 from .locks import FORKED, files_of_run, lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
-from .states import exactness
-from rollpipe.runs.repeat import (
-    checkpoint_at,
-    edits_after,
-    extended_steps,
-    kept_of,
-    repeated,
-    stored,
-)
+from .states import edits_due, exactness
+from .moments import extended_steps, kept_of, moment, stored, with_chunks
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from ..traces.history import REQUEST, History, read_request
 from ..traces.journal import cut
@@ -101,57 +93,11 @@ def _clear(place):
             shutil.rmtree(path)
 
 # %% ../../nbs/runs/18_fork.ipynb #97d4be29
-def _taken(
-    folder: Path, at: int | None, home: Path, newest: Checkpoint | None
-) -> tuple[Checkpoint, int]:
-    """The checkpoint from which a run is repeated up to an update, the chunks of which are then in `home`; and the number of the update.
-
-    Args:
-        folder: folder of the run
-        at: number of the update; None: that of its newest checkpoint
-        home: folder of the fork
-        newest: its newest checkpoint, if that has been read
-    """
-    known = None
-    while True:
-        newest = newest or load_run(folder)
-        n = int(newest.counters["updates"]) if at is None else at
-        found = checkpoint_at(folder, n, newest=newest)
-        if found.stream is None:
-            shutil.rmtree(home / "replay", ignore_errors=True)
-            return found, n
-        with suppress(FileNotFoundError):
-            shutil.copytree(
-                folder / "replay", home / "replay", dirs_exist_ok=True, copy_function=_linked
-            )
-
-        # The training may have removed some of them meanwhile. Then it has saved, so there is another checkpoint.
-        there = ChunkFolder(home / "replay").names
-        needed = {
-            x for x in nested.leaves(found.stream) if isinstance(x, str) and x.endswith(".chunk")
-        }
-        if found.counters == known or needed <= there:
-            return found, n
-        known = found.counters
-        newest = None
-
-
-def _linked(source, path):
-    "One more name for a file that is never written again; a copy where the file system has none."
-    if os.path.exists(path):
-        return
-    try:
-        os.link(source, path)
-    except FileNotFoundError:
-        return  # the training has just removed it
-    except OSError:
-        with names_file(path):
-            shutil.copyfile(source, path)
-
-
 def _foreseen(at: int, folder: Path, found: Checkpoint) -> Checkpoint:
     "What is known of the checkpoint after an update before the run is repeated up to there: all but the state of its learner."
-    history = History([*found.history, *edits_after(folder, found, at)])
+    history = History(
+        [*found.history, *[edit for edit in edits_due(folder, found.history) if edit["at"] <= at]]
+    )
     config = history.config(read_request(folder))
     steps = next((r["steps"] for r in records_of(folder) if r["updates"] == at), 0)
     stream = found.stream or load_run(folder).stream  # of which the names of the pipes count
@@ -168,8 +114,8 @@ def _repeated_to(
     at: int, folder: Path, found: Checkpoint, ahead: Checkpoint, edits: Iterable, home: Path
 ) -> Checkpoint:
     "The checkpoint after an update, with the configuration that it has. The run is repeated up to there in `home`."
-    with repeated(folder, found, at, *edits, home=home) as (updates, *_):
-        updates.save()
+    with moment(folder, at, *edits, home=home, begin=found) as then:
+        then.updates.save()
     again = diff(folder, home)
     if again.parting is not None:
         raise DataError(f"{folder} does not repeat here\n{again}")
@@ -274,7 +220,9 @@ def fork(
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         is_there = new_episodes and at in (None, is_at)
         newest = named if at in (None, is_at) else None
-        found, at = (named, is_at) if is_there else _taken(folder, at, home, newest)
+        found, at = named, is_at
+        if not is_there:
+            found, at = with_chunks(folder, at, home, newest=newest, is_lasting=True)
         if not is_there and (found.stream is None or found.counters["updates"] < at):
             ahead = _foreseen(at, folder, found)
             asked(
