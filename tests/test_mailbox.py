@@ -102,7 +102,7 @@ def trained(run, plan, answers=None, die=None):
             if answers is not None:
                 answers.append(path)
 
-    train(run, progress=False, tensorboard=False, callback=asks)
+    train(run, progress=False, tensorboard=False, callbacks=[asks])
     return run
 
 
@@ -359,7 +359,7 @@ def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
         return Wish(stop="enough")
 
     run = start(tmp_path / "run", config_of("ppo", steps=640))
-    assert train(run, progress=False, tensorboard=False, callback=callback)["updates"] == 5
+    assert train(run, progress=False, tensorboard=False, callbacks=[callback])["updates"] == 5
     assert "when the training had ended" in answer(answers[0])["text"]
     assert load_run(run.folder).config["stopped"] == "enough" and not lines(run.folder)
 
@@ -369,7 +369,7 @@ def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
         if record["updates"] == 5:
             answers.append(post(run.folder, dict(set=dict(stop_after="0.001 s"))))
 
-    record = train(run, progress=False, tensorboard=False, callback=asks)
+    record = train(run, progress=False, tensorboard=False, callbacks=[asks])
     assert answer(answers[1])["made"], answer(answers[1])
     assert record["updates"] == 5 and run.config["stopped"] == "0.001 s of training have passed"
     assert (
@@ -693,7 +693,7 @@ def test_links_pipes_and_folders_of_others_are_not_read(tmp_path, caplog):
         (inbox / "other.ask").write_text("{}")
         (inbox / f".{5:032x}.ask.0123456789abcdef.tmp").write_text('{"do": ')  # half-written
 
-    train(run, progress=False, tensorboard=False, callback=plant)
+    train(run, progress=False, tensorboard=False, callbacks=[plant])
     assert (
         not any(answer(path)["made"] for path in inbox.glob("*.answer"))
         and len(list(inbox.glob("*.answer"))) == 4
@@ -735,7 +735,7 @@ def test_a_file_of_another_user_is_refused(tmp_path):
                 -1,
             )
 
-    train(run, progress=False, tensorboard=False, callback=plant)
+    train(run, progress=False, tensorboard=False, callbacks=[plant])
     assert (
         answer(run.folder / "inbox" / f"{1:032x}.answer")["text"]
         == "not a file of the user who trains."
@@ -773,7 +773,7 @@ def test_a_full_disk_refuses_an_edit_and_the_training_goes_on(tmp_path, monkeypa
         (run.folder / "inbox").mkdir(mode=0o700)
         (run.folder / "inbox" / f"{1:032x}.ask").write_text(json.dumps(dict(set=dict(clip=0.1))))
 
-    train(run, progress=False, tensorboard=False, callback=asks)
+    train(run, progress=False, tensorboard=False, callbacks=[asks])
     assert [edit["at"] for edit in load_run(run.folder).config["edits"]] == [
         4
     ] and "could not be written" in caplog.text

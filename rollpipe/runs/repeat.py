@@ -229,7 +229,7 @@ def repeated(
                 made.start_clock()
 
                 def learn(batch, made=made):
-                    made.update(batch, dict, [])
+                    made.update(batch)
                     if made.run.counters["updates"] in lines:
                         made.journal.mark()
 
