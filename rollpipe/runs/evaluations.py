@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -190,17 +190,12 @@ class EvaluationsByUpdates(Observer):
 
 # %% ../../nbs/runs/08_evaluations.ipynb #88ee0cf9
 class EvaluationsBySteps(Observer):
-    """Evaluates at given steps of a run, while the training waits, with a line in `evaluations.jsonl` for each.
-
-    Args:
-        evaluate: as `evaluated`; None: in this process, or beside it if it would disturb the training
-    """
+    "Evaluates at given steps of a run, while the training waits, with a line in `evaluations.jsonl` for each."
 
     when = "saved"
     taken = ()  # its metrics are those of `METRICS`
 
-    def __init__(self, evaluate: Callable | None = None):
-        self.evaluate = evaluate
+    def __init__(self):
         self.closing = ExitStack()
 
     def begin(self, run: Run) -> Wish:
@@ -209,9 +204,8 @@ class EvaluationsBySteps(Observer):
         self.every = Every.of(run.config["eval_every"])
         self.best = BestLearner(run)
         # Where workers collect, this process has no environment that an evaluation could disturb.
-        if self.evaluate is None and run.config["workers"]:
-            self.evaluate = evaluated
-        elif self.evaluate is None:
+        self.evaluate = evaluated
+        if not run.config["workers"]:
             beside = evaluated_beside(run.config["env"], run.config["env_kwargs"])
             self.evaluate = self.closing.enter_context(beside)
 
@@ -245,13 +239,11 @@ class EvaluationsBySteps(Observer):
         ]
         made = {r["kind"] for r in self.records}
         if "last" not in made:
-            answer = self._evaluated("last", policy_of(run.agent))
-            self._record("last", counters["updates"], answer.evaluation)
+            self._evaluate("last", run.agent, counters["updates"])
         if "best" not in made:
             best = load_run(run.folder, best=True)
             agent = agent_of(best, run.config.get("device", "cpu"))
-            answer = self._evaluated("best", policy_of(agent))
-            self._record("best", best.counters["updates"], answer.evaluation)
+            self._evaluate("best", agent, best.counters["updates"])
 
     def close(self) -> None:
         "End the process, if there is one."
@@ -286,32 +278,25 @@ class EvaluationsBySteps(Observer):
             self.records = self._of_training()  # later final evaluations are outdated
             self.last = dict(run.counters)
             self.best.note()
-            answer = self._evaluated("training", policy_of(run.agent))
-            self.best.compare(answer, self.seed)
-            self._record("training", run.counters["updates"], answer.evaluation)
-            metrics = answer.metrics
+            metrics = self._evaluate("training", run.agent, run.counters["updates"]).metrics
         # A checkpoint tells how many there were, so a run that goes on notices if some are lost. At the end the last one is saved already.
         if not is_over(run.config, run.counters):
             run.counters["evaluations"] = len(self._of_training())
         return metrics
 
-    def _evaluated(self, kind, actor) -> Evaluated:
-        "Evaluate a policy after the present number of steps."
+    def _evaluate(self, kind, agent, updates) -> Evaluated:
+        "Evaluate the policy of a learner with so many updates, and write a line."
         config = self.run.config
-        self.seed = evaluation_seed(config["seed"], kind, self.run.counters["steps"])
-        return self.evaluate(
-            actor,
-            dict(
-                playing(config),
-                n_episodes=config["eval_episodes" if kind == "training" else "final_episodes"],
-                seed=self.seed,
-                device=device_of(config.get("device", "cpu")),
-            ),
-        )
-
-    def _record(self, kind, updates, evaluation):
         now = self.run.counters
-        n_cut = int(evaluation.cut_off.sum())
+        seed = evaluation_seed(config["seed"], kind, now["steps"])
+        n_episodes = config["eval_episodes" if kind == "training" else "final_episodes"]
+        device = device_of(config.get("device", "cpu"))
+        options = dict(playing(config), n_episodes=n_episodes, seed=seed, device=device)
+        answer = self.evaluate(policy_of(agent), options)
+        # The best one is kept first, because an evaluation that has a line is not made again.
+        if kind == "training":
+            self.best.compare(answer, seed)
+        evaluation = answer.evaluation
         record = dict(
             kind=kind,
             steps=now["steps"],
@@ -321,13 +306,14 @@ class EvaluationsBySteps(Observer):
             std=evaluation.std,
             returns=evaluation.returns.tolist(),
             lengths=evaluation.lengths.tolist(),
-            seed=self.seed,
+            seed=seed,
             resumes=now["resumes"],
         )
-        if n_cut:
-            record["cut_off"] = n_cut
+        if evaluation.cut_off.any():
+            record["cut_off"] = int(evaluation.cut_off.sum())
         self.records.append(record)
         write_evaluations(self.run.folder, self.records)
+        return answer
 
 # %% ../../nbs/runs/08_evaluations.ipynb #0dfecad0
 def evaluations_of(run: Run) -> list:

@@ -41,7 +41,6 @@ class Films(Observer):
         self.run = run
         self.folder = Path(run.folder) / "videos"
         self._newest = -1
-        self._is_over = False
         self._try(self._begin_process)
 
     def _begin_process(self):
@@ -83,15 +82,14 @@ class Films(Observer):
             self._try(self._evaluation.request)
 
     def end(self) -> None:
-        "Film the last update of the run."
-        self._is_over = True
+        "Film the last update of the run, and wait for the film."
         if is_over(self.run.config, self.run.counters):
             self._film(self.run.counters["updates"])
+        if self._evaluation is not None:
+            self._try(self._evaluation.wait)
 
     def close(self) -> None:
-        "End the process. It may complete its film, unless the training has failed."
-        if self._evaluation is not None and self._is_over:
-            self._try(self._evaluation.wait)
+        "End the process."
         if self._evaluation is not None:
             self._try(self._evaluation.close)
 

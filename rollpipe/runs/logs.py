@@ -286,22 +286,14 @@ class MetricFiles(Observer):
 
     Args:
         folder: folder for the files; None: that of the run
-        tensorboard: as for `MetricWriter`
-        wandb: as for `MetricWriter`
+        **options: `tensorboard` and `wandb` of the `MetricWriter`
     """
 
     when = "record"
 
-    def __init__(
-        self,
-        folder: str | Path | None = None,
-        *,
-        tensorboard: bool | str = "auto",
-        wandb: bool | str | None = None,
-    ):
+    def __init__(self, folder: str | Path | None = None, **options: Any):
         self.folder = folder
-        self.tensorboard = tensorboard
-        self.wandb = wandb
+        self.options = options
         self.writer: MetricWriter | None = None
 
     def begin(self, run: Any) -> None:
@@ -309,10 +301,9 @@ class MetricFiles(Observer):
         self.make = partial(
             MetricWriter,
             self.folder or run.folder,
-            self.tensorboard,
-            wandb=self.wandb,
             config=run.config,
             updates=run.counters["updates"],
+            **self.options,
         )
         if run.is_new:
             self.writer = self.make()

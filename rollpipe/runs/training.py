@@ -282,17 +282,17 @@ class Updates:
 @contextmanager
 def observed(
     agent: Any, observers: Iterable, *, pipe: Any = None, updates: int = 0
-) -> Iterator[Callable]:
-    """A context for a loop of one's own with a function that learns from a batch, and shows the record to observers.
+) -> Iterator[tuple]:
+    """A context for a loop of one's own: a function that learns from a batch and shows the record to observers, and what they wish.
 
-        with observed(agent, [callback]) as learn:
+        with observed(agent, [callback]) as (learn, wishes):
             for batch in pipe:
                 record = learn(batch)
-                if learn.stop:
+                if wishes.stop:
                     break
 
-    Its attributes `stop` and `save` are what the observers wish: why the loop should stop, and whether it should save. If the block is left
-    without an error, the observers end.
+    `wishes.stop` is why the loop should stop, and `wishes.save` is True after an update that should be saved. If the block is left without
+    an error, the observers end.
 
     Args:
         agent: the learner
@@ -300,36 +300,23 @@ def observed(
         pipe: the pipeline, if its meters belong to the record
         updates: number of updates that were made before
     """
-    counters = dict(
-        steps=getattr(agent, "steps", 0), updates=updates, episodes=0, seconds=0.0, resumes=0
-    )
+    steps = getattr(agent, "steps", 0)
+    counters = dict(steps=steps, updates=updates, episodes=0, seconds=0.0, resumes=0)
     run = Run(Path(), {}, agent, pipe, counters)
     watching = Observers([Meters(), *observers])
     made = Updates(run, watching)
+
+    def learn(batch):
+        watching.save = False
+        record = made.learn(batch)
+        made.look_when_saved()
+        return record
+
     with watching.begun(run, "saved", "update", "record"):
         made.make = watching.around(made.make)
         made.start_clock()
-        yield _Learn(made)
+        yield learn, watching
         watching.end(counters)
-
-
-class _Learn:
-    "The function of `observed`."
-
-    def __init__(self, updates: Updates):
-        self._updates = updates
-        self.stop: str | None = None
-        self.save = False
-
-    def __call__(self, batch: Any) -> dict:
-        "Learn from a batch. Returns the record."
-        observers = self._updates.observers
-        observers.save = False
-        record = self._updates.learn(batch)
-        self._updates.look_when_saved()
-        self.stop = observers.stop
-        self.save = observers.save
-        return record
 
 # %% ../../nbs/runs/14_training.ipynb #834b70b8
 @contextmanager
