@@ -1,7 +1,6 @@
 """Trainings in folders: they are started, continued, recorded, evaluated and exported."""
 
 from .asking import open_run
-from ..traces.observers import Observer, Wish
 from .folder import Run, resume, start
 from .fork import fork
 from .logs import MetricFiles, read_metrics
@@ -9,7 +8,7 @@ from .loops import resumed, saved
 from .pack import load_agent, pack
 from .replay import replayed_run
 from .progress import Progress
-from .training import observed, train
+from .training import Observer, Wish, observed, train
 
 __all__ = [
     "MetricFiles",
