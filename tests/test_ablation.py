@@ -189,9 +189,9 @@ def test_metrics_that_one_run_alone_has_are_not_compared(tmp_path):
         twin,
         progress=False,
         tensorboard=False,
-        callback=lambda run, record: {"my/steps": record["steps"]},
+        callbacks=[lambda run, record: {"my/steps": record["steps"]}],
     )
-    train(other, progress=False, tensorboard=False, callback=lambda run, record: {"my/steps": 0})
+    train(other, progress=False, tensorboard=False, callbacks=[lambda run, record: {"my/steps": 0}])
     assert (
         equal_up_to(twin.folder, run) == equal_up_to(run, twin.folder) == twin.counters["updates"]
     )

@@ -100,7 +100,7 @@ def test_the_last_update_has_a_film_also_if_a_rule_ends_the_run(tmp_path, monkey
         def enough(run, record, stop=stop):
             return Wish(stop="enough" if record["updates"] == stop else None)
 
-        train(run, progress=False, tensorboard=False, callback=enough)
+        train(run, progress=False, tensorboard=False, callbacks=[enough])
         assert names(run) == films
     assert len(asked) == 4  # each film is made once
 

@@ -158,7 +158,7 @@ def test_the_parent_may_be_in_training(tmp_path):
             fork(run.folder, tmp_path / f"at{record['updates']}", record["updates"] - 2)
 
     parent = start(tmp_path / "run", config_of("dqn", steps=400))
-    train(parent, progress=False, tensorboard=False, callback=look)
+    train(parent, progress=False, tensorboard=False, callbacks=[look])
     check_same(twin.folder, parent.folder)
     for n in (4, 13, 17):
         gone_on(tmp_path / f"at{n}")

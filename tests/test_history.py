@@ -35,7 +35,7 @@ def trained(run, edits=None, stop_at=None):
             path.write_text(json.dumps(dict(set=changes)))
         return Wish(stop="enough") if record["updates"] == stop_at else None
 
-    train(run, progress=False, tensorboard=False, callback=after)
+    train(run, progress=False, tensorboard=False, callbacks=[after])
     return run.folder
 
 

@@ -104,7 +104,7 @@ def trained(run, plan, answers=None, die=None):
             if answers is not None:
                 answers.append(path)
 
-    train(run, progress=False, tensorboard=False, callback=asks)
+    train(run, progress=False, tensorboard=False, callbacks=[asks])
     return run
 
 
@@ -363,7 +363,7 @@ def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
         return Wish(stop="enough")
 
     run = start(tmp_path / "run", config_of("ppo", steps=640))
-    assert train(run, progress=False, tensorboard=False, callback=callback)["updates"] == 5
+    assert train(run, progress=False, tensorboard=False, callbacks=[callback])["updates"] == 5
     assert "when the training had ended" in answer(answers[0])["text"]
     assert load_run(run.folder).history.stopped == "enough" and not lines(run.folder)
 
@@ -373,7 +373,7 @@ def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
         if record["updates"] == 5:
             answers.append(post(run.folder, dict(set=dict(stop_after="0.001 s"))))
 
-    record = train(run, progress=False, tensorboard=False, callback=asks)
+    record = train(run, progress=False, tensorboard=False, callbacks=[asks])
     assert answer(answers[1])["made"], answer(answers[1])
     assert record["updates"] == 5 and run.history.stopped == "0.001 s of training have passed"
     assert (
@@ -695,7 +695,7 @@ def test_what_is_no_wish_is_refused(tmp_path):
         (inbox / "other.ask").write_text("{}")
         (inbox / f".{5:032x}.ask.0123456789abcdef.tmp").write_text('{"do": ')  # half-written
 
-    train(run, progress=False, tensorboard=False, callback=plant)
+    train(run, progress=False, tensorboard=False, callbacks=[plant])
     answers = [answer(path) for path in inbox.glob("*.answer")]
     assert len(answers) == 3 and not any(x["made"] for x in answers)
     assert not load_run(run.folder).history.edits and secret.read_text() == "not JSON"
@@ -732,7 +732,7 @@ def test_a_full_disk_refuses_an_edit_and_the_training_goes_on(tmp_path, monkeypa
         (run.folder / "inbox").mkdir(mode=0o700)
         (run.folder / "inbox" / f"{1:032x}.ask").write_text(json.dumps(dict(set=dict(clip=0.1))))
 
-    train(run, progress=False, tensorboard=False, callback=asks)
+    train(run, progress=False, tensorboard=False, callbacks=[asks])
     assert [edit["at"] for edit in load_run(run.folder).history.edits] == [
         4
     ] and "could not be written" in caplog.text

@@ -64,7 +64,7 @@ def test_the_values_at_the_first_the_last_and_a_resumed_update(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quietly(run, callback=end)
+        quietly(run, callbacks=[end])
     run = resume(run.folder)
     assert run.agent.steps == 160
     quietly(run)

@@ -61,7 +61,7 @@ def test_every_learner_that_can_trains_one_exactly(name, cell, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quietly(start(tmp_path / "run", config_for(name, cell)), callback=end)
+        quietly(start(tmp_path / "run", config_for(name, cell)), callbacks=[end])
     quietly(resume(tmp_path / "run"))
     check_same(whole.folder, tmp_path / "run")
     assert verify(whole.folder).is_equal

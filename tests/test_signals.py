@@ -193,7 +193,7 @@ def struck(run, event, error):
         return event() if record["updates"] == 6 else None
 
     with stop_signals(), pytest.raises(error):
-        train(run, progress=False, tensorboard=False, callback=callback)
+        train(run, progress=False, tensorboard=False, callbacks=[callback])
     return load_checkpoint(run.checkpoint)
 
 

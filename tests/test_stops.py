@@ -156,7 +156,7 @@ def test_a_run_that_is_interrupted_stops_where_it_would_have_stopped(whole, tmp_
 
         other = tmp_path / f"other{n}"
         with pytest.raises(KeyboardInterrupt):
-            quietly(made(other, **goal), callback=end)
+            quietly(made(other, **goal), callbacks=[end])
         quietly(resume(other))
         check_same(one.folder, other)
         assert load_run(other).history.stopped == one.history.stopped
@@ -238,7 +238,7 @@ def test_a_kill_after_one_of_the_last_evaluations_loses_no_record(kind, tmp_path
 
 def test_after_some_time_it_stops(tmp_path, monkeypatch):
     run = made(tmp_path / "run", stop_after="0.5 s", steps=10**6)
-    quietly(run, callback=lambda run, record: time.sleep(0.1))
+    quietly(run, callbacks=[lambda run, record: time.sleep(0.1)])
     made_so_far = [r["seconds"] for r in read_records(run.folder)]
     assert (
         made_so_far[-1] >= 0.5 > made_so_far[-2]
@@ -266,7 +266,7 @@ def test_a_callback_may_wish_to_save_or_to_stop(whole, tmp_path):
         if record["updates"] == 7:
             return Wish(stop="seven is enough")
 
-    run = quietly(made(tmp_path / "run", **EVERY), callback=callback)
+    run = quietly(made(tmp_path / "run", **EVERY), callbacks=[callback])
     assert (
         saved == [0, 0, 0, 3, 4, 4, 6]
         and run.counters["updates"] == load_run(run.folder).counters["updates"] == 7
@@ -283,7 +283,7 @@ def test_a_callback_may_wish_to_save_or_to_stop(whole, tmp_path):
 def test_a_wish_to_stop_may_be_a_comparison(tmp_path):
     run = quietly(
         made(tmp_path / "run", **EVERY),
-        callback=lambda run, record: Wish(stop=np.float64(record["updates"]) > 6),
+        callbacks=[lambda run, record: Wish(stop=np.float64(record["updates"]) > 6)],
     )
     assert (
         run.counters["updates"] == load_run(run.folder).counters["updates"] == 7
@@ -294,7 +294,7 @@ def test_a_wish_to_stop_may_be_a_comparison(tmp_path):
 def test_a_fork_of_a_stopped_run_may_go_on(whole, tmp_path):
     run = quietly(
         made(tmp_path / "run", **EVERY),
-        callback=lambda run, record: Wish(stop="enough") if record["updates"] == 9 else None,
+        callbacks=[lambda run, record: Wish(stop="enough") if record["updates"] == 9 else None],
     )
     quietly(resume(fork(run.folder, tmp_path / "fork")))
     check_same(whole.folder, tmp_path / "fork")

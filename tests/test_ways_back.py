@@ -161,7 +161,7 @@ def test_new_episodes_draw_other_numbers_than_the_start(tmp_path):
         def look(run, record):
             found.append((random.random(), np.random.random(), torch.rand(()).item()))
 
-        train(run, progress=False, tensorboard=False, callback=look)
+        train(run, progress=False, tensorboard=False, callbacks=[look])
         return found
 
     parent = start(tmp_path / "run", config_of("ppo", steps=160))
@@ -252,7 +252,7 @@ def rested(tmp_path_factory):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         config = make_config("ppo", "Breakable-v0", options, **run)
-        train(start(folder, config), progress=False, tensorboard=False, callback=callback)
+        train(start(folder, config), progress=False, tensorboard=False, callbacks=[callback])
 
     in_a_process(main, -signal.SIGKILL)
     assert load_run(folder).counters["updates"] == 12
@@ -302,7 +302,7 @@ def test_a_resume_writes_what_it_changes_with_its_first_update(is_earlier, reste
 
         run = resume(path, steps=1600, workers=1)
         assert load_run(folder).config["steps"] == 1280
-        train(run, progress=False, tensorboard=False, callback=callback)
+        train(run, progress=False, tensorboard=False, callbacks=[callback])
 
     in_a_process(main, -signal.SIGKILL)
     found = load_run(folder)

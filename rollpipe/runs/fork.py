@@ -220,8 +220,9 @@ def fork(
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         is_there = new_episodes and at in (None, is_at)
         newest = named if at in (None, is_at) else None
-        found, at = named, is_at
-        if not is_there:
+        if is_there:
+            found, at = named, is_at
+        else:
             found, at = with_chunks(folder, at, home, newest=newest, is_lasting=True)
         if not is_there and (found.stream is None or found.counters["updates"] < at):
             ahead = _foreseen(at, folder, found)

@@ -328,7 +328,7 @@ def _iterated(run: Run, lines: set) -> Iterator[tuple]:
         updates.start_clock()
 
         def learn(batch):
-            updates.update(batch, dict, [])
+            updates.update(batch)
             if run.counters["updates"] in lines:
                 updates.journal.mark()
 

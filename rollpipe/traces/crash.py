@@ -7,12 +7,14 @@ __all__ = ['CRASH', 'SHARE', 'BYTES', 'MOST', 'add_note', 'checksum', 'FlightRec
 
 # %% ../../nbs/traces/05_crash.ipynb #54f7bd37
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 
 from ..agents.checkpoint import FORMAT_VERSION, Snapshot
+from .observers import Observer
 from ..pipes.data import nested
 from ..pipes.data.captures import capture
 from ..pipes.data.errors import CheckpointError, WorkerError, describe_exception
@@ -48,8 +50,8 @@ BYTES = 2**26
 MOST = 256
 
 
-class FlightRecorder:
-    """Makes the updates of a training. If one fails, it writes what makes the same update again, and says so in a note of the error.
+class FlightRecorder(Observer):
+    """Sees each batch of a training. If an update fails, it writes what makes the same update again, and says so in a note of the error.
 
     Args:
         folder: the folder of the run
@@ -78,19 +80,23 @@ class FlightRecorder:
         self.held: list = []  # the batches since the snapshot
         self.most, self.due = MOST, 0.0
 
-    def update(self, batch: Any) -> dict:
-        "`agent.update(batch)`. Errors are raised as they are. An interrupt is no failure, and neither is a process that has ended."
-        if self._is_due():
-            self._take_snapshot()
-        batch, data = noted(batch)
-        self.held.append(data)
-        try:
-            return self.agent.update(batch)
-        except WorkerError:
-            raise
-        except Exception as e:
-            add_note(e, self._write(e))
-            raise
+    def around(self, update: Callable) -> Callable:
+        "`update`, recorded. Errors are raised as they are. An interrupt is no failure, and neither is a process that has ended."
+
+        def recorded(batch):
+            if self._is_due():
+                self._take_snapshot()
+            batch, data = noted(batch)
+            self.held.append(data)
+            try:
+                return update(batch)
+            except WorkerError:
+                raise
+            except Exception as e:
+                add_note(e, self._write(e))
+                raise
+
+        return recorded
 
     def _is_due(self):
         n = len(self.held)
