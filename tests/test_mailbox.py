@@ -641,8 +641,7 @@ def test_signals_end_a_pause_and_a_dead_training_does_not_answer(tmp_path):
 def test_what_was_asked_before_a_start_or_in_the_end_is_refused(tmp_path):
     run = start(tmp_path / "run", config_of("ppo", steps=160))
     unlock(run.folder)
-    old, taken = (post(run.folder, dict(set=dict(clip=0.1))) for _ in range(2))
-    os.rename(taken.with_suffix(".ask"), taken.with_suffix(".taken"))
+    old = post(run.folder, dict(set=dict(clip=0.1)))
     time.sleep(0.05)
     run = resume(run.folder)
     answers = []

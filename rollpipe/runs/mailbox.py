@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 from ..pipes.data.errors import DataError
 from ..pipes.data.files import read_file, write_atomically
 from .locks import owner_of
 
 # %% auto #0
-__all__ = ['WISHES', 'PAUSED', 'Mailbox', 'ask']
+__all__ = ['WISHES', 'PAUSED', 'check_wish', 'Mailbox', 'ask']
 
 # %% ../../nbs/runs/10_mailbox.ipynb #ee8b81de
 WISHES = ("pause", "go_on", "save", "stop")
@@ -28,16 +29,15 @@ PAUSED = "paused"  # a file that exists during a pause
 _INBOX = "inbox"
 
 
-def _checked(wish: object) -> dict:
-    "A wish. Raises `DataError` if it is none."
-    if isinstance(wish, dict):
-        names = set(wish)
-        if names == {"do"} and wish["do"] in WISHES:
-            return wish
-        if names == {"set"} and isinstance(wish["set"], dict) and wish["set"]:
-            return wish
-        is_insert = names == {"insert", "kwargs"} and isinstance(wish["kwargs"], dict)
-        if is_insert and re.fullmatch(r"[A-Za-z_][\w.]*:\w+", str(wish["insert"])):
+def check_wish(wish: Any) -> dict:
+    "The wish. Raises `DataError` if it is none."
+    names = set(wish) if isinstance(wish, dict) else set()
+    if names == {"do"} and wish["do"] in WISHES:
+        return wish
+    if names == {"set"} and isinstance(wish["set"], dict) and wish["set"]:
+        return wish
+    if names == {"insert", "kwargs"} and isinstance(wish["kwargs"], dict):
+        if re.fullmatch(r"[A-Za-z_][\w.]*:\w+", str(wish["insert"])):
             return wish
     raise DataError(
         "not a wish",
@@ -46,10 +46,9 @@ def _checked(wish: object) -> dict:
     )
 
 
-def _read(path: Path) -> object:
-    "What a file says. Raises `DataError` if that is no JSON."
+def _read_wish(path: Path) -> dict:
     try:
-        return json.loads(read_file(path))
+        return check_wish(json.loads(read_file(path)))
     except (ValueError, RecursionError) as e:
         raise DataError("not JSON", got=str(e)[:80]) from None
 
@@ -74,70 +73,57 @@ class Mailbox:
         self.next_look = monotonic() + self.EVERY
         return (self.folder / _INBOX).is_dir()
 
-    def take(self) -> Iterator[tuple]:
-        "What is asked: `(file, wish)`, or `(file, the error for which it is refused)`. Each has to get an `answer`."
-        for path in self._files("ask"):
-            taken = path.with_suffix(".taken")
-            try:
-                os.rename(path, taken)
-            except OSError:
-                continue  # it was withdrawn
-            try:
-                yield taken, _checked(_read(taken))
-            except (DataError, OSError) as e:
-                yield taken, e
+    def take(self, before: float = float("inf")) -> Iterator[tuple]:
+        """What is asked, the oldest first: `(file, wish)`, or `(file, the error for which it is refused)`. Each has to get an `answer`.
 
-    def answer(self, taken: Path, text: str, is_made: bool) -> None:
-        "Answer what was asked. If the disk is full, the log says so."
-        answer = json.dumps(dict(made=is_made, text=text))
+        Args:
+            before: only what was asked before this time [ns]
+        """
+        times = {}
+        for path in (self.folder / _INBOX).glob("*.ask") if self.folder else ():
+            with suppress(OSError):  # it was withdrawn
+                times[path] = path.lstat().st_mtime_ns
+        for path in sorted(times, key=lambda path: times[path]):
+            wish: object
+            try:
+                wish = _read_wish(path)
+            except (DataError, OSError) as e:
+                wish = e
+            with suppress(OSError):  # it is taken when it is removed
+                if times[path] < before:
+                    path.unlink() if not path.is_dir() else path.rmdir()
+                    yield path, wish
+
+    def answer(self, path: Path, text: str, is_made: bool) -> None:
+        "Answer what was asked in a file. If the disk is full, the log says so."
         try:
-            write_atomically(taken.with_suffix(".answer"), answer.encode())
+            answer = json.dumps(dict(made=is_made, text=text))
+            write_atomically(path.with_suffix(".answer"), answer.encode())
         except OSError as e:
             logging.getLogger("rollpipe").warning(f"an answer could not be written ({e}): {text}")
-        with suppress(OSError):
-            taken.unlink()
 
     def show(self, is_paused: bool) -> None:
         "Show others whether the training is paused."
-        if self.folder is None:
-            return
         with suppress(OSError):
-            if is_paused:
+            if self.folder and is_paused:
                 (self.folder / PAUSED).touch()
-            else:
+            elif self.folder:
                 (self.folder / PAUSED).unlink()
 
-    def _files(self, kind: str) -> list:
-        "The files of a kind in the inbox, the oldest first."
-        if self.folder is None:
-            return []
-        files = {}
-        for path in (self.folder / _INBOX).glob(f"[0-9a-f]*.{kind}"):
-            with suppress(OSError):  # it may be withdrawn meanwhile
-                files[path] = path.stat().st_mtime_ns
-        return sorted(files, key=lambda path: files[path])
-
-    def _refuse_all(self, reason: str, before: float) -> None:
-        "Refuse what was asked before a moment [ns], and what a training that was killed has taken. It may have left a pause, too."
-        self.show(False)
-        for path in self._files("ask") + self._files("taken"):
-            with suppress(OSError):
-                if path.suffix == ".ask" and path.stat().st_mtime_ns >= before:
-                    continue
-                os.rename(path, path.with_suffix(".taken"))
-                self.answer(path.with_suffix(".taken"), reason, False)
-
     def __enter__(self) -> Mailbox:
-        if self.folder is not None:
-            lock = self.folder / "lock"
-            begun = lock.stat().st_mtime_ns if lock.exists() else float("inf")
-            self._refuse_all("it was asked before this training began", begun)
+        if self.folder is None:
+            return self
+        self.show(False)  # a training that was killed may have left a pause
+        lock = self.folder / "lock"
+        begun = lock.stat().st_mtime_ns if lock.exists() else float("inf")
+        for path, _ in self.take(before=begun):
+            self.answer(path, "it was asked before this training began", False)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._refuse_all(
-            "the training has ended; the history of the run says what it made", float("inf")
-        )
+        self.show(False)
+        for path, _ in self.take():
+            self.answer(path, "the training has ended", False)
 
 # %% ../../nbs/runs/10_mailbox.ipynb #5688552f
 def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
@@ -154,7 +140,7 @@ def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
         raise DataError(f"no training in {folder}", expected="a run that trains now")
     asked = folder / _INBOX / f"{secrets.token_hex(16)}.ask"
     answer = asked.with_suffix(".answer")
-    _write_ask(asked, json.dumps(_checked(wish)).encode())
+    _write(asked, json.dumps(check_wish(wish)).encode())
     deadline = monotonic() + timeout
     try:
         while not answer.exists():
@@ -166,23 +152,20 @@ def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
                     got=f"process {owner_of(folder) or 'which has ended'}: it may be dead, or within a long update",
                 )
             sleep(0.02)
-        found = json.loads(read_file(answer))
+        said = json.loads(read_file(answer))
     finally:
         for path in (asked, answer):
             path.unlink(missing_ok=True)
         with suppress(OSError):
             asked.parent.rmdir()  # unless another one asks
-    if not found["made"]:
-        raise DataError(f"{folder} refuses", got=found["text"])
-    return found["text"]
+    if not said["made"]:
+        raise DataError(f"{folder} refuses", got=said["text"])
+    return said["text"]
 
 
-def _write_ask(path: Path, text: bytes) -> None:
-    "Write a file into the inbox, which another one, who has got an answer, may remove at any time while it is empty."
-    for attempt in range(100):
+def _write(path: Path, text: bytes) -> None:
+    "Write a file into the inbox, which another one may remove at any time while it is empty."
+    while not path.exists():
         path.parent.mkdir(exist_ok=True)
-        try:
-            return write_atomically(path, text)
-        except FileNotFoundError:
-            if attempt == 99:
-                raise
+        with suppress(FileNotFoundError):
+            write_atomically(path, text)
