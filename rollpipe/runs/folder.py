@@ -31,10 +31,11 @@ from rollpipe.runs.states import (
     with_exactness,
 )
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.choice import check_address, name_address
+from ..settings.files import check_address, name_address
 from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
 from ..settings.options import shown
+from ..settings.resolved import Resolved
 from rollpipe.runs.locks import (
     FORKED,
     RUN_FILES,
@@ -179,6 +180,9 @@ def _check_stored(found: Checkpoint) -> None:
     imports = config.get("imports", [])
     if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports):
         raise DataError("imports", expected="a list of names", got=repr(imports))
+    origins = config.get("origins", {})
+    if not isinstance(origins, dict) or not all(isinstance(x, str) for x in origins.values()):
+        raise DataError("origins", expected="names with texts", got=repr(origins))
     for name in ("edits", "due"):
         check_edits(config.get(name, []))
     algorithm = config["algorithm"]
@@ -281,9 +285,13 @@ def discard(run: Run) -> None:
         run.folder.rmdir()
 
 # %% ../../nbs/runs/07_folder.ipynb #c8b29057
-def _of_today(config: dict) -> dict:
-    "The configuration as it is written today. A run of earlier days lacks later options."
-    return {**vars(RunOptions()), "preset": None, **config}
+def _of_today(config: dict) -> Resolved:
+    "The configuration as it is written today. A run of earlier days lacks later options, and lists those of its preset."
+    of_preset = config.get("of_preset")
+    names = of_preset if isinstance(of_preset, list) else []
+    origins = {str(name): "preset" for name in names}
+    today = {**vars(RunOptions()), "preset": None, "origins": origins, **config}
+    return Resolved({name: x for name, x in today.items() if name != "of_preset"})
 
 
 def needed_modules(config: dict) -> list:

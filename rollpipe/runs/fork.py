@@ -33,7 +33,7 @@ from .changes import changed_run, options_in, with_edit
 from .folder import folder_of, load_run, needed_modules, rebuilt
 from .locks import FORKED, files_of_run, lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
-from .states import with_exactness
+from .states import lacking_pipes, with_exactness
 from .repeat import checkpoint_at, edits_after, kept_of, repeated, steps_after, stored
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from ..traces.journal import cut
@@ -258,9 +258,8 @@ def fork(
         found = found._replace(
             config={**found.config, "steps": steps_after(folder, found.config), "due": []}
         )
-        return changed_run(
-            f"a fork of {shown(folder)}", _with_noise(found, folder, noise), options, moves=True
-        )
+        who = f"a fork of {shown(folder)}"
+        return changed_run(who, _with_noise(found, folder, noise), options)
 
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         is_there = new_episodes and at in (None, is_at)
@@ -268,10 +267,10 @@ def fork(
         found, at = (named, is_at) if is_there else _taken(folder, at, home, newest)
         if not is_there and (found.stream is None or found.counters["updates"] < at):
             ahead = _foreseen(at, folder, found)
-            asked(
-                ahead._replace(stream=None) if new_episodes else ahead
-            )  # to repeat a run may take hours
+            foreseen, _ = asked(ahead._replace(stream=None) if new_episodes else ahead)
+            build(foreseen.config)  # to repeat a run may take hours
             found = _repeated_to(at, folder, found, ahead.config, edits, home)
+        before = found.config
         found, changed = asked(found._replace(stream=None) if new_episodes else found)
         if new_episodes:
             found = found._replace(config=with_exactness(found.config, build(found.config)[1]))
@@ -291,7 +290,7 @@ def fork(
         write_json(home / "config.json", config)
         _copy_past(folder, home, found._replace(config=config))
         if changed:
-            _check_resumed(folder, home, changed)
+            _check_resumed(folder, home, before, changed)
         ChunkFolder(home / "replay").sweep([home / "checkpoint.safetensors"])
     return out
 
@@ -312,11 +311,23 @@ def _with_noise(found: Checkpoint, folder: Path, noise: int) -> Checkpoint:
     return found._replace(stream=stream, agent_state=agent_state, pipes=pipes)
 
 
-def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
-    "Raise `DataError` if a run with other options cannot be resumed."
+def _check_resumed(folder: Path, home: Path, before: dict, changed: dict) -> None:
+    """Raise `DataError` if a run with other options cannot be resumed.
+
+    Args:
+        before: the configuration without the other options
+        changed: name -> value of the other options
+    """
     found = load_run(home)
+
+    def lacking(config):
+        run = rebuilt(home, found, config, found.counters)
+        return {*run.waiting, *lacking_pipes(run.pipe, run.stream.restored)}
+
     try:
-        rebuilt(home, found, found.config, found.counters)
+        gone = lacking(found.config)
+        if gone and (gone := gone - lacking(before)):  # the others are those of edits in Python
+            raise DataError("pipes that keep something are missing", got=", ".join(sorted(gone)))
     except PipeError as e:
         raise DataError(
             f"a fork of {folder} cannot have these options", leaf=", ".join(changed), got=str(e)

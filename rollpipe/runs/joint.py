@@ -120,7 +120,7 @@ _OF_ONE = (
     "words",
     "options",
     "versions",
-    "of_preset",
+    "origins",
 )  # settings that may differ between ranks
 
 

@@ -25,7 +25,7 @@ from .changes import edited_run
 from .folder import Run
 from .locks import owner_of
 from .signals import Stopped, uninterrupted
-from ..settings.choice import check_address
+from ..settings.files import check_address
 from ..settings.config import allow_edits
 from ..settings.options import shown
 from ..traces.journal import told

@@ -21,7 +21,7 @@ from ..traces.crash import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from ..pipes.data import files
 from ..agents.schedules import seconds_of
-from ..settings.choice import check_address
+from ..settings.files import check_address
 from ..settings.checks import is_over
 from ..settings.config import reading_for
 from ..settings.options import import_words, shown, typed
