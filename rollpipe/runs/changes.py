@@ -222,20 +222,12 @@ def with_edit(config: dict, edit: dict) -> dict:
         if "insert" in edit
         else ()
     )
-    for name, x in (dict(imports=[*imports]) if imports else edit["set"]).items():
-        config = _with(config, name, x)
-    return {**config, "edits": [*config.get("edits", []), edit]}
-
-
-def _with(config: dict, name: str, value: Any) -> dict:
-    if name in config["options"]:
-        return {**config, "options": {**config["options"], name: value}}
-    return {**config, name: value}
+    changed = dict(imports=[*imports]) if imports else edit["set"]
+    return {**Resolved(config).having(**changed), "edits": [*config.get("edits", []), edit]}
 
 
 def before_edits(config: dict) -> dict:
     "The configuration that a run had before all of its edits."
     for edit in reversed(config.get("edits", [])):
-        for name, x in edit["was"].items():
-            config = _with(config, name, x)
+        config = Resolved(config).having(**edit["was"])
     return {name: x for name, x in config.items() if name not in ("edits", "due")}

@@ -243,7 +243,7 @@ def _options(found):
         **({"sharing": sharing} if found.shared else {}),
     }
     # Where new episodes begin, another pipeline may make them.
-    undeclared: dict[str, Change] = dict(pipeline="with new episodes")
+    undeclared: dict[str, Change] = {"pipeline": "with new episodes"}
     options = options_of(parts, skip=_FIXED, undeclared=undeclared)
     options = [x._replace(default=defaults.get(x.name, x.default)) for x in options]
     return [
