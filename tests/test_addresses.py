@@ -16,7 +16,7 @@ from rollpipe.results import bench
 from rollpipe.runs import changes
 from rollpipe.runs.folder import resume
 from rollpipe.runs.training import train
-from rollpipe.settings import choice
+from rollpipe.settings import files
 from rollpipe.traces.history import History
 
 EVIL = "203.0.113.9:6379"
@@ -28,7 +28,7 @@ class Connects(Exception):
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
-    monkeypatch.setattr(choice, "_NAMED", set())
+    monkeypatch.setattr(files, "_NAMED", set())
 
     def connect(self):
         raise Connects(self.address)
@@ -126,7 +126,7 @@ def test_a_file_of_settings_names_no_cluster(stranger, tmp_path, capsys):
         f'lanes = 2\nworkers = 1\nreading = "ray"\naddress = "{EVIL}"\n'
     )
     for file in (stranger / "config.json", tmp_path / "own.toml"):
-        choice._NAMED.clear()
+        files._NAMED.clear()
         words = ["train", "trpo", "CartPole-v1", *SMALL, "--config", file, "--out", tmp_path / "x"]
         assert rollpipe(*words) == 2
         assert f"Expected --address {EVIL}" in capsys.readouterr().err

@@ -627,7 +627,7 @@ def test_a_run_of_an_earlier_preset_or_of_more_steps_is_not_taken_for_complete(t
     file = spec(tmp_path / "a.toml", "", every=200)
     run = tmp_path / "out" / "trpo-CartPole-v1-s0"
     now = small(steps=256, eval_episodes=2, final_episodes=2, preset="auto")
-    name = next(name for name in now["of_preset"] if name in now["options"])
+    name = next(name for name in now.named("preset") if name in now["options"])
     old = {**now, "options": {**now["options"], name: 0.0625}}
     for config, told in (
         (old, f"{name}=0.0625 instead of {now['options'][name]!r}"),

@@ -140,9 +140,10 @@ def test_activations_are_chosen_and_stored_by_name(tmp_path):
         agent.critic.net.activation, torch.nn.SiLU
     )
     assert rollpipe("evaluate", run, "--episodes", 1) == 0
-    for name in ("activation", "critic_activation"):
-        del found.config["options"][name]  # as in runs from before this option
-    agent, _ = build(found.config)
+    options = {
+        name: x for name, x in found.config["options"].items() if not name.endswith("activation")
+    }
+    agent, _ = build({**found.config, "options": options})  # as in runs from before this option
     assert all(
         isinstance(net.activation, torch.nn.Tanh) for net in (agent.actor.trunk, agent.critic.net)
     )

@@ -395,8 +395,8 @@ def test_the_device_is_stored_and_a_run_from_elsewhere_can_be_used_here(
 def test_runs_from_before_the_option_are_on_the_host(tmp_path):
     run = start(tmp_path / "run", make_config("trpo", "CartPole-v1", steps=64))
     found = load_run(run.folder)
-    del found.config["device"]
-    agent, _ = restore(found)
+    config = {name: x for name, x in found.config.items() if name != "device"}
+    agent, _ = restore(found._replace(config=config))
     assert {p.device.type for p in agent.actor.parameters()} == {"cpu"}
 
 

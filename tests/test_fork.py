@@ -470,7 +470,7 @@ def test_new_episodes_allow_other_numbers_of_environments_and_steps(name, option
     assert run.counters["steps"] >= 640 and all(
         run.config["options"][x] == y for x, y in options.items() if x != "noise"
     )
-    with pytest.raises(DataError, match="networks/"):
+    with pytest.raises(DataError, match="cannot have another hidden. Expected .8., with which"):
         fork(parent.folder, tmp_path / "more", new_episodes=True, hidden=(7,))
 
 
@@ -601,15 +601,19 @@ def test_what_the_state_does_not_fit_is_refused_by_name(name, options, tmp_path)
 
 def test_what_has_been_learned_since_is_refused(tmp_path):
     parent = trained(tmp_path / "run", "sac", 320)
-    for name in ("first_temperature", "temperature"):
-        with pytest.raises(
-            DataError,
-            match=f"leaf {name}: .*has learned since its start depends on it .state.(log_temperature|descents)",
-        ):
-            fork(parent.folder, tmp_path / "fork", **{name: 0.5})
+    with pytest.raises(DataError, match="leaf first_temperature: .*or a new run, got 0.5"):
+        fork(parent.folder, tmp_path / "fork", first_temperature=0.5)
     trpo = trained(tmp_path / "trpo", "trpo", 320)
     with pytest.raises(DataError, match="leaf log_std: .*"):
         fork(trpo.folder, tmp_path / "fork", log_std=0.3)
+
+
+def test_a_learned_temperature_may_become_a_fixed_one_but_not_the_other_way_round(tmp_path):
+    parent = trained(tmp_path / "run", "sac", 320)
+    run = gone_on(fixed := fork(parent.folder, tmp_path / "fixed", 8, temperature=0.5))
+    assert float(run.agent.entropy_weight) == 0.5
+    with pytest.raises(DataError, match="leaf temperature.*lacks a part of the learner"):
+        fork(fixed, tmp_path / "learned", temperature=None, steps=640)
 
 
 def test_impossible_values_are_refused(tmp_path):

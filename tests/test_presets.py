@@ -21,17 +21,17 @@ from rollpipe.runs.autotune import autotune
 from rollpipe.runs.commands import config_from
 from rollpipe.runs.folder import agent_of, load_run, resume
 from rollpipe.runs.locks import unlock
-from rollpipe.settings import choice, listing
+from rollpipe.settings import files, listing
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import RUN_OPTIONS, build, make_config
 from rollpipe.settings.files import check_table, kind_of_actions, read_table, tables_in
 
-FOLDER = Path(choice.__file__).parent / "presets"
+FOLDER = Path(files.__file__).parent / "presets"
 SMALL = "--n-envs 4 --n-steps 8 --hidden 8 --warmup 32 --batch-size 16 --n-batches 1 --quiet --no-tensorboard".split()
 SHIPPED = [
     (path.stem, name)
     for path in sorted(FOLDER.glob("*.toml"))
-    for name in choice.presets_of(path.stem)
+    for name in files.presets_of(path.stem)
 ]
 
 
@@ -44,7 +44,7 @@ def presets(monkeypatch):
     "Presets of DQN in place of those that ship: a function that sets them."
 
     def put(**tables):
-        for module in (choice, listing):
+        for module in (files, listing):
             monkeypatch.setattr(
                 module, "presets_of", lambda algorithm: tables if algorithm == "dqn" else {}
             )
@@ -67,7 +67,7 @@ def presets(monkeypatch):
 def test_every_file_belongs_to_an_algorithm_and_has_only_tables():
     assert SHIPPED and {path.stem for path in FOLDER.glob("*.toml")} <= set(ALGORITHMS)
     for path in FOLDER.glob("*.toml"):
-        values = choice.read_table(path)
+        values = files.read_table(path)
         assert tables_in(values, ()) == values, path
 
 
@@ -75,7 +75,7 @@ def test_every_file_belongs_to_an_algorithm_and_has_only_tables():
 def test_every_preset_that_ships_names_real_options_and_its_kind_of_actions_and_can_be_built(
     algorithm, name
 ):
-    table = choice.presets_of(algorithm)[name]
+    table = files.presets_of(algorithm)[name]
     known = [o for o in options_for(algorithm) + RUN_OPTIONS if o.name != "preset"]
     assert check_table(name, table, known, algorithm)
     if name == "atari":
@@ -176,7 +176,8 @@ def test_python_gets_the_bare_defaults_unless_it_asks(presets):
         o.name: list(o.default) if isinstance(o.default, tuple) else o.default
         for o in options_for("dqn")
     }
-    assert bare == make_config("dqn", "CartPole-v1", preset="none") and bare["steps"] == 100_000
+    assert bare == make_config("dqn", "CartPole-v1", preset="none").having(origins={})
+    assert bare["steps"] == 100_000
     assert make_config("dqn", "CartPole-v1", preset="auto")["options"]["lr"] == 0.25
 
 
@@ -253,7 +254,8 @@ def test_a_run_keeps_its_values_when_the_preset_changes(presets, tmp_path, capsy
         0.25,
         300,
     )
-    assert before["of_preset"] == ["steps", "lr", "gamma", "checkpoint_every"]
+    of_preset = [name for name, origin in before["origins"].items() if origin == "preset"]
+    assert of_preset == ["steps", "lr", "gamma", "checkpoint_every"]
     presets(**{"CartPole-v1": dict(lr=1.0, gamma=0.0, steps=300)})
     resumed = resume(run, steps=400)
     assert resumed.config == {**before, "steps": 400} and resumed.agent.lr == 0.25
@@ -274,6 +276,10 @@ def test_a_run_keeps_its_values_when_the_preset_changes(presets, tmp_path, capsy
     )
 
 
+def without_origins(config):
+    return {name: x for name, x in config.items() if name != "origins"}
+
+
 def test_the_configuration_of_a_run_is_a_file_of_settings(presets, tmp_path):
     words = [
         "--out",
@@ -289,13 +295,14 @@ def test_the_configuration_of_a_run_is_a_file_of_settings(presets, tmp_path):
     first = load_run(tmp_path / "a").config
     again = f"train dqn CartPole-v1 --config {tmp_path / 'a' / 'config.json'}"
     assert first["env_kwargs"] == dict(sutton_barto_reward=True) and first["seed"] == 3
-    assert config(again) == {**{k: x for k, x in first.items() if k != "of_preset"}, "preset": None}
+    from_file = without_origins(config(again))
+    assert from_file == {**without_origins(first), "preset": None}
+    assert {*config(again)["origins"].values()} == {"file"}
     assert config(f"{again} --lr 2 --seed 4")["options"]["lr"] == 2
-    assert config(f"{again} --preset CartPole-v1") == {
-        **first,
-        "preset": "CartPole-v1",
-        "of_preset": [],
-    }  # the file is complete
+    # The file is complete.
+    named = config(f"{again} --preset CartPole-v1")
+    assert without_origins(named) == {**without_origins(first), "preset": "CartPole-v1"}
+    assert not named.named("preset") and named.origin("preset") == "typed"
 
 
 def test_the_configuration_of_a_run_over_ranks_is_a_file_of_settings(tmp_path):
@@ -363,7 +370,7 @@ def test_several_seeds_have_the_preset_too(tmp_path):
         )
         == 0
     )
-    table = choice.presets_of("dqn")["Taxi-v4"]
+    table = files.presets_of("dqn")["Taxi-v4"]
     for seed in (0, 1):
         found = load_run(tmp_path / f"a-s{seed}").config
         assert found["preset"] == "Taxi-v4" and found["seed"] == seed
@@ -612,10 +619,9 @@ def test_the_configuration_of_a_run_without_a_preset_is_a_file_of_settings(tmp_p
         )
         == 0
     )
-    assert (
-        config(f"train dqn CartPole-v1 --config {tmp_path / 'a' / 'config.json'}")
-        == load_run(tmp_path / "a").config
-    )
+    again = config(f"train dqn CartPole-v1 --config {tmp_path / 'a' / 'config.json'}")
+    before = load_run(tmp_path / "a").config
+    assert without_origins(again) == without_origins(before)
 
 
 def test_keywords_in_a_file_decide_about_its_table(tmp_path):
@@ -669,7 +675,7 @@ def measured(algorithm, env, label):
 MEASURED = [
     (a, env)
     for a in ("ddpg", "dqn", "ppo", "sac", "td3", "trpo")
-    for env in choice.presets_of(a)
+    for env in files.presets_of(a)
     if env != "atari"
 ]
 

@@ -593,7 +593,14 @@ def test_a_report_does_not_go_where_a_file_is(tmp_path, out, capsys):
 def test_runs_of_a_row_that_were_trained_otherwise_are_named(tmp_path, capsys):
     folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0], None, None])
     make_run(folder / "a-s1", [0.0, 1.0, 2.0], 1, options=dict(max_kl=0.5), device="cuda")
-    make_run(folder / "a-s2", [0.0, 1.0, 2.0, 3.0], 2, steps=30, name="third", of_preset=["max_kl"])
+    make_run(
+        folder / "a-s2",
+        [0.0, 1.0, 2.0, 3.0],
+        2,
+        steps=30,
+        name="third",
+        origins=dict(max_kl="preset"),
+    )
     assert rollpipe("report", folder) == 0
     told = "TRPO on CartPole-v1: its runs do not have the same options: steps (20 | 30), max_kl (0.01 | 0.5), device (- | cuda)."
     assert (

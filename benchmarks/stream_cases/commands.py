@@ -60,6 +60,7 @@ def _run(*commands):
             "device",
             "preset",
             "of_preset",
+            "origins",
             "eval_episodes",
             "final_episodes",
         ):

@@ -138,6 +138,7 @@ def flat_config(config: dict) -> dict:
             "options",
             "seed",
             "of_preset",
+            "origins",
             "versions",
             "name",
             "env_kwargs",

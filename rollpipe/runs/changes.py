@@ -5,100 +5,37 @@
 # %% ../../nbs/runs/11_changes.ipynb #30d6eeeb
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..agents.checkpoint import Checkpoint, Snapshot, load_checkpoint
-from ..pipes.data.compare import first_difference
-from ..pipes.data.errors import DataError, PipeError, describe_exception
+from ..pipes.data.errors import DataError, PipeError, as_json, describe_exception
+from ..agents.shared_options import check_value
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.graph.edits import nodes
 from ..pipes.graph.modules import torch_threads
-from ..pipes.graph.states import named_pipes, numbered
-from ..settings.algorithms import is_algorithm, options_for
+from ..pipes.graph.states import numbered
+from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.checks import with_steps
-from ..settings.choice import check_address
 from ..settings.config import RUN_OPTIONS, allow_edits, build, check_config, run_options
-from ..settings.files import checked
+from ..settings.files import check_address, checked
 from ..settings.options import Option, parse_options, shown
+from ..settings.resolved import Resolved
 from .folder import Run, load_run, rebuilt
 from .mailbox import Mailbox
 from .signals import Stopped, uninterrupted
 from .states import kept_states, lacking_pipes, ordering, why_inexact
-from ..traces.fingerprint import Fingerprint, fingerprint
-from ..traces.history import History, in_words, with_event, with_option
+from ..traces.fingerprint import fingerprint
+from ..traces.history import History, in_words, with_event
 
 # %% auto #0
 __all__ = ['options_in', 'changed_run', 'adopt', 'edited_run', 'attended', 'save_edited', 'edit_is_due', 'made_again']
 
 # %% ../../nbs/runs/11_changes.ipynb #8c52bf5e
-class _Made(NamedTuple):
-    "What a configuration makes: its `Fingerprint`, the state of a new learner, and the names of the pipes that keep something."
-
-    prints: Fingerprint
-    state: dict
-    keeping: set
-
-
-def _made(config: dict, found: Checkpoint) -> _Made:
-    with torch_threads(config["threads"]):
-        agent, pipe = build(config, found.counters["resumes"])
-    kept = found.pipes or {} if found.stream is None else found.stream["pipes"]
-    quiet = {id(p) for name, p in named_pipes(pipe).items() if name not in kept}
-    keeping = {
-        name
-        for name, p in numbered(nodes(pipe)).items()
-        if id(p) not in quiet and (found.stream or name in kept)
-    }
-    return _Made(fingerprint(pipe, agent), agent.state_dict(), keeping)
-
-
-def _undecayed(x: Any) -> Any:
-    "A state with learning rates as they are before they decay."
-    if isinstance(x, list):
-        return [_undecayed(y) for y in x]
-    if not isinstance(x, dict):
-        return x
-    return {
-        name: _undecayed(x.get("initial_lr", y) if name == "lr" else y)
-        for name, y in x.items()
-        if name != "initial_lr"
-    }
-
-
-def _changed(state: Any, old: Any, new: Any, path: str = "state") -> Any:
-    """The state of a learner, where `new` takes the place of what has been `old` from the start.
-
-    Raises `DataError`, which names the leaf, if it is not any more.
-    """
-    if first_difference(old, new) is None:
-        return state
-    if first_difference(old, state) is None:
-        return new
-    if all(isinstance(x, dict) and x.keys() == old.keys() for x in (state, old, new)):
-        return {
-            name: _changed(x, old[name], new[name], f"{path}.{name}") for name, x in state.items()
-        }
-    raise DataError(f"what the run has learned since its start depends on it ({path})")
-
-
-def _all_options(config: dict) -> dict:
-    return {**{x.name: x.default for x in options_for(config["algorithm"])}, **config["options"]}
-
-
-def _refusal(before: _Made, after: _Made) -> str | None:
-    "The leaf of the fingerprint that a run cannot change; None: there is none."
-    for path, (a, b) in before.prints.differs(after.prints, "graph", "networks", "seeds").items():
-        if not path.startswith("graph/") or path.split("/")[1] in before.keeping:
-            return f"{path}: {b}, and the state has {a}"
-    return None
-
-# %% ../../nbs/runs/11_changes.ipynb #e5c59295
 def options_in(words: Sequence, run: str | Path, several: bool = False) -> dict:
     """The options that are typed for a run, see `parse_options`. Raises `DataError` for one that cannot be read, or is not there.
 
@@ -121,52 +58,34 @@ def options_in(words: Sequence, run: str | Path, several: bool = False) -> dict:
     return found
 
 
-def changed_run(
-    who: str, found: Checkpoint, options: dict, moves: bool = False
-) -> tuple[Checkpoint, dict]:
-    """The checkpoint of a run with other options, and those that are others. Raises `DataError` for one that does not fit its state.
+def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint, dict]:
+    """The checkpoint of a run with other options, and those that are others. Raises `DataError` for one that cannot change any more.
+
+    Where an option is declared, it says when it may change, see `Change`. Whether a run can go on with a value, it tells when it goes on.
 
     Args:
         who: the run, for messages
-        found: its checkpoint; with an `agent_state` {}, which is not known yet, what was learned is not looked at
+        found: its checkpoint; with a `stream` None, the run begins new episodes
         options: name -> value, of the algorithm or of the run
-        moves: whether its `data` may be elsewhere; the stream compares what they hold when it goes on
     """
-    config = found.config
-    of_run = [x for x in RUN_OPTIONS if x.name != "preset"]
-    options = json.loads(
-        json.dumps(checked(options, [*options_for(config["algorithm"]), *of_run], who))
-    )
-    options = with_steps(config["algorithm"], options, options.get("steps", config["steps"]))
-    config = {**config, "options": _all_options(config)}
-    changed = {
-        name: x for name, x in options.items() if {**config, **config["options"]}.get(name) != x
-    }
+    config = _complete(found.config)
+    algorithm = config["algorithm"]
+    of_run = [option for option in RUN_OPTIONS if option.name != "preset"]
+    known = {option.name: option for option in [*options_for(algorithm), *of_run]}
+    options = as_json(checked(options, known.values(), who), who)
+    options = with_steps(algorithm, options, options.get("steps", config["steps"]))
+    has = {**config, **config["options"]}
+    changed = {name: x for name, x in options.items() if x != has.get(name)}
     if not changed:
         return found, {}
-    before = _made(config, found)
-    state = _undecayed(found.agent_state) or before.state
+
     for name, x in changed.items():
-        config = with_option(config, name, x)
-        run_options({option.name: config[option.name] for option in of_run})
-        after = _made(config, found)
-        try:
-            if why := _refusal(before, after):
-                raise DataError(why)
-            if (now := ordering(config)) != (then := ordering(found.config)):
-                raise DataError(f"the stream of {now}, and not of {then}")
-            is_moved = moves and name == "data"
-            if name in config["options"] and not (is_moved or before.prints.differs(after.prints)):
-                raise DataError("it changes nothing in this run")
-            state = _changed(state, before.state, after.state)
-        except DataError as e:
-            raise DataError(
-                f"{who} cannot have another {name}",
-                leaf=name,
-                got=str(e),
-                expected="an option that leaves networks, seeds, collecting and memory as they are; or a new run",
-            ) from None
-        before = after
+        _check_change(who, known[name], has[name], x, found.stream is None)
+        if known[name].part == "learner":
+            check_value(ALGORITHMS[algorithm].learner, known[name].param, x)
+        config = config.having(**{name: x})
+        _check_order(who, name, found.config, config)
+    run_options({option.name: config[option.name] for option in of_run})
     check_config(config)
     if config["steps"] <= found.counters["steps"]:
         raise DataError(
@@ -175,7 +94,39 @@ def changed_run(
             expected=f"more than {found.counters['steps']}",
             got=str(config["steps"]),
         )
-    return found._replace(config=config, agent_state=state), changed
+    return found._replace(config=config), changed
+
+
+def _complete(config: dict) -> Resolved:
+    "The configuration of a run, with the defaults of the options that came later."
+    defaults = {option.name: option.default for option in options_for(config["algorithm"])}
+    options = {**as_json(defaults, "options"), **config["options"]}
+    return Resolved({**config, "options": options})
+
+
+def _check_change(who: str, option: Option, old: Any, new: Any, is_begun_anew: bool) -> None:
+    "Raise `DataError` if an option of a run cannot get another value."
+    needs_new_episodes = option.changes == "with new episodes"
+    if option.changes != "never" and (is_begun_anew or not needs_new_episodes):
+        return
+    way_out = "a fork with --new-episodes" if needs_new_episodes else "a new run"
+    raise DataError(
+        f"{who} cannot have another {option.name}",
+        leaf=option.name,
+        expected=f"{old!r}, with which its state was made; or {way_out}",
+        got=repr(new),
+    )
+
+
+def _check_order(who: str, name: str, before: dict, now: dict) -> None:
+    "Raise `DataError` if another option of the workers would change the order of the stream."
+    if ordering(before) != ordering(now):
+        raise DataError(
+            f"{who} cannot have another {name}",
+            leaf=name,
+            expected=f"the stream of {ordering(before)}; or a new run",
+            got=f"the stream of {ordering(now)}",
+        )
 
 # %% ../../nbs/runs/11_changes.ipynb #f5c8acc4
 def adopt(run: Any, edited: Any) -> None:

@@ -31,10 +31,11 @@ from rollpipe.runs.states import (
     resumed_stream,
 )
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.choice import check_address, name_address
 from ..settings.checks import ENDLESS, check_decay, check_room, is_over
+from ..settings.files import check_address, name_address
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
 from ..settings.options import shown
+from ..settings.resolved import Resolved
 from rollpipe.runs.locks import (
     FORKED,
     RUN_FILES,
@@ -204,6 +205,9 @@ def _check_stored(found: Checkpoint) -> None:
     imports = config.get("imports", [])
     if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports):
         raise DataError("imports", expected="a list of names", got=repr(imports))
+    origins = config.get("origins", {})
+    if not isinstance(origins, dict) or not all(isinstance(x, str) for x in origins.values()):
+        raise DataError("origins", expected="names with texts", got=repr(origins))
     if not isinstance(found.history, list) or not found.history:
         raise DataError("history", expected="its events", got=repr(found.history)[:80])
     for event in found.history:
@@ -360,7 +364,7 @@ def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Check
             expected=" ".join(f"--import {module}" for module in missing)
             + " (in Python: import it)",
         )
-    return found._replace(history=History(found.history or ()))
+    return found._replace(config=Resolved(found.config), history=History(found.history or ()))
 
 
 def _check_algorithm(path: Path, config: dict) -> None:

@@ -31,7 +31,7 @@ from .changes import changed_run, options_in
 from .folder import folder_of, load_run, needed_modules, rebuilt
 from .locks import FORKED, files_of_run, lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
-from .states import edits_due, exactness
+from .states import edits_due, exactness, lacking_pipes
 from .moments import extended_steps, kept_of, moment, stored, with_chunks
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from ..traces.history import REQUEST, History, read_request
@@ -213,9 +213,8 @@ def fork(
     def asked(found):
         # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
         found = found._replace(config={**found.config, "steps": extended_steps(folder, found)})
-        return changed_run(
-            f"a fork of {shown(folder)}", _with_noise(found, folder, noise), options, moves=True
-        )
+        who = f"a fork of {shown(folder)}"
+        return changed_run(who, _with_noise(found, folder, noise), options)
 
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         is_there = new_episodes and at in (None, is_at)
@@ -226,10 +225,10 @@ def fork(
             found, at = with_chunks(folder, at, home, newest=newest, is_lasting=True)
         if not is_there and (found.stream is None or found.counters["updates"] < at):
             ahead = _foreseen(at, folder, found)
-            asked(
-                ahead._replace(stream=None) if new_episodes else ahead
-            )  # to repeat a run may take hours
+            foreseen, _ = asked(ahead._replace(stream=None) if new_episodes else ahead)
+            build(foreseen.config)  # to repeat a run may take hours
             found = _repeated_to(at, folder, found, ahead, edits, home)
+        before = found.config
         found, changed = asked(found._replace(stream=None) if new_episodes else found)
         history = found.history
         begins = dict(kept=history.kept, inexact=history.inexact)
@@ -249,7 +248,7 @@ def fork(
         past.write(home)
         _copy_past(folder, home, found._replace(config=config))
         if changed:
-            _check_resumed(folder, home, changed)
+            _check_resumed(folder, home, before, changed)
         ChunkFolder(home / "replay").sweep([home / "checkpoint.safetensors"])
     return out
 
@@ -270,11 +269,23 @@ def _with_noise(found: Checkpoint, folder: Path, noise: int) -> Checkpoint:
     return found._replace(stream=stream, agent_state=agent_state, pipes=pipes)
 
 
-def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
-    "Raise `DataError` if a run with other options cannot be resumed."
+def _check_resumed(folder: Path, home: Path, before: dict, changed: dict) -> None:
+    """Raise `DataError` if a run with other options cannot be resumed.
+
+    Args:
+        before: the configuration without the other options
+        changed: name -> value of the other options
+    """
     found = load_run(home)
+
+    def lacking(config):
+        run = rebuilt(home, found, config, found.counters, found.history)
+        return {*run.waiting, *lacking_pipes(run.pipe, run.stream.restored)}
+
     try:
-        rebuilt(home, found, found.config, found.counters, found.history)
+        gone = lacking(found.config)
+        if gone and (gone := gone - lacking(before)):  # the others are those of edits in Python
+            raise DataError("pipes that keep something are missing", got=", ".join(sorted(gone)))
     except PipeError as e:
         raise DataError(
             f"a fork of {folder} cannot have these options", leaf=", ".join(changed), got=str(e)

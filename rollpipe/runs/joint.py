@@ -121,7 +121,7 @@ _OF_ONE = (
     "words",
     "options",
     "versions",
-    "of_preset",
+    "origins",
 )  # settings that may differ between ranks
 
 

@@ -20,7 +20,7 @@ from ..traces.crash import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from ..traces.observers import Observer, Observers, Wish, observer_of
 from ..agents.schedules import seconds_of
-from ..settings.choice import check_address
+from ..settings.files import check_address
 from ..settings.checks import is_over
 from ..settings.config import reading_for
 from ..settings.options import import_words, shown, typed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from ..agents.schedules import Every
-from ..agents.shared_options import Changing, Schedule
+from ..agents.shared_options import RATES, Schedule
 from ..pipes.data.errors import LEAST_BYTES, DataError, check_memory
 from .algorithms import options_for
 
@@ -36,7 +36,7 @@ def check_decay(steps: int, options: dict) -> None:
         steps: environment steps to train for
         options: options of the algorithm
     """
-    for name in Changing.RATES:
+    for name in RATES:
         x = Schedule.of(text, steps) if isinstance(text := options.get(name), str) else None
         if x is not None and not x.end and x.steps < steps:
             raise DataError(
