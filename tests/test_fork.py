@@ -112,7 +112,8 @@ def test_a_fork_without_an_edit_equals_its_parent(name, run, tmp_path):
             and found.counters["seconds"] == records[-1]["seconds"]
         )
         assert json.loads((out / "config.json").read_text()) == found.config
-        assert found.history.origin == dict(run=str(parent.folder), at=at, set={})
+        origin = found.history.origin
+        assert (origin["run"], origin["at"], origin["set"]) == (str(parent.folder), at, {})
         gone_on(out)
         check_same(parent.folder, out)
     again = fork(tmp_path / "fork1", tmp_path / "again", 9)

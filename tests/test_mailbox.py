@@ -34,8 +34,8 @@ from rollpipe.runs.logs import read_records
 from rollpipe.runs.mailbox import Mailbox, ask
 from rollpipe.runs.moments import diff, verify
 from rollpipe.settings.config import allow_edits
-from rollpipe.traces.history import History, config_at
-from rollpipe.traces.journal import read_journal, told
+from rollpipe.traces.history import History, config_at, in_words
+from rollpipe.traces.journal import read_journal
 
 N = int(os.environ.get("ROLLPIPE_EDITS", 6))  # random edits for each number of workers
 CASES["pair"] = PPO, POLE, dict(CASES["ppo"][2], lanes=2, decay_steps=4000)
@@ -234,7 +234,7 @@ def test_an_edit_takes_effect_is_told_and_can_be_undone(tmp_path, caplog):
         run.counters["steps"] == 800 and run.config["options"]["clip"] == 0.5
     )  # what the caller has is what was learned
     assert (run.agent.steps, {g["lr"] for g in run.agent.optimizer.param_groups}) == (800, {1e-4})
-    assert [*map(told, lines(run.folder)[9])] == ["steps=800", "c_entropy=0.1"] and [
+    assert [*map(in_words, lines(run.folder)[9])] == ["steps=800", "c_entropy=0.1"] and [
         *lines(run.folder)
     ] == [5, 9]
     assert f"{run.folder} was edited after update 5: clip=0.5, lr=0.0001" in str(
@@ -693,7 +693,7 @@ def test_what_is_no_wish_is_refused(tmp_path):
 
     train(run, progress=False, tensorboard=False, callbacks=[plant])
     answers = [answer(path) for path in inbox.glob("*.answer")]
-    assert len(answers) == 3 and not any(x["made"] for x in answers)
+    assert len(answers) == 4 and not any(x["made"] for x in answers)
     assert not load_run(run.folder).history.edits and secret.read_text() == "not JSON"
 
 

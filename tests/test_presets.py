@@ -13,13 +13,12 @@ import pytest
 from command_line import rollpipe
 
 from rollpipe import testing  # noqa: F401    registers Recall-v0
-from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.cli.main import build_parser
 from rollpipe.layers import MLPPolicy
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.autotune import autotune
 from rollpipe.runs.commands import config_from
-from rollpipe.runs.folder import agent_of, load_run, resume
+from rollpipe.runs.folder import load_run, resume
 from rollpipe.runs.locks import unlock
 from rollpipe.settings import files, listing
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
@@ -317,40 +316,6 @@ def test_the_configuration_of_a_run_over_ranks_is_a_file_of_settings(tmp_path):
     assert found == again and "ranks" not in found
     (tmp_path / "own.toml").write_text("lr = 0.5\nranks = 2\n")
     assert rollpipe("train", "dqn", "CartPole-v1", "--config", tmp_path / "own.toml") == 2
-
-
-def test_a_run_from_before_presets_goes_on(presets, tmp_path):
-    "Its configuration names no preset. One with an `epsilon`, which had no effect even then, goes on, too."
-    presets()
-    assert (
-        rollpipe("train", "dqn", "CartPole-v1", "--steps", 64, "--out", tmp_path / "a", *SMALL) == 0
-    )
-    found = load_checkpoint(tmp_path / "a" / "checkpoint.safetensors")
-    old = {k: x for k, x in found.config.items() if k != "preset"} | dict(
-        options={**found.config["options"], "epsilon": 0.1}
-    )
-    save_checkpoint(tmp_path / "a" / "checkpoint.safetensors", agent_of(found), old, found.counters)
-    presets(**{"CartPole-v1": dict(lr=0.25)})
-    assert (
-        rollpipe(
-            "train",
-            "dqn",
-            "CartPole-v1",
-            "--out",
-            tmp_path / "a",
-            "--continue",
-            "--steps",
-            128,
-            *SMALL,
-        )
-        == 0
-    )
-    assert (
-        load_run(tmp_path / "a").config["options"]["lr"] == 1e-3
-        and load_run(tmp_path / "a").counters["steps"] == 128
-    )
-    (tmp_path / "config.json").write_text(json.dumps(old))
-    assert rollpipe("train", "dqn", "CartPole-v1", "--config", tmp_path / "config.json") == 2
 
 
 def test_several_seeds_have_the_preset_too(tmp_path):

@@ -258,7 +258,7 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     check_free(folder, overwrite)
     with torch_threads(config["threads"]):
         agent, pipe = build({**config, "folder": folder})  # so weights repeat
-    config = _with_engine(config, agent, pipe)
+    config = dict(_with_engine(config, agent, pipe))
     history = History()
     history.add("began", 0, **exactness(pipe, config))
     # A wrong value would make a run that cannot be loaded.
@@ -478,7 +478,7 @@ def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict, histo
     agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
     waiting = load_states(pipe, found.pipes)
     stream = resumed_stream(folder, pipe, found, config, counters)
-    return Run(folder, config, agent, pipe, counters, waiting, stream, history=history)
+    return Run(folder, dict(config), agent, pipe, counters, waiting, stream, history=history)
 
 
 def resume(

@@ -80,7 +80,7 @@ class Mailbox:
             before: only what was asked before this time [ns]
         """
         times = {}
-        for path in (self.folder / _INBOX).glob("*.ask") if self.folder else ():
+        for path in self._asks():
             with suppress(OSError):  # it was withdrawn
                 times[path] = path.lstat().st_mtime_ns
         for path in sorted(times, key=lambda path: times[path]):
@@ -93,6 +93,15 @@ class Mailbox:
                 if times[path] < before:
                     path.unlink() if not path.is_dir() else path.rmdir()
                     yield path, wish
+
+    def _asks(self) -> list:
+        if self.folder is None:
+            return []
+        inbox = self.folder / _INBOX
+        try:
+            return [inbox / name for name in os.listdir(inbox) if name.endswith(".ask")]
+        except OSError:
+            return []  # nobody asks
 
     def answer(self, path: Path, text: str, is_made: bool) -> None:
         "Answer what was asked in a file. If the disk is full, the log says so."

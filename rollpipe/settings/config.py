@@ -45,7 +45,7 @@ from ..ranks.launch import device_of_rank
 from ..traces.fingerprint import versions
 from .checks import check_decay, check_lanes, check_room, check_stops, with_steps
 from .files import checked, name_address, preset_for
-from .resolved import Asked, Resolved
+from .resolved import Asked, Resolved, plain
 from .listing import algorithms_for
 
 # %% auto #0
@@ -361,7 +361,7 @@ def playing(config: dict, max_episode_steps: int | None = None) -> dict:
         config: see `make_config`
         max_episode_steps: another limit than that of the run; None: that of the run
     """
-    env_kwargs = config["env_kwargs"]
+    env_kwargs = plain(config["env_kwargs"])
     n = max_episode_steps or config.get("max_episode_steps")
     if n is not None:
         env_kwargs = {**env_kwargs, "max_episode_steps": n}
@@ -476,6 +476,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
     Returns:
         tuple: agent, pipe
     """
+    config = plain(config)
     algorithm = ALGORITHMS[config["algorithm"]]
     env = config["env"]
     env_kwargs = playing(config)["env_kwargs"]

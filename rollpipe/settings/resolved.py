@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 from ..pipes.data.errors import DataError
 
 # %% auto #0
-__all__ = ['NOT_ASKED', 'NO_OPTIONS', 'Asked', 'Frozen', 'Resolved']
+__all__ = ['NOT_ASKED', 'NO_OPTIONS', 'Asked', 'Frozen', 'Resolved', 'plain']
 
 # %% ../../nbs/settings/02_resolved.ipynb #0b8379a2
 class Asked(NamedTuple):
@@ -92,3 +92,10 @@ class Resolved(Frozen):
         of_algorithm = {name: x for name, x in values.items() if name in options}
         others = {name: x for name, x in values.items() if name not in options}
         return Resolved({**self, "options": {**options, **of_algorithm}, **others})
+
+
+def plain(values: Any) -> Any:
+    "The same with dicts that may be changed, for the code of others, such as an environment that gets its arguments."
+    if isinstance(values, dict):
+        return {name: plain(x) for name, x in values.items()}
+    return values
