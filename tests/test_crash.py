@@ -172,7 +172,7 @@ def test_a_recurrent_learner_is_made_again(tmp_path, planted):
     actor, agent, critic = made()
     seen = planted(PPO, at=5)
     counters = dict(updates=0, steps=0, resumes=0)
-    recording = flight.FlightRecorder(tmp_path, {}, counters, agent, "")
+    recording = flight.FlightRecorder(tmp_path, {}, [], counters, agent, "")
     with pytest.raises(DataError, match="planted"):
         for batch in on_policy(POLE, actor, critic, n_steps=8, n_envs=2, seed=0):
             recording.around(agent.update)(batch)
@@ -287,7 +287,7 @@ class Failing:
 def recorded_updates(folder, at=1, **config):
     agent = Failing(at)
     counters = dict(updates=0, steps=0, resumes=0)
-    return flight.FlightRecorder(folder, config, counters, agent, "").around(agent.update)
+    return flight.FlightRecorder(folder, config, [], counters, agent, "").around(agent.update)
 
 
 def test_a_batch_that_cannot_be_stored_hides_no_error(tmp_path):
@@ -337,7 +337,9 @@ def test_a_second_failure_replaces_the_first_and_a_kill_in_between_leaves_one(tm
 
     def killed():
         os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
-        recorder = flight.FlightRecorder(run.folder, run.config, run.counters, run.agent, "")
+        recorder = flight.FlightRecorder(
+            run.folder, run.config, run.history, run.counters, run.agent, ""
+        )
         recorder.around(run.agent.update)(None)
 
     if not (pid := os.fork()):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
+from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe import PPO, Critic, MLPPolicy, on_policy
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import resumed, saved
@@ -203,7 +204,7 @@ def test_a_loop_of_ones_own(exact, tmp_path):
             assert not path.exists()
         else:
             saved(path, loader, agent, 1)
-            assert "held" in load_run(path).history.inexact
+            assert "held" in load_checkpoint(path).config["inexact"]
 
 
 @pytest.mark.xfail(

@@ -364,7 +364,7 @@ def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
 
     run = start(tmp_path / "run", config_of("ppo", steps=640))
     assert train(run, progress=False, tensorboard=False, callbacks=[callback])["updates"] == 5
-    assert "when the training had ended" in answer(answers[0])["text"]
+    assert "the training has ended" in answer(answers[0])["text"]
     assert load_run(run.folder).history.stopped == "enough" and not lines(run.folder)
 
     run = start(tmp_path / "edited", config_of("ppo", steps=640, keep=9))
@@ -740,10 +740,11 @@ def test_a_look_costs_little(tmp_path, monkeypatch):
     mailbox.EVERY = 0.02
     looks = []
     monkeypatch.setattr(Path, "is_dir", lambda path: looks.append(path) or False)
-    end = time.monotonic() + 0.2
-    while time.monotonic() < end:
+    begun = time.monotonic()
+    while time.monotonic() < begun + 0.2:
         mailbox.waits()
-    assert 1 <= len(looks) <= 11 and {*looks} == {tmp_path / "inbox"}
+    most = 1 + (time.monotonic() - begun) / mailbox.EVERY
+    assert 1 <= len(looks) <= most and {*looks} == {tmp_path / "inbox"}
 
 
 def test_the_page_asks_a_training_and_shows_what_it_says(tmp_path):

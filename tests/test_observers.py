@@ -128,14 +128,14 @@ def test_a_wish_of_the_last_stage_is_granted(tmp_path):
         saved.append(load_run(run.folder).counters["updates"])
 
     run = quietly(small(tmp_path / "run", 9), Told([], "saved", act=wish), look)
-    assert run.config["stopped"] == "three" and load_run(run.folder).counters["updates"] == 3
+    assert run.history.stopped == "three" and load_run(run.folder).counters["updates"] == 3
     assert saved == [0, 0, 2]  # with the next update
 
 
 def test_the_first_reason_to_stop_counts(tmp_path):
     first = lambda run, record: Wish(stop="first")
     run = quietly(small(tmp_path / "run"), first, lambda run, record: Wish(stop="second"))
-    assert run.config["stopped"] == "first" and run.counters["updates"] == 1
+    assert run.history.stopped == "first" and run.counters["updates"] == 1
 
 
 def test_an_observer_may_stand_around_the_update(tmp_path):

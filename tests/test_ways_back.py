@@ -1,7 +1,7 @@
 "Ways back into a run: with pipes of one's own, from its start in another process, beside a training, and a resume that fails."
 
-import json
 import multiprocessing
+import math
 import os
 import random
 import shutil
@@ -19,6 +19,7 @@ from recordings import recorded
 from test_crash import SMALL, config_of, content
 from test_fork import check_same, gone_on, trained
 
+from rollpipe.traces.history import config_at
 from rollpipe.pipes import FragmentCollector, Lanes, Pipe, Recorder, RewardScaler
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError, PipeError
@@ -308,7 +309,7 @@ def test_a_resume_writes_what_it_changes_with_its_first_update(is_earlier, reste
     found = load_run(folder)
     assert found.counters["updates"] == (4 if is_earlier else 12)
     assert (found.config["steps"], found.config["workers"]) == (1600, 1)
-    assert json.loads((folder / "config.json").read_text()) == found.config
+    assert config_at(folder, math.inf) == found.config
     kept = [load_run(x).counters["updates"] for x in sorted((folder / "checkpoints").iterdir())]
     assert kept == ([4] if is_earlier else [4, 8, 12])
     assert gone_on(folder, workers=0).counters["steps"] == 1600

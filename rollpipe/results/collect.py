@@ -93,6 +93,10 @@ def _check_config(config: dict, where: str) -> None:
         raise DataError(
             f"{where}: {e.problem}", leaf=e.leaf, expected=e.expected, got=e.got
         ) from None
+    if not isinstance(config.get("options", {}), dict):
+        raise DataError(
+            f"{where}: wrong type of value", leaf="options", got=repr(config["options"])[:80]
+        )
     for name in ("seed", "ranks"):
         get_value(config, name, "a whole number", where, 0)
     for module in get_value(config, "imports", "a list", where, []):
@@ -105,8 +109,9 @@ def read_result(folder: Path, seed: int) -> Result:
         return Result(seed, folder, "missing", "", {}, [], {})
     try:
         history = History.read(folder)
-        config = history.config(read_table(folder / REQUEST))
-        _check_config(config, f"{folder / 'config.json'}: not the configuration of a run")
+        request = read_table(folder / REQUEST)
+        _check_config(request, f"{folder / 'config.json'}: not the configuration of a run")
+        config = history.config(request)
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else {}
     except (PipeError, ValueError, OSError) as e:

@@ -124,7 +124,11 @@ def _repeated_to(
         shutil.rmtree(home / "recording")
     made = load_run(home)
     counters = {**made.counters, "seconds": spent[0] if spent else made.counters["seconds"]}
-    return made._replace(config=ahead.config, history=ahead.history, counters=counters)
+
+    # The state is that of environments which are kept as the repetition has tested it.
+    first, *later = ahead.history
+    history = History([{**first, "kept": made.history.kept}, *later])
+    return made._replace(config=ahead.config, history=history, counters=counters)
 
 
 def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:

@@ -239,7 +239,12 @@ def _begun(folder: Path, checkpoint: Checkpoint, home: Path, replays: Path) -> R
         if (folder / name).exists():
             shutil.copy(folder / name, home)  # `diff` tells that there is no fingerprint
     cut(home / JOURNAL, checkpoint.counters["updates"])
-    stored(home / "checkpoint.safetensors", checkpoint, config)
+
+    # Where the run came from is not where its repetition comes from.
+    first, *later = checkpoint.history
+    began = dict(event="began", at=first["at"], kept=first["kept"], inexact=first["inexact"])
+    same = checkpoint._replace(history=History([began, *later]))
+    stored(home / "checkpoint.safetensors", same, config)
     return resume(home)
 
 # %% ../../nbs/runs/16_moments.ipynb #b9ed7190
@@ -284,12 +289,12 @@ def moment(
         begin: the checkpoint from which it is repeated, whose chunks are in `home`; None: see `checkpoint_before`
         is_next: see `checkpoint_before`
     """
-    lines = {entry.updates for entry in read_journal(folder / JOURNAL)}
     with GlobalRandomStates(), tempfile.TemporaryDirectory() as place:
         home = home or Path(place, "run")
         if begin is None:
             home.mkdir()
             begin, _ = with_chunks(folder, update, home, is_next)
+        lines = {entry.updates for entry in read_journal(folder / JOURNAL)}
         run = edited(_begun(folder, begin, home, Path(place)), *edits)
         begun = begin.counters["updates"] if begin.stream else None
         due = [edit for edit in edits_due(folder, begin.history) if edit["at"] <= update]

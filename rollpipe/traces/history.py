@@ -38,9 +38,9 @@ _CHANGES = ("resumed", "extended", "edited")  # events with which options change
 def _is_event(event: Any) -> bool:
     if not isinstance(event, dict) or type(event.get("at")) is not int:
         return False
-    kinds: Any = EVENTS.get(event.get("event", ""))
-    if kinds is None:
+    if not isinstance(event.get("event"), str) or event["event"] not in EVENTS:
         return False
+    kinds: Any = EVENTS[event["event"]]
     if event["event"] == "edited":
         kinds = dict(insert=str, kwargs=dict) if "insert" in event else dict(set=dict)
     return all(name in event and isinstance(event[name], kind) for name, kind in kinds.items())
@@ -143,7 +143,7 @@ def _event_in(line: str, where: str) -> dict:
 # %% ../../nbs/traces/00_history.ipynb #1f3109a4
 def with_option(config: dict, name: str, value: Any) -> dict:
     "The configuration with another value of an option, of the algorithm or of the run."
-    if name in config["options"]:
+    if name in config.get("options", {}):
         return {**config, "options": {**config["options"], name: value}}
     return {**config, name: value}
 
