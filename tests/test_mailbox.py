@@ -34,7 +34,7 @@ from rollpipe.runs.logs import read_records
 from rollpipe.runs.mailbox import Mailbox, ask
 from rollpipe.runs.moments import diff, verify
 from rollpipe.settings.config import allow_edits
-from rollpipe.traces.history import History, config_at, in_words
+from rollpipe.traces.history import History, config_at, in_words, read_request
 from rollpipe.traces.journal import read_journal
 
 N = int(os.environ.get("ROLLPIPE_EDITS", 6))  # random edits for each number of workers
@@ -197,7 +197,10 @@ def test_random_edits_repeat_bit_for_bit(workers, tmp_path):
             continue
         at = rng.randrange(1, n)
         out = fork(folder, tmp_path / f"fork{seed}", at)
-        assert load_run(out).history.edits == [edit for edit in edits if edit["at"] <= at]
+        assert read_request(out) == {
+            **config_at(folder, at),
+            "steps": load_run(out).config["steps"],
+        }
         with replayed_run(folder, at + 1) as moment:
             moment.outcome(moment.agent.update(moment.batch))
         assert not (folder / "inbox").exists() or not list((folder / "inbox").glob("*.ask"))
@@ -744,7 +747,7 @@ def test_a_look_costs_little(tmp_path, monkeypatch):
     while time.monotonic() < begun + 0.2:
         mailbox.waits()
     most = 1 + (time.monotonic() - begun) / mailbox.EVERY
-    assert 1 <= len(looks) <= most and {*looks} == {tmp_path / "inbox"}
+    assert 1 <= len(looks) <= most + 1 and {*looks} == {tmp_path / "inbox"}
 
 
 def test_the_page_asks_a_training_and_shows_what_it_says(tmp_path):

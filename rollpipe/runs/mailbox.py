@@ -174,7 +174,7 @@ def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
 
 def _write(path: Path, text: bytes) -> None:
     "Write a file into the inbox, which another one may remove at any time while it is empty."
-    while not path.exists():
+    while True:
         path.parent.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):
-            write_atomically(path, text)
+            return write_atomically(path, text)

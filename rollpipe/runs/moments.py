@@ -134,7 +134,9 @@ def extended_steps(folder: Path, checkpoint: Checkpoint) -> int:
         checkpoint: one of it
     """
     steps = checkpoint.config["steps"]
-    for event in History.read(folder)[len(checkpoint.history) :]:
+    for event in History.read(folder):
+        if event in checkpoint.history:
+            continue
         if event["event"] == "edited" and "steps" in event.get("set", {}):
             break
         if event["event"] == "extended":
@@ -240,8 +242,8 @@ def _begun(folder: Path, checkpoint: Checkpoint, home: Path, replays: Path) -> R
             shutil.copy(folder / name, home)  # `diff` tells that there is no fingerprint
     cut(home / JOURNAL, checkpoint.counters["updates"])
 
-    # Where the run came from is not where its repetition comes from.
-    first, *later = checkpoint.history
+    # Where the run came from is not where its repetition comes from, and what stopped it does not stop that.
+    first, *later = (event for event in checkpoint.history if event["event"] != "stopped")
     began = dict(event="began", at=first["at"], kept=first["kept"], inexact=first["inexact"])
     same = checkpoint._replace(history=History([began, *later]))
     stored(home / "checkpoint.safetensors", same, config)
