@@ -52,6 +52,14 @@ def _read_wish(path: Path) -> dict:
     except (ValueError, RecursionError) as e:
         raise DataError("not JSON", got=str(e)[:80]) from None
 
+
+def _write(path: Path, text: bytes) -> None:
+    "Write a file into the inbox, which any of those who ask may remove while it is empty."
+    while True:
+        path.parent.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):
+            return write_atomically(path, text)
+
 # %% ../../nbs/runs/10_mailbox.ipynb #1bee7d23
 class Mailbox:
     """What others ask of a training. What was asked before it locked its folder, or when it has ended, is refused.
@@ -107,7 +115,7 @@ class Mailbox:
         "Answer what was asked in a file. If the disk is full, the log says so."
         try:
             answer = json.dumps(dict(made=is_made, text=text))
-            write_atomically(path.with_suffix(".answer"), answer.encode())
+            _write(path.with_suffix(".answer"), answer.encode())
         except OSError as e:
             logging.getLogger("rollpipe").warning(f"an answer could not be written ({e}): {text}")
 
@@ -170,11 +178,3 @@ def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
     if not said["made"]:
         raise DataError(f"{folder} refuses", got=said["text"])
     return said["text"]
-
-
-def _write(path: Path, text: bytes) -> None:
-    "Write a file into the inbox, which another one may remove at any time while it is empty."
-    while True:
-        path.parent.mkdir(exist_ok=True)
-        with suppress(FileNotFoundError):
-            return write_atomically(path, text)
