@@ -8,9 +8,9 @@ the ablation are options of TRPO.
 
 from fastcore.meta import delegates
 
-from rollpipe.settings.algorithms import ALGORITHMS, register_algorithm
 from rollpipe.pipes import AdvantageBuffer, on_policy
 from rollpipe.pipes.graph.pipe import Pipe
+from rollpipe.settings.algorithms import ALGORITHMS, register_algorithm
 
 
 class Terminating(Pipe):

@@ -18,10 +18,10 @@ from gymnasium.spaces import Box, Dict, Discrete
 from report import header, options_of, spread, table
 
 from rollpipe.layers import MLPPolicy, QPolicy, RecurrentPolicy
+from rollpipe.pipes.engines.interaction import Interaction
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.envs.vector import env_batch
-from rollpipe.pipes.engines.interaction import Interaction
 
 STATE = Box(-1, 1, (4,))
 MIXED = (

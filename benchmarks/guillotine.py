@@ -34,11 +34,11 @@ import numpy as np
 import torch
 
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.pipes.data import files
-from rollpipe.pipes.data import nested
+from rollpipe.pipes.data import files, nested
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.ranks import process_group
 from rollpipe.runs import resume, start, train
+from rollpipe.runs.folder import load_run
 from rollpipe.runs.joint import joint
 from rollpipe.settings import config as settings
 from rollpipe.settings.config import make_config
@@ -385,7 +385,7 @@ def make_twin(case, root, seed) -> Twin:
     begun = time.perf_counter()
     if code := in_child(None, case, begin, case, folder, seed):
         raise RuntimeError(f"the training failed (exit code {code})")
-    inexact = load_checkpoint(folder / "checkpoint.safetensors").config["inexact"]
+    inexact = load_run(folder, builds=False).history.inexact
     if (case.inexact is None) != (inexact is None) or case.inexact and case.inexact not in inexact:
         raise RuntimeError(f"expected to be inexact: {case.inexact}; got: {inexact}")
     return Twin(folder, time.perf_counter() - begun)

@@ -18,8 +18,8 @@ from peer_off_policy import add_options
 from report import header, options_of, runs_of, spread, table
 
 from rollpipe.agents import evaluate
-from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.pipes import replayed
+from rollpipe.settings.algorithms import ALGORITHMS
 
 
 def train(

@@ -102,7 +102,7 @@ def rollpipe(algorithm, env, n, old, new, steps=256):
         ledger.line(weights())
 
     ledger.begin(weights())  # without the steps of the test at the start
-    train(run, progress=False, tensorboard=False, callback=callback)
+    train(run, progress=False, tensorboard=False, callbacks=[callback])
 
 
 def sb3(algorithm, env, n, old, new, normalize=False):

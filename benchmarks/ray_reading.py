@@ -23,9 +23,9 @@ from rollpipe.pipes import (
     ProcessReading,
     RayReading,
 )
-from rollpipe.pipes.graph.modules import bump_version
-from rollpipe.pipes.cluster.ray_crew import Arrived
 from rollpipe.pipes.cluster.door import lease
+from rollpipe.pipes.cluster.ray_crew import Arrived
+from rollpipe.pipes.graph.modules import bump_version
 
 SERVICES = {"worker processes": ProcessReading, "Ray": RayReading}
 

@@ -22,7 +22,8 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-from stream_cases import ADDED, PROCESSES, RENAMED, REWORDED, compare as trees, is_wanted, run
+from stream_cases import ADDED, PROCESSES, RENAMED, REWORDED, is_wanted, run
+from stream_cases import compare as trees
 
 HERE = Path(__file__).resolve().parent.parent
 

@@ -17,8 +17,8 @@ from report import header, options_of, spread, table
 from torch import nn
 from torch.nn import functional as F
 
-from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.pipes import nested
+from rollpipe.settings.algorithms import ALGORITHMS
 
 ENV = "CartPole-v1"
 GAMMA = 0.99

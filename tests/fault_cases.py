@@ -20,7 +20,8 @@ from multiprocessing import current_process, resource_tracker
 import gymnasium as gym
 import numpy as np
 import torch
-from conftest import _children as children, _segments as segments
+from conftest import _children as children
+from conftest import _segments as segments
 from gymnasium.spaces import Box, Dict, Discrete
 from worker_cases import descriptors
 
@@ -34,9 +35,8 @@ from rollpipe.pipes import (
     Pipe,
     ProcessReading,
 )
-from rollpipe.pipes.taps import Tap
 from rollpipe.pipes.graph.torchdata import DataLoader2
-
+from rollpipe.pipes.taps import Tap
 
 # --- the pipeline
 

@@ -1,6 +1,5 @@
 "`rollpipe ablate`: pairs of branches share state and noise, an option without effect changes nothing, and an interrupted ablation goes on."
 
-import json
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from rollpipe.results.pairs import course
 from rollpipe.runs import fork, start, train
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_evaluations, read_records
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.traces.differences import diff
 from rollpipe.traces.journal import read_journal
 
@@ -77,7 +76,7 @@ def test_forks_with_the_same_noise_are_equal_and_others_are_not(name, run, tmp_p
     assert all(
         str(equal_up_to(one, x)).startswith(("update 7", "update 8")) for x in (other, plain)
     )  # one was collected before
-    assert verify(one, 3).is_equal and load_run(one).config["forked"]["noise"] == 1
+    assert verify(one, 3).is_equal and load_run(one).history.origin["noise"] == 1
     assert "and with other noise (1)" in str(diff(parent, one))
     gone_on(fork(one, tmp_path / "again", 9))
     check_same(one, tmp_path / "again")
@@ -96,9 +95,7 @@ def test_noise_that_cannot_be(tmp_path, capsys):
             fork(parent, tmp_path / "fork", 4, noise=noise)
     with pytest.raises(DataError, match="has no such update. Expected 1 to 10, got 4.0"):
         fork(parent, tmp_path / "fork", 4.0)
-    made = load_run(fork(parent, tmp_path / "numpy", np.int64(4), noise=np.int64(3))).config[
-        "forked"
-    ]
+    made = load_run(fork(parent, tmp_path / "numpy", np.int64(4), noise=np.int64(3))).history.origin
     assert (made["at"], made["noise"]) == (4, 3)
     assert (
         rollpipe(
@@ -192,9 +189,9 @@ def test_metrics_that_one_run_alone_has_are_not_compared(tmp_path):
         twin,
         progress=False,
         tensorboard=False,
-        callback=lambda run, record: {"my/steps": record["steps"]},
+        callbacks=[lambda run, record: {"my/steps": record["steps"]}],
     )
-    train(other, progress=False, tensorboard=False, callback=lambda run, record: {"my/steps": 0})
+    train(other, progress=False, tensorboard=False, callbacks=[lambda run, record: {"my/steps": 0}])
     assert (
         equal_up_to(twin.folder, run) == equal_up_to(run, twin.folder) == twin.counters["updates"]
     )
@@ -362,8 +359,7 @@ def test_a_branch_that_fails_is_named_and_the_others_are_trained(tmp_path):
 def test_names_of_branches_and_environments_that_are_kept_by_a_replay(tmp_path):
     "A value may have letters that no folder should have. A note says what the branches still share."
     run = trained(tmp_path / "run", steps=320)
-    config = json.loads((run / "config.json").read_text())
-    assert set(config["kept"].values()) == {"attributes"} and POLE
+    assert set(load_run(run).history.kept.values()) == {"attributes"} and POLE
     found = ablate(run, [3], dict(name=["a/b: c"]), updates=2, out=tmp_path / "out", repeat=2)
     assert (
         found.difference(found.pairs[0])[1] == 0

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpipe.pipes import nested
+from rollpipe.pipes.data.errors import ActorError
 from rollpipe.pipes.envs.actions import action_batch, action_rows, in_containers
 from rollpipe.pipes.envs.factories import space_spec
-from rollpipe.pipes.data.errors import ActorError
 
 fast = settings(deadline=None, max_examples=60)
 leaves = st.sampled_from(

@@ -13,10 +13,11 @@ from rollpipe.pipes.cluster.room import ClusterPlace
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.files import write_atomically
 from rollpipe.results import bench
-from rollpipe.runs import mailbox
+from rollpipe.runs import changes
 from rollpipe.runs.folder import resume
 from rollpipe.runs.training import train
-from rollpipe.settings import choice
+from rollpipe.settings import files
+from rollpipe.traces.history import History
 
 EVIL = "203.0.113.9:6379"
 
@@ -27,7 +28,7 @@ class Connects(Exception):
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
-    monkeypatch.setattr(choice, "_NAMED", set())
+    monkeypatch.setattr(files, "_NAMED", set())
 
     def connect(self):
         raise Connects(self.address)
@@ -43,16 +44,19 @@ def trained(tmp_path_factory):
     return folder
 
 
-def changed(folder, out, **config):
-    "A copy of a run, as a stranger could send it."
+def changed(folder, out, due=(), edits=(), **config):
+    "A copy of a run, as a stranger could send it, with edits that are due, or that were made."
     for path in folder.rglob("*"):
         if path.is_file() and path.name != "lock":
             (out / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
             (out / path.relative_to(folder)).write_bytes(path.read_bytes())
     found = load_checkpoint(out / "checkpoint.safetensors")
     config = {**found.config, **config}
-    write_atomically(out / "checkpoint.safetensors", found._replace(config=config).data())
+    history = History([*found.history, *edits])
+    made = found._replace(config=config, history=history)
+    write_atomically(out / "checkpoint.safetensors", made.data())
     (out / "config.json").write_text(json.dumps(config))
+    history.write(out, due)
     return out
 
 
@@ -86,8 +90,8 @@ def test_another_address_replaces_that_of_the_file(stranger):
 
 
 def test_an_edit_that_is_due_names_no_cluster(trained, tmp_path):
-    edit = dict(at=load_checkpoint(trained / "checkpoint.safetensors").counters["updates"])
-    edit |= dict(set=dict(reading="ray", address=EVIL), was=dict(reading="processes", address=None))
+    at = int(load_checkpoint(trained / "checkpoint.safetensors").counters["updates"])
+    edit = dict(event="edited", at=at, set=dict(reading="ray", address=EVIL))
     run = changed(trained, tmp_path / "run", steps=1024, due=[edit])
     with pytest.raises(DataError, match=f"--address {EVIL}"):
         train(resume(run), progress=False, tensorboard=False)
@@ -96,14 +100,13 @@ def test_an_edit_that_is_due_names_no_cluster(trained, tmp_path):
 def test_a_training_takes_no_address_from_an_ask(trained, tmp_path):
     run = resume(changed(trained, tmp_path / "run", steps=1024))
     with pytest.raises(DataError, match=f"--address {EVIL}"):
-        mailbox._edited(run, dict(set=dict(reading="ray", address=EVIL)))
+        changes._with_wish(run, dict(set=dict(reading="ray", address=EVIL)), None)
 
 
 def test_a_repetition_needs_no_cluster(stranger, trained, tmp_path):
     assert rollpipe("verify", stranger, "--updates", 1) == 0
     assert rollpipe("replay", stranger, "--update", 2) == 0
-    edit = dict(at=1, set=dict(reading="ray", address=EVIL))
-    edit |= dict(was=dict(reading="processes", address=None))
+    edit = dict(event="edited", at=1, set=dict(reading="ray", address=EVIL))
     run = changed(trained, tmp_path / "edited", reading="ray", address=EVIL, edits=[edit])
     assert rollpipe("replay", run, "--update", 2) == 0
 
@@ -123,7 +126,7 @@ def test_a_file_of_settings_names_no_cluster(stranger, tmp_path, capsys):
         f'lanes = 2\nworkers = 1\nreading = "ray"\naddress = "{EVIL}"\n'
     )
     for file in (stranger / "config.json", tmp_path / "own.toml"):
-        choice._NAMED.clear()
+        files._NAMED.clear()
         words = ["train", "trpo", "CartPole-v1", *SMALL, "--config", file, "--out", tmp_path / "x"]
         assert rollpipe(*words) == 2
         assert f"Expected --address {EVIL}" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_fragments import episodes
 from reference import assert_same, snapshot
-from toys import Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky, Valued, judge
 from torch import nn
+from toys import Counting, Lively, Memory, Nested, NestedMemory, Plain, Shaky, Valued, judge
 
 from rollpipe.layers import Critic
 from rollpipe.pipes import (

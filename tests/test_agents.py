@@ -19,9 +19,9 @@ from rollpipe.agents.vtrace import VTrace
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.policies import SharedPolicy
 from rollpipe.pipes import nested, on_policy, rollouts
-from rollpipe.pipes.data.fragment_ops import columns
-from rollpipe.pipes.data.fragment import Fragment
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.data.fragment import Fragment
+from rollpipe.pipes.data.fragment_ops import columns
 from rollpipe.pipes.graph.modules import bump_version, version_of
 
 SMALL = dict(PPO=dict(epochs=2, minibatch=64), NPG=dict(fvp_subsample=0.5))

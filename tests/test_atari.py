@@ -138,8 +138,8 @@ def test_a_run_of_pong_is_exact_and_its_evaluation_has_real_scores(ale, tmp_path
         tmp_path / "run",
     ]
     assert rollpipe("train", "ppo", *words) == 0, capfd.readouterr().err
-    found = load_run(tmp_path / "run").config
-    assert (found["kept"], found["inexact"]) == ({"EnvStepper": "ALE"}, None)
+    history = load_run(tmp_path / "run").history
+    assert (history.kept, history.inexact) == ({"EnvStepper": "ALE"}, None)
     scores = [
         json.loads(line)["mean"]
         for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()

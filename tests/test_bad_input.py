@@ -27,16 +27,6 @@ from tensor_worlds import Planned
 from toys import Constant, Counting, Failing, Ledger, Nested, NestedMemory, Plain, Valued
 
 from rollpipe.cli.main import main
-from rollpipe.pipes.data.errors import CheckpointError
-from rollpipe.pipes.envs.factories import space_spec
-from rollpipe.pipes.envs.kept import Keeper
-from rollpipe.pipes.recording.replayer import parts_in
-from rollpipe.runs import resume, start, train
-from rollpipe.runs.asking import view
-from rollpipe.runs.changes import options_in
-from rollpipe.runs.folder import load_run
-from rollpipe.settings.algorithms import ALGORITHMS
-from rollpipe.settings.config import make_config
 from rollpipe.layers import (
     GRU,
     MLP,
@@ -70,8 +60,18 @@ from rollpipe.pipes import (
     optimize,
     replayed,
 )
+from rollpipe.pipes.data.errors import CheckpointError
+from rollpipe.pipes.envs.factories import space_spec
+from rollpipe.pipes.envs.kept import Keeper
+from rollpipe.pipes.recording.replayer import parts_in
 from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.pipes.workers.reading import ProcessReading
+from rollpipe.runs import resume, start, train
+from rollpipe.runs.asking import view
+from rollpipe.runs.changes import options_in
+from rollpipe.runs.folder import load_run
+from rollpipe.settings.algorithms import ALGORITHMS
+from rollpipe.settings.config import make_config
 
 LONG = [(99, "term")]
 nan = float("nan")

@@ -17,19 +17,19 @@ import torch
 from command_line import alive, process, rollpipe, run_command, wait_for
 from gymnasium.wrappers import TimeLimit
 
-from rollpipe.settings.algorithms import ALGORITHMS
-from rollpipe.runs.commands import find_run
-from rollpipe.settings.config import make_config
-from rollpipe.runs.logs import read_evaluations, read_metrics, read_records, write_evaluations
-from rollpipe.runs.locks import lock, unlock
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.results.bench import BENCH, Job, _states, jobs_of
 from rollpipe.results.spec import read_spec
+from rollpipe.runs.commands import find_run
 from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.fork import fork
+from rollpipe.runs.locks import lock, unlock
+from rollpipe.runs.logs import read_evaluations, read_metrics, read_records, write_evaluations
 from rollpipe.runs.training import train
+from rollpipe.settings.algorithms import ALGORITHMS
+from rollpipe.settings.config import make_config
 
 pytestmark = pytest.mark.usefixtures("packages")
 OPTIONS = dict(n_envs=2, n_steps=32, hidden=(8,), critic_hidden=(8,))
@@ -627,7 +627,7 @@ def test_a_run_of_an_earlier_preset_or_of_more_steps_is_not_taken_for_complete(t
     file = spec(tmp_path / "a.toml", "", every=200)
     run = tmp_path / "out" / "trpo-CartPole-v1-s0"
     now = small(steps=256, eval_episodes=2, final_episodes=2, preset="auto")
-    name = next(name for name in now["of_preset"] if name in now["options"])
+    name = next(name for name in now.named("preset") if name in now["options"])
     old = {**now, "options": {**now["options"], name: 0.0625}}
     for config, told in (
         (old, f"{name}=0.0625 instead of {now['options'][name]!r}"),

@@ -16,9 +16,8 @@ from toys import Counting, Learning, Plain
 from worker_cases import stream
 
 from rollpipe.pipes import ActorError, EnvStepper, FragmentCollector, Lanes, ProcessReading
-from rollpipe.pipes.graph.modules import bump_version, version_of
+from rollpipe.pipes.graph.modules import bump_version, modules_in, state_of, version_of
 from rollpipe.pipes.graph.torchdata import DataLoader2
-from rollpipe.pipes.graph.modules import modules_in, state_of
 from rollpipe.pipes.workers.channel import WeightPublisher
 
 fork = multiprocessing.get_context("fork")

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from rollpipe.agents.checkpoint import keep_checkpoint, load_checkpoint, save_checkpoint
-from rollpipe.pipes.data.files import write_atomically
 from rollpipe.pipes.data.errors import CheckpointError
+from rollpipe.pipes.data.files import write_atomically
 
 
 class Agent:
@@ -228,7 +228,7 @@ class Bomb:
         return os._exit, (7,)
 
 
-META = dict(rollpipe_checkpoint="2", config='{"dict": []}', counters='{"dict": []}')
+META = dict(rollpipe_checkpoint="3", config='{"dict": []}', counters='{"dict": []}')
 
 
 def sealed(**parts):
@@ -247,9 +247,9 @@ def sealed(**parts):
         *(
             (
                 save({}, metadata=dict(META, rollpipe_checkpoint=x)),
-                f"another version of rollpipe. Expected format 2, got {x}",
+                f"another version of rollpipe. Expected format 3, got {x}",
             )
-            for x in ("3", "1", "0", "soon")
+            for x in ("4", "2", "0", "soon")
         ),
         (save({}, metadata=META), "damaged.*checksum None"),
         (sealed(), "damaged metadata.*agent is missing"),

@@ -48,13 +48,13 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.states import restore_stream, stream_state
-from rollpipe.pipes.resumable import keep_environments
-from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.graph.torchdata import (
     DataLoader2,
     InProcessReadingService,
     ReadingServiceInterface,
 )
+from rollpipe.pipes.resumable import keep_environments
+from rollpipe.pipes.taps import EpisodeStats
 
 pytestmark = pytest.mark.timeout(600)
 ON_RAY = pytest.param("ray", marks=pytest.mark.slow)

@@ -22,9 +22,8 @@ from rollpipe.pipes import (
     ProcessReading,
     WorkerError,
 )
-from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.pipes.graph.modules import bump_version, modules_in
 from rollpipe.pipes.graph.torchdata import InProcessReadingService, IterableWrapper
-from rollpipe.pipes.graph.modules import modules_in
 from rollpipe.pipes.workers.channel import WeightPublisher
 
 

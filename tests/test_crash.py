@@ -21,7 +21,7 @@ from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import CheckpointError, DataError, WorkerError, describe_exception
 from rollpipe.pipes.frames import Stacks
 from rollpipe.runs import replayed_run, resume, start, train
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.settings.config import make_config
 from rollpipe.traces import crash as flight
 from rollpipe.traces.crash import CRASH, checksum, read_crash
@@ -172,10 +172,10 @@ def test_a_recurrent_learner_is_made_again(tmp_path, planted):
     actor, agent, critic = made()
     seen = planted(PPO, at=5)
     counters = dict(updates=0, steps=0, resumes=0)
-    recording = flight.FlightRecorder(tmp_path, {}, counters, agent, "")
+    recording = flight.FlightRecorder(tmp_path, {}, [], counters, agent, "")
     with pytest.raises(DataError, match="planted"):
         for batch in on_policy(POLE, actor, critic, n_steps=8, n_envs=2, seed=0):
-            recording.update(batch)
+            recording.around(agent.update)(batch)
     crash = read_crash(tmp_path)
     again = made()[1]
     again.load_state_dict(load_checkpoint(tmp_path.joinpath(*CRASH)).agent_state)
@@ -284,15 +284,15 @@ class Failing:
             raise ValueError("planted")
 
 
-def recording(folder, at=1, **config):
-    return flight.FlightRecorder(
-        folder, config, dict(updates=0, steps=0, resumes=0), Failing(at), ""
-    )
+def recorded_updates(folder, at=1, **config):
+    agent = Failing(at)
+    counters = dict(updates=0, steps=0, resumes=0)
+    return flight.FlightRecorder(folder, config, [], counters, agent, "").around(agent.update)
 
 
 def test_a_batch_that_cannot_be_stored_hides_no_error(tmp_path):
     with pytest.raises(ValueError, match="planted") as e:
-        recording(tmp_path).update([object()])
+        recorded_updates(tmp_path)([object()])
     if hasattr(e.value, "__notes__"):
         assert "leaf crash.batches.0.0: cannot be stored without a pickle" in e.value.__notes__[0]
     assert not list(tmp_path.rglob("*.*"))
@@ -313,7 +313,7 @@ def test_a_batch_may_hold_all_kinds_of_numbers(tmp_path):
         more=[None, 1, "a", np.float32(2)],
     )
     with pytest.raises(ValueError, match="planted"):
-        recording(tmp_path).update(batch)
+        recorded_updates(tmp_path)(batch)
     (found,) = read_crash(tmp_path)["batches"]
     assert isinstance(found["stacks"], Stacks) and torch.equal(
         found.pop("stacks").dense(), batch.pop("stacks").dense()
@@ -323,10 +323,10 @@ def test_a_batch_may_hold_all_kinds_of_numbers(tmp_path):
 
 
 def test_a_rank_keeps_its_last_batch_alone(tmp_path):
-    made = recording(tmp_path, at=3, ranks=2)
+    update = recorded_updates(tmp_path, at=3, ranks=2)
     with pytest.raises(ValueError, match="planted"):
         for k in range(5):
-            made.update(torch.tensor(k))
+            update(torch.tensor(k))
     assert read_crash(tmp_path)["batches"] == [torch.tensor(2)]
 
 
@@ -337,7 +337,10 @@ def test_a_second_failure_replaces_the_first_and_a_kill_in_between_leaves_one(tm
 
     def killed():
         os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
-        flight.FlightRecorder(run.folder, run.config, run.counters, run.agent, "").update(None)
+        recorder = flight.FlightRecorder(
+            run.folder, run.config, run.history, run.counters, run.agent, ""
+        )
+        recorder.around(run.agent.update)(None)
 
     if not (pid := os.fork()):
         killed()
@@ -462,7 +465,7 @@ def test_a_run_that_is_trained_meanwhile_is_not_disturbed(tmp_path):
             again.append(moment.outcome(moment.agent.update(moment.batch)))
 
     run = start(tmp_path / "run", config_of("dqn", steps=400))
-    train(run, progress=False, tensorboard=False, callback=look)
+    train(run, progress=False, tensorboard=False, callbacks=[look])
     assert len(again) == 3 and checksum(run.agent.state_dict()) == checksum(twin.agent.state_dict())
     assert verify(run.folder).is_equal
     with pytest.raises(

@@ -9,13 +9,13 @@ from gymnasium.spaces import Box
 from test_off_policy import random_fragment, successor
 from torch import nn
 
+from rollpipe.agents.off_policy.batch_renorm import BatchRenorm, RenormCritic, RenormPolicy
 from rollpipe.agents.off_policy.crossq import CrossQ
 from rollpipe.layers import ActionCritic, SquashedPolicy
-from rollpipe.agents.off_policy.batch_renorm import BatchRenorm, RenormCritic, RenormPolicy
 from rollpipe.pipes import DataError
+from rollpipe.pipes.data.errors import ActorError
 from rollpipe.pipes.data.fragment import Final
 from rollpipe.pipes.data.fragment_ops import transitions
-from rollpipe.pipes.data.errors import ActorError
 from rollpipe.pipes.replay.memory import Sample
 
 SPACES = Box(-1, 1, (3,)), Box(np.float32([-1, 2]), np.float32([3, 2.5]))

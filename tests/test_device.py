@@ -15,10 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from toys import Counting
 
 from rollpipe.agents.checkpoint import save_checkpoint
-from rollpipe.settings.algorithms import ALGORITHMS, options_for
-from rollpipe.settings.config import build, device_of, make_config
 from rollpipe.layers import MLPPolicy, RecurrentPolicy
-from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import (
     CheckpointError,
     DataError,
@@ -34,7 +31,10 @@ from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.graph.modules import checked_device
 from rollpipe.runs import load_agent
 from rollpipe.runs.folder import load_run, restore, start
+from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.training import train
+from rollpipe.settings.algorithms import ALGORITHMS, options_for
+from rollpipe.settings.config import build, device_of, make_config
 
 
 class Elsewhere:
@@ -395,8 +395,8 @@ def test_the_device_is_stored_and_a_run_from_elsewhere_can_be_used_here(
 def test_runs_from_before_the_option_are_on_the_host(tmp_path):
     run = start(tmp_path / "run", make_config("trpo", "CartPole-v1", steps=64))
     found = load_run(run.folder)
-    del found.config["device"]
-    agent, _ = restore(found)
+    config = {name: x for name, x in found.config.items() if name != "device"}
+    agent, _ = restore(found._replace(config=config))
     assert {p.device.type for p in agent.actor.parameters()} == {"cpu"}
 
 

@@ -18,8 +18,8 @@ from rollpipe.agents.shared_options import Schedule
 from rollpipe.agents.tabular import QLearning, TabularQ, move_towards, q_targets
 from rollpipe.layers import QPolicy, RecurrentQPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector
-from rollpipe.pipes.graph.modules import version_of
 from rollpipe.pipes.data.errors import SpaceError
+from rollpipe.pipes.graph.modules import version_of
 from rollpipe.pipes.replay.memory import Sample
 from rollpipe.pipes.replay.pipe import Replay
 

@@ -33,16 +33,16 @@ from rollpipe.layers import (
 )
 from rollpipe.layers.distributions import Categorical
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested, rollouts
-from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.pipes.engines import choice, compiled
 from rollpipe.pipes.engines.checked_actor import CheckedActor
+from rollpipe.pipes.engines.interaction import Interaction
 from rollpipe.pipes.engines.onnx_graph import to_onnx
 from rollpipe.pipes.engines.pure import PureStep
-from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.envs.factories import env_factories
-from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.pipes.envs.rows import Rows
-from rollpipe.pipes.engines.interaction import Interaction
+from rollpipe.pipes.envs.vector import env_batch
+from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from command_line import alive, lines, process, rollpipe, wait_for
 
-from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.folder import load_run
+from rollpipe.runs.logs import read_metrics
 
 pytestmark = pytest.mark.usefixtures("packages")
 SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --no-tensorboard".split()

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from rollpipe.agents import evaluate
 from rollpipe.cli.main import main
-from rollpipe.runs.export import FORMATS, PolicyFunction, export_policy
 from rollpipe.layers import (
     Actor,
     ConvTrunk,
@@ -28,10 +27,11 @@ from rollpipe.layers import (
 from rollpipe.layers.integers import Bits
 from rollpipe.layers.module_dict import ModuleDict
 from rollpipe.pipes import nested
+from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.pipes.envs.actions import in_containers
 from rollpipe.pipes.envs.factories import space_spec
-from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.runs import load_agent
+from rollpipe.runs.export import FORMATS, PolicyFunction, export_policy
 
 N = np.float64
 pytestmark = pytest.mark.usefixtures("functions_of_onnx")

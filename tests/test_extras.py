@@ -6,9 +6,9 @@ import gymnasium as gym
 import pytest
 
 from rollpipe.cli.main import main
+from rollpipe.pipes.data.errors import EnvError
 from rollpipe.pipes.envs import factories
 from rollpipe.pipes.envs.factories import EnvFactory, VectorFactory
-from rollpipe.pipes.data.errors import EnvError
 
 NEEDS = [
     ("LunarLander-v3", "Box2D", "box2d"),

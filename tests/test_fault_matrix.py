@@ -24,7 +24,6 @@ from reference import assert_same, snapshot
 from toys import Counting, Plain
 from worker_cases import gone, slack
 
-from rollpipe.runs.logs import read_metrics
 from rollpipe.layers import CategoricalPolicy, Critic, MLPPolicy
 from rollpipe.pipes import (
     AdvantageBuffer,
@@ -34,10 +33,11 @@ from rollpipe.pipes import (
     Lanes,
     ProcessReading,
 )
-from rollpipe.runs.locks import lock, unlock
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.workers.process import WorkerDied
 from rollpipe.runs.folder import load_run
+from rollpipe.runs.locks import lock, unlock
+from rollpipe.runs.logs import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

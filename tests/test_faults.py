@@ -21,8 +21,8 @@ import torch
 import worker_cases
 from conftest import started_by
 from fault_rows import Silent
-from worker_cases import Cart, descriptors, forked_script, gone, harmful, runs, slack
 from toys import Counting, Lively, Plain, Shaky
+from worker_cases import Cart, descriptors, forked_script, gone, harmful, runs, slack
 
 from rollpipe.agents import REINFORCE
 from rollpipe.layers import Critic, GaussianPolicy
@@ -40,9 +40,9 @@ from rollpipe.pipes import (
     on_policy,
 )
 from rollpipe.pipes.data.fragment_ops import unstacked
-from rollpipe.pipes.workers.shared import SharedMemory
-from rollpipe.pipes.taps import EpisodeStats
 from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.taps import EpisodeStats
+from rollpipe.pipes.workers.shared import SharedMemory
 
 
 def outcome(pipe, **options):

@@ -10,12 +10,12 @@ from PIL import Image
 
 from rollpipe.agents.parallel_evaluation import ParallelEvaluation
 from rollpipe.cli.main import main
-from rollpipe.settings.config import make_config
 from rollpipe.layers import MLPPolicy
-from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.training import Wish, train
+from rollpipe.settings.config import make_config
 
 SMALL = dict(n_envs=4, n_steps=16, hidden=(8,), critic_hidden=(8,))
 
@@ -100,7 +100,7 @@ def test_the_last_update_has_a_film_also_if_a_rule_ends_the_run(tmp_path, monkey
         def enough(run, record, stop=stop):
             return Wish(stop="enough" if record["updates"] == stop else None)
 
-        train(run, progress=False, tensorboard=False, callback=enough)
+        train(run, progress=False, tensorboard=False, callbacks=[enough])
         assert names(run) == films
     assert len(asked) == 4  # each film is made once
 

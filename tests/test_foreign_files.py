@@ -12,9 +12,8 @@ import torch
 from command_line import SMALL, rollpipe
 
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.pipes import Recorder, rollouts
-from rollpipe.pipes.recording import from_minari, to_minari
 from rollpipe.agents.evaluate import RandomActor
+from rollpipe.pipes import Recorder, rollouts
 from rollpipe.pipes.data.chunks import ChunkFolder, chunk_names
 from rollpipe.pipes.data.errors import CheckpointError, DataError
 from rollpipe.pipes.data.files import (
@@ -27,10 +26,11 @@ from rollpipe.pipes.data.files import (
 )
 from rollpipe.pipes.graph.torchdata import IterableWrapper
 from rollpipe.pipes.profiling.report import Profile
+from rollpipe.pipes.recording import from_minari, to_minari
 from rollpipe.pipes.recording.store import ItemFile, item_files, records_in
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_evaluations, read_records, records_of
-from rollpipe.runs.states import edits_due
+from rollpipe.traces.history import History, read_request
 from rollpipe.settings.files import read_table
 from rollpipe.traces.differences import read_fingerprints
 from rollpipe.traces.journal import read_journal
@@ -76,9 +76,10 @@ def test_a_regular_file_is_read_and_nothing_else_is(tmp_path):
 
 READERS = {
     "config.json": [
-        lambda path: edits_due(path.parent, {}),
+        lambda path: read_request(path.parent),
         read_table,
     ],
+    "history.jsonl": [lambda path: History.read(path.parent)],
     "fingerprint.json": [lambda path: read_fingerprints(path.parent)],
     "journal.jsonl": [read_journal],
     "metrics.jsonl": [

@@ -24,10 +24,11 @@ from rollpipe.runs.evaluations import read_evaluations
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.locks import unlock
 from rollpipe.runs.logs import read_records
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.runs.states import edited
 from rollpipe.settings.config import make_config
 from rollpipe.traces.differences import diff
+from rollpipe.traces.history import History
 from rollpipe.traces.journal import read_journal
 
 CASES["decay"] = CASES["ppo"][0], POLE, dict(CASES["ppo"][2], decay_steps=10_000)
@@ -111,7 +112,8 @@ def test_a_fork_without_an_edit_equals_its_parent(name, run, tmp_path):
             and found.counters["seconds"] == records[-1]["seconds"]
         )
         assert json.loads((out / "config.json").read_text()) == found.config
-        assert found.config["forked"] == dict(run=str(parent.folder), at=at, set={})
+        origin = found.history.origin
+        assert (origin["run"], origin["at"], origin["set"]) == (str(parent.folder), at, {})
         gone_on(out)
         check_same(parent.folder, out)
     again = fork(tmp_path / "fork1", tmp_path / "again", 9)
@@ -157,7 +159,7 @@ def test_the_parent_may_be_in_training(tmp_path):
             fork(run.folder, tmp_path / f"at{record['updates']}", record["updates"] - 2)
 
     parent = start(tmp_path / "run", config_of("dqn", steps=400))
-    train(parent, progress=False, tensorboard=False, callback=look)
+    train(parent, progress=False, tensorboard=False, callbacks=[look])
     check_same(twin.folder, parent.folder)
     for n in (4, 13, 17):
         gone_on(tmp_path / f"at{n}")
@@ -188,7 +190,7 @@ def test_forks_beside_a_training_that_saves_all_the_time(tmp_path):
 
 def test_chunks_that_the_training_removes_meanwhile(tmp_path, monkeypatch):
     "The parent saves between the reading of its checkpoint and the naming of the chunks."
-    module = sys.modules["rollpipe.runs.fork"]
+    module = sys.modules["rollpipe.runs.moments"]
     parent = trained(tmp_path / "run", "dqn", 400)
     linked = module._linked
     moved = []
@@ -419,7 +421,7 @@ def test_a_run_whose_environment_was_changed_goes_on_with_new_episodes(
     found = load_run(out)
     assert (
         found.stream is not None
-        and found.config["inexact"] is None
+        and found.history.inexact is None
         and found.config["exact"] is exact
     )
     lines = diff(parent.folder, out)
@@ -469,7 +471,7 @@ def test_new_episodes_allow_other_numbers_of_environments_and_steps(name, option
     assert run.counters["steps"] >= 640 and all(
         run.config["options"][x] == y for x, y in options.items() if x != "noise"
     )
-    with pytest.raises(DataError, match="networks/"):
+    with pytest.raises(DataError, match="cannot have another hidden. Expected .8., with which"):
         fork(parent.folder, tmp_path / "more", new_episodes=True, hidden=(7,))
 
 
@@ -486,9 +488,8 @@ def test_new_episodes_from_an_earlier_update_and_of_an_inexact_run(tmp_path):
     out = fork(parent.folder, tmp_path / "out", 3, new_episodes=True)
     assert load_run(out).counters["updates"] == 3 and gone_on(out).counters["steps"] >= 320
     lent = start(tmp_path / "lent", config_of("ppo", steps=320))
-    lent = lent._replace(
-        config={**lent.config, "inexact": "for a test"}, stream=lent.stream.__class__("for a test")
-    )
+    began = {**lent.history[0], "inexact": "for a test"}
+    lent = lent._replace(history=History([began]), stream=lent.stream.__class__("for a test"))
     train(lent, progress=False, tensorboard=False)
     with pytest.raises(DataError, match="cannot be repeated"):
         fork(lent.folder, tmp_path / "more")
@@ -529,7 +530,7 @@ def test_other_options_and_where_the_runs_part(tmp_path):
     )
     gone_on(again)
     check_same(out, again)
-    assert load_run(again).config["forked"]["set"] == dict(max_kl=0.5, critic_lr=1e-4)
+    assert load_run(again).history.origin["set"] == dict(max_kl=0.5, critic_lr=1e-4)
 
 
 def test_a_decaying_rate_begins_where_the_option_says(tmp_path):
@@ -601,15 +602,19 @@ def test_what_the_state_does_not_fit_is_refused_by_name(name, options, tmp_path)
 
 def test_what_has_been_learned_since_is_refused(tmp_path):
     parent = trained(tmp_path / "run", "sac", 320)
-    for name in ("first_temperature", "temperature"):
-        with pytest.raises(
-            DataError,
-            match=f"leaf {name}: .*has learned since its start depends on it .state.(log_temperature|descents)",
-        ):
-            fork(parent.folder, tmp_path / "fork", **{name: 0.5})
+    with pytest.raises(DataError, match="leaf first_temperature: .*or a new run, got 0.5"):
+        fork(parent.folder, tmp_path / "fork", first_temperature=0.5)
     trpo = trained(tmp_path / "trpo", "trpo", 320)
     with pytest.raises(DataError, match="leaf log_std: .*"):
         fork(trpo.folder, tmp_path / "fork", log_std=0.3)
+
+
+def test_a_learned_temperature_may_become_a_fixed_one_but_not_the_other_way_round(tmp_path):
+    parent = trained(tmp_path / "run", "sac", 320)
+    run = gone_on(fixed := fork(parent.folder, tmp_path / "fixed", 8, temperature=0.5))
+    assert float(run.agent.entropy_weight) == 0.5
+    with pytest.raises(DataError, match="leaf temperature.*lacks a part of the learner"):
+        fork(fixed, tmp_path / "learned", temperature=None, steps=640)
 
 
 def test_impossible_values_are_refused(tmp_path):
@@ -643,7 +648,7 @@ def test_an_impossible_option_is_refused_before_the_run_is_repeated(tmp_path, mo
         raise AssertionError("the run is repeated")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["rollpipe.runs.fork"], "repeated", never)
+        patch.setattr(sys.modules["rollpipe.runs.fork"], "moment", never)
         for name, x in dict(
             clips=0.1, clip="a", lr=-1.0, n_envs=3, hidden=(7,), steps=64, workers=3, eval_every="x"
         ).items():
@@ -738,7 +743,7 @@ def test_a_folder_is_replaced_only_if_it_is_a_run(tmp_path):
         fork(parent.folder, other.folder, 4, overwrite=True)
     (other.folder / "mine.txt").unlink()
     fork(parent.folder, other.folder, 4, overwrite=True)
-    assert load_run(other.folder).config["forked"]["at"] == 4 and sorted(os.listdir(tmp_path)) == [
+    assert load_run(other.folder).history.origin["at"] == 4 and sorted(os.listdir(tmp_path)) == [
         "other",
         "run",
     ]
@@ -853,7 +858,7 @@ def test_the_command(tmp_path, capsys):
         f"train it:     rollpipe train --resume {out}",
     ]
     assert (
-        load_run(out).config["forked"]["set"] == dict(lr=0.01, c_entropy=0.1, steps=1000)
+        load_run(out).history.origin["set"] == dict(lr=0.01, c_entropy=0.1, steps=1000)
         and load_agent(out).steps == 8 * 32
     )
     for more, text in [

@@ -28,11 +28,10 @@ from toys import (
 
 from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Lanes, Pipe, State
-from rollpipe.pipes.data.fragment import Final
-from rollpipe.pipes.data.fragment import TickSource
+from rollpipe.pipes.data.fragment import Final, TickSource
+from rollpipe.pipes.data.nested import leaves
 from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.fragments import Destination, FragmentBuilder, stack_rows
-from rollpipe.pipes.data.nested import leaves
 
 fast = settings(deadline=None, max_examples=25)
 

@@ -37,11 +37,11 @@ from rollpipe.pipes import (
     replayed,
     rollouts,
 )
-from rollpipe.pipes.graph.modules import bump_version
-from rollpipe.pipes.envs.single import EnvBatch
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.pipes.fragments import Destination, FragmentBuilder
 from rollpipe.pipes.data.nested import leaves
+from rollpipe.pipes.envs.single import EnvBatch
+from rollpipe.pipes.fragments import Destination, FragmentBuilder
+from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=25)

@@ -40,8 +40,8 @@ from rollpipe.pipes import (
     remove,
     returns,
 )
-from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.batches import SideBySide
+from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.torchdata import DataLoader2
 
 fast = settings(deadline=None, max_examples=15)

@@ -39,9 +39,6 @@ from rollpipe.pipes import (
     prepare,
     startup,
 )
-from rollpipe.pipes.envs.agents import Agents
-from rollpipe.pipes.steps import Steps
-from rollpipe.pipes.envs.infos import SingleInfos, VectorInfos
 from rollpipe.pipes.data.fragment_ops import (
     ENV_REWARD,
     columns,
@@ -50,7 +47,10 @@ from rollpipe.pipes.data.fragment_ops import (
     same_keys,
     transitions,
 )
+from rollpipe.pipes.envs.agents import Agents
+from rollpipe.pipes.envs.infos import SingleInfos, VectorInfos
 from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.steps import Steps
 
 fast = settings(deadline=None, max_examples=60)
 numbers = dict(

@@ -9,10 +9,10 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from worker_cases import change
 from gymnasium.spaces import Box, Dict, Discrete
 from reference import assert_same, snapshot
 from toys import Plain, Stepped
+from worker_cases import change
 
 from rollpipe.pipes import (
     AdvantageBuffer,
@@ -26,8 +26,8 @@ from rollpipe.pipes import (
     Tap,
 )
 from rollpipe.pipes.graph.edits import nodes
-from rollpipe.pipes.workers.codec import SMALL
 from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.workers.codec import SMALL
 
 T, B = 4, 2
 

@@ -13,9 +13,9 @@ from test_ranks import run
 
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes import DataError, EnvError, WorkerError, resumable
-from rollpipe.pipes.envs.kept import Kept
 from rollpipe.pipes.data.chunks import ChunkFolder, chunk_names
-from rollpipe.pipes.envs.kept import Keeper
+from rollpipe.pipes.envs.kept import Keeper, Kept
+from rollpipe.runs.folder import load_run
 from rollpipe.runs import folder as folders
 from rollpipe.runs import resume, start, train
 from rollpipe.runs.joint import joint
@@ -228,11 +228,11 @@ def test_all_ranks_turn_inexact_with_one(tmp_path):
     "The second time that one rank tells its state, one of its environments cannot be written down."
     folder = tmp_path / "one"
     assert attempt(folder, "ppo", "object", more=dict(keep=3)) == [None, None]
-    kept = [load_checkpoint(path) for path in sorted((folder / "checkpoints").iterdir())]
+    kept = [load_run(path) for path in sorted((folder / "checkpoints").iterdir())]
     assert [x.counters["updates"] for x in kept] == [2, 4, 6]
     assert [x.stream is not None for x in kept] == [True, False, False]
-    assert kept[0].config["inexact"] is None
-    assert all("leaf env.tasks" in x.config["inexact"] for x in kept[1:])
+    assert kept[0].history.inexact is None
+    assert all("leaf env.tasks" in x.history.inexact for x in kept[1:])
 
 
 # --- what is refused

@@ -19,7 +19,8 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path, PureWindowsPath
-from types import ModuleType, SimpleNamespace as Thing
+from types import ModuleType
+from types import SimpleNamespace as Thing
 
 import gymnasium as gym
 import numpy as np
@@ -30,16 +31,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.captures import capture
+from rollpipe.pipes.data.encoding import decode, encode
+from rollpipe.pipes.data.errors import EnvError
 from rollpipe.pipes.data.leaves import plain_class
-from rollpipe.pipes.envs.factories import EnvFactory, env_factories
-from rollpipe.pipes.envs.keeping import Keeper, KeptEnv, bits_of, keeper_for
 from rollpipe.pipes.data.restoring import restore
 from rollpipe.pipes.data.simulators import name_of
+from rollpipe.pipes.envs.factories import EnvFactory, env_factories
+from rollpipe.pipes.envs.keeping import Keeper, KeptEnv, bits_of, keeper_for
 from rollpipe.pipes.envs.vector import env_batch
-from rollpipe.pipes.data.errors import EnvError
 from rollpipe.pipes.tensors.tensor_env import TensorEnv
 
 Point = namedtuple("Point", "x y")

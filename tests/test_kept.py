@@ -12,14 +12,14 @@ from command_line import SMALL, rollpipe
 from rollpipe.agents import parallel_evaluation
 from rollpipe.agents.checkpoint import Snapshot, kept_checkpoints, load_checkpoint
 from rollpipe.agents.evaluate import evaluate
-from rollpipe.settings.config import make_config
-from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.runs import load_agent
 from rollpipe.runs.evaluations import best_return
 from rollpipe.runs.folder import load_run, restore, resume, start
-from rollpipe.runs.repeat import verify
-from rollpipe.runs import load_agent
+from rollpipe.runs.logs import read_metrics
+from rollpipe.runs.moments import verify
 from rollpipe.runs.training import train
+from rollpipe.settings.config import make_config
 
 
 def small(steps=640, **run):

@@ -1,19 +1,18 @@
 """An environment that holds what cannot be kept only after a while: training is saved, and the run says what it lost and why."""
 
-import json
-
 import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from rollpipe import PPO, Critic, MLPPolicy, on_policy
 from rollpipe.agents.checkpoint import load_checkpoint
+from rollpipe import PPO, Critic, MLPPolicy, on_policy
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import resumed, saved
 from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
+from rollpipe.traces.history import History
 
 
 class Late(gym.Env):
@@ -130,16 +129,16 @@ def weights(folder):
 def test_the_weights_are_saved_and_the_run_says_what_is_lost(kind, tmp_path, caplog):
     "All updates are in the checkpoint, though none was saved in between."
     run = start(tmp_path / "run", config_of(kind, steps=1280, checkpoint_every=1000))
-    assert run.config["inexact"] is None
+    assert run.history.inexact is None
     train(run, progress=False)
     found = load_run(run.folder)
     assert found.counters["updates"] == 20 and found.stream is None
     for reason in (
-        found.config["inexact"],
-        json.loads((run.folder / "config.json").read_text())["inexact"],
+        found.history.inexact,
+        History.read(run.folder).inexact,
     ):
         assert CANNOT[kind] in reason and kind.__name__ in reason and "environment" in reason
-    assert found.config["inexact"] in caplog.text
+    assert found.history.inexact in caplog.text
 
     caplog.clear()
     again = resume(run.folder, steps=1408)
@@ -152,9 +151,9 @@ def test_the_last_exact_checkpoint_still_goes_on_exactly(tmp_path, caplog):
     config = config_of(LateIterator, steps=1280, checkpoint_every=1, keep=20)
     run = start(tmp_path / "run", config)
     train(run, progress=False)
-    kept = [load_checkpoint(path) for path in sorted((run.folder / "checkpoints").iterdir())]
+    kept = [load_run(path) for path in sorted((run.folder / "checkpoints").iterdir())]
     is_exact = [x.stream is not None for x in kept]
-    assert is_exact == [x.config["inexact"] is None for x in kept]
+    assert is_exact == [x.history.inexact is None for x in kept]
     assert is_exact == sorted(is_exact, reverse=True) and 5 < sum(is_exact) < 20
     assert caplog.text.count("it will begin new episodes") == 1
 
@@ -164,7 +163,7 @@ def test_what_can_be_restored_stays_exact(tmp_path):
     train(whole, progress=False)
     run = start(tmp_path / "run", config_of(LateKnown, steps=1344))
     train(run, progress=False)
-    assert load_run(run.folder).config["inexact"] is None
+    assert load_run(run.folder).history.inexact is None
     train(resume(run.folder, steps=1408), progress=False)
     for a, b in zip(weights(whole.folder), weights(run.folder)):
         np.testing.assert_array_equal(a, b)
@@ -175,7 +174,7 @@ def test_with_workers(restart, tmp_path):
     run = start(tmp_path / "run", config_of(LateInside, steps=1280, workers=2, restarts=restart))
     train(run, progress=False)
     found = load_run(run.folder)
-    assert found.counters["updates"] == 20 and "LateInside" in found.config["inexact"]
+    assert found.counters["updates"] == 20 and "LateInside" in found.history.inexact
 
 
 def test_a_run_that_has_to_be_exact_keeps_its_last_exact_checkpoint(tmp_path):
@@ -185,7 +184,7 @@ def test_a_run_that_has_to_be_exact_keeps_its_last_exact_checkpoint(tmp_path):
     with pytest.raises(DataError, match="leaf exact.*held"):
         train(run, progress=False)
     found = load_run(run.folder)
-    assert found.stream is not None and found.config["inexact"] is None
+    assert found.stream is not None and found.history.inexact is None
     assert found.counters["updates"] == 18
 
 
@@ -214,4 +213,4 @@ def test_a_loop_of_ones_own(exact, tmp_path):
 def test_a_replay_of_actions_keeps_what_attributes_cannot(tmp_path):
     run = start(tmp_path / "run", config_of(LateIterator, steps=1280))
     train(run, progress=False)
-    assert load_run(run.folder).config["inexact"] is None
+    assert load_run(run.folder).history.inexact is None

@@ -30,6 +30,9 @@ from torch.nn.utils import prune
 from toys import Nested
 
 import rollpipe.layers
+from rollpipe.agents.critics import fit_critic
+from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
+from rollpipe.agents.shared_options import args_section
 from rollpipe.layers import (
     MLP,
     ActionCritic,
@@ -52,10 +55,7 @@ from rollpipe.layers import (
     encoder_for,
     head_for,
 )
-from rollpipe.agents.critics import fit_critic
-from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
 from rollpipe.layers.heads import GaussianHead
-from rollpipe.agents.shared_options import args_section
 from rollpipe.pipes import EnvStepper, FragmentCollector, nested
 from rollpipe.pipes.data.errors import SpaceError
 from rollpipe.testing import check_actor

@@ -21,12 +21,12 @@ from rollpipe.agents.learner import Learner
 from rollpipe.agents.losses import standardized
 from rollpipe.agents.natural_gradient import policy_rows
 from rollpipe.agents.npg import NPG
-from rollpipe.agents.policy_replay import lag_of, replay_policy
-from rollpipe.agents.ppo import PPO
 from rollpipe.agents.off_policy.crossq import CrossQ
 from rollpipe.agents.off_policy.qr_dqn import QRDQN
 from rollpipe.agents.off_policy.sac import SAC
 from rollpipe.agents.off_policy.td3 import TD3
+from rollpipe.agents.policy_replay import lag_of, replay_policy
+from rollpipe.agents.ppo import PPO
 from rollpipe.agents.reinforce import REINFORCE
 from rollpipe.agents.shared_options import check_range
 from rollpipe.agents.tabular import QLearning

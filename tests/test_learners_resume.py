@@ -7,6 +7,7 @@ import gymnasium as gym
 import pytest
 from reference import assert_same, snapshot
 
+import rollpipe.testing  # noqa: F401  registers environments with goals
 from rollpipe.agents import (
     A2C,
     DDPG,
@@ -23,9 +24,9 @@ from rollpipe.agents import (
     VTrace,
 )
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
-from rollpipe.agents.off_policy.crossq import CrossQ
 from rollpipe.agents.intrinsic.distillation import Distillation
-from rollpipe.runs.states import load_states, states_of
+from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
+from rollpipe.agents.off_policy.crossq import CrossQ
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import (
     ActionCritic,
@@ -36,9 +37,8 @@ from rollpipe.layers import (
     QuantilePolicy,
     RecurrentPolicy,
     RecurrentQPolicy,
+    SquashedPolicy,
 )
-from rollpipe.layers import SquashedPolicy
-from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
 from rollpipe.pipes import (
     EnvStepper,
     EpisodeStats,
@@ -53,7 +53,7 @@ from rollpipe.pipes.envs.keeping import keeper_for
 from rollpipe.pipes.graph.edits import find
 from rollpipe.pipes.graph.states import restore_stream, stream_state, unknown_states
 from rollpipe.pipes.graph.torchdata import DataLoader2
-import rollpipe.testing  # noqa: F401  registers environments with goals
+from rollpipe.runs.states import load_states, states_of
 
 N, SPLIT = 7, 4  # updates in all, and before the state is taken
 

@@ -12,11 +12,11 @@ from rollpipe.agents.evaluate import evaluate
 from rollpipe.agents.ppo import PPO
 from rollpipe.agents.trpo import TRPO
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
-from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import on_policy
-from rollpipe.settings.config import build, make_config
 from rollpipe.runs.folder import start
+from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.training import train
+from rollpipe.settings.config import build, make_config
 
 pytestmark = pytest.mark.slow
 SEEDS = range(3)

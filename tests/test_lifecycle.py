@@ -26,8 +26,8 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.data.errors import PipeError
 from rollpipe.pipes.data.fragment import Tick
-from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, traverse_dps
 from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService, traverse_dps
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_open")
 HERE = Path(__file__).parent

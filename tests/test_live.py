@@ -67,7 +67,7 @@ def going(tmp_path, monkeypatch):
     options = dict(
         progress=False,
         tensorboard=False,
-        callback=lambda run, record: Wish(stop="enough" if enough.is_set() else None),
+        callbacks=[lambda run, record: Wish(stop="enough" if enough.is_set() else None)],
     )
     training = threading.Thread(target=train, args=(run,), kwargs=options)
     training.start()

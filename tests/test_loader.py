@@ -15,14 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
-from toys import Lively, Shaky
 from torch.utils.data.datapipes.iter import ShardingFilter, Zipper
+from toys import Lively, Shaky
 
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, rollouts
 from rollpipe.pipes.graph import torchdata
-from rollpipe.pipes.loading.datapipes import IterableWrapper, IterDataPipe, MapDataPipe, Mapper
 from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.loading import loader as own
+from rollpipe.pipes.loading.datapipes import IterableWrapper, IterDataPipe, MapDataPipe, Mapper
 from rollpipe.pipes.loading.seeds import SeedGenerator, SeedStream, philox
 
 ROOT = Path(__file__).parents[1]

@@ -15,9 +15,9 @@ from test_writer import rows, write
 
 from rollpipe.agents.checkpoint import keep_checkpoint
 from rollpipe.agents.metrics import METRICS, EpisodeReturns
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.folder import start
 from rollpipe.runs.logs import read_metrics
-from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs.progress import Progress
 from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
@@ -154,26 +154,34 @@ class Terminal(io.StringIO):
         return True
 
 
+def shown(file, initial=0):
+    "The progress of a run of 1000 steps."
+    progress = Progress(file=file)
+    progress.begin(SimpleNamespace(config=dict(steps=1000), counters=dict(steps=initial)))
+    return progress
+
+
 def test_progress_on_a_terminal_redraws_one_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    with Progress(1000, file=(file := Terminal())) as progress:
-        for steps in range(100, 1100, 100):
-            progress.update(dict(steps=steps, kl=0.01, return_mean=-1234.5))
+    progress = shown(file := Terminal())
+    for steps in range(100, 1100, 100):
+        progress.after(dict(steps=steps, kl=0.01, return_mean=-1234.5))
+    progress.close()
     text = file.getvalue()
     assert text.count("\n") == 1 and "return -1234" in text and "1k/1k steps" in text
 
 
 def test_progress_keeps_the_last_known_return():
-    progress = Progress(1000, file=io.StringIO(), disable=True)
-    progress.update(dict(steps=100, return_mean=5.0))
-    progress.update(dict(steps=200))
+    progress = shown(io.StringIO())
+    progress.after(dict(steps=100, return_mean=5.0))
+    progress.after(dict(steps=200))
     assert "return 5" in progress.text() and "200/1k" in progress.text()
 
 
 def test_progress_of_a_resumed_run_counts_only_its_own_speed():
-    progress = Progress(1000, initial=900, disable=True)
-    progress.begin -= 10
-    progress.update(dict(steps=950))
+    progress = shown(io.StringIO(), initial=900)
+    progress.begun -= 10
+    progress.after(dict(steps=950))
     assert "5/s" in progress.text() and "0:10 left" in progress.text()
 
 

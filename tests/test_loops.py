@@ -15,7 +15,6 @@ from reference import snapshot
 
 from rollpipe.agents import DQN, PPO, checkpoint
 from rollpipe.agents.checkpoint import save_checkpoint
-from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.intrinsic.rnd import RND
 from rollpipe.layers import Critic, MLPPolicy, QPolicy
@@ -28,10 +27,11 @@ from rollpipe.pipes import (
     on_policy,
     replayed,
 )
+from rollpipe.pipes.data.compare import first_difference
+from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.runs import resumed, saved
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.locks import locked, owner_of
-from rollpipe.pipes.data.compare import first_difference
 
 pytestmark = pytest.mark.timeout(300)
 POLE = "CartPole-v1"

@@ -21,20 +21,19 @@ from random_fragments import (
     random_fragment,
     shaken,
 )
+from toys import Lively
 
-from rollpipe.agents.unroll import timeshift
 from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic, with_old_values
 from rollpipe.agents.policy_replay import approx_kl, lag_of, replay_policy
-from rollpipe.agents.unroll import answers_reached, fill_invalid, spliced, states_reached
+from rollpipe.agents.unroll import answers_reached, fill_invalid, spliced, states_reached, timeshift
 from rollpipe.agents.vtrace import VTrace
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, nested, on_policy
-from rollpipe.pipes.data.fragment_ops import join, transitions
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.pipes.invariants import check_alignment
-from rollpipe.pipes.graph.torchdata import IterableWrapper
+from rollpipe.pipes.data.fragment_ops import join, transitions
 from rollpipe.pipes.graph.modules import bump_version, version_of
-from toys import Lively
+from rollpipe.pipes.graph.torchdata import IterableWrapper
+from rollpipe.pipes.invariants import check_alignment
 
 KINDS = ("plain", "memory", "shared", "shared memory")
 quick = settings(deadline=None, max_examples=20)

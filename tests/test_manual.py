@@ -22,8 +22,7 @@ from rollpipe.pipes import (
     rollout,
     startup,
 )
-from rollpipe.pipes.graph.modules import version_of
-from rollpipe.pipes.graph.modules import bump_version
+from rollpipe.pipes.graph.modules import bump_version, version_of
 
 
 @pytest.fixture(autouse=True)

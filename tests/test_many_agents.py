@@ -1,5 +1,8 @@
 """Agents of parallel environments as columns of one batch, against a plain loop over one environment; policies and learners by group."""
 
+from functools import partial
+from itertools import islice
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,6 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from functools import partial
-from itertools import islice
 from reference import assert_same
 from toys import Counting, Lively, Memory, Plain, Thrifty
 

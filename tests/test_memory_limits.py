@@ -8,7 +8,6 @@ from toys import Counting, Plain
 
 from rollpipe.agents.checkpoint import save_checkpoint
 from rollpipe.cli.main import main
-from rollpipe.settings.config import make_config
 from rollpipe.layers import (
     GRU,
     LSTM,
@@ -40,6 +39,7 @@ from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.states import edited
 from rollpipe.runs.training import train
+from rollpipe.settings.config import make_config
 
 
 def fragments():

@@ -26,8 +26,8 @@ from rollpipe.pipes import (
     find_one,
     on_policy,
 )
-from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.graph.modules import EvalMode, Handle, bump_version, version_of
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 ROOT = Path(__file__).parents[1]
 

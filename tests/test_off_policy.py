@@ -23,24 +23,24 @@ from rollpipe.agents.off_policy.action_losses import (
     soft_policy_loss,
     soft_target,
 )
+from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
 from rollpipe.agents.off_policy.crossq import CrossQ
 from rollpipe.agents.offline.iql import IQL, state_value_loss
 from rollpipe.agents.td import td_targets
 from rollpipe.cli.main import main
-from rollpipe.settings.config import build, make_config
-from rollpipe.runs.export import export_policy
 from rollpipe.layers import ActionCritic, DeterministicPolicy, MLPPolicy, SquashedPolicy
-from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
+from rollpipe.layers.action_critic import StackedMLP
 from rollpipe.layers.distributions import GaussianParams
 from rollpipe.layers.squashed import SquashedGaussian
 from rollpipe.layers.unit_box import UnitBox
-from rollpipe.layers.action_critic import StackedMLP
 from rollpipe.pipes import DataError, Fragment
 from rollpipe.pipes.data.errors import SpaceError
 from rollpipe.pipes.recipes import replayed, rollouts
 from rollpipe.pipes.replay.memory import ReplayMemory, Sample
 from rollpipe.pipes.replay.pipe import Replayed
 from rollpipe.runs import load_agent
+from rollpipe.runs.export import export_policy
+from rollpipe.settings.config import build, make_config
 
 SPACES = Box(-1, 1, (3,)), Box(np.float32([-1, 2]), np.float32([3, 2.5]))
 POLICIES = {

@@ -664,7 +664,7 @@ def test_a_run_from_data_goes_on_exactly_and_its_policy_needs_no_data(algorithm,
     for name in ("whole", "parts"):
         run = start(tmp_path / name, dict(config, steps=320 if name == "whole" else 160))
         train(run, progress=False, tensorboard=False)
-    assert load_run(tmp_path / "parts").config["inexact"] is None
+    assert load_run(tmp_path / "parts").history.inexact is None
     train(resume(tmp_path / "parts", steps=320), progress=False, tensorboard=False)
     whole, parts = (load_run(tmp_path / name) for name in ("whole", "parts"))
     assert_same(snapshot(whole.agent_state), snapshot(parts.agent_state))

@@ -7,8 +7,8 @@ from fastcore.meta import delegates
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollpipe.agents.shared_options import args_section, meanings
 from rollpipe.agents import A2C
+from rollpipe.agents.shared_options import args_section, meanings
 from rollpipe.layers import (
     ActionCritic,
     CategoricalPolicy,
@@ -20,10 +20,10 @@ from rollpipe.layers import (
     SquashedPolicy,
 )
 from rollpipe.pipes import DataError, on_policy
+from rollpipe.runs.plots import learning_curve
 from rollpipe.settings.algorithms import ALGORITHMS, Algorithm, options_for, register_algorithm
 from rollpipe.settings.config import RunOptions, build, make_config
 from rollpipe.settings.options import options_of, parse_value
-from rollpipe.runs.plots import learning_curve
 
 words = st.lists(
     st.text("abcXYZ019:`'()[]*,.%", min_size=1, max_size=12), min_size=1, max_size=40

@@ -12,7 +12,7 @@ from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import fork, replayed_run, resume, start, train
 from rollpipe.runs.logs import read_records
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.settings.config import build, make_config
 from rollpipe.traces.differences import diff
@@ -64,7 +64,7 @@ def test_the_values_at_the_first_the_last_and_a_resumed_update(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quietly(run, callback=end)
+        quietly(run, callbacks=[end])
     run = resume(run.folder)
     assert run.agent.steps == 160
     quietly(run)

@@ -12,8 +12,14 @@ from rollpipe.agents import A2C, DQN, NPG, PPO, REINFORCE, SAC, TRPO
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.offline.bc import BC
 from rollpipe.agents.offline.td3_bc import TD3BC
-from rollpipe.layers import ActionCritic, Critic, DeterministicPolicy, MLPPolicy, QPolicy
-from rollpipe.layers import SquashedPolicy
+from rollpipe.layers import (
+    ActionCritic,
+    Critic,
+    DeterministicPolicy,
+    MLPPolicy,
+    QPolicy,
+    SquashedPolicy,
+)
 from rollpipe.pipes import DataError, on_policy, replayed
 
 POLE = "CartPole-v1"

@@ -27,6 +27,7 @@ from rollpipe.pipes.data.files import write_atomically
 from rollpipe.runs import load_agent, pack
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.pack import PACK_FILES, card, local_copy
+from rollpipe.traces.history import History
 
 OBS = np.array([[0.1, 0.0, -0.1, 0.2], [-0.2, 0.3, 0.1, 0.0]], np.float32)
 
@@ -178,16 +179,14 @@ def test_a_pack_is_made_again_and_trained_again(run, capsys, tmp_path):
 
 def test_the_card_of_a_fork_and_of_an_edited_run_says_so(run, tmp_path):
     found = load_run(run)
-    edit = dict(at=2, insert="m:scaled", kwargs=dict(by=2), was=dict(imports=[]))
-    for more, told in (
-        (
-            dict(forked=dict(run="base", at=1, set=dict(lr=0.1))),
-            "a fork of base after update 1, with lr=0.1",
-        ),
-        (dict(edits=[edit]), "m:scaled(by=2) after update 2"),
+    edit = dict(event="edited", at=2, insert="m:scaled", kwargs=dict(by=2))
+    fork = dict(event="forked", at=1, run="base", set=dict(lr=0.1), kept={}, inexact=None)
+    for history, told in (
+        ([fork], "a fork of base after update 1, with lr=0.1"),
+        ([*found.history, edit], "m:scaled(by=2) after update 2"),
     ):
         text = card(
-            found._replace(config={**found.config, **more}),
+            found._replace(history=History(history)),
             Evaluation(*np.ones((2, 1)), np.ones(1, bool)),
             "",
             set(),

@@ -35,9 +35,8 @@ from rollpipe.agents import TRPO, ParallelEvaluation, evaluate
 from rollpipe.layers import CategoricalPolicy, Critic
 from rollpipe.pipes import ProcessReading, on_policy
 from rollpipe.pipes.data.errors import ActorError, EnvError, WorkerError
-from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.graph.modules import version_of
-
+from rollpipe.pipes.graph.torchdata import DataLoader2
 
 # what is evaluated
 

@@ -22,8 +22,8 @@ from rollpipe.pipes import (
     rollout,
     rollouts,
 )
-from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.tensors.collector import TensorCollector
 
 
 class Onlooker:

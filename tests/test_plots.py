@@ -13,6 +13,7 @@ from rollpipe.results.collect import Result, differing_options
 from rollpipe.runs import start, train
 from rollpipe.runs.plots import group_runs, learning_curve, smooth, svg
 from rollpipe.settings.config import make_config
+from rollpipe.traces.history import History
 
 FIRST_CELL = """
 import sys
@@ -76,8 +77,9 @@ def test_names_are_no_formulas_and_none_is_left_out(run):
     assert "> _a</text>" in text and ">b $\\frac$</text>" in text
 
 
-def planted(folder, records, **config):
+def planted(folder, records, history=(), **config):
     folder.mkdir()
+    History(history).write(folder)
     (folder / "config.json").write_text(
         json.dumps(dict(dict(algorithm="ppo", env="Toy", options={}), **config))
     )
@@ -146,14 +148,15 @@ def test_an_argument_of_the_environment_may_have_the_name_of_an_option_and_a_lag
 
 
 def test_an_inserted_pipe_and_other_noise_make_no_seeds(tmp_path):
-    edit = dict(at=1, insert="my:scaled", kwargs=dict(by=0.1), was=dict(imports=[]))
-    origin = dict(run="0", at=1, set={})
+    began = dict(event="began", at=0, kept={}, inexact=None)
+    edit = dict(event="edited", at=1, insert="my:scaled", kwargs=dict(by=0.1))
+    origin = dict(began, event="forked", run="0", at=1, set={})
     cases = [
         {},
         dict(seed=1),
-        dict(edits=[edit]),
-        dict(forked=dict(origin, noise=1)),
-        dict(forked=origin),
+        dict(history=[began, edit]),
+        dict(history=[dict(origin, noise=1)]),
+        dict(history=[origin]),
     ]
     runs = [planted(tmp_path / str(k), [], **x) for k, x in enumerate(cases)]
     assert [[path.name for path in group] for group in group_runs(runs).values()] == [
@@ -165,8 +168,10 @@ def test_an_inserted_pipe_and_other_noise_make_no_seeds(tmp_path):
         "ppo Toy, inserted=none",
         "ppo Toy, inserted=my:scaled(by=0.1)",
     ]
-    with pytest.raises(DataError, match="leaf edits: .*config.json: damaged"):
-        group_runs([planted(tmp_path / "bad", [], edits=[3])])
+    bad = planted(tmp_path / "bad", [])
+    (bad / "history.jsonl").write_text("3\n")
+    with pytest.raises(DataError, match="history.jsonl, line 1: not an event"):
+        group_runs([bad])
 
 
 def drawn(runs, **options):

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 from command_line import run_command, script
 
-from rollpipe.settings import algorithms
 from rollpipe.agents import A2C, ActorCriticLearner
+from rollpipe.cli.main import main
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.pipes import on_policy
+from rollpipe.pipes.data.errors import CheckpointError, DataError
+from rollpipe.runs import load_agent
+from rollpipe.runs.folder import load_run
+from rollpipe.settings import algorithms
 from rollpipe.settings.algorithms import (
     ALGORITHMS,
     Algorithm,
@@ -20,12 +26,6 @@ from rollpipe.settings.algorithms import (
     options_for,
     register_algorithm,
 )
-from rollpipe.cli.main import main
-from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.pipes import on_policy
-from rollpipe.pipes.data.errors import CheckpointError, DataError
-from rollpipe.runs import load_agent
-from rollpipe.runs.folder import load_run
 
 SMALL = "--n-envs 4 --n-steps 16 --hidden 8 --critic-hidden 8 --steps 128 --quiet --no-tensorboard".split()
 MODULE = """

@@ -17,8 +17,8 @@ from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.layers.policies import SharedPolicy
 from rollpipe.pipes import nested, on_policy
-from rollpipe.pipes.data.fragment import Final
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.data.fragment import Final
 
 
 class Value(nn.Module):

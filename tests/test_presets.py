@@ -13,25 +13,24 @@ import pytest
 from command_line import rollpipe
 
 from rollpipe import testing  # noqa: F401    registers Recall-v0
-from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
-from rollpipe.layers import MLPPolicy
-from rollpipe.settings.algorithms import ALGORITHMS, options_for
-from rollpipe.runs.autotune import autotune
 from rollpipe.cli.main import build_parser
-from rollpipe.runs.commands import config_from
-from rollpipe.settings.config import RUN_OPTIONS, build, make_config
+from rollpipe.layers import MLPPolicy
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.runs.autotune import autotune
+from rollpipe.runs.commands import config_from
+from rollpipe.runs.folder import load_run, resume
 from rollpipe.runs.locks import unlock
-from rollpipe.settings import choice, listing
+from rollpipe.settings import files, listing
+from rollpipe.settings.algorithms import ALGORITHMS, options_for
+from rollpipe.settings.config import RUN_OPTIONS, build, make_config
 from rollpipe.settings.files import check_table, kind_of_actions, read_table, tables_in
-from rollpipe.runs.folder import agent_of, load_run, resume
 
-FOLDER = Path(choice.__file__).parent / "presets"
+FOLDER = Path(files.__file__).parent / "presets"
 SMALL = "--n-envs 4 --n-steps 8 --hidden 8 --warmup 32 --batch-size 16 --n-batches 1 --quiet --no-tensorboard".split()
 SHIPPED = [
     (path.stem, name)
     for path in sorted(FOLDER.glob("*.toml"))
-    for name in choice.presets_of(path.stem)
+    for name in files.presets_of(path.stem)
 ]
 
 
@@ -44,7 +43,7 @@ def presets(monkeypatch):
     "Presets of DQN in place of those that ship: a function that sets them."
 
     def put(**tables):
-        for module in (choice, listing):
+        for module in (files, listing):
             monkeypatch.setattr(
                 module, "presets_of", lambda algorithm: tables if algorithm == "dqn" else {}
             )
@@ -67,7 +66,7 @@ def presets(monkeypatch):
 def test_every_file_belongs_to_an_algorithm_and_has_only_tables():
     assert SHIPPED and {path.stem for path in FOLDER.glob("*.toml")} <= set(ALGORITHMS)
     for path in FOLDER.glob("*.toml"):
-        values = choice.read_table(path)
+        values = files.read_table(path)
         assert tables_in(values, ()) == values, path
 
 
@@ -75,7 +74,7 @@ def test_every_file_belongs_to_an_algorithm_and_has_only_tables():
 def test_every_preset_that_ships_names_real_options_and_its_kind_of_actions_and_can_be_built(
     algorithm, name
 ):
-    table = choice.presets_of(algorithm)[name]
+    table = files.presets_of(algorithm)[name]
     known = [o for o in options_for(algorithm) + RUN_OPTIONS if o.name != "preset"]
     assert check_table(name, table, known, algorithm)
     if name == "atari":
@@ -176,7 +175,8 @@ def test_python_gets_the_bare_defaults_unless_it_asks(presets):
         o.name: list(o.default) if isinstance(o.default, tuple) else o.default
         for o in options_for("dqn")
     }
-    assert bare == make_config("dqn", "CartPole-v1", preset="none") and bare["steps"] == 100_000
+    assert bare == make_config("dqn", "CartPole-v1", preset="none").having(origins={})
+    assert bare["steps"] == 100_000
     assert make_config("dqn", "CartPole-v1", preset="auto")["options"]["lr"] == 0.25
 
 
@@ -253,7 +253,8 @@ def test_a_run_keeps_its_values_when_the_preset_changes(presets, tmp_path, capsy
         0.25,
         300,
     )
-    assert before["of_preset"] == ["steps", "lr", "gamma", "checkpoint_every"]
+    of_preset = [name for name, origin in before["origins"].items() if origin == "preset"]
+    assert of_preset == ["steps", "lr", "gamma", "checkpoint_every"]
     presets(**{"CartPole-v1": dict(lr=1.0, gamma=0.0, steps=300)})
     resumed = resume(run, steps=400)
     assert resumed.config == {**before, "steps": 400} and resumed.agent.lr == 0.25
@@ -274,9 +275,8 @@ def test_a_run_keeps_its_values_when_the_preset_changes(presets, tmp_path, capsy
     )
 
 
-def without_tests(config):
-    "Without what a run finds out when it starts."
-    return {name: x for name, x in config.items() if name not in ("kept", "inexact")}
+def without_origins(config):
+    return {name: x for name, x in config.items() if name != "origins"}
 
 
 def test_the_configuration_of_a_run_is_a_file_of_settings(presets, tmp_path):
@@ -291,16 +291,17 @@ def test_the_configuration_of_a_run_is_a_file_of_settings(presets, tmp_path):
     ]
     assert rollpipe("train", "dqn", "CartPole-v1", *words) == 0
     presets(**{"CartPole-v1": dict(eta=0.0, lr=1.0)})
-    first = without_tests(load_run(tmp_path / "a").config)
+    first = load_run(tmp_path / "a").config
     again = f"train dqn CartPole-v1 --config {tmp_path / 'a' / 'config.json'}"
     assert first["env_kwargs"] == dict(sutton_barto_reward=True) and first["seed"] == 3
-    assert config(again) == {**{k: x for k, x in first.items() if k != "of_preset"}, "preset": None}
+    from_file = without_origins(config(again))
+    assert from_file == {**without_origins(first), "preset": None}
+    assert {*config(again)["origins"].values()} == {"file"}
     assert config(f"{again} --lr 2 --seed 4")["options"]["lr"] == 2
-    assert config(f"{again} --preset CartPole-v1") == {
-        **first,
-        "preset": "CartPole-v1",
-        "of_preset": [],
-    }  # the file is complete
+    # The file is complete.
+    named = config(f"{again} --preset CartPole-v1")
+    assert without_origins(named) == {**without_origins(first), "preset": "CartPole-v1"}
+    assert not named.named("preset") and named.origin("preset") == "typed"
 
 
 def test_the_configuration_of_a_run_over_ranks_is_a_file_of_settings(tmp_path):
@@ -315,40 +316,6 @@ def test_the_configuration_of_a_run_over_ranks_is_a_file_of_settings(tmp_path):
     assert found == again and "ranks" not in found
     (tmp_path / "own.toml").write_text("lr = 0.5\nranks = 2\n")
     assert rollpipe("train", "dqn", "CartPole-v1", "--config", tmp_path / "own.toml") == 2
-
-
-def test_a_run_from_before_presets_goes_on(presets, tmp_path):
-    "Its configuration names no preset. One with an `epsilon`, which had no effect even then, goes on, too."
-    presets()
-    assert (
-        rollpipe("train", "dqn", "CartPole-v1", "--steps", 64, "--out", tmp_path / "a", *SMALL) == 0
-    )
-    found = load_checkpoint(tmp_path / "a" / "checkpoint.safetensors")
-    old = {k: x for k, x in found.config.items() if k != "preset"} | dict(
-        options={**found.config["options"], "epsilon": 0.1}
-    )
-    save_checkpoint(tmp_path / "a" / "checkpoint.safetensors", agent_of(found), old, found.counters)
-    presets(**{"CartPole-v1": dict(lr=0.25)})
-    assert (
-        rollpipe(
-            "train",
-            "dqn",
-            "CartPole-v1",
-            "--out",
-            tmp_path / "a",
-            "--continue",
-            "--steps",
-            128,
-            *SMALL,
-        )
-        == 0
-    )
-    assert (
-        load_run(tmp_path / "a").config["options"]["lr"] == 1e-3
-        and load_run(tmp_path / "a").counters["steps"] == 128
-    )
-    (tmp_path / "config.json").write_text(json.dumps(old))
-    assert rollpipe("train", "dqn", "CartPole-v1", "--config", tmp_path / "config.json") == 2
 
 
 def test_several_seeds_have_the_preset_too(tmp_path):
@@ -368,7 +335,7 @@ def test_several_seeds_have_the_preset_too(tmp_path):
         )
         == 0
     )
-    table = choice.presets_of("dqn")["Taxi-v4"]
+    table = files.presets_of("dqn")["Taxi-v4"]
     for seed in (0, 1):
         found = load_run(tmp_path / f"a-s{seed}").config
         assert found["preset"] == "Taxi-v4" and found["seed"] == seed
@@ -617,9 +584,9 @@ def test_the_configuration_of_a_run_without_a_preset_is_a_file_of_settings(tmp_p
         )
         == 0
     )
-    assert config(
-        f"train dqn CartPole-v1 --config {tmp_path / 'a' / 'config.json'}"
-    ) == without_tests(load_run(tmp_path / "a").config)
+    again = config(f"train dqn CartPole-v1 --config {tmp_path / 'a' / 'config.json'}")
+    before = load_run(tmp_path / "a").config
+    assert without_origins(again) == without_origins(before)
 
 
 def test_keywords_in_a_file_decide_about_its_table(tmp_path):
@@ -673,7 +640,7 @@ def measured(algorithm, env, label):
 MEASURED = [
     (a, env)
     for a in ("ddpg", "dqn", "ppo", "sac", "td3", "trpo")
-    for env in choice.presets_of(a)
+    for env in files.presets_of(a)
     if env != "atari"
 ]
 

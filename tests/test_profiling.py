@@ -19,11 +19,7 @@ from reference import assert_same, snapshot
 from toys import Counting, Failing, Ledger, Limit, Plain, Valued
 from worker_cases import WORLDS, change, harmful, stream
 
-from rollpipe.runs.autotune import NO_TIME, Trial, autotune, command_for, profile_config
-from rollpipe.runs.autotune import settings as settings_to_try
 from rollpipe.cli.main import build_parser, main
-from rollpipe.settings.config import make_config
-from rollpipe.settings.options import parse_env_kwargs
 from rollpipe.layers import MLPPolicy, QPolicy
 from rollpipe.pipes import (
     DataError,
@@ -49,6 +45,10 @@ from rollpipe.pipes.graph.torchdata import (
     IterableWrapper,
     Mapper,
 )
+from rollpipe.runs.autotune import NO_TIME, Trial, autotune, command_for, profile_config
+from rollpipe.runs.autotune import settings as settings_to_try
+from rollpipe.settings.config import make_config
+from rollpipe.settings.options import parse_env_kwargs
 
 
 class Hands:

@@ -27,16 +27,16 @@ from rollpipe.agents.metrics import check_metrics
 from rollpipe.agents.off_policy.quantile_td import quantile_penalty, quantile_td
 from rollpipe.agents.td import td
 from rollpipe.cli.main import main
-from rollpipe.settings.config import build, make_config
 from rollpipe.layers import QPolicy, QuantilePolicy, RecurrentQPolicy
 from rollpipe.layers.actor import without_past
-from rollpipe.layers.quantile_networks import QuantileHead
 from rollpipe.layers.observer import seeded
+from rollpipe.layers.quantile_networks import QuantileHead
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.errors import ActorError, DataError, SpaceError
 from rollpipe.pipes.recipes import replayed
 from rollpipe.pipes.replay.memory import Sample
 from rollpipe.runs import load_agent
+from rollpipe.settings.config import build, make_config
 from rollpipe.testing import check_actor
 
 N = 3

@@ -23,12 +23,12 @@ from rollpipe.agents import (
     DQN,
     NPG,
     PPO,
-    QLearning,
     QRDQN,
     REINFORCE,
     SAC,
     TD3,
     TRPO,
+    QLearning,
     VTrace,
 )
 from rollpipe.agents.gradient_learner import adam_for, descend
@@ -56,9 +56,9 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.data.fragment_ops import join, with_restarts
 from rollpipe.pipes.graph.modules import bump_version
-from rollpipe.runs.joint import joint
 from rollpipe.pipes.replay.memory import Sample
 from rollpipe.pipes.replay.pipe import Replay, Replayed
+from rollpipe.runs.joint import joint
 
 ENV, N = "Pendulum-v1", 2
 

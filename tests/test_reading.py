@@ -46,9 +46,8 @@ from rollpipe.pipes import (
     rollouts,
 )
 from rollpipe.pipes.graph.edits import insert_after, nodes
-from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService
-
+from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
 
 # --- whoever collects, it is the same stream
 

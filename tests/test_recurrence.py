@@ -14,7 +14,7 @@ from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.recipes import on_policy
 from rollpipe.runs import fork, load_agent, resume, start
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import build, make_config
 from rollpipe.tuning.spaces import Choice, space_for
@@ -61,7 +61,7 @@ def test_every_learner_that_can_trains_one_exactly(name, cell, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quietly(start(tmp_path / "run", config_for(name, cell)), callback=end)
+        quietly(start(tmp_path / "run", config_for(name, cell)), callbacks=[end])
     quietly(resume(tmp_path / "run"))
     check_same(whole.folder, tmp_path / "run")
     assert verify(whole.folder).is_equal

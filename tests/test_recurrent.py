@@ -18,8 +18,8 @@ from rollpipe.layers.actor import without_past
 from rollpipe.layers.packing import pack_episodes
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, nested, on_policy
 from rollpipe.pipes.advantage import values
-from rollpipe.pipes.data.fragment import State
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.data.fragment import State
 
 CELLS = dict(gru=GRU, lstm=LSTM)
 

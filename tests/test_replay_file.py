@@ -27,8 +27,8 @@ from rollpipe.pipes import (
     ReplayMemory,
     replayed,
 )
-from rollpipe.pipes.replay.pipe import Replay
 from rollpipe.pipes.graph.edits import find_one
+from rollpipe.pipes.replay.pipe import Replay
 
 FILL = """
 import resource, sys

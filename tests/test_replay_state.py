@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import Forked, run_forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from forked import Forked, run_forked
 from random_fragments import fragments
 from reference import assert_same, snapshot
 from test_replay import collected

@@ -13,9 +13,7 @@ from command_line import rollpipe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollpipe.runs.evaluations import evaluation_seed, write_evaluations
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.runs.plots import CERTIFICATE, svg
 from rollpipe.results.bench import BENCH
 from rollpipe.results.collect import differing_options, read_results
 from rollpipe.results.curves import curve_of, draw_curves, draw_profiles, profile_of
@@ -38,11 +36,17 @@ from rollpipe.results.tables import (
     on_scales,
     together,
 )
+from rollpipe.runs.evaluations import evaluation_seed, write_evaluations
+from rollpipe.runs.plots import CERTIFICATE, svg
+from rollpipe.traces.history import History
 
 HOSTILE = "_<script>alert('1')</script>&\"|`=[a](b)$\\frac$\\"
 
 
-def make_run(folder, means, seed=0, steps=20, **config):
+BEGAN = dict(event="began", at=0, kept={}, inexact=None)
+
+
+def make_run(folder, means, seed=0, steps=20, history=(BEGAN,), **config):
     "A run with an evaluation every 10 steps. It is complete if it has come to its steps."
     folder.mkdir(parents=True)
     config = dict(
@@ -57,6 +61,7 @@ def make_run(folder, means, seed=0, steps=20, **config):
         **config,
     )
     (folder / "config.json").write_text(json.dumps(config))
+    History(history).write(folder)
     (folder / "metrics.jsonl").write_text(
         "".join(
             json.dumps(dict(steps=10 * i, updates=i, kl=0.01 * i, accepted=1)) + "\n"
@@ -588,7 +593,14 @@ def test_a_report_does_not_go_where_a_file_is(tmp_path, out, capsys):
 def test_runs_of_a_row_that_were_trained_otherwise_are_named(tmp_path, capsys):
     folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0], None, None])
     make_run(folder / "a-s1", [0.0, 1.0, 2.0], 1, options=dict(max_kl=0.5), device="cuda")
-    make_run(folder / "a-s2", [0.0, 1.0, 2.0, 3.0], 2, steps=30, name="third", of_preset=["max_kl"])
+    make_run(
+        folder / "a-s2",
+        [0.0, 1.0, 2.0, 3.0],
+        2,
+        steps=30,
+        name="third",
+        origins=dict(max_kl="preset"),
+    )
     assert rollpipe("report", folder) == 0
     told = "TRPO on CartPole-v1: its runs do not have the same options: steps (20 | 30), max_kl (0.01 | 0.5), device (- | cuda)."
     assert (
@@ -614,12 +626,11 @@ def test_what_was_edited_or_forked_is_said_beside_its_command(tmp_path):
     make_run(
         folder / "a-s0",
         [0.0, 1.0, 2.0],
-        options=dict(max_kl=0.5),
-        edits=[dict(at=1, set=dict(max_kl=0.5), was=dict(max_kl=0.01))],
+        options=dict(max_kl=0.01),
+        history=[BEGAN, dict(event="edited", at=1, set=dict(max_kl=0.5))],
     )
-    make_run(
-        tmp_path / "b" / "x", [0.0, 1.0, 2.0], forked=dict(run="base", at=3, set=dict(max_kl=0.01))
-    )
+    fork = {**BEGAN, "event": "forked", "at": 3, "run": "base", "set": dict(max_kl=0.01)}
+    make_run(tmp_path / "b" / "x", [0.0, 1.0, 2.0], history=[fork])
     told = (
         "was edited while it trained, or is a fork, so the command does not train it again: seed 0"
     )
@@ -633,6 +644,9 @@ def test_what_was_edited_or_forked_is_said_beside_its_command(tmp_path):
     assert not any(told in note for note in notes_of(read_results(tmp_path / "c")))
 
 
+WHY = "the mean return 500 has reached stop_at_return=450"
+
+
 def test_runs_that_stopped_early_have_the_steps_that_they_made(tmp_path):
     folder = make_bench(tmp_path / "a", [None, None])
     for seed in (0, 1):
@@ -640,7 +654,7 @@ def test_runs_that_stopped_early_have_the_steps_that_they_made(tmp_path):
             folder / f"a-s{seed}",
             [0.0, 1.0, 500.0],
             seed,
-            stopped="the mean return 500 has reached stop_at_return=450",
+            history=[BEGAN, dict(event="stopped", at=2, why=WHY)],
         )
     for config in folder.glob("*/config.json"):
         config.write_text(json.dumps(dict(json.loads(config.read_text()), steps=50_000)))
@@ -820,7 +834,12 @@ ODD = [
 ]
 
 
-OF_A_RUN = ["a-s0/config.json", "a-s0/evaluations.jsonl", "a-s0/metrics.jsonl"]
+OF_A_RUN = [
+    "a-s0/config.json",
+    "a-s0/history.jsonl",
+    "a-s0/evaluations.jsonl",
+    "a-s0/metrics.jsonl",
+]
 
 
 @pytest.fixture
@@ -883,12 +902,12 @@ def test_whatever_is_damaged_a_report_is_made_or_an_error_names_the_file(
                 imports=["rollpipe"],
                 env_kwargs=dict(g=1),
                 ranks=1,
-                stopped="x",
-                edits=[dict(at=1, insert="m:f", kwargs=dict(k=1))],
-                forked=dict(run="r", at=1, set=dict(k=1)),
             )
         )
     )
+    fork = {**BEGAN, "event": "forked", "at": 1, "run": "r", "set": dict(k=1)}
+    edit = dict(event="edited", at=1, insert="m:f", kwargs=dict(k=1))
+    History([fork, edit, dict(event="stopped", at=1, why="x")]).write(folder / "a-s0")
     if not is_bench:
         (folder / BENCH).unlink()
     path = folder / name

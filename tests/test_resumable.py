@@ -23,7 +23,6 @@ from tensor_worlds import CartPole, Pendulum
 from toys import Counting, Lively, Memory, Plain, Shaky
 from worker_cases import SPACES, WORLDS, Images, _above, _recipe, change
 
-from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.intrinsic.rnd import RND
 from rollpipe.layers import CategoricalPolicy, Critic, GaussianPolicy, RecurrentPolicy
@@ -52,6 +51,7 @@ from rollpipe.pipes import (
     find,
     rollouts,
 )
+from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.pipes.envs.sources import Acting
 from rollpipe.pipes.graph.states import restore_stream, stream_state, unknown_states
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper

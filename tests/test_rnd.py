@@ -13,11 +13,8 @@ from reference import assert_same, snapshot
 from toys import Stepped
 
 from rollpipe.agents import PPO, RND, TRPO, evaluate
-from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.runs.states import edited, states_of
-from rollpipe.settings.config import build, make_config
-from rollpipe.runs.logs import read_evaluations, write_evaluations
+from rollpipe.agents.intrinsic.distillation import Distillation
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     AdvantageBuffer,
@@ -28,16 +25,23 @@ from rollpipe.pipes import (
     GraphError,
     Lanes,
     ProcessReading,
+    RewardScaler,
+    nested,
+    on_policy,
+    replayed,
+    rollouts,
 )
-from rollpipe.pipes import RewardScaler, nested, on_policy, replayed, rollouts
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.data.fragment_ops import ENV_REWARD, env_rewards, pad_episodes
 from rollpipe.pipes.graph.edits import find_one
 from rollpipe.pipes.graph.torchdata import DataLoader2
-from rollpipe.runs.locks import unlock
 from rollpipe.runs.folder import discard, load_run, resume, start
-from rollpipe.testing.chains import NarrowPath
+from rollpipe.runs.locks import unlock
+from rollpipe.runs.logs import read_evaluations, write_evaluations
+from rollpipe.runs.states import edited, states_of
 from rollpipe.runs.training import train
+from rollpipe.settings.config import build, make_config
+from rollpipe.testing.chains import NarrowPath
 
 
 class Walk(Stepped):

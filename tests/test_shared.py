@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worker_cases import descriptors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worker_cases import descriptors
 
 from rollpipe.pipes import DataError
 from rollpipe.pipes.workers.shared import SharedMemory, available_memory

@@ -26,11 +26,11 @@ from rollpipe.agents.shared_options import (
     meanings,
 )
 from rollpipe.agents.tabular import QLearning
-from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.layers.q_networks import QPolicy
 from rollpipe.layers.unit_box import UnitBox
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.settings.algorithms import ALGORITHMS, options_for
 
 NATURAL = dict(
     damping=0.1,

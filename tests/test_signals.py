@@ -18,11 +18,11 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes import WorkerError
 from rollpipe.pipes.data.compare import first_difference
-from rollpipe.runs.logs import read_metrics
-from rollpipe.runs.folder import load_run, resume, start
-from rollpipe.runs.training import train
 from rollpipe.runs import signals
+from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.signals import STOP_SIGNALS, Stopped, stop_signals, uninterrupted
+from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
 
 SLOW = "import pathlib, time\npathlib.Path('importing').touch()\nfor _ in range(600): time.sleep(.05)\n"
@@ -193,7 +193,7 @@ def struck(run, event, error):
         return event() if record["updates"] == 6 else None
 
     with stop_signals(), pytest.raises(error):
-        train(run, progress=False, tensorboard=False, callback=callback)
+        train(run, progress=False, tensorboard=False, callbacks=[callback])
     return load_checkpoint(run.checkpoint)
 
 

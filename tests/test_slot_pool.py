@@ -22,8 +22,8 @@ from rollpipe.pipes.workers.channel import WeightPublisher
 from rollpipe.pipes.workers.codec import SMALL
 from rollpipe.pipes.workers.loop import Reply
 from rollpipe.pipes.workers.slot_pool import SlotPool
-from rollpipe.pipes.workers.slots import Layout
 from rollpipe.pipes.workers.slot_writer import SlotWriter, format_of
+from rollpipe.pipes.workers.slots import Layout
 
 BIG = (2, 3, SMALL // 4), torch.uint8  # more than SMALL bytes, [T, B, ...]
 REAL = (2, 3, SMALL // 16), torch.float32

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from worker_cases import WORLDS, descriptors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
+from worker_cases import WORLDS, descriptors
 
 from rollpipe.pipes import DataError, Lanes, ProcessReading, Source, nested
 from rollpipe.pipes.frames import Stacks
+from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.workers.codec import SMALL, pickle_item
 from rollpipe.pipes.workers.slot_writer import Reply, SlotWriter, format_of
 from rollpipe.pipes.workers.slots import EMPTY_LAYOUT, Layout, Slot
-from rollpipe.pipes.graph.torchdata import DataLoader2
 
 
 class Pair(NamedTuple):

@@ -25,8 +25,8 @@ from rollpipe.runs.folder import load_run, start
 from rollpipe.runs.logs import read_evaluations, read_metrics
 from rollpipe.settings.config import make_config
 from rollpipe.testing import check_env
-from rollpipe.tuning.trials import learning_curve
 from rollpipe.testing.env_rules import ENV_CLOSE, ENV_UNDISTURBED
+from rollpipe.tuning.trials import learning_curve
 
 RUN = [*"--n-envs 1 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()]
 
@@ -169,7 +169,7 @@ def test_an_environment_of_which_a_process_has_one_can_be_trained(tmp_path, kind
     words = "--eval-every", "32 steps", "--eval-episodes", 2, "--final-episodes", 2
     run = trained(tmp_path / "run", kind, *words, steps=96)
     assert "a process can have only one" in caplog.text
-    assert (load_run(run).config["inexact"] is not None) == inexact
+    assert (load_run(run).history.inexact is not None) == inexact
     assert inexact or "begin new episodes" not in caplog.text
     assert rollpipe("train", "--resume", run, "--steps", 128, "--quiet", "--no-tensorboard") == 0
     assert rollpipe("evaluate", run, "--episodes", 3) == 0
@@ -280,7 +280,7 @@ def test_the_test_of_keeping_plays_with_the_seeds_of_the_stream(tmp_path):
     next(items)
     assert seen[0] == first
     run = trained(tmp_path / "run", lonely.IfSeed)
-    assert load_run(run).config["inexact"] is None
+    assert load_run(run).history.inexact is None
 
 
 def test_seed_0_is_never_given():

@@ -33,9 +33,9 @@ from rollpipe.pipes import (
     WithImage,
 )
 from rollpipe.pipes.data.fragment import Final, Tick
+from rollpipe.pipes.graph.torchdata import IterableWrapper
 from rollpipe.pipes.replay.merged_steps import MergedStep
 from rollpipe.pipes.steps import Fragments, Step, Steps
-from rollpipe.pipes.graph.torchdata import IterableWrapper
 
 fast = settings(deadline=None, max_examples=20)
 MIXED = ((3, "term"), (4, "trunc"), (1, "both"), (2, "trunc"))

@@ -1,6 +1,5 @@
 "A training that stops before it has made all of its steps says why, counts as complete, and is the beginning of one that does not stop."
 
-import json
 import time
 
 import numpy as np
@@ -9,7 +8,6 @@ from command_line import rollpipe
 from test_crash import content
 from test_fork import check_same
 
-from rollpipe.pipes.data import files
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.results.collect import read_result
@@ -17,9 +15,10 @@ from rollpipe.runs import Run, Wish, evaluations, fork, resume, start, train
 from rollpipe.runs.evaluations import read_evaluations, why_enough
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_records
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.settings.config import make_config
 from rollpipe.traces.differences import diff
+from rollpipe.traces.history import History
 
 EVERY = dict(eval_every="256 steps", eval_episodes=4, final_episodes=4)
 
@@ -121,11 +120,7 @@ def test_at_a_return_it_stops_says_why_and_is_complete(whole, tmp_path, monkeypa
     found = load_run("run")
     why = f"the mean return {goal:g} has reached stop_at_return={goal:g}"
     assert f"\nstopped: {why}\n" in capsys.readouterr().out
-    assert (
-        found.config["stopped"]
-        == json.loads((tmp_path / "run" / "config.json").read_text())["stopped"]
-        == why
-    )
+    assert found.history.stopped == History.read("run").stopped == why
     assert means("run") == means(whole.folder)[: k + 1] and found.counters["steps"] == 256 * k
     assert {r["kind"] for r in read_evaluations("run") if r["steps"] == 256 * k} == {
         "training",
@@ -145,7 +140,7 @@ def test_at_a_return_it_stops_says_why_and_is_complete(whole, tmp_path, monkeypa
     assert (
         rollpipe("train", "--resume", "run", "--steps", "2048", "--quiet", "--no-tensorboard") == 0
     )  # to go on is a wish of its own
-    assert load_run("run").config["stopped"] is load_run("run").config["stop_at_return"] is None
+    assert load_run("run").history.stopped is load_run("run").config["stop_at_return"] is None
     check_goes_on(whole.folder, tmp_path / "run")
 
 
@@ -161,12 +156,12 @@ def test_a_run_that_is_interrupted_stops_where_it_would_have_stopped(whole, tmp_
 
         other = tmp_path / f"other{n}"
         with pytest.raises(KeyboardInterrupt):
-            quietly(made(other, **goal), callback=end)
+            quietly(made(other, **goal), callbacks=[end])
         quietly(resume(other))
         check_same(one.folder, other)
-        assert load_run(other).config["stopped"] == one.config["stopped"]
+        assert load_run(other).history.stopped == one.history.stopped
     # killed between the evaluation and the saving of the stop: the next start only has to say so
-    config = {**load_run(one.folder).config, "stopped": None}
+    config = load_run(one.folder).config
     run = start(tmp_path / "again", {**config, "stop_at_return": None, "steps": 256 * k})
     quietly(run)
     run.config.update(config)
@@ -174,7 +169,7 @@ def test_a_run_that_is_interrupted_stops_where_it_would_have_stopped(whole, tmp_
     quietly(again := resume(run.folder))
     assert (
         again.counters["updates"] == 4 * k
-        and load_run(run.folder).config["stopped"] == one.config["stopped"]
+        and load_run(run.folder).history.stopped == one.history.stopped
     )
 
 
@@ -182,7 +177,7 @@ def test_patience(tmp_path):
     run = quietly(made(tmp_path / "run", patience=2, steps=10_000, **EVERY))
     found = means(run.folder)
     best = found.index(max(found))
-    assert len(found) == best + 3 and run.config["stopped"].startswith(
+    assert len(found) == best + 3 and run.history.stopped.startswith(
         "patience=2: no evaluation since the mean return"
     )
     assert verify(run.folder, 5).is_equal
@@ -192,14 +187,14 @@ class Killed(BaseException):
     "Stands for the end of the process."
 
 
-@pytest.mark.parametrize("place, name", [(Run, "save"), (files, "write_json")])
+@pytest.mark.parametrize("place, name", [(Run, "save"), (History, "write")])
 def test_a_run_that_is_killed_while_its_stop_is_saved_is_complete_later(
     tmp_path, monkeypatch, place, name
 ):
     real = getattr(place, name)
 
     def end(*args):
-        if (args[0].config if place is Run else args[1]).get("stopped"):
+        if (args[0].history if place is Run else args[0]).stopped:
             raise Killed
         return real(*args)
 
@@ -212,9 +207,7 @@ def test_a_run_that_is_killed_while_its_stop_is_saved_is_complete_later(
     found = read_result(run.folder, 1)
     assert (
         found.state == "complete"
-        and load_run(run.folder).config["stopped"]
-        == found.config["stopped"]
-        == run.config["stopped"]
+        and load_run(run.folder).history.stopped == found.history.stopped == run.history.stopped
     )
 
 
@@ -245,11 +238,11 @@ def test_a_kill_after_one_of_the_last_evaluations_loses_no_record(kind, tmp_path
 
 def test_after_some_time_it_stops(tmp_path, monkeypatch):
     run = made(tmp_path / "run", stop_after="0.5 s", steps=10**6)
-    quietly(run, callback=lambda run, record: time.sleep(0.1))
+    quietly(run, callbacks=[lambda run, record: time.sleep(0.1)])
     made_so_far = [r["seconds"] for r in read_records(run.folder)]
     assert (
         made_so_far[-1] >= 0.5 > made_so_far[-2]
-        and run.config["stopped"] == "0.5 s of training have passed"
+        and run.history.stopped == "0.5 s of training have passed"
     )
     with pytest.raises(DataError, match="is complete"):
         resume(run.folder)
@@ -273,14 +266,14 @@ def test_a_callback_may_wish_to_save_or_to_stop(whole, tmp_path):
         if record["updates"] == 7:
             return Wish(stop="seven is enough")
 
-    run = quietly(made(tmp_path / "run", **EVERY), callback=callback)
+    run = quietly(made(tmp_path / "run", **EVERY), callbacks=[callback])
     assert (
         saved == [0, 0, 0, 3, 4, 4, 6]
         and run.counters["updates"] == load_run(run.folder).counters["updates"] == 7
     )
     assert (
         read_records(run.folder)[3]["my/number"] == 4.0
-        and load_run(run.folder).config["stopped"] == "seven is enough"
+        and load_run(run.folder).history.stopped == "seven is enough"
     )
     quietly(resume(run.folder, 2048))
     check_goes_on(whole.folder, run.folder)
@@ -290,18 +283,18 @@ def test_a_callback_may_wish_to_save_or_to_stop(whole, tmp_path):
 def test_a_wish_to_stop_may_be_a_comparison(tmp_path):
     run = quietly(
         made(tmp_path / "run", **EVERY),
-        callback=lambda run, record: Wish(stop=np.float64(record["updates"]) > 6),
+        callbacks=[lambda run, record: Wish(stop=np.float64(record["updates"]) > 6)],
     )
     assert (
         run.counters["updates"] == load_run(run.folder).counters["updates"] == 7
-        and load_run(run.folder).config["stopped"] == "True"
+        and load_run(run.folder).history.stopped == "True"
     )
 
 
 def test_a_fork_of_a_stopped_run_may_go_on(whole, tmp_path):
     run = quietly(
         made(tmp_path / "run", **EVERY),
-        callback=lambda run, record: Wish(stop="enough") if record["updates"] == 9 else None,
+        callbacks=[lambda run, record: Wish(stop="enough") if record["updates"] == 9 else None],
     )
     quietly(resume(fork(run.folder, tmp_path / "fork")))
     check_same(whole.folder, tmp_path / "fork")

@@ -47,15 +47,14 @@ from rollpipe.pipes import (
     invariants,
 )
 from rollpipe.pipes.data.fragment import Tick
-from rollpipe.pipes.taps import EpisodeEnd, Rate, Throughput
+from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.torchdata import (
     DataLoader2,
     InProcessReadingService,
     IterableWrapper,
     traverse_dps,
 )
-from rollpipe.pipes.graph.modules import bump_version
-from rollpipe.pipes.taps import EpisodeSums
+from rollpipe.pipes.taps import EpisodeEnd, EpisodeSums, Rate, Throughput
 from rollpipe.testing import check_pipe
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_open")

@@ -22,8 +22,8 @@ from random_fragments import (
 
 from rollpipe.agents.td import burnt_in, huber_penalty, priorities, td
 from rollpipe.pipes import nested
-from rollpipe.pipes.data.fragment_ops import transitions
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.data.fragment_ops import transitions
 
 KINDS = ("q", "q memory")
 quick = settings(deadline=None, max_examples=25)

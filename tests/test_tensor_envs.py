@@ -39,7 +39,6 @@ from rollpipe.pipes import (
 from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.pipes.tensors.tensor_batch import ActionsForEnv
-from rollpipe.testing import env_rules
 from rollpipe.testing import (
     ENV_SEED,
     TENSOR_ENV_FINAL,
@@ -49,6 +48,7 @@ from rollpipe.testing import (
     TENSOR_ENV_STEP,
     check_env,
     check_pipe,
+    env_rules,
 )
 
 PLANS = [[(3, "term"), (4, "trunc")], [(1, "trunc"), (2, "both")], [(5, "trunc")]]

@@ -20,8 +20,8 @@ from rollpipe.pipes import (
     nested,
     replayed,
 )
-from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.pipes.graph.torchdata import IterableWrapper
+from rollpipe.pipes.steps import Fragments, Steps
 
 MIXED = ((3, "term"), (4, "trunc"), (1, "both"), (2, "term"))
 OTHER = ((5, "term"), (2, "trunc"))

@@ -20,8 +20,8 @@ from rollpipe.pipes import (
     PipeError,
     on_policy,
 )
-from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.pipes.graph.torchdata import IterableWrapper, IterDataPipe
+from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.testing import ContractError, check_actor, check_env, check_pipe
 
 RULES = {name: rule for name, rule in vars(testing).items() if name.isupper()}

@@ -13,8 +13,14 @@ from torch import nn
 from rollpipe.agents import DQN, PPO, SAC, TRPO, QLearning, evaluate
 from rollpipe.agents.offline.bc import BC
 from rollpipe.agents.tabular import TabularQ
-from rollpipe.layers import ActionCritic, Critic, MLPPolicy, QPolicy, RecurrentPolicy
-from rollpipe.layers import SquashedPolicy
+from rollpipe.layers import (
+    ActionCritic,
+    Critic,
+    MLPPolicy,
+    QPolicy,
+    RecurrentPolicy,
+    SquashedPolicy,
+)
 from rollpipe.pipes import (
     DataLoader2,
     EnvStepper,

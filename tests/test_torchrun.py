@@ -17,11 +17,11 @@ from forked import Forked, run_forked
 from reference import assert_same, snapshot
 
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.settings.algorithms import options_for
 from rollpipe.cli.main import main
-from rollpipe.runs.logs import read_metrics
 from rollpipe.pipes import DataError, nested
 from rollpipe.ranks import divided
+from rollpipe.runs.logs import read_metrics
+from rollpipe.settings.algorithms import options_for
 
 pytestmark = pytest.mark.slow
 
@@ -454,18 +454,18 @@ STOPPED_BETWEEN_BATCHES = """
 import os, signal
 import rollpipe.ranks as ranks
 from rollpipe.runs.training import Updates
-why_stop, gathered = Updates.why_stop, ranks.gathered_objects
+goes_on, gathered = Updates.goes_on, ranks.gathered_objects
 
 def interrupted(x):
     ranks.gathered_objects = gathered
     os.kill(os.getpid(), signal.SIGINT)
     return gathered(x)
 
-def ask(self, evaluations):
+def ask(self):
     if self.run.counters["updates"] == 3 and os.environ["RANK"] == os.environ["HIT"]: ranks.gathered_objects = interrupted
-    return why_stop(self, evaluations)
+    return goes_on(self)
 
-Updates.why_stop = ask
+Updates.goes_on = ask
 """
 
 

@@ -28,19 +28,19 @@ from rollpipe.agents.checkpoint import kept_checkpoints
 from rollpipe.cli.main import main
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
+from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError, EnvError
 from rollpipe.runs import training
 from rollpipe.runs.folder import discard, load_run, resume, start
 from rollpipe.runs.fork import fork
 from rollpipe.runs.locks import owner_of
 from rollpipe.runs.logs import read_records
-from rollpipe.runs.repeat import numbers, verify
+from rollpipe.runs.moments import numbers, verify
 from rollpipe.runs.states import edited
 from rollpipe.runs.training import Wish, train
 from rollpipe.settings.config import make_config
 from rollpipe.traces import fingerprint as module
 from rollpipe.traces import journal as journals
-from rollpipe.pipes.data.compare import first_difference
 from rollpipe.traces.description import Description
 from rollpipe.traces.differences import FINGERPRINTS, JOURNAL, diff, parting, read_fingerprints
 from rollpipe.traces.fingerprint import Fingerprint, fingerprint
@@ -560,7 +560,7 @@ def test_a_change_in_learning_is_told_from_one_in_collection(whole, tmp_path):
         if record["updates"] == 2:
             run.agent.lr = run.agent.optimizer.param_groups[0]["lr"] = 0.01
 
-    train(run, progress=False, tensorboard=False, callback=callback)
+    train(run, progress=False, tensorboard=False, callbacks=[callback])
     assert (
         str(diff(whole, run.folder).parting)
         == "update 3: the weights of actor, critic differ, and the batches do not: learning differs"
@@ -683,7 +683,7 @@ def test_an_interrupted_journal_goes_on_as_if_nothing_had_been(whole, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(run, progress=False, tensorboard=False, callback=callback)
+        train(run, progress=False, tensorboard=False, callbacks=[callback])
     path = run.folder / JOURNAL
     before = path.read_text()
     assert before == "".join((whole / JOURNAL).read_text().splitlines(True)[:2])
@@ -701,7 +701,7 @@ def test_a_training_that_has_ended_is_resumed_and_not_trained_again(lacks, tmp_p
         raise KeyboardInterrupt
 
     with pytest.raises(DataError if lacks else KeyboardInterrupt):
-        train(run._replace(waiting=lacks), progress=False, tensorboard=False, callback=callback)
+        train(run._replace(waiting=lacks), progress=False, tensorboard=False, callbacks=[callback])
     with pytest.raises(DataError, match="this training has ended. Expected .*resume"):
         train(run, progress=False, tensorboard=False)
     train(resume(run.folder), progress=False, tensorboard=False)
@@ -718,7 +718,7 @@ def test_small_batches_go_on_in_the_middle_of_a_line(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(run, progress=False, tensorboard=False, callback=callback)
+        train(run, progress=False, tensorboard=False, callbacks=[callback])
     train(resume(run.folder), progress=False, tensorboard=False)
     a, b = ({e.updates: e for e in read_journal(x / JOURNAL)} for x in (whole, run.folder))
     assert b.keys() - a.keys() == {43} and all(a[n] == b[n] for n in a) and {32, 64} < a.keys()
@@ -784,7 +784,7 @@ def killed_in(update, make):
             if record["updates"] == update:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        train(make(), progress=False, tensorboard=False, callback=callback)
+        train(make(), progress=False, tensorboard=False, callbacks=[callback])
 
     child = multiprocessing.get_context("fork").Process(target=main)
     child.start()
@@ -806,7 +806,7 @@ def killed(folder, **run):
 def test_what_goes_on_otherwise_in_a_new_process_is_told(tmp_path, caplog):
     "The fifth update is made once more, and its numbers are others, in the first row after the state that was restored."
     run = resume(killed(tmp_path / "run"))
-    assert run.config["inexact"] is None
+    assert run.history.inexact is None
     with caplog.at_level(logging.WARNING, "rollpipe"):
         train(run, progress=False, tensorboard=False)
     (record,) = caplog.records
@@ -892,14 +892,16 @@ def test_a_process_that_differs_is_found_for_any_size_of_updates_and_distance_of
         train(resume(folder), progress=False, tensorboard=False)
     again = resume(folder)
     again.config["exact"] = False
-    assert train(again, progress=False, tensorboard=False, callback=until(update))["inexact"] == 1
+    assert (
+        train(again, progress=False, tensorboard=False, callbacks=[until(update)])["inexact"] == 1
+    )
     assert caplog.text.count("does not go on as it did before") == 1
 
 
 def test_the_first_small_update_that_differs_is_named(tmp_path, caplog):
     folder = tmp_path / "run"
     killed_in(9, lambda: of_a_process(folder, options=TINY, steps=9000, checkpoint_every=6))
-    train(resume(folder), progress=False, tensorboard=False, callback=until(12))
+    train(resume(folder), progress=False, tensorboard=False, callbacks=[until(12)])
     (message,) = [x for x in caplog.messages if "before" in x]
     assert message.endswith(
         "update 7: .state.obs differs first, the weights were equal before: collection differs"
@@ -920,7 +922,7 @@ def test_a_learner_that_differs_after_a_small_update_does_not_blame_collection(t
         return metrics
 
     again.agent.update = other_update
-    train(again, progress=False, tensorboard=False, callback=until(12))
+    train(again, progress=False, tensorboard=False, callbacks=[until(12)])
     (message,) = [x for x in caplog.messages if "before" in x]
     assert "between the updates 7 and 9: .state." in message and "collection" not in message
 
@@ -967,7 +969,7 @@ def test_an_exact_run_that_is_stopped_within_a_batch_keeps_its_checkpoint(
 
     monkeypatch.setattr(CartPoleEnv, "step", step)
     with pytest.raises(EnvError, match="planted"):
-        train(run, progress=False, tensorboard=False, callback=callback)
+        train(run, progress=False, tensorboard=False, callbacks=[callback])
     monkeypatch.undo()
     found = load_run(run.folder)
     assert (found.stream is not None, found.counters["updates"]) == (

@@ -22,11 +22,10 @@ from toys import (
     Noted,
     Plain,
     Present,
-    judge,
     factories,
+    judge,
 )
 
-from rollpipe.runs.states import load_states, states_of
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     AdvantageBuffer,
@@ -47,17 +46,18 @@ from rollpipe.pipes import (
     Tap,
     ToDevice,
     find_one,
+    frames,
     insert_after,
     on_policy,
     profile,
     rollouts,
 )
 from rollpipe.pipes.advantage import values
-from rollpipe.pipes import frames
-from rollpipe.pipes.frames import Stacks
 from rollpipe.pipes.data.fragment_ops import env_rewards, next_observations, with_restarts
+from rollpipe.pipes.frames import Stacks
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 from rollpipe.pipes.workers.reading import ProcessReading
+from rollpipe.runs.states import load_states, states_of
 
 fast = settings(deadline=None, max_examples=20)
 

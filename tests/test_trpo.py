@@ -21,8 +21,8 @@ from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
 from rollpipe.layers.joint import Joint
 from rollpipe.layers.policies import Policy
 from rollpipe.pipes import nested, on_policy
-from rollpipe.pipes.data.fragment import Final, Fragment, State
 from rollpipe.pipes.data.errors import ActorError, DataError
+from rollpipe.pipes.data.fragment import Final, Fragment, State
 
 N_OBS = 3
 KINDS = ("categorical", "gaussian", "nested")

@@ -8,12 +8,12 @@ import pytest
 from command_line import process
 
 from rollpipe.cli.main import build_parser, main
+from rollpipe.settings import files
 from rollpipe.settings.config import device_of
-from rollpipe.settings import choice
 from rollpipe.settings.files import read_table
 from rollpipe.tuning import tune
 from rollpipe.tuning.spaces import Choice
-from rollpipe.tuning.study import connections, best_of, finished, open_study, try_one
+from rollpipe.tuning.study import best_of, connections, finished, open_study, try_one
 
 SMALL = [
     "--steps",
@@ -130,7 +130,7 @@ def test_the_preset_is_complete_whatever_the_package_has(here, curves, monkeypat
     from rollpipe.runs.commands import config_from
 
     def shipped(**table):
-        monkeypatch.setattr(choice, "presets_of", lambda algorithm: {"CartPole-v1": table})
+        monkeypatch.setattr(files, "presets_of", lambda algorithm: {"CartPole-v1": table})
 
     shipped(decay_steps=5_000, lr=0.25, checkpoint_every=7)
     seen = []

@@ -18,15 +18,15 @@ import torch
 from command_line import process, rollpipe
 from PIL import Image
 
-from rollpipe.pipes.data.errors import DataError
 from rollpipe.agents.evaluate import evaluate
-from rollpipe.settings.config import make_config
 from rollpipe.layers import Actor
+from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.envs import watching
 from rollpipe.pipes.envs.factories import EnvFactory
 from rollpipe.pipes.envs.watching import FilmRecorder
 from rollpipe.runs import load_agent, start
 from rollpipe.runs.training import train
+from rollpipe.settings.config import make_config
 
 pygame = pytest.importorskip("pygame")
 

@@ -1,7 +1,7 @@
 "Ways back into a run: with pipes of one's own, from its start in another process, beside a training, and a resume that fails."
 
-import json
 import multiprocessing
+import math
 import os
 import random
 import shutil
@@ -19,12 +19,13 @@ from recordings import recorded
 from test_crash import SMALL, config_of, content
 from test_fork import check_same, gone_on, trained
 
+from rollpipe.traces.history import config_at
 from rollpipe.pipes import FragmentCollector, Lanes, Pipe, Recorder, RewardScaler
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError, PipeError
 from rollpipe.runs import fork, resume, start, train
 from rollpipe.runs.folder import load_run
-from rollpipe.runs.repeat import verify
+from rollpipe.runs.moments import verify
 from rollpipe.runs.states import edited
 from rollpipe.settings.config import make_config
 from rollpipe.traces.differences import JOURNAL, diff
@@ -161,7 +162,7 @@ def test_new_episodes_draw_other_numbers_than_the_start(tmp_path):
         def look(run, record):
             found.append((random.random(), np.random.random(), torch.rand(()).item()))
 
-        train(run, progress=False, tensorboard=False, callback=look)
+        train(run, progress=False, tensorboard=False, callbacks=[look])
         return found
 
     parent = start(tmp_path / "run", config_of("ppo", steps=160))
@@ -180,21 +181,21 @@ def test_a_fork_of_the_newest_checkpoint_is_not_made_from_the_start(
     by_file, name, tmp_path, monkeypatch
 ):
     "The training saves twice between the first look of the fork and the next."
-    module = sys.modules["rollpipe.runs.fork"]
+    moments = sys.modules["rollpipe.runs.moments"]
     parent = trained(tmp_path / "run", name, 400)
-    checkpoint_at = module.checkpoint_at
+    checkpoint_before = moments.checkpoint_before
     moved = []
 
     def moving(*args, **kwargs):
         if not moved:
             moved.append(gone_on(parent.folder, steps=720))
-        return checkpoint_at(*args, **kwargs)
+        return checkpoint_before(*args, **kwargs)
 
     def from_the_start(*args):
         raise AssertionError("the run is repeated")
 
-    monkeypatch.setattr(module, "checkpoint_at", moving)
-    monkeypatch.setattr(module, "_repeated_to", from_the_start)
+    monkeypatch.setattr(moments, "checkpoint_before", moving)
+    monkeypatch.setattr(sys.modules["rollpipe.runs.fork"], "_repeated_to", from_the_start)
     made = parent.counters["updates"]
     path = parent.folder / "checkpoint.safetensors" if by_file else parent.folder
     if by_file and name == "dqn":
@@ -252,7 +253,7 @@ def rested(tmp_path_factory):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         config = make_config("ppo", "Breakable-v0", options, **run)
-        train(start(folder, config), progress=False, tensorboard=False, callback=callback)
+        train(start(folder, config), progress=False, tensorboard=False, callbacks=[callback])
 
     in_a_process(main, -signal.SIGKILL)
     assert load_run(folder).counters["updates"] == 12
@@ -302,13 +303,13 @@ def test_a_resume_writes_what_it_changes_with_its_first_update(is_earlier, reste
 
         run = resume(path, steps=1600, workers=1)
         assert load_run(folder).config["steps"] == 1280
-        train(run, progress=False, tensorboard=False, callback=callback)
+        train(run, progress=False, tensorboard=False, callbacks=[callback])
 
     in_a_process(main, -signal.SIGKILL)
     found = load_run(folder)
     assert found.counters["updates"] == (4 if is_earlier else 12)
     assert (found.config["steps"], found.config["workers"]) == (1600, 1)
-    assert json.loads((folder / "config.json").read_text()) == found.config
+    assert config_at(folder, math.inf) == found.config
     kept = [load_run(x).counters["updates"] for x in sorted((folder / "checkpoints").iterdir())]
     assert kept == ([4] if is_earlier else [4, 8, 12])
     assert gone_on(folder, workers=0).counters["steps"] == 1600

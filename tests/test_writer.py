@@ -12,15 +12,15 @@ import torch
 from rollpipe.agents import TRPO
 from rollpipe.agents.metrics import METRICS, OF_THE_LOOP, check_metrics
 from rollpipe.cli.main import main
-from rollpipe.settings.config import make_config
-from rollpipe.runs.logs import MetricWriter, read_metrics, read_records
 from rollpipe.pipes import EpisodeStats, FragmentCollector, Lanes, Tap, insert_after
-from rollpipe.pipes.taps import Meter
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.runs.plots import learning_curve
+from rollpipe.pipes.taps import Meter
 from rollpipe.runs.folder import load_run, resume, start
+from rollpipe.runs.logs import MetricWriter, read_metrics, read_records
+from rollpipe.runs.plots import learning_curve
 from rollpipe.runs.sinks import WandB, wandb_run
 from rollpipe.runs.training import train
+from rollpipe.settings.config import make_config
 
 has = importlib.util.find_spec
 needs_tensorboard = pytest.mark.skipif(not has("tensorboard"), reason="TensorBoard is an extra")
@@ -231,7 +231,7 @@ def test_without_its_record_a_training_ends_and_says_why(tmp_path):
             lambda self, *a, **k: (init(self, *a, **k), writers.append(self))[0],
         )
         with pytest.raises(OSError, match="/dev/full"):
-            quietly(run, callback=fill)
+            quietly(run, callbacks=[fill])
     assert [r["updates"] for r in read_records(run.folder)] == [1] and load_run(
         run.folder
     ).counters["updates"] == 1
@@ -280,9 +280,9 @@ def test_from_a_learner_a_pipe_and_a_callback_to_every_file_and_picture(tmp_path
     )
     quietly(
         run,
-        callback=lambda run, record: (
-            {"my/half": record["steps"] / 2} if record["updates"] > 1 else None
-        ),
+        callbacks=[
+            lambda run, record: {"my/half": record["steps"] / 2} if record["updates"] > 1 else None
+        ],
     )
     found = read_metrics(run.folder)
     assert (
@@ -312,9 +312,10 @@ def test_a_callback_cannot_replace_a_number(name, tmp_path):
     run = small(tmp_path / "run")
     run = run._replace(pipe=Tap(run.pipe, Meter(lambda batch: {"my/x": 1})))
     with pytest.raises(
-        DataError, match=f"callback reports a metric whose name is taken.*{name}|{name}.*callback"
+        DataError,
+        match=f"callback <lambda> reports a metric whose name is taken.*{name}|{name}.*callback",
     ):
-        quietly(run, callback=lambda run, record: {name: 0.0})
+        quietly(run, callbacks=[lambda run, record: {name: 0.0}])
     assert [r["my/x"] for r in read_records(run.folder)] == [1]  # what came before is kept,
     assert load_run(run.folder).counters["updates"] == 1  # and the update, too
 
@@ -335,9 +336,9 @@ def test_a_callback_cannot_change_the_record_and_must_return_metrics(tmp_path):
         record["my/x"] = 1
 
     with pytest.raises(TypeError, match="item assignment"):
-        quietly(small(tmp_path / "a"), callback=change)
-    with pytest.raises(DataError, match="the callback reports no metrics.*dict.*5"):
-        quietly(small(tmp_path / "b"), callback=lambda *_: 5)
+        quietly(small(tmp_path / "a"), callbacks=[change])
+    with pytest.raises(DataError, match="the callback <lambda> reports no metrics.*dict.*5"):
+        quietly(small(tmp_path / "b"), callbacks=[lambda *_: 5])
 
 
 def test_a_meter_reports_means_in_workers_as_well(tmp_path):
@@ -451,7 +452,7 @@ def offline(monkeypatch):
 @pytest.mark.filterwarnings("default")
 def test_wandb_offline_has_the_same_numbers_and_a_resumed_run_goes_on_there(tmp_path, offline):
     run = small(tmp_path / "run", steps=256)
-    quietly(run, wandb="carts", callback=lambda run, record: {"my/half": record["steps"] / 2})
+    quietly(run, wandb="carts", callbacks=[lambda run, record: {"my/half": record["steps"] / 2}])
     quietly(resume(run.folder, steps=384))  # without being asked again
     (ident, first), (again, second) = logged(run.folder)
     assert ident == again == (json.loads((run.folder / "wandb.json").read_text())["id"], "carts")

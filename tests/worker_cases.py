@@ -15,8 +15,8 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import Box, Discrete
 from forked import Forked
+from gymnasium.spaces import Box, Discrete
 from reference import snapshot
 from toys import Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, Shaky, Stepped
 

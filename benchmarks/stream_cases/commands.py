@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -10,6 +11,15 @@ from safetensors.torch import load_file
 
 from rollpipe.cli.main import main
 from rollpipe.pipes import rollouts
+
+
+def _config(run):
+    "The configuration that holds in the end. Runs of before have it in one file, today it is a fold."
+    try:
+        from rollpipe.traces.history import config_at
+    except ImportError:
+        return json.loads((run / "config.json").read_text())
+    return config_at(run, math.inf)
 
 
 def _run(*commands):
@@ -25,7 +35,7 @@ def _run(*commands):
         run = Path(folder, "run")
         if not run.exists():
             return  # the exit code is part of the record
-        config = json.loads((run / "config.json").read_text())
+        config = _config(run)
         new = (
             "optimize",
             "engine",
@@ -60,6 +70,7 @@ def _run(*commands):
             "device",
             "preset",
             "of_preset",
+            "origins",
             "eval_episodes",
             "final_episodes",
         ):

@@ -17,19 +17,20 @@ from ..pipes.data.errors import CheckpointError
 from ..pipes.data.files import pack, unpack, write_atomically
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #28bb19e3
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 class Checkpoint(NamedTuple):
     """The content of a file.
 
     Args:
-        config: configuration from which the agent can be built again
+        config: configuration that held at this moment, from which the agent can be built again
         counters: steps, updates, episodes, ... so far
         agent_state: for `agent.load_state_dict`; tensors on the CPU, bit for bit as they were
         evaluated: result of an evaluation of exactly this agent; None: not evaluated
         pipes: name -> state of a pipe that learns; None: there is none
         stream: state of the stream, with which a resumed training goes on exactly; None: it begins new episodes
+        history: events of the run up to this moment, as plain data; None: it is not the checkpoint of a run
     """
 
     config: dict
@@ -38,10 +39,16 @@ class Checkpoint(NamedTuple):
     evaluated: dict | None = None
     pipes: dict | None = None
     stream: dict | None = None
+    history: Any = None
 
     def data(self) -> bytes:
         "The bytes of the file. Raises `CheckpointError` for a leaf that cannot be stored."
-        optional = dict(evaluated=self.evaluated, pipes=self.pipes or None, stream=self.stream)
+        optional = dict(
+            evaluated=self.evaluated,
+            pipes=self.pipes or None,
+            stream=self.stream,
+            history=None if self.history is None else [*self.history],
+        )
         more = {name: x for name, x in optional.items() if x is not None}
         return pack(
             "checkpoint",
@@ -58,6 +65,7 @@ def save_checkpoint(
     evaluated: dict | None = None,
     pipes: dict | None = None,
     stream: dict | None = None,
+    history: list | None = None,
 ) -> None:
     """Write a `Checkpoint` into one safetensors file, atomically. Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`.
 
@@ -69,7 +77,7 @@ def save_checkpoint(
     write_atomically(
         path,
         Checkpoint(
-            config or {}, counters or {}, agent.state_dict(), evaluated, pipes, stream
+            config or {}, counters or {}, agent.state_dict(), evaluated, pipes, stream, history
         ).data(),
     )
 
@@ -93,7 +101,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         found["config"],
         found["counters"],
         found["agent"],
-        *map(found.get, ("evaluated", "pipes", "stream")),
+        *map(found.get, ("evaluated", "pipes", "stream", "history")),
     )
 
 # %% ../../nbs/agents/12_checkpoint.ipynb #0e6bc062

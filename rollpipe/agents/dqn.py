@@ -27,7 +27,7 @@ class DQN(DeepQLearner):
         huber: TD errors beyond this limit count linearly; None: all errors are squared
     """
 
-    huber: float | None = number(1.0, 1e-6, inf, changes=True)
+    huber: float | None = number(1.0, 1e-6, inf, changes="by schedule")
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "See `td`."

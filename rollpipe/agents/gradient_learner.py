@@ -387,7 +387,7 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
         c_value: weight of the critic's loss
     """
 
-    c_value: float = number(0.5, changes=True)
+    c_value: float = number(0.5, changes="by schedule")
     critic_epochs: int = not_offered(0)
     joins_ranks = True  # see `ranks.distributed`
     batch_needs = (

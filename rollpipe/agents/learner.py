@@ -331,7 +331,7 @@ class ScheduledLearner(LearnerState):
         decay_steps: environment steps in which learning rates and trust regions fall linearly to 0; 0: they do not fall
     """
 
-    decay_steps: int = number(0)
+    decay_steps: int = number(0, changes="between updates")
     falling = ()  # the other options that fall by `decay_steps`
     way_down = "linear"  # how they fall, see `Schedule`
 
@@ -402,7 +402,7 @@ class Learner(ScheduledLearner):
         critic_epochs: passes of the critic over each batch
     """
 
-    critic_epochs: int = integer(4)
+    critic_epochs: int = integer(4, changes="between updates")
     batch_needs = (
         "adv",
         "logp",

@@ -24,7 +24,7 @@ from rollpipe.agents.linearization import (
     score_layers,
     score_preconditioner,
 )
-from .shared_options import ScaledAdvantages, integer, number
+from .shared_options import ScaledAdvantages, integer, number, setting
 from .trust_region import CGResult, conjugate_gradients
 from ..pipes.data import nested
 from ..pipes.data.fragment import Fragment, State
@@ -192,12 +192,12 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         critic_lr: learning rate of the critic (Adam)
     """
 
-    damping: float = number(0.1, changes=True)
-    cg_iters: int = integer(10)
-    cg_gain: float = number(0.0, changes=True)
-    fvp_subsample: float = number(1.0, 1e-12, 1, changes=True)
-    precondition: int | str = "auto"
-    critic_lr: float = number(1e-3, changes=True)
+    damping: float = number(0.1, changes="by schedule")
+    cg_iters: int = integer(10, changes="between updates")
+    cg_gain: float = number(0.0, changes="by schedule")
+    fvp_subsample: float = number(1.0, 1e-12, 1, changes="by schedule")
+    precondition: int | str = setting("auto", changes="between updates")
+    critic_lr: float = number(1e-3, changes="by schedule")
     falling = ("max_kl", "lr")
     actor_needs = ("params", "dist", "distribution")
     joins_ranks = True  # see `ranks.distributed`

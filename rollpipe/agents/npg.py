@@ -26,8 +26,8 @@ class NPG(NaturalGradientLearner):
         lr: fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is used
     """
 
-    max_kl: float = number(0.01, 1e-12, changes=True)
-    lr: float | None = number(None, changes=True)
+    max_kl: float = number(0.01, 1e-12, changes="by schedule")
+    lr: float | None = number(None, changes="by schedule")
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
         """A step along the natural gradient, its certificate, and the distribution before.

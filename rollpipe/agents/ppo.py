@@ -13,7 +13,7 @@ import torch
 from .gradient_learner import ActorCriticLearner
 from .losses import ppo, standardized, with_old_values, with_standardized_adv
 from .metrics import mean_metrics
-from .shared_options import integer, number
+from .shared_options import integer, number, setting
 from ..pipes.data import nested
 import rollpipe.ranks as ranks
 from ..pipes.data.fragment import Fragment
@@ -49,12 +49,12 @@ class PPO(ActorCriticLearner):
         normalize_adv: scale advantages to mean 0 and standard deviation 1: each 'batch', each 'minibatch', or 'never'
     """
 
-    epochs: int = integer(10)
-    minibatch: int = integer(256)
-    clip: float = number(0.2, changes=True)
-    clip_value: float | None = number(None, changes=True)
-    target_kl: float | None = number(None, changes=True)
-    normalize_adv: str = "batch"
+    epochs: int = integer(10, changes="between updates")
+    minibatch: int = integer(256, changes="between updates")
+    clip: float = number(0.2, changes="by schedule")
+    clip_value: float | None = number(None, changes="by schedule")
+    target_kl: float | None = number(None, changes="by schedule")
+    normalize_adv: str = setting("batch", changes="between updates")
     lr: float = 1e-3
 
     def __post_init__(self):

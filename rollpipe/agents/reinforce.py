@@ -29,8 +29,8 @@ class REINFORCE(EntropyBonus, ScaledAdvantages, GradientLearner):
         c_rho: largest importance weight
     """
 
-    epochs: int = integer(1)
-    c_rho: float = number(1.0, 0, inf, changes=True)
+    epochs: int = integer(1, changes="between updates")
+    c_rho: float = number(1.0, 0, inf, changes="by schedule")
     c_entropy: float = 0.01
     lr: float = 5e-3
     critic_lr: float | None = 1e-3

@@ -25,8 +25,8 @@ class DecayingEpsilon(Options):
     """
 
     eps_start: float = number(1.0, 0, 1)
-    eps_end: float = number(0.05, 0, 1)
-    eps_steps: int = number(20_000)
+    eps_end: float = number(0.05, 0, 1, changes="between updates")
+    eps_steps: int = number(20_000, changes="between updates")
 
     @torch.no_grad()
     def explore(self: Any) -> None:

@@ -113,7 +113,7 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
         lr: fraction of the way to its target that a value moves; 1 suits deterministic environments
     """
 
-    lr: float = number(0.5, 0, 1, changes=True)
+    lr: float = number(0.5, 0, 1, changes="by schedule")
     critic: Any = not_offered(None)
     critic_epochs: int = not_offered(0)
     decay_steps: int = not_offered(0)

@@ -26,10 +26,10 @@ class TRPO(NaturalGradientLearner):
         accept_ratio: least fraction of the predicted improvement that is accepted
     """
 
-    max_kl: float = number(0.01, 1e-12, changes=True)
-    backtrack: float = number(0.8, 1e-12, 1, changes=True)
-    max_backtracks: int = integer(10)
-    accept_ratio: float = number(0.1, changes=True)
+    max_kl: float = number(0.01, 1e-12, changes="by schedule")
+    backtrack: float = number(0.8, 1e-12, 1, changes="by schedule")
+    max_backtracks: int = integer(10, changes="between updates")
+    accept_ratio: float = number(0.1, changes="by schedule")
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
         "The longest step along the natural gradient that the line search accepts, its certificate, and the distribution before."

@@ -12,7 +12,7 @@ import torch
 
 from .gradient_learner import ActorCriticLearner
 from .losses import vtrace_actor_critic
-from .shared_options import Discounted, check_range, number
+from .shared_options import Discounted, check_range, number, setting
 from ..pipes.advantage import values
 from ..pipes.data.fragment import Fragment
 from ..pipes.data.fragment_ops import is_cut
@@ -31,9 +31,9 @@ class VTrace(Discounted, ActorCriticLearner):
         c_clip: largest weight that carries a later temporal difference back by one step, at most rho_clip
     """
 
-    lam: float = number(1.0, 0, 1, changes=True)
-    rho_clip: float = number(1.0, 0, inf)
-    c_clip: float = 1.0
+    lam: float = number(1.0, 0, 1, changes="by schedule")
+    rho_clip: float = number(1.0, 0, inf, changes="between updates")
+    c_clip: float = setting(1.0, changes="between updates")
     lr: float = 5e-4
     critic_lr: float | None = 1e-2
     batch_needs = ("logp",)  # advantages and value targets are computed here

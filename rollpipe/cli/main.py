@@ -32,7 +32,7 @@ from ..results.experiments import train_or_experiment
 from ..runs.contents import data_command
 from ..runs.export import FORMATS
 from ..runs.pack import local_copy, pack_command
-from ..runs.repeat import diff_command, verify_command
+from ..runs.moments import diff_command, verify_command
 from ..runs.replay import replay_command
 from ..runs.fork import fork_command
 from ..runs.asking import add_edit, edit_command

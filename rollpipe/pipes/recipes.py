@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastcore.meta import delegates
@@ -203,9 +203,9 @@ def on_policy(
     actor: Any,
     critic: Any = None,
     *,
-    gamma: float = 0.99,
-    lam: float = 0.95,
-    reward_scale: float | str | None = None,
+    gamma: Annotated[float, "between updates"] = 0.99,
+    lam: Annotated[float, "between updates"] = 0.95,
+    reward_scale: Annotated[float | str | None, "between updates"] = None,
     edits: Sequence[Callable] = (),
     **kwargs: Any,
 ) -> IterDataPipe:
@@ -251,9 +251,9 @@ def replayed(
     beta: float = 0.4,
     zero_state: bool = False,
     path: str | Path | None = None,
-    n_sampled_goal: int = 0,
+    n_sampled_goal: Annotated[int, "between updates"] = 0,
     frames: int = 1,
-    reward_scale: float | str | None = None,
+    reward_scale: Annotated[float | str | None, "between updates"] = None,
     terminal_obs: bool = True,
     edits: Sequence[Callable] = (),
     **kwargs: Any,

@@ -35,7 +35,7 @@ from ..runs.folder import folder_of, load_run, needed_modules
 from ..runs.fork import fork
 from ..runs.locks import files_of_run, locked
 from ..runs.logs import records_of
-from ..runs.repeat import checkpoint_at
+from ..runs.moments import checkpoint_before
 from ..settings.checks import ENDLESS, with_steps
 from ..settings.options import import_words, parse_value, typed
 from ..settings.overview import Parser
@@ -137,8 +137,9 @@ def _fork(branch: Branch, steps: int, quiet: dict) -> None:
     if not files_of_run(branch.folder):
         fork(branch.parent, branch.folder, branch.at, noise=branch.noise, **options)
         return
-    config = load_run(branch.folder).config
-    origin = config.get("forked") or {}
+    made = load_run(branch.folder)
+    config = made.config
+    origin = made.history.origin or {}
     values = {**config, **config["options"]}
     # The path of the parent does not tell: it is as it was typed, perhaps in another working folder, and both may have been moved since.
     equal = equal_up_to(branch.parent, branch.folder, branch.at)
@@ -175,7 +176,7 @@ def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
             got=metric,
         )
     for n in at:
-        checkpoint_at(run, n)
+        checkpoint_before(run, n)
     if not at:
         raise DataError(
             "nowhere to branch", leaf="--at", expected="numbers of updates, such as 100,200"
@@ -294,9 +295,7 @@ def ablate(
     }  # a schedule spans the run
     steps = _steps_of(run, found, at, updates)
     branches = branches_of(run, at, options, repeat, out)
-    quiet = dict(
-        keep=0, video_every=0, **{name: x for name, x in ENDLESS.items() if name != "stopped"}
-    )
+    quiet = dict(keep=0, video_every=0, **ENDLESS)
     if not metric.startswith("eval_"):
         quiet["eval_every"] = 0
     make_folder(out)
@@ -304,7 +303,7 @@ def ablate(
         for branch in branches:
             _fork(branch, steps[branch.at], quiet)
         _trained(branches, steps, updates, jobs, import_words(needed_modules(found.config)))
-        made = _compared(run, branches, found.config, metric, updates, last)
+        made = _compared(run, branches, found, metric, updates, last)
         write_files(
             out,
             lambda: {
@@ -318,10 +317,10 @@ def ablate(
 
 
 def _compared(
-    run: Path, branches: list, config: dict, metric: str, updates: int, last: int
+    run: Path, branches: list, found: Checkpoint, metric: str, updates: int, last: int
 ) -> Ablation:
     "The differences. Raises `DataError` if the twins with the noise of the run do not equal it."
-    replayed = any(keeper.startswith("replay") for keeper in config["kept"].values()) and any(
+    replayed = any(keeper.startswith("replay") for keeper in found.history.kept.values()) and any(
         x.noise for x in branches
     )
     notes = [
@@ -330,7 +329,7 @@ def _compared(
     known = {x.folder: course(x.folder, metric, x.at, updates) for x in branches}
     for twin in (x for x in branches if not x.edit and not x.noise):
         if any(
-            edit["at"] >= twin.at for edit in config.get("edits", ())
+            edit["at"] >= twin.at for edit in found.history.edits
         ):  # the branches do not have that edit
             notes.append(
                 f"{run} was edited after update {twin.at}, so the unedited branch there is not compared with it."
@@ -359,7 +358,11 @@ def _compared(
             )
         )
     return Ablation(
-        f"Branches of {run}: {config['algorithm']} on {config['env']}", metric, last, pairs, notes
+        f"Branches of {run}: {found.config['algorithm']} on {found.config['env']}",
+        metric,
+        last,
+        pairs,
+        notes,
     )
 
 # %% ../../nbs/results/10_ablation.ipynb #6565e2d4

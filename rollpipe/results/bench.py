@@ -16,8 +16,9 @@ from ..pipes.data.files import make_folder, write_atomically
 from ..agents.schedules import Every
 from ..runs.autotune import command_for
 from ..runs.commands import Interrupted, find_run
-from ..settings.choice import check_address, name_address
+from ..settings.files import check_address, name_address
 from ..settings.config import build, make_config
+from ..settings.resolved import Resolved
 from ..runs.logs import is_complete, read_evaluations
 from rollpipe.results.experiments import (
     check_counts,
@@ -59,7 +60,7 @@ class Job(NamedTuple):
     row: SpecRow
     seed: int
     folder: Path
-    config: dict
+    config: Resolved
 
     @property
     def name(self) -> str:
@@ -134,7 +135,11 @@ def progress_of(job: Job) -> str:
     if found is None:
         return "missing"
     config = {**found.config, "steps": job.config["steps"]}
-    return "complete" if is_complete(job.folder, config, found.counters) else "unfinished"
+    return (
+        "complete"
+        if is_complete(job.folder, config, found.counters, found.history.stopped)
+        else "unfinished"
+    )
 
 
 def _states(jobs: list) -> tuple:

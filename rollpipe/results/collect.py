@@ -18,11 +18,12 @@ from gymnasium.envs.registration import registry
 from ..agents.schedules import Every
 from ..ranks.launch import launching_words
 from ..runs.logs import is_evaluated, read_evaluations, read_metrics
-from ..settings.checks import check_edits, is_over
+from ..settings.checks import is_over
 from ..settings.options import import_words
 from ..pipes.data.errors import DataError, PipeError
 from ..runs.plots import group_runs
 from ..settings.files import read_table
+from ..traces.history import REQUEST, History
 from .bench import BENCH, read_bench
 from .experiments import command_line
 from .spec import get_value, need_value
@@ -37,9 +38,10 @@ class Result(NamedTuple):
     Args:
         state: complete, unfinished, missing, or damaged
         problem: why the run is damaged, or has no numbers
-        config: see `make_config`; empty if it is missing or damaged
+        config: the configuration that holds now, see `make_config`; empty if it is missing or damaged
         evaluations: see `read_evaluations`
         metrics: see `read_metrics`
+        history: its events
     """
 
     seed: int
@@ -49,6 +51,7 @@ class Result(NamedTuple):
     config: dict
     evaluations: list
     metrics: dict
+    history: History = History()
 
     def mean(self, kind: str) -> float:
         "The mean return in the final evaluation of the last policy or of the best one; `nan` if there is no such evaluation."
@@ -86,11 +89,14 @@ def _check_config(config: dict, where: str) -> None:
         need_value(config, name, kind, where)
     try:
         Every.of(config.get("eval_every", 0), "eval_every")
-        check_edits(config.get("edits", []))
     except DataError as e:
         raise DataError(
             f"{where}: {e.problem}", leaf=e.leaf, expected=e.expected, got=e.got
         ) from None
+    if not isinstance(config.get("options", {}), dict):
+        raise DataError(
+            f"{where}: wrong type of value", leaf="options", got=repr(config["options"])[:80]
+        )
     for name in ("seed", "ranks"):
         get_value(config, name, "a whole number", where, 0)
     for module in get_value(config, "imports", "a list", where, []):
@@ -102,14 +108,18 @@ def read_result(folder: Path, seed: int) -> Result:
     if not (folder / "config.json").is_file():
         return Result(seed, folder, "missing", "", {}, [], {})
     try:
-        config = read_table(folder / "config.json")
-        _check_config(config, f"{folder / 'config.json'}: not the configuration of a run")
+        history = History.read(folder)
+        request = read_table(folder / REQUEST)
+        _check_config(request, f"{folder / 'config.json'}: not the configuration of a run")
+        config = history.config(request)
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else {}
     except (PipeError, ValueError, OSError) as e:
         return Result(seed, folder, "damaged", str(e), {}, [], {})
     steps = max((r["steps"] for r in evaluations), default=0)
-    is_complete = is_over(config, dict(steps=steps)) and is_evaluated(folder, steps)
+    is_complete = is_over(config, dict(steps=steps), history.stopped) and is_evaluated(
+        folder, steps
+    )
     problem = "" if evaluations else "it has no evaluations by steps"
     return Result(
         seed,
@@ -119,6 +129,7 @@ def read_result(folder: Path, seed: int) -> Result:
         config,
         evaluations,
         metrics,
+        history,
     )
 
 # %% ../../nbs/results/04_collect.ipynb #b2d8f4a1
@@ -132,12 +143,11 @@ def flat_config(config: dict) -> dict:
             "options",
             "seed",
             "of_preset",
+            "origins",
             "versions",
             "name",
             "env_kwargs",
-            "stopped",
-            "forked",
-            "edits",
+            "inserts",
         )
     }
     for name in ("options", "env_kwargs", "versions"):

@@ -24,7 +24,6 @@ from rollpipe.runs.commands import (
     config_from,
     default_folder,
     find_run,
-    given_names,
     train_command,
 )
 from ..settings.config import build
@@ -254,7 +253,7 @@ def _folders(args: Namespace, seeds: list) -> dict:
     found = [str(folder) for folder in folders.values() if files_of_run(folder)]
     if args.proceed:
         for seed, config in configs.items():
-            find_run(folders[seed], config, given_names(args))
+            find_run(folders[seed], config)
     elif found and not args.overwrite:
         raise DataError(
             "there are runs already",

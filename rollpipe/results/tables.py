@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..runs.progress import format_duration, format_number
-from ..traces.journal import told_past
+from ..traces.history import past_in_words
 from .collect import Results, RowResult, differing_options
 from .statistics import improvement, improvement_interval, interval, iqm, steps_to
 
@@ -252,8 +252,8 @@ def _notes_of_row(row: RowResult) -> list:
     elif 1 < n < 5:
         notes.append(f"an interval from {n} runs is narrower than it says")
     numbers = Counter(run.seed for run in runs)
-    pasts = [(run.seed, told_past(run.config)) for run in runs]
-    stops = [(run.seed, run.config.get("stopped")) for run in runs]
+    pasts = [(run.seed, past_in_words(run.history)) for run in runs]
+    stops = [(run.seed, run.history.stopped) for run in runs]
     culprits = {
         "a return is not a number, so there is no mean: seed": sorted(
             {*figure_of(row, "last").bad, *figure_of(row, "best evaluation").bad}

@@ -30,7 +30,8 @@ from .mailbox import PAUSED, WISHES, ask
 from .progress import format_duration
 from .plots import CERTIFICATE, LABELS, section, style, svg, table_html, thinned, wide
 from ..traces.differences import JOURNAL
-from ..traces.journal import read_journal, told
+from ..traces.history import in_words
+from ..traces.journal import read_journal
 
 # %% auto #0
 __all__ = ['view', 'OpenRun', 'open_run', 'add_edit', 'edit_command']
@@ -43,8 +44,8 @@ def _state(folder: Path) -> str:
     steps, updates = (int(last[0].get(name, 0)) if last else 0 for name in ("steps", "updates"))
     algorithm, env, most = (found.config[name] for name in ("algorithm", "env", "steps"))
     words = [f"{algorithm} on {env}", f"{steps:,} of {most:,} steps", f"{updates:,} updates"]
-    if found.config.get("stopped"):
-        words.append(f"stopped: {found.config['stopped']}")
+    if found.history.stopped:
+        words.append(f"stopped: {found.history.stopped}")
     process = "a process trains it" + ", and is paused" * (folder / PAUSED).exists()
     words.append(process if owner_of(folder) else "no process trains it")
     age = time() - (folder / "metrics.jsonl").stat().st_mtime
@@ -95,7 +96,7 @@ def _graph(folder: Path) -> str:
     if (folder / COSTS).exists():
         return wide(Profile.load(folder / COSTS).svg())
     config = load_run(folder, builds=False).config
-    return wide(_drawn_graph(folder, json.dumps([config["options"], config.get("edits")])))
+    return wide(_drawn_graph(folder, json.dumps([config["options"], config.get("inserts")])))
 
 
 @lru_cache(16)
@@ -182,7 +183,7 @@ class OpenRun(NamedTuple):
         "The last `n` lines of its journal, and those of edits, at most 20: updates, steps, and the edits in words."
         lines = read_journal(self.folder / JOURNAL)
         found = [
-            (e.updates, e.steps, "; ".join(map(told, e.edits or [])))
+            (e.updates, e.steps, "; ".join(map(in_words, e.edits or [])))
             for k, e in enumerate(lines)
             if e.edits or k >= len(lines) - n
         ]

@@ -9,7 +9,6 @@ import importlib
 import shlex
 import signal
 from argparse import Namespace
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,15 @@ from rollpipe.runs.autotune import (
     table_row,
     trial_row,
 )
-from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, make_config, playing
+from rollpipe.settings.config import (
+    RUN_OPTIONS,
+    RunOptions,
+    build,
+    device_of,
+    make_config,
+    playing,
+    resolve,
+)
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint import Follower, joint
 from ..settings.options import import_words, options_of, parse_env_kwargs, shown, typed
@@ -36,10 +43,10 @@ from ..pipes.data.errors import DataError, EnvError
 from ..pipes.graph.edits import draw
 from .logs import is_complete
 from .plots import learning_curve
-from ..settings.choice import check_address, settings_in
+from ..settings.files import check_address, settings_in
+from ..settings.resolved import NOT_ASKED, Asked, Resolved
 from .progress import format_duration, format_number
 from ..ranks.launch import launching_words, process_group
-from .changes import before_edits
 from rollpipe.runs.folder import (
     Run,
     agent_of,
@@ -53,12 +60,12 @@ from rollpipe.runs.folder import (
 from .locks import RUN_FILES, files_of_run
 from .training import train
 from ..traces.crash import CRASH
+from ..traces.history import read_request
 
 # %% auto #0
-__all__ = ['TYPED_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'given_by', 'config_from', 'train_command',
-           'folder_name', 'default_folder', 'find_run', 'given_names', 'run_to_end', 'evaluate_command',
-           'watch_command', 'export_command', 'plot_command', 'graph_command', 'demo_command', 'profile_command',
-           'autotune_command']
+__all__ = ['TYPED_OPTIONS', 'PLOT_OPTIONS', 'UsageError', 'Interrupted', 'asked_by', 'config_from', 'train_command',
+           'folder_name', 'default_folder', 'find_run', 'run_to_end', 'evaluate_command', 'watch_command',
+           'export_command', 'plot_command', 'graph_command', 'demo_command', 'profile_command', 'autotune_command']
 
 # %% ../../nbs/runs/23_commands.ipynb #9493a7f0
 TYPED_OPTIONS = [
@@ -75,33 +82,38 @@ class Interrupted(Exception):
     "A signal has ended the training, and everything has been saved. `args` are the number of the signal and a text."
 
 
-def given_by(args: Namespace) -> tuple[dict, dict]:
-    """The settings of the command line, and below them those of the `--config` file: option -> value, and arguments of the environment.
+def asked_by(args: Namespace) -> Asked:
+    """What a command line asks for: what is typed, and below it the `--config` file.
 
-    Both have priority over the preset.
+    Args:
+        args: the words of a command with `ALGO ENV`, parsed
     """
     if not args.algorithm:
         raise UsageError(f"rollpipe {args.command}: which algorithm? {', '.join(ALGORITHMS)}")
     known = options_for(args.algorithm) + TYPED_OPTIONS
+    names = [option.name for option in known if hasattr(args, option.name)]
+    typed = {name: getattr(args, name) for name in names}
     env_kwargs = parse_env_kwargs(args.env_kwargs)
-    file = getattr(args, "config", None)
-    of_file, kwargs_of_file = (
-        settings_in(file, args.algorithm, args.env, env_kwargs, known) if file else ({}, {})
+    asked = Asked(
+        args.algorithm,
+        args.env,
+        typed,
+        env_kwargs=env_kwargs,
+        imports=getattr(args, "imports", ()),
+        preset="auto",
     )
-    typed = {
-        option.name: getattr(args, option.name) for option in known if hasattr(args, option.name)
-    }
+    file = getattr(args, "config", None)
+    if not file:
+        return asked
+    of_file, kwargs_of_file = settings_in(file, args.algorithm, args.env, env_kwargs, known)
     if "address" not in typed:
         check_address(of_file, file)
-    return {"preset": "auto", **of_file, **typed}, {**kwargs_of_file, **env_kwargs}
+    return asked._replace(file=of_file, env_kwargs={**kwargs_of_file, **env_kwargs})
 
 
-def config_from(args: Namespace) -> dict:
+def config_from(args: Namespace) -> Resolved:
     "The configuration that the command line asks for."
-    values, env_kwargs = given_by(args)
-    return make_config(
-        args.algorithm, args.env, None, env_kwargs, imports=getattr(args, "imports", ()), **values
-    )
+    return resolve(asked_by(args))
 
 # %% ../../nbs/runs/23_commands.ipynb #0bf8944d
 def train_command(args: Namespace) -> None:
@@ -131,21 +143,21 @@ def _run_for(args, launch):
             folder_of(args.resume) if is_again else args.resume,
             *map(vars(args).get, ("steps", "device", "workers", "address")),
         )
-    config = config_from(args) | (dict(ranks=launch.size) if launch else {})
+    config = config_from(args)
+    if launch:
+        config = config.having(ranks=launch.size)
     folder = Path(args.out or default_folder(config))
-    found = find_run(folder, config, given_names(args)) if args.proceed or is_again else None
+    found = find_run(folder, config) if args.proceed or is_again else None
     if not found:
         return start(folder, config, args.overwrite)
-    now = load_run(
-        folder
-    ).config  # with the edits of the run, which may set its steps and its evaluations
-    if found.config["steps"] == config["steps"]:
-        config["steps"] = now["steps"]
-    if not is_complete(folder, {**now, "steps": config["steps"]}, found.counters):
-        return resume(
-            folder, None if found.config.get("stopped") else config["steps"]
-        )  # what was stopped stays so
-    why = f", and was stopped: {found.config['stopped']}" if found.config.get("stopped") else ""
+    # The edits of the run may have set its steps and its evaluations.
+    newest = load_run(folder)
+    stopped = newest.history.stopped
+    is_as_before = found.config["steps"] == config["steps"]
+    steps = newest.config["steps"] if is_as_before else config["steps"]
+    if not is_complete(folder, {**newest.config, "steps": steps}, found.counters, stopped):
+        return resume(folder, None if stopped else steps)  # what was stopped stays so
+    why = f", and was stopped: {stopped}" if stopped else ""
     print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps{why}")
 
 
@@ -158,14 +170,14 @@ def default_folder(config: dict) -> Path:
     return Path(f"runs/{config['algorithm']}-{folder_name(config['env'])}-s{config['seed']}")
 
 
-def find_run(
-    folder: Path, config: dict, given: Iterable | None = None, is_exact: bool = False
-) -> Checkpoint | None:
+def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoint | None:
     """The run in a folder, None if there is none. Raises `DataError` if it was made with another configuration.
 
+    The number of steps and the versions of packages may differ, and so may what comes from a preset, unless the preset was typed: the run
+    keeps its values.
+
     Args:
-        config: required configuration; the number of steps and the versions of packages may differ
-        given: options that the user sets; those that a preset has set may differ; None: no option may differ
+        config: required configuration
         is_exact: whether a run of more steps counts as another run
     """
     if not files_of_run(folder):
@@ -173,41 +185,27 @@ def find_run(
     for module in needed_modules(config):
         importlib.import_module(module)  # naming the environment permits the import of its module
     found = load_run(folder)
-    free = {
-        "steps",
-        "versions",
-        "preset",
-        "of_preset",
-        "kept",
-        "inexact",
-        "stopped",
-        "edits",
-        "due",
-    }
-    if origin := found.config.get("forked"):
+    if origin := found.history.origin:
         raise DataError(
             f"{folder}: its run is a fork of {origin['run']}",
             expected=f"rollpipe train --resume {folder}, or another folder",
         )
-    found = found._replace(config=before_edits(found.config))
-    if {*needed_modules(found.config)} == {*needed_modules(config)}:
-        free |= {"imports"}  # the environment's module may be listed or not
-    if given is not None:
-        free |= {*config.get("of_preset", ()), *found.config.get("of_preset", ())} - {
-            *given
-        }  # the run keeps its values
-    if is_exact and found.config["steps"] > config["steps"]:
-        free -= {"steps"}
-    both = {
-        name: (found.config.get(name), config.get(name))
-        for name in dict.fromkeys([*config, *found.config])
-        if name != "options"
-    }
-    both |= {
-        name: (found.config["options"].get(name, x), x)
-        for name, x in config["options"].items()
-        if (name, x) != ("engine", "auto")
-    }
+
+    # It is compared by what was asked for, and by how far it was extended since.
+    request = read_request(folder)
+    extensions = [x["set"]["steps"] for x in found.history if x["event"] == "extended"]
+    then = Resolved({**request, "steps": [request["steps"], *extensions][-1]})
+
+    free = {"preset"}
+    if not is_exact or then["steps"] <= config["steps"]:
+        free.add("steps")
+    if config.origin("preset") != "typed":
+        of_presets = {*config.named("preset"), *then.named("preset")}
+        free |= of_presets - {*config.named("typed", "file")}
+    if config["options"].get("engine") == "auto":
+        free.add("engine")  # of which the run knows the outcome
+
+    both = _compared(then, config)
     changed = [
         f"{name}={has!r} instead of {x!r}"
         for name, (has, x) in both.items()
@@ -219,12 +217,17 @@ def find_run(
             expected="the same, or another folder",
             got=", ".join(changed),
         )
-    return found
+    return found._replace(config=then)
 
 
-def given_names(args: Namespace) -> list | None:
-    "The options that the command line and its file set; None if the command line names a preset, because then all options are set."
-    return None if hasattr(args, "preset") else [*given_by(args)[0]]
+def _compared(then: Resolved, now: Resolved) -> dict:
+    "What two configurations ask for: name -> both values."
+    names = [name for name in dict.fromkeys([*now, *then]) if name not in {*NOT_ASKED, "options"}]
+    both = {name: (then.get(name), now.get(name)) for name in names}
+    if {*needed_modules(then)} == {*needed_modules(now)}:
+        both.pop("imports", None)  # the environment's module may be listed or not
+    options = then["options"]
+    return both | {name: (options.get(name, x), x) for name, x in now["options"].items()}
 
 
 def _command_for(command: str, run: Run) -> str:
@@ -292,8 +295,8 @@ def run_to_end(run: Run, args: Namespace) -> None:
     finally:
         if run.is_new and not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists():
             discard(run)
-    if config.get("stopped"):
-        print(f"stopped: {config['stopped']}")
+    if run.history.stopped:
+        print(f"stopped: {run.history.stopped}")
     print(
         f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {shown(run.checkpoint)}"
     )
@@ -451,11 +454,16 @@ def profile_command(args: Namespace) -> None:
 
 def autotune_command(args: Namespace) -> None:
     "Try environments, lanes and workers, and print the fastest setting."
-    (values, env_kwargs) = given_by(args)
+    asked = asked_by(args)
     trials = []
-    imports = getattr(args, "imports", ())
     measuring = autotune(
-        args.algorithm, args.env, None, env_kwargs, seconds=args.seconds, imports=imports, **values
+        asked.algorithm,
+        asked.env,
+        None,
+        asked.env_kwargs,
+        seconds=args.seconds,
+        imports=asked.imports,
+        **asked.values,
     )
     try:
         for trial in measuring:
@@ -473,8 +481,9 @@ def autotune_command(args: Namespace) -> None:
     finally:
         if found := ranked(trials)[0]:
             setting, speed = found[0]
+            values = {**asked.values, **setting}
             command = command_for(
-                args.algorithm, args.env, {**values, **setting}, env_kwargs, imports
+                asked.algorithm, asked.env, values, asked.env_kwargs, asked.imports
             )
             print(f"{ranking(trials)}\nbest: {speed:,.0f} steps/s\n{command}", flush=True)
     if not found:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from ..agents.checkpoint import Snapshot, load_checkpoint
 from .states import kept_states
 from ..agents.evaluate import Evaluation, policy_of
+from ..traces.observers import Observer, Wish
 from rollpipe.agents.parallel_evaluation import (
     Evaluated,
     ParallelEvaluation,
@@ -25,6 +25,7 @@ from rollpipe.agents.parallel_evaluation import (
     evaluated_beside,
 )
 from ..agents.schedules import Every
+from ..settings.checks import is_over
 from ..settings.config import device_of, playing
 from .logs import KINDS, read_evaluations, records_of, write_evaluations
 from ..pipes.data.errors import CheckpointError
@@ -32,7 +33,8 @@ from ..pipes.graph.modules import version_of
 from .folder import Run, agent_of, load_run
 
 # %% auto #0
-__all__ = ['evaluation_seed', 'best_return', 'why_enough', 'Evaluations', 'StepEvaluations', 'evaluations_of']
+__all__ = ['evaluation_seed', 'best_return', 'why_enough', 'BestLearner', 'EvaluationsByUpdates', 'EvaluationsBySteps',
+           'evaluations_of']
 
 # %% ../../nbs/runs/08_evaluations.ipynb #d6eb9513
 def evaluation_seed(seed: int, kind: str, steps: int) -> int:
@@ -82,242 +84,246 @@ def why_enough(config: dict, means: list) -> str | None:
     return f"patience={patience}: no evaluation since the mean return {means[best]:g} was better"
 
 
-class Evaluations:
-    """The evaluations of a run. The learner with the best mean return so far is kept in `run.best`.
+class BestLearner:
+    """Keeps the learner with the best mean return so far in `run.best`.
 
     Args:
-        run: a run whose configuration has `eval_every`
-        evaluator: a `ParallelEvaluation` of its actor; None: this process evaluates
+        run: a `Run`; an earlier training may have kept one
     """
 
-    def __init__(self, run: Run, evaluator: Any):
+    def __init__(self, run: Run):
         self.run = run
-        self.evaluator = evaluator
-        self.every = Every.of(run.config["eval_every"])
-        self.last = dict(run.counters)
-        self.news = []
-        self.has_told = False
         best = best_return(run.folder)
-        self.best = -math.inf if math.isnan(best) else best
-        self.seed = getattr(evaluator, "seed", None)
-        self.asked: Any = None  # the learner when the latest evaluation began; `last` are the counters of that moment
+        self.mean = -math.inf if math.isnan(best) else best
+        self.has_told = False
 
-    def waits(self) -> bool:
-        "Does the training wait for an evaluation after this update? Then it is saved before."
-        return False
+    def note(self) -> None:
+        "Note the learner as it is now, because it is evaluated next."
+        self.counters = dict(self.run.counters)
+        self.snapshot = Snapshot(self.run.agent, kept_states(self.run))
 
-    def why_enough(self) -> str | None:
-        "Why the training ends; None: it goes on."
-        return None
+    def compare(self, answer: Evaluated, seed: int | None) -> None:
+        "Keep the noted learner if its evaluation, whose episodes had this seed, is the best so far."
+        self._tell_cuts(answer.evaluation)
+        mean = answer.evaluation.mean
+        if mean > self.mean or not self.run.best.exists():
+            result = dict(answer.metrics, episodes=len(answer.evaluation.returns), seed=seed)
+            self.run.save_best(self.snapshot, self.counters, result)
+            self.mean = -math.inf if math.isnan(mean) else mean
 
-    def after_update(self) -> float:
-        "Ask for an evaluation if one is due and none is under way. Returns for how long the training waited [s]."
-        if self.evaluator.busy or not self.every.is_due(self.last, self.run.counters):
-            return 0.0
-        begun = perf_counter()
-        self._ask()
-        return perf_counter() - begun
-
-    def poll(self) -> list:
-        "The evaluations that have ended since the last call, a list of `Evaluated`."
-        if self.evaluator is not None:
-            self._take(self.evaluator.poll())
-        news = self.news
-        self.news = []
-        return news
-
-    def finish(self, is_end: bool = True) -> Iterable:
-        """Wait for the evaluation under way, and for a last one. Returns `poll()`.
-
-        Args:
-            is_end: False: the training goes on with an edit, so there is no last one yet
-        """
-        self._take(self.evaluator.wait())
-        if is_end:
-            self._ask()
-        self._take(self.evaluator.wait())
-        return self.poll()
-
-    def _ask(self):
-        self.last, self.asked = (
-            dict(self.run.counters),
-            Snapshot(self.run.agent, kept_states(self.run)),
-        )
-        self.evaluator.request()
-        self._take(self.evaluator.poll())
-
-    def _take(self, answers):
-        for answer in answers:
-            self._tell_cuts(answer.evaluation)
-            self._keep(answer)
-            self.news.append(answer)
-
-    def _tell_cuts(self, found):
+    def _tell_cuts(self, evaluation):
         "Say once that episodes were cut off. The metrics and records say it each time."
-        if self.has_told or not found.cut_off.any():
+        n_cut = evaluation.cut_off.sum()
+        if self.has_told or not n_cut:
             return
         self.has_told = True
         logging.getLogger("rollpipe").warning(
-            f"evaluation: {found.cut_off.sum()} of {len(found.cut_off)} episodes were cut off after {found.lengths.max():,} steps, "
+            f"evaluation: {n_cut} of {len(evaluation.cut_off)} episodes were cut off after {evaluation.lengths.max():,} steps, "
             "so their returns are partial (--max-episode-steps sets another limit, in training and evaluation)"
         )
 
-    def _keep(self, answer):
-        "Keep the learner that was evaluated if it is the best so far."
-        mean, run = answer.evaluation.mean, self.run
-        if mean > self.best or not run.best.exists():
-            found = dict(answer.metrics, episodes=len(answer.evaluation.returns), seed=self.seed)
-            run.save_best(self.asked, self.last, found)
-            self.best = -math.inf if math.isnan(mean) else mean
-
-# %% ../../nbs/runs/08_evaluations.ipynb #88ee0cf9
-class StepEvaluations(Evaluations):
-    """The evaluations of a run at given steps, in its own process, with a line in `evaluations.jsonl` for each.
+# %% ../../nbs/runs/08_evaluations.ipynb #3b28cf1a
+class EvaluationsByUpdates(Observer):
+    """Evaluates in a process of its own every `eval_every` updates of a run, and after the last one.
 
     Args:
-        run: a run whose `eval_every` is in steps
-        evaluate: as `evaluated`
+        evaluator: answers as a `ParallelEvaluation`; None: one is made for the actor of the run
     """
 
-    def __init__(self, run: Run, evaluate: Callable = evaluated):
-        super().__init__(run, None)
-        self.evaluate = evaluate
+    when = "saved"
+    taken = ()  # its metrics are those of `METRICS`
+
+    def __init__(self, evaluator: Any = None):
+        self.evaluator = evaluator
+
+    def begin(self, run: Run) -> None:
+        "Begin the process, or a worker of the cluster in which the run collects."
+        config = run.config
+        self.run = run
+        self.every = Every.of(config["eval_every"])
+        self.best = BestLearner(run)
+        self.last = dict(run.counters)  # counters of the latest request
+        if self.evaluator is None:
+            ray = dict(address=config["address"]) if config.get("reading") == "ray" else None
+            self.evaluator = ParallelEvaluation(
+                actor=policy_of(run.agent),
+                n_episodes=config["eval_episodes"],
+                seed=config["seed"],
+                ray=ray,
+                **playing(config),
+            )
+
+    def after(self, record: Mapping) -> dict:
+        "Ask for an evaluation if one is due and none is under way. Returns the metrics of the newest one that has ended meanwhile."
+        counters = self.run.counters
+        is_due = self.every.is_due(self.last, counters) and not is_over(
+            self.run.config, counters, self.run.history.stopped
+        )
+        if is_due and not self.evaluator.busy:
+            self._ask()
+        metrics = {}
+        for answer in self._compared(self.evaluator.poll()):
+            metrics.update(answer.metrics)
+        return metrics
+
+    def end(self) -> Iterator[dict]:
+        "Wait for the evaluation under way. If the run is over, also make the last one."
+        answers = self._compared(self.evaluator.wait())
+        if is_over(self.run.config, self.run.counters, self.run.history.stopped):
+            self._ask()
+            answers += self._compared(self.evaluator.wait())
+        for answer in answers:
+            yield answer.metrics
+
+    def close(self) -> None:
+        "End the process."
+        if self.evaluator is not None:
+            self.evaluator.close()
+
+    def _ask(self):
+        self.last = dict(self.run.counters)
+        self.best.note()
+        self.evaluator.request()
+
+    def _compared(self, answers):
+        for answer in answers:
+            self.best.compare(answer, self.evaluator.seed)
+        return answers
+
+# %% ../../nbs/runs/08_evaluations.ipynb #88ee0cf9
+class EvaluationsBySteps(Observer):
+    "Evaluates at given steps of a run, while the training waits, with a line in `evaluations.jsonl` for each."
+
+    when = "saved"
+    taken = ()  # its metrics are those of `METRICS`
+
+    def __init__(self):
+        self.closing = ExitStack()
+
+    def begin(self, run: Run) -> Wish:
+        "Evaluate if that is due at the first step, or if a run that goes on lacks it."
+        self.run = run
+        self.every = Every.of(run.config["eval_every"])
+        self.best = BestLearner(run)
+        # Where workers collect, this process has no environment that an evaluation could disturb.
+        self.evaluate = evaluated
+        if not run.config["workers"]:
+            beside = evaluated_beside(run.config["env"], run.config["env_kwargs"])
+            self.evaluate = self.closing.enter_context(beside)
+
         steps = run.counters["steps"]
         self.records = [
             r
             for r in read_evaluations(run.folder)
             if r["steps"] <= steps and (r["kind"] == "training" or r["steps"] == steps)
         ]
-        self.last = dict(
-            steps=max((r["steps"] for r in self.records if r["kind"] == "training"), default=-1)
-        )
-        # The next record tells of an evaluation at this step, so it is not written yet. At the end of a run, a second record of the
-        # last update has told it.
-        is_told = (
-            sum(r.get("updates") == run.counters["updates"] for r in records_of(run.folder)) > 1
-        )
-        now = [r for r in self.records if r["kind"] == "training" and r["steps"] == steps]
-        self.news = [] if is_told else [_of_record(r, version_of(run.agent.actor)) for r in now]
+        self.last = dict(steps=max((r["steps"] for r in self._of_training()), default=-1))
+        metrics = self._untold() | self._evaluated_if_due()
+        is_new = not run.counters["updates"]
+        return Wish(metrics, stop=None if is_new else self._why_enough())
 
-    def waits(self) -> bool:
-        return self.every.is_due(self.last, self.run.counters)
+    def save_before(self, run: Run, record: Mapping) -> Wish:
+        "A callback that wishes a checkpoint if an evaluation follows."
+        return Wish(save=self._is_due())
 
-    def why_enough(self) -> str | None:
-        return why_enough(
-            self.run.config, [r["mean"] for r in self.records if r["kind"] == "training"]
-        )
+    def after(self, record: Mapping) -> Wish:
+        "Evaluate if that is due, and stop if it is enough."
+        return Wish(self._evaluated_if_due(), stop=self._why_enough())
 
-    def poll(self) -> list:
-        self.run.counters["evaluations"] = sum(
-            r["kind"] == "training" for r in self.records
-        )  # so it tells when some are lost
-        return super().poll()
-
-    def after_update(self) -> float:
-        "Evaluate if it is due. Returns for how long the training waited [s]."
-        if not self.waits():
-            return 0.0
-        begun = perf_counter()
+    def end(self) -> None:
+        "If the run is over, evaluate the last policy and the best one on `final_episodes` episodes each, unless that is done."
         run = self.run
-        self.records = [
-            r for r in self.records if r["kind"] == "training"
-        ]  # training continues, so the final evaluations are outdated
-        self.last = dict(run.counters)
-        self.asked = Snapshot(run.agent, kept_states(run))
-        answer = self._evaluated("training", policy_of(run.agent))
-        self._take([answer])
-        self._record("training", self.last["updates"], answer.evaluation)
-        return perf_counter() - begun
-
-    def finish(self, is_end: bool = True) -> Iterable:
-        """Evaluate the last policy and the best one on `final_episodes` episodes each, unless that is done.
-
-        Before, yield those of `poll()`, because with the final evaluations a run is complete, and nobody would record them later.
-        """
-        if not is_end:
+        counters = run.counters
+        if not is_over(run.config, counters, run.history.stopped):
             return
-        run = self.run
-        self.after_update()
-        yield from super().poll()  # the counters stay those of the last checkpoint
         self.records = [
-            r
-            for r in self.records
-            if r["kind"] == "training" or r["steps"] == run.counters["steps"]
+            r for r in self.records if r["kind"] == "training" or r["steps"] == counters["steps"]
         ]
         made = {r["kind"] for r in self.records}
-        best = load_run(run.folder, best=True)
-        for kind, counters in (("last", run.counters), ("best", best.counters)):
-            if kind in made:
-                continue
-            agent = run.agent if kind == "last" else agent_of(best, run.config.get("device", "cpu"))
-            self._record(
-                kind, counters["updates"], self._evaluated(kind, policy_of(agent)).evaluation
-            )
+        if "last" not in made:
+            self._evaluate("last", run.agent, counters["updates"])
+        if "best" not in made:
+            best = load_run(run.folder, best=True)
+            agent = agent_of(best, run.config.get("device", "cpu"))
+            self._evaluate("best", agent, best.counters["updates"])
 
-    def _evaluated(self, kind, actor) -> Evaluated:
-        "Evaluate a policy in this process, after the present number of steps."
+    def close(self) -> None:
+        "End the process, if there is one."
+        self.closing.close()
+
+    def _of_training(self):
+        return [r for r in self.records if r["kind"] == "training"]
+
+    def _is_due(self):
+        return self.every.is_due(self.last, self.run.counters)
+
+    def _why_enough(self):
+        return why_enough(self.run.config, [r["mean"] for r in self._of_training()])
+
+    def _untold(self):
+        "The metrics of an evaluation at this step that no record tells yet. At the end of a run, a second record of the last update does."
+        run = self.run
+        told = [r for r in records_of(run.folder) if r.get("updates") == run.counters["updates"]]
+        now = [r for r in self._of_training() if r["steps"] == run.counters["steps"]]
+        if not now or len(told) > 1:
+            return {}
+        returns = np.array(now[-1]["returns"])
+        lengths = np.array(now[-1]["lengths"])
+        evaluation = Evaluation(returns, lengths, np.zeros(len(returns), bool))
+        return Evaluated(version_of(run.agent.actor), evaluation, 0.0).metrics
+
+    def _evaluated_if_due(self):
+        "Evaluate the present policy if that is due. Returns its metrics."
+        run = self.run
+        metrics = {}
+        if self._is_due():
+            self.records = self._of_training()  # later final evaluations are outdated
+            self.last = dict(run.counters)
+            self.best.note()
+            metrics = self._evaluate("training", run.agent, run.counters["updates"]).metrics
+        # A checkpoint tells how many there were, so a run that goes on notices if some are lost. At the end the last one is saved already.
+        if not is_over(run.config, run.counters, run.history.stopped):
+            run.counters["evaluations"] = len(self._of_training())
+        return metrics
+
+    def _evaluate(self, kind, agent, updates) -> Evaluated:
+        "Evaluate the policy of a learner with so many updates, and write a line."
         config = self.run.config
-        self.seed = evaluation_seed(config["seed"], kind, self.run.counters["steps"])
-        return self.evaluate(
-            actor,
-            dict(
-                playing(config),
-                n_episodes=config["eval_episodes" if kind == "training" else "final_episodes"],
-                seed=self.seed,
-                device=device_of(config.get("device", "cpu")),
-            ),
-        )
-
-    def _record(self, kind, updates, found):
         now = self.run.counters
-        self.records.append(
-            dict(
-                kind=kind,
-                steps=now["steps"],
-                updates=updates,
-                seconds=now["seconds"],
-                mean=found.mean,
-                std=found.std,
-                returns=found.returns.tolist(),
-                lengths=found.lengths.tolist(),
-                seed=self.seed,
-                resumes=now["resumes"],
-                **(dict(cut_off=int(found.cut_off.sum())) if found.cut_off.any() else {}),
-            )
+        seed = evaluation_seed(config["seed"], kind, now["steps"])
+        n_episodes = config["eval_episodes" if kind == "training" else "final_episodes"]
+        device = device_of(config.get("device", "cpu"))
+        options = dict(playing(config), n_episodes=n_episodes, seed=seed, device=device)
+        answer = self.evaluate(policy_of(agent), options)
+        # The best one is kept first, because an evaluation that has a line is not made again.
+        if kind == "training":
+            self.best.compare(answer, seed)
+        evaluation = answer.evaluation
+        record = dict(
+            kind=kind,
+            steps=now["steps"],
+            updates=updates,
+            seconds=now["seconds"],
+            mean=evaluation.mean,
+            std=evaluation.std,
+            returns=evaluation.returns.tolist(),
+            lengths=evaluation.lengths.tolist(),
+            seed=seed,
+            resumes=now["resumes"],
         )
+        if evaluation.cut_off.any():
+            record["cut_off"] = int(evaluation.cut_off.sum())
+        self.records.append(record)
         write_evaluations(self.run.folder, self.records)
-
-
-def _of_record(record: dict, version: int) -> Evaluated:
-    returns = np.array(record["returns"])
-    lengths = np.array(record["lengths"])
-    return Evaluated(version, Evaluation(returns, lengths, np.zeros(len(returns), bool)), 0.0)
+        return answer
 
 # %% ../../nbs/runs/08_evaluations.ipynb #0dfecad0
-@contextmanager
-def evaluations_of(run: Run) -> Iterator[Evaluations | None]:
-    "The evaluations of a run, or None if it has none. Those at the first step are made at once."
-    config = run.config
-    every = Every.of(config.get("eval_every", 0))
+def evaluations_of(run: Run) -> list:
+    "The observers that evaluate a run, if it has evaluations."
+    every = Every.of(run.config.get("eval_every", 0))
     if not every.n:
-        yield None
-    elif every.unit == "steps":
-        # Where workers collect, this process has no environment that it could disturb.
-        with (
-            nullcontext(evaluated)
-            if config["workers"]
-            else evaluated_beside(config["env"], config["env_kwargs"])
-        ) as evaluate:
-            evaluations = StepEvaluations(run, evaluate)
-            evaluations.after_update()
-            yield evaluations
-    else:
-        ray = dict(address=config["address"]) if config.get("reading") == "ray" else None
-        with ParallelEvaluation(
-            actor=policy_of(run.agent),
-            n_episodes=config["eval_episodes"],
-            seed=config["seed"],
-            ray=ray,
-            **playing(config),
-        ) as evaluator:
-            yield Evaluations(run, evaluator)
+        return []
+    if every.unit != "steps":
+        return [EvaluationsByUpdates()]
+    evaluations = EvaluationsBySteps()
+    return [evaluations.save_before, evaluations]

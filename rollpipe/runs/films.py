@@ -7,63 +7,56 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..agents.evaluate import policy_of
+from ..traces.observers import Observer
 from ..agents.parallel_evaluation import ParallelEvaluation
+from ..settings.checks import is_over
 from ..settings.config import playing
 
 # %% auto #0
 __all__ = ['Films', 'films_of']
 
 # %% ../../nbs/runs/02_films.ipynb #ef508a8c
-class Films:
+class Films(Observer):
     """Films of the present policy in the folder `videos` of a run: `update-000020.mp4`, or `.gif` without the extra `video`.
 
     The first failure is logged as a warning. After that no more films are made, and the training continues.
 
     Args:
-        folder: folder of the run
-        env: gymnasium id; it must render with `render_mode='rgb_array'`
-        actor: in eval mode while it is filmed
-        every: updates between two films; the last update has one, too
-        seed: seed of the episode, the same for each film
-        **options: other options of `evaluate`, such as `env_kwargs`
+        every: updates between two films; the last update of the run has one, too
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        env: str,
-        actor: Any,
-        every: int,
-        *,
-        seed: int | None = None,
-        **options: Any,
-    ):
+    when = "saved"  # it begins a process, which must not be a fork of one with threads
+
+    def __init__(self, every: int):
         self.every = every
-        self.folder = Path(folder) / "videos"
         self._evaluation = None
+
+    def begin(self, run: Any) -> None:
+        "Begin the process. Each film shows an episode with the same seed, of the actor in eval mode."
+        self.run = run
+        self.folder = Path(run.folder) / "videos"
         self._newest = -1
+        self._try(self._begin_process)
+
+    def _begin_process(self):
         kind = "mp4" if importlib.util.find_spec("imageio_ffmpeg") else "gif"
-
-        def begin():
-            self.folder.mkdir(exist_ok=True)
-            self._evaluation = ParallelEvaluation(
-                env,
-                actor,
-                1,
-                n_envs=1,
-                seed=seed,
-                record=self.folder / f"update-{{version:06}}.{kind}",
-                silence=300.0,
-                on_silence="raise",
-                **options,
-            )
-
-        self._try(begin)
+        config = self.run.config
+        self.folder.mkdir(exist_ok=True)
+        self._evaluation = ParallelEvaluation(
+            actor=policy_of(self.run.agent),
+            n_episodes=1,
+            n_envs=1,
+            seed=config["seed"],
+            record=self.folder / f"update-{{version:06}}.{kind}",
+            silence=300.0,
+            on_silence="raise",
+            **playing(config),
+        )
 
     def _try(self, action):
         try:
@@ -74,42 +67,34 @@ class Films:
             )
             self._evaluation = None
 
-    def after(self, updates: int, is_last: bool) -> None:
-        """Begin a film if one is due, and not begun already. It first waits for the previous film, so that none is left out.
+    def after(self, record: Mapping) -> None:
+        "Begin a film if one is due."
+        if record["updates"] % self.every == 0:
+            self._film(record["updates"])
 
-        Args:
-            updates: number of updates of the run so far
-            is_last: whether the training ends here
-        """
-        if (
-            self._evaluation is None
-            or updates == self._newest
-            or not (is_last or updates % self.every == 0)
-        ):
+    def _film(self, updates):
+        "Begin a film, unless this update has one. It first waits for the previous film, so that none is left out."
+        if self._evaluation is None or updates == self._newest:
             return
         self._newest = updates
         self._try(self._evaluation.wait)
         if self._evaluation is not None:
             self._try(self._evaluation.request)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *rest):
-        if self._evaluation is not None and kind is None:
+    def end(self) -> None:
+        "Film the last update of the run, and wait for the film."
+        if is_over(self.run.config, self.run.counters, self.run.history.stopped):
+            self._film(self.run.counters["updates"])
+        if self._evaluation is not None:
             self._try(self._evaluation.wait)
+
+    def close(self) -> None:
+        "End the process."
         if self._evaluation is not None:
             self._try(self._evaluation.close)
 
 
-def films_of(run: Any) -> AbstractContextManager:
-    "A context with the `Films` of a run, or with None if it has none."
-    if not (config := run.config).get("video_every"):
-        return nullcontext()
-    return Films(
-        run.folder,
-        actor=policy_of(run.agent),
-        every=config["video_every"],
-        seed=config["seed"],
-        **playing(config),
-    )
+def films_of(run: Any) -> list[Films]:
+    "The observer that makes the films of a run, if it has any."
+    every = run.config.get("video_every")
+    return [Films(every)] if every else []

@@ -23,18 +23,19 @@ from rollpipe.agents.checkpoint import (
 from rollpipe.runs.states import (
     Stream,
     edits_due,
+    exactness,
     global_seed,
     kept_states,
     load_states,
+    newly_inexact,
     resumed_stream,
-    told_inexact,
-    with_exactness,
 )
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.choice import check_address, name_address
-from ..settings.checks import ENDLESS, check_decay, check_edits, check_room, is_over
+from ..settings.checks import ENDLESS, check_decay, check_room, is_over
+from ..settings.files import check_address, name_address
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
 from ..settings.options import shown
+from ..settings.resolved import Resolved
 from rollpipe.runs.locks import (
     FORKED,
     RUN_FILES,
@@ -55,6 +56,7 @@ from ..pipes.graph.modules import torch_threads
 from ..pipes.stepper import EnvStepper
 from ..ranks.collectives import check_size
 from ..traces.differences import JOURNAL
+from ..traces.history import REQUEST, History, check_event, with_event
 
 # %% auto #0
 __all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'restore_agent', 'for_policy',
@@ -74,7 +76,7 @@ class Run(NamedTuple):
     """A run in progress; its files are those of `RUN_FILES`, and the `kept_checkpoints` in its folder `checkpoints`.
 
     Args:
-        config: see `make_config`
+        config: the configuration that holds now, see `make_config` and `History.config`
         agent: the learner
         pipe: the pipeline
         counters: steps, updates, episodes, seconds and resumes since the start of the run
@@ -82,6 +84,8 @@ class Run(NamedTuple):
         stream: the `Stream`; None: a checkpoint has no state of it
         is_new: `start` has made it; False: it goes on, and what its folder has must stay
         unsettled: the checkpoint from which it goes on, and whether the folder has another one, until `settle`; empty: nothing is due
+        history: the events of the run
+        due: edits that the run has made before, after later updates, and is going to make again
     """
 
     folder: Path
@@ -93,6 +97,8 @@ class Run(NamedTuple):
     stream: Any = None
     is_new: bool = False
     unsettled: Any = ()
+    history: History = History()
+    due: list = []
 
     @property
     def checkpoint(self) -> Path:
@@ -103,7 +109,7 @@ class Run(NamedTuple):
         return self.folder / "best.safetensors"
 
     def settle(self) -> None:
-        """Write what `resume` has changed: the configuration, and the checkpoint from which the run goes on. Later ones are removed.
+        """Write what `resume` has changed: the history, and the checkpoint from which the run goes on. Later ones are removed.
 
         It waits for the first update, so a resume that fails leaves the folder as it is. A run that records does not wait.
         """
@@ -111,9 +117,11 @@ class Run(NamedTuple):
             return
         found, is_other = self.unsettled
         if is_other:  # or else a kill before the next checkpoint would lose it
-            data = found._replace(config=self.config).data()
+            data = found._replace(config=self.config, history=self.history).data()
             files.write_atomically(self.checkpoint, data)
-        files.write_json(self.folder / "config.json", self.config)
+        if not (self.folder / REQUEST).exists():
+            files.write_json(self.folder / REQUEST, found.config)  # a kill came before it
+        self.history.write(self.folder, self.due)
         for steps, path in kept_checkpoints(self.folder / "checkpoints").items():
             if steps > found.counters["steps"]:
                 path.unlink(missing_ok=True)
@@ -122,11 +130,21 @@ class Run(NamedTuple):
     def save(self) -> None:
         "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
         stream = None if self.stream is None else self.stream.state()
-        if self.stream is not None and told_inexact(self.stream, self.config):
-            files.write_json(self.folder / "config.json", self.config)
+        if self.stream is not None:
+            before = self.history.inexact
+            why = newly_inexact(self.stream, before, self.config.get("exact", False))
+            if why:
+                self.history.add("inexact", self.counters["updates"], why=why)
+                self.history.write(self.folder, self.due)
         n = self.config.get("keep", 0)
         data = Checkpoint(
-            self.config, self.counters, self.agent.state_dict(), None, kept_states(self), stream
+            self.config,
+            self.counters,
+            self.agent.state_dict(),
+            None,
+            kept_states(self),
+            stream,
+            self.history,
         ).data()
         for name in ("metrics.jsonl", JOURNAL):
             files.sync(
@@ -152,7 +170,15 @@ class Run(NamedTuple):
             counters: counters at the same moment
             evaluated: result of the evaluation
         """
-        save_checkpoint(self.best, snapshot, self.config, counters, evaluated, snapshot.pipes)
+        save_checkpoint(
+            self.best,
+            snapshot,
+            self.config,
+            counters,
+            evaluated,
+            snapshot.pipes,
+            history=self.history,
+        )
 
 # %% ../../nbs/runs/07_folder.ipynb #aa81c595
 def folder_of(path: str | Path) -> Path:
@@ -179,8 +205,13 @@ def _check_stored(found: Checkpoint) -> None:
     imports = config.get("imports", [])
     if not isinstance(imports, list) or not all(isinstance(x, str) for x in imports):
         raise DataError("imports", expected="a list of names", got=repr(imports))
-    for name in ("edits", "due"):
-        check_edits(config.get(name, []))
+    origins = config.get("origins", {})
+    if not isinstance(origins, dict) or not all(isinstance(x, str) for x in origins.values()):
+        raise DataError("origins", expected="names with texts", got=repr(origins))
+    if not isinstance(found.history, list) or not found.history:
+        raise DataError("history", expected="its events", got=repr(found.history)[:80])
+    for event in found.history:
+        check_event(event, "its history")
     algorithm = config["algorithm"]
     options = {
         option: config["options"].get(option.name, option.default)
@@ -227,10 +258,11 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     check_free(folder, overwrite)
     with torch_threads(config["threads"]):
         agent, pipe = build({**config, "folder": folder})  # so weights repeat
-    config = with_exactness(_with_engine(config, agent, pipe), pipe)
-    _check_stored(
-        Checkpoint(config, _COUNTERS, agent.state_dict())
-    )  # a wrong value would make a run that cannot be loaded
+    config = dict(_with_engine(config, agent, pipe))
+    history = History()
+    history.add("began", 0, **exactness(pipe, config))
+    # A wrong value would make a run that cannot be loaded.
+    _check_stored(Checkpoint(config, _COUNTERS, agent.state_dict(), history=history))
     files.make_folder(folder)
     lock(folder)
     try:
@@ -247,13 +279,15 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
         dict(_COUNTERS),
         {},
         Stream(
-            config["inexact"], None, ChunkFolder(folder / "replay"), global_seed(config, _COUNTERS)
+            history.inexact, None, ChunkFolder(folder / "replay"), global_seed(config, _COUNTERS)
         ),
         is_new=True,
+        history=history,
     )
     try:
-        run.save()  # before the configuration, so that each run in a folder can be resumed, whenever the process ends
-        files.write_json(folder / "config.json", config)
+        run.save()  # first, so that each run in a folder can be resumed, whenever the process ends
+        files.write_json(folder / REQUEST, config)
+        history.write(folder)
     except BaseException:
         discard(run)
         raise
@@ -281,11 +315,6 @@ def discard(run: Run) -> None:
         run.folder.rmdir()
 
 # %% ../../nbs/runs/07_folder.ipynb #c8b29057
-def _of_today(config: dict) -> dict:
-    "The configuration as it is written today. A run of earlier days lacks later options."
-    return {**vars(RunOptions()), "preset": None, **config}
-
-
 def needed_modules(config: dict) -> list:
     "The modules that must be imported before the environment of a run can be made, and its algorithm is known."
     return list(
@@ -315,18 +344,7 @@ def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Check
     found = load_checkpoint(file)
     has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
     if (
-        not has(
-            found.config,
-            "algorithm",
-            "env",
-            "env_kwargs",
-            "seed",
-            "steps",
-            "threads",
-            "checkpoint_every",
-            "options",
-            "inexact",
-        )
+        not has(found.config, "algorithm", "env", "env_kwargs", "options", *vars(RunOptions()))
         or not has(found.counters, *_COUNTERS)
         or not has(found.config["options"])
     ):
@@ -336,7 +354,7 @@ def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Check
     if builds:
         _check_algorithm(path, found.config)
     try:
-        _check_stored(found := found._replace(config=_of_today(found.config)))
+        _check_stored(found)
     except DataError as e:
         raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
     missing = [module for module in needed_modules(found.config) if module not in sys.modules]
@@ -346,7 +364,7 @@ def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Check
             expected=" ".join(f"--import {module}" for module in missing)
             + " (in Python: import it)",
         )
-    return found
+    return found._replace(config=Resolved(found.config), history=History(found.history or ()))
 
 
 def _check_algorithm(path: Path, config: dict) -> None:
@@ -431,7 +449,7 @@ def for_policy(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint._replace(
         config={
             **checkpoint.config,
-            "edits": [],
+            "inserts": [],
             "options": {**checkpoint.config["options"], "engine": "torch"},
         }
     )
@@ -447,7 +465,7 @@ def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
     return restore(for_policy(checkpoint), device=device)[0]
 
 # %% ../../nbs/runs/07_folder.ipynb #77254847
-def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict) -> Run:
+def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict, history: History) -> Run:
     """The run that goes on from a checkpoint. Nothing is written. Raises the errors of `restore`, and `CheckpointError`.
 
     Args:
@@ -455,11 +473,12 @@ def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict) -> Ru
         found: its checkpoint
         config: the configuration with which it goes on
         counters: see `Run`
+        history: that with which it goes on
     """
     agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
     waiting = load_states(pipe, found.pipes)
     stream = resumed_stream(folder, pipe, found, config, counters)
-    return Run(folder, config, agent, pipe, counters, waiting, stream)
+    return Run(folder, dict(config), agent, pipe, counters, waiting, stream, history=history)
 
 
 def resume(
@@ -489,26 +508,33 @@ def resume(
     is_new = path.exists() and lock(folder)  # a run that this process has begun here keeps its lock
     try:
         found = load_run(path)
-        given = {
-            name: x
-            for name, x in dict(
-                steps=steps, device=device, workers=workers, address=address
-            ).items()
-            if x is not None
-        }
+        given = dict(steps=steps, device=device, workers=workers, address=address)
+        given = {name: x for name, x in given.items() if x is not None}
         run_options(given)  # a checkpoint with other values could not be read
-        config: dict[str, Any] = {**found.config, **given}
         name_address(address)
-        check_address(config, shown(folder))
         counters = dict(
             found.counters,
             resumes=found.counters["resumes"]
             + (found.stream is None and found.counters["updates"] > 0),
         )
-        if config.get("stopped") and steps:
-            config |= ENDLESS
+
+        # What is given from here on is an event, like everything that happens to a run.
+        history = History(found.history)
+        if history.stopped and steps:
+            given |= ENDLESS
+        event = "extended" if steps else "resumed"
+        history.add(event, counters["updates"], set=given)
+        config = with_event(found.config, history[-1])
+        check_address(config, shown(folder))
+
         # An earlier checkpoint lacks last evaluations if the run was extended since. To make these would end the training after it.
-        if is_over(config, counters) if path.is_file() else is_complete(folder, config, counters):
+        stopped = history.stopped
+        is_end = (
+            is_over(config, counters, stopped)
+            if path.is_file()
+            else is_complete(folder, config, counters, stopped)
+        )
+        if is_end:
             raise DataError(
                 f"{shown(folder)} is complete",
                 expected=f"--steps above {counters['steps']} to train it further",
@@ -518,15 +544,15 @@ def resume(
             torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         )
         check_decay(config["steps"], found.config["options"])
-        if due := edits_due(folder, found.config):
-            config["due"] = due
+        due = edits_due(folder, found.history)
         if found.stream is None and any(edit["at"] == counters["updates"] for edit in due):
             raise DataError(
                 f"{path} lacks an edit of its update, which cannot be made again without a state of the stream",
                 expected="another checkpoint of the run",
             )
-        run = rebuilt(folder, found, config, counters)
-        return run._replace(unsettled=[found, path.is_file() or config != found.config])
+        run = rebuilt(folder, found, config, counters, history)
+        is_other = path.is_file() or config != found.config
+        return run._replace(unsettled=[found, is_other], due=due)
     except BaseException:
         if is_new:
             unlock(folder)

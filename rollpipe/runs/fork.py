@@ -12,30 +12,29 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..agents.checkpoint import Checkpoint, load_checkpoint
-from ..pipes.data import nested
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import DataError, PipeError, check_integer
-from ..pipes.data.files import names_file, read_file, write_atomically, write_json
+from ..pipes.data.files import read_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.reseeding import reseeded
 from ..ranks.launch import launching_words
 from ..settings.checks import ENDLESS
 from ..settings.config import build, device_of
 from ..settings.options import import_words, shown, typed
-from .changes import changed_run, options_in, with_edit
+from .changes import changed_run, options_in
 from .folder import folder_of, load_run, needed_modules, rebuilt
 from .locks import FORKED, files_of_run, lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
-from .states import with_exactness
-from .repeat import checkpoint_at, edits_after, kept_of, repeated, steps_after, stored
+from .states import edits_due, exactness, lacking_pipes
+from .moments import extended_steps, kept_of, moment, stored, with_chunks
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
+from ..traces.history import REQUEST, History, read_request
 from ..traces.journal import cut
 
 # %% auto #0
@@ -94,71 +93,29 @@ def _clear(place):
             shutil.rmtree(path)
 
 # %% ../../nbs/runs/18_fork.ipynb #97d4be29
-def _taken(
-    folder: Path, at: int | None, home: Path, newest: Checkpoint | None
-) -> tuple[Checkpoint, int]:
-    """The checkpoint from which a run is repeated up to an update, the chunks of which are then in `home`; and the number of the update.
-
-    Args:
-        folder: folder of the run
-        at: number of the update; None: that of its newest checkpoint
-        home: folder of the fork
-        newest: its newest checkpoint, if that has been read
-    """
-    known = None
-    while True:
-        newest = newest or load_run(folder)
-        n = int(newest.counters["updates"]) if at is None else at
-        found = checkpoint_at(folder, n, newest=newest)
-        if found.stream is None:
-            shutil.rmtree(home / "replay", ignore_errors=True)
-            return found, n
-        with suppress(FileNotFoundError):
-            shutil.copytree(
-                folder / "replay", home / "replay", dirs_exist_ok=True, copy_function=_linked
-            )
-
-        # The training may have removed some of them meanwhile. Then it has saved, so there is another checkpoint.
-        there = ChunkFolder(home / "replay").names
-        needed = {
-            x for x in nested.leaves(found.stream) if isinstance(x, str) and x.endswith(".chunk")
-        }
-        if found.counters == known or needed <= there:
-            return found, n
-        known = found.counters
-        newest = None
-
-
-def _linked(source, path):
-    "One more name for a file that is never written again; a copy where the file system has none."
-    if os.path.exists(path):
-        return
-    try:
-        os.link(source, path)
-    except FileNotFoundError:
-        return  # the training has just removed it
-    except OSError:
-        with names_file(path):
-            shutil.copyfile(source, path)
-
-
 def _foreseen(at: int, folder: Path, found: Checkpoint) -> Checkpoint:
     "What is known of the checkpoint after an update before the run is repeated up to there: all but the state of its learner."
-    config = reduce(with_edit, edits_after(folder, found, at), found.config)
+    history = History(
+        [*found.history, *[edit for edit in edits_due(folder, found.history) if edit["at"] <= at]]
+    )
+    config = history.config(read_request(folder))
     steps = next((r["steps"] for r in records_of(folder) if r["updates"] == at), 0)
     stream = found.stream or load_run(folder).stream  # of which the names of the pipes count
     return found._replace(
-        config=config, counters={**found.counters, "steps": steps}, agent_state={}, stream=stream
+        config=config,
+        counters={**found.counters, "steps": steps},
+        agent_state={},
+        stream=stream,
+        history=history,
     )
 
 
 def _repeated_to(
-    at: int, folder: Path, found: Checkpoint, config: dict, edits: Iterable, home: Path
+    at: int, folder: Path, found: Checkpoint, ahead: Checkpoint, edits: Iterable, home: Path
 ) -> Checkpoint:
     "The checkpoint after an update, with the configuration that it has. The run is repeated up to there in `home`."
-    with repeated(folder, found, at, *edits, home=home) as (updates, *_):
-        updates.save()
-        kept = updates.run.config["kept"]
+    with moment(folder, at, *edits, home=home, begin=found) as then:
+        then.updates.save()
     again = diff(folder, home)
     if again.parting is not None:
         raise DataError(f"{folder} does not repeat here\n{again}")
@@ -167,7 +124,11 @@ def _repeated_to(
         shutil.rmtree(home / "recording")
     made = load_run(home)
     counters = {**made.counters, "seconds": spent[0] if spent else made.counters["seconds"]}
-    return made._replace(config={**config, "kept": kept}, counters=counters)
+
+    # The state is that of environments which are kept as the repetition has tested it.
+    first, *later = ahead.history
+    history = History([{**first, "kept": made.history.kept}, *later])
+    return made._replace(config=ahead.config, history=history, counters=counters)
 
 
 def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
@@ -255,43 +216,43 @@ def fork(
 
     def asked(found):
         # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
-        found = found._replace(
-            config={**found.config, "steps": steps_after(folder, found.config), "due": []}
-        )
-        return changed_run(
-            f"a fork of {shown(folder)}", _with_noise(found, folder, noise), options, moves=True
-        )
+        found = found._replace(config={**found.config, "steps": extended_steps(folder, found)})
+        who = f"a fork of {shown(folder)}"
+        return changed_run(who, _with_noise(found, folder, noise), options)
 
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
         is_there = new_episodes and at in (None, is_at)
         newest = named if at in (None, is_at) else None
-        found, at = (named, is_at) if is_there else _taken(folder, at, home, newest)
+        if is_there:
+            found, at = named, is_at
+        else:
+            found, at = with_chunks(folder, at, home, newest=newest, is_lasting=True)
         if not is_there and (found.stream is None or found.counters["updates"] < at):
             ahead = _foreseen(at, folder, found)
-            asked(
-                ahead._replace(stream=None) if new_episodes else ahead
-            )  # to repeat a run may take hours
-            found = _repeated_to(at, folder, found, ahead.config, edits, home)
+            foreseen, _ = asked(ahead._replace(stream=None) if new_episodes else ahead)
+            build(foreseen.config)  # to repeat a run may take hours
+            found = _repeated_to(at, folder, found, ahead, edits, home)
+        before = found.config
         found, changed = asked(found._replace(stream=None) if new_episodes else found)
+        history = found.history
+        begins = dict(kept=history.kept, inexact=history.inexact)
         if new_episodes:
-            found = found._replace(config=with_exactness(found.config, build(found.config)[1]))
-        rules = (
-            ENDLESS if found.config.get("stopped") else {}
-        )  # they would stop the fork at once, as they stopped the run
+            begins = exactness(build(found.config)[1], found.config)
+
+        # What stopped the run would stop its fork at once.
+        endless = {name: x for name, x in ENDLESS.items() if name not in options}
+        config = {**found.config, **(endless if history.stopped else {})}
         more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
-        origin = {"run": str(shown(folder)), "at": int(at), "set": changed, **more}
-        config = {
-            **found.config,
-            **{name: x for name, x in rules.items() if name not in options},
-            "stopped": None,
-            "forked": origin,
-        }
+        past = History()
+        past.add("forked", at, run=str(shown(folder)), set=changed, **more, **begins)
+        found = found._replace(history=past)
         for name in ("checkpoint.safetensors", *[FORKED] * (not new_episodes)):
             stored(home / name, found, config)
-        write_json(home / "config.json", config)
+        write_json(home / REQUEST, config)
+        past.write(home)
         _copy_past(folder, home, found._replace(config=config))
         if changed:
-            _check_resumed(folder, home, changed)
+            _check_resumed(folder, home, before, changed)
         ChunkFolder(home / "replay").sweep([home / "checkpoint.safetensors"])
     return out
 
@@ -312,11 +273,23 @@ def _with_noise(found: Checkpoint, folder: Path, noise: int) -> Checkpoint:
     return found._replace(stream=stream, agent_state=agent_state, pipes=pipes)
 
 
-def _check_resumed(folder: Path, home: Path, changed: dict) -> None:
-    "Raise `DataError` if a run with other options cannot be resumed."
+def _check_resumed(folder: Path, home: Path, before: dict, changed: dict) -> None:
+    """Raise `DataError` if a run with other options cannot be resumed.
+
+    Args:
+        before: the configuration without the other options
+        changed: name -> value of the other options
+    """
     found = load_run(home)
+
+    def lacking(config):
+        run = rebuilt(home, found, config, found.counters, found.history)
+        return {*run.waiting, *lacking_pipes(run.pipe, run.stream.restored)}
+
     try:
-        rebuilt(home, found, found.config, found.counters)
+        gone = lacking(found.config)
+        if gone and (gone := gone - lacking(before)):  # the others are those of edits in Python
+            raise DataError("pipes that keep something are missing", got=", ".join(sorted(gone)))
     except PipeError as e:
         raise DataError(
             f"a fork of {folder} cannot have these options", leaf=", ".join(changed), got=str(e)
@@ -328,7 +301,7 @@ def fork_command(args: Namespace) -> None:
     options = options_in(
         [*args.set, *([] if args.steps is None else [f"steps={args.steps}"])], args.run
     )
-    config = load_run(
+    made = load_run(
         fork(
             args.run,
             args.out,
@@ -338,9 +311,11 @@ def fork_command(args: Namespace) -> None:
             new_episodes=args.new_episodes,
             **options,
         )
-    ).config
-    at = config["forked"]["at"]
-    changed = ", ".join(f"{name}={x}" for name, x in config["forked"]["set"].items())
+    )
+    config = made.config
+    origin = made.history.origin
+    at = origin["at"]
+    changed = ", ".join(f"{name}={x}" for name, x in origin["set"].items())
     other = (
         f", with other noise ({args.noise})" * bool(args.noise)
         + ", and begins new episodes" * args.new_episodes

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import rollpipe.ranks as ranks
-from .states import Stream, global_seed, load_states, states_of, with_exactness
+from .states import Stream, exactness, global_seed, load_states, states_of
 from ..settings.config import build
 from .locks import unlock
 from ..pipes.data.chunks import ChunkFolder, chunk_names
@@ -24,6 +24,7 @@ from ..pipes.graph.edits import find
 from ..pipes.lanes import Lanes
 from ..pipes.resumable import keep_as
 from ..ranks.collectives import check_alike
+from ..traces.history import History
 from .folder import Run, discard
 
 # %% auto #0
@@ -120,7 +121,7 @@ _OF_ONE = (
     "words",
     "options",
     "versions",
-    "of_preset",
+    "origins",
 )  # settings that may differ between ranks
 
 
@@ -182,9 +183,8 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
         try:
             if dist.get_rank() == 0 and (run := make()) is not None:
                 divide(run.pipe, 0, dist.get_world_size(), run.config["workers"])
-                config = {**run.config, "inexact": run.stream.reason}
                 states = _on_host(run.agent.state_dict()), states_of(run.pipe), run.stream.restored
-                told[0] = run.folder.resolve(), config, run.counters, *states
+                told[0] = run.folder.resolve(), run.config, run.history, run.counters, *states
         finally:
             _call(dist.broadcast_object_list, told, src=0)
         return None if told[0] is None else _agreed(run, *told[0])
@@ -210,7 +210,7 @@ def _agreed(run, folder, *told):
             )
         )
         run.stream.open(run.pipe)
-        mine = dict(inexact=run.stream.reason, kept=run.config.get("kept"))
+        mine = dict(inexact=run.stream.reason, kept=run.history.kept)
     except Exception as e:
         error = e
         mine = dict(error=describe_exception(e))
@@ -222,21 +222,22 @@ def _agreed(run, folder, *told):
     return run
 
 
-def _follower(folder, config, counters, state, states, _):
+def _follower(folder, config, history, counters, state, states, _):
     "The run of another rank. For a new run that is said to go on exactly, this rank tests the environments, too."
     agent, pipe = build(config, counters["resumes"])
     agent.load_state_dict(state)
     load_states(pipe, states)
     divide(pipe, dist.get_rank(), dist.get_world_size(), config["workers"])
-    if counters["updates"] or config["inexact"]:
-        keep_as(pipe, config.get("kept", {}).values())
+    if counters["updates"] or history.inexact:
+        keep_as(pipe, history.kept.values())
     else:
-        config = with_exactness({**config, "exact": False}, pipe)
+        history = History([{**history[0], **exactness(pipe, {**config, "exact": False})}])
     return Follower(
         folder,
         {**config, "eval_every": 0, "video_every": 0},
         agent,
         pipe,
         counters,
-        stream=Stream(config["inexact"]),
+        stream=Stream(history.inexact),
+        history=history,
     )

@@ -20,6 +20,7 @@ from ..agents.checkpoint import kept_checkpoints
 from ..pipes.data.errors import DataError
 from ..pipes.data.files import no_wait, read_file
 from ..traces.differences import FINGERPRINTS, JOURNAL
+from ..traces.history import HISTORY, REQUEST
 
 # %% auto #0
 __all__ = ['FORKED', 'COSTS', 'RUN_FILES', 'lock', 'begin_training', 'unlock', 'locked', 'owner_of', 'files_of_run', 'check_free',
@@ -189,7 +190,8 @@ RUN_FILES = (
     JOURNAL,
     COSTS,
     FORKED,
-    "config.json",
+    REQUEST,
+    HISTORY,
     "metrics.csv",
     "metrics.jsonl",
     "evaluations.jsonl",
@@ -218,9 +220,7 @@ def _named(folder: str | Path) -> list:
 
 def _is_configured(folder: str | Path) -> bool:
     try:
-        return {"algorithm", "env", "options"} <= {
-            *json.loads(read_file(Path(folder, "config.json")))
-        }
+        return {"algorithm", "env", "options"} <= {*json.loads(read_file(Path(folder, REQUEST)))}
     except (OSError, ValueError, TypeError):
         return False
 

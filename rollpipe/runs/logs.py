@@ -10,8 +10,9 @@ import io
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 from ..pipes.data.files import names_file, read_file, write_atomically
 from ..agents.checkpoint import last_kept
 from ..agents.metrics import METRICS, check_metrics, near_metric
+from ..traces.observers import Observer
 from ..agents.schedules import Every
 from ..pipes.data.errors import DataError, similar
 from ..settings.checks import is_over
@@ -28,7 +30,7 @@ from .sinks import TensorBoard, WandB
 
 # %% auto #0
 __all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'read_records', 'records_of', 'read_metrics', 'MetricWriter',
-           'read_evaluations', 'write_evaluations', 'is_evaluated', 'is_complete', 'no_run']
+           'MetricFiles', 'read_evaluations', 'write_evaluations', 'is_evaluated', 'is_complete', 'no_run']
 
 # %% ../../nbs/runs/01_logs.ipynb #258786bb
 def read_records(folder: str | Path) -> list:
@@ -278,6 +280,47 @@ class MetricWriter:
     def __exit__(self, *exc):
         self.close()
 
+# %% ../../nbs/runs/01_logs.ipynb #e830db40
+class MetricFiles(Observer):
+    """Writes each record of a training with a `MetricWriter`.
+
+    Args:
+        folder: folder for the files; None: that of the run
+        **options: `tensorboard` and `wandb` of the `MetricWriter`
+    """
+
+    when = "record"
+
+    def __init__(self, folder: str | Path | None = None, **options: Any):
+        self.folder = folder
+        self.options = options
+        self.writer: MetricWriter | None = None
+
+    def begin(self, run: Any) -> None:
+        "Begin the files of a new run; those of a run that goes on keep the records of its updates so far."
+        self.make = partial(
+            MetricWriter,
+            self.folder or run.folder,
+            config=run.config,
+            updates=run.counters["updates"],
+            **self.options,
+        )
+        if run.is_new:
+            self.writer = self.make()
+
+    def after(self, record: Mapping) -> None:
+        "Write a record."
+        if self.writer is None:
+            self.writer = self.make()
+        self.writer.write(dict(record))
+
+    def close(self) -> None:
+        "Close the files."
+        writer = self.writer
+        self.writer = None
+        if writer is not None:
+            writer.close()
+
 # %% ../../nbs/runs/01_logs.ipynb #f6ac5633
 KINDS = (
     "training",
@@ -353,15 +396,16 @@ def is_evaluated(folder: str | Path, steps: int) -> bool:
     return {r["kind"] for r in read_evaluations(folder) if r["steps"] == steps} >= {"last", "best"}
 
 
-def is_complete(folder: str | Path, config: dict, counters: dict) -> bool:
+def is_complete(folder: str | Path, config: dict, counters: dict, stopped: str | None) -> bool:
     """Whether a run has come to its end, and has made its last evaluations, if it evaluates by steps.
 
     Args:
         folder: folder of the run
         config: its configuration
         counters: its counters
+        stopped: why it was stopped, see `History.stopped`
     """
-    if not is_over(config, counters):
+    if not is_over(config, counters, stopped):
         return False
     every = Every.of(config.get("eval_every", 0))
     return not every.n or every.unit != "steps" or is_evaluated(folder, counters["steps"])

@@ -23,10 +23,10 @@ from .locks import locked
 from rollpipe.runs.states import (
     Stream,
     load_states,
+    newly_inexact,
     ordering,
     states_of,
     told_difference,
-    told_inexact,
     why_inexact,
 )
 from ..traces.fingerprint import Fingerprint, fingerprint
@@ -243,7 +243,8 @@ def saved(path: str | Path, loader: ResumedLoader, agent: Any, update: int) -> N
             got="a loop that is over, or that was stopped within a batch",
         )
     state = stream.state() if stream.pipe is not None else None
-    told_inexact(stream, loader.config)
+    why = newly_inexact(stream, loader.config["inexact"], loader.config["exact"])
+    loader.config["inexact"] = why or loader.config["inexact"]
     loader.journal.mark()
     if stream.chunks is not None:
         stream.chunks.sync()

@@ -24,7 +24,7 @@ from .plots import learning_curve
 from ..settings.config import playing
 from ..settings.options import import_words, shown, typed
 from ..traces.differences import FINGERPRINTS
-from ..traces.journal import told_past
+from ..traces.history import REQUEST, History, past_in_words
 
 # %% auto #0
 __all__ = ['PACK_FILES', 'HUB', 'local_copy', 'load_agent', 'card', 'pack', 'push', 'pack_command']
@@ -33,7 +33,7 @@ __all__ = ['PACK_FILES', 'HUB', 'local_copy', 'load_agent', 'card', 'pack', 'pus
 PACK_FILES = (
     "README.md",
     "checkpoint.safetensors",
-    "config.json",
+    REQUEST,
     FINGERPRINTS,
     "policy.onnx",
     "curve.png",
@@ -153,7 +153,7 @@ def card(
         if file in has
     ]
     again = f"`rollpipe train {name} {env} --config config.json` trains it again."
-    if past := told_past(config):
+    if past := past_in_words(checkpoint.history):
         again = f"These options alone do not train it again: {'; '.join(past)}."
     preset = f", with the preset {config['preset']}" if config.get("preset") else ""
     return (
@@ -244,7 +244,7 @@ def pack(
     for name in PACK_FILES[1:]:
         (out / name).unlink(missing_ok=True)
     write_atomically(out / "checkpoint.safetensors", found._replace(pipes=None, stream=None).data())
-    write_json(out / "config.json", config)
+    write_json(out / REQUEST, config)
     films = {
         int(path.stem[7:]): path
         for path in folder.glob("videos/update-*.*")

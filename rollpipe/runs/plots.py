@@ -18,9 +18,8 @@ import numpy as np
 from ..pipes.data.files import write_atomically
 from ..agents.metrics import METRICS
 from .logs import read_metrics
-from ..settings.checks import check_edits
 from ..settings.files import read_table
-from ..traces.journal import origin_of, told
+from ..traces.history import REQUEST, History, in_words
 from ..pipes.data.errors import DataError, check_integer
 
 # %% auto #0
@@ -62,9 +61,9 @@ def group_runs(runs: Iterable, per_env: bool = False) -> dict:
 
 
 def _config(run: str | Path) -> dict:
-    path = Path(run) / "config.json"
+    path = Path(run) / REQUEST
     if not path.is_file():
-        raise DataError(f"{run}: not the folder of a run", expected="config.json in it")
+        raise DataError(f"{run}: not the folder of a run", expected=f"{REQUEST} in it")
     config = read_table(path)
     kinds: dict[str, type] = dict(options=dict, env_kwargs=dict, name=str)
     for name, kind in kinds.items():
@@ -72,18 +71,14 @@ def _config(run: str | Path) -> dict:
             raise DataError(
                 f"{path}: damaged", leaf=name, expected=kind.__name__, got=repr(config[name])[:80]
             )
-    try:
-        check_edits(edits := config.get("edits", []))
-    except DataError as e:
-        raise DataError(
-            f"{path}: damaged", leaf="edits", expected="edits of a run", got=e.got
-        ) from None
+    history = History.read(run)
+    config = history.config(config)
     more = dict(
         algorithm=config.get("algorithm"),
         env=config.get("env"),
         intrinsic=config.get("intrinsic") or 0.0,
-        inserted=", ".join(told(edit) for edit in edits if "insert" in edit) or "none",
-        noise=(origin_of(config) or {}).get("noise", 0),
+        inserted=", ".join(in_words(edit) for edit in history.edits if "insert" in edit) or "none",
+        noise=(history.origin or {}).get("noise", 0),
         lag=config.get("lag", 0) if config.get("workers") else 0,
     )
     options = config.get("options") or {}

@@ -8,9 +8,13 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from tqdm import tqdm
+
+from ..traces.observers import Observer
+from ..pipes.data.errors import DataError
 
 # %% auto #0
 __all__ = ['format_number', 'format_duration', 'Progress']
@@ -33,38 +37,39 @@ def format_duration(seconds: float) -> str:
     return f"{m}:{s:02}" if m < 60 else f"{m // 60}:{m % 60:02}:{s:02}"
 
 # %% ../../nbs/runs/03_progress.ipynb #c42ad599
-class Progress:
+class Progress(Observer):
     """Steps, speed, return, KL and remaining time, on one line of a terminal, or as a line every few seconds in a file.
 
     Args:
-        total: number of steps at the end of the run
-        initial: number of steps already done (by a resumed run)
+        total: number of steps at the end of the training; None: that of the run
         every: seconds between lines if there is no terminal
         file: where to write; None: stderr
-        disable: print nothing
     """
 
-    def __init__(
-        self,
-        total: int,
-        initial: int = 0,
-        every: float = 15,
-        file: Any = None,
-        disable: bool = False,
-    ):
-        self.total = total
-        self.steps = initial
+    when = "record"
+
+    def __init__(self, total: int | None = None, every: float = 15, file: Any = None):
+        self.wanted = total
         self.every = every
         self.file = file or sys.stderr
-        self.initial = initial
-        self.begin = time.monotonic()
+        self._bar = None
+        self._last = {}
+
+    def begin(self, run: Any) -> None:
+        "Show the run, which may have made steps already. Raises `DataError` if nobody has said how many there will be."
+        self.total = self.wanted or run.config.get("steps")
+        if not self.total:
+            raise DataError(
+                "the progress needs to know the end", leaf="total", expected="Progress(total=STEPS)"
+            )
+        self.steps = self.initial = run.counters["steps"]
+        self.begun = time.monotonic()
         self._shown = None
         self._last = {}
-        self.disable, self._bar = disable, None
-        if not disable and self.file.isatty():
+        if self.file.isatty():
             self._bar = tqdm(
-                total=total,
-                initial=initial,
+                total=self.total,
+                initial=self.initial,
                 file=self.file,
                 dynamic_ncols=True,
                 leave=True,
@@ -72,19 +77,19 @@ class Progress:
                 miniters=0,
             )
 
-    def update(self, metrics: dict) -> None:
-        "Show the state after `metrics['steps']` steps; the last return is shown until there is a newer one."
-        self._last.update(metrics)
-        self.steps = int(metrics["steps"])
+    def after(self, record: Mapping) -> None:
+        "Show the state after `record['steps']` steps; the last return is shown until there is a newer one."
+        self._last.update(record)
+        self.steps = int(record["steps"])
         if self._bar is not None:
             self._bar.n = min(self.steps, self.total)
             self._bar.set_description_str(self.text())
-        elif not self.disable and self._due():
+        elif self._is_due():
             self._print()
 
     def text(self) -> str:
         "The text beside the bar."
-        speed = (self.steps - self.initial) / max(time.monotonic() - self.begin, 1e-9)
+        speed = (self.steps - self.initial) / max(time.monotonic() - self.begun, 1e-9)
         left = max(self.total - self.steps, 0) / speed if speed else math.inf
         parts = [
             f"{format_number(self.steps)}/{format_number(self.total)} steps",
@@ -111,7 +116,7 @@ class Progress:
         text = f"{alive:.0f} workers" + ("" if lag is None else f", lag {lag:.3g}")
         return text + (f", {lost:.0f} restarted" if lost else "")
 
-    def _due(self) -> bool:
+    def _is_due(self) -> bool:
         "Whether `every` seconds have passed since the last line."
         now = time.monotonic()
         if self._shown is not None and now - self._shown < self.every:
@@ -126,12 +131,6 @@ class Progress:
         "Leave the last state on the screen."
         if self._bar is not None:
             self._bar.close()
-        elif not self.disable and self._last:
+        elif self._last:
             self._print()
-        self.disable = True
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.close()
+        self._bar = None

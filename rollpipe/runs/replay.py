@@ -22,17 +22,17 @@ from ..pipes.graph.torchdata import IterableWrapper
 from ..settings.config import device_of
 from .folder import agent_of, folder_of, load_run
 from .logs import records_of
-from .repeat import checkpoint_at, repeated
+from .moments import moment
 from ..traces.differences import JOURNAL, diff
 from ..traces.journal import read_journal
 from ..traces.crash import CRASH, checksum, read_crash
 
 # %% auto #0
-__all__ = ['Moment', 'replayed_run', 'replay_command']
+__all__ = ['NextUpdate', 'replayed_run', 'replay_command']
 
 # %% ../../nbs/runs/17_replay.ipynb #5f71ad14
-class Moment(NamedTuple):
-    """The moment before an update of a run.
+class NextUpdate(NamedTuple):
+    """What an update of a run has learned from, and its learner before it.
 
     Args:
         agent: the learner, as it was
@@ -51,28 +51,26 @@ class Moment(NamedTuple):
 
 # %% ../../nbs/runs/17_replay.ipynb #3ddaec66
 @contextmanager
-def _collected(folder: Path, update: int, edits: tuple) -> Iterator[Moment]:
+def _collected(folder: Path, update: int, edits: tuple) -> Iterator[NextUpdate]:
     "The moment before an update, to which the run is repeated."
-    found = checkpoint_at(folder, update - 1, after=True)
-    begun = found.counters["updates"] if found.stream else 0
-    with repeated(folder, found, update - 1, *edits) as (updates, batches, learn):
-        run = updates.run
-        batch = next(batches)
+    with moment(folder, update - 1, *edits, is_next=True) as then:
+        run = then.run
+        batch = next(then.batches)
 
         def outcome(metrics=None, error=None):
-            if error is not None and update <= max(
-                (e.updates for e in read_journal(folder / JOURNAL)), default=0
-            ):
+            lines = (entry.updates for entry in read_journal(folder / JOURNAL))
+            if error is not None and update <= max(lines, default=0):
                 raise DataError(
                     f"{folder} does not repeat here: then, update {update} did not fail"
                 )
-            updates.make = lambda _: metrics
+            then.updates.make = lambda _: metrics
             if error is None:
-                learn(batch)
+                then.learn(batch)
             return _compared(folder, run.folder, update, metrics or {})
 
-        known = f"{update - 1 - begun} updates repeated from {f'the checkpoint of update {begun}' if found.stream else 'the start'}"
-        yield Moment(run.agent, batch, update, f"{known}\n{diff(folder, run.folder)}", outcome)
+        start = "the start" if then.begun is None else f"the checkpoint of update {then.begun}"
+        known = f"{update - 1 - (then.begun or 0)} updates repeated from {start}"
+        yield NextUpdate(run.agent, batch, update, f"{known}\n{diff(folder, run.folder)}", outcome)
 
 
 def _compared(folder, again, update, metrics):
@@ -101,7 +99,7 @@ def _compared(folder, again, update, metrics):
 
 # %% ../../nbs/runs/17_replay.ipynb #9cb97dca
 @contextmanager
-def _failed(folder: Path) -> Iterator[Moment]:
+def _failed(folder: Path) -> Iterator[NextUpdate]:
     "The moment before the update that failed."
     if not (path := folder.joinpath(*CRASH)).exists():
         raise DataError(
@@ -136,7 +134,7 @@ def _failed(folder: Path) -> Iterator[Moment]:
                 got="{} (learner {})".format(*got),
             )
 
-        yield Moment(
+        yield NextUpdate(
             agent,
             last,
             crash["update"],
@@ -148,8 +146,8 @@ def _failed(folder: Path) -> Iterator[Moment]:
 @contextmanager
 def replayed_run(
     folder: str | Path, update: int | None = None, *edits: Callable
-) -> Iterator[Moment]:
-    """A context with the `Moment` before an update of a run, bit for bit. Nothing in the folder is changed; the run may go on meanwhile.
+) -> Iterator[NextUpdate]:
+    """A context with the `NextUpdate` of a run, bit for bit. Nothing in its folder is changed; the run may go on meanwhile.
 
     Raises `DataError`, which names the reason, if the run has no such update, or cannot be repeated.
 
@@ -163,9 +161,9 @@ def replayed_run(
     folder = folder_of(folder).absolute()
     with (
         GlobalRandomStates(),
-        _failed(folder) if update is None else _collected(folder, update, edits) as moment,
+        _failed(folder) if update is None else _collected(folder, update, edits) as before,
     ):
-        yield moment
+        yield before
 
 # %% ../../nbs/runs/17_replay.ipynb #2c03a7c9
 def _update_of(agent):
@@ -175,8 +173,8 @@ def _update_of(agent):
 
 def replay_command(args: Namespace) -> None:
     "Make an update again. Its metrics or its error are printed. Raises `DataError` if it is not as it was."
-    with replayed_run(args.run, args.update) as moment:
-        agent, batch, n, known, outcome = moment
+    with replayed_run(args.run, args.update) as before:
+        agent, batch, n, known, outcome = before
         item = getattr(batch, "fresh", batch)
         form = (
             [f"  {name}: {describe(x)}" for name, x in zip(item._fields, item) if x is not None]

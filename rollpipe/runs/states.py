@@ -5,7 +5,6 @@
 # %% ../../nbs/runs/06_states.ipynb #fb57e4ae
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import shutil
@@ -22,7 +21,6 @@ from ..agents.checkpoint import last_kept
 from ..pipes.data.captures import capture
 from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError, EnvError, describe_exception
-from ..pipes.data.files import read_file
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.restoring import restore
 from ..pipes.graph.edits import nodes
@@ -36,10 +34,11 @@ from rollpipe.pipes.graph.states import (
 from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import learning_pipes
 from ..pipes.resumable import keep_as, keep_environments
-from ..settings.checks import check_edits, check_lanes
+from ..settings.checks import check_lanes
 from ..settings.options import shown
 from ..traces.differences import JOURNAL, keep_fingerprint, parting
 from ..traces.fingerprint import fingerprint, networks_of
+from ..traces.history import History
 from ..traces.journal import Entry, Journal
 from .logs import EVALUATIONS, read_evaluations
 
@@ -47,8 +46,8 @@ _log = logging.getLogger("rollpipe")
 
 # %% auto #0
 __all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'lacking_pipes', 'check_taken', 'ordering', 'why_inexact',
-           'Stream', 'global_seed', 'with_exactness', 'told_inexact', 'check_evaluations', 'resumed_stream',
-           'edits_due', 'told_difference', 'journal_of']
+           'Stream', 'global_seed', 'exactness', 'newly_inexact', 'check_evaluations', 'resumed_stream', 'edits_due',
+           'told_difference', 'journal_of']
 
 # %% ../../nbs/runs/06_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -280,12 +279,12 @@ def global_seed(config: dict, counters: dict, rank: int = 0) -> np.random.SeedSe
     return np.random.SeedSequence(config["seed"], spawn_key=(2**18, counters["resumes"], rank))
 
 # %% ../../nbs/runs/06_states.ipynb #e5de7dcf
-def with_exactness(config: dict, pipe: Any) -> dict:
-    "The configuration with the ways in which environments are kept. Raises `DataError` if `exact` is asked for in vain."
-    config = {
-        **config,
-        "kept": {name: keeper.name for name, keeper in keep_environments(pipe).items()},
-    }
+def exactness(pipe: Any, config: dict) -> dict:
+    """The ways in which the environments of a new run are `kept`, and why it is `inexact`, or None. Each environment is tested.
+
+    Raises `DataError` if `exact` is asked for in vain.
+    """
+    kept = {name: keeper.name for name, keeper in keep_environments(pipe).items()}
     reason = why_inexact(pipe, config)
     if reason and config.get("exact"):
         raise DataError(
@@ -296,17 +295,21 @@ def with_exactness(config: dict, pipe: Any) -> dict:
         )
     if reason:
         _log.warning(f"When this run is resumed, it will begin new episodes: {reason}")
-    return {**config, "inexact": reason}
+    return dict(kept=kept, inexact=reason)
 
 
-def told_inexact(stream: Stream, config: dict) -> bool:
-    """Has the stream become inexact since the configuration was written? Then the log and the configuration say why.
+def newly_inexact(stream: Stream, before: str | None, is_exact: bool) -> str | None:
+    """Why a stream became inexact since it was last saved, which the log says, too; None: it did not.
 
     Raises `DataError` for a run that has to be exact, whose last checkpoint stays.
+
+    Args:
+        before: why it was inexact then
+        is_exact: whether it has to be exact
     """
-    if stream.reason == config["inexact"]:
-        return False
-    if config.get("exact"):
+    if stream.reason == before:
+        return None
+    if is_exact:
         raise DataError(
             "the stream cannot go on exactly any more",
             leaf="exact",
@@ -314,8 +317,7 @@ def told_inexact(stream: Stream, config: dict) -> bool:
             got=stream.reason,
         )
     _log.warning(f"When this run is resumed, it will begin new episodes: {stream.reason}")
-    config["inexact"] = stream.reason
-    return True
+    return stream.reason
 
 
 def check_evaluations(folder: Path, config: dict, counters: dict) -> None:
@@ -377,18 +379,14 @@ def resumed_stream(
             expected=str(before),
             got=str(now),
         )
-    kept = found.config.get("kept", {})
-    if not isinstance(kept, dict) or not all(isinstance(name, str) for name in kept.values()):
-        raise CheckpointError(
-            "not the ways in which environments are kept", leaf="kept", got=repr(kept)[:80]
-        )
-    keep_as(pipe, kept.values())
-    reason = found.config["inexact"]
+    history = found.history
+    keep_as(pipe, history.kept.values())
+    reason = history.inexact
     if found.stream is None and found.counters["updates"]:
-        forked = found.config.get("forked") or {}
+        origin = history.origin or {}
         is_fork = (
-            forked.get("new_episodes")
-            and forked["at"] == found.counters["updates"]
+            origin.get("new_episodes")
+            and origin["at"] == found.counters["updates"]
             and not found.evaluated
         )
         why = reason or (
@@ -413,15 +411,14 @@ def resumed_stream(
     return Stream(reason, found.stream, chunks, global_seed(config, counters))
 
 # %% ../../nbs/runs/06_states.ipynb #4d45078b
-def edits_due(folder: Path, config: dict) -> list:
-    "The edits that the run in a folder has made after a checkpoint with this configuration."
-    try:
-        newest = json.loads(read_file(folder / "config.json"))
-        edits = [*newest.get("edits", []), *newest.get("due", [])][len(config.get("edits", [])) :]
-        check_edits(edits)
-        return edits
-    except (OSError, ValueError, AttributeError, TypeError):
-        return config.get("due", [])  # a resume writes that file again
+def edits_due(folder: Path, history: History) -> list:
+    """The edits that the run in a folder has made after a checkpoint.
+
+    Args:
+        folder: folder of the run
+        history: that of the checkpoint
+    """
+    return History.read(folder).edits[len(history.edits) :]
 
 # %% ../../nbs/runs/06_states.ipynb #bd50d897
 def told_difference(path: Path, before: Entry, now: Entry, after: int) -> str:
@@ -469,7 +466,7 @@ def journal_of(run: Any) -> Journal:
         run.folder / JOURNAL,
         run.counters,
         networks_of(run.agent),
-        config.get("edits", []),
+        run.history.edits,
         differs,
         opens=keep,
     )

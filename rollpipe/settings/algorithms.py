@@ -27,6 +27,7 @@ from ..agents.offline.iql import IQL
 from ..agents.offline.td3_bc import TD3BC
 from ..agents.ppo import PPO
 from ..agents.reinforce import REINFORCE
+from ..agents.shared_options import Change
 from ..agents.trpo import TRPO
 from ..agents.vtrace import VTrace
 from ..layers.action_critic import ActionCritic, QVCritic
@@ -241,9 +242,10 @@ def _options(found):
         **({"recurrence": recurrence} if found.recurrent else {}),
         **({"sharing": sharing} if found.shared else {}),
     }
-    options = [
-        x._replace(default=defaults.get(x.name, x.default)) for x in options_of(parts, skip=_FIXED)
-    ]
+    # Where new episodes begin, another pipeline may make them.
+    undeclared: dict[str, Change] = {"pipeline": "with new episodes"}
+    options = options_of(parts, skip=_FIXED, undeclared=undeclared)
+    options = [x._replace(default=defaults.get(x.name, x.default)) for x in options]
     return [
         x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options
     ]  # an id determines no number

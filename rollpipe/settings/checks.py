@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ..agents.schedules import Every
-from ..agents.shared_options import Changing, Schedule
+from ..agents.shared_options import RATES, Schedule
 from ..pipes.data.errors import LEAST_BYTES, DataError, check_memory
 from .algorithms import options_for
 
 # %% auto #0
-__all__ = ['ENDLESS', 'with_steps', 'check_decay', 'check_stops', 'is_over', 'check_room', 'check_lanes', 'check_edits']
+__all__ = ['ENDLESS', 'with_steps', 'check_decay', 'check_stops', 'is_over', 'check_room', 'check_lanes']
 
 # %% ../../nbs/settings/05_checks.ipynb #c05223d2
 def with_steps(algorithm: str, options: dict, steps: int) -> dict:
@@ -37,7 +36,7 @@ def check_decay(steps: int, options: dict) -> None:
         steps: environment steps to train for
         options: options of the algorithm
     """
-    for name in Changing.RATES:
+    for name in RATES:
         x = Schedule.of(text, steps) if isinstance(text := options.get(name), str) else None
         if x is not None and not x.end and x.steps < steps:
             raise DataError(
@@ -57,7 +56,7 @@ def check_decay(steps: int, options: dict) -> None:
 
 
 # What a configuration has without the rules that may stop a training.
-ENDLESS = dict(stopped=None, stop_at_return=None, patience=0, stop_after=None)
+ENDLESS = dict(stop_at_return=None, patience=0, stop_after=None)
 
 
 def check_stops(config: dict) -> None:
@@ -82,14 +81,15 @@ def check_stops(config: dict) -> None:
         )
 
 
-def is_over(config: dict, counters: dict) -> bool:
+def is_over(config: dict, counters: dict, stopped: str | None) -> bool:
     """Whether a run has made all of its steps, or was stopped before.
 
     Args:
         config: configuration of the run
         counters: its counters
+        stopped: why it was stopped, see `History.stopped`
     """
-    return counters["steps"] >= config["steps"] or bool(config.get("stopped"))
+    return counters["steps"] >= config["steps"] or bool(stopped)
 
 
 _LANE = 100_000  # bytes, at least, of a lane that runs; one with CartPole takes ten times as many
@@ -129,20 +129,3 @@ def check_lanes(workers: int, options: dict) -> None:
             expected=f"--lanes {workers} or more (a batch has lanes * n_envs * n_steps steps)",
             got=f"{lanes} lanes",
         )
-
-# %% ../../nbs/settings/05_checks.ipynb #d3ac0983
-def check_edits(edits: Any) -> None:
-    "Raise `DataError` unless these are edits, as the configuration of a run lists them."
-    plain = isinstance(edits, list) and all(
-        isinstance(x, dict)
-        and type(x.get("at")) is int
-        and isinstance(x.get("was", {}), dict)
-        and (
-            isinstance(x.get("set"), dict)
-            or isinstance(x.get("insert"), str)
-            and isinstance(x.get("kwargs"), dict)
-        )
-        for x in edits
-    )
-    if not plain:
-        raise DataError("not edits of a run", leaf="edits", got=repr(edits)[:80])

@@ -23,7 +23,7 @@ from ..agents.intrinsic.distillation import Distillation
 from ..agents.intrinsic.rnd import RND
 from ..agents.off_policy.replay_learner import ReplayLearner
 from ..agents.schedules import Every, seconds_of
-from ..agents.shared_options import Options, check_options, integer, number
+from ..agents.shared_options import Options, check_options, integer, number, setting
 from .algorithms import ALGORITHMS, options_for, parts_for
 from .options import options_of
 from ..pipes.advantage import AdvantageBuffer
@@ -44,13 +44,13 @@ from ..pipes.workers.reading import ProcessReading
 from ..ranks.launch import device_of_rank
 from ..traces.fingerprint import versions
 from .checks import check_decay, check_lanes, check_room, check_stops, with_steps
-from .choice import name_address, preset_for
-from .files import checked
+from .files import checked, name_address, preset_for
+from .resolved import Asked, Resolved, plain
 from .listing import algorithms_for
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'LONGEST', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'check_config', 'make_config',
-           'playing', 'allow_edits', 'build']
+__all__ = ['RUN_OPTIONS', 'LONGEST', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'check_config', 'resolve',
+           'make_config', 'playing', 'allow_edits', 'build']
 
 # %% ../../nbs/settings/07_config.ipynb #210c1c22
 def device_of(name: str) -> torch.device:
@@ -191,32 +191,32 @@ class RunOptions(Options):
         stop_after: time of training after which it stops, such as '90 min' or '2 h'; evaluations do not count
     """
 
-    steps: int = integer(100_000)
+    steps: int = integer(100_000, changes="between updates")
     seed: int = integer(0, 0)
-    threads: int = integer(1)
-    checkpoint_every: int = integer(20)
-    keep: int = integer(0, 0)
-    eval_every: int | str = 0
-    eval_episodes: int = integer(20)
-    max_episode_steps: int | None = integer(None)
-    final_episodes: int = integer(100)
-    video_every: int = integer(0, 0)
-    workers: int = integer(0, 0)
-    lag: int | None = 0
-    order: str = "canonical"
-    restarts: int = integer(0, 0)
-    reading: str = "processes"
-    address: str | None = None
-    name: str | None = None
-    device: str = "cpu"
+    threads: int = integer(1, changes="between updates")
+    checkpoint_every: int = integer(20, changes="between updates")
+    keep: int = integer(0, 0, changes="between updates")
+    eval_every: int | str = setting(0, changes="between updates")
+    eval_episodes: int = integer(20, changes="between updates")
+    max_episode_steps: int | None = integer(None, changes="with new episodes")
+    final_episodes: int = integer(100, changes="between updates")
+    video_every: int = integer(0, 0, changes="between updates")
+    workers: int = integer(0, 0, changes="between updates")
+    lag: int | None = setting(0, changes="between updates")
+    order: str = setting("canonical", changes="between updates")
+    restarts: int = integer(0, 0, changes="between updates")
+    reading: str = setting("processes", changes="between updates")
+    address: str | None = setting(None, changes="between updates")
+    name: str | None = setting(None, changes="between updates")
+    device: str = setting("cpu", changes="between updates")
     intrinsic: float = number(0.0)
     preset: str = "none"
-    record: bool = False
-    record_limit: str | None = None
-    exact: bool = False
-    stop_at_return: float | None = number(None, -float_info.max)
-    patience: int = integer(0, 0)
-    stop_after: str | None = None
+    record: bool = setting(False, changes="between updates")
+    record_limit: str | None = setting(None, changes="between updates")
+    exact: bool = setting(False, changes="between updates")
+    stop_at_return: float | None = number(None, -float_info.max, changes="between updates")
+    patience: int = integer(0, 0, changes="between updates")
+    stop_after: str | None = setting(None, changes="between updates")
 
     def __post_init__(self):
         check_options(self)
@@ -257,6 +257,75 @@ def check_config(config: dict) -> None:
     check_lanes(config["workers"], config["options"])
 
 
+def _check_id(env: Any) -> None:
+    "Raise `DataError` for an environment that is not given by its id."
+    if isinstance(env, str):
+        return
+    name = env.__name__ if isinstance(env, type) else "Own"
+    known = getattr(getattr(env, "spec", env), "id", None)
+    way = f"the id '{name}-v0', after `gymnasium.register('{name}-v0', {name})`"
+    raise DataError(
+        "a run needs the id of its environment, which its folder can hold",
+        leaf="env",
+        expected=f"the id {known!r}" if isinstance(known, str) else way,
+        got=describe(env),
+    )
+
+
+def resolve(asked: Asked) -> Resolved:
+    """The configuration that is asked for. An option is what is typed, or in the file, or in the preset, or its default, in this order.
+
+    Raises `DataError` for options that are unknown, do not fit together, or do not fit into JSON.
+
+    Args:
+        asked: see `Asked`
+    """
+    algorithm, env = asked.algorithm, asked.env
+    of_learning = options_for(algorithm)
+    may_be_set = [option for option in of_learning + RUN_OPTIONS if option.name != "preset"]
+    preset, of_preset, kwargs_of_preset = preset_for(
+        algorithm, env, asked.env_kwargs, asked.values["preset"], may_be_set
+    )
+
+    # What comes later has priority.
+    values = {}
+    origins = {}
+    for origin, layer in dict(preset=of_preset, file=asked.file, typed=asked.typed).items():
+        values.update(layer)
+        origins.update(dict.fromkeys(layer, origin))
+
+    # The defaults, some of which depend on other options.
+    learning = {
+        option.name: values.pop(option.name) for option in of_learning if option.name in values
+    }
+    learning = checked(learning, of_learning, algorithm)
+    of_run = run_options(values)
+    defaults = {option.name: option.default for option in of_learning}
+    if of_run.intrinsic and "terminal_obs" in defaults:
+        defaults["terminal_obs"] = True  # for `RND`: last observations may be new, too
+    if "critic_encoder" in defaults and "encoder" in learning:
+        defaults["critic_encoder"] = learning["encoder"]  # that of the actor
+    options = {**defaults, **learning}
+    mask = options.get("action_mask")
+    masks = dict(with_action_mask=mask) if mask else {}  # an info has to become an observation
+
+    config = {
+        "algorithm": algorithm,
+        "env": env,
+        "env_kwargs": {**masks, **kwargs_of_preset, **asked.env_kwargs},
+        **vars(of_run),
+        "preset": preset,
+        "options": with_steps(algorithm, options, of_run.steps),
+        "versions": versions(),
+        "origins": origins,
+    }
+    if asked.imports:
+        config["imports"] = [asked.imports] if isinstance(asked.imports, str) else [*asked.imports]
+    name_address(of_run.address)
+    check_config(config)
+    return Resolved({name: as_json(x, name) for name, x in config.items()})
+
+
 def make_config(
     algorithm: str,
     env: str,
@@ -265,9 +334,8 @@ def make_config(
     *,
     imports: Sequence[str] = (),
     **settings: Any,
-) -> dict:
-    """The configuration of a run. Raises `DataError` for options that are unknown, do not fit together, or do not fit into JSON, and for an
-    environment that is not given by its id.
+) -> Resolved:
+    """The configuration of a run. Raises `DataError` as `resolve` does, and for an environment that is not given by its id.
 
     Args:
         algorithm: name in `ALGORITHMS`
@@ -277,54 +345,10 @@ def make_config(
         imports: modules, or a single one, that must be imported before the environment can be made
         **settings: options of the run, see `RunOptions`, or more of the algorithm
     """
-    if not isinstance(env, str):
-        name = env.__name__ if isinstance(env, type) else "Own"
-        known = getattr(getattr(env, "spec", env), "id", None)
-        way = f"the id '{name}-v0', after `gymnasium.register('{name}-v0', {name})`"
-        raise DataError(
-            "a run needs the id of its environment, which its folder can hold",
-            leaf="env",
-            expected=f"the id {known!r}" if isinstance(known, str) else way,
-            got=describe(env),
-        )
-    known = options_for(algorithm)
-    may_be_set = [option for option in known + RUN_OPTIONS if option.name != "preset"]
-    preset, of_preset, kwargs_of_preset = preset_for(
-        algorithm, env, env_kwargs, settings.get("preset", "none"), may_be_set
-    )
-    values = {**of_preset, **settings}
-    of_learning = {
-        option.name: values.pop(option.name) for option in known if option.name in values
-    }
-    of_run = run_options(values)
-    name_address(of_run.address)
-    chosen = checked({**of_learning, **(options or {})}, known, algorithm)
-    defaults = {option.name: option.default for option in known}
-    if of_run.intrinsic and "terminal_obs" in defaults:
-        defaults["terminal_obs"] = True  # for `RND`: last observations may be new, too
-    if "critic_encoder" in defaults and "encoder" in chosen:
-        defaults["critic_encoder"] = chosen["encoder"]  # that of the actor
-    chosen = {**defaults, **chosen}
-    masks = (
-        dict(with_action_mask=mask) if (mask := chosen.get("action_mask")) else {}
-    )  # an info has to become an observation
-    config = {
-        "algorithm": algorithm,
-        "env": env,
-        "env_kwargs": {**masks, **kwargs_of_preset, **(env_kwargs or {})},
-        **vars(of_run),
-        "preset": preset,
-        "options": with_steps(algorithm, chosen, of_run.steps),
-        "versions": versions(),
-    }
-    if imports:
-        config["imports"] = [imports] if isinstance(imports, str) else [*imports]
-    if preset:
-        config["of_preset"] = [
-            name for name in of_preset if name not in {**(options or {}), **settings}
-        ]
-    check_config(config)
-    return {name: as_json(x, name) for name, x in config.items()}
+    _check_id(env)
+    of_algorithm = checked(options or {}, options_for(algorithm), algorithm)
+    typed = {**settings, **of_algorithm}
+    return resolve(Asked(algorithm, env, typed, {}, env_kwargs or {}, imports))
 
 # %% ../../nbs/settings/07_config.ipynb #48eedd67
 LONGEST = 10_000  # steps of an episode without any other limit
@@ -337,7 +361,7 @@ def playing(config: dict, max_episode_steps: int | None = None) -> dict:
         config: see `make_config`
         max_episode_steps: another limit than that of the run; None: that of the run
     """
-    env_kwargs = config["env_kwargs"]
+    env_kwargs = plain(config["env_kwargs"])
     n = max_episode_steps or config.get("max_episode_steps")
     if n is not None:
         env_kwargs = {**env_kwargs, "max_episode_steps": n}
@@ -369,9 +393,9 @@ def allow_edits(module: str) -> None:
     _ALLOWED.add(module)
 
 
-def _inserted(pipe: Any, edits: list) -> Any:
-    "The pipeline with what the edits have inserted."
-    for edit in filter(lambda edit: "insert" in edit, edits):
+def _inserted(pipe: Any, inserts: list) -> Any:
+    "The pipeline with what edits have inserted."
+    for edit in inserts:
         module, _, name = edit["insert"].partition(":")
         if module not in _ALLOWED or module not in sys.modules:
             raise DataError(
@@ -452,6 +476,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
     Returns:
         tuple: agent, pipe
     """
+    config = plain(config)
     algorithm = ALGORITHMS[config["algorithm"]]
     env = config["env"]
     env_kwargs = playing(config)["env_kwargs"]
@@ -508,4 +533,4 @@ def build(config: dict, resumes: int = 0) -> tuple:
     pipe = _recorded(_curious(pipe, config, novelty_seed), config)
     if device.type != "cpu":
         pipe = _moved(pipe, device)
-    return agent, _inserted(pipe, config.get("edits", []))
+    return agent, _inserted(pipe, config.get("inserts", []))

@@ -17,7 +17,7 @@ from .options import Option
 from ..pipes.envs.factories import spaces_of
 from ..pipes.data.errors import DataError, PipeError
 from ..pipes.recording.data_sampler import from_data
-from .choice import presets_of
+from .files import presets_of
 
 # %% auto #0
 __all__ = ['KINDS', 'QUICK', 'NEEDS', 'BOX_OF_BOX2D', 'kinds_for', 'algorithms_for', 'latest', 'actions_of', 'missing_for',

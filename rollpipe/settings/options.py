@@ -9,11 +9,12 @@ import argparse
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..agents.shared_options import Schedule, changing, meanings
+from ..agents.shared_options import Change, Schedule, may_change, meanings, split_annotation
 from ..pipes.data.errors import DataError, similar
 
 # %% auto #0
@@ -40,7 +41,7 @@ def kinds_of(annotation: Any, default: Any) -> tuple:
 
     Returns:
         tuple: of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or of "value": anything. `options_of` adds
-            "schedule" for an option that may change
+            "schedule" for an option that may follow one
     """
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     items = f"{type(default[0]).__name__ if isinstance(default, tuple) and default else 'int'},..."
@@ -89,6 +90,7 @@ class Option(NamedTuple):
         default: bool, int, float, str, None or a tuple of these
         help: meaning, from the signature
         kinds: kinds of values that it accepts, from the annotation, such as `("float", "None")`
+        changes: when it may get another value in a run that goes on, see `Change`
     """
 
     name: str
@@ -97,6 +99,7 @@ class Option(NamedTuple):
     default: Any
     help: str
     kinds: tuple
+    changes: Change = "never"
 
     @property
     def flag(self) -> str:
@@ -114,7 +117,9 @@ class Option(NamedTuple):
         )
 
 
-def options_of(parts: dict, skip: Iterable = ()) -> list[Option]:
+def options_of(
+    parts: dict, skip: Iterable = (), undeclared: Mapping[str, Change] = MappingProxyType({})
+) -> list[Option]:
     """An option for every parameter with a plain default. If its name is taken, the name of the part precedes it: `critic_hidden`.
 
     A class whose `__init__` passes `**options` on has the parameters of its base, too.
@@ -122,18 +127,22 @@ def options_of(parts: dict, skip: Iterable = ()) -> list[Option]:
     Args:
         parts: part -> function or class; if two parts have a parameter of the same name, the first one gets the plain name
         skip: parameters that do not become options
+        undeclared: part -> when its parameters may change that do not say so; all others never change
     """
     found = {}
     for part, function in parts.items():
         help_texts = meanings(function)
-        may_change = changing(function)
+        changes = may_change(function)
         for x in _parameters(function):
             param = x.name
             if param in skip or not _is_plain(x.default):
                 continue
             name = param if param not in found else f"{part}_{param}"
-            kinds = kinds_of(x.annotation, x.default) + ("schedule",) * (param in may_change)
-            found[name] = Option(name, part, param, x.default, help_texts.get(param, ""), kinds)
+            when = changes.get(param, undeclared.get(part, "never"))
+            annotation, _ = split_annotation(x)
+            kinds = kinds_of(annotation, x.default) + ("schedule",) * (when == "by schedule")
+            text = help_texts.get(param, "")
+            found[name] = Option(name, part, param, x.default, text, kinds, when)
     return list(found.values())
 
 

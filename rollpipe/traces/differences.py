@@ -14,14 +14,12 @@ from ..pipes.data.files import read_file, write_json
 from ..pipes.data.errors import DataError
 from ..pipes.data.compare import differing
 from .fingerprint import Differences, Fingerprint
+from .history import History, in_words, origin_in_words
 from rollpipe.traces.journal import (
     Entry,
     differing_networks,
     first_place,
-    origin_of,
     read_journal,
-    told,
-    told_origin,
 )
 
 # %% auto #0
@@ -231,14 +229,14 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
             if new.resumes > old.resumes
         ]
         notes += [
-            f"{folder} was edited after update {e.updates}: {'; '.join(map(told, e.edits))}"
+            f"{folder} was edited after update {e.updates}: {'; '.join(map(in_words, e.edits))}"
             for e in entries
             if e.edits
         ]
     for folder, other in ((a, b), (b, a)):
-        if (found := _origin(folder)) is None:
+        if (found := History.read(folder).origin) is None:
             continue
-        notes.append(f"{folder} is {told_origin(found)}")
+        notes.append(f"{folder} is {origin_in_words(found)}")
         if (
             at
             and at.after < found["at"] < at.by
@@ -250,10 +248,3 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
         default=(0, 0),
     )[1]
     return RunDifference(prints[0][0].differs(prints[1][0]) if known else None, at, common, notes)
-
-
-def _origin(folder):
-    try:
-        return origin_of(json.loads(read_file(Path(folder, "config.json"))))
-    except (OSError, ValueError):
-        return None

@@ -21,8 +21,7 @@ from ..pipes.data.fragment import Fragment
 from ..pipes.data.compare import PLAIN, as_array, differing, form_of
 
 # %% auto #0
-__all__ = ['running', 'places', 'first_place', 'Entry', 'differing_networks', 'read_journal', 'cut', 'told', 'origin_of',
-           'told_origin', 'told_past', 'Journal']
+__all__ = ['running', 'places', 'first_place', 'Entry', 'differing_networks', 'read_journal', 'cut', 'Journal']
 
 # %% ../../nbs/traces/03_journal.ipynb #55e91c61
 def running(crc: int | None, x: Any) -> int:
@@ -114,7 +113,7 @@ class Entry(NamedTuple):
         weights: network -> running checksum of its weights after the updates of the regular lines
         versions: lowest and highest version of the weights that collected the last batch; None: unknown
         place: `places` of the last batch; None in the extra line at a checkpoint, and for batches that are no fragments
-        edits: what was changed after this update, in turn, see `runs.changes`; None: nothing, and then the line lacks it
+        edits: what was changed after this update, in turn, see `traces.history`; None: nothing, and then the line lacks it
         now: network -> checksum of its weights after this update, in the extra lines at checkpoints; None in others, which then lack it
     """
 
@@ -194,38 +193,6 @@ def cut(path: str | Path, updates: int) -> tuple[Entry | None, int]:
     rows = [row for row in _entries(path) if row[0].updates <= updates] if path.exists() else []
     write_atomically(path, "".join(f"{line}\n" for _, line, _ in rows).encode())
     return (rows[-1][0], rows[-1][2]) if rows else (None, 0)
-
-# %% ../../nbs/traces/03_journal.ipynb #83503ed6
-def told(edit: dict) -> str:
-    "An edit in words: `max_kl=0.01`, or `my_edits:scaled(by=0.1)`."
-    named = ", ".join(
-        f"{name}={x}" for name, x in (edit["kwargs"] if "insert" in edit else edit["set"]).items()
-    )
-    return f"{edit['insert']}({named})" if "insert" in edit else named
-
-
-def origin_of(config: Any) -> dict | None:
-    "Where a fork comes from, by its configuration: `run`, `at`, `set`, and `noise` if it has other noise. None for another run."
-    found = config.get("forked") if isinstance(config, dict) else None
-    is_whole = (
-        isinstance(found, dict)
-        and isinstance(found.get("set"), dict)
-        and isinstance(found.get("at"), int)
-        and "run" in found
-    )
-    return found if is_whole else None
-
-
-def told_origin(origin: dict) -> str:
-    "Where a fork comes from, in words."
-    noise = f", and with other noise ({origin['noise']})" if origin.get("noise") else ""
-    return f"a fork of {origin['run']} after update {origin['at']}, with {told(origin) or 'no other option'}{noise}"
-
-
-def told_past(config: dict) -> list[str]:
-    "What has made a run besides the options that it has now: where it was forked, and its edits. Empty: its options train it again."
-    forks = [told_origin(origin)] if (origin := origin_of(config)) else []
-    return forks + [f"{told(edit)} after update {edit['at']}" for edit in config.get("edits", [])]
 
 # %% ../../nbs/traces/03_journal.ipynb #b855ae4c
 class Journal:

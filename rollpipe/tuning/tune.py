@@ -14,8 +14,8 @@ from typing import Any
 
 from ..pipes.data.files import make_folder, write_atomically
 from ..settings.algorithms import options_for
-from ..runs.commands import Interrupted, folder_name, given_by
-from ..settings.config import RUN_OPTIONS, RunOptions, build, make_config
+from ..runs.commands import Interrupted, asked_by, folder_name
+from ..settings.config import RUN_OPTIONS, RunOptions, build, resolve
 from rollpipe.results.experiments import (
     check_counts,
     command_line,
@@ -151,8 +151,10 @@ class Search:
 
     def __init__(self, args: Namespace):
         self.args = args
-        (self.given, self.env_kwargs) = given_by(args)
-        self.seed = self.given.pop("seed", RunOptions.seed)
+        self.asked = asked_by(args)
+        given = self.asked.values
+        self.seed = given.pop("seed", RunOptions.seed)
+        self.given = [*given]
         self.seeds = parse_seeds(args.seeds)
         self.n = args.evaluations
         self.free = max(
@@ -162,7 +164,7 @@ class Search:
         check_counts(args, "trials", "jobs", "evaluations")
         for name, fixed in vars(RunOptions()).items():
             found = (
-                self.given if name in _IN_PROCESS else vars(args)
+                given if name in _IN_PROCESS else vars(args)
             )  # others may be in a --config file, as that of a run
             if name in _OF_TRIALS or (got := found.get(name, fixed)) == fixed:
                 continue
@@ -176,22 +178,14 @@ class Search:
             )
             raise DataError(why, leaf=name, got=repr(got), expected=f"{name}={fixed}, and {other}")
         options = self.config({}, 0)["options"]
-        self.fixed = {name: x for name, x in self.given.items() if name in options}
+        self.fixed = {name: x for name, x in given.items() if name in options}
         self.space = space_for(args.algorithm, self.fixed, options)
         self.folder = Path(args.storage or f"tuning/{args.algorithm}-{folder_name(args.env)}")
         self.out = Path(args.out) if args.out else self.folder / "preset.toml"
 
     def config(self, options: dict, seed: int) -> dict:
         "The configuration of one training."
-        return make_config(
-            self.args.algorithm,
-            self.args.env,
-            options,
-            self.env_kwargs,
-            seed=seed,
-            imports=getattr(self.args, "imports", ()),
-            **self.given,
-        )
+        return resolve(self.asked.having(**options, seed=seed))
 
     def settings(self) -> dict:
         "All settings that must be equal for trials to be comparable."

@@ -51,8 +51,8 @@ class ActionLearner(ReplayLearner, ByAdam):
     """
 
     critic: Any = field(kw_only=False, repr=False)
-    tau: float = number(0.005, 0, 1, changes=True)
-    random_steps: int = number(1000)
+    tau: float = number(0.005, 0, 1, changes="by schedule")
+    random_steps: int = number(1000, changes="between updates")
     max_grad_norm: float | None = None
     decay_steps: int = not_offered(0)
     policy_every = 1  # steps of the critic for each step of policy and target networks
@@ -219,9 +219,9 @@ class SmoothedLearner(DeterministicLearner):
         policy_every: steps of the critic for each step of policy and target networks
     """
 
-    smoothing: float = number(0.2, changes=True)
-    smoothing_limit: float = number(0.5, 0, inf, changes=True)
-    policy_every: int = integer(2)
+    smoothing: float = number(0.2, changes="by schedule")
+    smoothing_limit: float = number(0.5, 0, inf, changes="by schedule")
+    policy_every: int = integer(2, changes="between updates")
 
     def shift(self, fragment: Fragment) -> torch.Tensor:
         "Clipped noise `[T, B, ...]` for the target's actions."
@@ -240,9 +240,9 @@ class SoftLearner(ActionLearner):
         target_entropy: target of the entropy, for actions within -1 and 1; None: minus the number of dimensions
     """
 
-    temperature: float | None = number(None)
+    temperature: float | None = number(None, changes="between updates")
     first_temperature: float = 1.0
-    target_entropy: float | None = number(None, -float_info.max)
+    target_entropy: float | None = number(None, -float_info.max, changes="between updates")
     actor_needs = ("sample", "is_random")
     actor_kind = "a `rollpipe.layers.SquashedPolicy`"
     keeps = (

@@ -32,8 +32,8 @@ class CrossQ(SoftLearner):
     """
 
     lr: float = 1e-3
-    policy_every: int = integer(3)
-    beta1: float = number(0.5, 0, 0.999)
+    policy_every: int = integer(3, changes="between updates")
+    beta1: float = number(0.5, 0, 0.999, changes="between updates")
     tau: float = not_offered(0.0)
     actor_needs = ("sample", "is_random", "by_batch")
     actor_kind = "a `rollpipe.agents.off_policy.batch_renorm.RenormPolicy`"

@@ -36,11 +36,11 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
         eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
     """
 
-    double: bool = flag(True)
-    burn_in: int = integer(0, 0)
-    target_every: int = integer(200)
-    tau: float | None = number(None, 0, 1, changes=True)
-    eta: float = number(0.9, 0, 1, changes=True)
+    double: bool = flag(True, changes="between updates")
+    burn_in: int = integer(0, 0, changes="between updates")
+    target_every: int = integer(200, changes="between updates")
+    tau: float | None = number(None, 0, 1, changes="by schedule")
+    eta: float = number(0.9, 0, 1, changes="by schedule")
     lr: float = 1e-3
     max_grad_norm: float | None = 10.0
     critic: Any = not_offered(None)

@@ -25,7 +25,7 @@ class QRDQN(DeepQLearner):
         huber: differences beyond this limit count linearly; 0: all count linearly
     """
 
-    huber: float = number(1.0, 0, 1e6, changes=True)
+    huber: float = number(1.0, 0, 1e6, changes="by schedule")
     lr: float = 5e-4
     actor_needs = ("values", "quantiles", "epsilon")
     actor_kind = "a `rollpipe.layers.QuantilePolicy`"

@@ -56,8 +56,8 @@ class ReplayLearner(Discounted, Learner):
         beta_steps: environment steps in which the memory's `beta` rises to 1; 0: it is 1; None: it stays constant
     """
 
-    multi_step: int = integer(1)
-    beta_steps: int | None = number(None)
+    multi_step: int = integer(1, changes="between updates")
+    beta_steps: int | None = number(None, changes="between updates")
     critic_epochs: int = not_offered(0)
     keeps = (*Learner.keeps, "target", "gradient_steps", "target_updates")
     batch_needs = ()  # a fresh fragment needs no advantages, value targets and log-probabilities

@@ -92,10 +92,10 @@ class IQL(ActionLearner):
         decay_steps: steps in which the learning rate of the policy falls to 0 by a cosine, as in the authors' code; 0: it does not fall
     """
 
-    expectile: float = number(0.7, 0, 1, changes=True)
-    beta: float = number(3.0, changes=True)
-    max_weight: float = number(100.0, changes=True)
-    decay_steps: int = number(0)
+    expectile: float = number(0.7, 0, 1, changes="by schedule")
+    beta: float = number(3.0, changes="by schedule")
+    max_weight: float = number(100.0, changes="by schedule")
+    decay_steps: int = number(0, changes="between updates")
     random_steps: int = not_offered(0)
     actor_needs = ("replay",)
     way_down = "cosine"

@@ -50,7 +50,7 @@ class TD3BC(SmoothedLearner):
         alpha: weight of the values, relative to the distance from the recorded actions; 0: behaviour cloning
     """
 
-    alpha: float = number(2.5, changes=True)
+    alpha: float = number(2.5, changes="by schedule")
     random_steps: int = not_offered(0)
 
     def improve_policy(self, fragment: Fragment) -> dict:

@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from zlib import crc32
 
 import numpy as np
@@ -235,7 +235,7 @@ def from_data(
     env: Any,
     actor: Any = None,
     *,
-    data: str | Path | IterDataPipe | None = None,
+    data: Annotated[str | Path | IterDataPipe | None, "between updates"] = None,
     batch_size: int = 256,
     length: int = 1,
     reward_scale: float | str | None = None,
