@@ -24,7 +24,7 @@ from .plots import learning_curve
 from ..settings.config import playing
 from ..settings.options import import_words, shown, typed
 from ..traces.differences import FINGERPRINTS
-from ..traces.history import REQUEST, History, past_in_words
+from ..traces.history import REQUEST, past_in_words
 
 # %% auto #0
 __all__ = ['PACK_FILES', 'HUB', 'local_copy', 'load_agent', 'card', 'pack', 'push', 'pack_command']
