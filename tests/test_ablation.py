@@ -39,6 +39,7 @@ def begun(folder):
 # -- other noise -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, run",
     [
@@ -149,6 +150,7 @@ def test_twins_are_the_run_again_pairs_share_the_noise_and_no_effect_is_exactly_
     assert len(rows) == 9 and rows[1].startswith(f"lr={lr},5,") and rows[1].endswith(",0")
 
 
+@pytest.mark.slow
 def test_a_metric_and_more_of_the_same(tmp_path):
     "A second call keeps what is there; the mean of episodes counts each of them once."
     run = trained(tmp_path / "run")
@@ -213,6 +215,7 @@ def test_each_evaluation_counts_once(tmp_path):
 # -- interruptions and errors ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on_to_the_same_numbers(tmp_path, capsys):
     run = trained(tmp_path / "run")
     words = [

@@ -17,15 +17,15 @@ import torch
 from command_line import alive, process, rollpipe, run_command, wait_for
 from gymnasium.wrappers import TimeLimit
 
+from rollpipe.settings.resolved import Resolved
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.results.bench import BENCH, Job, _states, jobs_of
 from rollpipe.results.spec import read_spec
-from rollpipe.runs.commands import find_run
 from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.fork import fork
-from rollpipe.runs.locks import lock, unlock
+from rollpipe.runs.locks import lock
 from rollpipe.runs.logs import read_evaluations, read_metrics, read_records, write_evaluations
 from rollpipe.runs.training import train
 from rollpipe.settings.algorithms import ALGORITHMS
@@ -191,6 +191,7 @@ def test_from_an_earlier_checkpoint_later_evaluations_are_made_again(tmp_path):
     assert points(run.folder) == WHOLE and [r["resumes"] for r in found] == [0] * 6
 
 
+@pytest.mark.slow
 def test_lost_evaluations_are_told_and_refused_where_they_count(tmp_path, caplog, whole):
     for name, rules in (("a", {}), ("b", dict(patience=9))):
         learn(run := start(tmp_path / name, small(keep=20, checkpoint_every=1, **rules)))
@@ -284,18 +285,6 @@ def test_what_is_no_interval_is_refused(value):
         small(eval_episodes=0)
 
 
-def test_a_run_with_evaluations_by_updates_of_an_earlier_version_goes_on(tmp_path):
-    "The number of episodes was 20, and was not stored."
-    config = small(steps=128, eval_every=1, eval_episodes=20)
-    run = start(tmp_path / "run", config)
-    del run.config["eval_episodes"]
-    run.save()
-    unlock(run.folder)
-    assert find_run(run.folder, config).config == load_run(run.folder).config
-    learn(resume(run.folder))
-    assert load_run(run.folder, best=True).evaluated["episodes"] == 20
-
-
 # -- a bench -----------------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +317,7 @@ gym.register("Held-v0", Held, max_episode_steps=500)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_bench_that_is_stopped_loses_no_finished_run_and_the_next_call_goes_on(
     tmp_path, monkeypatch, number, capfd
@@ -516,7 +506,7 @@ def test_a_run_that_has_lost_its_checkpoint_does_not_stop_the_others(tmp_path, w
     lost = Path(shutil.copytree(whole.folder, tmp_path / "lost"))
     (lost / "checkpoint.safetensors").unlink()
     states, damaged = _states(
-        [Job(None, 0, folder, whole.config) for folder in (lost, whole.folder)]
+        [Job(None, 0, folder, Resolved(whole.config)) for folder in (lost, whole.folder)]
     )
     assert (
         states == dict(run="complete")

@@ -403,6 +403,7 @@ def test_another_file_is_refused(tmp_path):
 # -- any update --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, run",
     [
@@ -500,6 +501,7 @@ PPO.improve = failing
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 7])
 def test_the_command_shows_what_failed(at, tmp_path):
     "In processes of their own: the training names the command, and the debugger steps into the update, and stops at its error."

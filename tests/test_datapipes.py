@@ -65,6 +65,7 @@ def test_the_import_names_what_is_missing(name):
     )
 
 
+@pytest.mark.slow
 def test_a_stand_in_gives_the_same_numbers():
     expected = run(TRAIN)
     found = run(GONE + STAND_IN + TRAIN)

@@ -366,6 +366,7 @@ def test_the_device_is_stored_and_a_run_from_elsewhere_can_be_used_here(
         load_agent(run),
         {**found.config, "device": "cuda"},
         found.counters,
+        history=found.history,
     )  # as a GPU leaves it
     assert (
         rollpipe("evaluate", run, "--episodes", 1) == 0
@@ -416,7 +417,13 @@ def test_auto_takes_what_is_there(cuda, mps, expected, monkeypatch):
 
 def test_what_a_stored_device_may_be(tmp_path):
     run = start(tmp_path / "run", make_config("trpo", "CartPole-v1", steps=64))
-    save_checkpoint(run.checkpoint, run.agent, {**run.config, "device": 3}, run.counters)
+    save_checkpoint(
+        run.checkpoint,
+        run.agent,
+        {**run.config, "device": 3},
+        run.counters,
+        history=run.history,
+    )
     with pytest.raises(CheckpointError, match="device"):
         load_run(run.folder)
 

@@ -226,6 +226,7 @@ def test_both_engines_give_the_same_fragments_also_while_the_actor_learns(name, 
         learn(actor)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     data=st.data(),

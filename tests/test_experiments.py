@@ -1,6 +1,6 @@
 "`rollpipe train --seeds`: several runs, a few at a time, each as if it were alone."
 
-import json
+import math
 import os
 import re
 import shlex
@@ -12,6 +12,7 @@ import pytest
 import torch
 from command_line import alive, lines, process, rollpipe, wait_for
 
+from rollpipe.traces.history import config_at
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_metrics
 
@@ -23,6 +24,7 @@ def train(out, *words, steps=384):
     return rollpipe("train", "trpo", "CartPole-v1", "--steps", steps, "--out", out, *SMALL, *words)
 
 
+@pytest.mark.slow
 def test_each_run_is_as_if_it_were_alone_and_the_end_compares_them(tmp_path, capfd):
     assert train(tmp_path / "a", "--seeds", "0-1", "--jobs", 2, "--eval-every", 2, "--keep", 1) == 0
     out, err = capfd.readouterr()
@@ -192,4 +194,4 @@ def test_one_run_is_continued_by_its_own_command(tmp_path, capsys):
         assert train(tmp_path / "a", "--continue", "--quiet", steps=steps) == 0
         found = load_run(tmp_path / "a").counters
         assert (found["steps"], found["resumes"]) == (steps, resumes)
-    assert json.loads((tmp_path / "a" / "config.json").read_text())["steps"] == 512
+    assert config_at(tmp_path / "a", math.inf)["steps"] == 512

@@ -352,6 +352,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, to", CASES
 )  # the other cells and policies, in all formats, are in the matrix below
@@ -494,6 +495,7 @@ MATRIX = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("name", MATRIX)
 def test_a_file_answers_any_number_of_environments(name, to):

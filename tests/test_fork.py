@@ -80,6 +80,7 @@ def check_same(a, b):
 # -- equal to the parent -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, run",
     [
@@ -134,6 +135,7 @@ def test_the_newest_checkpoint_is_where_a_fork_begins_if_nothing_is_said(tmp_pat
     check_same(parent.folder, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [None, "memory"])
 def test_the_memories_of_parent_and_fork_are_apart(path, tmp_path, monkeypatch):
     "Both go on, with chunks that have two names."
@@ -166,6 +168,7 @@ def test_the_parent_may_be_in_training(tmp_path):
         check_same(twin.folder, tmp_path / f"at{n}")
 
 
+@pytest.mark.slow
 def test_forks_beside_a_training_that_saves_all_the_time(tmp_path):
     "In a process of its own, which removes checkpoints and chunks while they are read."
     config = config_of("dqn", steps=1600, checkpoint_every=1, keep=2)
@@ -227,6 +230,7 @@ def test_a_fork_has_the_evaluations_up_to_there_and_a_recording_of_its_own(tmp_p
         assert sorted((out / "recording").glob("0*"))[0].name.startswith("000000000-")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [30, 0])
 def test_a_fork_has_the_best_policy_of_its_time(keep, tmp_path):
     "That of the run may be a later one. If the run has not kept it, the policy of the fork is the best one until the next evaluation."
@@ -778,6 +782,7 @@ def test_what_appears_in_the_folder_meanwhile_stays(overwrite, text, tmp_path, m
     ) == ["fork", "run"]
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_no_half_run(tmp_path):
     parent = trained(
         tmp_path / "run", "dqn", 320, keep=9

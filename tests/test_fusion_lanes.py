@@ -81,6 +81,7 @@ def assert_same_streams(make, n=4):
 # --- made where they are joined
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @fast
 @given(
@@ -258,6 +259,7 @@ def test_who_holds_a_fragment_never_sees_it_change():
 # --- advantages of joined fragments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @fast
 @given(
@@ -292,6 +294,7 @@ def test_reported_values():
         assert_same(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mlp", "memory", "nested"])
 def test_networks_agree_to_the_last_bits(kind):
     env = Nested if kind == "nested" else "CartPole-v1"

@@ -208,6 +208,7 @@ def test_signals_for_the_parent_do_not_end_the_guard():
         assert gone([pid], 0.5) == [pid]
 
 
+@pytest.mark.slow
 def test_the_child_of_a_thread_that_ends_is_found_all_the_same():
     "Ray's processes are guarded by this list. The system gives such a child to another thread, while the lists of threads are read."
 

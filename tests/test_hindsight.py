@@ -145,6 +145,7 @@ def check(sample, episodes, env):
     return changed
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(sorted(WORLDS)),

@@ -271,6 +271,7 @@ def test_torchdata_is_required_where_it_has_a_loader(metadata):
 # -- what they do ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_module_imports_from_where_it_is_installed(python, sources, tmp_path):
     code = (
         "import importlib, importlib.metadata, pkgutil, rollpipe\n"

@@ -153,6 +153,7 @@ def assert_twins(one, twin):
 # --- the same numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, where, workers, after",
     [
@@ -179,6 +180,7 @@ def test_a_run_that_is_killed_goes_on_exactly(case, where, workers, after, tmp_p
         }
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(tmp_path):
     "It arrives when the ranks have agreed to go on, while they save, so that they end after the next update."
     one = tmp_path / "one"

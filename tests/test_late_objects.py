@@ -125,6 +125,7 @@ def weights(folder):
     return [x.clone() for x in state["actor"].values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CANNOT)
 def test_the_weights_are_saved_and_the_run_says_what_is_lost(kind, tmp_path, caplog):
     "All updates are in the checkpoint, though none was saved in between."

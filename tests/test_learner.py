@@ -494,6 +494,7 @@ print(faults, held - of_process()[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the setting")
 def test_memory_of_a_batch_is_kept_and_that_of_a_large_array_returned():
     "Twenty arrays of 2 MiB have 10 240 pages, which the system gives anew for each batch. An array of 320 MiB has 81 920."

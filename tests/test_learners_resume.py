@@ -228,6 +228,7 @@ def test_the_rest_is_the_same_in_new_objects(case):
     check(case, workers=int(case == "vtrace"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dqn", "dqn-goals", "sac", "td3", "ppo", "rnd"])
 @pytest.mark.parametrize("then", [0, 1])
 def test_through_a_file_and_with_another_number_of_workers(case, then, tmp_path):

@@ -288,6 +288,7 @@ def test_a_training_writes_what_its_stages_cost(tmp_path, algorithm, workers):
     )
 
 
+@pytest.mark.slow
 def test_a_notebook_draws_a_run_until_it_ends(going, monkeypatch):
     display = pytest.importorskip("IPython.display")
     shown = []

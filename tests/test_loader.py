@@ -563,6 +563,7 @@ print(DataLoader2.__module__, isinstance(ProcessReading(1), ReadingServiceInterf
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "state, told",
     {

@@ -304,6 +304,7 @@ class OfAProcess(gym.Wrapper):
 gym.register("OfALoop-v0", lambda **_: OfAProcess(gym.make(POLE).unwrapped), max_episode_steps=500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [partial(ppo, env="OfALoop-v0"), partial(dqn, env="OfALoop-v0")])
 def test_what_goes_on_otherwise_in_a_new_process_is_told(make, workers, tmp_path, caplog):

@@ -164,6 +164,7 @@ def plan_of(rng, n_edits, n_updates):
     return dict(sorted(plan.items()))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 20 * N)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_random_edits_repeat_bit_for_bit(workers, tmp_path):
@@ -394,6 +395,7 @@ def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
     assert load_run(fork(run.folder, tmp_path / "fork", 7)).config["stop_after"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dqn", "sac", "trpo"])
 def test_learners_with_and_without_a_memory(name, tmp_path):
     plan = {
@@ -750,6 +752,7 @@ def test_a_look_costs_little(tmp_path, monkeypatch):
     assert 1 <= len(looks) <= most + 1 and {*looks} == {tmp_path / "inbox"}
 
 
+@pytest.mark.slow
 def test_the_page_asks_a_training_and_shows_what_it_says(tmp_path):
     run = start(tmp_path / "run", config_of("ppo", steps=10**7))
     found = []

@@ -626,6 +626,7 @@ def test_a_mask_that_allows_nothing_is_an_error_for_groups_too():
         ActorByGroup(members, ["one", "many"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("functions_of_onnx")
 @pytest.mark.parametrize("to", FORMATS)
 def test_groups_are_exported_with_their_memories(to, tmp_path):

@@ -228,7 +228,7 @@ def test_a_checkpoint_that_asks_for_too_much_is_refused_before_anything_is_built
     else:
         counters = dict(dqn.counters, steps=0, updates=0)
     config = dict(dqn.config, steps=10**18, options={**dqn.config["options"], **harm})
-    save_checkpoint(dqn.checkpoint, dqn.agent, config, counters)
+    save_checkpoint(dqn.checkpoint, dqn.agent, config, counters, history=dqn.history)
     monkeypatch.setattr(
         "rollpipe.runs.folder.build", lambda *args: pytest.fail("something was built")
     )
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_asks_for_too_much_is_refused_before_anything_is_built
 
 
 def test_the_file_itself_is_accepted(dqn):
-    save_checkpoint(dqn.checkpoint, dqn.agent, dqn.config, dqn.counters)
+    save_checkpoint(dqn.checkpoint, dqn.agent, dqn.config, dqn.counters, history=dqn.history)
     assert load_run(dqn.folder).config["options"]["capacity"] == 1000
 
 

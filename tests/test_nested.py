@@ -434,6 +434,7 @@ def neighbours(draw):
     return parts or [x], draw(st.just(along) | st.integers(-x.ndim, x.ndim - 1))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=1500)
 @given(neighbours())
 def test_what_lies_side_by_side_is_joined_right(case):

@@ -1,5 +1,7 @@
 "The runner of notebooks tells each that does not pass, whatever it does, and ends what it has started."
 
+import pytest
+
 import json
 import os
 import subprocess
@@ -54,6 +56,7 @@ def notebook(path, cells):
     return path
 
 
+@pytest.mark.slow
 def test_each_notebook_is_told(tmp_path):
     paths = [notebook(tmp_path / f"{name}.ipynb", cells) for name, cells in CELLS.items()]
     done = subprocess.run(

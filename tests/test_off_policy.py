@@ -867,6 +867,7 @@ class Hill(Stepped):
         return True, False
 
 
+@pytest.mark.slow
 @each_algorithm
 def test_climbs_a_hill(algorithm):
     "Best possible 0; an action in the middle gets -1.5, a random one -2.5 or so."

@@ -85,6 +85,7 @@ def test_the_values_at_the_first_the_last_and_a_resumed_update(tmp_path):
     assert verify(run.folder).is_equal and not diff(whole.folder, run.folder).fingerprints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm, options",
     [

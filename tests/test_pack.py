@@ -126,6 +126,7 @@ def test_no_file_of_a_pack_is_a_pickle(run):
         assert head[:2] != b"PK" and head[:1] != b"\x80", path  # an archive of torch, a pickle
 
 
+@pytest.mark.slow
 def test_a_pack_is_made_again_and_trained_again(run, capsys, tmp_path):
     (run / "videos").mkdir()
     last = int(load_run(run).counters["updates"])

@@ -164,6 +164,7 @@ def holes(batch, recurrent):
     return batch._replace(valid=valid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, options, invalid",
     [
@@ -275,6 +276,7 @@ def by_gloo(rank, folder, task, *args):
     return task(rank, folder, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["TRPO", "PPO"])
 def test_gloo_sums_as_shared_memory_does(kind, tmp_path):
     for name in ("memory", "gloo"):

@@ -44,6 +44,7 @@ def config_for(name, recurrent="gru", steps=400, env=RECALL, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_every_learner_that_can_trains_one_exactly(name, cell, tmp_path):

@@ -202,6 +202,7 @@ def arrivals(draw):
     ), groups
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(arrivals())
 def test_it_is_the_naive_memory(case):

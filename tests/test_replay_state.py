@@ -95,6 +95,7 @@ def stream(world, gaps, joined, n=12):
     return found
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -419,6 +420,7 @@ def started(folder):
     return process
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks_module, "CHUNK", 512)
     rng = random.Random(0)
@@ -464,6 +466,7 @@ def whole(folder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["os.fsync", "os.replace", "builtins.open"])
 def test_an_error_at_any_moment_leaves_the_old_state_and_the_next_save_works(
     small_chunks, tmp_path, monkeypatch, name

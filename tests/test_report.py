@@ -877,6 +877,7 @@ def charts_once(monkeypatch):
     monkeypatch.setattr("rollpipe.results.page.svg", drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "is_bench, name", [(True, BENCH), *itertools.product([True, False], OF_A_RUN)]
 )

@@ -1068,6 +1068,7 @@ def usage(pids):
     return [of(pid) for pid in pids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag, number", [(0, int), (None, torch.tensor)])
 def test_nothing_grows_over_ten_thousand_items(lag, number):
     with DataLoader2(

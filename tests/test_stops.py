@@ -102,6 +102,7 @@ def goal_of(whole):
     return found[k], k
 
 
+@pytest.mark.slow
 def test_at_a_return_it_stops_says_why_and_is_complete(whole, tmp_path, monkeypatch, capsys):
     goal, k = goal_of(whole)
     words = (

@@ -310,6 +310,7 @@ if which == "torchdata":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "which, times",
     [("torch", 1), pytest.param("torchdata", 1, marks=needs_torchdata), ("in one process", 0)],

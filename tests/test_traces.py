@@ -569,6 +569,7 @@ def test_a_change_in_learning_is_told_from_one_in_collection(whole, tmp_path):
         numbers(whole, run.folder, diff(whole, run.folder).parting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm, options, told",
     [
@@ -599,6 +600,7 @@ def test_a_run_that_prints_a_space_midway_equals_its_repeat(tmp_path):
     assert not diff(run, same).fingerprints and not verify(run, 3).fingerprints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm, options, method",
     [("ppo", None, "spawn"), ("dqn", dict(lanes=2, n_envs=2, warmup=100), "forkserver")],

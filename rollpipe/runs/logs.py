@@ -26,6 +26,7 @@ from ..traces.observers import Observer
 from ..agents.schedules import Every
 from ..pipes.data.errors import DataError, similar
 from ..settings.checks import is_over
+import rollpipe.ranks as ranks
 from .sinks import TensorBoard, WandB
 
 # %% auto #0
@@ -282,7 +283,7 @@ class MetricWriter:
 
 # %% ../../nbs/runs/01_logs.ipynb #e830db40
 class MetricFiles(Observer):
-    """Writes each record of a training with a `MetricWriter`.
+    """Writes each record of a training with a `MetricWriter`. Of several ranks, rank 0 does.
 
     Args:
         folder: folder for the files; None: that of the run
@@ -298,6 +299,9 @@ class MetricFiles(Observer):
 
     def begin(self, run: Any) -> None:
         "Begin the files of a new run; those of a run that goes on keep the records of its updates so far."
+        self.make = None
+        if ranks.rank():
+            return
         self.make = partial(
             MetricWriter,
             self.folder or run.folder,
@@ -310,6 +314,8 @@ class MetricFiles(Observer):
 
     def after(self, record: Mapping) -> None:
         "Write a record."
+        if self.make is None:
+            return
         if self.writer is None:
             self.writer = self.make()
         self.writer.write(dict(record))

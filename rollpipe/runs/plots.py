@@ -65,7 +65,7 @@ def _config(run: str | Path) -> dict:
     if not path.is_file():
         raise DataError(f"{run}: not the folder of a run", expected=f"{REQUEST} in it")
     config = read_table(path)
-    kinds: dict[str, type] = dict(options=dict, env_kwargs=dict, name=str)
+    kinds: dict[str, type] = dict(options=dict, env_kwargs=dict, name=str, imports=list)
     for name, kind in kinds.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
             raise DataError(

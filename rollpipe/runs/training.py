@@ -437,8 +437,7 @@ def train(
     if not isinstance(callbacks, Sequence):
         raise DataError("callbacks", expected="a list: callbacks=[...]", got=repr(callbacks)[:80])
     observers = [observer_of(x) for x in callbacks]
-    if not ranks.rank():
-        observers.append(MetricFiles(tensorboard=tensorboard, wandb=wandb))
+    observers.append(MetricFiles(tensorboard=tensorboard, wandb=wandb))
     if progress:
         observers.append(Progress())
     first = run

@@ -136,6 +136,7 @@ class History(list):
 def _event_in(line: str, where: str) -> dict:
     try:
         event = json.loads(line)
+        json.dumps(event, ensure_ascii=False).encode()  # refuse half a surrogate pair
     except (ValueError, RecursionError):
         raise DataError(f"{where}: damaged", got=line[:80]) from None
     return check_event(event, where)
@@ -156,7 +157,7 @@ def with_event(config: dict, event: dict) -> dict:
         return config
     module = event["insert"].partition(":")[0]
     insert = dict(insert=event["insert"], kwargs=event["kwargs"])
-    imports = dict.fromkeys([*config.get("imports", []), module])
+    imports = dict.fromkeys([*(config.get("imports") or []), module])
     return {**config, "imports": [*imports], "inserts": [*config.get("inserts", []), insert]}
 
 
