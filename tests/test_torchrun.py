@@ -285,16 +285,19 @@ def test_what_cannot_be_divided_leaves_no_run(tmp_path):
     [
         (
             "--lr 0.5",
-            "leaf lr: rank 1: another option than on rank 0. Expected 0.25, as on rank 0, got 0.5",
+            "(leaf lr|--lr): rank 1: another option than on rank 0. Expected 0.25, as on rank 0, got 0.5",
         ),
         (
             "--env-kwargs max_episode_steps=7",
-            "leaf env_kwargs: rank 1: .* Expected {}, as on rank 0, got {'max_episode_steps': 7}",
+            "(leaf env_kwargs|--env-kwargs): rank 1: .* Expected {}, as on rank 0, got {'max_episode_steps': 7}",
         ),
-        ("--overwrite", "leaf overwrite: rank 1: .* Expected False, as on rank 0, got True"),
+        (
+            "--overwrite",
+            "(leaf overwrite|--overwrite): rank 1: .* Expected False, as on rank 0, got True",
+        ),
         (
             "--config none.toml",
-            "leaf config: rank 1: .* Expected None, as on rank 0, got 'none.toml'",
+            "(leaf config|--config): rank 1: .* Expected None, as on rank 0, got 'none.toml'",
         ),
     ],
 )
@@ -335,17 +338,17 @@ def test_ranks_with_different_environments_or_runs_are_refused(tmp_path):
         (
             "ppo CartPole-v1",
             "ppo Acrobot-v1",
-            "leaf env: rank 1: .* Expected 'CartPole-v1', as on rank 0, got 'Acrobot-v1'",
+            "(leaf env|--env): rank 1: .* Expected 'CartPole-v1', as on rank 0, got 'Acrobot-v1'",
         ),
         (
             "--resume a --steps 7",
             "--resume a",
-            "leaf steps: rank 1: .* Expected 7, as on rank 0, got nothing",
+            "(leaf steps|--steps): rank 1: .* Expected 7, as on rank 0, got nothing",
         ),
         (
             "--resume a",
             "ppo CartPole-v1",
-            "leaf resume: rank 1: .* Expected 'a', as on rank 0, got None",
+            "(leaf resume|--resume): rank 1: .* Expected 'a', as on rank 0, got None",
         ),
     ):
         for code, _, err in told(mine, other):

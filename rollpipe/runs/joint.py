@@ -118,6 +118,7 @@ _OF_ONE = (
     "quiet",
     "debug",
     "function",
+    "parser",
     "words",
     "options",
     "versions",

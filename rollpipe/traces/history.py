@@ -157,8 +157,10 @@ def with_event(config: dict, event: dict) -> dict:
         return config
     module = event["insert"].partition(":")[0]
     insert = dict(insert=event["insert"], kwargs=event["kwargs"])
-    imports = dict.fromkeys([*(config.get("imports") or []), module])
-    return {**config, "imports": [*imports], "inserts": [*config.get("inserts", []), insert]}
+    imports = [*(config.get("imports") or [])]
+    if module not in imports:
+        imports.append(module)
+    return {**config, "imports": imports, "inserts": [*config.get("inserts", []), insert]}
 
 
 def read_request(folder: str | Path) -> dict:
