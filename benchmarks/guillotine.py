@@ -113,6 +113,8 @@ def pong():
     )
 
 
+# A spawned worker imports the module that an id names.
+sys.modules.setdefault("guillotine", sys.modules[__name__])
 for name, make in dict(Luck=Luck, Clock=Clock, Normalized=normalized, Pong=pong).items():
     gym.register(f"guillotine/{name}-v0", make, max_episode_steps=200)
 
@@ -189,7 +191,12 @@ CASES = {
     "normalized": Case("ppo", "guillotine/Normalized-v0", SMALL, dict(steps=5000), (0, 2)),
     "global": Case("ppo", "guillotine/Luck-v0", SMALL, dict(steps=5000), (0, 2)),
     "global_spawn": Case(
-        "ppo", "guillotine/Luck-v0", SMALL, dict(steps=3000), (0, 1), start_method="spawn"
+        "ppo",
+        "guillotine:guillotine/Luck-v0",
+        SMALL,
+        dict(steps=3000),
+        (0, 1),
+        start_method="spawn",
     ),
     "pong": Case(
         "ppo", "guillotine/Pong-v0", dict(SMALL, n_steps=16, lanes=1), dict(steps=320), (0, 1)

@@ -13,6 +13,7 @@ import guillotine  # noqa: E402
 NEEDS = {
     **dict.fromkeys(("halfcheetah", "hopper", "walker2d", "ant", "humanoid"), "mujoco"),
     **dict.fromkeys(("lunar", "bipedal"), "Box2D"),
+    "pong": "ale_py",
 }
 
 
