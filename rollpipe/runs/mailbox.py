@@ -92,15 +92,21 @@ class Mailbox:
             with suppress(OSError):  # it was withdrawn
                 times[path] = path.lstat().st_mtime_ns
         for path in sorted(times, key=lambda path: times[path]):
+            if times[path] >= before:
+                continue
             wish: object
             try:
                 wish = _read_wish(path)
             except (DataError, OSError) as e:
                 wish = e
-            with suppress(OSError):  # it is taken when it is removed
-                if times[path] < before:
-                    path.unlink() if not path.is_dir() else path.rmdir()
-                    yield path, wish
+
+            # Who removes the file has it: the training, or the one who withdraws it.
+            try:
+                remove = path.rmdir if path.is_dir() else path.unlink
+                remove()
+            except OSError:
+                continue
+            yield path, wish
 
     def _asks(self) -> list:
         if self.folder is None:
