@@ -201,7 +201,7 @@ def test_a_training_on_a_cluster(cluster, tmp_path):
         and last[0]["eval_return_mean"] == last[1]["eval_return_mean"]
     )
     assert main(["train", "--resume", str(tmp_path / "there"), "--steps", "256"]) == 0
-    config = json.loads((tmp_path / "there" / "config.json").read_text())
+    config = load_run(tmp_path / "there").config
     assert (config["reading"], config["address"], config["workers"], config["steps"]) == (
         "ray",
         cluster.address,
