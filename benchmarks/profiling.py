@@ -15,8 +15,7 @@ from report import begun, options_of, table
 
 from rollpipe.layers import Critic, MLPPolicy, QPolicy
 from rollpipe.pipes import copy_graph, on_policy, replayed
-from rollpipe.pipes.profiling.clock import Clock
-from rollpipe.pipes.profiling.stages import put_clocks, stages_of
+from rollpipe.pipes.profiling.clock import Clock, put_clocks, stages_of
 
 
 def rate(items, seconds):

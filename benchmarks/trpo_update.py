@@ -21,7 +21,7 @@ from report import header, options_of, spread, table
 from torch import nn
 from torch.autograd import grad
 
-from rollpipe.agents import natural_gradient, trpo
+from rollpipe.agents import natural_gradient
 from rollpipe.agents.critics import explained_variance
 from rollpipe.agents.linearization import Linearization, fisher_product
 from rollpipe.agents.natural_gradient import distribution_on, policy_rows
@@ -161,14 +161,14 @@ def make(rows, hidden):
 
 def timed_update(policy, critic, fragment, **kw):
     "Seconds by phase of one update of copies of `policy` and `critic` (or None); the copies are returned as well."
-    agent = trpo.TRPO(
+    agent = natural_gradient.TRPO(
         copy.deepcopy(policy), copy.deepcopy(critic), max_kl=MAX_KL, damping=DAMPING, **kw
     )
     seconds = {}
     places = dict(
         conjugate_gradients=natural_gradient,
         preconditioner=natural_gradient.NaturalGradientLearner,
-        backtrack_line_search=trpo,
+        backtrack_line_search=natural_gradient,
     )
     real = {name: getattr(module, name) for name, module in places.items()}
 
@@ -209,7 +209,7 @@ def seconds_of(fn, repeats=1):
 
 def product_and_forward(policy, fragment):
     "Seconds of one Fisher product and of one forward pass over the whole batch."
-    agent = trpo.TRPO(policy)
+    agent = natural_gradient.TRPO(policy)
     rows = policy_rows(fragment)
     lin = Linearization(distribution_on(policy, rows), agent.params)
     product = fisher_product(lin, policy.dist.fisher, rows.weight)

@@ -12,6 +12,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same
+from rollpipe.agents.offline import BC
+from rollpipe.testing.tasks import Gates
 
 from rollpipe.agents import (
     A2C,
@@ -25,7 +27,6 @@ from rollpipe.agents import (
     VTrace,
     evaluate,
 )
-from rollpipe.agents.offline.bc import BC
 from rollpipe.agents.parallel_evaluation import ParallelEvaluation
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.agents.td import td
@@ -40,7 +41,7 @@ from rollpipe.layers import (
     RecurrentQPolicy,
 )
 from rollpipe.layers.distributions import Categorical
-from rollpipe.layers.joint import MultiCategorical
+from rollpipe.layers.heads import MultiCategorical
 from rollpipe.pipes import (
     DataError,
     DataLoader2,
@@ -61,7 +62,6 @@ from rollpipe.pipes.data.action_masks import ActionMask, WithActionMask, mask_si
 from rollpipe.runs.export import FORMATS, PolicyFunction, export_policy
 from rollpipe.settings.config import build, make_config
 from rollpipe.testing import check_actor, check_env
-from rollpipe.testing.chains import Gates
 
 fast = settings(deadline=None, max_examples=30)
 KEYED = dict(action_mask="action_mask")

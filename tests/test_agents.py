@@ -6,16 +6,12 @@ import itertools
 import pytest
 import torch
 from random_fragments import Shared
+from rollpipe.agents.offline import BC
+from rollpipe.agents.policy_gradient import A2C, PPO, REINFORCE, VTrace
 from torch import nn
 
-from rollpipe.agents.a2c import A2C
 from rollpipe.agents.metrics import METRICS, check_metrics
-from rollpipe.agents.npg import NPG
-from rollpipe.agents.offline.bc import BC
-from rollpipe.agents.ppo import PPO
-from rollpipe.agents.reinforce import REINFORCE
-from rollpipe.agents.trpo import TRPO
-from rollpipe.agents.vtrace import VTrace
+from rollpipe.agents.natural_gradient import NPG, TRPO
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.policies import SharedPolicy
 from rollpipe.pipes import nested, on_policy, rollouts

@@ -9,8 +9,7 @@ from gymnasium.spaces import Box
 from test_off_policy import random_fragment, successor
 from torch import nn
 
-from rollpipe.agents.off_policy.batch_renorm import BatchRenorm, RenormCritic, RenormPolicy
-from rollpipe.agents.off_policy.crossq import CrossQ
+from rollpipe.agents.off_policy.crossq import BatchRenorm, CrossQ, RenormCritic, RenormPolicy
 from rollpipe.layers import ActionCritic, SquashedPolicy
 from rollpipe.pipes import DataError
 from rollpipe.pipes.data.errors import ActorError

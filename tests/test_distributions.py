@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import distributions as td
 
 from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
-from rollpipe.layers.joint import Bernoulli, Joint, MultiCategorical
+from rollpipe.layers.heads import Bernoulli, Joint, MultiCategorical
 from rollpipe.pipes import nested
 
 fast = settings(deadline=None, max_examples=25)

@@ -14,8 +14,7 @@ from torch.func import functional_call, jvp, vjp
 from torch.nn.functional import one_hot
 
 from rollpipe.layers import ConvTrunk, Critic, MLPPolicy, QPolicy, RecurrentPolicy, encoder_for
-from rollpipe.layers.integers import Bits, Embeddings
-from rollpipe.layers.module_dict import ModuleDict, n_out_of
+from rollpipe.layers.encoders import Bits, Embeddings, ModuleDict, n_out_of
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.errors import DataError, SpaceError
 from rollpipe.testing import check_actor

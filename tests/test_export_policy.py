@@ -24,8 +24,7 @@ from rollpipe.layers import (
     RecurrentQPolicy,
     SquashedPolicy,
 )
-from rollpipe.layers.integers import Bits
-from rollpipe.layers.module_dict import ModuleDict
+from rollpipe.layers.encoders import Bits, ModuleDict
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.errors import ActorError, DataError
 from rollpipe.pipes.envs.actions import in_containers

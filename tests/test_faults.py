@@ -42,7 +42,7 @@ from rollpipe.pipes import (
 from rollpipe.pipes.data.fragment_ops import unstacked
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.taps import EpisodeStats
-from rollpipe.pipes.workers.shared import SharedMemory
+from rollpipe.pipes.workers.codec import SharedMemory
 
 
 def outcome(pipe, **options):

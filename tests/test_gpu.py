@@ -31,8 +31,8 @@ from rollpipe.pipes import (
 from rollpipe.pipes.graph import modules
 from rollpipe.pipes.invariants import check_advantages, check_ratio
 from rollpipe.pipes.tensors.collector import TensorCollector
-from rollpipe.pipes.workers import members
-from rollpipe.pipes.workers.members import pickled_for
+from rollpipe.pipes.workers import crew
+from rollpipe.pipes.workers.crew import pickled_for
 from rollpipe.runs import load_agent
 from rollpipe.runs.loops import resumed, saved
 from rollpipe.settings.config import device_of
@@ -360,7 +360,7 @@ def test_a_worker_on_the_host_gets_networks_in_host_memory(monkeypatch):
     "Its machine may have no GPU, and one that has one need not begin to use it."
     layer = There(2, 3, device="meta")
     monkeypatch.setattr(
-        members, "state_of", lambda found: dict(layer.named_parameters())
+        crew, "state_of", lambda found: dict(layer.named_parameters())
     )  # which refuses tensors without numbers
 
     def sent():

@@ -18,7 +18,7 @@ from worker_cases import forked_script, gone, harmful, runs, slack
 from rollpipe.pipes import EnvError, EnvStepper, FragmentCollector, Lanes, ProcessReading
 from rollpipe.pipes.cluster.door import descendants
 from rollpipe.pipes.graph.torchdata import DataLoader2
-from rollpipe.pipes.workers import guard as guard_module
+from rollpipe.pipes.workers import entry as guard_module
 from rollpipe.pipes.workers.process import WorkerProcess
 
 pytestmark = pytest.mark.skipif(

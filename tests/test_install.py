@@ -321,11 +321,11 @@ def test_another_nbdev_project_finds_what_it_may_link_to(python, tmp_path):
     code = (
         "from importlib.metadata import entry_points; from nbdev.doclinks import NbdevLookup\n"
         "found, = entry_points(group='nbdev', name='rollpipe')\n"
-        "print(found.load()['syms']['rollpipe.agents.trpo']['rollpipe.agents.trpo.TRPO'][1])\n"
-        "print(NbdevLookup().linkify('See `rollpipe.agents.trpo.TRPO`.'))"
+        "print(found.load()['syms']['rollpipe.agents.natural_gradient']['rollpipe.agents.natural_gradient.TRPO'][1])\n"
+        "print(NbdevLookup().linkify('See `rollpipe.agents.natural_gradient.TRPO`.'))"
     )
     module, line = run(python, "-c", code, cwd=tmp_path).splitlines()
-    assert module == "rollpipe/agents/trpo.py"
+    assert module == "rollpipe/agents/natural_gradient.py"
     assert (
-        line == "See [`rollpipe.agents.trpo.TRPO`](/rollpipe/agents/trpo.html#trpo)."
+        line == "See [`rollpipe.agents.natural_gradient.TRPO`](/rollpipe/agents/trpo.html#trpo)."
     )  # on the host of that project, until we have one

@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_off_policy import SPACES, random_fragment, successor
 
-from rollpipe.agents.offline.iql import IQL
+from rollpipe.agents.offline import IQL
 from rollpipe.layers import MLPPolicy
-from rollpipe.layers.action_critic import QVCritic
+from rollpipe.layers.critic import QVCritic
 
 RATE = 3e-3
 UPDATES = 6

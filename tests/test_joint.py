@@ -15,9 +15,9 @@ from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes import DataError, EnvError, WorkerError, resumable
 from rollpipe.pipes.data.chunks import ChunkFolder, chunk_names
 from rollpipe.pipes.envs.kept import Keeper, Kept
-from rollpipe.runs.folder import load_run
 from rollpipe.runs import folder as folders
 from rollpipe.runs import resume, start, train
+from rollpipe.runs.folder import load_run
 from rollpipe.runs.joint import joint
 from rollpipe.runs.locks import unlock
 from rollpipe.runs.signals import Stopped, stop_signals

@@ -31,7 +31,7 @@ from toys import Nested
 
 import rollpipe.layers
 from rollpipe.agents.critics import fit_critic
-from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
+from rollpipe.agents.off_policy.crossq import RenormCritic, RenormPolicy
 from rollpipe.agents.shared_options import args_section
 from rollpipe.layers import (
     MLP,

@@ -11,30 +11,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollpipe.agents.policy_gradient import A2C, PPO, REINFORCE, VTrace
 from torch import nn
 
-from rollpipe.agents.a2c import A2C
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
-from rollpipe.agents.dqn import DQN
 from rollpipe.agents.gradient_learner import ActorCriticLearner, GradientLearner
 from rollpipe.agents.learner import Learner
 from rollpipe.agents.losses import standardized
-from rollpipe.agents.natural_gradient import policy_rows
-from rollpipe.agents.npg import NPG
+from rollpipe.agents.natural_gradient import NPG, TRPO, policy_rows
+from rollpipe.agents.off_policy.action_learner import SAC, TD3
 from rollpipe.agents.off_policy.crossq import CrossQ
-from rollpipe.agents.off_policy.qr_dqn import QRDQN
-from rollpipe.agents.off_policy.sac import SAC
-from rollpipe.agents.off_policy.td3 import TD3
-from rollpipe.agents.policy_replay import lag_of, replay_policy
-from rollpipe.agents.ppo import PPO
-from rollpipe.agents.reinforce import REINFORCE
+from rollpipe.agents.off_policy.q_learner import DQN, QRDQN
 from rollpipe.agents.shared_options import check_range
 from rollpipe.agents.tabular import QLearning
-from rollpipe.agents.trpo import TRPO
-from rollpipe.agents.vtrace import VTrace
+from rollpipe.agents.unroll import lag_of, replay_policy
 from rollpipe.layers import ActionCritic, Critic, MLPPolicy, QPolicy, SquashedPolicy
 from rollpipe.layers.distributions import Gaussian
-from rollpipe.layers.recurrent_policies import MemoryCritic, RecurrentPolicy
+from rollpipe.layers.recurrent import MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import on_policy, replayed
 from rollpipe.pipes.data.errors import ActorError, DataError, check_integer
 from rollpipe.pipes.graph.modules import bump_version, version_of
@@ -475,7 +468,7 @@ def test_a_state_without_a_part_of_the_learner_is_refused():
 MEMORY = """
 import resource, sys
 import numpy as np
-from rollpipe.agents.trpo import TRPO
+from rollpipe.agents.natural_gradient import TRPO
 from rollpipe.layers import MLPPolicy
 
 def of_process(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt, int(open('/proc/self/statm').read().split()[1])

@@ -6,6 +6,7 @@ from functools import cache
 import gymnasium as gym
 import pytest
 from reference import assert_same, snapshot
+from rollpipe.agents.intrinsic import Distillation
 
 import rollpipe.testing  # noqa: F401  registers environments with goals
 from rollpipe.agents import (
@@ -24,9 +25,7 @@ from rollpipe.agents import (
     VTrace,
 )
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
-from rollpipe.agents.intrinsic.distillation import Distillation
-from rollpipe.agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
-from rollpipe.agents.off_policy.crossq import CrossQ
+from rollpipe.agents.off_policy.crossq import CrossQ, RenormCritic, RenormPolicy
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import (
     ActionCritic,

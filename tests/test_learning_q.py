@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollpipe.agents import evaluate
-from rollpipe.agents.dqn import DQN
+from rollpipe.agents.off_policy.q_learner import DQN
 from rollpipe.agents.tabular import QLearning, TabularQ
 from rollpipe.layers import QPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector

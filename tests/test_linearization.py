@@ -21,7 +21,7 @@ from rollpipe.agents.linearization import (
 )
 from rollpipe.layers import MLPPolicy
 from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
-from rollpipe.layers.joint import Joint
+from rollpipe.layers.heads import Joint
 from rollpipe.pipes import nested
 
 few = settings(deadline=None, max_examples=25)

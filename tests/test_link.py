@@ -11,9 +11,15 @@ import numpy as np
 import pytest
 from worker_cases import forked_script, slack
 
-from rollpipe.pipes.workers.link import Link, _header
-from rollpipe.pipes.workers.members import Member, Members
-from rollpipe.pipes.workers.process import NOTHING, STARTING, WorkerDied, WorkerProcess
+from rollpipe.pipes.workers.crew import Member, Members
+from rollpipe.pipes.workers.process import (
+    NOTHING,
+    STARTING,
+    Link,
+    WorkerDied,
+    WorkerProcess,
+    _header,
+)
 
 
 @pytest.fixture

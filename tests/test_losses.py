@@ -21,12 +21,20 @@ from random_fragments import (
     random_fragment,
     shaken,
 )
+from rollpipe.agents.policy_gradient import VTrace
 from toys import Lively
 
 from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic, with_old_values
-from rollpipe.agents.policy_replay import approx_kl, lag_of, replay_policy
-from rollpipe.agents.unroll import answers_reached, fill_invalid, spliced, states_reached, timeshift
-from rollpipe.agents.vtrace import VTrace
+from rollpipe.agents.unroll import (
+    answers_reached,
+    approx_kl,
+    fill_invalid,
+    lag_of,
+    replay_policy,
+    spliced,
+    states_reached,
+    timeshift,
+)
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import AdvantageBuffer, nested, on_policy
 from rollpipe.pipes.data.errors import DataError

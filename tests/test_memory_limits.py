@@ -21,8 +21,8 @@ from rollpipe.layers import (
     RecurrentPolicy,
     SquashedPolicy,
 )
-from rollpipe.layers.action_critic import StackedMLP
-from rollpipe.layers.integers import Embeddings
+from rollpipe.layers.critic import StackedMLP
+from rollpipe.layers.encoders import Embeddings
 from rollpipe.layers.q_networks import DuellingHead
 from rollpipe.pipes import (
     DataError,

@@ -937,7 +937,7 @@ from itertools import count
 import torch
 from gymnasium import spaces
 from rollpipe.pipes import Fragment
-from rollpipe.pipes.recording.minari_writer import to_minari
+from rollpipe.pipes.recording.minari_files import to_minari
 end = dict(truncated=torch.arange(100)[:, None] == 99, last_obs=torch.zeros(1, 50))
 def fragments():
     for k in count():

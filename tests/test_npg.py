@@ -12,12 +12,11 @@ from test_trpo import KINDS, Tiny, clean, close, make_fragment, oracle, vector
 from torch import nn
 
 from rollpipe.agents import evaluate
-from rollpipe.agents.npg import NPG
-from rollpipe.agents.trpo import TRPO
+from rollpipe.agents.natural_gradient import NPG, TRPO
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.layers.distributions import Gaussian, GaussianParams
 from rollpipe.layers.policies import Policy
-from rollpipe.layers.recurrent_policies import RecurrentPolicy
+from rollpipe.layers.recurrent import RecurrentPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.fragment import Fragment
 

@@ -14,16 +14,14 @@ from command_line import rollpipe
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from recordings import recorded
 from reference import assert_same, snapshot
+from rollpipe.agents.offline import BC, IQL, TD3BC, cloning_loss, expectile_penalty
 from test_off_policy import SPACES, random_fragment, successor
 
 from rollpipe.agents import PPO, evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
-from rollpipe.agents.offline.bc import BC, cloning_loss
-from rollpipe.agents.offline.iql import IQL, expectile_penalty
-from rollpipe.agents.offline.td3_bc import TD3BC
 from rollpipe.layers import ActionCritic, Critic, DeterministicPolicy, MLPPolicy, RecurrentPolicy
-from rollpipe.layers.action_critic import QVCritic
+from rollpipe.layers.critic import QVCritic
 from rollpipe.pipes import (
     DataError,
     EnvStepper,

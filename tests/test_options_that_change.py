@@ -5,7 +5,7 @@ from command_line import rollpipe
 from test_fork import check_same, gone_on, trained
 
 from rollpipe.agents import PPO, TRPO
-from rollpipe.agents.offline.iql import IQL
+from rollpipe.agents.offline import IQL
 from rollpipe.agents.shared_options import Schedule, changing
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes.data.compare import first_difference
@@ -375,7 +375,7 @@ def test_a_fork_may_have_another_schedule_and_one_that_does_not_fit_is_refused(t
 def test_the_schedule_of_iql_for_decay_steps_is_that_of_its_authors():
     from math import cos, pi
 
-    from rollpipe.layers.action_critic import QVCritic
+    from rollpipe.layers.critic import QVCritic
 
     actor = MLPPolicy.for_env("Pendulum-v1", seed=0)
     critic = QVCritic.for_env("Pendulum-v1", seed=1)

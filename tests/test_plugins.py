@@ -148,7 +148,7 @@ def test_what_is_registered_can_be_used_by_name():
 @pytest.mark.parametrize(
     "name, found, told",
     [
-        ("ppo", mine, "name 'ppo' is taken.*rollpipe.agents.ppo.PPO"),
+        ("ppo", mine, "name 'ppo' is taken.*rollpipe.agents.policy_gradient.PPO"),
         ("Mine!", mine, "cannot be the name.*'Mine!'"),
         ("", mine, "cannot be the name"),
         (3, mine, "cannot be the name.*3"),

@@ -24,13 +24,13 @@ from random_fragments import (
 from rollpipe.agents import QRDQN, evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import check_metrics
-from rollpipe.agents.off_policy.quantile_td import quantile_penalty, quantile_td
+from rollpipe.agents.off_policy.q_learner import quantile_penalty, quantile_td
 from rollpipe.agents.td import td
 from rollpipe.cli.main import main
 from rollpipe.layers import QPolicy, QuantilePolicy, RecurrentQPolicy
 from rollpipe.layers.actor import without_past
 from rollpipe.layers.observer import seeded
-from rollpipe.layers.quantile_networks import QuantileHead
+from rollpipe.layers.q_networks import QuantileHead
 from rollpipe.pipes import nested
 from rollpipe.pipes.data.errors import ActorError, DataError, SpaceError
 from rollpipe.pipes.recipes import replayed

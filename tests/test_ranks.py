@@ -32,7 +32,7 @@ from rollpipe.agents import (
     VTrace,
 )
 from rollpipe.agents.gradient_learner import adam_for, descend
-from rollpipe.agents.offline.td3_bc import TD3BC
+from rollpipe.agents.offline import TD3BC
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import (
     ActionCritic,

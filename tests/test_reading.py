@@ -29,7 +29,7 @@ from worker_cases import (
     stream,
 )
 
-from rollpipe.agents.trpo import TRPO
+from rollpipe.agents.natural_gradient import TRPO
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import (
     ActorError,

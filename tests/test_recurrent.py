@@ -12,10 +12,10 @@ from toys import Counting, Lively, Noted, Recall
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.evaluate import evaluate
-from rollpipe.agents.trpo import TRPO
+from rollpipe.agents.natural_gradient import TRPO
 from rollpipe.layers import GRU, LSTM, Actor, Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.actor import without_past
-from rollpipe.layers.packing import pack_episodes
+from rollpipe.layers.recurrent import pack_episodes
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, nested, on_policy
 from rollpipe.pipes.advantage import values
 from rollpipe.pipes.data.errors import DataError

@@ -19,12 +19,11 @@ from gymnasium.spaces import Box, Discrete
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
+from rollpipe.agents.intrinsic import RND, Distillation
 from tensor_worlds import CartPole, Pendulum
 from toys import Counting, Lively, Memory, Plain, Shaky
 from worker_cases import SPACES, WORLDS, Images, _above, _recipe, change
 
-from rollpipe.agents.intrinsic.distillation import Distillation
-from rollpipe.agents.intrinsic.rnd import RND
 from rollpipe.layers import CategoricalPolicy, Critic, GaussianPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     CheckInvariants,

@@ -14,7 +14,7 @@ from toys import Stepped
 
 from rollpipe.agents import PPO, RND, TRPO, evaluate
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.agents.intrinsic.distillation import Distillation
+from rollpipe.agents.intrinsic import Distillation
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     AdvantageBuffer,
@@ -41,7 +41,7 @@ from rollpipe.runs.logs import read_evaluations, write_evaluations
 from rollpipe.runs.states import edited, states_of
 from rollpipe.runs.training import train
 from rollpipe.settings.config import build, make_config
-from rollpipe.testing.chains import NarrowPath
+from rollpipe.testing.tasks import NarrowPath
 
 
 class Walk(Stepped):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from worker_cases import descriptors
 
 from rollpipe.pipes import DataError
-from rollpipe.pipes.workers.shared import SharedMemory, available_memory
+from rollpipe.pipes.workers.codec import SharedMemory, available_memory
 
 fork = multiprocessing.get_context("fork")
 

@@ -9,16 +9,15 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
+from rollpipe.agents.intrinsic import Distillation, Novelty
 from torch import nn
 
-from rollpipe.agents.dqn import DQN
 from rollpipe.agents.gradient_learner import ActorCriticLearner
-from rollpipe.agents.intrinsic.distillation import Distillation
-from rollpipe.agents.intrinsic.novelty import Novelty
 from rollpipe.agents.learner import Learner
-from rollpipe.agents.schedules import DecayingEpsilon
+from rollpipe.agents.off_policy.q_learner import DQN
 from rollpipe.agents.shared_options import (
     ByAdam,
+    DecayingEpsilon,
     Discounted,
     EntropyBonus,
     ScaledAdvantages,
@@ -26,8 +25,8 @@ from rollpipe.agents.shared_options import (
     meanings,
 )
 from rollpipe.agents.tabular import QLearning
+from rollpipe.layers.bounded_policies import UnitBox
 from rollpipe.layers.q_networks import QPolicy
-from rollpipe.layers.unit_box import UnitBox
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.settings.algorithms import ALGORITHMS, options_for

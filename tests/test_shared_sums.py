@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollpipe.ranks.shared_sums import SharedSums, shared_sums
+from rollpipe.ranks.collectives import SharedSums, shared_sums
 
 DTYPES = torch.float32, torch.float64, torch.int64, torch.bfloat16
 

@@ -14,16 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollpipe.pipes import DataError, nested
-from rollpipe.pipes.cluster.actor import LaneServer, Outbox
 from rollpipe.pipes.cluster.ray_crew import ArrivalPool, Arrived
+from rollpipe.pipes.cluster.remote import LaneServer, Outbox
 from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.pipes.graph.torchdata import IterDataPipe
 from rollpipe.pipes.workers.channel import WeightPublisher
 from rollpipe.pipes.workers.codec import SMALL
 from rollpipe.pipes.workers.loop import Reply
-from rollpipe.pipes.workers.slot_pool import SlotPool
-from rollpipe.pipes.workers.slot_writer import SlotWriter, format_of
-from rollpipe.pipes.workers.slots import Layout
+from rollpipe.pipes.workers.slots import Layout, SlotPool, SlotWriter, format_of
 
 BIG = (2, 3, SMALL // 4), torch.uint8  # more than SMALL bytes, [T, B, ...]
 REAL = (2, 3, SMALL // 16), torch.float32

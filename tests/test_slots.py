@@ -26,8 +26,7 @@ from rollpipe.pipes import DataError, Lanes, ProcessReading, Source, nested
 from rollpipe.pipes.frames import Stacks
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.workers.codec import SMALL, pickle_item
-from rollpipe.pipes.workers.slot_writer import Reply, SlotWriter, format_of
-from rollpipe.pipes.workers.slots import EMPTY_LAYOUT, Layout, Slot
+from rollpipe.pipes.workers.slots import EMPTY_LAYOUT, Layout, Reply, Slot, SlotWriter, format_of
 
 
 class Pair(NamedTuple):

@@ -34,7 +34,7 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.data.fragment import Final, Tick
 from rollpipe.pipes.graph.torchdata import IterableWrapper
-from rollpipe.pipes.replay.merged_steps import MergedStep
+from rollpipe.pipes.replay.hindsight import MergedStep
 from rollpipe.pipes.steps import Fragments, Step, Steps
 
 fast = settings(deadline=None, max_examples=20)

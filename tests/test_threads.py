@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rollpipe.agents import DQN, PPO, SAC, TRPO, QLearning, evaluate
-from rollpipe.agents.offline.bc import BC
+from rollpipe.agents.offline import BC
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import (
     ActionCritic,

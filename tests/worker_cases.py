@@ -20,7 +20,7 @@ from gymnasium.spaces import Box, Discrete
 from reference import snapshot
 from toys import Counting, Limit, Lively, Memory, Nested, NestedMemory, Plain, Shaky, Stepped
 
-from rollpipe.agents.trpo import TRPO
+from rollpipe.agents.natural_gradient import TRPO
 from rollpipe.layers import Critic, GaussianPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     EnvStepper,

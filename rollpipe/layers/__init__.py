@@ -1,19 +1,15 @@
 """Networks and actors: the actor contract, perceptrons, recurrent layers, distributions, heads, encoders, policies and critics."""
 
-from .action_critic import ActionCritic
 from .actor import Actor
 from .bounded_policies import DeterministicPolicy, SquashedPolicy
-from .conv import ConvTrunk
-from .critic import Critic
+from .critic import ActionCritic, Critic
 from .distributions import Categorical, Gaussian
-from .encoders import encoder_for
+from .encoders import ConvTrunk, encoder_for
 from .heads import head_for
 from .mlp import MLP
 from .policies import CategoricalPolicy, GaussianPolicy, MLPPolicy, Policy
-from .q_networks import QPolicy, RecurrentQPolicy
-from .quantile_networks import QuantilePolicy
-from .recurrent import GRU, LSTM
-from .recurrent_policies import MemoryCritic, RecurrentPolicy
+from .q_networks import QPolicy, QuantilePolicy, RecurrentQPolicy
+from .recurrent import GRU, LSTM, MemoryCritic, RecurrentPolicy
 from .running_norm import RunningNorm
 
 __all__ = [

@@ -34,13 +34,13 @@ from .lanes import Lanes
 from .manual import collect, context, prepare, rollout, startup
 from .graph.pipe import Pipe, Source
 from .workers.reading import ProcessReading
-from .cluster.ray_reading import RayReading
+from .cluster.ray_crew import RayReading
 from .profiling.profile import profile
 from .recording.recorder import Recorder
 from .recording.replayer import Replayer
 from .recipes import on_policy, replayed, rollouts
 from .replay.memory import ReplayMemory
-from .replay.merged_steps import StepMerger
+from .replay.hindsight import StepMerger
 from .replay.pipe import Replay
 from .rewrites import optimize
 from .stepper import EnvStepper

@@ -16,7 +16,7 @@ from .fragments import FragmentCollector
 from .frames import FrameStack
 from .invariants import CheckInvariants
 from .lanes import Lanes
-from .replay.merged_steps import StepMerger
+from .replay.hindsight import StepMerger
 from .steps import Fragments, Steps
 from .taps import EpisodeStats, Tap, Throughput
 from .graph.torchdata import IterDataPipe

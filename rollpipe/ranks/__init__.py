@@ -1,6 +1,5 @@
 "Processes that learn together: sums over them, the minibatches of their joined batch, what must be alike, and the pipeline of each."
 
 from .collectives import *
-from .minibatches import *
-from .launch import *
 from .division import *
+from .launch import *

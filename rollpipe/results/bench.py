@@ -12,14 +12,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
+from ..agents.shared_options import Every
+from ..pipes.data.errors import CheckpointError, DataError, WorkerError, located
 from ..pipes.data.files import make_folder, write_atomically
-from ..agents.schedules import Every
-from ..runs.autotune import command_for
-from ..runs.commands import Interrupted, find_run
-from ..settings.files import check_address, name_address
-from ..settings.config import build, make_config
-from ..settings.resolved import Resolved
-from ..runs.logs import is_complete, read_evaluations
 from rollpipe.results.experiments import (
     check_counts,
     command_line,
@@ -28,14 +23,9 @@ from rollpipe.results.experiments import (
     python_words,
     run_all,
 )
-from ..runs.locks import files_of_run, locked
-from ..settings.options import parse_seeds, typed
-from ..pipes.data.errors import CheckpointError, DataError, WorkerError, located
-from ..runs.progress import format_number
-from ..settings.files import read_table
 from rollpipe.results.spec import (
-    SpecRow,
     Spec,
+    SpecRow,
     get_value,
     need_value,
     published_of,
@@ -43,7 +33,16 @@ from rollpipe.results.spec import (
     scale_of,
     tables_of,
 )
+from ..runs.autotune import command_for
+from ..runs.commands import Interrupted, find_run
 from ..runs.folder import needed_modules
+from ..runs.locks import files_of_run, locked
+from ..runs.logs import is_complete, read_evaluations
+from ..runs.progress import format_number
+from ..settings.config import build, make_config
+from ..settings.files import check_address, name_address, read_table
+from ..settings.options import parse_seeds, typed
+from ..settings.resolved import Resolved
 
 # %% auto #0
 __all__ = ['BENCH', 'BENCH_FORMAT', 'Job', 'row_options', 'jobs_of', 'words_for_row', 'progress_of', 'read_bench', 'bench_file',

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from gymnasium.envs.registration import registry
 
-from ..agents.schedules import Every
+from ..agents.shared_options import Every
 from ..ranks.launch import launching_words
 from ..runs.logs import is_evaluated, read_evaluations, read_metrics
 from ..settings.checks import is_over

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..agents.schedules import Every
+from ..agents.shared_options import Every
 from ..runs.plots import LABELS, plain, style
 from .collect import Result, Results, RowResult
 from .statistics import interval, iqm

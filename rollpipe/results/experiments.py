@@ -30,7 +30,7 @@ from ..settings.config import build
 from ..runs.logs import read_metrics
 from ..settings.options import parse_seeds, typed
 from ..pipes.data.errors import DataError, WorkerError
-from ..pipes.workers.guard import guard, unguard
+from ..pipes.workers.entry import guard, unguard
 from ..ranks import launched
 from ..runs.locks import files_of_run
 from ..runs.signals import uninterrupted

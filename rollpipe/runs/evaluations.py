@@ -24,7 +24,7 @@ from rollpipe.agents.parallel_evaluation import (
     evaluated,
     evaluated_beside,
 )
-from ..agents.schedules import Every
+from ..agents.shared_options import Every
 from ..settings.checks import is_over
 from ..settings.config import device_of, playing
 from .logs import KINDS, read_evaluations, records_of, write_evaluations

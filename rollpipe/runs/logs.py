@@ -23,7 +23,7 @@ from ..pipes.data.files import names_file, read_file, write_atomically
 from ..agents.checkpoint import last_kept
 from ..agents.metrics import METRICS, check_metrics, near_metric
 from ..traces.observers import Observer
-from ..agents.schedules import Every
+from ..agents.shared_options import Every
 from ..pipes.data.errors import DataError, similar
 from ..settings.checks import is_over
 import rollpipe.ranks as ranks

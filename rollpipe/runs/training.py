@@ -19,7 +19,7 @@ from ..traces.journal import Journal
 from ..traces.crash import FlightRecorder
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from ..traces.observers import Observer, Observers, Wish, observer_of
-from ..agents.schedules import seconds_of
+from ..agents.shared_options import seconds_of
 from ..settings.files import check_address
 from ..settings.checks import is_over
 from ..settings.config import reading_for
@@ -35,7 +35,7 @@ from ..pipes.data.errors import DataError, WorkerError
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.graph.edits import find, nodes
 from ..pipes.graph.modules import torch_threads
-from ..pipes.profiling.ongoing import Ongoing
+from ..pipes.profiling.profile import Ongoing
 from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.recording.recorder import Recorder
 from ..pipes.taps import Meter

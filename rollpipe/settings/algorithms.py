@@ -14,34 +14,23 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
-from ..agents.a2c import A2C
-from ..agents.dqn import DQN
-from ..agents.npg import NPG
-from ..agents.off_policy.crossq import CrossQ
-from ..agents.off_policy.ddpg import DDPG
-from ..agents.off_policy.qr_dqn import QRDQN
-from ..agents.off_policy.sac import SAC
-from ..agents.off_policy.td3 import TD3
-from ..agents.offline.bc import BC
-from ..agents.offline.iql import IQL
-from ..agents.offline.td3_bc import TD3BC
-from ..agents.ppo import PPO
-from ..agents.reinforce import REINFORCE
+from ..agents.offline import BC, IQL, TD3BC
+from ..agents.policy_gradient import A2C, PPO, REINFORCE, VTrace
+
+from ..agents.natural_gradient import NPG, TRPO
+from ..agents.off_policy.action_learner import DDPG, SAC, TD3
+from ..agents.off_policy.crossq import CrossQ, RenormCritic, RenormPolicy
+from ..agents.off_policy.q_learner import DQN, QRDQN
 from ..agents.shared_options import Change
-from ..agents.trpo import TRPO
-from ..agents.vtrace import VTrace
-from ..layers.action_critic import ActionCritic, QVCritic
-from ..agents.off_policy.batch_renorm import RenormCritic, RenormPolicy
 from ..layers.bounded_policies import DeterministicPolicy, SquashedPolicy
-from ..layers.critic import Critic
+from ..layers.critic import ActionCritic, Critic, QVCritic
 from ..layers.policies import MLPPolicy, SharedPolicy
-from ..layers.q_networks import QPolicy, RecurrentQPolicy
-from ..layers.quantile_networks import QuantilePolicy
-from ..layers.recurrent_policies import MemoryCritic, RecurrentPolicy, RecurrentTorso
-from .options import Option, options_of
+from ..layers.q_networks import QPolicy, QuantilePolicy, RecurrentQPolicy
+from ..layers.recurrent import MemoryCritic, RecurrentPolicy, RecurrentTorso
 from ..pipes.data.errors import DataError, describe, similar
 from ..pipes.recipes import on_policy, replayed, rollouts
 from ..pipes.recording.data_sampler import from_data
+from .options import Option, options_of
 
 # %% ../../nbs/settings/01_algorithms.ipynb #77a64dae
 class Algorithm(NamedTuple):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 
-from ..agents.schedules import Every
-from ..agents.shared_options import RATES, Schedule
+from ..agents.shared_options import RATES, Every, Schedule
 from ..pipes.data.errors import LEAST_BYTES, DataError, check_memory
 from .algorithms import options_for
 

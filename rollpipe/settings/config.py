@@ -18,35 +18,41 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from ..agents.intrinsic import RND, Distillation
 
-from ..agents.intrinsic.distillation import Distillation
-from ..agents.intrinsic.rnd import RND
 from ..agents.off_policy.replay_learner import ReplayLearner
-from ..agents.schedules import Every, seconds_of
-from ..agents.shared_options import Options, check_options, integer, number, setting
-from .algorithms import ALGORITHMS, options_for, parts_for
-from .options import options_of
+from rollpipe.agents.shared_options import (
+    Every,
+    Options,
+    check_options,
+    integer,
+    number,
+    seconds_of,
+    setting,
+)
 from ..pipes.advantage import AdvantageBuffer
+from ..pipes.batches import ToDevice
+from ..pipes.cluster.ray_crew import RayReading
 from ..pipes.data.errors import DataError, SpaceError, as_json, describe
 from ..pipes.envs.factories import check_id, spaces_of, spare_environments
 from ..pipes.graph.edits import find, insert_after, insert_before
-from ..pipes.lanes import Lanes
 from ..pipes.graph.modules import checked_device
 from ..pipes.graph.torchdata import IterDataPipe
+from ..pipes.lanes import Lanes
 from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.recording.recorder import Recorder
 from ..pipes.recording.store import bytes_of
 from ..pipes.replay.pipe import Replay
 from ..pipes.transforms import RewardScaler
-from ..pipes.batches import ToDevice
-from ..pipes.cluster.ray_reading import RayReading
 from ..pipes.workers.reading import ProcessReading
 from ..ranks.launch import device_of_rank
-from ..traces.fingerprint import versions
+from .algorithms import ALGORITHMS, options_for, parts_for
 from .checks import check_decay, check_lanes, check_room, check_stops, with_steps
 from .files import checked, name_address, preset_for
-from .resolved import Asked, Resolved, plain
 from .listing import algorithms_for
+from .options import options_of
+from .resolved import Asked, Resolved, plain
+from ..traces.fingerprint import versions
 
 # %% auto #0
 __all__ = ['RUN_OPTIONS', 'LONGEST', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'check_config', 'resolve',

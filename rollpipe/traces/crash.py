@@ -20,7 +20,7 @@ from ..pipes.data.captures import capture
 from ..pipes.data.errors import CheckpointError, WorkerError, describe_exception
 from ..pipes.data.files import pack, unpack, write_atomically
 from ..pipes.data.random_states import GlobalRandomStates
-from ..pipes.recording.past import noted, remade
+from ..pipes.recording.replayer import noted, remade
 from ..pipes.data.compare import named_leaves
 from .journal import running
 

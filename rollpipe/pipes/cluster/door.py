@@ -24,7 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ..data.errors import WorkerError
-from ..workers.guard import guard, unguard
+from ..workers.entry import guard, unguard
 from ..workers.remote_errors import log
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #8d5022d5

@@ -1,1 +1,0 @@
-"""Learners from recorded steps, which need no environment."""
