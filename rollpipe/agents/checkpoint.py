@@ -29,8 +29,10 @@ class Checkpoint(NamedTuple):
         agent_state: for `agent.load_state_dict`; tensors on the CPU, bit for bit as they were
         evaluated: result of an evaluation of exactly this agent; None: not evaluated
         pipes: name -> state of a pipe that learns; None: there is none
-        stream: state of the stream, with which a resumed training goes on exactly; None: it begins new episodes
-        history: events of the run up to this moment, as plain data; None: it is not the checkpoint of a run
+        stream: state of the stream, with which a resumed training goes on exactly; None: it begins
+            new episodes
+        history: events of the run up to this moment, as plain data; None: it is not the checkpoint
+            of a run
     """
 
     config: dict
@@ -67,7 +69,9 @@ def save_checkpoint(
     stream: dict | None = None,
     history: list | None = None,
 ) -> None:
-    """Write a `Checkpoint` into one safetensors file, atomically. Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`.
+    """Write a `Checkpoint` into one safetensors file, atomically.
+
+    Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`.
 
     Args:
         path: file to write; replaced if it exists
@@ -83,8 +87,10 @@ def save_checkpoint(
 
 # %% ../../nbs/agents/11_checkpoint.ipynb #1ab5452f
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a checkpoint; nothing in it is executed. Raises `CheckpointError` if the file is missing, damaged, of another kind or version.
-    For a run that keeps some, it names the newest one.
+    """Read a checkpoint; nothing in it is executed.
+
+    Raises `CheckpointError` if the file is missing, damaged, of another kind or version. For a run
+    that keeps some, it names the newest one.
 
     Args:
         path: file that `save_checkpoint` wrote
@@ -106,7 +112,9 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
 # %% ../../nbs/agents/11_checkpoint.ipynb #0e6bc062
 class Snapshot:
-    """A snapshot of the state of a learner and of pipes, which `save_checkpoint` can write later. The tensors are copies in host memory.
+    """A snapshot of the state of a learner and of pipes, which `save_checkpoint` can write later.
+
+    The tensors are copies in host memory.
 
     Args:
         agent: has `state_dict()`
@@ -154,7 +162,9 @@ def last_kept(folder: str | Path, steps: float = math.inf) -> Path | None:
 
 
 def keep_checkpoint(folder: str | Path, data: bytes, steps: int, n: int) -> None:
-    """Write one more checkpoint into the folder, and then remove all but the newest `n`. Raises `OSError`, which names the file.
+    """Write one more checkpoint into the folder, and then remove all but the newest `n`.
+
+    Raises `OSError`, which names the file.
 
     Args:
         folder: created if needed

@@ -37,7 +37,8 @@ def explained_variance(pred: Tensor, target: Tensor) -> float:
 
 # %% ../../nbs/agents/04_critics.ipynb #dcc1462c
 def valid_rows(tree: Any, valid: Tensor | None, dims: int) -> Any:
-    """The leaves as rows [N, ...], in order: the leading dimensions become one, rows that are not valid are left out.
+    """The leaves as rows [N, ...], in order: the leading dimensions become one, rows that are not
+    valid are left out.
 
     Args:
         tree: tensors [*lead, ...] in any nesting
@@ -51,7 +52,10 @@ def valid_rows(tree: Any, valid: Tensor | None, dims: int) -> Any:
 # %% ../../nbs/agents/04_critics.ipynb #30b1d943
 @torch.enable_grad()
 def _step(critic, optimizer, params, obs, target, scale) -> None:
-    "One step of the optimiser on the rows of all ranks. The rows of this rank are `obs` [M, ...] and `target` [M]."
+    """One step of the optimiser on the rows of all ranks.
+
+    The rows of this rank are `obs` [M, ...] and `target` [M].
+    """
     for p in params:
         p.grad = None  # as `zero_grad`, but 7 us faster: REINFORCE's update takes 4 % less
     loss = ((critic(obs) - target) / scale).square().mean()
@@ -62,7 +66,9 @@ def _step(critic, optimizer, params, obs, target, scale) -> None:
 
 @torch.no_grad()
 def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float]:
-    "Mean squared error and explained variance over the rows of all ranks, computed a few thousand at a time to save memory."
+    """Mean squared error and explained variance over the rows of all ranks, computed a few thousand
+    at a time to save memory.
+    """
     parts = [slice(i, i + rows) for i in range(0, len(target), rows)]
     pred = torch.cat([critic(nested.getitem(obs, part)) for part in parts])
     if pred.shape != target.shape:
@@ -87,7 +93,10 @@ class _Kept:
         self.values = [p.detach().clone() for p in self.params]
 
     def is_finite(self) -> bool:
-        "Are the parameters, and the optimiser's averages, finite now? An infinite average of squares would stop learning for ever."
+        """Are the parameters, and the optimiser's averages, finite now?
+
+        An infinite average of squares would stop learning for ever.
+        """
         states = [
             x
             for state in self.optimizer.state.values()
@@ -122,10 +131,11 @@ def fit_critic(
     minibatch: int | None = None,
     generator: torch.Generator | None = None,
 ) -> dict[str, float]:
-    """Minimise the mean squared error of `critic` on `target`, in units of `critic.ret_std` where there is one.
+    """Minimise the mean squared error of `critic` on `target`, in units of `critic.ret_std` where
+    there is one.
 
-    Returns `critic_loss_before`, `critic_loss` (both in those units), `explained_variance` (before),
-    `explained_variance_after` and `critic_steps`.
+    Returns `critic_loss_before`, `critic_loss` (both in those units), `explained_variance`
+    (before), `explained_variance_after` and `critic_steps`.
 
     Args:
         critic: obs [N, ...] -> values [N]
@@ -138,8 +148,8 @@ def fit_critic(
         generator: CPU generator of the order of the rows; the same state gives the same fit
 
     Raises:
-        DataError: if no row is valid, a valid target is not finite, the critic's answer is not [N], or its error or weights do not
-            stay finite; then the critic keeps its old weights.
+        DataError: if no row is valid, a valid target is not finite, the critic's answer is not [N],
+            or its error or weights do not stay finite; then the critic keeps its old weights.
     """
     place, n = ranks.places(torch.ones_like(target, dtype=torch.bool) if valid is None else valid)
     obs = valid_rows(obs, valid, target.ndim)
@@ -173,7 +183,8 @@ def fit_critic(
 
 # %% ../../nbs/agents/04_critics.ipynb #90bf5c53
 def critic_inputs(critic: Any, batch: Fragment) -> Any:
-    """The input of the critic for the states of a batch, nested `[T, B, ...]`: observations, or the result of its `inputs`.
+    """The input of the critic for the states of a batch, nested `[T, B, ...]`: observations, or the
+    result of its `inputs`.
 
     Args:
         critic: `critic(obs)`, perhaps with a method `inputs(obs, actor)`
@@ -188,7 +199,10 @@ def critic_inputs(critic: Any, batch: Fragment) -> Any:
 
 
 def check_apart(owner: Any, actor: torch.nn.Module, critic: torch.nn.Module | None) -> None:
-    "Raise `DataError` if a weight that learns is in both networks. The `owner` takes steps of each of them apart from the other."
+    """Raise `DataError` if a weight that learns is in both networks.
+
+    The `owner` takes steps of each of them apart from the other.
+    """
     mine = {id(p) for p in actor.parameters() if p.requires_grad}
     for name, p in critic.named_parameters() if critic is not None else ():
         if id(p) not in mine:

@@ -37,7 +37,9 @@ _log = logging.getLogger("rollpipe")
 
 # %% ../../nbs/agents/09_evaluate.ipynb #f1c395fb
 def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
-    """Number of episodes that each environment plays, int [n_envs]. The numbers differ by at most 1.
+    """Number of episodes that each environment plays, int [n_envs].
+
+    The numbers differ by at most 1.
 
     Args:
         n_episodes: total number of episodes
@@ -55,7 +57,8 @@ class _Episodes(NamedTuple):
 class Evaluation(_Episodes):
     """Whole episodes, environment by environment. It unpacks into `returns, lengths, terminated`.
 
-    An episode that was cut off after `max_steps` steps has a partial return: the sum of its rewards up to there.
+    An episode that was cut off after `max_steps` steps has a partial return: the sum of its rewards
+    up to there.
     """
 
     cut_off: np.ndarray
@@ -121,7 +124,9 @@ class Evaluation(_Episodes):
 
 # %% ../../nbs/agents/09_evaluate.ipynb #aa4d7049
 class _CutOff(gym.Wrapper):
-    "Truncates an episode after `max_steps` steps; `cut` tells whether this limit ended the episode at the last step."
+    """Truncates an episode after `max_steps` steps; `cut` tells whether this limit ended the
+    episode at the last step.
+    """
 
     cut = False
 
@@ -141,7 +146,9 @@ class _CutOff(gym.Wrapper):
 
 
 class _Cutter(EnvFactory):
-    """A factory of environments whose episodes are cut off after `max_steps` steps. They go to the list `made`, one after another.
+    """A factory of environments whose episodes are cut off after `max_steps` steps.
+
+    They go to the list `made`, one after another.
 
     A vector stays as it is, and does not count as made, or raises `EnvError` if it `must_cut`.
     """
@@ -175,7 +182,9 @@ class _Cutter(EnvFactory):
 
 # %% ../../nbs/agents/09_evaluate.ipynb #af036f9e
 def _play(ticks: Iterable, quota, max_steps, rows=None) -> Iterator:
-    "Yield `(environment, return, length, terminated)` of each episode, until every environment has finished its `quota` `[n_envs]`."
+    """Yield `(environment, return, length, terminated)` of each episode, until every environment
+    has finished its `quota` `[n_envs]`.
+    """
     sums = EpisodeSums(len(quota))
     for tick in ticks:
         if rows:
@@ -225,7 +234,10 @@ def check_limit(max_steps: int, on_limit: str | None, pipe: Any = None) -> None:
 
 
 def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
-    "One factory for each environment of `evaluate`. Those that do not work side by side come once, unless `n_envs` says otherwise."
+    """One factory for each environment of `evaluate`.
+
+    Those that do not work side by side come once, unless `n_envs` says otherwise.
+    """
     sources = list(env) if isinstance(env, (list, tuple)) else [env]
     n = n_envs
     if n_envs is None and render:
@@ -240,7 +252,10 @@ def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
 
 
 def _why_alone(factories, close):
-    "Which environments of a list do not work side by side, and why; None: all do. A test closes its own, so `close=False` forbids it."
+    """Which environments of a list do not work side by side, and why; None: all do.
+
+    A test closes its own, so `close=False` forbids it.
+    """
     single = [factory for factory in factories if isinstance(factory, EnvFactory) and close]
     times = Counter(factory.key for factory in single)
     for factory in {factory.key: factory for factory in single if times[factory.key] > 1}.values():
@@ -267,25 +282,31 @@ def evaluate(
     close: bool = True,
     device: Any = None,
 ) -> Evaluation:
-    """Play exactly `n_episodes` fresh episodes in this process. Raises `DataError`, and the errors of `EnvStepper`.
+    """Play exactly `n_episodes` fresh episodes in this process.
 
-    If the window is closed, the result holds the episodes that have ended by then, perhaps none. The global random generators of Python,
-    numpy and torch have states of the evaluation's own meanwhile, from `seed`.
+    Raises `DataError`, and the errors of `EnvStepper`.
+
+    If the window is closed, the result holds the episodes that have ended by then, perhaps none.
+    The global random generators of Python, numpy and torch have states of the evaluation's own
+    meanwhile, from `seed`.
 
     Args:
         env: gymnasium id, factory, instance, or list of those, see `EnvStepper`
         actor: anything with `step` and `reset`; a module is in eval mode during the evaluation
         n_episodes: number of whole episodes
-        n_envs: number of environments side by side; None: at most 8, or all instances; one if a test finds that they disturb one another
+        n_envs: number of environments side by side; None: at most 8, or all instances; one if a
+            test finds that they disturb one another
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
         seed: seed of the episodes; None: different episodes every time
-        record: file for a film of the first episode, "x.gif" or "x.mp4"; it has at most 10,000 frames
+        record: file for a film of the first episode, "x.gif" or "x.mp4"; it has at most 10,000
+            frames
         record_episodes: number of episodes of the first environment in the film
         env_kwargs: keyword arguments for `gymnasium.make`
         render: 'human': show the first environment in a window; closing it ends the evaluation
         max_steps: largest number of steps of an episode
-        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off, see `Evaluation.cut_off`; None: cut it
-            off with a warning in the log, but raise for a vector
+        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off,
+            see `Evaluation.cut_off`; None: cut it off with a warning in the log, but raise for a
+            vector
         trace: keep the reward of each step and the actor's reports, see `Trace`
         on_episode: is called with the return and the length of each episode, when it ends
         close: False: do not close the environments that are made here
@@ -363,18 +384,22 @@ def evaluate(
 
 # %% ../../nbs/agents/09_evaluate.ipynb #a153348b
 def policy_of(agent: Any) -> Any:
-    "The policy of a learner that is evaluated and exported: the mean of its weights (`average.policy`) if it keeps one, or else its actor."
+    """The policy of a learner that is evaluated and exported: the mean of its weights
+    (`average.policy`) if it keeps one, or else its actor.
+    """
     return agent.actor if getattr(agent, "average", None) is None else agent.average.policy
 
 # %% ../../nbs/agents/09_evaluate.ipynb #27bbf9e4
 class RandomActor(Actor):
     """Actions drawn by `action_space.sample()`, even if asked to be deterministic.
 
-    With a `seed`, the actor has its own generator. Worker processes copy it, so several lanes may draw the same actions.
+    With a `seed`, the actor has its own generator. Worker processes copy it, so several lanes may
+    draw the same actions.
 
     Args:
         action_space: any space whose samples are arrays
-        seed: seed of the actor's own generator; None: torch's global generator, whose state differs between lanes
+        seed: seed of the actor's own generator; None: torch's global generator, whose state differs
+            between lanes
         action_mask: where the observations say which actions are allowed; None: all are
     """
 
@@ -407,8 +432,10 @@ class RandomActor(Actor):
         Args:
             env: id, factory, environment, or pair of spaces
             env_kwargs: keyword arguments for `gymnasium.make`
-            seed: seed of the actor's own generator; None: torch's global generator, whose state differs between lanes
-            action_mask: which entry of the observations says which actions are allowed; None: all are
+            seed: seed of the actor's own generator; None: torch's global generator, whose state
+                differs between lanes
+            action_mask: which entry of the observations says which actions are allowed; None: all
+                are
         """
         spaces = spaces_of(env, env_kwargs)
         actor = cls(

@@ -27,10 +27,12 @@ from ..pipes.graph.modules import bump_version
 
 # %% ../../nbs/agents/08_gradient_learner.ipynb #99fb1b82
 def clip_gradients(grads: list, max_norm: float | None) -> float:
-    """Multiply all tensors by one number, so that their joint norm is at most `max_norm`. Returns the norm before scaling.
+    """Multiply all tensors by one number, so that their joint norm is at most `max_norm`.
 
-    The result is that of `torch.nn.utils.clip_grad_norm_`, in 30 us in place of 80 us for actor and critic of CartPole
-    (`benchmarks/plain_forms.py`). If the norm is not finite, nothing changes.
+    Returns the norm before scaling.
+
+    The result is that of `torch.nn.utils.clip_grad_norm_`, in 30 us in place of 80 us for actor and
+    critic of CartPole (`benchmarks/plain_forms.py`). If the norm is not finite, nothing changes.
 
     Args:
         grads: tensors, changed in place
@@ -60,7 +62,10 @@ class _Known(NamedTuple):
 
 
 def _known(group, state) -> _Known | None:
-    "The `_Known` of a group; None if torch must do its steps. The step counts in `state` become views of one tensor."
+    """The `_Known` of a group; None if torch must do its steps.
+
+    The step counts in `state` become views of one tensor.
+    """
     params = list(group["params"])
     if len({(p.device, p.dtype) for p in params}) != 1 or params[0].is_complex():
         return None
@@ -74,7 +79,10 @@ def _known(group, state) -> _Known | None:
 
 
 def _first_state(p) -> dict:
-    "The initial state of torch's fused Adam for a parameter. To make it, torch would import its compiler, which takes a second."
+    """The initial state of torch's fused Adam for a parameter.
+
+    To make it, torch would import its compiler, which takes a second.
+    """
     return dict(
         step=torch.zeros((), dtype=torch.float32, device=p.device),
         exp_avg=torch.zeros_like(p),
@@ -98,12 +106,17 @@ def _is_plain(group) -> bool:
 
 
 def _unwrapped(method: Any) -> Any:
-    "An optimiser's method without torch's decorator, which would import torch's compiler; that takes a second."
+    """An optimiser's method without torch's decorator, which would import torch's compiler; that
+    takes a second.
+    """
     return getattr(method, "__wrapped__", method)
 
 
 def _count_change(params) -> None:
-    "Count a change of each parameter, which torch's fused kernels leave out. A `VersionCounter` relies on it."
+    """Count a change of each parameter, which torch's fused kernels leave out.
+
+    A `VersionCounter` relies on it.
+    """
     for p in params:
         increment_version(p)
 
@@ -114,9 +127,12 @@ def _same(xs, ys) -> bool:
 
 # %% ../../nbs/agents/08_gradient_learner.ipynb #75d640a5
 class Adam(torch.optim.Adam):
-    """torch's fused Adam with less overhead: a step costs little more than its kernel. Results and state are those of torch.
+    """torch's fused Adam with less overhead: a step costs little more than its kernel.
 
-    A step for a policy of CartPole takes 32 us, and torch's own 123 us (`benchmarks/plain_forms.py`).
+    Results and state are those of torch.
+
+    A step for a policy of CartPole takes 32 us, and torch's own 123 us
+    (`benchmarks/plain_forms.py`).
 
     Hooks, closures and rare options (such as `amsgrad`) work as well; then torch does the step.
     """
@@ -126,7 +142,10 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        "One step; a parameter without gradient stays. Returns what `closure` returns, if there is one."
+        """One step; a parameter without gradient stays.
+
+        Returns what `closure` returns, if there is one.
+        """
         work = self._work() if closure is None and not self._is_watched() else None
         if work is None:
             return self._step_of_torch(closure)
@@ -163,7 +182,9 @@ class Adam(torch.optim.Adam):
     state_dict = _unwrapped(torch.optim.Adam.state_dict)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        "As torch's, also from an `Adam` that has these parameters in other groups, because other learning rates are equal."
+        """As torch's, also from an `Adam` that has these parameters in other groups, because other
+        learning rates are equal.
+        """
         known = iter(
             [
                 group | dict(params=[p])
@@ -180,7 +201,9 @@ class Adam(torch.optim.Adam):
         )
 
     def _is_watched(self) -> bool:
-        "Does anything else take part in a step: a hook, or a scaler of gradients in half precision?"
+        """Does anything else take part in a step: a hook, or a scaler of gradients in half
+        precision?
+        """
         hooks = (
             self._optimizer_step_pre_hooks,
             self._optimizer_step_post_hooks,
@@ -199,7 +222,9 @@ class Adam(torch.optim.Adam):
         return found
 
     def _work(self) -> list | None:
-        "`(group, _Known, [(parameter, gradient, averages), ...])` for each group with gradients; None if torch must do the step."
+        """`(group, _Known, [(parameter, gradient, averages), ...])` for each group with gradients;
+        None if torch must do the step.
+        """
         if not self._is_known():
             self._groups, self._states = (
                 [_known(group, self.state) for group in self.param_groups],
@@ -223,7 +248,10 @@ class Adam(torch.optim.Adam):
         return work
 
     def _is_known(self) -> bool:
-        "Do parameters and state still consist of the objects in `_groups`? After `load_state_dict` or a change by hand they do not."
+        """Do parameters and state still consist of the objects in `_groups`?
+
+        After `load_state_dict` or a change by hand they do not.
+        """
         if len(self._groups) != len(self.param_groups) or not _same(
             self.state.values(), self._states
         ):
@@ -248,7 +276,8 @@ def adam_for(
     Args:
         lr: learning rate of the actor's parameters
         critic_lr: learning rate of the parameters that only the critic has
-        apart: make two groups even if the two learning rates are equal, because they will not stay so
+        apart: make two groups even if the two learning rates are equal, because they will not stay
+            so
     """
     params = []
     groups = {}
@@ -268,7 +297,10 @@ def adam_for(
 
 # %% ../../nbs/agents/08_gradient_learner.ipynb #10a5d892
 def _laid_out(g, p):
-    "The gradient in the memory layout of its parameter, which torch's fused kernels do not check. That of a convolution may have another."
+    """The gradient in the memory layout of its parameter, which torch's fused kernels do not check.
+
+    That of a convolution may have another.
+    """
     return (
         g if g is None or g.is_sparse or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
     )
@@ -283,10 +315,13 @@ def descend(
     metrics: dict | None = None,
     n: int | torch.Tensor | None = None,
 ) -> dict:
-    """One step of `optimizer` that lowers `loss`. Returns the metrics and `grad_norm`, the norm of the gradient before clipping.
+    """One step of `optimizer` that lowers `loss`.
 
-    If several ranks learn together, the step lowers the mean over the rows of all ranks, and the metrics are those of all rows.
-    Raises `DataError` with the `name` of the loss if it or its gradient is not finite; then no parameter changes.
+    Returns the metrics and `grad_norm`, the norm of the gradient before clipping.
+
+    If several ranks learn together, the step lowers the mean over the rows of all ranks, and the
+    metrics are those of all rows. Raises `DataError` with the `name` of the loss if it or its
+    gradient is not finite; then no parameter changes.
 
     Args:
         params: the parameters of `optimizer`
@@ -317,8 +352,9 @@ def descend(
 class GradientLearner(ByAdam, Learner):
     """Base of learners that minimise a loss of actor and critic by Adam.
 
-    `params` are the trainable parameters of actor and critic, each once, and those of networks in other attributes, which a loss may use,
-    too. One step with one limit of the gradient changes them all. `fit` uses the same optimiser.
+    `params` are the trainable parameters of actor and critic, each once, and those of networks in
+    other attributes, which a loss may use, too. One step with one limit of the gradient changes
+    them all. `fit` uses the same optimiser.
     """
 
     def __post_init__(self):
@@ -335,18 +371,25 @@ class GradientLearner(ByAdam, Learner):
         self.names_of_rates = names[: len(self.optimizer.param_groups)]
 
     def adopt(self) -> None:
-        "Let `optimizer` train the networks of one's own that are in no optimiser, with the learning rate `lr`."
+        """Let `optimizer` train the networks of one's own that are in no optimiser, with the
+        learning rate `lr`.
+        """
         for parameters in self.untrained().values():
             self.optimizer.add_param_group(dict(params=parameters, lr=self.lr))
             self.params += parameters
             self.names_of_rates.append("lr")
 
     def rates(self) -> list:
-        "The group of the actor, if it has something to learn, that of a critic with a learning rate of its own, and those of `adopt`."
+        """The group of the actor, if it has something to learn, that of a critic with a learning
+        rate of its own, and those of `adopt`.
+        """
         return [*zip(self.optimizer.param_groups, self.names_of_rates)]
 
     def set_option(self, name: str, value: Any) -> None:
-        "As `ScheduledLearner.set_option`. Raises `DataError` for `lr` if it is `critic_lr`, too, in one group of the optimiser."
+        """As `ScheduledLearner.set_option`.
+
+        Raises `DataError` for `lr` if it is `critic_lr`, too, in one group of the optimiser.
+        """
         if name == "lr" and self.critic_lr is not None and self.shares_group:
             raise DataError(
                 f"{type(self).__name__}: lr and critic_lr were equal when it was made, so they cannot part",
@@ -370,16 +413,24 @@ class GradientLearner(ByAdam, Learner):
         metrics: dict | None = None,
         n: int | torch.Tensor | None = None,
     ) -> dict:
-        "Lower `loss` by one step, with the gradient clipped to `max_grad_norm`. Arguments and result are those of `descend`."
+        """Lower `loss` by one step, with the gradient clipped to `max_grad_norm`.
+
+        Arguments and result are those of `descend`.
+        """
         return descend(self.params, self.optimizer, self.max_grad_norm, loss, name, metrics, n)
 
     def rng(self) -> np.random.Generator:
-        "A generator for the order of an update's minibatches. Its seed is drawn from `generator`, which is part of the learner's state."
+        """A generator for the order of an update's minibatches.
+
+        Its seed is drawn from `generator`, which is part of the learner's state.
+        """
         return np.random.default_rng(int(torch.randint(2**62, (), generator=self.generator)))
 
 # %% ../../nbs/agents/08_gradient_learner.ipynb #49a60a42
 class ActorCriticLearner(EntropyBonus, GradientLearner):
-    """Base of learners whose policy and critic share a loss. A subclass writes `loss(batch)`, or `improve(batch)` for more than one step.
+    """Base of learners whose policy and critic share a loss.
+
+    A subclass writes `loss(batch)`, or `improve(batch)` for more than one step.
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
@@ -397,7 +448,10 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
     )  # value targets without a critic, too: the actor may report values
 
     def update(self, batch: Fragment) -> dict:
-        "One update of policy and critic from a batch; returns metrics (see `METRICS`). Raises `DataError` as `check_batch` does."
+        """One update of policy and critic from a batch; returns metrics (see `METRICS`).
+
+        Raises `DataError` as `check_batch` does.
+        """
         begun = self.begin(batch)
         start = perf_counter()
         metrics = self.explained(batch)

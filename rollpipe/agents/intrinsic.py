@@ -49,7 +49,8 @@ __all__ = ['Features', 'Distillation', 'finite_observations', 'Novelty', 'RND']
 
 # %% ../../nbs/agents/17_intrinsic.ipynb #770b03db
 class Features(Torso):
-    """Observations `[*lead, ...]` -> float32 features `[*lead, n_out]`, by an encoder, a normaliser and a perceptron.
+    """Observations `[*lead, ...]` -> float32 features `[*lead, n_out]`, by an encoder, a normaliser
+    and a perceptron.
 
     Args:
         observation_space: see `encoder_for`
@@ -82,11 +83,14 @@ class Features(Torso):
 
 # %% ../../nbs/agents/17_intrinsic.ipynb #9180327b
 class Distillation(ForSpaces, nn.Module):
-    """The error with which a trained network predicts a random one: observations `[*lead, ...]` -> float32 `[*lead]`.
+    """The error with which a trained network predicts a random one: observations `[*lead, ...]` ->
+    float32 `[*lead]`.
 
-    Only the `predictor` is trained. The `target` keeps its weights, but its normaliser of observations moves with that of the predictor.
+    Only the `predictor` is trained. The `target` keeps its weights, but its normaliser of
+    observations moves with that of the predictor.
 
-    Source: Burda et al. 2018, Exploration by random network distillation, https://arxiv.org/abs/1810.12894.
+    Source: Burda et al. 2018, Exploration by random network distillation,
+    https://arxiv.org/abs/1810.12894.
 
     Args:
         observation_space: see `encoder_for`
@@ -119,7 +123,9 @@ class Distillation(ForSpaces, nn.Module):
         return (self.predictor(obs) - self.target(obs)).square().mean(-1)
 
     def observe(self, obs: Any, valid: Tensor | None = None) -> None:
-        "Update the normalisers with observations `[*lead, ...]`, except those where `valid` `[*lead]` is False."
+        """Update the normalisers with observations `[*lead, ...]`, except those where `valid`
+        `[*lead]` is False.
+        """
         for network in (self.target, self.predictor):
             network.observe(obs, valid)
 
@@ -127,7 +133,8 @@ class Distillation(ForSpaces, nn.Module):
 def finite_observations(fragment: Fragment) -> Any:
     """The observations that the valid steps led to, float64 as float32.
 
-    Raises `DataError` if a last observation is missing, or if an observation or its square is not finite.
+    Raises `DataError` if a last observation is missing, or if an observation or its square is not
+    finite.
 
     Args:
         fragment: [T, B]; has a row of `final` for each end of an episode
@@ -167,17 +174,21 @@ def finite_observations(fragment: Fragment) -> Any:
 
 # %% ../../nbs/agents/17_intrinsic.ipynb #afadcff3
 class Novelty:
-    """Intrinsic rewards for fragments, from a `Distillation` that learns from the same fragments: `novelty(fragment) -> [T, B]`.
+    """Intrinsic rewards for fragments, from a `Distillation` that learns from the same fragments:
+    `novelty(fragment) -> [T, B]`.
 
-    All lanes share the networks and the scale. A step that is not valid has the reward 0 and no influence.
+    All lanes share the networks and the scale. A step that is not valid has the reward 0 and no
+    influence.
 
     Args:
         network: the two networks
-        gamma: discount factor of the sum of errors, whose standard deviation is the scale of the rewards
+        gamma: discount factor of the sum of errors, whose standard deviation is the scale of the
+            rewards
         lr: learning rate of the predictor (Adam)
         epochs: passes over a fragment
         minibatch: largest number of rows in a step of the optimiser
-        fraction: fraction of the rows that a pass learns from; the paper has 0.25 for 128 environments
+        fraction: fraction of the rows that a pass learns from; the paper has 0.25 for 128
+            environments
         seed: seed of the choice and the order of the rows
     """
 
@@ -216,7 +227,10 @@ class Novelty:
         self.sums: dict = {}  # lane -> discounted sum of the errors so far, float64 [B]
 
     def __call__(self, fragment: Fragment) -> Tensor:
-        "The intrinsic rewards of the steps of a fragment, float32 `[T, B]`. Then the predictor learns. Raises as `finite_observations`."
+        """The intrinsic rewards of the steps of a fragment, float32 `[T, B]`.
+
+        Then the predictor learns. Raises as `finite_observations`.
+        """
         device = next(self.network.parameters()).device
         rows = nested.map(lambda x: x.to(device), finite_observations(fragment))
         valid = fragment.valid.cpu()
@@ -252,7 +266,9 @@ class Novelty:
         return rewards
 
     def scale(self) -> float:
-        "The standard deviation of the discounted sums; 1 as long as all sums are equal, because their scale is unknown."
+        """The standard deviation of the discounted sums; 1 as long as all sums are equal, because
+        their scale is unknown.
+        """
         var = float(self.norm.var)
         mean = float(self.norm.mean)
         return var**0.5 if self.norm.count and var > 1e-12 * mean**2 else 1.0
@@ -291,17 +307,22 @@ class Novelty:
 class RND(Pipe):
     """Add to the reward of each step of a `Fragment` the novelty of the observation that it led to.
 
-    The new reward is `env_weight * reward + weight * novelty`, where `Novelty` makes the scale independent of the environment's
-    rewards. The reward in row 0 has no novelty, because its step belongs to the fragment before. `env['rollpipe.reward']` keeps the reward
-    of the environment, from which the returns of episodes are computed. The networks learn from each fragment after its novelty is
-    computed. Their state is kept from one iteration to the next, and `state_dict` puts it into the checkpoint of a run. A `RewardScaler`
-    has to be above this pipe, because it would scale the novelty, too: it refuses that.
+    The new reward is `env_weight * reward + weight * novelty`, where `Novelty` makes the scale
+    independent of the environment's rewards. The reward in row 0 has no novelty, because its step
+    belongs to the fragment before. `env['rollpipe.reward']` keeps the reward of the environment,
+    from which the returns of episodes are computed. The networks learn from each fragment after its
+    novelty is computed. Their state is kept from one iteration to the next, and `state_dict` puts
+    it into the checkpoint of a run. A `RewardScaler` has to be above this pipe, because it would
+    scale the novelty, too: it refuses that.
 
-    The pipe needs the true last observations of terminated episodes (`terminal_obs=True`), and must be below `Lanes`. Advantages are
-    estimated from the sum of both rewards, by one critic; the paper has two. Raises `DataError` if a last observation is missing or an
-    observation is not finite, and `GraphError` above `Lanes` or for an actor that sees past rewards, which differ here.
+    The pipe needs the true last observations of terminated episodes (`terminal_obs=True`), and must
+    be below `Lanes`. Advantages are estimated from the sum of both rewards, by one critic; the
+    paper has two. Raises `DataError` if a last observation is missing or an observation is not
+    finite, and `GraphError` above `Lanes` or for an actor that sees past rewards, which differ
+    here.
 
-    Source: Burda et al. 2018, Exploration by random network distillation, https://arxiv.org/abs/1810.12894.
+    Source: Burda et al. 2018, Exploration by random network distillation,
+    https://arxiv.org/abs/1810.12894.
 
     Args:
         pipe: yields `Fragment`s
@@ -363,7 +384,10 @@ class RND(Pipe):
             return with_rewards(fragment, rew)
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
-        "Raise `GraphError`: `Lanes` calls this on the pipes above it. Their copies would learn separately."
+        """Raise `GraphError`: `Lanes` calls this on the pipes above it.
+
+        Their copies would learn separately.
+        """
         raise GraphError(
             "what learns cannot be copied for each lane",
             pipe=self,

@@ -35,9 +35,11 @@ LARGEST = (
 
 
 def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
-    """Raise `DataError` if a fragment lacks one of its `needs`, or a valid row, or has a valid number that is not finite or too large.
+    """Raise `DataError` if a fragment lacks one of its `needs`, or a valid row, or has a valid
+    number that is not finite or too large.
 
-    Observations, actions, rewards, advantages, value targets and log-probabilities must be finite, and so must their squares.
+    Observations, actions, rewards, advantages, value targets and log-probabilities must be finite,
+    and so must their squares.
 
     Args:
         batch: the batch of an update
@@ -131,7 +133,9 @@ def _restored(x: Any, state: Any) -> Any:
 
 
 def _in_few_threads(update):
-    "The method `update`, which computes small networks with one thread, unless the user has chosen a number."
+    """The method `update`, which computes small networks with one thread, unless the user has
+    chosen a number.
+    """
 
     @wraps(update)
     def computed(self, *args, **kwargs):
@@ -142,15 +146,18 @@ def _in_few_threads(update):
 
 
 class LearnerState(Changing):
-    """The actor, the critic and the random generator of a learner, and the state that a checkpoint keeps of them.
+    """The actor, the critic and the random generator of a learner, and the state that a checkpoint
+    keeps of them.
 
-    Networks, parameters and optimisers in other attributes, alone or in lists and dicts, are part of the state, too (see `own_parts`).
+    Networks, parameters and optimisers in other attributes, alone or in lists and dicts, are part
+    of the state, too (see `own_parts`).
 
     Args:
         actor: the module that acts and learns
         critic: the module that values states, or None
         seed: seed of what an update draws, such as the order of minibatches
-        average_policy: about how many updates the policy that is evaluated and exported averages its weights over; 0: it has the last ones
+        average_policy: about how many updates the policy that is evaluated and exported averages
+            its weights over; 0: it has the last ones
     """
 
     actor: Any = field(kw_only=False, repr=False)
@@ -197,9 +204,11 @@ class LearnerState(Changing):
         self.average = PolicyAverage(actor, self.average_policy) if self.average_policy else None
 
     def own_parts(self) -> dict[str, Any]:
-        """The networks, parameters and optimisers that a subclass or a user has set as attributes, alone or in lists, tuples and dicts.
+        """The networks, parameters and optimisers that a subclass or a user has set as attributes,
+        alone or in lists, tuples and dicts.
 
-        Those in the attributes of `keeps` are not among them, and neither are parts of these, of the actor and of the critic.
+        Those in the attributes of `keeps` are not among them, and neither are parts of these, of
+        the actor and of the critic.
 
         Returns:
             dict: name -> part, such as 'predict_next', or 'heads.0' for one in a list
@@ -213,7 +222,9 @@ class LearnerState(Changing):
         return {name: x for name, x in own.items() if id(x) not in theirs}
 
     def untrained(self) -> dict[str, list]:
-        "Name of a part of one's own -> its trainable parameters that are in no optimiser of the learner, if it has some."
+        """Name of a part of one's own -> its trainable parameters that are in no optimiser of the
+        learner, if it has some.
+        """
         optimizers = [x for _, x in _parts(vars(self).items()) if isinstance(x, Optimizer)]
         trained = {id(p) for x in optimizers for group in x.param_groups for p in group["params"]}
         lacking = {}
@@ -225,7 +236,10 @@ class LearnerState(Changing):
         return lacking
 
     def adopt(self) -> None:
-        "Let an optimiser train the networks of one's own. Raises `DataError` for one that is in no optimiser."
+        """Let an optimiser train the networks of one's own.
+
+        Raises `DataError` for one that is in no optimiser.
+        """
         for name in self.untrained():
             raise DataError(
                 f"{type(self).__name__} would never train this network",
@@ -236,7 +250,9 @@ class LearnerState(Changing):
             )
 
     def state_dict(self) -> dict:
-        "All that is needed to resume training: weights, normalisers, optimisers, version, steps, random state."
+        """All that is needed to resume training: weights, normalisers, optimisers, version, steps,
+        random state.
+        """
         self.adopt()
         state = dict(
             actor=self.actor.state_dict(),
@@ -249,9 +265,12 @@ class LearnerState(Changing):
         return state | {name: _state(x) for name, x in parts.items()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore what `state_dict` returned. An average of the policy that is not in it begins with the weights that are.
+        """Restore what `state_dict` returned.
 
-        Raises `DataError` if the learner lacks a part of the state, or the state a part of the learner.
+        An average of the policy that is not in it begins with the weights that are.
+
+        Raises `DataError` if the learner lacks a part of the state, or the state a part of the
+        learner.
         """
         self.adopt()
         own = self.own_parts()
@@ -292,7 +311,9 @@ class LearnerState(Changing):
 
 
 def _parts(items):
-    "Pairs of a name and a network, a parameter or an optimiser among the values of `items`, also in lists, tuples and dicts."
+    """Pairs of a name and a network, a parameter or an optimiser among the values of `items`, also
+    in lists, tuples and dicts.
+    """
     for name, x in items:
         if isinstance(x, (list, tuple)):
             x = dict(enumerate(x))
@@ -328,7 +349,8 @@ class ScheduledLearner(LearnerState):
     """Base of learners with options that change.
 
     Args:
-        decay_steps: environment steps in which learning rates and trust regions fall linearly to 0; 0: they do not fall
+        decay_steps: environment steps in which learning rates and trust regions fall linearly to 0;
+            0: they do not fall
     """
 
     decay_steps: int = number(0, changes="between updates")
@@ -370,7 +392,10 @@ class ScheduledLearner(LearnerState):
             return Schedule(self.way_down, value, 0.0, self.decay_steps)
 
     def set_option(self, name: str, value: Any) -> None:
-        "As `Changing.set_option`; a learning rate reaches its optimiser. Raises `DataError` for a critic without one of its own."
+        """As `Changing.set_option`; a learning rate reaches its optimiser.
+
+        Raises `DataError` for a critic without one of its own.
+        """
         groups = [group for group, option in self.rates() if option == name]
         if name == "critic_lr" and (value is None or not groups):
             raise DataError(
@@ -384,7 +409,10 @@ class ScheduledLearner(LearnerState):
             group.update({key: getattr(self, name) for key in ("lr", "initial_lr") if key in group})
 
     def load_state_dict(self, state: dict) -> None:
-        "As `LearnerState.load_state_dict`. The learning rates are those of this learner: they are options, and no state."
+        """As `LearnerState.load_state_dict`.
+
+        The learning rates are those of this learner: they are options, and no state.
+        """
         super().load_state_dict(state)
         for group, name in [x for x in self.rates() if x[1]]:
             if not (name in self.schedules or self.decay_steps and self.fall_of(group)):
@@ -396,7 +424,9 @@ class ScheduledLearner(LearnerState):
 
 # %% ../../nbs/agents/07_learner.ipynb #91cfde47
 class Learner(ScheduledLearner):
-    """Base of learners. A subclass writes `improve(batch)`, and `update` calls it at the right moment.
+    """Base of learners.
+
+    A subclass writes `improve(batch)`, and `update` calls it at the right moment.
 
     Args:
         critic_epochs: passes of the critic over each batch
@@ -423,7 +453,10 @@ class Learner(ScheduledLearner):
             )
 
     def update(self, batch: Fragment) -> dict:
-        "One update of actor and critic from a batch; returns metrics (see `METRICS`). Raises `DataError` as `check_batch` does."
+        """One update of actor and critic from a batch; returns metrics (see `METRICS`).
+
+        Raises `DataError` as `check_batch` does.
+        """
         begun = self.begin(batch)
         start = perf_counter()
         found = self.improve(batch)
@@ -442,7 +475,10 @@ class Learner(ScheduledLearner):
         )
 
     def begin(self, batch: Fragment, may_rest: bool = False) -> dict:
-        "Check a batch, and set the learning rates for it. Returns metrics. One that `may_rest` may have no valid row: it is only counted."
+        """Check a batch, and set the learning rates for it.
+
+        Returns metrics. One that `may_rest` may have no valid row: it is only counted.
+        """
         needs = (
             *self.batch_needs,
             *["ret"] * ("adv" in self.batch_needs and self.critic is not None),
@@ -454,7 +490,9 @@ class Learner(ScheduledLearner):
         return self.provenance(batch) | self.set_rates()
 
     def end(self) -> None:
-        "What comes last in an update: its weights count in the average of the policy, and the ranks compare their states."
+        """What comes last in an update: its weights count in the average of the policy, and the
+        ranks compare their states.
+        """
         if self.average is not None:
             self.average.update(self.actor)
         ranks.check_state(self)
@@ -465,31 +503,46 @@ class Learner(ScheduledLearner):
         return n
 
     def improve(self, batch: Fragment) -> Any:
-        "The algorithm: improve the policy with a batch. Returns metrics, or a value from which `report` makes metrics."
+        """The algorithm: improve the policy with a batch.
+
+        Returns metrics, or a value from which `report` makes metrics.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define improve(batch)")
 
     def report(self, found: Any) -> dict:
-        "Make the metrics from the result of `improve`. It is called after the update of the actor's normaliser."
+        """Make the metrics from the result of `improve`.
+
+        It is called after the update of the actor's normaliser.
+        """
         return found
 
     def check(self, batch: Fragment, *needs: str) -> None:
-        "Raise `DataError` if a batch lacks one of `needs` ('adv', 'ret', 'logp'), or breaks another rule of `check_batch`."
+        """Raise `DataError` if a batch lacks one of `needs` ('adv', 'ret', 'logp'), or breaks
+        another rule of `check_batch`.
+        """
         check_batch(batch, needs, type(self).__name__)
 
     def provenance(self, batch: Fragment) -> dict:
-        "Metrics of where the batches of all ranks come from: the largest `lag`, and the sum of `lane_restarts` if a lane was lost."
+        """Metrics of where the batches of all ranks come from: the largest `lag`, and the sum of
+        `lane_restarts` if a lane was lost.
+        """
         lag, lost = zip(*ranks.gathered_objects((lag_of(batch, self.actor), lane_restarts(batch))))
         return dict(lag=max(lag)) | (
             dict(lane_restarts=sum(x.get("lane_restarts", 0) for x in lost)) if any(lost) else {}
         )
 
     def tell_actor(self, batch: Fragment) -> None:
-        "Update the actor's normaliser, if it has one, with the observations of a batch. Called once per batch, after its last use."
+        """Update the actor's normaliser, if it has one, with the observations of a batch.
+
+        Called once per batch, after its last use.
+        """
         if hasattr(self.actor, "observe"):
             self.actor.observe(observations(batch), batch.valid)
 
     def tell_critic(self, batch: Fragment) -> None:
-        "Update the critic's normalisers of inputs and of returns, if it has them, once per batch; `tell_actor` updates a shared one."
+        """Update the critic's normalisers of inputs and of returns, if it has them, once per batch;
+        `tell_actor` updates a shared one.
+        """
         critic = self.critic
         norm = getattr(self.critic, "obs_norm", None)
         is_shared = norm is not None and norm is getattr(self.actor, "obs_norm", None)
@@ -507,7 +560,9 @@ class Learner(ScheduledLearner):
         )
 
     def fit(self, batch: Fragment, epochs: int) -> dict:
-        "Update the critic's normalisers, and regress it on `batch.ret` for `epochs` passes, with `optimizer`. Returns metrics."
+        """Update the critic's normalisers, and regress it on `batch.ret` for `epochs` passes, with
+        `optimizer`. Returns metrics.
+        """
         explained = self.explained(batch)
         self.tell_critic(batch)
         fitted = fit_critic(

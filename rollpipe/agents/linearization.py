@@ -28,7 +28,9 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    "Views into `vector` [D] with the shapes of the tensors in `like`; ValueError if their sizes do not add up to D."
+    """Views into `vector` [D] with the shapes of the tensors in `like`; ValueError if their sizes
+    do not add up to D.
+    """
     sizes = [x.numel() for x in like]
     if vector.shape != (sum(sizes),):
         raise ValueError(f"expected a vector of {sum(sizes)}, got {list(vector.shape)}")
@@ -54,7 +56,10 @@ def _replace_leaves(tree: Any, values) -> Any:
 
 
 def _grad(outputs, cotangents, inputs, **options):
-    "The gradients of the inner product of two lists of tensors. With `grad_outputs`, torch would import sympy, which takes 0.35 s."
+    """The gradients of the inner product of two lists of tensors.
+
+    With `grad_outputs`, torch would import sympy, which takes 0.35 s.
+    """
     with torch.enable_grad():
         product: Any = sum(
             torch.dot(x.reshape(-1), c.reshape(-1)) for x, c in zip(outputs, cotangents)
@@ -63,11 +68,14 @@ def _grad(outputs, cotangents, inputs, **options):
 
 # %% ../../nbs/agents/01_linearization.ipynb #cf499da6
 class Linearization:
-    """Products with the Jacobian J of `outputs` with respect to `params`. The graph is recorded once and used often.
+    """Products with the Jacobian J of `outputs` with respect to `params`.
 
-    Each `jvp` and each `vjp` costs about one backward pass. Parameters that `outputs` do not depend on, and outputs
-    that depend on no parameter, count as zero columns and rows. The operations must be twice differentiable. The graph
-    is released with this object. After a parameter is changed in place, it is unusable: torch raises an error.
+    The graph is recorded once and used often.
+
+    Each `jvp` and each `vjp` costs about one backward pass. Parameters that `outputs` do not depend
+    on, and outputs that depend on no parameter, count as zero columns and rows. The operations must
+    be twice differentiable. The graph is released with this object. After a parameter is changed in
+    place, it is unusable: torch raises an error.
 
     Args:
         outputs: tensors [N, ...] in any nesting, with their graph
@@ -78,7 +86,8 @@ class Linearization:
     """
 
     def __init__(self, outputs: Any, params: Sequence[Tensor]):
-        # Copies without the graph, because an output that is a view of a parameter would change with it.
+        # Copies without the graph, because an output that is a view of a parameter would change
+        # with it.
         self.outputs = nested.map(lambda x: x.detach().clone(), outputs)
         leaves = nested.leaves(outputs)
         self._params = list(params)
@@ -104,7 +113,10 @@ class Linearization:
         return _replace_leaves(self.outputs, values)
 
     def _transposed(self):
-        "`(c, J'c [D])` at c = 0, with a graph. It is recorded at the first use, because a gradient alone does not need it."
+        """`(c, J'c [D])` at c = 0, with a graph.
+
+        It is recorded at the first use, because a gradient alone does not need it.
+        """
         if self._transpose is None:
             with torch.enable_grad():
                 at = [torch.zeros_like(x, requires_grad=True) for x in self._graph]
@@ -114,7 +126,9 @@ class Linearization:
         return self._transpose
 
     def gradient(self, objective: Callable[[Any], Tensor]) -> tuple[Tensor, Tensor]:
-        "The scalar `objective(outputs)` and its gradient [D] with respect to the parameters, without another forward pass."
+        """The scalar `objective(outputs)` and its gradient [D] with respect to the parameters,
+        without another forward pass.
+        """
         with torch.enable_grad():
             at = nested.map(lambda x: x.detach().requires_grad_(), self.outputs)
             value = objective(at)
@@ -125,12 +139,14 @@ class Linearization:
 def fisher_product(
     lin: Linearization, metric: Callable[[Any, Any], Any], weights: float | Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """The function v [D] -> F v [D], with F = sum over the rows of weight * J' metric J, by one `jvp` and one `vjp`.
+    """The function v [D] -> F v [D], with F = sum over the rows of weight * J' metric J, by one
+    `jvp` and one `vjp`.
 
     Args:
         lin: linearization of the distributions' parameters, leaves [N, ...]
         metric: (parameters, tangent) -> Fisher information of each row times tangent
-        weights: weights of the rows: one number (1/N for the mean), or a tensor [N] or of the rows' leading shape
+        weights: weights of the rows: one number (1/N for the mean), or a tensor [N] or of the rows'
+            leading shape
     """
 
     def product(v: Tensor) -> Tensor:
@@ -185,7 +201,9 @@ class LayerCall(NamedTuple):
 
 
 class LayerCalls(TorchFunctionMode):
-    "While this mode is active, it records in `calls` each call of a torch function that uses one of `params` like a `LayerCall`."
+    """While this mode is active, it records in `calls` each call of a torch function that uses one
+    of `params` like a `LayerCall`.
+    """
 
     def __init__(self, params: Sequence[Tensor]):
         super().__init__()
@@ -207,7 +225,9 @@ class LayerCalls(TorchFunctionMode):
 
 # %% ../../nbs/agents/01_linearization.ipynb #294a316f
 class ScoreLayer(NamedTuple):
-    """One layer's part of the scores (gradients of log-probabilities) of m rows. For row i it is the outer product of `g[i]` and `x[i]`.
+    """One layer's part of the scores (gradients of log-probabilities) of m rows.
+
+    For row i it is the outer product of `g[i]` and `x[i]`.
 
     Args:
         weight: index of the weight among the parameters
@@ -225,7 +245,9 @@ class ScoreLayer(NamedTuple):
 def score_layers(
     log_prob: Callable[[], Tensor], params: Sequence[Tensor]
 ) -> list[ScoreLayer] | None:
-    """The scores of m rows, layer by layer. None if a parameter is used twice, or in another way than in a `LayerCall`.
+    """The scores of m rows, layer by layer.
+
+    None if a parameter is used twice, or in another way than in a `LayerCall`.
 
     Args:
         log_prob: computes m log-probabilities in any shape, each from its own row only
@@ -265,7 +287,8 @@ def score_layers(
 def score_preconditioner(
     layers: Sequence[ScoreLayer], params: Sequence[Tensor], damping: float
 ) -> Callable[[Tensor], Tensor] | None:
-    """The function r [D] -> (S'S/m + λI)^-1 r for the scores S [m, D] of m rows; None if they are not finite.
+    """The function r [D] -> (S'S/m + λI)^-1 r for the scores S [m, D] of m rows; None if they are
+    not finite.
 
     Args:
         layers: from `score_layers`
@@ -275,8 +298,11 @@ def score_preconditioner(
     m = len(layers[0].g)
     K = layers[0].g.new_zeros(m, m)
     for i in range(
-        0, m, 128
-    ):  # only the lower triangle is used: 0.65 ms in place of 0.86 ms for a layer of 64 and 512 rows
+        0,
+        m,
+        128,
+        # only the lower triangle is used: 0.65 ms in place of 0.86 ms for a layer of 64 and 512 rows
+    ):
         rows = slice(i, i + 128)
         columns = slice(i + 128)
         for part in layers:

@@ -25,7 +25,10 @@ __all__ = ['reinforce', 'a2c', 'clipped_surrogate', 'standardized', 'with_standa
 
 # %% ../../nbs/agents/05_losses.ipynb #8c8c59b7
 def _given(fragment, leaf, replay, loss):
-    "`fragment.adv` or `fragment.ret` (named by `leaf`) at the replayed steps, `[N]`. The error names the `loss` that needs it."
+    """`fragment.adv` or `fragment.ret` (named by `leaf`) at the replayed steps, `[N]`.
+
+    The error names the `loss` that needs it.
+    """
     x = getattr(fragment, leaf)
     if x is None:
         raise DataError(
@@ -64,7 +67,9 @@ def _total(loss_policy, entropy, c_entropy, loss_value=None, c_value=0.0):
 
 
 def _metrics(fragment, actor, replay, terms, **others) -> dict:
-    "The `terms` of a loss and the `others` without gradients, and how far the policy has moved from the one that acted."
+    """The `terms` of a loss and the `others` without gradients, and how far the policy has moved
+    from the one that acted.
+    """
     with torch.no_grad():
         moved = approx_kl(replay.logp, replay.logp_old)
     return {name: x.detach() for name, x in (others | terms).items()} | {
@@ -76,11 +81,13 @@ def _metrics(fragment, actor, replay, terms, **others) -> dict:
 def reinforce(
     fragment: Fragment, actor: Any, *, c_rho: float = 1.0, c_entropy: float = 0.01
 ) -> tuple[Tensor, dict]:
-    """REINFORCE with importance weights and a baseline: `mean[-min(ρₜ, c_rho) Aₜ log π(aₜ|sₜ)] - c_entropy * mean entropy`.
+    """REINFORCE with importance weights and a baseline: `mean[-min(ρₜ, c_rho) Aₜ log π(aₜ|sₜ)] -
+    c_entropy * mean entropy`.
 
-    No gradient flows through the weights. Source: Williams 1992, *Simple statistical gradient-following algorithms for
-    connectionist reinforcement learning*, https://doi.org/10.1007/BF00992696. Raises `DataError` if `adv` or `actor['logp']`
-    are missing, or no row is valid.
+    No gradient flows through the weights. Source: Williams 1992, *Simple statistical
+    gradient-following algorithms for connectionist reinforcement learning*,
+    https://doi.org/10.1007/BF00992696. Raises `DataError` if `adv` or `actor['logp']` are missing,
+    or no row is valid.
 
     Args:
         fragment: [T, B] with `adv`
@@ -106,7 +113,10 @@ def reinforce(
 
 # %% ../../nbs/agents/05_losses.ipynb #3cb782d4
 def _present_values(fragment, replay, critic):
-    "Values `[N]` of the replayed steps with gradients, or None. `critic.inputs` gets the reports that the actor made at collection."
+    """Values `[N]` of the replayed steps with gradients, or None.
+
+    `critic.inputs` gets the reports that the actor made at collection.
+    """
     if critic is None:
         return replay.info.get("value")
 
@@ -137,10 +147,12 @@ def a2c(
     c_value: float = 0.5,
     c_entropy: float = 0.01,
 ) -> tuple[Tensor, dict]:
-    """Advantage actor-critic: `mean[-Aₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - retₜ)²] - c_entropy * mean entropy`.
+    """Advantage actor-critic: `mean[-Aₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - retₜ)²] - c_entropy
+    * mean entropy`.
 
-    Source: Mnih et al. 2016, *Asynchronous methods for deep reinforcement learning*, https://arxiv.org/abs/1602.01783. There is no
-    correction for old data. Raises `DataError` if `adv`, `ret` or `actor['logp']` are missing, or no row is valid.
+    Source: Mnih et al. 2016, *Asynchronous methods for deep reinforcement learning*,
+    https://arxiv.org/abs/1602.01783. There is no correction for old data. Raises `DataError` if
+    `adv`, `ret` or `actor['logp']` are missing, or no row is valid.
 
     Args:
         fragment: [T, B] with `adv`, and `ret` if there are values to be fitted
@@ -168,9 +180,11 @@ def a2c(
 
 # %% ../../nbs/agents/05_losses.ipynb #32041aaa
 def clipped_surrogate(ratio: Tensor, adv: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """`(loss, clip_fraction)`, 0-dim: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, and the fraction of the ratios that the clip changes.
+    """`(loss, clip_fraction)`, 0-dim: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, and the fraction
+    of the ratios that the clip changes.
 
-    ρ is the importance `ratio` `[N]`, A the advantage `adv` `[N]`, and ε is `clip`: the surrogate does not grow for a ratio beyond it.
+    ρ is the importance `ratio` `[N]`, A the advantage `adv` `[N]`, and ε is `clip`: the surrogate
+    does not grow for a ratio beyond it.
     """
     clipped = ratio.clamp(1 - clip, 1 + clip)
     return -torch.minimum(ratio * adv, clipped * adv).mean(), (clipped != ratio).mean(
@@ -179,7 +193,8 @@ def clipped_surrogate(ratio: Tensor, adv: Tensor, clip: float) -> tuple[Tensor, 
 
 # %% ../../nbs/agents/05_losses.ipynb #609d96b8
 def standardized(x: Tensor, valid: Tensor) -> Tensor:
-    """`x` with mean 0 and standard deviation 1 over the valid rows; zeros if these are all the same and so express no preference.
+    """`x` with mean 0 and standard deviation 1 over the valid rows; zeros if these are all the same
+    and so express no preference.
 
     Args:
         x: float [T, B]
@@ -204,9 +219,11 @@ def with_standardized_adv(batch: Fragment, wanted: bool = True) -> Fragment:
 
 # %% ../../nbs/agents/05_losses.ipynb #73760cb7
 def with_old_values(fragment: Fragment) -> Fragment:
-    """`fragment` with the values that its advantages were computed with, `ret - adv`, as `actor['value']` float32 `[T+1, B]` (row T is 0).
+    """`fragment` with the values that its advantages were computed with, `ret - adv`, as
+    `actor['value']` float32 `[T+1, B]` (row T is 0).
 
-    `clip_value` of `ppo` needs them if the critic is a separate module. Add them before the advantages are normalised.
+    `clip_value` of `ppo` needs them if the critic is a separate module. Add them before the
+    advantages are normalised.
     """
     v = fragment.ret - fragment.adv
     return fragment._replace(
@@ -227,7 +244,9 @@ def _old_values(fragment, replay):
 
 
 def _clipped_square_error(v, v_old, target, critic, clip_value):
-    "`(errors [N], clip_fraction_value)`: the greater error of two values: `v`, and `v_old` moved towards `v` by at most `clip_value`."
+    """`(errors [N], clip_fraction_value)`: the greater error of two values: `v`, and `v_old` moved
+    towards `v` by at most `clip_value`.
+    """
     limit = clip_value * getattr(critic, "ret_std", 1.0)
     error = torch.maximum(
         _square_error(v, target, critic),
@@ -246,19 +265,24 @@ def ppo(
     c_value: float = 0.5,
     c_entropy: float = 0.0,
 ) -> tuple[Tensor, dict]:
-    """Proximal policy optimisation, the clipped surrogate: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, with value and entropy as in `a2c`.
+    """Proximal policy optimisation, the clipped surrogate:
+    `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, with value and entropy as in `a2c`.
 
-    Source: Schulman et al. 2017, *Proximal policy optimization algorithms*, https://arxiv.org/abs/1707.06347, equation 7. With
-    `clip_value` the error of a value is `max[(V - ret)², (V_old + clip(V - V_old, ±clip_value) - ret)²]`, as in OpenAI's
-    *baselines*; `V_old` is `fragment.actor['value']` (see `with_old_values`). Raises `DataError` if `adv`, `ret`, `actor['logp']` or
-    `V_old` are missing where they are needed, or no row is valid.
+    Source: Schulman et al. 2017, *Proximal policy optimization algorithms*,
+    https://arxiv.org/abs/1707.06347, equation 7. With `clip_value` the error of a value is `max[(V
+    - ret)², (V_old + clip(V - V_old, ±clip_value) - ret)²]`, as in OpenAI's *baselines*; `V_old` is
+    `fragment.actor['value']` (see `with_old_values`). Raises `DataError` if `adv`, `ret`,
+    `actor['logp']` or `V_old` are missing where they are needed, or no row is valid.
 
     Args:
-        fragment: [T, B] with `adv`, and `ret` if there are values to be fitted; advantages are used as they are
+        fragment: [T, B] with `adv`, and `ret` if there are values to be fitted; advantages are used
+            as they are
         actor: a `Policy`
         critic: `critic(obs) -> value`; None: the `value` that the actor reports, if any
-        clip: ε, the clip range: the surrogate does not grow where the ratio of probabilities is further than this from 1
-        clip_value: largest change of a value from its old estimate, in units of `critic.ret_std`, if any; None: unlimited
+        clip: ε, the clip range: the surrogate does not grow where the ratio of probabilities is
+            further than this from 1
+        clip_value: largest change of a value from its old estimate, in units of `critic.ret_std`,
+            if any; None: unlimited
         c_value: weight of the squared error of the values
         c_entropy: weight of the entropy [1/nat]
     """
@@ -293,7 +317,9 @@ def ppo(
 
 # %% ../../nbs/agents/05_losses.ipynb #945688e3
 def _values_of_both_ends(fragment, actor, critic, replay):
-    "`(v [N], v_tp1 [T, B])`: values of the replayed steps with gradients, and of the next states without gradients (0 if terminal)."
+    """`(v [N], v_tp1 [T, B])`: values of the replayed steps with gradients, and of the next states
+    without gradients (0 if terminal).
+    """
     v = _present_values(fragment, replay, critic)
     if v is None:
         raise DataError(
@@ -324,11 +350,14 @@ def vtrace_actor_critic(
     c_value: float = 0.5,
     c_entropy: float = 0.01,
 ) -> tuple[Tensor, dict]:
-    """V-trace actor-critic: `mean[-advₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - vsₜ)²] - c_entropy * mean entropy`.
+    """V-trace actor-critic: `mean[-advₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - vsₜ)²] - c_entropy
+    * mean entropy`.
 
-    `adv` and `vs` come from `rollpipe.pipes.data.returns.vtrace` for the present policy and values. No gradient flows through them. `adv`
-    contains the factor `min(ρₜ, ρ̄)`. Source: Espeholt et al. 2018, *IMPALA*, https://arxiv.org/abs/1802.01561, section 4.2.
-    Raises `DataError` if `actor['logp']` is missing, if there is neither a critic nor a reported value, or no row is valid.
+    `adv` and `vs` come from `rollpipe.pipes.data.returns.vtrace` for the present policy and values.
+    No gradient flows through them. `adv` contains the factor `min(ρₜ, ρ̄)`. Source: Espeholt et al.
+    2018, *IMPALA*, https://arxiv.org/abs/1802.01561, section 4.2. Raises `DataError` if
+    `actor['logp']` is missing, if there is neither a critic nor a reported value, or no row is
+    valid.
 
     Args:
         fragment: [T, B]

@@ -26,12 +26,14 @@ METRICS = dict(
     seconds="wall time of the run [s], including the time before a resume",
     inexact="1 from the update on that a resumed run had made before with other numbers; absent if there was none",
     steps_per_s="steps since the previous record, per second of wall time [1/s]",
-    # episodes that finished since the previous record, with the exploration of the policy; absent if none finished
+    # episodes that finished since the previous record, with the exploration of the policy; absent
+    # if none finished
     return_mean="mean undiscounted return of those episodes",
     return_min="smallest undiscounted return of those episodes",
     return_max="largest undiscounted return of those episodes",
     length_mean="mean number of steps of those episodes",
-    # the newest evaluation (see `ParallelEvaluation`) that finished since the previous record; absent if none did
+    # the newest evaluation (see `ParallelEvaluation`) that finished since the previous record;
+    # absent if none did
     eval_version="updates of the policy that was evaluated",
     eval_return_mean="mean undiscounted return of the evaluation's episodes, by default without exploration",
     eval_return_median="median undiscounted return of those episodes",
@@ -60,7 +62,8 @@ METRICS |= dict(
     grad_norm="Euclidean norm, before clipping, of the gradient of the surrogate (trust region) or of the loss (others); mean over steps",
 )
 METRICS |= dict(
-    # losses of gradient methods (see `rollpipe.agents.losses`), mean over the optimiser's steps of the update
+    # losses of gradient methods (see `rollpipe.agents.losses`), mean over the optimiser's steps of
+    # the update
     loss="what the optimiser minimises: loss_policy + c_value * loss_value - c_entropy * entropy",
     loss_policy="the term of the loss that improves the policy",
     loss_value="mean squared (or Huber, or clipped) error of values or action values over valid rows, with the replay weights; values in "
@@ -120,9 +123,12 @@ LONGEST_NAME = 200  # characters in the name of a metric
 
 
 def check_metrics(metrics: dict, own: bool = False) -> dict[str, float]:
-    """`metrics` with every value as a Python float. Raises `DataError` for a name that is not allowed, or a value that is not one number.
+    """`metrics` with every value as a Python float.
 
-    A user's own metric has a name of at most 200 printable characters. A leading underscore is reserved for loggers.
+    Raises `DataError` for a name that is not allowed, or a value that is not one number.
+
+    A user's own metric has a name of at most 200 printable characters. A leading underscore is
+    reserved for loggers.
 
     Args:
         metrics: metric name -> number (python, numpy or one-element tensor)
@@ -171,7 +177,10 @@ def _number(name, value):
 
 
 def near_metric(name: str) -> str | None:
-    "The name in `METRICS` that `name` probably misspells, or None. A name with a slash is never a misspelling."
+    """The name in `METRICS` that `name` probably misspells, or None.
+
+    A name with a slash is never a misspelling.
+    """
     return next(iter(similar(name, METRICS, 1, cutoff=0.8)), None) if "/" not in name else None
 
 # %% ../../nbs/agents/00_metrics.ipynb #09027376
@@ -193,7 +202,9 @@ OF_THE_LOOP = (
 
 
 def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
-    """A record with more metrics. Raises `DataError` if one of them is in the record already, or its name is taken.
+    """A record with more metrics.
+
+    Raises `DataError` if one of them is in the record already, or its name is taken.
 
     Args:
         record: metrics so far
@@ -239,9 +250,9 @@ def mean_metrics(records: list) -> dict[str, float]:
 class EpisodeReturns:
     """Undiscounted return and length of every episode that ends in a stream of fragments.
 
-    Feed it whole fragments, before they are cut into minibatches. An environment is identified by its lane and its index in the
-    lane, so lanes may come in any order. If a lane skips a fragment (`seq` jumps), its open episodes are dropped, because a piece
-    of them is missing.
+    Feed it whole fragments, before they are cut into minibatches. An environment is identified by
+    its lane and its index in the lane, so lanes may come in any order. If a lane skips a fragment
+    (`seq` jumps), its open episodes are dropped, because a piece of them is missing.
 
     Args:
         episodes: number of episodes that finished before, in a resumed run
@@ -257,7 +268,8 @@ class EpisodeReturns:
         """Account for one fragment.
 
         Args:
-            fragment: of any lanes; only `state.stepno`, `env_rewards`, `state.fin`, `term`, `valid`, `lane` and `seq` are read
+            fragment: of any lanes; only `state.stepno`, `env_rewards`, `state.fin`, `term`,
+                `valid`, `lane` and `seq` are read
 
         Returns:
             int: number of its valid steps
@@ -272,7 +284,9 @@ class EpisodeReturns:
         return n
 
     def pop(self) -> tuple[np.ndarray, np.ndarray]:
-        "Returns and lengths, two arrays [n], of the episodes that ended since the last `pop`, in order of time within a lane."
+        """Returns and lengths, two arrays [n], of the episodes that ended since the last `pop`, in
+        order of time within a lane.
+        """
         ended = self._ended
         self._ended = []
         return np.array([end.ret for end in ended], float), np.array(
@@ -280,7 +294,9 @@ class EpisodeReturns:
         )
 
     def metrics(self) -> dict[str, float]:
-        "A summary over all ranks of what `pop` returns, named as in `METRICS`; only the number of episodes if none has finished."
+        """A summary over all ranks of what `pop` returns, named as in `METRICS`; only the number of
+        episodes if none has finished.
+        """
         ret, length = map(np.concatenate, zip(*ranks.gathered_objects(self.pop())))
         known = (
             dict(

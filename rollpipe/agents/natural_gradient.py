@@ -41,7 +41,8 @@ from ..pipes.data.fragment import Fragment, State
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #7c785a29
 class PolicyRows(NamedTuple):
-    """The steps of a fragment as the surrogate sees them; `R x C` is `1 x N` without recurrent state, else `T x B`.
+    """The steps of a fragment as the surrogate sees them; `R x C` is `1 x N` without recurrent
+    state, else `T x B`.
 
     Args:
         state: [R, C, ...]
@@ -73,7 +74,8 @@ def policy_rows(fragment: Fragment) -> PolicyRows:
         nested.as_seen(state), fragment.hx, act, fragment.adv, fragment.actor["logp"][:-1], 1 / n
     )
     if nested.leaves(fragment.hx):
-        # Fill invalid rows, because 0 * nan is nan. The states stay, because the memory of later rows depends on them.
+        # Fill invalid rows, because 0 * nan is nan. The states stay, because the memory of later
+        # rows depends on them.
         def filled(x):
             return x if whole else x.index_put((~valid,), x[valid][0])
 
@@ -87,7 +89,9 @@ def policy_rows(fragment: Fragment) -> PolicyRows:
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #faa5d8b4
 def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> PolicyRows:
-    """A random `fraction` of the rows, at least one. With recurrent state, whole environments with valid rows are chosen.
+    """A random `fraction` of the rows, at least one.
+
+    With recurrent state, whole environments with valid rows are chosen.
 
     Args:
         fraction: fraction of the rows that is kept, 0 < fraction <= 1
@@ -126,12 +130,15 @@ def weighted_mean(x: torch.Tensor, rows: PolicyRows) -> torch.Tensor:
 
 
 def distribution_on(actor: Any, rows: PolicyRows) -> Any:
-    "Parameters of the distribution of the policy `actor` in the states of `rows`, `[R, C, ...]`, with gradients where they are enabled."
+    """Parameters of the distribution of the policy `actor` in the states of `rows`, `[R, C, ...]`,
+    with gradients where they are enabled.
+    """
 
     def params(part):
         return actor.distribution(*part)
 
-    # Blocks that fit into the cache: a later product on 25,000 rows takes 24 ms in place of 33 ms (`benchmarks/plain_forms.py`).
+    # Blocks that fit into the cache: a later product on 25,000 rows takes 24 ms in place of 33 ms
+    # (`benchmarks/plain_forms.py`).
     # Blocks below 256 columns would mean too many short steps.
     return in_row_blocks(
         params, (rows.state, rows.hx), size=max(256, 2048 // rows.adv.shape[0]), dim=1
@@ -139,13 +146,16 @@ def distribution_on(actor: Any, rows: PolicyRows) -> Any:
 
 
 def surrogate(dist: Any, params: Any, rows: PolicyRows) -> torch.Tensor:
-    "Mean of ratio * advantage over the rows for the parameters `params` of the distribution `dist`, 0-dim."
+    """Mean of ratio * advantage over the rows for the parameters `params` of the distribution
+    `dist`, 0-dim.
+    """
     return weighted_mean((dist.log_prob(params, rows.act) - rows.logp).exp() * rows.adv, rows)
 
 
 @torch.no_grad()
 def effect(actor: Any, rows: PolicyRows, old: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Surrogate of the policy as it is now, and its mean KL divergence from the distribution `old`: 0-dim tensors.
+    """Surrogate of the policy as it is now, and its mean KL divergence from the distribution `old`:
+    0-dim tensors.
 
     Args:
         actor: a policy
@@ -181,22 +191,30 @@ WORTH_IT = 4096
 
 
 class NaturalGradientLearner(ScaledAdvantages, Learner):
-    """Base of learners that follow the natural gradient. A subclass writes `take_step(rows) -> (metrics, old)`.
+    """Base of learners that follow the natural gradient.
 
-    The Fisher-vector product is a Gauss-Newton product: the network is linearised once per update, and each product takes one
-    Jacobian-vector and one vector-Jacobian product. The critic, if there is one, is fitted after the policy.
+    A subclass writes `take_step(rows) -> (metrics, old)`.
 
-    A preconditioner is made of the scores of some rows, at most a quarter of the batch. With `'auto'` there is one if the Fisher matrix
-    has at least 4096 rows; with fewer it costs about as much as it saves. Without one, there is no metric `precondition_rows`.
+    The Fisher-vector product is a Gauss-Newton product: the network is linearised once per update,
+    and each product takes one Jacobian-vector and one vector-Jacobian product. The critic, if there
+    is one, is fitted after the policy.
+
+    A preconditioner is made of the scores of some rows, at most a quarter of the batch. With
+    `'auto'` there is one if the Fisher matrix has at least 4096 rows; with fewer it costs about as
+    much as it saves. Without one, there is no metric `precondition_rows`.
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
         critic: `critic(obs) -> value` (see `Critic`) to be fitted to the returns, or None
         damping: number that is added to the diagonal of the Fisher matrix
-        cg_iters: largest number of conjugate-gradient iterations; each takes one product with the Fisher matrix
-        cg_gain: stop when an iteration raises g'x (g: gradient, x: solution) by at most this fraction of g'x
-        fvp_subsample: fraction of the rows that the Fisher matrix is estimated from; everything else uses all rows
-        precondition: rows for the preconditioner; 0: none; auto: 512 if the Fisher matrix has at least 4096, with half of the iterations
+        cg_iters: largest number of conjugate-gradient iterations; each takes one product with the
+            Fisher matrix
+        cg_gain: stop when an iteration raises g'x (g: gradient, x: solution) by at most this
+            fraction of g'x
+        fvp_subsample: fraction of the rows that the Fisher matrix is estimated from; everything
+            else uses all rows
+        precondition: rows for the preconditioner; 0: none; auto: 512 if the Fisher matrix has at
+            least 4096, with half of the iterations
         critic_lr: learning rate of the critic (Adam)
     """
 
@@ -230,18 +248,27 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         return *self.take_step(rows), rows
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
-        "Change the policy. Returns the metrics of the step, and the parameters of the distribution before it."
+        """Change the policy.
+
+        Returns the metrics of the step, and the parameters of the distribution before it.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define take_step(rows)")
 
     def report(self, found: tuple) -> dict:
-        "The metrics of the step. The update of the normaliser changes the policy once more; `kl_next` is the divergence after both."
+        """The metrics of the step.
+
+        The update of the normaliser changes the policy once more; `kl_next` is the divergence after
+        both.
+        """
         metrics, old, rows = found
         if getattr(self.actor, "obs_norm", None) is not None:
             metrics["kl_next"] = float(effect(self.actor, rows, old)[1])
         return metrics
 
     def check_ranks(self) -> None:
-        "Raise `DataError` if several ranks learn together and the Fisher matrix is estimated from some rows."
+        """Raise `DataError` if several ranks learn together and the Fisher matrix is estimated from
+        some rows.
+        """
         if self.fvp_subsample < 1 and ranks.active():
             raise DataError(
                 "cannot estimate the Fisher matrix from some rows over several ranks",
@@ -281,13 +308,17 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
             gain_tol=self.cg_gain,
             preconditioner=solve,
         )
-        # Only the outputs of `lin` are kept, because the parameters cannot be changed while its graph exists.
+        # Only the outputs of `lin` are kept, because the parameters cannot be changed while its
+        # graph exists.
         return Direction(
             g, cg, lin.outputs, before, self.rows_to_precondition(rows) if solve else 0
         )
 
     def rows_to_precondition(self, rows: PolicyRows) -> int:
-        "Number of `rows` for the preconditioner. It is 0 (no preconditioner) for a policy with memory, and without damping."
+        """Number of `rows` for the preconditioner.
+
+        It is 0 (no preconditioner) for a policy with memory, and without damping.
+        """
         if nested.leaves(rows.hx) or not self.damping:
             return 0
         wanted = self.precondition
@@ -297,7 +328,8 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         return min(wanted, n // 4)
 
     def preconditioner(self, rows: PolicyRows) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The damped inverse of a Fisher matrix that is estimated from the actions taken in a few rows.
+        """The damped inverse of a Fisher matrix that is estimated from the actions taken in a few
+        rows.
 
         None if `rows_to_precondition` is 0, or if the network has parts other than linear layers.
         """
@@ -345,7 +377,9 @@ class TRPO(NaturalGradientLearner):
     accept_ratio: float = number(0.1, changes="by schedule")
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
-        "The longest step along the natural gradient that the line search accepts, its certificate, and the distribution before."
+        """The longest step along the natural gradient that the line search accepts, its
+        certificate, and the distribution before.
+        """
         at = self.direction(rows)
         step = step_size(self.max_kl, at.cg.curvature) * at.cg.x
         rate = float(at.gradient @ step)
@@ -376,12 +410,15 @@ class TRPO(NaturalGradientLearner):
 class NPG(NaturalGradientLearner):
     """Natural policy gradient for categorical, Gaussian and nested policies.
 
-    Sources: Kakade 2001, "A Natural Policy Gradient"; the normalised step: Rajeswaran et al. 2017, "Towards Generalization and
-    Simplicity in Continuous Control", https://arxiv.org/abs/1703.02660 (their normalised step size is `2 max_kl`).
+    Sources: Kakade 2001, "A Natural Policy Gradient"; the normalised step: Rajeswaran et al. 2017,
+    "Towards Generalization and Simplicity in Continuous Control", https://arxiv.org/abs/1703.02660
+    (their normalised step size is `2 max_kl`).
 
     Args:
-        max_kl: target of the mean KL divergence of a step, to second order [nat]; it is not enforced
-        lr: fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is used
+        max_kl: target of the mean KL divergence of a step, to second order [nat]; it is not
+            enforced
+        lr: fixed learning rate of the natural gradient, used instead of max_kl; None: max_kl is
+            used
     """
 
     max_kl: float = number(0.01, 1e-12, changes="by schedule")

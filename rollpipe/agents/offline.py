@@ -32,11 +32,13 @@ __all__ = ['cloning_loss', 'BC', 'expectile_penalty', 'state_value_loss', 'weigh
 
 # %% ../../nbs/agents/18_offline.ipynb #98cd0b3c
 def cloning_loss(fragment: Fragment, actor: Any) -> tuple[torch.Tensor, dict]:
-    """`(loss, metrics)`: `-mean log pi(a|s)` over valid rows. Raises `DataError` as `replay_recorded` does.
+    """`(loss, metrics)`: `-mean log pi(a|s)` over valid rows.
+
+    Raises `DataError` as `replay_recorded` does.
 
     Args:
-        fragment: [T, B]; a recurrent actor begins with its `hx`, or with its initial state if that is `()`, as for steps of
-            another recurrent actor
+        fragment: [T, B]; a recurrent actor begins with its `hx`, or with its initial state if that
+            is `()`, as for steps of another recurrent actor
         actor: a `Policy`: it has `replay(fragment) -> dict(dist, logp)` and `dist`
     """
     info = replay_recorded(fragment, actor)
@@ -50,8 +52,8 @@ def cloning_loss(fragment: Fragment, actor: Any) -> tuple[torch.Tensor, dict]:
 class BC(GradientLearner):
     """Behaviour cloning: the policy of recorded steps, by maximum likelihood.
 
-    Source: Pomerleau 1991, *Efficient training of artificial neural networks for autonomous navigation*,
-    https://doi.org/10.1162/neco.1991.3.1.88.
+    Source: Pomerleau 1991, *Efficient training of artificial neural networks for autonomous
+    navigation*, https://doi.org/10.1162/neco.1991.3.1.88.
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
@@ -72,13 +74,16 @@ class BC(GradientLearner):
 
 # %% ../../nbs/agents/18_offline.ipynb #519b127f
 def expectile_penalty(error: Tensor, level: float) -> Tensor:
-    """`|level - [error < 0]| error²`, whose minimum over `m` for `error = x - m` is the expectile of `x`.
+    """`|level - [error < 0]| error²`, whose minimum over `m` for `error = x - m` is the expectile
+    of `x`.
 
-    Source: Newey and Powell 1987, *Asymmetric least squares estimation and testing*, https://doi.org/10.2307/1911031
+    Source: Newey and Powell 1987, *Asymmetric least squares estimation and testing*,
+    https://doi.org/10.2307/1911031
 
     Args:
         error: any shape
-        level: weight of positive errors, from 0 to 1; negative ones have the rest; 0.5: half the square
+        level: weight of positive errors, from 0 to 1; negative ones have the rest; 0.5: half the
+            square
     """
     return torch.where(error < 0, 1 - level, level) * error.square()
 
@@ -86,7 +91,8 @@ def expectile_penalty(error: Tensor, level: float) -> Tensor:
 def state_value_loss(
     fragment: Fragment, critic: Any, target: Any, level: float, weight: Tensor | None = None
 ) -> tuple[Tensor, dict]:
-    """`(loss, metrics)`: `mean[weight * expectile_penalty(min Q(s, a) - V(s))]` over valid rows, with gradients for `V` alone.
+    """`(loss, metrics)`: `mean[weight * expectile_penalty(min Q(s, a) - V(s))]` over valid rows,
+    with gradients for `V` alone.
 
     Args:
         fragment: [T, B]
@@ -108,7 +114,8 @@ def state_value_loss(
 def weighted_cloning_loss(
     fragment: Fragment, actor: Any, critic: Any, target: Any, beta: float, max_weight: float
 ) -> tuple[Tensor, dict]:
-    """`(loss, metrics)`: `-mean[min(exp(beta * A), max_weight) log pi(a|s)]` over valid rows, where `A = min Q(s, a) - V(s)`.
+    """`(loss, metrics)`: `-mean[min(exp(beta * A), max_weight) log pi(a|s)]` over valid rows, where
+    `A = min Q(s, a) - V(s)`.
 
     Args:
         fragment: [T, B]
@@ -130,15 +137,21 @@ def weighted_cloning_loss(
 class IQL(ActionLearner):
     """Implicit Q-learning, from recorded steps (`from_data`) or from a replay memory (`replayed`).
 
-    Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*, https://arxiv.org/abs/2110.06169
+    Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*,
+    https://arxiv.org/abs/2110.06169
 
     Args:
-        actor: a `Policy` for actions with finite bounds, such as `MLPPolicy`; from recorded steps also a `RecurrentPolicy`
-        critic: a `QVCritic`, or another module with `critic(obs, act) -> [k, T, B]` and `value(obs) -> [T, B]`
-        expectile: which expectile of the action values is the value of a state; 0.5: their mean; near 1: the value of the best action
-        beta: inverse temperature of the weights of actions, for rewards scaled as by `return_scale`; 0: behaviour cloning
+        actor: a `Policy` for actions with finite bounds, such as `MLPPolicy`; from recorded steps
+            also a `RecurrentPolicy`
+        critic: a `QVCritic`, or another module with `critic(obs, act) -> [k, T, B]` and
+            `value(obs) -> [T, B]`
+        expectile: which expectile of the action values is the value of a state; 0.5: their mean;
+            near 1: the value of the best action
+        beta: inverse temperature of the weights of actions, for rewards scaled as by
+            `return_scale`; 0: behaviour cloning
         max_weight: greatest weight of an action
-        decay_steps: steps in which the learning rate of the policy falls to 0 by a cosine, as in the authors' code; 0: it does not fall
+        decay_steps: steps in which the learning rate of the policy falls to 0 by a cosine, as in
+            the authors' code; 0: it does not fall
     """
 
     expectile: float = number(0.7, 0, 1, changes="by schedule")
@@ -197,9 +210,11 @@ class IQL(ActionLearner):
 def tied_policy_loss(
     fragment: Fragment, actor: Any, critic: Any, alpha: float
 ) -> tuple[torch.Tensor, dict]:
-    """`(loss, metrics)`: `mean (pi(s) - a)² - alpha mean Q / mean |Q|` over valid rows, with `Q = Q(s, pi(s))`.
+    """`(loss, metrics)`: `mean (pi(s) - a)² - alpha mean Q / mean |Q|` over valid rows, with
+    `Q = Q(s, pi(s))`.
 
-    Actions are compared by their positions between the bounds, from -1 to 1, and squares are averaged over the numbers of an action.
+    Actions are compared by their positions between the bounds, from -1 to 1, and squares are
+    averaged over the numbers of an action.
 
     Args:
         fragment: [T, B]
@@ -218,12 +233,15 @@ def tied_policy_loss(
 
 # %% ../../nbs/agents/18_offline.ipynb #1f240efe
 class TD3BC(SmoothedLearner):
-    """TD3 with behaviour cloning, from recorded steps (`from_data`) or from a replay memory (`replayed`).
+    """TD3 with behaviour cloning, from recorded steps (`from_data`) or from a replay memory
+    (`replayed`).
 
-    Source: Fujimoto and Gu 2021, *A minimalist approach to offline reinforcement learning*, https://arxiv.org/abs/2106.06860
+    Source: Fujimoto and Gu 2021, *A minimalist approach to offline reinforcement learning*,
+    https://arxiv.org/abs/2106.06860
 
     Args:
-        alpha: weight of the values, relative to the distance from the recorded actions; 0: behaviour cloning
+        alpha: weight of the values, relative to the distance from the recorded actions; 0:
+            behaviour cloning
     """
 
     alpha: float = number(2.5, changes="by schedule")

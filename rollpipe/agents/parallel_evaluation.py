@@ -104,13 +104,18 @@ def serve(link: Any, *args: Any) -> None:
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #9d98724a
 def answer_all(link: Any) -> None:
-    "Main loop of a process that evaluates any actor; each request is a pickle of the arguments of `evaluated`."
+    """Main loop of a process that evaluates any actor; each request is a pickle of the arguments of
+    `evaluated`.
+    """
     while (request := link.recv()) is not None:
         link.send(evaluated(*cloudpickle.loads(request)))
 
 
 class EvaluatedApart(AbstractContextManager):
-    "`evaluated` in a process of its own, which must begin before this process has environments. The context ends it."
+    """`evaluated` in a process of its own, which must begin before this process has environments.
+
+    The context ends it.
+    """
 
     def __init__(self):
         self.worker = WorkerProcess("evaluation", answer_all)
@@ -125,7 +130,8 @@ class EvaluatedApart(AbstractContextManager):
 
 
 def evaluated_beside(env: str, env_kwargs: dict) -> AbstractContextManager:
-    """A context with `evaluated`, in a process of its own if a second environment would disturb that of a training in this process.
+    """A context with `evaluated`, in a process of its own if a second environment would disturb
+    that of a training in this process.
 
     Args:
         env: gymnasium id
@@ -152,7 +158,8 @@ class EvaluationProcess:
         weakref.finalize(self, publisher.close).atexit = False
         self.answers = []
         self.error = None
-        self.asked: Any = None  # version of the weights when the request under way was sent; None: no request is under way
+        # version of the weights when the request under way was sent; None: no request is under way
+        self.asked: Any = None
         self._hear()
 
     def __repr__(self):
@@ -164,7 +171,10 @@ class EvaluationProcess:
         return self.error is None and self.asked is not None
 
     def request(self) -> None:
-        "Ask for an evaluation of the present weights. During an evaluation, the next one uses the weights of the latest request."
+        """Ask for an evaluation of the present weights.
+
+        During an evaluation, the next one uses the weights of the latest request.
+        """
         self._listen()
         if self.error is not None:
             raise self.error
@@ -175,7 +185,10 @@ class EvaluationProcess:
             raise self.error
 
     def poll(self) -> list:
-        "The answers that have arrived since the last `poll`, a list of `Evaluated`. It does not wait."
+        """The answers that have arrived since the last `poll`, a list of `Evaluated`.
+
+        It does not wait.
+        """
         self._listen()
         if self.error is not None and not self.answers:
             raise self.error
@@ -184,7 +197,10 @@ class EvaluationProcess:
         return answers
 
     def wait(self, timeout: float | None = None) -> list:
-        "Wait until all requests are done, at most `timeout` seconds, then `poll`. The answer to the last request comes last."
+        """Wait until all requests are done, at most `timeout` seconds, then `poll`.
+
+        The answer to the last request comes last.
+        """
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         self._listen()
         while self.busy and (left := deadline - time.monotonic()) > 0:
@@ -192,7 +208,10 @@ class EvaluationProcess:
         return self.poll()
 
     def close(self) -> None:
-        "End the process, also during an evaluation. Raises an error that has occurred since the last call."
+        """End the process, also during an evaluation.
+
+        Raises an error that has occurred since the last call.
+        """
         if self.error is not None:
             return
         self._listen()
@@ -266,7 +285,10 @@ class EvaluationProcess:
         self._end(error)
 
     def _end(self, error):
-        "End the process, and raise `error` at each further call. Returns an error that the process raised while it ended, or None."
+        """End the process, and raise `error` at each further call.
+
+        Returns an error that the process raised while it ended, or None.
+        """
         self.error = error
         found = self.worker.close()
         self.publisher.close()
@@ -274,19 +296,24 @@ class EvaluationProcess:
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #8a2e2b94
 class ParallelEvaluation(EvaluationProcess):
-    """Evaluate the newest weights of `actor` in a separate process, by `evaluate`, while the learner goes on.
+    """Evaluate the newest weights of `actor` in a separate process, by `evaluate`, while the
+    learner goes on.
 
-    Every evaluation plays whole, fresh episodes; the actor is in eval mode and does not explore. With a `seed`, all evaluations use the
-    same random numbers. Each then equals `evaluate(env, actor, n_episodes, seed=seed, ...)` for the weights of its version, so versions
-    are compared on equal terms. Without a seed, all episodes differ.
+    Every evaluation plays whole, fresh episodes; the actor is in eval mode and does not explore.
+    With a `seed`, all evaluations use the same random numbers. Each then equals `evaluate(env,
+    actor, n_episodes, seed=seed, ...)` for the weights of its version, so versions are compared on
+    equal terms. Without a seed, all episodes differ.
 
-    Raises `DataError`, `EnvError` and `ActorError` if evaluation is impossible, and `WorkerError` if the process cannot be started.
-    An error in the process is raised here by the next call, with its traceback. If the process has ended, the next call raises a
-    `WorkerError`. There is no evaluation after an error: `poll` returns the earlier answers first, and then it raises the error again.
+    Raises `DataError`, `EnvError` and `ActorError` if evaluation is impossible, and `WorkerError`
+    if the process cannot be started. An error in the process is raised here by the next call, with
+    its traceback. If the process has ended, the next call raises a `WorkerError`. There is no
+    evaluation after an error: `poll` returns the earlier answers first, and then it raises the
+    error again.
 
-    With `ray`, a worker of a Ray cluster evaluates: `ray=dict(address='auto', resources=dict(num_cpus=1))`, or `ray={}` for the Ray of this
-    process, which is started if there is none. Without `resources` it takes no CPU away from other workers. Two things differ. The death of
-    an idle worker is reported only after the next request. There is no film.
+    With `ray`, a worker of a Ray cluster evaluates: `ray=dict(address='auto',
+    resources=dict(num_cpus=1))`, or `ray={}` for the Ray of this process, which is started if there
+    is none. Without `resources` it takes no CPU away from other workers. Two things differ. The
+    death of an idle worker is reported only after the next request. There is no film.
 
     Args:
         env: gymnasium id, factory, or list of them, see `EnvStepper`; no instances
@@ -294,13 +321,17 @@ class ParallelEvaluation(EvaluationProcess):
         n_episodes: number of whole episodes of each evaluation
         n_envs: number of environments side by side; None: at most 8
         deterministic: no noise for actors with `draw_noise`; others must not explore in eval mode
-        seed: seed of the episodes, the same for each evaluation; None: different episodes every time
+        seed: seed of the episodes, the same for each evaluation; None: different episodes every
+            time
         env_kwargs: keyword arguments for `gymnasium.make`
         max_steps: largest number of steps of an episode
-        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off; None: see `evaluate`
+        on_limit: for an episode that reaches `max_steps`: 'raise' an `EnvError`, or 'cut' it off;
+            None: see `evaluate`
         close: False: do not close the environments that are made here
-        record: file for a film of the first episode; the version replaces `{version}` in its name, see `str.format`
-        ray: evaluate in a Ray cluster; options `address`, `resources`, `runtime_env` of `RayReading`
+        record: file for a film of the first episode; the version replaces `{version}` in its name,
+            see `str.format`
+        ray: evaluate in a Ray cluster; options `address`, `resources`, `runtime_env` of
+            `RayReading`
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
         worker_threads: torch threads in the process
         silence: seconds that an evaluation may take before `on_silence` applies

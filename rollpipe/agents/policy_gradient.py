@@ -42,14 +42,17 @@ from ..pipes.data.returns import discounted_returns
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #023a37a9
 class REINFORCE(EntropyBonus, ScaledAdvantages, GradientLearner):
-    """Policy gradient on whole batches with importance weights and an entropy bonus; a critic, fitted to the returns, is the baseline.
+    """Policy gradient on whole batches with importance weights and an entropy bonus; a critic,
+    fitted to the returns, is the baseline.
 
-    Advantages come with the batch: those of an `AdvantageBuffer` with `lam=1` are the return minus the baseline. Source: Williams 1992,
-    "Simple statistical gradient-following algorithms for connectionist reinforcement learning", https://doi.org/10.1007/BF00992696.
+    Advantages come with the batch: those of an `AdvantageBuffer` with `lam=1` are the return minus
+    the baseline. Source: Williams 1992, "Simple statistical gradient-following algorithms for
+    connectionist reinforcement learning", https://doi.org/10.1007/BF00992696.
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
-        critic: the baseline, `critic(obs) -> value` (see `Critic`), fitted to the returns; None: no critic is fitted
+        critic: the baseline, `critic(obs) -> value` (see `Critic`), fitted to the returns; None: no
+            critic is fitted
         epochs: steps of the optimiser on each batch; each step uses the whole batch
         c_rho: largest importance weight
     """
@@ -81,8 +84,9 @@ class REINFORCE(EntropyBonus, ScaledAdvantages, GradientLearner):
 class A2C(ScaledAdvantages, ActorCriticLearner):
     """Synchronous advantage actor-critic.
 
-    Source: Mnih et al. 2016, "Asynchronous Methods for Deep Reinforcement Learning", https://arxiv.org/abs/1602.01783; here with
-    one learner for all environments, Adam, and generalised advantages.
+    Source: Mnih et al. 2016, "Asynchronous Methods for Deep Reinforcement Learning",
+    https://arxiv.org/abs/1602.01783; here with one learner for all environments, Adam, and
+    generalised advantages.
     """
 
     normalize_adv: bool = False  # in a short batch, normalisation mostly amplifies noise
@@ -96,7 +100,9 @@ class A2C(ScaledAdvantages, ActorCriticLearner):
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #5030f1aa
 def what_the_loss_needs(batch: Fragment) -> Fragment:
-    "The batch without infos, recorded distributions, true last observations, lanes, sequence numbers and versions."
+    """The batch without infos, recorded distributions, true last observations, lanes, sequence
+    numbers and versions.
+    """
     return batch._replace(
         env={},
         actor={k: x for k, x in batch.actor.items() if k != "dist"},
@@ -110,18 +116,24 @@ def what_the_loss_needs(batch: Fragment) -> Fragment:
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #865fc2df
 class PPO(ActorCriticLearner):
-    """Proximal policy optimisation with a clipped surrogate, for any `Policy`. Minibatches of a recurrent policy are whole columns.
+    """Proximal policy optimisation with a clipped surrogate, for any `Policy`.
 
-    Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347. The divergence is
-    estimated from the actions of each minibatch before the step on it; the first minibatch of an update is used in any case.
+    Minibatches of a recurrent policy are whole columns.
+
+    Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms",
+    https://arxiv.org/abs/1707.06347. The divergence is estimated from the actions of each minibatch
+    before the step on it; the first minibatch of an update is used in any case.
 
     Args:
         epochs: passes over each batch
         minibatch: approximate number of transitions per step of the optimiser
-        clip: clip range: the surrogate does not grow where the ratio of probabilities is further than this from 1
-        clip_value: largest change of a value from its old estimate, in units of `critic.ret_std`, if any; None: unlimited
+        clip: clip range: the surrogate does not grow where the ratio of probabilities is further
+            than this from 1
+        clip_value: largest change of a value from its old estimate, in units of `critic.ret_std`,
+            if any; None: unlimited
         target_kl: estimated divergence beyond which an update ends, such as 0.05 [nat]; None: never
-        normalize_adv: scale advantages to mean 0 and standard deviation 1: each 'batch', each 'minibatch', or 'never'
+        normalize_adv: scale advantages to mean 0 and standard deviation 1: each 'batch', each
+            'minibatch', or 'never'
     """
 
     epochs: int = integer(10, changes="between updates")
@@ -162,14 +174,19 @@ class PPO(ActorCriticLearner):
         )
 
     def has_moved(self, metrics: dict, n: torch.Tensor) -> bool:
-        "Is the divergence from the policy that acted above `target_kl`? The `metrics` are those of `n` rows of a minibatch."
+        """Is the divergence from the policy that acted above `target_kl`?
+
+        The `metrics` are those of `n` rows of a minibatch.
+        """
         return (
             self.target_kl is not None
             and float(ranks.mean_of_all(metrics["approx_kl"], n)[0]) > self.target_kl
         )
 
     def minibatches(self, batch: Fragment) -> Iterator[tuple[int, ranks.Part]]:
-        "`(epoch, part)` for each minibatch: `part` holds the rows of this rank; without other ranks, all rows."
+        """`(epoch, part)` for each minibatch: `part` holds the rows of this rank; without other
+        ranks, all rows.
+        """
         rng = self.rng()
         batch = what_the_loss_needs(batch)
         for epoch in range(self.epochs):
@@ -192,15 +209,17 @@ class PPO(ActorCriticLearner):
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #f99af67d
 class VTrace(Discounted, ActorCriticLearner):
-    """Actor-critic with V-trace targets, as in IMPALA: one step on every fragment, however old it is.
+    """Actor-critic with V-trace targets, as in IMPALA: one step on every fragment, however old it
+    is.
 
-    Source: Espeholt et al. 2018, "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner Architectures",
-    https://arxiv.org/abs/1802.01561; here with Adam.
+    Source: Espeholt et al. 2018, "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
+    Actor-Learner Architectures", https://arxiv.org/abs/1802.01561; here with Adam.
 
     Args:
         lam: exponential weight of longer estimates: 0 trusts the critic, 1 the rewards
         rho_clip: largest weight of a temporal difference, and of an action in the policy gradient
-        c_clip: largest weight that carries a later temporal difference back by one step, at most rho_clip
+        c_clip: largest weight that carries a later temporal difference back by one step, at most
+            rho_clip
     """
 
     lam: float = number(1.0, 0, 1, changes="by schedule")
@@ -238,7 +257,10 @@ class VTrace(Discounted, ActorCriticLearner):
         )
 
     def returns(self, batch: Fragment) -> torch.Tensor:
-        "Discounted returns `[T, B]`, bootstrapped by the critic. They update the scale of the returns, if the critic has one."
+        """Discounted returns `[T, B]`, bootstrapped by the critic.
+
+        They update the scale of the returns, if the critic has one.
+        """
         _, v_tp1 = values(batch, self.critic)
         discount = self.gamma * ~batch.term[1:]
         return discounted_returns(batch.state.rew[1:], discount, v_tp1[-1], is_cut(batch), v_tp1)

@@ -23,8 +23,8 @@ from ..pipes.graph.modules import bump_version
 class TabularQ(EpsilonGreedy):
     """An epsilon-greedy actor with a table of action values, for Discrete observations and actions.
 
-    `table` is a float32 parameter `[n_states, n_actions]`, so gradient methods can train it as well: then it is an embedding.
-    Raises `SpaceError` for other spaces.
+    `table` is a float32 parameter `[n_states, n_actions]`, so gradient methods can train it as
+    well: then it is an embedding. Raises `SpaceError` for other spaces.
 
     Args:
         observation_space: Discrete: the states
@@ -58,14 +58,17 @@ class TabularQ(EpsilonGreedy):
         )
 
     def q(self, obs: Any, act: Any, rew: Any, fin: Any, *, hx: Any) -> tuple:
-        "The rows of the table `[*lead, n_actions]` for the observations `[*lead]`, and no recurrent state."
+        """The rows of the table `[*lead, n_actions]` for the observations `[*lead]`, and no
+        recurrent state.
+        """
         return self.table[obs.long() - self.first], ()
 
 # %% ../../nbs/agents/16_tabular.ipynb #b0626843
 def q_targets(
     fragment: Fragment, table: torch.Tensor, gamma: float, start: int = 0
 ) -> torch.Tensor:
-    """Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`; not meaningful where not `valid`.
+    """Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`; not
+    meaningful where not `valid`.
 
     Args:
         fragment: [T, B] of Discrete observations
@@ -87,7 +90,8 @@ def move_towards(
     targets: torch.Tensor,
     lr: float,
 ) -> None:
-    """Move each entry of `table[states, actions]` towards the mean of its targets, as far as one update per target would.
+    """Move each entry of `table[states, actions]` towards the mean of its targets, as far as one
+    update per target would.
 
     Args:
         table: float [n_states, n_actions], changed in place

@@ -32,8 +32,9 @@ __all__ = ['burnt_in', 'huber_penalty', 'td_targets', 'td_loss', 'td', 'prioriti
 def burnt_in(fragment: Fragment, net: Any, n: int) -> Fragment:
     """The rows of a fragment from `n` on `[T - n, B]`, with the memory of `net` at row `n`.
 
-    Source: Kapturowski et al. 2019, *Recurrent experience replay in distributed reinforcement learning*,
-    https://openreview.net/forum?id=r1lyTjAqYX, section 3. Raises `DataError` if `n` is out of range.
+    Source: Kapturowski et al. 2019, *Recurrent experience replay in distributed reinforcement
+    learning*, https://openreview.net/forum?id=r1lyTjAqYX, section 3. Raises `DataError` if `n` is
+    out of range.
 
     Args:
         fragment: [T, B]
@@ -92,7 +93,8 @@ def _weights(weight, fragment, burn_in):
 
 # %% ../../nbs/agents/13_td.ipynb #3265c152
 def _values_reached(fragment, method, *nets):
-    """The values `[T, B, n_actions, ...]` that each of `nets` gives to the non-terminal states reached, without gradients.
+    """The values `[T, B, n_actions, ...]` that each of `nets` gives to the non-terminal states
+    reached, without gradients.
 
     The fragment's `hx` is the memory of each net.
     """
@@ -103,7 +105,10 @@ def _values_reached(fragment, method, *nets):
 
 
 def _both_values(own, fragment, method, actor, target, double, burn_in):
-    "Two values of the states reached: for the target, and for the choice of action. `own` is the fragment with the memory of `actor`."
+    """Two values of the states reached: for the target, and for the choice of action.
+
+    `own` is the fragment with the memory of `actor`.
+    """
     if double and not nested.leaves(own.hx):
         return _values_reached(own, method, target, actor)  # so the states are prepared only once
     there = (own, actor) if target is None else (burnt_in(fragment, target, burn_in), target)
@@ -128,7 +133,8 @@ def _of_action(q, index):
 def td_targets(
     fragment: Fragment, v_tp1: Tensor, gamma: float, n_steps: int = 1, bonus: Tensor | None = None
 ) -> Tensor:
-    """Targets `Gₜ`, one for each value: discounted sum of up to `n_steps` rewards, bonuses of the states reached, and the last one's value.
+    """Targets `Gₜ`, one for each value: discounted sum of up to `n_steps` rewards, bonuses of the
+    states reached, and the last one's value.
 
     The value of a terminal state is 0.
 
@@ -136,7 +142,8 @@ def td_targets(
         fragment: [T, B]
         v_tp1: values of the states reached, float32 [T, B], or several for each state [T, B, ...]
         gamma: discount factor per step
-        n_steps: largest number of rewards that are summed before a value; fewer where an episode or the fragment ends
+        n_steps: largest number of rewards that are summed before a value; fewer where an episode or
+            the fragment ends
         bonus: bonuses of the states reached, in addition to their values, float32 [T, B]
     """
     rew = fragment.state.rew[1:]
@@ -161,7 +168,8 @@ def td_loss(
     burn_in: int = 0,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, dict, Tensor]:
-    """`(loss, metrics, errors)`: loss `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows, and `errors` `[T, B]`.
+    """`(loss, metrics, errors)`: loss `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows, and
+    `errors` `[T, B]`.
 
     The errors are the means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the errors that are raised.
 
@@ -169,11 +177,13 @@ def td_loss(
         fragment: [T, B]
         actor: its `method(state, hx)` gives `(values [T, B, n_actions, ...], hx)`
         target: an older copy of `actor`, which values the states that were reached; None: `actor`
-        penalty: `penalty(goal, value) -> [T, B]` for tensors [T, B, ...], which are 0 where a row is not valid
+        penalty: `penalty(goal, value) -> [T, B]` for tensors [T, B, ...], which are 0 where a row
+            is not valid
         method: name of the networks' method that gives the values
         gamma: discount factor per step
         double: `actor` chooses the best next action, and `target` values it
-        n_steps: largest number of rewards that are summed before a value; fewer where an episode or the fragment ends
+        n_steps: largest number of rewards that are summed before a value; fewer where an episode or
+            the fragment ends
         burn_in: number of first rows that only build up the memory and are not trained on
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
     """
@@ -231,22 +241,29 @@ def td(
     huber: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict, Tensor]:
-    """`(loss, metrics, errors)`: loss `mean[weightₜ (Gₜ - Q(sₜ, aₜ))²]` over valid rows, and the errors `Gₜ - Q(sₜ, aₜ)`, float32 `[T, B]`.
+    """`(loss, metrics, errors)`: loss `mean[weightₜ (Gₜ - Q(sₜ, aₜ))²]` over valid rows, and the
+    errors `Gₜ - Q(sₜ, aₜ)`, float32 `[T, B]`.
 
-        Gₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ Q̂(sₜ₊ₘ, a*),    a* = argmaxₐ Q̂(sₜ₊ₘ, a),   or argmaxₐ Q(sₜ₊ₘ, a) if `double`
+        Gₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ Q̂(sₜ₊ₘ, a*),    a* = argmaxₐ Q̂(sₜ₊ₘ, a),   or argmaxₐ
+        Q(sₜ₊ₘ, a) if `double`
 
-    `Q̂` is `target`, without gradients. `m` is `n_steps`, or less where an episode or the fragment ends. The value of a terminal state
-    is 0. At a truncation, the value is that of the true last observation, with the memory of that moment. With `n_steps > 1` there is
-    no correction for actions of another policy. With `huber`, the penalty of a larger error is `huber (2 |error| - huber)` instead of
-    its square. Errors are 0 where a row is not trained on.
+    `Q̂` is `target`, without gradients. `m` is `n_steps`, or less where an episode or the fragment
+    ends. The value of a terminal state is 0. At a truncation, the value is that of the true last
+    observation, with the memory of that moment. With `n_steps > 1` there is no correction for
+    actions of another policy. With `huber`, the penalty of a larger error is
+    `huber (2 |error| - huber)` instead of its square. Errors are 0 where a row is not trained on.
 
-    Sources: Watkins 1989, *Learning from delayed rewards*; Mnih et al. 2015, https://doi.org/10.1038/nature14236 (target network);
-    van Hasselt, Guez, Silver 2015, https://arxiv.org/abs/1509.06461 (double); Hessel et al. 2017, https://arxiv.org/abs/1710.02298
-    (n steps). Raises `DataError` if an option is out of range, `weight` has the wrong shape, or no row that is trained on is valid.
+    Sources: Watkins 1989, *Learning from delayed rewards*; Mnih et al. 2015,
+    https://doi.org/10.1038/nature14236 (target network); van Hasselt, Guez, Silver 2015,
+    https://arxiv.org/abs/1509.06461 (double); Hessel et al. 2017, https://arxiv.org/abs/1710.02298
+    (n steps). Raises `DataError` if an option is out of range, `weight` has the wrong shape, or no
+    row that is trained on is valid.
 
     Args:
-        fragment: [T, B]: transitions [1, B], segments of trajectories, or fresh fragments; a memory is empty at row 0 if `hx` is `()`
-        actor: `values(state, hx) -> (q [T, B, n_actions], hx)`, see `QPolicy`; actions count from its `start`, or 0
+        fragment: [T, B]: transitions [1, B], segments of trajectories, or fresh fragments; a memory
+            is empty at row 0 if `hx` is `()`
+        actor: `values(state, hx) -> (q [T, B, n_actions], hx)`, see `QPolicy`; actions count from
+            its `start`, or 0
         target: an older copy of `actor`, which values the states that were reached; None: `actor`
         huber: errors beyond this limit count linearly; None: all errors are squared
         **options: gamma, double, n_steps, burn_in, weight, see `td_loss`
@@ -259,7 +276,8 @@ def td(
 
 # %% ../../nbs/agents/13_td.ipynb #ea2ffae5
 def priorities(errors: Tensor, valid: Tensor, eta: float = 0.9) -> Tensor:
-    """`eta * max|error| + (1 - eta) * mean|error|` over the valid rows of each column `[B]`; 0 if there are none. R2D2, section 2.3.
+    """`eta * max|error| + (1 - eta) * mean|error|` over the valid rows of each column `[B]`; 0 if
+    there are none. R2D2, section 2.3.
 
     Args:
         errors: errors [T, B] of the rows that were trained on, without the burn-in

@@ -19,7 +19,8 @@ __all__ = ['CGResult', 'conjugate_gradients', 'step_size', 'LineSearch', 'backtr
 class CGResult(NamedTuple):
     """What `conjugate_gradients` found.
 
-    `status` is `'converged'`, `'iterations'` (the usual case: they ran out), `'little gain'`, `'non-positive curvature'` or `'non-finite'`.
+    `status` is `'converged'`, `'iterations'` (the usual case: they ran out), `'little gain'`,
+    `'non-positive curvature'` or `'non-finite'`.
 
     Args:
         x: [D], the last good iterate: finite, and zero if there was none
@@ -53,10 +54,12 @@ def conjugate_gradients(
     preconditioner: Callable[[Tensor], Tensor] | None = None,
     gain_tol: float = 0.0,
 ) -> CGResult:
-    """Solve `(A + damping I) x = b` approximately by conjugate gradients (Shewchuk 1994, algorithms B2 and B3; Martens 2010).
+    """Solve `(A + damping I) x = b` approximately by conjugate gradients (Shewchuk 1994, algorithms
+    B2 and B3; Martens 2010).
 
-    Stops with the last good `x` where `p'(A + damping I)p` is not positive or a number is not finite. Each iteration
-    waits for the device once. Raises ValueError if `b` is not a vector, or if `iters`, `tol`, `damping` or `gain_tol` is out of range.
+    Stops with the last good `x` where `p'(A + damping I)p` is not positive or a number is not
+    finite. Each iteration waits for the device once. Raises ValueError if `b` is not a vector, or
+    if `iters`, `tol`, `damping` or `gain_tol` is out of range.
 
     Args:
         matvec: v [D] -> A v [D], with A symmetric and positive semi-definite
@@ -119,15 +122,18 @@ def conjugate_gradients(
 
 # %% ../../nbs/agents/02_trust_region.ipynb #6d322cce
 def step_size(max_kl: float, curvature: float) -> float:
-    "Factor `sqrt(2 max_kl / curvature)` that scales x, with x'Fx = `curvature`, to the divergence `max_kl`; 0 unless 0 < curvature < inf."
+    """Factor `sqrt(2 max_kl / curvature)` that scales x, with x'Fx = `curvature`, to the divergence
+    `max_kl`; 0 unless 0 < curvature < inf.
+    """
     return math.sqrt(2 * max_kl / curvature) if 0 < curvature < math.inf else 0.0
 
 # %% ../../nbs/agents/02_trust_region.ipynb #bbbb6441
 class LineSearch(NamedTuple):
-    """Outcome of `backtrack_line_search`; the numbers are those of the parameters that it leaves in place.
+    """Outcome of `backtrack_line_search`; the numbers are those of the parameters that it leaves in
+    place.
 
-    `status` is `'accepted'`, or why the last trial was not: `'no improvement'`, `'KL too large'`, `'non-finite'`, or
-    `'no expected improvement'` if there was no trial.
+    `status` is `'accepted'`, or why the last trial was not: `'no improvement'`, `'KL too large'`,
+    `'non-finite'`, or `'no expected improvement'` if there was no trial.
 
     Args:
         theta: [D] the accepted parameters, or the initial ones
@@ -149,7 +155,9 @@ class LineSearch(NamedTuple):
 
     @classmethod
     def refused(cls, theta: Tensor, trials: int, before: float, status: str) -> LineSearch:
-        "The outcome of a search that accepted nothing in `trials` trials: the parameters are the old ones."
+        """The outcome of a search that accepted nothing in `trials` trials: the parameters are the
+        old ones.
+        """
         return cls(False, theta, trials, before, before, 0.0, 0.0, status)
 
 # %% ../../nbs/agents/02_trust_region.ipynb #e2ff3e1c
@@ -166,10 +174,12 @@ def backtrack_line_search(
     before: float | Tensor | None = None,
     set_params: Callable[[Tensor], None] | None = None,
 ) -> LineSearch:
-    """Shorten `step` until the surrogate improves by `accept_ratio` of the prediction and KL <= `max_kl`.
+    """Shorten `step` until the surrogate improves by `accept_ratio` of the prediction and KL <=
+    `max_kl`.
 
-    If the expected improvement is not positive and finite, there is no search. With `set_params`, the accepted
-    parameters are in place at the end; if no trial is accepted or `evaluate` raises, `theta` is put back exactly.
+    If the expected improvement is not positive and finite, there is no search. With `set_params`,
+    the accepted parameters are in place at the end; if no trial is accepted or `evaluate` raises,
+    `theta` is put back exactly.
 
     Args:
         evaluate: theta [D] -> (surrogate to be raised, KL divergence), scalars

@@ -25,12 +25,17 @@ __all__ = ['timeshift', 'without_terminal_obs', 'states_reached', 'spliced', 'an
 
 # %% ../../nbs/agents/03_unroll.ipynb #1bb90c57
 def timeshift(state: Any) -> tuple[Any, Any]:
-    "`(rows t, rows t + 1)` of nested leaves `[T + 1, ...]`, both `[T, ...]`, as views; None stays None."
+    """`(rows t, rows t + 1)` of nested leaves `[T + 1, ...]`, both `[T, ...]`, as views; None stays
+    None.
+    """
     return nested.getitem(state, slice(None, -1)), nested.getitem(state, slice(1, None))
 
 # %% ../../nbs/agents/03_unroll.ipynb #dffa5bad
 def without_terminal_obs(fragment: Fragment) -> Fragment:
-    "The fragment without the last observations of terminated episodes. No network is asked for them, because their value is 0."
+    """The fragment without the last observations of terminated episodes.
+
+    No network is asked for them, because their value is 0.
+    """
     final = fragment.final
     if not len(final.t) or not (over := fragment.term[final.t + 1, final.b]).any():
         return fragment
@@ -38,10 +43,12 @@ def without_terminal_obs(fragment: Fragment) -> Fragment:
 
 
 def states_reached(fragment: Fragment) -> State:
-    """The state that each step led to, `[T, B, ...]`: the next row, or the true last observation if it is in `final`.
+    """The state that each step led to, `[T, B, ...]`: the next row, or the true last observation if
+    it is in `final`.
 
-    Such a last state has `fin=False`, a step number one greater than the row before, and the action and reward that led to it. For a
-    terminal step without a row in `final`, the result is the first state of the next episode, which has no meaning here.
+    Such a last state has `fin=False`, a step number one greater than the row before, and the action
+    and reward that led to it. For a terminal step without a row in `final`, the result is the first
+    state of the next episode, which has no meaning here.
     """
     before, after = timeshift(fragment.state)
     t, b = fragment.final.t, fragment.final.b
@@ -59,10 +66,11 @@ def states_reached(fragment: Fragment) -> State:
 
 # %% ../../nbs/agents/03_unroll.ipynb #1b0361d7
 def spliced(fragment: Fragment) -> tuple[State, Tensor]:
-    """States `[T+1+M, B, ...]` with the `final` rows inserted where they happened, and the new row number `[T, B]` of each step.
+    """States `[T+1+M, B, ...]` with the `final` rows inserted where they happened, and the new row
+    number `[T, B]` of each step.
 
-    `M` is the greatest number of `final` rows in a column; shorter columns end with rows of zeros. Row `row[t, b] + 1` holds the
-    state that step `(t, b)` led to.
+    `M` is the greatest number of `final` rows in a column; shorter columns end with rows of zeros.
+    Row `row[t, b] + 1` holds the state that step `(t, b)` led to.
     """
     (t, b) = (fragment.final.t, fragment.final.b)
     valid = fragment.valid
@@ -89,7 +97,8 @@ def spliced(fragment: Fragment) -> tuple[State, Tensor]:
 # %% ../../nbs/agents/03_unroll.ipynb #9fc787eb
 @torch.no_grad()
 def answers_reached(net: Callable[[State, Any], Any], fragment: Fragment) -> Any:
-    """The outputs of `net` `[T, B, ...]`, without gradients, for the states that the steps led to, with its memory at that time.
+    """The outputs of `net` `[T, B, ...]`, without gradients, for the states that the steps led to,
+    with its memory at that time.
 
     Args:
         net: `net(state [T, B, ...], hx)` returns nested outputs [T, B, ...]
@@ -107,7 +116,8 @@ def answers_reached(net: Callable[[State, Any], Any], fragment: Fragment) -> Any
 
 # %% ../../nbs/agents/03_unroll.ipynb #dc370b0c
 def fill_invalid(fragment: Fragment) -> Fragment:
-    """`fragment`, in which the steps that are not `valid` have the observation and the action of the first valid step.
+    """`fragment`, in which the steps that are not `valid` have the observation and the action of
+    the first valid step.
 
     Raises `DataError` if no step is valid.
     """
@@ -130,7 +140,8 @@ def fill_invalid(fragment: Fragment) -> Fragment:
 
 # %% ../../nbs/agents/03_unroll.ipynb #432a39e0
 def approx_kl(logp: Tensor, logp_old: Tensor) -> Tensor:
-    """KL(old || new), 0-dim, estimated from actions of the old policy: the mean of `ratio - 1 - log ratio`.
+    """KL(old || new), 0-dim, estimated from actions of the old policy: the mean of
+    `ratio - 1 - log ratio`.
 
     It is k3 of Schulman 2020, *Approximating KL divergence*, http://joschu.net/blog/kl-approx.html.
     """
@@ -158,7 +169,8 @@ def lane_restarts(fragment: Fragment) -> dict:
 
 # %% ../../nbs/agents/03_unroll.ipynb #01ce7551
 class PolicyReplay(NamedTuple):
-    """The actor's present report for the valid steps of a fragment, and what it recorded: rows `[N]`, or `[T, B]` if all are valid.
+    """The actor's present report for the valid steps of a fragment, and what it recorded: rows
+    `[N]`, or `[T, B]` if all are valid.
 
     Args:
         info: the actor's report, leaves [N, ...], with gradients
@@ -177,12 +189,17 @@ class PolicyReplay(NamedTuple):
         return tree if self.valid is None else nested.getitem(tree, self.valid)
 
     def ratios(self) -> Tensor:
-        "The importance ratio of each action, its likelihood now divided by that when it was taken, float32 `[N]`, with gradients."
+        """The importance ratio of each action, its likelihood now divided by that when it was
+        taken, float32 `[N]`, with gradients.
+        """
         return (self.logp - self.logp_old).exp()
 
 
 def check_logp(logp: Tensor, valid: Tensor, leaf: str) -> None:
-    "Raise `DataError` unless `logp` is one number for each row of `valid` `[T, B]`. Others would be broadcast against the advantages."
+    """Raise `DataError` unless `logp` is one number for each row of `valid` `[T, B]`.
+
+    Others would be broadcast against the advantages.
+    """
     if logp.shape == valid.shape:
         return
     raise DataError(
@@ -206,7 +223,9 @@ def check_segments(fragment: Fragment) -> None:
 
 
 def check_memory_known(fragment: Fragment, actor: Any) -> None:
-    "Raise `DataError` for a policy with memory, if the fragment lacks its recurrent state, or has that of another kind or size of memory."
+    """Raise `DataError` for a policy with memory, if the fragment lacks its recurrent state, or has
+    that of another kind or size of memory.
+    """
     if not isinstance(actor, RecurrentTorso):
         return
     memory = actor.memory
@@ -225,9 +244,12 @@ def check_memory_known(fragment: Fragment, actor: Any) -> None:
 
 
 def replay_recorded(fragment: Fragment, actor: Any) -> dict:
-    """The actor's report for recorded steps, leaves `[T, B, ...]`, with gradients. A memory that was not recorded begins empty at row 0.
+    """The actor's report for recorded steps, leaves `[T, B, ...]`, with gradients.
 
-    Raises `DataError` if no row is valid, for a memory of another kind or size, and if there is a memory and only a single step for it.
+    A memory that was not recorded begins empty at row 0.
+
+    Raises `DataError` if no row is valid, for a memory of another kind or size, and if there is a
+    memory and only a single step for it.
 
     Args:
         fragment: [T, B]
@@ -246,7 +268,8 @@ def replay_recorded(fragment: Fragment, actor: Any) -> dict:
 def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:
     """Replay the valid steps with the present weights.
 
-    Raises `DataError` if log-probabilities are missing or have another shape, no row is valid, or the memory is not known.
+    Raises `DataError` if log-probabilities are missing or have another shape, no row is valid, or
+    the memory is not known.
 
     Args:
         fragment: its `actor` has `logp` float32 [T+1, B]

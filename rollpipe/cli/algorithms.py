@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from ..agents.shared_options import summary_of
 from ..settings.algorithms import ALGORITHMS, options_for
 from ..runs.commands import TYPED_OPTIONS
 from ..settings.options import add_options
@@ -37,7 +38,7 @@ def add_algorithms(
         f"All options of an algorithm, such as --seed, --lanes and --lr: {parser.prog} ppo --help"
     )
     for name, algorithm in ALGORITHMS.items():
-        doc = (algorithm.learner.__doc__ or name).strip().split("\n")[0]
+        doc = summary_of(algorithm.learner) or name
         algorithms.add_parser(
             name,
             help=doc,

@@ -42,7 +42,9 @@ class ActingState(NamedTuple):
 
 
 def _as_batch(obs, space):
-    "`obs` as an actor sees it, arrays `[n, ...]`, and whether it was the observation of a single environment."
+    """`obs` as an actor sees it, arrays `[n, ...]`, and whether it was the observation of a single
+    environment.
+    """
     like = space_spec(space, "obs")
     shapes = [np.shape(x) for x in nested.leaves(in_containers(obs, like, as_like))]
     single = not shapes or len(shapes[0]) != nested.leaves(like)[0].ndim + 1
@@ -143,7 +145,8 @@ class Predicts:
     ) -> tuple:
         """The action for an observation, in evaluation mode and without gradients.
 
-        It works like `predict` of Stable-Baselines3. For actors without `draw_noise`, `deterministic` makes no difference.
+        It works like `predict` of Stable-Baselines3. For actors without `draw_noise`,
+        `deterministic` makes no difference.
 
         Args:
             obs: observation of one environment, or of `n` [n, ...], as gymnasium returns it
@@ -153,12 +156,13 @@ class Predicts:
             reward: reward of the previous step [n]; only for actors that use it
 
         Returns:
-            tuple: (action, state): the action as `env.step` takes it, clipped to its bounds, and the state for the next call
+            tuple: (action, state): the action as `env.step` takes it, clipped to its bounds, and
+                the state for the next call
 
         Raises:
             ActorError: the actor has no spaces, or it uses the last reward, which is missing.
-            DataError: the observation does not fit its space, its mask allows no action, or `state` or `reward` does not fit the
-                observation; names the leaf.
+            DataError: the observation does not fit its space, its mask allows no action, or `state`
+                or `reward` does not fit the observation; names the leaf.
             EnvError: an integer of the observation does not fit into the dtype of its space.
         """
         if self.observation_space is None or self.action_space is None:
@@ -225,10 +229,12 @@ class Predicts:
 
 # %% ../../nbs/layers/00_actor.ipynb #f6e05071
 def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) -> None:
-    """Check that `cls.method` can be called with `self`, the `positional` arguments and the `keywords`.
+    """Check that `cls.method` can be called with `self`, the `positional` arguments and the
+    `keywords`.
 
     Raises:
-        TypeError: names the class and the method, the parameters that are missing, and the required ones that are not expected.
+        TypeError: names the class and the method, the parameters that are missing, and the required
+            ones that are not expected.
     """
     P = inspect.Parameter
     parameters = list(inspect.signature(getattr(cls, method)).parameters.values())[1:]
@@ -258,32 +264,41 @@ def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) 
 
 # %% ../../nbs/layers/00_actor.ipynb #ae2d1236
 class Actor(Predicts, torch.nn.Module):
-    """Base class of all actors: subclasses write `forward(obs, act, rew, fin, *, hx, stepno, virtual[, noise])`.
+    """Base class of all actors: subclasses write `forward(obs, act, rew, fin, *, hx, stepno,
+    virtual[, noise])`.
 
-    `forward` gets tensors `[T, B, ...]` (any nesting for `obs` and `act`) and returns `(act, hx, info)`: the action `[T, B, ...]`,
-    the new recurrent state, and a dict of tensors `[T, B, ...]` to be recorded. It must neither change its inputs nor keep them (their
-    memory may be reused), and it returns new tensors at each call. Leaves of `hx` have the environments on dim 1; an actor without
-    memory returns `()`, and `hx=None` stands for the initial state. Where `fin` is set, a recurrent actor starts from the initial state.
+    `forward` gets tensors `[T, B, ...]` (any nesting for `obs` and `act`) and returns
+    `(act, hx, info)`: the action `[T, B, ...]`, the new recurrent state, and a dict of tensors
+    `[T, B, ...]` to be recorded. It must neither change its inputs nor keep them (their memory may
+    be reused), and it returns new tensors at each call. Leaves of `hx` have the environments on dim
+    1; an actor without memory returns `()`, and `hx=None` stands for the initial state. Where `fin`
+    is set, a recurrent actor starts from the initial state.
 
-    Where `fin` is set, `step` replaces the previous action and reward by zeros (`without_past`), because they belong to another
-    episode. An actor that looks at neither sets `uses_past = False` and gets them unchanged.
+    Where `fin` is set, `step` replaces the previous action and reward by zeros (`without_past`),
+    because they belong to another episode. An actor that looks at neither sets `uses_past = False`
+    and gets them unchanged.
 
-    A subclass with a method `draw_noise(lead, generator) -> nested [*lead, ...]` must accept `noise` in `forward`, where `None` asks
-    for the deterministic action, and must not draw from any other generator. Quantities that can be computed from the actions and the
-    infos, such as log-probabilities, need not be reported at every step: an optional `complete(act, info) -> info` adds them for a
-    whole fragment in one call.
+    A subclass with a method `draw_noise(lead, generator) -> nested [*lead, ...]` must accept
+    `noise` in `forward`, where `None` asks for the deterministic action, and must not draw from any
+    other generator. Quantities that can be computed from the actions and the infos, such as
+    log-probabilities, need not be reported at every step: an optional `complete(act, info) -> info`
+    adds them for a whole fragment in one call.
 
-    During collection the actor is in evaluation mode; afterwards its former mode is restored. An actor must not change itself while
-    it acts, because its copies in worker processes would differ. `Lanes` and workers raise `ActorError` if a parameter or buffer
-    changes. They warn if another attribute changes, which may be a random generator. The memory of an actor belongs in `hx`.
+    During collection the actor is in evaluation mode; afterwards its former mode is restored. An
+    actor must not change itself while it acts, because its copies in worker processes would differ.
+    `Lanes` and workers raise `ActorError` if a parameter or buffer changes. They warn if another
+    attribute changes, which may be a random generator. The memory of an actor belongs in `hx`.
     Changes that a learner makes reach the workers only if they are in parameters or buffers.
 
-    With ONNX Runtime, everything else that an actor reads is a constant of its graph. Changes are looked for before rows are collected:
-    in its attributes, those of its classes and of objects that it holds, the globals and closures of its functions, and containers
-    down to three levels. After a change a new graph is made, and the log says so. A change of a file, an environment variable, an
-    import within a function, or a library's constant is not noticed. Values that change belong in a buffer.
+    With ONNX Runtime, everything else that an actor reads is a constant of its graph. Changes are
+    looked for before rows are collected: in its attributes, those of its classes and of objects
+    that it holds, the globals and closures of its functions, and containers down to three levels.
+    After a change a new graph is made, and the log says so. A change of a file, an environment
+    variable, an import within a function, or a library's constant is not noticed. Values that
+    change belong in a buffer.
 
-    Raises `TypeError` at class creation if `forward`, `step` or `reset` do not have the expected signature.
+    Raises `TypeError` at class creation if `forward`, `step` or `reset` do not have the expected
+    signature.
     """
 
     uses_past = True  # whether `forward` looks at `act` or `rew`
@@ -313,7 +328,10 @@ class Actor(Predicts, torch.nn.Module):
         virtual: bool,
         noise: Any = None,
     ) -> tuple:
-        "`(act, hx, info)` for the states `[T, B, ...]`. An actor without `draw_noise` raises `TypeError` if it is given `noise`."
+        """`(act, hx, info)` for the states `[T, B, ...]`.
+
+        An actor without `draw_noise` raises `TypeError` if it is given `noise`.
+        """
         if self.uses_past:
             act, rew = without_past(act, rew, fin)
         if hasattr(type(self), "draw_noise"):
@@ -323,9 +341,11 @@ class Actor(Predicts, torch.nn.Module):
         return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual)
 
     def reset(self, hx: Any, at: Any) -> Any:
-        """A new recurrent state in which the environments `at` are in their initial state: zeros at index `at` of dim 1.
+        """A new recurrent state in which the environments `at` are in their initial state: zeros at
+        index `at` of dim 1.
 
-        `at` is an int, a list of ints, a slice, or a bool mask `[B]`. `()` and `None` are returned unchanged.
+        `at` is an int, a list of ints, a slice, or a bool mask `[B]`. `()` and `None` are returned
+        unchanged.
         """
 
         def zeroed(x):

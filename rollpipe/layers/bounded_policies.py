@@ -31,7 +31,10 @@ __all__ = ['UnitBox', 'log_slope_of_tanh', 'SquashedGaussian', 'BoundedActor', '
 
 # %% ../../nbs/layers/08_bounded_policies.ipynb #77519b2c
 def _center_and_half_range(space, owner):
-    "Float32 arrays. Raises `SpaceError` unless `space` is a Box of floats with two finite bounds for each component."
+    """Float32 arrays.
+
+    Raises `SpaceError` unless `space` is a Box of floats with two finite bounds for each component.
+    """
     if not is_box_of_floats(space):
         raise unsupported(space, owner, "Box of floats")
     if not space.low.size:
@@ -46,7 +49,8 @@ def _center_and_half_range(space, owner):
     with np.errstate(over="ignore", invalid="ignore"):
         center = (low / 2 + high / 2).astype(np.float32)
         half = (high / 2 - low / 2).astype(np.float32)
-        # Floats >= 0 have the order of their bits read as integers, so bisection of these finds the largest half range that fits.
+        # Floats >= 0 have the order of their bits read as integers, so bisection of these finds the
+        # largest half range that fits.
         fitting = np.zeros_like(half).view(np.int32)
         tried = half.view(np.int32)
         for _ in range(32):
@@ -72,10 +76,12 @@ def _center_and_half_range(space, owner):
 
 # %% ../../nbs/layers/08_bounded_policies.ipynb #90e91140
 class UnitBox(FastModule):
-    """The affine map from the cube from -1 to 1 to a bounded Box: positions `[*lead, *shape]` -> actions `[*lead, *shape]`, float32.
+    """The affine map from the cube from -1 to 1 to a bounded Box: positions `[*lead, *shape]` ->
+    actions `[*lead, *shape]`, float32.
 
-    No position maps to an action beyond the bounds. `log_volume` float32 `[]` is the log of the factor by which the map enlarges volumes.
-    Raises `SpaceError` unless each component has two finite bounds.
+    No position maps to an action beyond the bounds. `log_volume` float32 `[]` is the log of the
+    factor by which the map enlarges volumes. Raises `SpaceError` unless each component has two
+    finite bounds.
 
     Args:
         space: the action space
@@ -107,7 +113,10 @@ class UnitBox(FastModule):
         return torch.addcmul(b["center"], b["half_range"], position)
 
     def position(self, act: Tensor) -> Tensor:
-        "The positions `[*lead, *shape]` of actions. Environments get actions clipped to their bounds, so these have positions in the cube."
+        """The positions `[*lead, *shape]` of actions.
+
+        Environments get actions clipped to their bounds, so these have positions in the cube.
+        """
         b = self._buffers
         return ((act.float() - b["center"]) / b["half_range"]).clamp(-1, 1)
 
@@ -119,9 +128,11 @@ def log_slope_of_tanh(u: Tensor) -> Tensor:
 # %% ../../nbs/layers/08_bounded_policies.ipynb #4074d86d
 @dataclass(frozen=True)
 class SquashedGaussian:
-    """Actions `center + half_range * tanh(u)` `[*lead, *shape]` between the bounds of a `UnitBox`, with normal `u`.
+    """Actions `center + half_range * tanh(u)` `[*lead, *shape]` between the bounds of a `UnitBox`,
+    with normal `u`.
 
-    The parameters are the `GaussianParams` of `u`. Densities are those of the environment's actions.
+    The parameters are the `GaussianParams` of `u`. Densities are those of the environment's
+    actions.
 
     Source: Haarnoja et al. 2018, *Soft actor-critic*, https://arxiv.org/abs/1801.01290, appendix C.
     """
@@ -157,7 +168,10 @@ class SquashedGaussian:
         return self.box(u.tanh()), logp
 
     def log_prob(self, params: GaussianParams, act: Tensor) -> Tensor:
-        "Log-densities `[*lead]` of actions. On a bound, where the density is not defined, it is that of the nearest action inside."
+        """Log-densities `[*lead]` of actions.
+
+        On a bound, where the density is not defined, it is that of the nearest action inside.
+        """
         edge = 1 - torch.finfo(torch.float32).eps / 2
         u = self.box.position(act).clamp(-edge, edge).atanh()
         return (
@@ -169,9 +183,11 @@ class SquashedGaussian:
 # %% ../../nbs/layers/08_bounded_policies.ipynb #e17fba77
 @takes(Torso.make_torso, hidden=(256, 256), normalize=False, activation="relu")
 class BoundedActor(Torso, Actor):
-    """Base of perceptrons for bounded Box actions: subclasses write `position(features, noise)`, which is between -1 and 1.
+    """Base of perceptrons for bounded Box actions: subclasses write `position(features, noise)`,
+    which is between -1 and 1.
 
-    `noise` is standard normal `[*lead, *shape]` or None. With noise, actions are uniform while the buffer `is_random`, bool `[]`, is True.
+    `noise` is standard normal `[*lead, *shape]` or None. With noise, actions are uniform while the
+    buffer `is_random`, bool `[]`, is True.
 
     Args:
         action_space: Box of floats with finite bounds
@@ -216,9 +232,11 @@ class BoundedActor(Torso, Actor):
 # %% ../../nbs/layers/08_bounded_policies.ipynb #3a299f14
 @takes(BoundedActor)
 class SquashedPolicy(BoundedActor):
-    """A squashed Gaussian policy for bounded Box actions, as SAC learns it: encoder, running normaliser, hidden layers, mean and deviation.
+    """A squashed Gaussian policy for bounded Box actions, as SAC learns it: encoder, running
+    normaliser, hidden layers, mean and deviation.
 
-    Raises `SpaceError` if there is no encoder for the observations, or the actions have no finite bounds.
+    Raises `SpaceError` if there is no encoder for the observations, or the actions have no finite
+    bounds.
     """
 
     n_params = 2
@@ -229,7 +247,9 @@ class SquashedPolicy(BoundedActor):
         return SquashedGaussian(self.box)
 
     def params(self, features: Tensor) -> GaussianParams:
-        "Mean and log standard deviation `[*lead, *shape]` before `tanh`; the latter lies between -20 and 2."
+        """Mean and log standard deviation `[*lead, *shape]` before `tanh`; the latter lies between
+        -20 and 2.
+        """
         mean, log_std = self._modules["head"].forward(features).chunk(2, -1)
         return GaussianParams(
             shaped(mean, self.box.shape), shaped(log_std.clamp(-20, 2), self.box.shape)
@@ -240,16 +260,19 @@ class SquashedPolicy(BoundedActor):
         return (mean if noise is None else torch.addcmul(mean, log_std.exp(), noise)).tanh()
 
     def sample(self, obs: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
-        "Actions `[*lead, *shape]` for observations `[*lead, ...]`, and their log-densities `[*lead]`, both with gradients."
+        """Actions `[*lead, *shape]` for observations `[*lead, ...]`, and their log-densities
+        `[*lead]`, both with gradients.
+        """
         return self.dist.sample_with_log_prob(self.params(self.hidden_features(obs)), noise)
 
 # %% ../../nbs/layers/08_bounded_policies.ipynb #760743da
 @takes(BoundedActor)
 class DeterministicPolicy(BoundedActor):
-    """A deterministic policy for bounded Box actions, as TD3 and DDPG learn it: encoder, running normaliser, hidden layers, `tanh`.
+    """A deterministic policy for bounded Box actions, as TD3 and DDPG learn it: encoder, running
+    normaliser, hidden layers, `tanh`.
 
-    Raises `SpaceError` if there is no encoder for the observations, or the actions have no finite bounds; `ValueError` for a negative
-    `explore_std`.
+    Raises `SpaceError` if there is no encoder for the observations, or the actions have no finite
+    bounds; `ValueError` for a negative `explore_std`.
 
     Args:
         explore_std: deviation of the noise while exploring; 1 is half the range of the action
@@ -282,6 +305,9 @@ class DeterministicPolicy(BoundedActor):
         )
 
     def act(self, obs: Any, shift: Tensor | None = None) -> Tensor:
-        "Actions `[*lead, *shape]` for observations `[*lead, ...]`, with gradients. `shift` is added to the positions in the unit box."
+        """Actions `[*lead, *shape]` for observations `[*lead, ...]`, with gradients.
+
+        `shift` is added to the positions in the unit box.
+        """
         at = self.position(self.hidden_features(obs), None)
         return self.box.forward(at if shift is None else (at + shift).clamp(-1, 1))

@@ -53,7 +53,9 @@ class _Groups(nn.Module):
         )
 
     def own(self, group: Tensor, answers: dict) -> Any:
-        "The answer, of each member nested `[*lead, ...]`, that belongs to the number of the group `[*lead]`."
+        """The answer, of each member nested `[*lead, ...]`, that belongs to the number of the group
+        `[*lead]`.
+        """
         found, *others = answers.values()
         for k, other in enumerate(others, 1):
 
@@ -67,8 +69,8 @@ class _Groups(nn.Module):
 class CriticByGroup(_Groups):
     """A critic for each group of agents: observations `[*lead, ...]` -> float32 `[*lead]`.
 
-    A learner with this critic scales the returns of all groups alike, because its loss has one unit. Where their sizes differ much,
-    each group needs a learner of its own, with its own critic.
+    A learner with this critic scales the returns of all groups alike, because its loss has one
+    unit. Where their sizes differ much, each group needs a learner of its own, with its own critic.
 
     Args:
         members: name of the group -> critic of observations
@@ -81,21 +83,27 @@ class CriticByGroup(_Groups):
         )
 
     def observe(self, obs: Any, valid: Tensor | None = None) -> None:
-        "Update the normaliser of each critic that has one, with the observations `[*lead, ...]` of its agents; for learners."
+        """Update the normaliser of each critic that has one, with the observations `[*lead, ...]`
+        of its agents; for learners.
+        """
         group = self.groups_of(obs)
         for k, critic in enumerate(self.members.values()):
             if hasattr(critic, "observe"):
                 critic.observe(obs, group == k if valid is None else valid & (group == k))
 
     def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
-        "Update the scale of the returns of each critic that has one, with the returns `[*lead]` of all agents; for learners."
+        """Update the scale of the returns of each critic that has one, with the returns `[*lead]`
+        of all agents; for learners.
+        """
         for critic in self.members.values():
             if hasattr(critic, "observe_returns"):
                 critic.observe_returns(ret, valid)
 
     @property
     def ret_std(self) -> Any:
-        "The unit of a loss: the `ret_std` of the critics, the largest one if they differ; 1 if they have none."
+        """The unit of a loss: the `ret_std` of the critics, the largest one if they differ; 1 if
+        they have none.
+        """
         found = [critic.ret_std for critic in self.members.values() if hasattr(critic, "ret_std")]
         return torch.stack(found).amax() if found else 1.0
 
@@ -103,8 +111,8 @@ class CriticByGroup(_Groups):
 class ActorByGroup(_Groups, Actor):
     """An actor for each group of agents. An actor with `draw_noise` gets noise of its own.
 
-    Raises `DataError` if the groups do not fit, if the members do not have the same `action_mask`, or if the observations lack the
-    number of the agent.
+    Raises `DataError` if the groups do not fit, if the members do not have the same `action_mask`,
+    or if the observations lack the number of the agent.
 
     Args:
         members: name of the group -> actor
@@ -192,10 +200,12 @@ class ActorByGroup(_Groups, Actor):
         }
 
     def parts(self, fragment: Fragment) -> dict[str, Fragment]:
-        """The fragments of the groups, by name: the columns of their agents, with what their own actor reported and remembered.
+        """The fragments of the groups, by name: the columns of their agents, with what their own
+        actor reported and remembered.
 
-        A group whose agents all rest has none, because no learner could learn from it. The version is that of the group's own actor: it was
-        as many updates ago as that of this actor was, or fewer.
+        A group whose agents all rest has none, because no learner could learn from it. The version
+        is that of the group's own actor: it was as many updates ago as that of this actor was, or
+        fewer.
 
         Args:
             fragment: of a pipeline with this actor

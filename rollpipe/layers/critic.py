@@ -33,16 +33,19 @@ def _is_scale(var, mean):
 
 @takes(Torso.make_torso)
 class Critic(Torso):
-    """State values: observations `[*lead, ...]` -> float32 `[*lead]`, `ret_mean + ret_std * net(features)`.
+    """State values: observations `[*lead, ...]` -> float32 `[*lead]`,
+    `ret_mean + ret_std * net(features)`.
 
-    A critic that needs more than observations has a method `inputs(obs, actor)`. It returns the argument of the critic: nested
-    tensors `[*lead, ...]`, made from the observations and the actor's reports for them.
+    A critic that needs more than observations has a method `inputs(obs, actor)`. It returns the
+    argument of the critic: nested tensors `[*lead, ...]`, made from the observations and the
+    actor's reports for them.
 
     Source: van Hasselt et al. 2016, Learning values across many orders of magnitude (PopArt),
     https://arxiv.org/abs/1602.07714; here the moments are those of all returns so far.
 
     Args:
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
+            module; in runs by default the policy's
     """
 
     n_spaces = 1
@@ -69,11 +72,13 @@ class Critic(Torso):
 
     @torch.no_grad()
     def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
-        """Update the moments with returns `[*lead]`, except those where `valid` is False, and rescale the last layer.
+        """Update the moments with returns `[*lead]`, except those where `valid` is False, and
+        rescale the last layer.
 
-        The critic's values do not change, with one exception. When the scale of the returns becomes known, a last layer that
-        keeps the values may be too large to be unlearned. Then the layer stays as it is, and the values change. As long as
-        all returns are equal, their scale is unknown and `ret_std` does not change.
+        The critic's values do not change, with one exception. When the scale of the returns becomes
+        known, a last layer that keeps the values may be too large to be unlearned. Then the layer
+        stays as it is, and the values change. As long as all returns are equal, their scale is
+        unknown and `ret_std` does not change.
         """
         new = over_ranks(*moments(ret, 0, valid))
         if not new[0]:
@@ -134,7 +139,8 @@ class StackedMLP(FastModule):
             list(self._modules[name]._parameters.values()) for name in ("weights", "biases")
         )
         activation = self._modules["activation"].forward
-        # A CPU computes large layers faster one by one. For small layers, the overhead of the additional calls costs more than that saves.
+        # A CPU computes large layers faster one by one. For small layers, the overhead of the
+        # additional calls costs more than that saves.
         if x.is_cpu and len(x) * biases[0].shape[-1] >= 2**15:
             layers = zip(*(zip(w.unbind()[:n], b.unbind()[:n]) for w, b in zip(weights, biases)))
             return torch.stack([_run(x, one, activation, torch.addmm) for one in layers])
@@ -154,16 +160,20 @@ def _run(x, layers, activation, product):
 # %% ../../nbs/layers/09_critic.ipynb #490c20b4
 @takes(Torso.make_torso, hidden=(256, 256), normalize=False, activation="relu")
 class ActionCritic(Torso):
-    """Values of actions: observations `[*lead, ...]` and actions `[*lead, *shape]` -> float32 `[n_critics, *lead]`.
+    """Values of actions: observations `[*lead, ...]` and actions `[*lead, *shape]` -> float32
+    `[n_critics, *lead]`.
 
-    Raises `SpaceError` if there is no encoder for the observations, or the actions have no finite bounds.
+    Raises `SpaceError` if there is no encoder for the observations, or the actions have no finite
+    bounds.
 
-    Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*, https://arxiv.org/abs/1802.09477
+    Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*,
+    https://arxiv.org/abs/1802.09477
 
     Args:
         action_space: Box of floats with finite bounds
         n_critics: number of networks; the smallest of their values counts
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
+            module; in runs by default the policy's
     """
 
     perceptron = StackedMLP  # class of the networks
@@ -211,14 +221,17 @@ class ActionCritic(Torso):
 # %% ../../nbs/layers/09_critic.ipynb #2fba9405
 @takes(ActionCritic)
 class QVCritic(ActionCritic):
-    """Values of actions, as `ActionCritic`, and of states: `value(obs)` float32 `[*lead]`, by a perceptron with as many hidden layers.
+    """Values of actions, as `ActionCritic`, and of states: `value(obs)` float32 `[*lead]`, by a
+    perceptron with as many hidden layers.
 
-    Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*, https://arxiv.org/abs/2110.06169
+    Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*,
+    https://arxiv.org/abs/2110.06169
 
     Args:
         action_space: Box of floats with finite bounds
         n_critics: number of networks for actions; the smallest of their values counts
-        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module; in runs by default the policy's
+        encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
+            module; in runs by default the policy's
     """
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **more: Any):

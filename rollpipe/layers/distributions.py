@@ -18,13 +18,18 @@ __all__ = ['device_of', 'Categorical', 'GaussianParams', 'Gaussian']
 
 # %% ../../nbs/layers/03_distributions.ipynb #79102e6a
 def device_of(generator: Generator | None) -> torch.device | None:
-    "The device on which noise is drawn: that of the generator. Without a generator it is None, torch's default."
+    """The device on which noise is drawn: that of the generator.
+
+    Without a generator it is None, torch's default.
+    """
     return None if generator is None else generator.device
 
 
 @dataclass(frozen=True)
 class Categorical:
-    """One of the integers `start ... start + n - 1`; the parameters are logits `[*lead, n]`, actions are int64 `[*lead]`.
+    """One of the integers `start ...
+
+    start + n - 1`; the parameters are logits `[*lead, n]`, actions are int64 `[*lead]`.
 
     A logit of -inf forbids its action. At least one logit of each row must be finite.
     """
@@ -33,7 +38,9 @@ class Categorical:
     start: int = 0
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
-        "Standard Gumbel noise `[*lead, n]` float32 (Maddison et al. 2014, https://arxiv.org/abs/1411.0030)."
+        """Standard Gumbel noise `[*lead, n]` float32 (Maddison et al. 2014,
+        https://arxiv.org/abs/1411.0030).
+        """
         x = torch.empty(*lead, self.n, device=device_of(generator)).exponential_(
             generator=generator
         )
@@ -89,7 +96,8 @@ class GaussianParams(NamedTuple):
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Independent normal components; parameters are `GaussianParams`, actions float32 `[*lead, *shape]`; sums run over `shape`.
+    """Independent normal components; parameters are `GaussianParams`, actions float32
+    `[*lead, *shape]`; sums run over `shape`.
 
     Its methods mean what those of `Categorical` do.
     """

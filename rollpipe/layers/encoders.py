@@ -35,7 +35,10 @@ def _numbers(shape: tuple, n: Any, start: Any) -> tuple:
 
 
 class _Integers(nn.Module):
-    "Base of the encodings of integers `[*lead, *shape]`. Its buffers are constants, so they are not saved."
+    """Base of the encodings of integers `[*lead, *shape]`.
+
+    Its buffers are constants, so they are not saved.
+    """
 
     is_normalized = True
     owner: Tensor
@@ -57,7 +60,9 @@ class _Integers(nn.Module):
 
 # %% ../../nbs/layers/05_encoders.ipynb #7f330779
 class OneHot(_Integers):
-    "Integers `[*lead, *shape]` with `n` values from `start` -> a one-hot vector for each, concatenated: float32 `[*lead, n_out]`."
+    """Integers `[*lead, *shape]` with `n` values from `start` -> a one-hot vector for each,
+    concatenated: float32 `[*lead, n_out]`.
+    """
 
     values: Tensor
 
@@ -74,7 +79,8 @@ class OneHot(_Integers):
 
 # %% ../../nbs/layers/05_encoders.ipynb #e456a8f9
 class Bits(_Integers):
-    """Integers `[*lead, *shape]` with `n` values from `start` -> the bits of each, concatenated: float32 `[*lead, n_out]`.
+    """Integers `[*lead, *shape]` with `n` values from `start` -> the bits of each, concatenated:
+    float32 `[*lead, n_out]`.
 
     `start` is subtracted first. The least significant bit comes first.
     """
@@ -98,10 +104,11 @@ class Bits(_Integers):
 
 # %% ../../nbs/layers/05_encoders.ipynb #bf9ad266
 class Embeddings(_Integers):
-    """Integers `[*lead, *shape]` with `n` values from `start` -> `size` learned features for each: float32 `[*lead, n_out]`.
+    """Integers `[*lead, *shape]` with `n` values from `start` -> `size` learned features for each:
+    float32 `[*lead, n_out]`.
 
-    Each integer has a table of its own. The tables are stored one below the other in `table.weight` `[sum(n), size]`, whose initial
-    values are standard normal.
+    Each integer has a table of its own. The tables are stored one below the other in `table.weight`
+    `[sum(n), size]`, whose initial values are standard normal.
     """
 
     offset: Tensor
@@ -119,7 +126,8 @@ class Embeddings(_Integers):
 
 # %% ../../nbs/layers/05_encoders.ipynb #9684f915
 def _layout(shape: tuple) -> tuple[tuple, bool]:
-    """The shape `(channels, h, w)` of an image or a stack of images, whose channels are concatenated, and whether the channels are last.
+    """The shape `(channels, h, w)` of an image or a stack of images, whose channels are
+    concatenated, and whether the channels are last.
 
     Raises `SpaceError` for other shapes, and for images smaller than 3 x 3.
     """
@@ -140,7 +148,9 @@ def _layout(shape: tuple) -> tuple[tuple, bool]:
 
 
 def _check_layer(layer: tuple | list, n: int, size: list, name: str) -> None:
-    "Raise `DataError`, which says `name`, unless `layer` is a convolution of images `[n, *size]` for which there is memory."
+    """Raise `DataError`, which says `name`, unless `layer` is a convolution of images `[n, *size]`
+    for which there is memory.
+    """
     if not isinstance(layer, (tuple, list)) or len(layer) != 3:
         raise DataError(
             f"{name}: not a convolution",
@@ -161,16 +171,18 @@ def _check_layer(layer: tuple | list, n: int, size: list, name: str) -> None:
 
 # %% ../../nbs/layers/05_encoders.ipynb #3b7385f8
 class ConvTrunk(nn.Module):
-    """Images `[*lead, *shape]` -> float32 `[*lead, n_out]`, by convolutions and one linear layer, each followed by a ReLU.
+    """Images `[*lead, *shape]` -> float32 `[*lead, n_out]`, by convolutions and one linear layer,
+    each followed by a ReLU.
 
-    `shape` is `(h, w)`, `(h, w, c)`, `(c, h, w)`, or a stack of such images, `(k, h, w, c)` or `(k, c, h, w)`, whose channels
-    are concatenated. Channels are last if the last dimension is not larger than the first one of the image. Images of uint8 are
-    divided by 255.
-    Raises `SpaceError` for other shapes, and for images smaller than 3 x 3.
+    `shape` is `(h, w)`, `(h, w, c)`, `(c, h, w)`, or a stack of such images, `(k, h, w, c)` or
+    `(k, c, h, w)`, whose channels are concatenated. Channels are last if the last dimension is not
+    larger than the first one of the image. Images of uint8 are divided by 255. Raises `SpaceError`
+    for other shapes, and for images smaller than 3 x 3.
 
-    By default, images of at least 36 x 36 pixels get the layers of Mnih et al. 2015, Human-level control through deep reinforcement
-    learning, https://doi.org/10.1038/nature14236. Smaller ones get those of Young, Tian 2019, MinAtar, https://arxiv.org/abs/1903.03176.
-    The initial weights are orthogonal with gain sqrt(2), biases are zero.
+    By default, images of at least 36 x 36 pixels get the layers of Mnih et al. 2015, Human-level
+    control through deep reinforcement learning, https://doi.org/10.1038/nature14236. Smaller ones
+    get those of Young, Tian 2019, MinAtar, https://arxiv.org/abs/1903.03176. The initial weights
+    are orthogonal with gain sqrt(2), biases are zero.
 
     Args:
         shape: shape of one image or stack
@@ -224,7 +236,9 @@ class ConvTrunk(nn.Module):
 
 # %% ../../nbs/layers/05_encoders.ipynb #4c0d77d1
 def n_out_of(module: nn.Module) -> int:
-    "The size of the last dimension of a module's output: its `n_out`, or what torch's layers call it. Raises `TypeError` if it is unknown."
+    """The size of the last dimension of a module's output: its `n_out`, or what torch's layers call
+    it. Raises `TypeError` if it is unknown.
+    """
     for name in ("n_out", "out_features", "embedding_dim"):
         if hasattr(module, name):
             return getattr(module, name)
@@ -238,9 +252,11 @@ def n_out_of(module: nn.Module) -> int:
 
 # %% ../../nbs/layers/05_encoders.ipynb #a66f4112
 class ModuleDict(nn.ModuleDict):
-    """A dict of modules that is applied to a dict of inputs and concatenates the results along `dim`, in the order of the modules.
+    """A dict of modules that is applied to a dict of inputs and concatenates the results along
+    `dim`, in the order of the modules.
 
-    For nested inputs the modules are nested in dicts, lists and tuples in the same way. Raises `DataError` for inputs with other keys.
+    For nested inputs the modules are nested in dicts, lists and tuples in the same way. Raises
+    `DataError` for inputs with other keys.
 
     Args:
         modules: modules in a dict, list or tuple, which may be nested
@@ -278,7 +294,9 @@ def _by_name(x: Any) -> Any:
 
 # %% ../../nbs/layers/05_encoders.ipynb #46e6705c
 class Flatten(nn.Module):
-    "Numbers `[*lead, *shape]` -> float32 `[*lead, n_out]`, divided by `scale`; a float32 vector is passed through."
+    """Numbers `[*lead, *shape]` -> float32 `[*lead, n_out]`, divided by `scale`; a float32 vector
+    is passed through.
+    """
 
     def __init__(self, shape: tuple, scale: float = 1.0, is_normalized: bool = False):
         super().__init__()
@@ -296,7 +314,9 @@ class Flatten(nn.Module):
 
 # %% ../../nbs/layers/05_encoders.ipynb #069b9a86
 class Concatenate(nn.Module):
-    "A dict, list or tuple of observations -> the features of its items, concatenated in the order of `encoders`."
+    """A dict, list or tuple of observations -> the features of its items, concatenated in the order
+    of `encoders`.
+    """
 
     def __init__(self, encoders: Any):
         super().__init__()
@@ -323,24 +343,29 @@ def encoder_for(
     n_out: int | None = None,
     layers: Sequence | None = None,
 ) -> nn.Module:
-    """A module that maps observations `[*lead, ...]` of `space` to float32 features `[*lead, n_out]`.
+    """A module that maps observations `[*lead, ...]` of `space` to float32 features
+    `[*lead, n_out]`.
 
-    A Box is flattened (and divided by 255 if it is an image, uint8 with 3 dimensions), Discrete and MultiDiscrete become one-hot,
-    MultiBinary becomes 0 and 1; the items of Dict and Tuple are concatenated in the order of the space. The module has the attributes
-    `n_out` and `is_normalized`: whether the features lie in [0, 1] or are learned, so that they need no running normaliser. It is a list
-    with one answer for each feature if the answers differ.
+    A Box is flattened (and divided by 255 if it is an image, uint8 with 3 dimensions), Discrete and
+    MultiDiscrete become one-hot, MultiBinary becomes 0 and 1; the items of Dict and Tuple are
+    concatenated in the order of the space. The module has the attributes `n_out` and
+    `is_normalized`: whether the features lie in [0, 1] or are learned, so that they need no running
+    normaliser. It is a list with one answer for each feature if the answers differ.
 
-    Raises `SpaceError`, which names the part of the space that is not supported (Text, Graph, Sequence, ...), and `ValueError` for an
-    unknown choice of `images` or `discrete`, and for `layers` without `images='conv'`.
+    Raises `SpaceError`, which names the part of the space that is not supported (Text, Graph,
+    Sequence, ...), and `ValueError` for an unknown choice of `images` or `discrete`, and for
+    `layers` without `images='conv'`.
 
     Args:
         space: observation space
         name: what error messages call the space
-        images: 'flat', or 'conv': a `ConvTrunk` for each Box of uint8 or bool with 2 to 4 dimensions
+        images: 'flat', or 'conv': a `ConvTrunk` for each Box of uint8 or bool with 2 to 4
+            dimensions
         discrete: encoding of Discrete and MultiDiscrete: 'onehot', 'bits' or 'embed' (`Embeddings`)
         size: number of learned features of each integer, if `discrete` is 'embed'
         n_out: number of features of each `ConvTrunk`; None: its default
-        layers: (channels, size of the kernel, stride) of each convolution of a `ConvTrunk`; None: its default
+        layers: (channels, size of the kernel, stride) of each convolution of a `ConvTrunk`; None:
+            its default
     """
     s = gym.spaces
     options: dict[str, Any] = dict(

@@ -31,8 +31,8 @@ __all__ = ['MultiCategorical', 'Bernoulli', 'map_parts', 'Joint', 'LogitsHead', 
 class MultiCategorical:
     """Independent integers; the k-th is one of the `n[k]` values that begin with `start[k]`.
 
-    The parameters are the concatenated logits `[*lead, sum(n)]`. Actions are int64 `[*lead, *shape]`, where `shape` has `len(n)`
-    elements. Sums run over `shape`.
+    The parameters are the concatenated logits `[*lead, sum(n)]`. Actions are int64
+    `[*lead, *shape]`, where `shape` has `len(n)` elements. Sums run over `shape`.
 
     Args:
         start: `()`: all 0
@@ -101,7 +101,8 @@ class MultiCategorical:
 class Bernoulli:
     """Independent switches that are on (1) or off (0); sums run over `shape`.
 
-    The parameters are the finite logits of being on, `[*lead, *shape]`; actions are int64 of the same shape.
+    The parameters are the finite logits of being on, `[*lead, *shape]`; actions are int64 of the
+    same shape.
     """
 
     shape: tuple = ()
@@ -139,14 +140,18 @@ class Bernoulli:
 
 # %% ../../nbs/layers/04_heads.ipynb #48c017ee
 def map_parts(fn: Callable, parts: Any, *trees: Any) -> Any:
-    "`fn(part, *items)` for each item of the dict, list or tuple `parts` and the corresponding items of `trees`, one level deep."
+    """`fn(part, *items)` for each item of the dict, list or tuple `parts` and the corresponding
+    items of `trees`, one level deep.
+    """
     if isinstance(parts, dict):
         return {k: fn(part, *(tree[k] for tree in trees)) for k, part in parts.items()}
     return type(parts)(fn(part, *(tree[i] for tree in trees)) for i, part in enumerate(parts))
 
 # %% ../../nbs/layers/04_heads.ipynb #cce30b27
 class Joint:
-    "Independent distributions in nested dicts, lists and tuples; parameters, noise and actions have the same containers."
+    """Independent distributions in nested dicts, lists and tuples; parameters, noise and actions
+    have the same containers.
+    """
 
     def __init__(self, parts: Any):
         self.parts = map_parts(
@@ -206,7 +211,10 @@ class LogitsHead(FastModule):
 
 # %% ../../nbs/layers/04_heads.ipynb #341c2af2
 def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tuple[Tensor, Tensor]:
-    "Float32 tensors of `shape`: the middle and half the width of `[low, high]`. Without two finite bounds: its number nearest to 0, and 1."
+    """Float32 tensors of `shape`: the middle and half the width of `[low, high]`.
+
+    Without two finite bounds: its number nearest to 0, and 1.
+    """
     low, high = (
         torch.as_tensor(default if bound is None else bound, dtype=torch.float32).expand(shape)
         for bound, default in ((low, -torch.inf), (high, torch.inf))
@@ -220,7 +228,9 @@ def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tu
 
 # %% ../../nbs/layers/04_heads.ipynb #230453da
 class ClampedStd(FastModule):
-    "A state-dependent standard deviation: features `[..., n_in]` -> `clamp(softplus(linear(x)), low, high)` `[..., n]`."
+    """A state-dependent standard deviation: features `[..., n_in]` ->
+    `clamp(softplus(linear(x)), low, high)` `[..., n]`.
+    """
 
     def __init__(self, n_in: int, n: int, low: float = 0.3, high: float = 10.0):
         super().__init__()
@@ -233,7 +243,9 @@ class ClampedStd(FastModule):
 
 # %% ../../nbs/layers/04_heads.ipynb #b4f36744
 def check_std(std: str, log_std: float = 0.0) -> None:
-    "Raise `DataError` for an unknown kind of standard deviation, or if its log is no finite number."
+    """Raise `DataError` for an unknown kind of standard deviation, or if its log is no finite
+    number.
+    """
     if not is_between(log_std, -float_info.max, float_info.max):
         raise DataError(
             "out of range", leaf="log_std", expected="a finite number", got=repr(log_std)
@@ -254,8 +266,10 @@ class GaussianHead(FastModule):
         shape: shape of one action
         low: lower bounds, a number or an array of `shape`; None or -inf: unbounded
         high: upper bounds, a number or an array of `shape`; None or inf: unbounded
-        log_std: log of the initial (or fixed) standard deviation; 0 means half the range; not for 'state'
-        std: standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by `ClampedStd`)
+        log_std: log of the initial (or fixed) standard deviation; 0 means half the range; not for
+            'state'
+        std: standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by
+            `ClampedStd`)
     """
 
     def __init__(
@@ -296,7 +310,9 @@ class GaussianHead(FastModule):
 
 # %% ../../nbs/layers/04_heads.ipynb #41f92ea6
 class JointHead(nn.Module):
-    "Heads in a dict, list or tuple; returns their parameters in the same container, and `dist` is a `Joint`."
+    """Heads in a dict, list or tuple; returns their parameters in the same container, and `dist` is
+    a `Joint`.
+    """
 
     def __init__(self, heads: Any):
         super().__init__()
@@ -328,9 +344,11 @@ def unsupported(space: gym.Space, owner: str, expected: str) -> SpaceError:
 
 # %% ../../nbs/layers/04_heads.ipynb #b6f52a1c
 def head_for(space: gym.Space, n_in: int, name: str = "action_space", **gaussian: Any) -> nn.Module:
-    """A head for an action space: Discrete, MultiDiscrete, MultiBinary, Box of floats (any shape), or Dict and Tuple of them.
+    """A head for an action space: Discrete, MultiDiscrete, MultiBinary, Box of floats (any shape),
+    or Dict and Tuple of them.
 
-    Raises `SpaceError`, which names the part of the space that is not supported, and `DataError` for an unknown `std`.
+    Raises `SpaceError`, which names the part of the space that is not supported, and `DataError`
+    for an unknown `std`.
 
     Args:
         space: action space

@@ -24,7 +24,8 @@ __all__ = ['ACTIVATIONS', 'check_parameters', 'check_sizes', 'orthogonal_', 'ort
 def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
     """Raise `DataError` if there is no memory for the parameters of a network.
 
-    Each parameter needs four float32 numbers: itself, its gradient and the two averages of Adam. Drawing orthogonal weights needs as many.
+    Each parameter needs four float32 numbers: itself, its gradient and the two averages of Adam.
+    Drawing orthogonal weights needs as many.
 
     Args:
         n: number of parameters
@@ -39,7 +40,8 @@ def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
 
 
 def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int) -> None:
-    """Raise `DataError` unless the hidden layers of a perceptron have integer sizes >= 1, and there is memory for it.
+    """Raise `DataError` unless the hidden layers of a perceptron have integer sizes >= 1, and there
+    is memory for it.
 
     Args:
         hidden: sizes of the hidden layers
@@ -62,16 +64,21 @@ def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int)
 
 # %% ../../nbs/layers/01_mlp.ipynb #c3f52c22
 def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
-    """Draw an orthogonal matrix times `gain` into `weight`, as `torch.nn.init.orthogonal_` does. Returns `weight`.
+    """Draw an orthogonal matrix times `gain` into `weight`, as `torch.nn.init.orthogonal_` does.
 
-    The last bits depend on the number of threads: it is one, unless the user has chosen another, see `few_threads`.
+    Returns `weight`.
+
+    The last bits depend on the number of threads: it is one, unless the user has chosen another,
+    see `few_threads`.
     """
     with few_threads():
         return nn.init.orthogonal_(weight, gain)
 
 # %% ../../nbs/layers/01_mlp.ipynb #ccddde85
 def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
-    "A linear layer with orthogonal weights times `gain` (Saxe et al. 2013, https://arxiv.org/abs/1312.6120) and zero bias."
+    """A linear layer with orthogonal weights times `gain` (Saxe et al. 2013,
+    https://arxiv.org/abs/1312.6120) and zero bias.
+    """
     check_parameters((n_in + 1) * n_out, n_in=n_in, n_out=n_out)
     layer = nn.Linear(n_in, n_out)
     orthogonal_(layer.weight, gain)
@@ -80,7 +87,10 @@ def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
 
 # %% ../../nbs/layers/01_mlp.ipynb #00af168d
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    "`layer(x)` for features `[..., n_in]`. A plain layer is computed without the cost of a module call, and without its hooks."
+    """`layer(x)` for features `[..., n_in]`.
+
+    A plain layer is computed without the cost of a module call, and without its hooks.
+    """
     parameters: dict[str, Any] = layer._parameters
     if type(layer) is not nn.Linear or "weight" not in parameters:
         return layer(x)  # replaced, or pruned, or with another norm
@@ -122,16 +132,20 @@ def activation_for(activation: str | Callable) -> nn.Module:
 
 # %% ../../nbs/layers/01_mlp.ipynb #2607e6df
 class FastModule(nn.Module):
-    "A module whose `forward` reads the dicts of its parts, because access to a module's attributes is slow."
+    """A module whose `forward` reads the dicts of its parts, because access to a module's
+    attributes is slow.
+    """
 
     _modules: dict[str, Any]
     _buffers: dict[str, Any]
 
 
 class MLP(FastModule):
-    """Linear layers with an activation after each hidden one; `[..., n_in]` -> `[..., n_out]`, float32.
+    """Linear layers with an activation after each hidden one; `[..., n_in]` -> `[..., n_out]`,
+    float32.
 
-    Hidden layers have orthogonal initial weights with gain sqrt(2), the last layer has gain `gain`; biases are zero.
+    Hidden layers have orthogonal initial weights with gain sqrt(2), the last layer has gain `gain`;
+    biases are zero.
 
     Args:
         n_in: size of the last input dimension
@@ -169,7 +183,8 @@ class MLP(FastModule):
         activation = modules["activation"].forward
         last = modules["last"]
         lead = None
-        # Rows as a matrix: with more dimensions, every layer would make two views, which also cost time in the backward pass.
+        # Rows as a matrix: with more dimensions, every layer would make two views, which also cost
+        # time in the backward pass.
         if torch.is_grad_enabled() and x.ndim > 2:
             x, lead = x.flatten(0, -2), x.shape[:-1]
         for layer in modules["hidden"]._modules.values():

@@ -31,7 +31,9 @@ __all__ = ['C', 'seeded', 'ForSpaces', 'takes', 'Torso']
 # %% ../../nbs/layers/06_observer.ipynb #82d1879d
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    "In this context torch's global generator starts from `seed`; afterwards its state is restored. None changes nothing."
+    """In this context torch's global generator starts from `seed`; afterwards its state is
+    restored. None changes nothing.
+    """
     if seed is None:
         yield
         return
@@ -41,7 +43,9 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 # %% ../../nbs/layers/06_observer.ipynb #f762cf7e
 class ForSpaces:
-    "Mixin of networks that are made from `(observation_space, action_space, ...)`, or from `(observation_space, ...)`."
+    """Mixin of networks that are made from `(observation_space, action_space, ...)`, or from
+    `(observation_space, ...)`.
+    """
 
     n_spaces = 2  # how many of the spaces the network is made from
 
@@ -73,9 +77,11 @@ C = TypeVar("C", bound=type)
 
 
 def takes(*makers: Callable, **defaults: Any) -> Callable[[C], C]:
-    """Decorator of a class whose `__init__(self, ..., **more)` passes `more` on to the `makers`: it also has their keyword-only parameters.
+    """Decorator of a class whose `__init__(self, ..., **more)` passes `more` on to the `makers`: it
+    also has their keyword-only parameters.
 
-    The signature shows these parameters, and the docstring of the class explains them, too. All of them are in `more`.
+    The signature shows these parameters, and the docstring of the class explains them, too. All of
+    them are in `more`.
 
     Args:
         *makers: functions or classes whose docstrings explain each parameter in one line
@@ -117,7 +123,9 @@ def takes(*makers: Callable, **defaults: Any) -> Callable[[C], C]:
 
 
 def _explained(doc, names, makers):
-    "The docstring with entries for those of the `names` that it does not explain, from the docstrings of the makers."
+    """The docstring with entries for those of the `names` that it does not explain, from the
+    docstrings of the makers.
+    """
     doc, *others = (inspect.cleandoc(x or "") for x in (doc, *(maker.__doc__ for maker in makers)))
     known = {
         name: line
@@ -133,7 +141,9 @@ def _explained(doc, names, makers):
 
 # %% ../../nbs/layers/06_observer.ipynb #9177a270
 class Torso(ForSpaces, FastModule):
-    "Base of networks that see observations through an encoder, a running normaliser `obs_norm` (None if there is none), and a perceptron."
+    """Base of networks that see observations through an encoder, a running normaliser `obs_norm`
+    (None if there is none), and a perceptron.
+    """
 
     observation_space: Any
     encoder: nn.Module
@@ -153,10 +163,12 @@ class Torso(ForSpaces, FastModule):
         activation: str | type = "tanh",
         encoder: dict | Callable | None = None,
     ) -> Any:
-        """Make the encoder and the normaliser; returns the perceptron behind them, which actors keep as `trunk`.
+        """Make the encoder and the normaliser; returns the perceptron behind them, which actors
+        keep as `trunk`.
 
-        The number of features of a module that `encoder` returns must be known (`n_out_of`). If the module has an attribute
-        `is_normalized` that is False, the features are normalised; if it is a list, those are for which it is False.
+        The number of features of a module that `encoder` returns must be known (`n_out_of`). If the
+        module has an attribute `is_normalized` that is False, the features are normalised; if it is
+        a list, those are for which it is False.
 
         Args:
             observation_space: see `encoder_for`
@@ -166,7 +178,8 @@ class Torso(ForSpaces, FastModule):
             hidden: sizes of the hidden layers
             normalize: normalise observations by their running mean and standard deviation
             activation: elu, gelu, leaky_relu, relu, sigmoid, silu, tanh, or a module class
-            encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
+            encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
+                module
         """
         self.observation_space = copy.deepcopy(
             observation_space
@@ -191,12 +204,14 @@ class Torso(ForSpaces, FastModule):
         action_mask: str | None = None,
         **torso: Any,
     ) -> Any:
-        """As `make_torso`, for an actor whose actions may have a mask, which the network does not see.
+        """As `make_torso`, for an actor whose actions may have a mask, which the network does not
+        see.
 
         Raises `SpaceError` if the observations have no such mask.
 
         Args:
-            action_mask: entry of the observations with the allowed actions, in runs also an info (`WithActionMask`); None: all are allowed
+            action_mask: entry of the observations with the allowed actions, in runs also an info
+                (`WithActionMask`); None: all are allowed
             **torso: see `make_torso`
         """
         if action_mask is None:
@@ -207,7 +222,9 @@ class Torso(ForSpaces, FastModule):
         return trunk
 
     def masked(self, x: Any, obs: Any) -> Any:
-        "The logits or values `x` of actions, `[*lead, n]`, nested as the actions are, with -inf for those that are not allowed."
+        """The logits or values `x` of actions, `[*lead, n]`, nested as the actions are, with -inf
+        for those that are not allowed.
+        """
         return x if self.action_mask is None else self.action_mask.masked(x, obs)
 
     def features(self, obs: Any) -> Tensor:
@@ -220,12 +237,16 @@ class Torso(ForSpaces, FastModule):
         return x if norm is None else norm.forward(x)
 
     def hidden_features(self, obs: Any) -> Tensor:
-        "The output `[*lead, n]` of the last hidden layer of `trunk` for observations `[*lead, ...]`."
+        """The output `[*lead, n]` of the last hidden layer of `trunk` for observations
+        `[*lead, ...]`.
+        """
         return self._modules["trunk"].forward(self.features(obs))
 
     @torch.no_grad()
     def observe(self, obs: Any, valid: Tensor | None = None) -> None:
-        "Update the normaliser with observations `[*lead, ...]`, except those where `valid` `[*lead]` is False; for learners."
+        """Update the normaliser with observations `[*lead, ...]`, except those where `valid`
+        `[*lead]` is False; for learners.
+        """
         if self.action_mask is not None:
             obs = self.action_mask.rest(obs)
         if self.obs_norm is not None:
@@ -233,7 +254,10 @@ class Torso(ForSpaces, FastModule):
 
 
 def _checked_options(encoder):
-    "The options for `encoder_for`. Raises `DataError` unless `encoder` is a dict of its options, or None."
+    """The options for `encoder_for`.
+
+    Raises `DataError` unless `encoder` is a dict of its options, or None.
+    """
     if not isinstance(encoder, (dict, type(None))):
         raise DataError(
             "this is no encoder",

@@ -23,13 +23,14 @@ __all__ = ['Policy', 'MLPPolicy', 'SharedPolicy', 'CategoricalPolicy', 'Gaussian
 
 # %% ../../nbs/layers/07_policies.ipynb #abbccbad
 class Policy(ForSpaces, Actor):
-    """An actor that draws from a distribution: subclasses set `dist` and write `params(obs, act, rew, fin, *, hx,
-    stepno) -> (params, hx)`.
+    """An actor that draws from a distribution: subclasses set `dist` and write `params(obs, act,
+    rew, fin, *, hx, stepno) -> (params, hx)`.
 
-    `params` maps `[T, B, ...]` to the parameters of `dist` `[T, B, ...]` and the new recurrent state. The actor reports
-    `dict(dist=params)`, and fragments hold `dict(dist=params, logp=[T+1, B] float32)`: `complete` computes the log-probabilities
-    of the actions once per fragment. Without noise the action is the mode. `dist` has the methods of `Categorical`, of which TRPO and NPG
-    alone call `kl` and `fisher`.
+    `params` maps `[T, B, ...]` to the parameters of `dist` `[T, B, ...]` and the new recurrent
+    state. The actor reports `dict(dist=params)`, and fragments hold
+    `dict(dist=params, logp=[T+1, B] float32)`: `complete` computes the log-probabilities of the
+    actions once per fragment. Without noise the action is the mode. `dist` has the methods of
+    `Categorical`, of which TRPO and NPG alone call `kl` and `fisher`.
     """
 
     dist: Any
@@ -43,7 +44,10 @@ class Policy(ForSpaces, Actor):
         )
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Any:
-        "Noise `[*lead, ...]` for actions `[*lead, ...]`. `dist` draws it on the generator's device; it is moved to the policy's device."
+        """Noise `[*lead, ...]` for actions `[*lead, ...]`.
+
+        `dist` draws it on the generator's device; it is moved to the policy's device.
+        """
         return self.to_own_device(self.dist.noise(lead, generator))
 
     def forward(
@@ -64,16 +68,20 @@ class Policy(ForSpaces, Actor):
         return act, hx, {"dist": params}
 
     def distribution(self, state: Any, hx: Any) -> Any:
-        "Parameters of `dist` `[T, B, ...]` in the states `[T, B, ...]` (a `State` in float32), with gradients; `hx` is that of row 0."
+        """Parameters of `dist` `[T, B, ...]` in the states `[T, B, ...]` (a `State` in float32),
+        with gradients; `hx` is that of row 0.
+        """
         stepno, obs, act, rew, fin = state
         if self.uses_past:
             act, rew = without_past(act, rew, fin)
         return self.params(obs, act, rew, fin, hx=hx, stepno=stepno)[0]
 
     def replay(self, fragment: Any) -> dict:
-        """`dict(dist=[T, B, ...], logp=[T, B], ...)` for the steps of a fragment under the present weights, with gradients.
+        """`dict(dist=[T, B, ...], logp=[T, B], ...)` for the steps of a fragment under the present
+        weights, with gradients.
 
-        Under the weights that collected the fragment, the result equals what the fragment recorded (where `valid`).
+        Under the weights that collected the fragment, the result equals what the fragment recorded
+        (where `valid`).
         """
         state = nested.map(lambda x: nested.as_seen(x[:-1]), fragment.state)
         if type(self).forward is Policy.forward:
@@ -89,15 +97,17 @@ class Policy(ForSpaces, Actor):
 # %% ../../nbs/layers/07_policies.ipynb #01e9102d
 @takes(Torso.make_torso, Torso.make_masked_torso)
 class MLPPolicy(Torso, Policy):
-    """A perceptron policy for any supported spaces: encoder, running normaliser, hidden layers, and the head of the
-    action space.
+    """A perceptron policy for any supported spaces: encoder, running normaliser, hidden layers, and
+    the head of the action space.
 
     Raises `SpaceError` if there is no encoder for the observations or no head for the actions.
 
     Args:
         action_space: see `head_for`
-        std: standard deviation of Box actions: 'free' (learned, the same in all states), 'fixed', or 'state' (computed from the state)
-        log_std: log of the initial standard deviation; 0 means half the range of the action; not for std 'state'
+        std: standard deviation of Box actions: 'free' (learned, the same in all states), 'fixed',
+            or 'state' (computed from the state)
+        log_std: log of the initial standard deviation; 0 means half the range of the action; not
+            for std 'state'
     """
 
     uses_past = False  # a subclass whose `params` looks at `act` or `rew` must set True
@@ -125,7 +135,8 @@ class MLPPolicy(Torso, Policy):
 # %% ../../nbs/layers/07_policies.ipynb #994eca7d
 @takes(MLPPolicy)
 class SharedPolicy(MLPPolicy):
-    """An `MLPPolicy` that reports values of the states, `value` [T, B], too, by a last layer of their own, and so needs no critic.
+    """An `MLPPolicy` that reports values of the states, `value` [T, B], too, by a last layer of
+    their own, and so needs no critic.
 
     Args:
         action_space: see `head_for`
@@ -170,7 +181,8 @@ class CategoricalPolicy(MLPPolicy):
 # %% ../../nbs/layers/07_policies.ipynb #167ceeb8
 @takes(MLPPolicy)
 class GaussianPolicy(MLPPolicy):
-    """`MLPPolicy` for Box actions of floats only, scaled to their bounds; raises `SpaceError` for others.
+    """`MLPPolicy` for Box actions of floats only, scaled to their bounds; raises `SpaceError` for
+    others.
 
     Args:
         action_space: Box of floats

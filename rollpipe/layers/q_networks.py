@@ -26,9 +26,11 @@ __all__ = ['DuellingHead', 'EpsilonGreedy', 'QPolicy', 'RecurrentQPolicy', 'Quan
 
 # %% ../../nbs/layers/11_q_networks.ipynb #cd6f768a
 class DuellingHead(nn.Module):
-    """Features `[..., n_in]` -> values of the actions `[..., n]` as `V + A - mean(A)`, from two networks with `hidden` layers each.
+    """Features `[..., n_in]` -> values of the actions `[..., n]` as `V + A - mean(A)`, from two
+    networks with `hidden` layers each.
 
-    Source: Wang et al. 2016, Dueling network architectures for deep reinforcement learning, https://arxiv.org/abs/1511.06581
+    Source: Wang et al. 2016, Dueling network architectures for deep reinforcement learning,
+    https://arxiv.org/abs/1511.06581
     """
 
     def __init__(self, n_in: int, n: int, hidden: tuple = (), activation: str | type = "relu"):
@@ -43,18 +45,24 @@ class DuellingHead(nn.Module):
 
 # %% ../../nbs/layers/11_q_networks.ipynb #84b77e20
 class EpsilonGreedy(ForSpaces, Actor):
-    """Base of actors with values of Discrete actions: subclasses write `q(obs, act, rew, fin, *, hx) -> (q, hx)` and call
-    `set_exploration`.
+    """Base of actors with values of Discrete actions: subclasses write
+    `q(obs, act, rew, fin, *, hx) -> (q, hx)` and call `set_exploration`.
 
-    `q` maps `[T, B, ...]` to values `[T, B, n_actions]` float32 and the new recurrent state. The actor reports `dict(q=q)`.
-    Without noise it takes the first of the best actions. With noise it takes a random action with probability `epsilon`, which is a
-    buffer `[]` float32. With an `action_mask`, `q` is -inf where the mask forbids the action, which then is neither the best nor random.
+    `q` maps `[T, B, ...]` to values `[T, B, n_actions]` float32 and the new recurrent state. The
+    actor reports `dict(q=q)`. Without noise it takes the first of the best actions. With noise it
+    takes a random action with probability `epsilon`, which is a buffer `[]` float32. With an
+    `action_mask`, `q` is -inf where the mask forbids the action, which then is neither the best nor
+    random.
     """
 
     _contract = {**Actor._contract, "q": (("obs", "act", "rew", "fin"), ("hx",))}
 
     def set_exploration(self, action_space: gym.Space, epsilon: float) -> None:
-        "Define the actions and `epsilon`. Raises `SpaceError` unless the space is Discrete, `ValueError` unless `epsilon` is in [0, 1]."
+        """Define the actions and `epsilon`.
+
+        Raises `SpaceError` unless the space is Discrete, `ValueError` unless `epsilon` is in [0,
+        1].
+        """
         if not isinstance(action_space, gym.spaces.Discrete):
             raise unsupported(action_space, type(self).__name__, "Discrete")
         if not 0 <= epsilon <= 1:
@@ -68,7 +76,8 @@ class EpsilonGreedy(ForSpaces, Actor):
         raise NotImplementedError(f"{type(self).__name__} must define q(obs, act, rew, fin, *, hx)")
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
-        """Noise `[*lead, 2]` float32: a uniform number in [0, 1), and the number of an action, 0 ... n_actions - 1.
+        """Noise `[*lead, 2]` float32: a uniform number in [0, 1), and the number of an action, 0
+        ... n_actions - 1.
 
         With an `action_mask`, the second number is uniform in [0, 1), too.
         """
@@ -106,7 +115,8 @@ class EpsilonGreedy(ForSpaces, Actor):
         return (count <= (x * count[..., -1]).unsqueeze(-1)).sum(-1)
 
     def values(self, state: Any, hx: Any = None) -> tuple:
-        """Values `[T, B, n_actions]` of the states `[T, B, ...]` (a `State` in float32) with gradients, and the new recurrent state.
+        """Values `[T, B, n_actions]` of the states `[T, B, ...]` (a `State` in float32) with
+        gradients, and the new recurrent state.
 
         `hx` is the recurrent state at row 0; None or `()` stands for the initial one.
         """
@@ -118,7 +128,8 @@ class EpsilonGreedy(ForSpaces, Actor):
 # %% ../../nbs/layers/11_q_networks.ipynb #b5af11fb
 @takes(Torso.make_torso, Torso.make_masked_torso, normalize=False)
 class QPolicy(Torso, EpsilonGreedy):
-    """Values of Discrete actions by a perceptron: encoder, running normaliser, hidden layers, plain or duelling head.
+    """Values of Discrete actions by a perceptron: encoder, running normaliser, hidden layers, plain
+    or duelling head.
 
     Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete.
 
@@ -166,10 +177,11 @@ class QPolicy(Torso, EpsilonGreedy):
     activation="relu",
 )
 class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
-    """Values of Discrete actions with memory: encoder, running normaliser, hidden layers, `GRU` or `LSTM`, plain or duelling head.
+    """Values of Discrete actions with memory: encoder, running normaliser, hidden layers, `GRU` or
+    `LSTM`, plain or duelling head.
 
-    Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete, `ValueError` for an unknown
-    `cell` or `method`.
+    Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete,
+    `ValueError` for an unknown `cell` or `method`.
 
     Args:
         action_space: Discrete
@@ -203,8 +215,9 @@ class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
 class QuantileHead(nn.Module):
     """Features `[..., n_in]` -> `[..., n, n_quantiles]`, several numbers for each of `n` actions.
 
-    If `duelling`, two networks with `hidden` layers each estimate the quantiles of the state's value and of the advantages. The mean of
-    the advantages over the actions is subtracted. Source: Wang et al. 2016, https://arxiv.org/abs/1511.06581
+    If `duelling`, two networks with `hidden` layers each estimate the quantiles of the state's
+    value and of the advantages. The mean of the advantages over the actions is subtracted. Source:
+    Wang et al. 2016, https://arxiv.org/abs/1511.06581
     """
 
     def __init__(
@@ -233,7 +246,8 @@ class QuantileHead(nn.Module):
 # %% ../../nbs/layers/11_q_networks.ipynb #d9f58bbc
 @takes(Torso.make_torso, Torso.make_masked_torso, normalize=False)
 class QuantilePolicy(Torso, EpsilonGreedy):
-    """Quantiles of the return of Discrete actions by a perceptron: encoder, running normaliser, hidden layers, plain or duelling head.
+    """Quantiles of the return of Discrete actions by a perceptron: encoder, running normaliser,
+    hidden layers, plain or duelling head.
 
     Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete.
 
@@ -275,7 +289,9 @@ class QuantilePolicy(Torso, EpsilonGreedy):
         )
 
     def quantiles(self, state: Any, hx: Any = None) -> tuple:
-        """Quantiles `[T, B, n_actions, n_quantiles]` of the states `[T, B, ...]` (a `State` in float32) with gradients, and `()`."""
+        """Quantiles `[T, B, n_actions, n_quantiles]` of the states `[T, B, ...]` (a `State` in
+        float32) with gradients, and `()`.
+        """
         return self.quantiles_of(state.obs), ()
 
     def quantiles_of(self, obs: Any) -> Tensor:

@@ -32,8 +32,10 @@ class Packing(NamedTuple):
     """Where the `T * B` rows of a fragment are in a packed sequence of pieces, longest first.
 
     Args:
-        order: int64 [T * B]: for each position in the packed sequence, the row t * B + b of the fragment
-        position: int64 [T * B]: for each row t * B + b of the fragment, its position in the packed sequence
+        order: int64 [T * B]: for each position in the packed sequence, the row t * B + b of the
+            fragment
+        position: int64 [T * B]: for each row t * B + b of the fragment, its position in the packed
+            sequence
         sizes: int64 [longest piece]: the number of pieces that have a k-th row; in CPU memory
         first: int64 [B]: for each environment, the piece that its row 0 belongs to
     """
@@ -45,7 +47,10 @@ class Packing(NamedTuple):
 
 
 def pack_episodes(fin: Tensor) -> Packing:
-    "Cut a fragment where an episode begins: `fin` `[T, B]` (bool) is True there. Row 0 always begins a piece."
+    """Cut a fragment where an episode begins: `fin` `[T, B]` (bool) is True there.
+
+    Row 0 always begins a piece.
+    """
     T, B = fin.shape
     begins = fin.t().clone()
     begins[:, 0] = True
@@ -70,7 +75,9 @@ def map_memory(fn: Callable, *memories: Any) -> Any:
 
 
 def cleared(hx: Any, fin: Tensor) -> Any:
-    "New memories with zeros in the environments where `fin` `[B]` is set; `hx` is a tensor or a tuple of tensors `[layers, B, ...]`."
+    """New memories with zeros in the environments where `fin` `[B]` is set; `hx` is a tensor or a
+    tuple of tensors `[layers, B, ...]`.
+    """
     return map_memory(lambda h: h.masked_fill(fin.view(-1, 1), 0), hx)
 
 
@@ -80,13 +87,16 @@ def _output(h: Any) -> Tensor:
 
 # %% ../../nbs/layers/10_recurrent.ipynb #e7b406c4
 def scan(cell: Callable, gates: tuple, sizes: list, begins: list, h: Any, *weights: Tensor) -> Any:
-    """Apply a cell step by step; returns the memories `[N, n]` after each row. When a step has fewer rows, the last memories are dropped.
+    """Apply a cell step by step; returns the memories `[N, n]` after each row.
+
+    When a step has fewer rows, the last memories are dropped.
 
     Args:
         cell: cell(*gates, h, *weights) -> h for one step
         gates: contributions of the input to the gates: tensors `[N, ...]`, the rows of all steps
         sizes: number of rows of each step; it never increases
-        begins: for each step a bool tensor `[rows, 1]`, where memories are cleared before it, or None
+        begins: for each step a bool tensor `[rows, 1]`, where memories are cleared before it, or
+            None
         h: memories `[sizes[0], n]` before the first step
     """
     after = []
@@ -101,16 +111,18 @@ def scan(cell: Callable, gates: tuple, sizes: list, begins: list, h: Any, *weigh
 
 # %% ../../nbs/layers/10_recurrent.ipynb #5ccd7f82
 class Recurrent(nn.Module):
-    """Base of `GRU` and `LSTM`: `[T, B, n_in]` -> `[T, B, n_out]` float32, with a memory that is cleared where `fin` is set.
+    """Base of `GRU` and `LSTM`: `[T, B, n_in]` -> `[T, B, n_out]` float32, with a memory that is
+    cleared where `fin` is set.
 
-    `forward(x, fin=None, hx=None)` returns `(y, hx)`: `y[t]` depends on `x[t]` and on the rows before it in the same
-    episode, and on the given `hx` if that episode began before row 0. Leaves of `hx` are `[layers, B, n_out]`. None
-    stands for zeros, `fin=None` for False everywhere.
+    `forward(x, fin=None, hx=None)` returns `(y, hx)`: `y[t]` depends on `x[t]` and on the rows
+    before it in the same episode, and on the given `hx` if that episode began before row 0. Leaves
+    of `hx` are `[layers, B, n_out]`. None stands for zeros, `fin=None` for False everywhere.
 
-    The initial input weights are those of torch, the weights from memory to memory are orthogonal. Biases are zero, except those of the
-    gates that keep the memory: they are drawn so that the memory fades within 1 to `span` steps ("chrono initialisation", Tallec,
-    Ollivier 2018, https://arxiv.org/abs/1804.11188). With zero biases these gates would be half open, the memory would be lost within a
-    few steps, and nothing could be learned from it.
+    The initial input weights are those of torch, the weights from memory to memory are orthogonal.
+    Biases are zero, except those of the gates that keep the memory: they are drawn so that the
+    memory fades within 1 to `span` steps ("chrono initialisation", Tallec, Ollivier 2018,
+    https://arxiv.org/abs/1804.11188). With zero biases these gates would be half open, the memory
+    would be lost within a few steps, and nothing could be learned from it.
 
     Raises `ValueError` for an unknown `method` or a `span` below 2.
 
@@ -183,7 +195,9 @@ class Recurrent(nn.Module):
             return self.rnn(x, hx)
 
     def weights(self) -> list:
-        "The weights of each layer, in the order in which torch's functions for a single cell take them."
+        """The weights of each layer, in the order in which torch's functions for a single cell take
+        them.
+        """
         parameters = self.rnn._parameters
         return [[parameters[name] for name in names] for names in self._names]
 
@@ -209,7 +223,9 @@ class Recurrent(nn.Module):
         return y[pieces.position].unflatten(0, x.shape[:2]), hx
 
     def _run(self, x: Tensor, sizes: list, begins: list, hx: Any, last: slice | Tensor) -> tuple:
-        "`scan` by all layers over the rows `x` `[N, n_in]`: the output `[N, n_out]`, and the memories at the rows `last`."
+        """`scan` by all layers over the rows `x` `[N, n_in]`: the output `[N, n_out]`, and the
+        memories at the rows `last`.
+        """
         memories = []
         for i, (w_ih, w_hh, b_ih, b_hh) in enumerate(self.weights()):
             gates = self.split_gates(nn.functional.linear(x, w_ih, b_ih))
@@ -222,19 +238,25 @@ class Recurrent(nn.Module):
 
 # %% ../../nbs/layers/10_recurrent.ipynb #80d8fe77
 class GRU(Recurrent):
-    "Gated recurrent unit (Cho et al. 2014, https://arxiv.org/abs/1406.1078); `hx` is a tensor `[layers, B, n_out]`."
+    """Gated recurrent unit (Cho et al. 2014, https://arxiv.org/abs/1406.1078); `hx` is a tensor
+    `[layers, B, n_out]`.
+    """
 
     module, n_gates = nn.GRU, 3
 
     def init_gates(self, biases: tuple, keep: Tensor) -> None:
-        "Set the bias of the gate that keeps the memory to `keep`; the gates are [reset, update, new]."
+        """Set the bias of the gate that keeps the memory to `keep`; the gates are [reset, update,
+        new].
+        """
         biases[1].copy_(keep)
 
     def initial(self, zeros: Tensor) -> Tensor:
         return zeros
 
     def one_step(self, x: Tensor, hx: Tensor) -> tuple:
-        "One step of all layers: `x` `[B, n_in]`, `hx` `[layers, B, n_out]` -> `(y [B, n_out], hx)`."
+        """One step of all layers: `x` `[B, n_in]`, `hx` `[layers, B, n_out]` ->
+        `(y [B, n_out], hx)`.
+        """
         new = []
         for h, weights in zip(hx.unbind(), self.weights()):
             new.append(x := torch.gru_cell(x, h, *weights))
@@ -250,12 +272,16 @@ class GRU(Recurrent):
 
 # %% ../../nbs/layers/10_recurrent.ipynb #3abe0aff
 class LSTM(Recurrent):
-    "Long short-term memory (Hochreiter, Schmidhuber 1997); `hx` is a pair `(h, c)` of tensors `[layers, B, n_out]`."
+    """Long short-term memory (Hochreiter, Schmidhuber 1997); `hx` is a pair `(h, c)` of tensors
+    `[layers, B, n_out]`.
+    """
 
     module, n_gates = nn.LSTM, 4
 
     def init_gates(self, biases: tuple, keep: Tensor) -> None:
-        "Set the biases of the gates that keep the memory to `keep`; the gates are [input, forget, new, output]."
+        """Set the biases of the gates that keep the memory to `keep`; the gates are [input, forget,
+        new, output].
+        """
         biases[0].copy_(-keep)
         biases[1].copy_(keep)
 
@@ -263,7 +289,9 @@ class LSTM(Recurrent):
         return zeros, zeros.clone()
 
     def one_step(self, x: Tensor, hx: tuple) -> tuple:
-        "One step of all layers: `x` `[B, n_in]`, `hx` two tensors `[layers, B, n_out]` -> `(y [B, n_out], hx)`."
+        """One step of all layers: `x` `[B, n_in]`, `hx` two tensors `[layers, B, n_out]` ->
+        `(y [B, n_out], hx)`.
+        """
         new = []
         for h, c, weights in zip(hx[0].unbind(), hx[1].unbind(), self.weights()):
             new.append(torch.lstm_cell(x, (h, c), *weights))
@@ -280,7 +308,9 @@ class LSTM(Recurrent):
 
 # %% ../../nbs/layers/10_recurrent.ipynb #0cf48dd8
 class RecurrentTorso(Torso):
-    "Base of actors with memory: encoder, running normaliser, hidden layers `trunk`, and a `GRU` or `LSTM` `memory`."
+    """Base of actors with memory: encoder, running normaliser, hidden layers `trunk`, and a `GRU`
+    or `LSTM` `memory`.
+    """
 
     cells = dict(gru=GRU, lstm=LSTM)
 
@@ -299,7 +329,8 @@ class RecurrentTorso(Torso):
     ) -> None:
         """Make all modules.
 
-        Raises `SpaceError` if there is no encoder for the spaces, `ValueError` for an unknown `cell` or `method`.
+        Raises `SpaceError` if there is no encoder for the spaces, `ValueError` for an unknown
+        `cell` or `method`.
 
         Args:
             memory: size of the memory
@@ -322,7 +353,8 @@ class RecurrentTorso(Torso):
         "The output of the memory at each row, `[T, B, memory]`, and the new recurrent state."
         x = self.features(obs)
         if self.uses_past:
-            # Where an episode begins, "no action" differs from action 0. Large rewards are compressed to a logarithmic scale.
+            # Where an episode begins, "no action" differs from action 0. Large rewards are
+            # compressed to a logarithmic scale.
             act = self.past_encoder(act).masked_fill(fin.unsqueeze(-1), 0)
             x = torch.cat([x, act, (rew.sign() * rew.abs().log1p()).unsqueeze(-1)], -1)
         return self.memory(self.trunk.forward(x), fin, hx)
@@ -330,16 +362,19 @@ class RecurrentTorso(Torso):
 # %% ../../nbs/layers/10_recurrent.ipynb #fd132edb
 @takes(Torso.make_torso, Torso.make_masked_torso, RecurrentTorso.make_memory, hidden=(64,))
 class RecurrentPolicy(RecurrentTorso, Policy):
-    """A policy with memory for any supported spaces: encoder, running normaliser, hidden layers, `GRU` or `LSTM`, head.
+    """A policy with memory for any supported spaces: encoder, running normaliser, hidden layers,
+    `GRU` or `LSTM`, head.
 
-    Raises `SpaceError` if there is no encoder for the observations or no head for the actions, `ValueError` for an
-    unknown `cell` or `method`.
+    Raises `SpaceError` if there is no encoder for the observations or no head for the actions,
+    `ValueError` for an unknown `cell` or `method`.
 
     Args:
         action_space: see `head_for`
         hidden: sizes of the layers before the memory
-        std: standard deviation of Box actions: 'free' (learned, the same in all states), 'fixed', or 'state' (computed from the state)
-        log_std: log of the initial standard deviation; 0 means half the range of the action; not for std 'state'
+        std: standard deviation of Box actions: 'free' (learned, the same in all states), 'fixed',
+            or 'state' (computed from the state)
+        log_std: log of the initial standard deviation; 0 means half the range of the action; not
+            for std 'state'
         report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
     """
 
@@ -386,9 +421,11 @@ class RecurrentPolicy(RecurrentTorso, Policy):
 # %% ../../nbs/layers/10_recurrent.ipynb #ac233251
 @takes(Torso.make_torso)
 class MemoryCritic(Critic):
-    """State values from observations and the memory that a `RecurrentPolicy` with `report=True` reported there.
+    """State values from observations and the memory that a `RecurrentPolicy` with `report=True`
+    reported there.
 
-    Its input is `dict(obs=[*lead, ...], memory=[*lead, memory])`, see `inputs`; its output is float32 `[*lead]`.
+    Its input is `dict(obs=[*lead, ...], memory=[*lead, memory])`, see `inputs`; its output is
+    float32 `[*lead]`.
 
     Args:
         memory: size of the policy's memory
@@ -399,7 +436,9 @@ class MemoryCritic(Critic):
         self.net = MLP(self.net.n_in + memory, torso["hidden"], 1, torso["activation"])
 
     def inputs(self, obs: Any, actor: dict) -> dict:
-        "The critic's input, made from observations and the actor's infos for them; no gradient flows into the memory."
+        """The critic's input, made from observations and the actor's infos for them; no gradient
+        flows into the memory.
+        """
         if not (isinstance(actor, dict) and "memory" in actor):
             raise DataError(
                 "MemoryCritic: the actor reports no memory",
@@ -413,5 +452,7 @@ class MemoryCritic(Critic):
         return torch.cat([super().features(obs["obs"]), obs["memory"]], -1)
 
     def observe(self, obs: dict, valid: Tensor | None = None) -> None:
-        "Update the normaliser with the observations among the `inputs`, except those where `valid` is False; for learners."
+        """Update the normaliser with the observations among the `inputs`, except those where
+        `valid` is False; for learners.
+        """
         super().observe(obs["obs"], valid)

@@ -28,7 +28,8 @@ def merge_moments(
 ) -> tuple:
     """Count, mean and (population) variance of the union of two sets of numbers.
 
-    Source: Chan, Golub, LeVeque (1979), Updating formulae and a pairwise algorithm for computing sample variances.
+    Source: Chan, Golub, LeVeque (1979), Updating formulae and a pairwise algorithm for computing
+    sample variances.
     """
     count = count_a + count_b
     delta = mean_b - mean_a
@@ -41,7 +42,9 @@ def merge_moments(
 
 
 def moments(x: Tensor, event_ndim: int, valid: Tensor | None = None) -> tuple:
-    """Count (int), mean and variance (float64 `[*event]`) of samples. Mean and variance are meaningless if the count is 0.
+    """Count (int), mean and variance (float64 `[*event]`) of samples.
+
+    Mean and variance are meaningless if the count is 0.
 
     Args:
         x: samples `[*lead, *event]`
@@ -59,7 +62,10 @@ def moments(x: Tensor, event_ndim: int, valid: Tensor | None = None) -> tuple:
 
 
 def over_ranks(count: int, mean: Tensor, var: Tensor) -> tuple:
-    "The moments of the samples of all ranks. Without other ranks (see `ranks`), the given moments are returned."
+    """The moments of the samples of all ranks.
+
+    Without other ranks (see `ranks`), the given moments are returned.
+    """
     if not ranks.active():
         return count, mean, var
     found = [
@@ -76,17 +82,19 @@ def over_ranks(count: int, mean: Tensor, var: Tensor) -> tuple:
 
 # %% ../../nbs/layers/02_running_norm.ipynb #3145cddf
 class RunningNorm(FastModule):
-    """`clip((x - mean) / sqrt(var + eps))` with running moments of all `x` given to `update`; the identity until the
-    first update.
+    """`clip((x - mean) / sqrt(var + eps))` with running moments of all `x` given to `update`; the
+    identity until the first update.
 
-    Maps `[*lead, *shape]` float32 to the same shape. `count` is float64 `[]`; `mean`, `var` and the buffers derived from
-    them are float32. So a mean that is some thousand deviations away from 0 stops following the samples when `count` is large.
+    Maps `[*lead, *shape]` float32 to the same shape. `count` is float64 `[]`; `mean`, `var` and the
+    buffers derived from them are float32. So a mean that is some thousand deviations away from 0
+    stops following the samples when `count` is large.
 
     Args:
         shape: shape of one sample
         clip: largest magnitude of the result
         eps: added to the variance
-        only: bool `[*shape]`: the numbers that are normalised, while others stay as they are; None: all
+        only: bool `[*shape]`: the numbers that are normalised, while others stay as they are; None:
+            all
     """
 
     count: Tensor
@@ -106,7 +114,8 @@ class RunningNorm(FastModule):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(shape))
         self.register_buffer("var", torch.ones(shape))
-        # `forward` reads these. They are buffers too, so that a process that receives the weights sees them change.
+        # `forward` reads these. They are buffers too, so that a process that receives the weights
+        # sees them change.
         self.register_buffer("inv_std", torch.ones(shape))
         self.register_buffer("low", torch.full(() if only is None else shape, -torch.inf))
         self.register_buffer("high", -self.low)
@@ -117,7 +126,9 @@ class RunningNorm(FastModule):
 
     @torch.no_grad()
     def update(self, x: Tensor, valid: Tensor | None = None) -> None:
-        "Merge the samples `x` `[*lead, *shape]` into the moments, except those where `valid` `[*lead]` is False."
+        """Merge the samples `x` `[*lead, *shape]` into the moments, except those where `valid`
+        `[*lead]` is False.
+        """
         new = over_ranks(*moments(x, len(self.shape), valid))
         if not new[0]:
             return
@@ -136,7 +147,8 @@ class RunningNorm(FastModule):
 
 # %% ../../nbs/layers/02_running_norm.ipynb #295f495f
 class PolicyAverage(nn.Module):
-    """The exponential mean of the weights of a policy over its updates: `policy`, a copy that acts and does not learn.
+    """The exponential mean of the weights of a policy over its updates: `policy`, a copy that acts
+    and does not learn.
 
     Args:
         actor: the policy that learns
@@ -167,7 +179,9 @@ class PolicyAverage(nn.Module):
         bump_version(self.policy, to=version_of(actor))
 
     def restore(self, state: dict | None, actor: nn.Module) -> None:
-        "Restore what `state_dict` returned for `actor`; None: begin anew, with its present weights."
+        """Restore what `state_dict` returned for `actor`; None: begin anew, with its present
+        weights.
+        """
         self.policy.load_state_dict(actor.state_dict())
         self.count.zero_()
         if state is not None:

@@ -29,7 +29,10 @@ from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/15_advantage.ipynb #ecf504e5
 def _evaluate(critic, obs, actor):
-    "The critic's values. `critic.inputs`, if it exists, makes the critic's input from `obs` and `actor`."
+    """The critic's values.
+
+    `critic.inputs`, if it exists, makes the critic's input from `obs` and `actor`.
+    """
     if hasattr(critic, "inputs"):
         obs = critic.inputs(obs, actor)
     try:
@@ -41,7 +44,10 @@ def _evaluate(critic, obs, actor):
 
 
 def _judged(critic, obs, actor, leaf):
-    "The critic's values without gradients and in evaluation mode. `leaf` names the observations in the error if it fails."
+    """The critic's values without gradients and in evaluation mode.
+
+    `leaf` names the observations in the error if it fails.
+    """
     obs = nested.as_seen(obs)
     try:
         with EvalMode(critic):
@@ -61,9 +67,10 @@ def _judged(critic, obs, actor, leaf):
 def values(fragment: Fragment, critic: Any = None) -> tuple[Tensor, Tensor]:
     """`(v_t, v_tp1)`, both `[T, B]` float32: the values of each step's state and of the next state.
 
-    Where an episode was truncated, `v_tp1` is the value of the true last observation. Where it terminated, `v_tp1` is 0, and so are
-    the values of rows that are not `valid`, whatever the critic says about observations that do not count.
-    Raises `DataError` if there is neither a critic nor a reported value, if the critic fails, or if the values have the wrong shape.
+    Where an episode was truncated, `v_tp1` is the value of the true last observation. Where it
+    terminated, `v_tp1` is 0, and so are the values of rows that are not `valid`, whatever the
+    critic says about observations that do not count. Raises `DataError` if there is neither a
+    critic nor a reported value, if the critic fails, or if the values have the wrong shape.
 
     Args:
         critic: `critic(obs [..., *]) -> [...]`; None: the `value` that the actor reported
@@ -106,19 +113,23 @@ def values(fragment: Fragment, critic: Any = None) -> tuple[Tensor, Tensor]:
 
 # %% ../../nbs/pipes/15_advantage.ipynb #41eaef39
 class AdvantageBuffer(Pipe):
-    """Add `adv` (generalised advantage estimates) and `ret = adv + v` (value targets), float32 `[T, B]`, to each `Fragment`.
+    """Add `adv` (generalised advantage estimates) and `ret = adv + v` (value targets), float32
+    `[T, B]`, to each `Fragment`.
 
-    The critic is called once for a whole fragment: one call for `(T+1) B` rows costs little more than one for `B`. It is not copied.
-    Both are 0 in rows that are not `valid`.
+    The critic is called once for a whole fragment: one call for `(T+1) B` rows costs little more
+    than one for `B`. It is not copied. Both are 0 in rows that are not `valid`.
 
-    Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", https://arxiv.org/abs/1506.02438.
-    Raises `DataError` if a value or advantage is not finite, if the critic fails, or if there is neither a critic nor a reported value.
+    Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage
+    Estimation", https://arxiv.org/abs/1506.02438. Raises `DataError` if a value or advantage is not
+    finite, if the critic fails, or if there is neither a critic nor a reported value.
 
     Args:
         pipe: yields `Fragment`s
-        critic: `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor reported
+        critic: `critic(obs [..., *]) -> [...]` (see `Critic`); None: the `value` that the actor
+            reported
         gamma: discount factor per step
-        lam: exponential weight of longer estimates: with 0 the estimates rely on the critic, with 1 on the rewards
+        lam: exponential weight of longer estimates: with 0 the estimates rely on the critic, with 1
+            on the rewards
     """
 
     reads = 1

@@ -29,9 +29,12 @@ from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/16_batches.ipynb #e63c6d92
 class FragmentStacker(Pipe):
-    """Join `n` consecutive fragments along `B` into one batch. If fewer are left when the source ends, the last batch is smaller.
+    """Join `n` consecutive fragments along `B` into one batch.
 
-    The batch has its own memory. Only arrays that already lie side by side, as those from worker processes do, are not copied.
+    If fewer are left when the source ends, the last batch is smaller.
+
+    The batch has its own memory. Only arrays that already lie side by side, as those from worker
+    processes do, are not copied.
 
     Raises `DataError` if `n < 1`, or if the fragments of a batch differ in length or structure.
 
@@ -52,7 +55,10 @@ class FragmentStacker(Pipe):
         return self.n
 
     def fits(self, pipe: IterDataPipe) -> bool:
-        "Does the `fusion` work in the graph that ends in `pipe`? If not, an edit of the graph removes it."
+        """Does the `fusion` work in the graph that ends in `pipe`?
+
+        If not, an edit of the graph removes it.
+        """
         return self.fusion is None or self.fusion.fits(self, pipe)
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
@@ -84,7 +90,10 @@ class FragmentStacker(Pipe):
 
 # %% ../../nbs/pipes/16_batches.ipynb #e97a1927
 class Arena(Destination):
-    """Places in memory for large arrays. An array that `empty` makes is in one of them, and is found there again when the item is complete.
+    """Places in memory for large arrays.
+
+    An array that `empty` makes is in one of them, and is found there again when the item is
+    complete.
 
     Subclasses define where a place is: `tensor(place)` returns its memory.
     """
@@ -93,7 +102,10 @@ class Arena(Destination):
     tensor: Callable
 
     def reset(self, kinds: Sequence) -> None:
-        "Forget all arrays. From now on there are free places for arrays of these kinds, `(shape, torch dtype)`."
+        """Forget all arrays.
+
+        From now on there are free places for arrays of these kinds, `(shape, torch dtype)`.
+        """
         # address -> place and tensor of arrays from `empty`
         self.kinds = list(kinds)
         self.free = list(range(len(kinds)))
@@ -114,14 +126,20 @@ class Arena(Destination):
         return x.numpy()
 
     def take(self, shape: tuple, dtype: torch.dtype) -> int:
-        "Take a free place for an array of this kind. Returns the number of the place; -1: there is none."
+        """Take a free place for an array of this kind.
+
+        Returns the number of the place; -1: there is none.
+        """
         place = next((k for k in self.free if self.kinds[k] == (shape, dtype)), -1)
         if place >= 0:
             self.free.remove(place)
         return place
 
     def find(self, x: Tensor) -> tuple:
-        "The number of the place in which `empty` made the array `x`, and the tensor there. For another array, -1 and `x` itself."
+        """The number of the place in which `empty` made the array `x`, and the tensor there.
+
+        For another array, -1 and `x` itself.
+        """
         place, there = self.made.get(x.data_ptr(), (-1, x))
         return (
             (place, there)
@@ -131,7 +149,8 @@ class Arena(Destination):
 
 
 class SideBySide(Arena):
-    """Memory for `n` fragments that will be joined: their large integer arrays are made as columns of one array, so `join` need not copy.
+    """Memory for `n` fragments that will be joined: their large integer arrays are made as columns
+    of one array, so `join` need not copy.
 
     The collectors make one fragment after the other. Call `placed` when a batch is complete.
     """
@@ -151,7 +170,8 @@ class SideBySide(Arena):
             return -1
         if self.position:
             return super().take(shape, dtype)
-        # The first fragment makes the places. numpy allocates them, because it asks the system for huge pages.
+        # The first fragment makes the places. numpy allocates them, because it asks the system for
+        # huge pages.
         whole = np.empty(
             (shape[0], self.n * shape[1], *shape[2:]), torch.empty(0, dtype=dtype).numpy().dtype
         )
@@ -168,7 +188,9 @@ class SideBySide(Arena):
         self.position, self.free = self.position + 1, list(range(len(self.kinds)))
 
     def placed(self, fragments: list) -> list:
-        "The `fragments` of a batch with their arrays as columns of the joined ones, so that `join` finds them side by side."
+        """The `fragments` of a batch with their arrays as columns of the joined ones, so that
+        `join` finds them side by side.
+        """
         if self.made:
             fragments = [
                 f._replace(state=nested.map(lambda x: self.find(x)[1], f.state)) for f in fragments
@@ -182,9 +204,10 @@ def minibatches(
 ) -> Iterator[Fragment]:
     """Shuffled minibatches of one fragment, each a fragment itself.
 
-    Without recurrent state a minibatch is `[1, size]`: valid transitions of all environments and steps. With recurrent state it is
-    `[T, max(1, size // T)]`: whole environments with all their steps and the recurrent state at row 0. The last minibatch of an epoch
-    is smaller if the numbers do not divide.
+    Without recurrent state a minibatch is `[1, size]`: valid transitions of all environments and
+    steps. With recurrent state it is `[T, max(1, size // T)]`: whole environments with all their
+    steps and the recurrent state at row 0. The last minibatch of an epoch is smaller if the numbers
+    do not divide.
 
     Args:
         fragment: [T, B], with every field that the loss needs
@@ -198,7 +221,8 @@ def minibatches(
         size = max(1, size // fragment.n_steps)
         at_once = 1
     else:
-        # Picking the transitions of eight minibatches in one call takes little longer than picking those of one minibatch.
+        # Picking the transitions of eight minibatches in one call takes little longer than picking
+        # those of one minibatch.
         numbers = fragment.valid.flatten().nonzero()[:, 0]
         take = partial(transitions, fragment)
         at_once = 8
@@ -211,9 +235,11 @@ def minibatches(
 class Minibatcher(Seeded, Pipe):
     """Shuffled minibatches of each fragment, `epochs` times over.
 
-    Without recurrent state a minibatch is a fragment `[1, size]` of valid transitions of all environments and steps. With recurrent state
-    it holds `size // T` whole environments (at least one) with all their steps. Each transition occurs once in an epoch, so the last
-    minibatch of an epoch is smaller if `size` does not divide their number. Raises `DataError` if `size < 1` or `epochs < 1`.
+    Without recurrent state a minibatch is a fragment `[1, size]` of valid transitions of all
+    environments and steps. With recurrent state it holds `size // T` whole environments (at least
+    one) with all their steps. Each transition occurs once in an epoch, so the last minibatch of an
+    epoch is smaller if `size` does not divide their number. Raises `DataError` if `size < 1` or
+    `epochs < 1`.
 
     Args:
         pipe: yields `Fragment`s
@@ -232,7 +258,8 @@ class Minibatcher(Seeded, Pipe):
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         rng = np.random.default_rng(self.seed_sequence())
-        # The fragment in progress, `n` of whose minibatches were yielded, and the state of the generator before it
+        # The fragment in progress, `n` of whose minibatches were yielded, and the state of the
+        # generator before it
         kept = self.keep(fragment=None, n=0, before=rng.bit_generator.state)
         rng.bit_generator.state = kept["before"]
         for fragment in chain([] if kept["fragment"] is None else [kept["fragment"]], items):
@@ -247,7 +274,10 @@ class Minibatcher(Seeded, Pipe):
 
 # %% ../../nbs/pipes/16_batches.ipynb #b45ca730
 def _begin(item, device, side):
-    "Begin to copy `item` to `device` in the CUDA stream `side`. Returns the copy and the event of its arrival; no `side`: no event."
+    """Begin to copy `item` to `device` in the CUDA stream `side`.
+
+    Returns the copy and the event of its arrival; no `side`: no event.
+    """
 
     def move(x):
         if isinstance(x, Iterator):
@@ -277,15 +307,18 @@ def _complete(item, event):
 
 # %% ../../nbs/pipes/16_batches.ipynb #0403745f
 class ToDevice(Pipe):
-    """Move the tensors of each item (a `Fragment`, `NSteps` or any other container, also what iterators in it yield) to `device`.
+    """Move the tensors of each item (a `Fragment`, `NSteps` or any other container, also what
+    iterators in it yield) to `device`.
 
-    For a CUDA device, tensors are copied to pinned memory, and then on a separate CUDA stream without blocking. The consumer's stream
-    waits for the copy, but the program does not. With `ahead=1` (double buffering) the next item is fetched, and its transfer begins,
-    before the current item is yielded, so transfer and learning overlap. The next item is then collected before the learner's update
-    on the current item. Use `ahead` only where this does not matter, for example between the minibatches of a fragment. Other devices
-    get plain copies.
+    For a CUDA device, tensors are copied to pinned memory, and then on a separate CUDA stream
+    without blocking. The consumer's stream waits for the copy, but the program does not. With
+    `ahead=1` (double buffering) the next item is fetched, and its transfer begins, before the
+    current item is yielded, so transfer and learning overlap. The next item is then collected
+    before the learner's update on the current item. Use `ahead` only where this does not matter,
+    for example between the minibatches of a fragment. Other devices get plain copies.
 
-    Raises `DataError` if the device is unknown or missing, and for `Tick`s, which stay in host memory.
+    Raises `DataError` if the device is unknown or missing, and for `Tick`s, which stay in host
+    memory.
 
     Args:
         pipe: yields containers of tensors

@@ -24,7 +24,9 @@ from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/17_episodes.ipynb #bf479587
 def _row(x):
-    "The only row of a tensor `[1, B, ...]`, as an array if possible, because arrays are faster to copy."
+    """The only row of a tensor `[1, B, ...]`, as an array if possible, because arrays are faster to
+    copy.
+    """
     if x.device.type != "cpu" or x.dtype == torch.bfloat16:
         return x[0]
     return x.detach().numpy()[0]
@@ -67,7 +69,8 @@ class EpisodeBuilder:
         episodes = (
             self._finish(tick, ended) if (ended := np.flatnonzero(fin & valid).tolist()) else []
         )
-        # where an episode has ended, or an environment rests, the next episode cannot begin before the next row
+        # where an episode has ended, or an environment rests, the next episode cannot begin before
+        # the next row
         self.begin[fin] = now + 1
         self.rows.drop(int(self.begin.min()))
         return episodes
@@ -84,7 +87,10 @@ class EpisodeBuilder:
         )
 
     def _with_all_infos(self, env, valid):
-        "`env` with the infos of all rows. A new info is filled in for the earlier rows, which lack it."
+        """`env` with the infos of all rows.
+
+        A new info is filled in for the earlier rows, which lack it.
+        """
 
         def widen(rows):
             nonlocal env
@@ -124,7 +130,8 @@ class EpisodeBuilder:
             obs=nested.stack(obs),
             fin=np.zeros(len(ended), bool),
         )
-        # One call of the actor serves all environments. The actor sees an ordinary next state: `fin` is False.
+        # One call of the actor serves all environments. The actor sees an ordinary next state:
+        # `fin` is False.
         act, info = tick.source.react(last, nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0])
         last = nested.map(torch.from_numpy, last._replace(fin=np.ones(len(ended), bool)))
         return [
@@ -144,7 +151,9 @@ class EpisodeBuilder:
         ]
 
     def _episode(self, tick, b, last, act, info):
-        "The episode of environment `b`, which ended in the state `last` with the virtual reaction `act`, `info`, all `[1, 1, ...]`."
+        """The episode of environment `b`, which ended in the state `last` with the virtual reaction
+        `act`, `info`, all `[1, 1, ...]`.
+        """
         state, actor, env = self.rows.cut(int(self.begin[b]), self.rows.end, b)
         n_steps = len(state.rew)
         state = nested.cat([state, last])
@@ -176,28 +185,33 @@ class EpisodeBuilder:
 
 # %% ../../nbs/pipes/17_episodes.ipynb #b977d67e
 class EpisodeCollector(Pipe):
-    """Whole episodes from `Tick`s: lists of `batch` episodes, each a `Fragment` of `T` steps of one environment, or padded batches.
+    """Whole episodes from `Tick`s: lists of `batch` episodes, each a `Fragment` of `T` steps of one
+    environment, or padded batches.
 
-    Row `T` of an episode holds the true last observation (`fin` is True, and `term` too if it terminated) and the actor's virtual
-    reaction to it, with the recurrent state of that moment. The one row of `final` holds the same. Row 0 has, as in every fragment, the
-    action and reward that ended the previous episode. `version` is the version of the weights at the first step, `seq` counts the
-    episodes of a lane, and `hx` is the recurrent state at row 0.
+    Row `T` of an episode holds the true last observation (`fin` is True, and `term` too if it
+    terminated) and the actor's virtual reaction to it, with the recurrent state of that moment. The
+    one row of `final` holds the same. Row 0 has, as in every fragment, the action and reward that
+    ended the previous episode. `version` is the version of the weights at the first step, `seq`
+    counts the episodes of a lane, and `hx` is the recurrent state at row 0.
 
-    Episodes come in the order in which they end. Those that end at the same step come in the order of environments. An episode is lost
-    only if it has not ended when the stream ends. This order has a bias: among the first `k` episodes of a stream short ones are
-    over-represented, because long ones have not ended yet. The bias vanishes as the stream becomes much longer than the
-    longest episode. For an unbiased estimate from few episodes, fix the number of episodes of each environment beforehand, as
-    `rollpipe.agents.evaluate` does.
+    Episodes come in the order in which they end. Those that end at the same step come in the order
+    of environments. An episode is lost only if it has not ended when the stream ends. This order
+    has a bias: among the first `k` episodes of a stream short ones are over-represented, because
+    long ones have not ended yet. The bias vanishes as the stream becomes much longer than the
+    longest episode. For an unbiased estimate from few episodes, fix the number of episodes of each
+    environment beforehand, as `rollpipe.agents.evaluate` does.
 
     The memory needed is about twice the length of the oldest unfinished episode, times `B`.
 
-    Raises `DataError` if `batch < 1`, if an item is not a `Tick`, or if an episode ends without an entry in `Tick.final`: an
-    `EnvStepper` keeps the last observations of terminated episodes only with `terminal_obs=True`.
+    Raises `DataError` if `batch < 1`, if an item is not a `Tick`, or if an episode ends without an
+    entry in `Tick.final`: an `EnvStepper` keeps the last observations of terminated episodes only
+    with `terminal_obs=True`.
 
     Args:
         pipe: yields `Tick`s, such as `EnvStepper(..., terminal_obs=True)`
         batch: episodes per item
-        pad: True: items are padded `Fragment`s `[max(T), batch]`; False: lists of `Fragment`s `[T, 1]`
+        pad: True: items are padded `Fragment`s `[max(T), batch]`; False: lists of `Fragment`s
+            `[T, 1]`
     """
 
     batch: int
@@ -223,7 +237,10 @@ class EpisodeCollector(Pipe):
         yield from self._batches(ready, least=1)
 
     def _batches(self, ready, least=None):
-        "The items from the episodes in `ready`, which lose them before. An item has at least `least` episodes; None: all of a batch."
+        """The items from the episodes in `ready`, which lose them before.
+
+        An item has at least `least` episodes; None: all of a batch.
+        """
         while len(ready) >= (least or self.batch):
             episodes = ready[: self.batch]
             del ready[: self.batch]
@@ -231,10 +248,13 @@ class EpisodeCollector(Pipe):
 
 # %% ../../nbs/pipes/17_episodes.ipynb #cc8d8a44
 class Trace(NamedTuple):
-    """The steps of an evaluation with `B` environments side by side, from their first one on. Rewards of valid rows sum to the returns.
+    """The steps of an evaluation with `B` environments side by side, from their first one on.
 
-    The row of `actor` after the last valid step of an environment is the virtual reaction to the last observation of its last episode,
-    or zeros if that terminated. So with one episode in each environment, `rew + gamma * v[1:] - v[:-1]` are the TD errors of valid rows.
+    Rewards of valid rows sum to the returns.
+
+    The row of `actor` after the last valid step of an environment is the virtual reaction to the
+    last observation of its last episode, or zeros if that terminated. So with one episode in each
+    environment, `rew + gamma * v[1:] - v[:-1]` are the TD errors of valid rows.
 
     Args:
         rew: float32 [T, B]: rewards; 0 where not `valid`
@@ -286,7 +306,8 @@ class TraceRows:
         """The rows as a `Trace`.
 
         Args:
-            unfinished: bool [B]: True where the last episode did not end, so its steps are not valid
+            unfinished: bool [B]: True where the last episode did not end, so its steps are not
+                valid
         """
         if not self.rows:
             none = np.zeros((0, self.n_envs), bool)
@@ -308,13 +329,17 @@ class TraceRows:
         )
 
     def _reports(self, act, actor):
-        "The completed reports of the actor, and as last row its virtual reaction to the next state: `[T+1, B, ...]`."
+        """The completed reports of the actor, and as last row its virtual reaction to the next
+        state: `[T+1, B, ...]`.
+        """
         source = self.tick.source
         act_ahead, ahead = source.react(self.tick.next, self.tick.next_hx)
         return source.complete(nested.cat([act, act_ahead]), nested.cat([*actor, ahead]))
 
     def _with_last(self, reports, stepno, rew, act, last, over):
-        "The reports; rows `last` of the environments `over` become the reactions to the last observations, or zeros after a termination."
+        """The reports; rows `last` of the environments `over` become the reactions to the last
+        observations, or zeros after a termination.
+        """
         act, rew = nested.map(
             lambda x: np.concatenate([x[:1], x]), (act, rew)
         )  # row t + 1 of a state belongs to step t

@@ -34,8 +34,9 @@ from .graph.torchdata import IterDataPipe
 def final_rows(ends: list, source: TickSource, state: State, actor: Any) -> Final:
     """The `ends` as a `Final`, with the actor's virtual reactions to the truncated ones.
 
-    The actor is called once for all truncated ends. A terminated end needs no reaction and gets zeros. `state` has the rows from the first
-    step to the state after the last step. `actor` has the actor's reports in other rows, which define the structure.
+    The actor is called once for all truncated ends. A terminated end needs no reaction and gets
+    zeros. `state` has the rows from the first step to the state after the last step. `actor` has
+    the actor's reports in other rows, which define the structure.
     """
     if not ends:
         empty = torch.empty(0, dtype=torch.long)
@@ -76,21 +77,32 @@ def _reactions(source, state, ends):
 
 # %% ../../nbs/pipes/13_fragments.ipynb #e065ffe6
 class Destination:
-    "Provides the memory in which a collector makes its fragments, see `FragmentCollector.into`. This class allocates ordinary memory."
+    """Provides the memory in which a collector makes its fragments, see `FragmentCollector.into`.
+
+    This class allocates ordinary memory.
+    """
 
     def empty(self, shape: tuple, dtype: np.dtype) -> np.ndarray:
-        "Uninitialised memory for all rows of one leaf of `Fragment.state`. The collector calls this when a fragment begins."
+        """Uninitialised memory for all rows of one leaf of `Fragment.state`.
+
+        The collector calls this when a fragment begins.
+        """
         return np.empty(shape, dtype)
 
     def completing(self) -> None:
-        "The collector calls this when it has all steps of a fragment, before it puts the fragment together."
+        """The collector calls this when it has all steps of a fragment, before it puts the fragment
+        together.
+        """
 
 
 ORDINARY_MEMORY = Destination()
 
 
 def is_placeable(pipe: IterDataPipe) -> bool:
-    "Can `pipe` make its fragments in given memory? A pipe that keeps fragments cannot, because it needs memory of its own."
+    """Can `pipe` make its fragments in given memory?
+
+    A pipe that keeps fragments cannot, because it needs memory of its own.
+    """
     return hasattr(pipe, "into") and not trait(pipe, "keeps_items")
 
 # %% ../../nbs/pipes/13_fragments.ipynb #cc8b7b9f
@@ -105,7 +117,8 @@ def complete(
     numbers: dict,
     **where: Any,
 ) -> Fragment:
-    """Make a fragment of some steps, with the actor's look-ahead, its completed reports, and its reactions to truncated ends.
+    """Make a fragment of some steps, with the actor's look-ahead, its completed reports, and its
+    reactions to truncated ends.
 
     Args:
         source: `TickSource` that calls the actor
@@ -131,9 +144,11 @@ def complete(
 
 # %% ../../nbs/pipes/13_fragments.ipynb #39c432e8
 class FragmentBuilder:
-    """Makes fragments of the steps of one lane: `add` adds a tick, and `take` returns the fragment of the steps since the last one.
+    """Makes fragments of the steps of one lane: `add` adds a tick, and `take` returns the fragment
+    of the steps since the last one.
 
-    Raises `DataError` if ticks come from several lanes, do not follow one another, or change structure or shapes within a fragment.
+    Raises `DataError` if ticks come from several lanes, do not follow one another, or change
+    structure or shapes within a fragment.
 
     Args:
         n_steps: the greatest number of steps in a fragment
@@ -198,14 +213,18 @@ class FragmentBuilder:
         rows.put(self.n, tick.next, tick.term)
 
     def ask(self) -> None:
-        "If possible, let the source write the next fragment at once: then the next tick stands for all of it."
+        """If possible, let the source write the next fragment at once: then the next tick stands
+        for all of it.
+        """
         if self.direct and (last := self.last) and last.source is not None:
             self.is_asked = last.source.collect_into(
                 self._begin(last.next, last.next, last.term, last.lane)
             )
 
     def get_state(self) -> tuple:
-        "What the next fragment depends on: its number and, if there was a step, the state after the last one."
+        """What the next fragment depends on: its number and, if there was a step, the state after
+        the last one.
+        """
         last = self.last
         # Copies, because the arrays are rows of larger memory.
         return self.seq, None if last is None else (
@@ -256,7 +275,11 @@ class FragmentBuilder:
         return fragment
 
     def _begin(self, like, state, term, lane):
-        "Begin a fragment. Its row 0 is the last row of the previous fragment, with the changes that pipes above the collector made."
+        """Begin a fragment.
+
+        Its row 0 is the last row of the previous fragment, with the changes that pipes above the
+        collector made.
+        """
         where = self.where | dict(lane=lane)
         n = self.n_steps + 1
         try:
@@ -295,13 +318,16 @@ class FragmentBuilder:
 
 # %% ../../nbs/pipes/13_fragments.ipynb #e9f89cda
 class FragmentCollector(Pipe):
-    """Join `n_steps` ticks into a `Fragment` of `T = n_steps` steps; the next fragment continues with its last state and recurrent state.
+    """Join `n_steps` ticks into a `Fragment` of `T = n_steps` steps; the next fragment continues
+    with its last state and recurrent state.
 
-    A collector that reads an `EnvStepper` directly reads single ticks only for its first fragment. The steps of each other fragment are
-    taken at once, in its memory. So when an environment fails a check of its numbers, it may have taken up to `n_steps` further steps.
+    A collector that reads an `EnvStepper` directly reads single ticks only for its first fragment.
+    The steps of each other fragment are taken at once, in its memory. So when an environment fails
+    a check of its numbers, it may have taken up to `n_steps` further steps.
 
-    Every fragment has its own memory. If the source ends within a fragment, the last fragment is shorter. Raises `DataError` if
-    `n_steps < 1`, if an item is not a `Tick`, or if a fragment would begin where a sticky environment rests.
+    Every fragment has its own memory. If the source ends within a fragment, the last fragment is
+    shorter. Raises `DataError` if `n_steps < 1`, if an item is not a `Tick`, or if a fragment would
+    begin where a sticky environment rests.
 
     Args:
         pipe: yields `Tick`s, such as `EnvStepper`
@@ -316,7 +342,9 @@ class FragmentCollector(Pipe):
         self.n_steps = check_integer("n_steps", n_steps, pipe=self)
 
     def into(self, destination: Destination) -> Iterator[Fragment]:
-        "The same stream as `iter(self)`, but the states of its fragments are in the memory of `destination`."
+        """The same stream as `iter(self)`, but the states of its fragments are in the memory of
+        `destination`.
+        """
         return self._run(destination=destination)
 
     def stream(

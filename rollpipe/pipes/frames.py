@@ -23,10 +23,12 @@ from .graph.torchdata import IterDataPipe
 # %% ../../nbs/pipes/22_frames.ipynb #ee71c15f
 @made_of(lambda x: (x.frames, x.past, x.rows))
 class Stacks(torch.Tensor):
-    """A tensor `[*lead, n, *frame]` that stores each frame once: element `i` is frame number `rows[i]`, with `rows` int64 `[*lead, n]`.
+    """A tensor `[*lead, n, *frame]` that stores each frame once: element `i` is frame number
+    `rows[i]`, with `rows` int64 `[*lead, n]`.
 
-    Negative numbers count from the end of `past`. Indexing leading dimensions, joining, and moving to a device return `Stacks`.
-    Every other torch operation works on the copy `dense()`. Raises `DataError` for an operation in place.
+    Negative numbers count from the end of `past`. Indexing leading dimensions, joining, and moving
+    to a device return `Stacks`. Every other torch operation works on the copy `dense()`. Raises
+    `DataError` for an operation in place.
 
     Args:
         frames: [N, *frame]
@@ -62,7 +64,10 @@ class Stacks(torch.Tensor):
         return self.frames.is_shared()
 
     def share_memory_(self) -> "Stacks":
-        "Move the parts to shared memory. The stacks have no memory of their own, and torch would crash."
+        """Move the parts to shared memory.
+
+        The stacks have no memory of their own, and torch would crash.
+        """
         for part in (self.frames, self.past, self.rows):
             part.share_memory_()
         return self
@@ -175,7 +180,9 @@ _LAZY = {
 
 # %% ../../nbs/pipes/22_frames.ipynb #ed20a39c
 def _frame_numbers(fragment, n):
-    "The frame numbers of the stacks in each row, int64 `[T+1, B, n]`, and of the true last observations, `[K, n]`."
+    """The frame numbers of the stacks in each row, int64 `[T+1, B, n]`, and of the true last
+    observations, `[K, n]`.
+    """
     stepno, n_envs = fragment.state.stepno, fragment.n_envs
     back = torch.arange(
         n - 1, -1, -1, device=stepno.device
@@ -188,21 +195,24 @@ def _frame_numbers(fragment, n):
         *(torch.arange(size, device=stepno.device) for size in stepno.shape), indexing="ij"
     )
     t, b = fragment.final.t, fragment.final.b
-    # The true last observation replaces row t + 1. Its number may be too large, but this frame is replaced later anyway.
+    # The true last observation replaces row t + 1. Its number may be too large, but this frame is
+    # replaced later anyway.
     end = numbers(t + 1, b, stepno[t, b] + 1).clamp(max=(fragment.n_steps + 1) * n_envs - 1)
     return numbers(every_t, every_b, stepno), end
 
 # %% ../../nbs/pipes/22_frames.ipynb #e3c187c4
 class FrameStack(Pipe):
-    """Show the images in the observations of `Fragment`s as stacks of the last `n`, `[T+1, B, n, ...]`, without storing them `n` times.
+    """Show the images in the observations of `Fragment`s as stacks of the last `n`,
+    `[T+1, B, n, ...]`, without storing them `n` times.
 
-    Images are the leaves with at least two dimensions for each environment. A stack holds frames of one episode only: the episode's first
-    frame takes the place of earlier ones, as in `gymnasium.wrappers.FrameStackObservation(padding_type='reset')`. `state.obs`
-    becomes `Stacks`, which refer to the frames of the fragment and to copies of the `n - 1` frames before it. `final.obs` are plain
-    tensors `[K, n, ...]`.
+    Images are the leaves with at least two dimensions for each environment. A stack holds frames of
+    one episode only: the episode's first frame takes the place of earlier ones, as in
+    `gymnasium.wrappers.FrameStackObservation(padding_type='reset')`. `state.obs` becomes `Stacks`,
+    which refer to the frames of the fragment and to copies of the `n - 1` frames before it.
+    `final.obs` are plain tensors `[K, n, ...]`.
 
-    The actor does not see these stacks, so it must store frames itself. Raises `DataError` if `n < 1`, if there are no images,
-    or if an earlier fragment is missing whose frames are needed.
+    The actor does not see these stacks, so it must store frames itself. Raises `DataError` if
+    `n < 1`, if there are no images, or if an earlier fragment is missing whose frames are needed.
 
     Args:
         pipe: yields `Fragment`s
@@ -249,7 +259,10 @@ class FrameStack(Pipe):
         )
 
     def _pasts(self, fragment, images, lanes):
-        "For each image, the `n - 1` frames `[n - 1, B, ...]` before row 0. Stores the last frames of this fragment for the next one."
+        """For each image, the `n - 1` frames `[n - 1, B, ...]` before row 0.
+
+        Stores the last frames of this fragment for the next one.
+        """
         pasts = [x.new_zeros((self.n - 1, *x.shape[1:])) for x in images]
         for strand in strands(fragment):
             lane, seq, columns = strand
@@ -277,10 +290,12 @@ class FrameStack(Pipe):
 
 # %% ../../nbs/pipes/22_frames.ipynb #e2295292
 def newest_frames(fragment: Fragment, n: int) -> Fragment:
-    """The fragment with the newest image of each stack in the observations, leaves `[T+1, B, height, width, ...]`.
+    """The fragment with the newest image of each stack in the observations, leaves
+    `[T+1, B, height, width, ...]`.
 
-    Raises `DataError` if no leaf `[T+1, B, n, height, width, ...]` holds stacks as `gymnasium.wrappers.FrameStackObservation` makes them,
-    or another one holds images that are no such stacks, or the actor has a memory.
+    Raises `DataError` if no leaf `[T+1, B, n, height, width, ...]` holds stacks as
+    `gymnasium.wrappers.FrameStackObservation` makes them, or another one holds images that are no
+    such stacks, or the actor has a memory.
 
     Args:
         fragment: observations with stacks
@@ -322,11 +337,14 @@ def newest_frames(fragment: Fragment, n: int) -> Fragment:
 
 
 def _are_stacks(fragment, x):
-    "Does each stack hold the frames of the one before, or, where an episode begins, copies of one frame?"
+    """Does each stack hold the frames of the one before, or, where an episode begins, copies of one
+    frame?
+    """
     begins = fragment.state.stepno == 0
     copies = (x == x[:, :, -1:]).flatten(2).all(-1)
     follows = (x[1:, :, :-1] == x[:-1, :, 1:]).flatten(2).all(-1) | ~fragment.valid
-    # Before a step that is none, such as the reset of a vector, a row shows the last stack of its episode; so may the last row.
+    # Before a step that is none, such as the reset of a vector, a row shows the last stack of its
+    # episode; so may the last row.
     one = torch.ones_like(fragment.valid[:1])
     valid = fragment.valid
     last = torch.cat([one, follows]) & torch.cat([~valid, one])
@@ -334,7 +352,8 @@ def _are_stacks(fragment, x):
 
 
 def with_stacks(fragment: Fragment, n: int) -> Fragment:
-    """The fragment without its first `n - 1` steps, with the stacks of which `newest_frames` has left the newest images.
+    """The fragment without its first `n - 1` steps, with the stacks of which `newest_frames` has
+    left the newest images.
 
     Args:
         fragment: [T + n - 1, B], without recurrent state

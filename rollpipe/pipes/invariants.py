@@ -25,7 +25,10 @@ from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/20_invariants.ipynb #1421570e
 def _demand(mask, problem, leaf, got, row=0):
-    "Raise `DataError` for the first element of `mask` that is False. The first row of `mask` has the number `row`."
+    """Raise `DataError` for the first element of `mask` that is False.
+
+    The first row of `mask` has the number `row`.
+    """
     if mask.all():
         return
     t, b = (~mask).nonzero()[0].tolist()
@@ -50,12 +53,15 @@ def check_shapes(fragment: Fragment) -> None:
 
 
 def check_alignment(fragment: Fragment) -> None:
-    "Raise `DataError` unless rows, steps, ends of episodes and final rows of `fragment` are consistent."
+    """Raise `DataError` unless rows, steps, ends of episodes and final rows of `fragment` are
+    consistent.
+    """
     check_shapes(fragment)
     (stepno, _, _, rew, fin) = fragment.state
     term = fragment.term
     valid = fragment.valid
-    # The last row of a whole episode keeps its step number; everywhere else a row with `fin` has step number 0.
+    # The last row of a whole episode keeps its step number; everywhere else a row with `fin` has
+    # step number 0.
     counted = (stepno[1:] == stepno[:-1] + 1) | (fin[1:] & (stepno[1:] == 0)) | ~valid
     _demand(
         counted, "the steps of an episode are not counted one by one", "state.stepno", stepno[1:], 1
@@ -96,9 +102,11 @@ def check_alignment(fragment: Fragment) -> None:
 
 # %% ../../nbs/pipes/20_invariants.ipynb #3b691991
 def check_continued(fragment: Fragment, before: dict | None = None) -> dict:
-    """Raise `DataError` unless row 0 of each strand is the last row of the previous fragment, where that is known.
+    """Raise `DataError` unless row 0 of each strand is the last row of the previous fragment, where
+    that is known.
 
-    Returns the argument `before` for the next fragment: lane -> (seq, copy of the last rows). Whole episodes do not continue a fragment.
+    Returns the argument `before` for the next fragment: lane -> (seq, copy of the last rows). Whole
+    episodes do not continue a fragment.
 
     Args:
         fragment: of one lane, or joined from several
@@ -123,7 +131,8 @@ def check_continued(fragment: Fragment, before: dict | None = None) -> dict:
 
 
 def check_hx(fragment: Fragment, actor: Any) -> None:
-    """Raise `DataError` unless the recurrent state is initial wherever row 0 of `fragment` begins an episode.
+    """Raise `DataError` unless the recurrent state is initial wherever row 0 of `fragment` begins
+    an episode.
 
     Args:
         fragment: collected by `actor`
@@ -143,9 +152,11 @@ def check_hx(fragment: Fragment, actor: Any) -> None:
 
 # %% ../../nbs/pipes/20_invariants.ipynb #8452eb88
 def check_ratio(fragment: Fragment, actor: Any, tolerance: float = 1e-3) -> None:
-    """Raise `DataError` unless the current weights of `actor` give the recorded log-probabilities: ratio 1 within `tolerance`.
+    """Raise `DataError` unless the current weights of `actor` give the recorded log-probabilities:
+    ratio 1 within `tolerance`.
 
-    Nothing is checked if the actor has no `replay`, or if the fragment was not collected with the current weights.
+    Nothing is checked if the actor has no `replay`, or if the fragment was not collected with the
+    current weights.
 
     Args:
         fragment: with the recorded `logp`
@@ -175,7 +186,8 @@ def check_advantages(
 
     Args:
         fragment: with `adv` and `ret`, else nothing is checked
-        critic: function of observations that returns values; None: the `value` that the actor reported
+        critic: function of observations that returns values; None: the `value` that the actor
+            reported
         gamma: discount
         lam: exponential weight of GAE
         tolerance: greatest error, relative to 1 + the correct value
@@ -212,12 +224,14 @@ def check_advantages(
 
 # %% ../../nbs/pipes/20_invariants.ipynb #3fbeb825
 class CheckInvariants(Pipe):
-    """Check the rules of the stream on a sample of its `Fragment`s, always including the first one of each lane.
+    """Check the rules of the stream on a sample of its `Fragment`s, always including the first one
+    of each lane.
 
-    The rules are `check_alignment`, `check_continued`, `check_hx`, `check_ratio` and `check_advantages`. Arguments that are not given
-    are taken from the pipes above: the actor from the source, and critic, `gamma` and `lam` from the `AdvantageBuffer`. A rule
-    is not checked if its arguments are not found. Place this pipe above everything that trains, because the critic must still be the
-    one that estimated the advantages.
+    The rules are `check_alignment`, `check_continued`, `check_hx`, `check_ratio` and
+    `check_advantages`. Arguments that are not given are taken from the pipes above: the actor from
+    the source, and critic, `gamma` and `lam` from the `AdvantageBuffer`. A rule is not checked if
+    its arguments are not found. Place this pipe above everything that trains, because the critic
+    must still be the one that estimated the advantages.
 
     Raises `DataError`, which names the broken rule, or `rate` if it is not in [0, 1].
 
@@ -254,7 +268,8 @@ class CheckInvariants(Pipe):
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         actor, advantage = self._lookup()
-        # lanes of an item -> number of such items so far, and their last rows if the next item is due
+        # lanes of an item -> number of such items so far, and their last rows if the next item is
+        # due
         known = self.keep(known={})["known"]
         for fragment in items:
             check_item(fragment, Fragment, self)

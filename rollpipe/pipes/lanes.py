@@ -44,7 +44,8 @@ _MACHINES = 2  # the value of `SHARDING_PRIORITIES.DISTRIBUTED`
 class Divided:
     "Mixin of `Lanes`: the loaders of torch and torchdata divide the lanes among their processes."
 
-    divisions: tuple = ()  # `(priority, processes, process)`: first the division among machines, then among workers
+    # `(priority, processes, process)`: first the division among machines, then among workers
+    divisions: tuple = ()
     pipe: Any  # `n` and `pipe` are those of `Lanes`
     n: int
 
@@ -54,19 +55,22 @@ class Divided:
     def apply_sharding(
         self, num_of_instances: int, instance_id: int, sharding_group: Any = None
     ) -> None:
-        """Keep a part of the lanes: every `num_of_instances`-th lane, or a block of neighbours if machines divide them (`DISTRIBUTED`).
+        """Keep a part of the lanes: every `num_of_instances`-th lane, or a block of neighbours if
+        machines divide them (`DISTRIBUTED`).
 
         torch and torchdata call this in their processes.
 
         Args:
             num_of_instances: processes
             instance_id: number of this process
-            sharding_group: a `SHARDING_PRIORITIES` of torch; a division among workers applies to the lanes of their machine
+            sharding_group: a `SHARDING_PRIORITIES` of torch; a division among workers applies to
+                the lanes of their machine
         """
         self.divide(num_of_instances, instance_id, getattr(sharding_group, "value", 0))
 
     def divide(self, n: int, k: int, priority: int = _MACHINES) -> None:
-        """Keep the lanes of machine `k` of `n`, which are a block of neighbours; with another `priority` those of process `k` of `n`.
+        """Keep the lanes of machine `k` of `n`, which are a block of neighbours; with another
+        `priority` those of process `k` of `n`.
 
         Args:
             priority: the value of a `SHARDING_PRIORITIES` of torch
@@ -84,7 +88,8 @@ class Divided:
         "The numbers of the lanes that run in this process."
         lanes = range(self.n)
         for priority, n, k in self.divisions:
-            # A machine has neighbouring lanes, so that the batches of all machines, joined in order, equal the batch of one process.
+            # A machine has neighbouring lanes, so that the batches of all machines, joined in
+            # order, equal the batch of one process.
             lanes = (
                 lanes[len(lanes) * k // n : len(lanes) * (k + 1) // n]
                 if priority == _MACHINES
@@ -97,7 +102,9 @@ class Divided:
         return all(priority == _MACHINES for priority, *_ in self.divisions)
 
     def warn_of_old_weights(self) -> None:
-        "In the first worker of a loader of torch or torchdata, warn if networks collect, because the worker gets no new weights."
+        """In the first worker of a loader of torch or torchdata, warn if networks collect, because
+        the worker gets no new weights.
+        """
         is_worker = self.divisions and multiprocessing.current_process().daemon
         modules = (module for x in self.held_above() for module in modules_in(x))
         if (
@@ -113,7 +120,8 @@ class Divided:
 
 # %% ../../nbs/pipes/14_lanes.ipynb #8de27399
 def opened_into(pipe: IterDataPipe, destination: Destination) -> Iterator:
-    """An iterator of `pipe`, whose fragments are in the memory of `destination` if the pipe can make them there.
+    """An iterator of `pipe`, whose fragments are in the memory of `destination` if the pipe can
+    make them there.
 
     Args:
         pipe: the last pipe of a lane
@@ -131,16 +139,19 @@ class LaneStates:
     "Mixin of `Lanes`: what their iteration keeps."
 
     restored: dict | None
-    running: Any = None  # what the present iteration has: `root`, `turn`, `n`, `pending`, and `lanes`, number -> (graph, stream, states)
+    # what the present iteration has: `root`, `turn`, `n`, `pending`, and `lanes`, number -> (graph,
+    # stream, states)
+    running: Any = None
     root: Callable
     copy: Callable
     global_random_states: Callable
     own_lanes: Callable
 
     def beginning(self) -> dict:
-        """The state with which an iteration begins: `root`; the lanes in `turn`; `n`, the items so far; `lanes`, number -> state, or None
-        for one that has not begun; and `pending`, the items that were collected ahead, with None for the end of a lane. Raises
-        `CheckpointError` if it was restored and has other lanes.
+        """The state with which an iteration begins: `root`; the lanes in `turn`; `n`, the items so
+        far; `lanes`, number -> state, or None for one that has not begun; and `pending`, the items
+        that were collected ahead, with None for the end of a lane. Raises `CheckpointError` if it
+        was restored and has other lanes.
         """
         state, self.restored = self.restored, None
         own = self.own_lanes()
@@ -187,21 +198,25 @@ class LaneStates:
 class Lanes(Divided, LaneStates, Seeded, Pipe):
     """`n` independent copies of the graph above, which yield one item each in turn.
 
-    `Lanes` calls `set_lane(lane, seed_sequence)` of each pipe above that has this method, with the number of the lane and a seed for this
-    pipe. That seed is derived from `seed`, or from the pipe's own seed if `Lanes` has none. Pipes of torch get theirs by `set_seed`; those
-    that lack it, such as `SampleMultiplexer`, draw the same in all lanes. When a lane ends, the others continue. Raises
-    `DataError` if `n < 1`, `GraphError` if there are `Lanes` above, or if both `Lanes` and a pipe above have a seed, `EnvError` if
-    several lanes would share an instance of an environment, and `ActorError` if a parameter or buffer of an actor changes while a lane
-    collects (see `Unchanging`).
+    `Lanes` calls `set_lane(lane, seed_sequence)` of each pipe above that has this method, with the
+    number of the lane and a seed for this pipe. That seed is derived from `seed`, or from the
+    pipe's own seed if `Lanes` has none. Pipes of torch get theirs by `set_seed`; those that lack
+    it, such as `SampleMultiplexer`, draw the same in all lanes. When a lane ends, the others
+    continue. Raises `DataError` if `n < 1`, `GraphError` if there are `Lanes` above, or if both
+    `Lanes` and a pipe above have a seed, `EnvError` if several lanes would share an instance of an
+    environment, and `ActorError` if a parameter or buffer of an actor changes while a lane collects
+    (see `Unchanging`).
 
-    The workers of torch's `DataLoader` and of torchdata's `MultiProcessingReadingService` divide the lanes among them, but get no new
-    weights. The workers of `ProcessReading` do. torchdata seeds each of its workers differently, so `Lanes` needs a `seed` there to yield
-    the serial stream.
+    The workers of torch's `DataLoader` and of torchdata's `MultiProcessingReadingService` divide
+    the lanes among them, but get no new weights. The workers of `ProcessReading` do. torchdata
+    seeds each of its workers differently, so `Lanes` needs a `seed` there to yield the serial
+    stream.
 
     Args:
         pipe: the graph to copy
         n: number of lanes
-        seed: determines everything random above; None: that of a loader, or fresh entropy for each iteration
+        seed: determines everything random above; None: that of a loader, or fresh entropy for each
+            iteration
     """
 
     fusible = copies_above = True
@@ -231,7 +246,8 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
         Args:
             lane: number of the lane
             root: from `root`
-            again: number of times that this lane was lost and began anew, each time with other random numbers
+            again: number of times that this lane was lost and began anew, each time with other
+                random numbers
         """
         key = (
             (lane, 2**16 + again) if again else (lane,)
@@ -267,7 +283,10 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
         return copy
 
     def global_random_states(self, lane: int, root: int, again: int = 0) -> GlobalRandomStates:
-        "States of the global generators for one lane. Like the seeds of its pipes, they are derived from `root`."
+        """States of the global generators for one lane.
+
+        Like the seeds of its pipes, they are derived from `root`.
+        """
         own = next(
             (
                 pipe.seed
@@ -280,7 +299,9 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
         )
 
     def into(self, destination: Destination) -> Iterator:
-        "The same stream as `iter(self)`, but with the fragments in the memory of `destination`, if the lanes can make them there."
+        """The same stream as `iter(self)`, but with the fragments in the memory of `destination`,
+        if the lanes can make them there.
+        """
         return self._run(destination=destination)
 
     def _items(self, destination=None) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]  lanes have no options
@@ -330,7 +351,8 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
 
 # %% ../../nbs/pipes/14_lanes.ipynb #23eae9dd
 def learning_pipes(pipe: IterDataPipe) -> dict:
-    """The pipes below the lanes that have a state, named by their class; a second pipe of the same class gets a number as well.
+    """The pipes below the lanes that have a state, named by their class; a second pipe of the same
+    class gets a number as well.
 
     Args:
         pipe: the last pipe of a graph

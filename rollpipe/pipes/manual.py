@@ -17,25 +17,31 @@ from .stepper import EnvStepper
 
 # %% ../../nbs/pipes/18_manual.ipynb #97ef8eb7
 def prepare(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> FragmentCollector:
-    """Check the arguments and return a plan, which is a small pipeline. No environment is made, reset or stepped yet.
+    """Check the arguments and return a plan, which is a small pipeline.
 
-    `startup` resets the instances, with seeds derived from `seed`. Instances are never closed, and serve one loop at a time. Raises the
-    errors of `EnvStepper` and `FragmentCollector`.
+    No environment is made, reset or stepped yet.
+
+    `startup` resets the instances, with seeds derived from `seed`. Instances are never closed, and
+    serve one loop at a time. Raises the errors of `EnvStepper` and `FragmentCollector`.
 
     Args:
         envs: environment instances, or a source for `EnvStepper`: id, factory, a list of them
         actor: the actor, held by reference
         n_steps: steps per fragment
-        **kwargs: as for `EnvStepper`: sticky, info_keys, seed, explore, clip_actions, close; n_envs, env_kwargs for ids
+        **kwargs: as for `EnvStepper`: sticky, info_keys, seed, explore, clip_actions, close;
+            n_envs, env_kwargs for ids
     """
     return FragmentCollector(EnvStepper(envs, actor, **kwargs), n_steps)
 
 # %% ../../nbs/pipes/18_manual.ipynb #e6a3413d
 class Context:
-    """The current state of an actor in its environments. `startup` makes it, and `collect` advances it.
+    """The current state of an actor in its environments.
 
-    `state` is what the actor sees next (`State`, numpy `[B, ...]`). `hx` is the recurrent state before its next reaction, with the
-    environment on dim 1. As a context manager, it closes environments that it made, but not environments that the user lent.
+    `startup` makes it, and `collect` advances it.
+
+    `state` is what the actor sees next (`State`, numpy `[B, ...]`). `hx` is the recurrent state
+    before its next reaction, with the environment on dim 1. As a context manager, it closes
+    environments that it made, but not environments that the user lent.
 
     Args:
         plan: result of `prepare`
@@ -74,7 +80,10 @@ class Context:
 
 
 def startup(plan: FragmentCollector) -> Context:
-    "Reset the environments of a plan from `prepare`, and the actor's recurrent state. Each call starts anew."
+    """Reset the environments of a plan from `prepare`, and the actor's recurrent state.
+
+    Each call starts anew.
+    """
     if not isinstance(plan, FragmentCollector) or not isinstance(plan.pipe, EnvStepper):
         raise DataError(
             "startup needs what `prepare` returned",
@@ -85,9 +94,12 @@ def startup(plan: FragmentCollector) -> Context:
 
 
 def collect(context: Context) -> Fragment:
-    """Collect the next `Fragment` `[T+1, B, ...]`, in its own memory. This advances `context` by `T` steps.
+    """Collect the next `Fragment` `[T+1, B, ...]`, in its own memory.
 
-    The actor may be updated between two calls. Raises `DataError` if the context was closed, or has failed before.
+    This advances `context` by `T` steps.
+
+    The actor may be updated between two calls. Raises `DataError` if the context was closed, or has
+    failed before.
     """
     for fragment in context._fragments:
         return fragment
@@ -99,7 +111,9 @@ def collect(context: Context) -> Fragment:
 
 # %% ../../nbs/pipes/18_manual.ipynb #c93f773a
 def rollout(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> Iterator[Fragment]:
-    """Yield `Fragment`s of `n_steps` steps without end, in this process. Environments that it made are closed at the end.
+    """Yield `Fragment`s of `n_steps` steps without end, in this process.
+
+    Environments that it made are closed at the end.
 
     Args:
         envs: as for `prepare`
@@ -115,9 +129,10 @@ def rollout(envs: Any, actor: Any, n_steps: int, **kwargs: Any) -> Iterator[Frag
 class EnvContext:
     """A batch of environments that have been reset. `context` makes it, and `step` advances it.
 
-    `state` is the current state (`State`, numpy `[B, ...]`). `seen` is the same state for an actor (torch `[1, B, ...]`, with float32
-    instead of float64, and zeros in `act` and `rew` where `fin`). As a context manager, it closes environments that it made, but not
-    environments that the user lent.
+    `state` is the current state (`State`, numpy `[B, ...]`). `seen` is the same state for an actor
+    (torch `[1, B, ...]`, with float32 instead of float64, and zeros in `act` and `rew` where
+    `fin`). As a context manager, it closes environments that it made, but not environments that the
+    user lent.
 
     Args:
         stepper: `EnvStepper` with the environments; its actor is not used
@@ -134,7 +149,9 @@ class EnvContext:
         self.state, self.seen = out.state, out.seen
 
     def step(self, act: Any) -> Outcome:
-        """Step the environments with their actions. An environment whose episode ends is reset at once.
+        """Step the environments with their actions.
+
+        An environment whose episode ends is reset at once.
 
         Args:
             act: one action for each environment, torch [1, B, ...]
@@ -168,7 +185,9 @@ class _NoActor:
 
 
 def context(envs: Any, **kwargs: Any) -> EnvContext:
-    """Reset environments and return them as one batch, without an actor. Raises the errors of `EnvStepper`.
+    """Reset environments and return them as one batch, without an actor.
+
+    Raises the errors of `EnvStepper`.
 
     Args:
         envs: as for `prepare`

@@ -53,31 +53,41 @@ def rollouts(
     optimize: bool = True,
     edits: Sequence[Callable] = (),
 ) -> IterDataPipe:
-    """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments.
+    """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs`
+    environments.
 
-    `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits` and `optimize`. `GraphError`: an edit returns no pipe.
+    `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker`, then the `edits` and `optimize`.
+    `GraphError`: an edit returns no pipe.
 
-    For a `TensorEnv`, a `TensorCollector` replaces the first two, and batches are on the device of the environments. Then the options
-    `env_kwargs`, `vector`, `sticky`, `episode_seeds` and `device`, and the engine 'onnxruntime', raise `DataError`.
+    For a `TensorEnv`, a `TensorCollector` replaces the first two, and batches are on the device of
+    the environments. Then the options `env_kwargs`, `vector`, `sticky`, `episode_seeds` and
+    `device`, and the engine 'onnxruntime', raise `DataError`.
 
     Args:
-        env: gymnasium id, factory, instance, a list or pipe of these, or a `TensorEnv` or a subclass of it
+        env: gymnasium id, factory, instance, a list or pipe of these, or a `TensorEnv` or a
+            subclass of it
         actor: the actor, held by reference
-        n_envs: environments stepped together in a lane; None: all instances, or all of a vector or pipe
+        n_envs: environments stepped together in a lane; None: all instances, or all of a vector or
+            pipe
         n_steps: steps of each environment in a fragment
         lanes: independent copies of environment and collector, joined in one batch
         seed: determines environments and actions
         info_keys: environment infos to record; None: all numeric infos
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
-        vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
+        vector: make one vector environment of an id: 'sync', 'async', 'vector_entry_point',
+            'envpool'
         sticky: do not reset an environment whose episode has ended before the end of the fragment
         terminal_obs: keep the last observations of terminated episodes too
-        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
+        episode_seeds: reset each episode with a seed of its own, which its last step reports as the
+            info `episode_seed`
         close: False: do not close the environments that are made here
         device: the actor's device, if not the host; batches are on the host, `ToDevice` moves them
-        engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
-        optimize: rewrite stages where this changes nothing but the speed, see `rollpipe.pipes.optimize`
-        edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
+        engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if
+            possible)
+        optimize: rewrite stages where this changes nothing but the speed, see
+            `rollpipe.pipes.optimize`
+        edits: functions `pipe -> pipe`, applied in order, such as
+            `SomePipe.inserter(after=FragmentCollector)`
     """
     options = dict(terminal_obs=terminal_obs, info_keys=info_keys, close=close)
     only = dict(
@@ -106,7 +116,10 @@ def rollouts(
 
 
 def _of_tensors(env, actor, n_steps, n_envs, options, only):
-    "The source for a `TensorEnv`. It takes the `options`, and refuses options that are `only` for other environments."
+    """The source for a `TensorEnv`.
+
+    It takes the `options`, and refuses options that are `only` for other environments.
+    """
     for name, x in only.items():
         if x is None:
             continue
@@ -132,7 +145,10 @@ def _listed(edits):
 
 
 def _seeded(pipe, seed):
-    "Give each random pipe between `Lanes` and the end a seed of its own, derived from `seed`. `Lanes` seeds itself and its sources."
+    """Give each random pipe between `Lanes` and the end a seed of its own, derived from `seed`.
+
+    `Lanes` seeds itself and its sources.
+    """
     if seed is None:
         return pipe
     by_lanes = {id(p) for lanes in find(pipe, Lanes) for p in find(lanes, lambda p: True)}
@@ -150,7 +166,8 @@ def _seeded(pipe, seed):
 
 # %% ../../nbs/pipes/27_recipes.ipynb #21762989
 def check_reward_scale(scale: Any, words: tuple, actor: Any = None) -> None:
-    """Raise `DataError` unless `scale` is a number above 0, None or one of `words`, and for another one than 1 if the actor sees rewards.
+    """Raise `DataError` unless `scale` is a number above 0, None or one of `words`, and for another
+    one than 1 if the actor sees rewards.
 
     Args:
         scale: the option `reward_scale` of a recipe
@@ -186,7 +203,10 @@ def _scaler(scale, gamma, actor):
 
 
 def _known(recipe, options):
-    "These options, if `rollouts` has all of them. Otherwise the `TypeError` names the recipe that was called, and what it takes."
+    """These options, if `rollouts` has all of them.
+
+    Otherwise the `TypeError` names the recipe that was called, and what it takes.
+    """
     known = signature(recipe).parameters
     for name in options:
         if name in known:
@@ -209,10 +229,12 @@ def on_policy(
     edits: Sequence[Callable] = (),
     **kwargs: Any,
 ) -> IterDataPipe:
-    """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs` environments, with `adv` and `ret`.
+    """A pipeline that yields batches: `Fragment`s of `n_steps` steps of `lanes * n_envs`
+    environments, with `adv` and `ret`.
 
-    `EnvStepper -> FragmentCollector -> Lanes -> AdvantageBuffer -> FragmentStacker`, then the `edits`. Raises `GraphError` if an edit
-    returns no pipe. With a `reward_scale`, a `RewardScaler` comes before the `AdvantageBuffer`.
+    `EnvStepper -> FragmentCollector -> Lanes -> AdvantageBuffer -> FragmentStacker`, then the
+    `edits`. Raises `GraphError` if an edit returns no pipe. With a `reward_scale`, a `RewardScaler`
+    comes before the `AdvantageBuffer`.
 
     Args:
         env: gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
@@ -220,8 +242,10 @@ def on_policy(
         critic: the critic, `critic(obs) -> value`; None: the `value` that the actor reports
         gamma: discount factor per step
         lam: lambda of generalised advantage estimation: exponential weight of longer estimates
-        reward_scale: factor of the rewards; 'learn': divide them by the standard deviation of the return; 'sign': keep signs only; None: 1
-        edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
+        reward_scale: factor of the rewards; 'learn': divide them by the standard deviation of the
+            return; 'sign': keep signs only; None: 1
+        edits: functions `pipe -> pipe`, applied in order, such as
+            `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
     advantage = AdvantageBuffer.inserter(after=Lanes, critic=critic, gamma=gamma, lam=lam)
@@ -258,32 +282,40 @@ def replayed(
     edits: Sequence[Callable] = (),
     **kwargs: Any,
 ) -> IterDataPipe:
-    """A pipeline that yields a `Replayed` for every `n_steps` steps of `lanes * n_envs` environments: new steps, and samples of all steps.
+    """A pipeline that yields a `Replayed` for every `n_steps` steps of `lanes * n_envs`
+    environments: new steps, and samples of all steps.
 
-    `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See `rollouts` and `Replay`. With
-    `n_sampled_goal`, a `Hindsight` comes before the `edits`, and with a `reward_scale`, a `RewardScaler` after `Lanes`.
+    `EnvStepper -> FragmentCollector -> Lanes -> FragmentStacker -> Replay`, then the `edits`. See
+    `rollouts` and `Replay`. With `n_sampled_goal`, a `Hindsight` comes before the `edits`, and with
+    a `reward_scale`, a `RewardScaler` after `Lanes`.
 
     Args:
         env: gymnasium id, factory, instance, or a list or pipe of those, see `EnvStepper`
         actor: the actor, held by reference
-        n_envs: environments stepped together in a lane; None: all instances, or all of a vector or pipe
+        n_envs: environments stepped together in a lane; None: all instances, or all of a vector or
+            pipe
         n_steps: steps of each environment in a fragment
         capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each batch of new steps
-        samples_per_step: samples for each new step (update-to-data ratio); None: `n_batches` for each batch
+        samples_per_step: samples for each new step (update-to-data ratio); None: `n_batches` for
+            each batch
         warmup: number of steps in the memory before the first sample
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform
-        beta: exponent of the importance weights; 1: full correction of the bias of prioritized sampling
+        beta: exponent of the importance weights; 1: full correction of the bias of prioritized
+            sampling
         zero_state: segments begin with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
-        n_sampled_goal: in samples, number of steps with a goal that was achieved later, for each one with its own goal (HER); 0: none
-        frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
+        n_sampled_goal: in samples, number of steps with a goal that was achieved later, for each
+            one with its own goal (HER); 0: none
+        frames: images in each stack of the observations; the memory keeps each of them once; 1: no
+            stacks
         reward_scale: factor of the rewards; 'sign': keep signs only; None: 1
         terminal_obs: keep the last observations of terminated episodes too
-        edits: functions `pipe -> pipe`, applied in order, such as `SomePipe.inserter(after=FragmentCollector)`
+        edits: functions `pipe -> pipe`, applied in order, such as
+            `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
     if reward_scale == "learn" or reward_scale is not None and n_sampled_goal:

@@ -55,16 +55,19 @@ _log = logging.getLogger("rollpipe")
 
 
 def keep_environments(pipe: IterDataPipe) -> dict:
-    """Test how the environments of a graph can be kept, and let its sources keep them so. The graph is changed in place.
+    """Test how the environments of a graph can be kept, and let its sources keep them so.
 
-    Call it before an iteration, and before the graph is copied, as loaders do. The log tells of environments of which a process should
-    have one at a time, and of a test that takes long.
+    The graph is changed in place.
+
+    Call it before an iteration, and before the graph is copied, as loaders do. The log tells of
+    environments of which a process should have one at a time, and of a test that takes long.
 
     Args:
         pipe: the last pipe of the graph
 
     Returns:
-        dict: name of a source, its class and a number from the second one on -> `Keeper`; 'none': its environments cannot be kept
+        dict: name of a source, its class and a number from the second one on -> `Keeper`; 'none':
+            its environments cannot be kept
     """
     sources = numbered(find(pipe, Acting))
     tested = {}
@@ -83,7 +86,9 @@ def keep_environments(pipe: IterDataPipe) -> dict:
 
 
 def keep_as(pipe: IterDataPipe, names: Iterable[str]) -> None:
-    """Let the sources of a graph keep their environments as an earlier test has found. The graph is changed in place.
+    """Let the sources of a graph keep their environments as an earlier test has found.
+
+    The graph is changed in place.
 
     Args:
         names: of the keepers, in the order of `keep_environments`
@@ -128,7 +133,9 @@ def _advice(n_envs, n_lanes):
 def _tested(
     factory: Any, b: int, source: Any, seed: np.random.SeedSequence, tested: dict
 ) -> Keeper:
-    "The keeper for the environments of a factory, the `b`-th one of its batch, whose seed is `seed`."
+    """The keeper for the environments of a factory, the `b`-th one of its batch, whose seed is
+    `seed`.
+    """
     has_seeds = getattr(source, "episode_seeds", False)
     info_keys = None if source.info_keys is None else [*source.info_keys]
     key = getattr(factory, "key", id(factory)), has_seeds, repr(info_keys)

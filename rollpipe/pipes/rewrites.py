@@ -30,7 +30,9 @@ def _passes_on(pipe) -> bool:
 
 
 def between(stacker: FragmentStacker) -> tuple:
-    "`(lanes, pipes)`: the pipe that yields the stacker's fragments, and the pipes between both, in the order of the stream."
+    """`(lanes, pipes)`: the pipe that yields the stacker's fragments, and the pipes between both,
+    in the order of the stream.
+    """
     pipe = stacker.pipe
     passed = []
     while not isinstance(pipe, Lanes) and _passes_on(pipe) and len(above := inputs(pipe)) == 1:
@@ -40,7 +42,9 @@ def between(stacker: FragmentStacker) -> tuple:
 
 
 def obstacle(stacker: FragmentStacker, pipe: IterDataPipe) -> str | None:
-    "The reason why, in the graph that ends in `pipe`, the lanes cannot make fragments in memory of the stacker; None if they can."
+    """The reason why, in the graph that ends in `pipe`, the lanes cannot make fragments in memory
+    of the stacker; None if they can.
+    """
     lanes, passed = between(stacker)
     name = type(lanes).__name__
     if not trait(stacker, "fusible"):
@@ -65,7 +69,9 @@ def obstacle(stacker: FragmentStacker, pipe: IterDataPipe) -> str | None:
 
 # %% ../../nbs/pipes/25_rewrites.ipynb #da1538b8
 class InPlace:
-    "A `fusion` of a `FragmentStacker`: the lanes make their fragments side by side, so that it need not copy them."
+    """A `fusion` of a `FragmentStacker`: the lanes make their fragments side by side, so that it
+    need not copy them.
+    """
 
     def fits(self, stacker: FragmentStacker, pipe: IterDataPipe) -> bool:
         "Does this work in the graph that ends in `pipe`?"
@@ -98,7 +104,8 @@ def _joining(stacker):
 def optimize(pipe: IterDataPipe, report: bool = False) -> Any:
     """The graph with faster pipes, which yield bit-identical items and raise the same errors.
 
-    Lanes make large integer arrays, such as images, in the memory of the batch, so that a `FragmentStacker` does not copy them.
+    Lanes make large integer arrays, such as images, in the memory of the batch, so that a
+    `FragmentStacker` does not copy them.
 
     Args:
         pipe: the last pipe of the graph, which stays as it is

@@ -31,7 +31,9 @@ from .graph.torchdata import IterDataPipe, reads_ahead
 
 # %% ../../nbs/pipes/12_stepper.ipynb #c153fbb7
 def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:
-    """Raise `GraphError` if torchdata's `Prefetcher` reads `pipe` and the `holders` have weights. Without training this is allowed.
+    """Raise `GraphError` if torchdata's `Prefetcher` reads `pipe` and the `holders` have weights.
+
+    Without training this is allowed.
 
     Args:
         pipe: pipe that begins to iterate
@@ -55,44 +57,58 @@ def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:
 
 # %% ../../nbs/pipes/12_stepper.ipynb #766d90ee
 class EnvStepper(Acting, Seeded, Source):
-    """Let `actor` act in `n_envs` environments, and yield a `Tick` for each step of the batch, without end.
+    """Let `actor` act in `n_envs` environments, and yield a `Tick` for each step of the batch,
+    without end.
 
-    The actor is held by reference: training it changes what the stream yields. Environments are made when the iteration
-    begins. They are closed when it ends, is left early, or fails. Actions outside the bounds of a `Box` are
-    recorded as the actor chose them, and clipped for the environment. A factory may return a gymnasium `VectorEnv` or a synchronous
-    EnvPool, whose environments are then the batch.
+    The actor is held by reference: training it changes what the stream yields. Environments are
+    made when the iteration begins. They are closed when it ends, is left early, or fails. Actions
+    outside the bounds of a `Box` are recorded as the actor chose them, and clipped for the
+    environment. A factory may return a gymnasium `VectorEnv` or a synchronous EnvPool, whose
+    environments are then the batch.
 
-    The user lends instances, which are held by reference and never closed. Each iteration resets them, with its own seeds. They cannot be
-    copied, so several lanes or other processes raise `EnvError`. An environment serves one iteration at a time, also if a factory returns
-    it again: the older iteration gets an `EnvError` at its next step. A pipe of environments is read first, and closed at the end.
+    The user lends instances, which are held by reference and never closed. Each iteration resets
+    them, with its own seeds. They cannot be copied, so several lanes or other processes raise
+    `EnvError`. An environment serves one iteration at a time, also if a factory returns it again:
+    the older iteration gets an `EnvError` at its next step. A pipe of environments is read first,
+    and closed at the end.
 
-    An info is recorded from the step on at which it first appears, such as `episode` of gymnasium's `RecordEpisodeStatistics` at the end of
-    the first episode. The mask `'_' + key` says which environments have reported the info; an info that all report at every step has
-    no mask. Without `info_keys`, infos that are not numeric are left out, and the logger 'rollpipe' warns of this once.
+    An info is recorded from the step on at which it first appears, such as `episode` of gymnasium's
+    `RecordEpisodeStatistics` at the end of the first episode. The mask `'_' + key` says which
+    environments have reported the info; an info that all report at every step has no mask. Without
+    `info_keys`, infos that are not numeric are left out, and the logger 'rollpipe' warns of this
+    once.
 
-    An environment that is not `valid` in a tick made no transition: it rests (`sticky`), or is being reset (autoreset mode NEXT_STEP).
+    An environment that is not `valid` in a tick made no transition: it rests (`sticky`), or is
+    being reset (autoreset mode NEXT_STEP).
 
-    Raises `EnvError` (unknown id, environment that fails or returns something invalid), `ActorError` (the same for the
-    actor), `SpaceError` (spaces without a fixed-size array form) or `DataError` (`sticky < 1`, a missing device, one string
-    as `info_keys`; an observation of another structure, shape or kind of number than its space). The error names lane, environment and leaf
-    where they are known. Raises `GraphError` in several workers of a torch `DataLoader`, if there are no `Lanes` for them to divide.
+    Raises `EnvError` (unknown id, environment that fails or returns something invalid),
+    `ActorError` (the same for the actor), `SpaceError` (spaces without a fixed-size array form) or
+    `DataError` (`sticky < 1`, a missing device, one string as `info_keys`; an observation of
+    another structure, shape or kind of number than its space). The error names lane, environment
+    and leaf where they are known. Raises `GraphError` in several workers of a torch `DataLoader`,
+    if there are no `Lanes` for them to divide.
 
     Args:
         source: gymnasium id, factory `source()` or `source(seed=...)`, instance; a list or pipe
         actor: anything with `step` and `reset` as described in `rollpipe.layers.Actor`
         n_envs: environments stepped together [1, or all of the list, vector or pipe]
         vector: one vector environment of an id: 'sync', 'async', 'vector_entry_point', 'envpool'
-        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
-        terminal_obs: keep the last observations of terminated episodes too: `Final`, `Step.next_state`
-        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
+        sticky: period in steps; an environment whose episode ended rests until the number of steps
+            is a multiple of `sticky`
+        terminal_obs: keep the last observations of terminated episodes too: `Final`,
+            `Step.next_state`
+        episode_seeds: reset each episode with a seed of its own, which its last step reports as the
+            info `episode_seed`
         env_kwargs: keyword arguments for `gymnasium.make` or `make_vec`
         info_keys: environment infos to record; None: all numeric infos
         seed: determines environments and actions; only if `Lanes` has no seed
         explore: False: no noise, the actor's deterministic action
         clip_actions: clip float actions to the bounds of their Box
         close: False: do not close the environments that are made here
-        device: the actor's device; the actor's input is copied there, and its answer back to the host
-        engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if possible)
+        device: the actor's device; the actor's input is copied there, and its answer back to the
+            host
+        engine: engine that runs the actor: 'torch', 'onnxruntime', or 'auto' (ONNX Runtime if
+            possible)
     """
 
     keeps_items, fusible = False, True
@@ -182,7 +198,10 @@ class EnvStepper(Acting, Seeded, Source):
             raise no_copy(Lender(env).name, owner, got, **where)
 
     def _factories(self, items, **where):
-        "The factories for one iteration. The environments of a pipe come from its iterator `items`."
+        """The factories for one iteration.
+
+        The environments of a pipe come from its iterator `items`.
+        """
         if os.getpid() != self.process:
             self.refuse_copies("each process", "another process", **where)
         if self.factories:
@@ -232,7 +251,9 @@ class EnvStepper(Acting, Seeded, Source):
         return envs
 
     def interact(self, items: Iterator | None = None) -> Interaction:
-        "A new `Interaction` of the actor with new environments, which come from `items` if there is a pipe. The caller closes its `envs`."
+        """A new `Interaction` of the actor with new environments, which come from `items` if there
+        is a pipe. The caller closes its `envs`.
+        """
         self.refuse_processes()
         refuse_reading_ahead(self, [self.actor])
         check_engine(self.engine, pipe=self)  # again, because an edit may have changed it

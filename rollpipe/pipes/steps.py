@@ -76,12 +76,14 @@ def _plain(x):
 # %% ../../nbs/pipes/23_steps.ipynb #6a992a9c
 @with_field_docs
 class Step(NamedTuple):
-    """One transition of one environment; every leaf is a tensor without batch dimensions (`Step.stack` adds one).
+    """One transition of one environment; every leaf is a tensor without batch dimensions
+    (`Step.stack` adds one).
 
     Args:
         state: observation before the action, any nesting, the environment's dtypes
         action: action that the actor chose, any nesting
-        next_state: observation after the action, never one of the next episode; after a termination `state` again, if not recorded
+        next_state: observation after the action, never one of the next episode; after a termination
+            `state` again, if not recorded
         terminated: bool []: the episode truly ended; do not bootstrap
         truncated: bool []: the episode was cut off before its end; bootstrap from `next_state`
         reward: float32 []: reward of this step
@@ -90,8 +92,10 @@ class Step(NamedTuple):
         env_id: int64 []: index of the environment in its lane
         proc_id: int64 []: number of the lane
         step_n: int64 []: number of steps of the episode before this one; 0 for the first
-        episode_n: int64 []: number of episodes that this environment finished before; 0 in the first
-        image: uint8 [height, width, 3]: an image after the step; None if none was recorded; for display, not for learning
+        episode_n: int64 []: number of episodes that this environment finished before; 0 in the
+            first
+        image: uint8 [height, width, 3]: an image after the step; None if none was recorded; for
+            display, not for learning
     """
 
     state: Any
@@ -115,7 +119,9 @@ class Step(NamedTuple):
         return nested.map(Tensor.detach, self)
 
     def to(self, *args: Any, **kwargs: Any) -> "Step":
-        "As `torch.nn.Module.to`: moves all leaves to a device, and casts only floating-point leaves to a dtype."
+        """As `torch.nn.Module.to`: moves all leaves to a device, and casts only floating-point
+        leaves to a dtype.
+        """
 
         def move(x):
             if x.is_floating_point():
@@ -134,7 +140,8 @@ class Step(NamedTuple):
 
         Args:
             seed: determines the content
-            env: environment whose spaces the step has, or anything that `spaces_of` takes; None: 4 numbers, 2 actions
+            env: environment whose spaces the step has, or anything that `spaces_of` takes; None: 4
+                numbers, 2 actions
             **fields: given values of fields
         """
         spaces = (
@@ -151,7 +158,8 @@ default_collate_fn_map[Step] = lambda steps, *, collate_fn_map=None: Step.stack(
 
 # %% ../../nbs/pipes/23_steps.ipynb #1d11c3c0
 def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tensor]:
-    """Reward of the episode up to and including each step, float32 `[T, B]`, and the number of the episode, int64 `[T, B]`.
+    """Reward of the episode up to and including each step, float32 `[T, B]`, and the number of the
+    episode, int64 `[T, B]`.
 
     Args:
         sums: sums of the lane up to this fragment, which are updated
@@ -171,7 +179,9 @@ def episode_totals(fragment: Fragment, sums: EpisodeSums) -> tuple[Tensor, Tenso
 
 # %% ../../nbs/pipes/23_steps.ipynb #cdc47190
 def _unbound(tree, n, keep):
-    "A list of the `n` single steps of a container `[T, B, ...]`, in the order of time, or only of those with the indices `keep`."
+    """A list of the `n` single steps of a container `[T, B, ...]`, in the order of time, or only of
+    those with the indices `keep`.
+    """
     leaves, structure = nested.flatten(tree)
     if not leaves:
         return [tree] * n
@@ -182,14 +192,16 @@ def _unbound(tree, n, keep):
 class Steps(Pipe):
     """Take fragments apart into `Step`s.
 
-    Steps come fragment by fragment in the order of collection (fragments that a `FragmentStacker` joined come one after another), then
-    time step by time step, then environment by environment. Rows that are not transitions (`valid` False) are left out.
-    `total_reward` and `episode_n` continue across fragments, for each lane and environment. If a lane begins within an episode,
-    `total_reward` is nan until it ends. The leaves are views of the fragment: if you keep only a few of many steps, `clone()` them.
-    Fragments of whole episodes do not name their environment: their `env_id` is 0, and `episode_n` counts the episodes of the lane.
+    Steps come fragment by fragment in the order of collection (fragments that a `FragmentStacker`
+    joined come one after another), then time step by time step, then environment by environment.
+    Rows that are not transitions (`valid` False) are left out. `total_reward` and `episode_n`
+    continue across fragments, for each lane and environment. If a lane begins within an episode,
+    `total_reward` is nan until it ends. The leaves are views of the fragment: if you keep only a
+    few of many steps, `clone()` them. Fragments of whole episodes do not name their environment:
+    their `env_id` is 0, and `episode_n` counts the episodes of the lane.
 
-    Raises `DataError` if a fragment is missing, comes twice or has been cut (place `Steps` above a `Minibatcher`), or if
-    there is no info `image`.
+    Raises `DataError` if a fragment is missing, comes twice or has been cut (place `Steps` above a
+    `Minibatcher`), or if there is no info `image`.
 
     Args:
         pipe: yields `Fragment`s
@@ -201,7 +213,8 @@ class Steps(Pipe):
         self.image = image
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Step]:
-        # The fragment in progress, `n` of whose steps were yielded, and before it: lane -> number of its next fragment, `EpisodeSums`
+        # The fragment in progress, `n` of whose steps were yielded, and before it: lane -> number
+        # of its next fragment, `EpisodeSums`
         kept = self.keep(fragment=None, n=0, lanes={})
         for fragment in chain([] if kept["fragment"] is None else [kept["fragment"]], items):
             check_item(fragment, Fragment, self)
@@ -271,7 +284,9 @@ class Steps(Pipe):
         return map(Step, *fields, [image if there else None for image, there in zip(images, told)])
 
     def _check_order(self, fragment, lane, seq, sums):
-        "Raise `DataError` unless each fragment of a lane comes once, in order and with all environments. The totals require this."
+        """Raise `DataError` unless each fragment of a lane comes once, in order and with all
+        environments. The totals require this.
+        """
         came = seq if fragment.seq is None else int(fragment.seq[0])
         begin = fragment.state.stepno[0].tolist()
         steps = sums.length.tolist()
@@ -286,7 +301,10 @@ class Steps(Pipe):
 
 # %% ../../nbs/pipes/23_steps.ipynb #45940b0d
 def _column(steps, before, after):
-    "`State` rows and terminations `[n + 1, ...]` of `n` successive `steps`. The steps `before` and `after` them are None if unknown."
+    """`State` rows and terminations `[n + 1, ...]` of `n` successive `steps`.
+
+    The steps `before` and `after` them are None if unknown.
+    """
 
     def over(step):
         return step.terminated | step.truncated
@@ -327,7 +345,9 @@ def check_step(step: Any, pipe: Any) -> None:
 
 
 def check_follows(before: Step, step: Step, pipe: Pipe | None = None) -> None:
-    "Raise `DataError`, which names `pipe`, unless `step` comes right after `before`, a step of the same environment."
+    """Raise `DataError`, which names `pipe`, unless `step` comes right after `before`, a step of
+    the same environment.
+    """
     ended = bool(before.terminated | before.truncated)
     wanted = (
         (int(before.episode_n) + 1, 0) if ended else (int(before.episode_n), int(before.step_n) + 1)
@@ -374,7 +394,10 @@ class _LaneQueues:
         return self.queues[env]
 
     def complete(self, pipe) -> int:
-        "The number of steps that every environment has. Some may have one more, in the row that is being read."
+        """The number of steps that every environment has.
+
+        Some may have one more, in the row that is being read.
+        """
         (few, env), (many, _) = (
             pick((len(queue), env) for env, queue in self.queues.items()) for pick in (min, max)
         )
@@ -438,22 +461,28 @@ class _LaneQueues:
 
 
 def _has_last(step):
-    "Does `next_state` hold the true last observation of an episode? It repeats `state` if a termination's observation was not recorded."
+    """Does `next_state` hold the true last observation of an episode?
+
+    It repeats `state` if a termination's observation was not recorded.
+    """
     if not step.terminated:
         return bool(step.truncated)
     return not all(map(torch.equal, nested.leaves(step.state), nested.leaves(step.next_state)))
 
 # %% ../../nbs/pipes/23_steps.ipynb #48175bdc
 class Fragments(Pipe):
-    """Join `Step`s, in the order in which `Steps` yields them, to fragments of `n_steps` steps of the environments of each lane.
+    """Join `Step`s, in the order in which `Steps` yields them, to fragments of `n_steps` steps of
+    the environments of each lane.
 
-    `state`, `term`, `final`, `valid`, `adv` and `lane` are the same as before if every row was a transition; `seq` is counted anew. The
-    reports of the actor and the environment are lost (`actor=None`, `env={}`, `hx=()`, `version=None`, `ret=None`). A fragment is ready
-    when each environment of its lane has one step more than the fragment, because the last row shows the observation of the following
-    step. The last steps of the stream make shorter fragments. If an episode ends there, the last row repeats its last observation.
+    `state`, `term`, `final`, `valid`, `adv` and `lane` are the same as before if every row was a
+    transition; `seq` is counted anew. The reports of the actor and the environment are lost
+    (`actor=None`, `env={}`, `hx=()`, `version=None`, `ret=None`). A fragment is ready when each
+    environment of its lane has one step more than the fragment, because the last row shows the
+    observation of the following step. The last steps of the stream make shorter fragments. If an
+    episode ends there, the last row repeats its last observation.
 
-    Raises `DataError` if `n_steps < 1`, if steps of an environment do not follow one another, or if environments of a lane take unequally
-    many (`sticky`, vectors that reset at the next step).
+    Raises `DataError` if `n_steps < 1`, if steps of an environment do not follow one another, or if
+    environments of a lane take unequally many (`sticky`, vectors that reset at the next step).
 
     Args:
         pipe: yields `Step`s

@@ -23,11 +23,14 @@ from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/19_taps.ipynb #0563a4c7
 class Tap(Pipe):
-    """Call `see(item)` with every item and pass the item on. In a worker process `see` would be a copy, so put taps below the lanes.
+    """Call `see(item)` with every item and pass the item on.
+
+    In a worker process `see` would be a copy, so put taps below the lanes.
 
     Args:
         pipe: any pipe
-        see: function of an item; its result is ignored; an object with `get_state` and `set_state` is part of the state of the stream
+        see: function of an item; its result is ignored; an object with `get_state` and `set_state`
+            is part of the state of the stream
     """
 
     reads = 1
@@ -49,9 +52,11 @@ class Tap(Pipe):
 
 # %% ../../nbs/pipes/19_taps.ipynb #47594b15
 class Meter:
-    """A sink that averages numbers of the items of a tap: `Tap(pipe, Meter(see))`, or the sink of `EpisodeStats` or `Throughput`.
+    """A sink that averages numbers of the items of a tap: `Tap(pipe, Meter(see))`, or the sink of
+    `EpisodeStats` or `Throughput`.
 
-    `metrics` returns the mean of each number since the last call. `train` calls `metrics` for each record.
+    `metrics` returns the mean of each number since the last call. `train` calls `metrics` for each
+    record.
 
     Args:
         see: function of an item; returns a dict name -> number, with names such as 'my/speed'
@@ -107,7 +112,8 @@ class Meter:
 
 # %% ../../nbs/pipes/19_taps.ipynb #ab00e1bc
 def pieces_of(over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number the pieces between ends of episodes: of each step, int64 `[T, n]`, and the last one of each column, `[n]`, maybe empty.
+    """Number the pieces between ends of episodes: of each step, int64 `[T, n]`, and the last one of
+    each column, `[n]`, maybe empty.
 
     Args:
         over: bool `[T, n]`: True where an episode ends
@@ -121,8 +127,8 @@ def pieces_of(over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class EpisodeSums:
     """The return and the length so far of the current episode in each of `n` environments.
 
-    Returns are summed in float64 and in the order of time. An episode whose first steps were not seen is counted when it ends, but not
-    reported.
+    Returns are summed in float64 and in the order of time. An episode whose first steps were not
+    seen is counted when it ends, but not reported.
     """
 
     def __init__(self, n: int):
@@ -151,7 +157,9 @@ class EpisodeSums:
         self.length += valid
 
     def end(self, over: np.ndarray) -> list:
-        """Begin new episodes where `over`. Returns `(environment, return, length)` of the episodes that ended.
+        """Begin new episodes where `over`.
+
+        Returns `(environment, return, length)` of the episodes that ended.
 
         Args:
             over: bool `[n]`: True where an episode ended with the last step
@@ -168,7 +176,10 @@ class EpisodeSums:
         return found
 
     def add_steps(self, rew: np.ndarray, fin: np.ndarray, valid: np.ndarray) -> list:
-        """Add `T` steps. Returns `(t, environment, return, length)` of the episodes that end with step `t`, in the order of time.
+        """Add `T` steps.
+
+        Returns `(t, environment, return, length)` of the episodes that end with step `t`, in the
+        order of time.
 
         Args:
             rew: float `[T, n]`
@@ -209,7 +220,10 @@ class EpisodeEnd(NamedTuple):
 
 
 class EpisodeAccount:
-    "Follows the episodes of all environments of all lanes. Rows that are not `valid` count neither as steps nor as rewards."
+    """Follows the episodes of all environments of all lanes.
+
+    Rows that are not `valid` count neither as steps nor as rewards.
+    """
 
     def __init__(self):
         self.lanes = {}  # lane -> `EpisodeSums`, and `seq` of the next fragment, if known
@@ -227,7 +241,10 @@ class EpisodeAccount:
         ]
 
     def see_fragment(self, fragment: Fragment) -> list[EpisodeEnd]:
-        "The episodes that end in a fragment. If it was joined from several fragments, those of earlier fragments come first."
+        """The episodes that end in a fragment.
+
+        If it was joined from several fragments, those of earlier fragments come first.
+        """
         s = fragment.state
         found = []
         stepno, rew, fin = (
@@ -238,7 +255,8 @@ class EpisodeAccount:
         for strand in strands(fragment):
             lane, seq, at = strand
             sums, expected = self.lanes.get(lane, (None, None))
-            # Minibatches are parts of one fragment, in any order, and end no episode that has been followed.
+            # Minibatches are parts of one fragment, in any order, and end no episode that has been
+            # followed.
             is_part = (
                 sums is not None
                 and seq == (expected or 0) - 1
@@ -261,13 +279,15 @@ class EpisodeAccount:
 class EpisodeStats(Pipe):
     """Call `sink` with an `EpisodeEnd` for each episode that ends. Items are not changed.
 
-    The items are `Tick`s or `Fragment`s, single or joined, of any number of lanes. Rows that are not `valid` count neither as steps nor as
-    rewards. An episode is not reported if its first steps were not seen. Place this pipe above pipes that shuffle transitions, and above
-    pipes that change rewards without `with_rewards`. Returns are summed in float64.
+    The items are `Tick`s or `Fragment`s, single or joined, of any number of lanes. Rows that are
+    not `valid` count neither as steps nor as rewards. An episode is not reported if its first steps
+    were not seen. Place this pipe above pipes that shuffle transitions, and above pipes that change
+    rewards without `with_rewards`. Returns are summed in float64.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
-        sink: function of an `EpisodeEnd`; an object with `get_state` and `set_state` is part of the state of the stream
+        sink: function of an `EpisodeEnd`; an object with `get_state` and `set_state` is part of the
+            state of the stream
     """
 
     reads = 1
@@ -320,7 +340,9 @@ class Rate(NamedTuple):
 
 
 def count_steps(item: Any) -> int:
-    "The number of environment steps in an item with a mask `valid`, such as a tick or a fragment, or in a list of such items."
+    """The number of environment steps in an item with a mask `valid`, such as a tick or a fragment,
+    or in a list of such items.
+    """
     if isinstance(item, list):
         return sum(map(count_steps, item))
     if not hasattr(item, "valid"):
@@ -336,11 +358,14 @@ _END = object()
 
 
 class Throughput(Pipe):
-    """Call `sink` with a `Rate` after each `every` items, and at the end for the remaining items. Items are not changed.
+    """Call `sink` with a `Rate` after each `every` items, and at the end for the remaining items.
+
+    Items are not changed.
 
     Args:
         pipe: yields `Tick`s, `Fragment`s or lists of them
-        sink: function of a `Rate`; an object with `get_state` and `set_state` is part of the state of the stream
+        sink: function of a `Rate`; an object with `get_state` and `set_state` is part of the state
+            of the stream
         every: number of items per report
         clock: returns the time in seconds
     """

@@ -35,7 +35,9 @@ __all__ = ['check_no_past', 'RewardScaler', 'ObservationCast', 'NSteps', 'NStep'
 
 # %% ../../nbs/pipes/21_transforms.ipynb #8c69c780
 class _Moments:
-    "Running mean and variance, which begin with 1e-4 observations of mean 0 and variance 1, as in `VecNormalize` of stable-baselines3."
+    """Running mean and variance, which begin with 1e-4 observations of mean 0 and variance 1, as in
+    `VecNormalize` of stable-baselines3.
+    """
 
     def __init__(self, **begin):
         self.count, self.mean, self.var = (begin or dict(count=1e-4, mean=0.0, var=1.0)).values()
@@ -53,7 +55,10 @@ class _Moments:
 
 
 class _Begin:
-    "Makes the moments of an iteration. Copies of a pipe share this object, as they share every callable, so it has the moments in use."
+    """Makes the moments of an iteration.
+
+    Copies of a pipe share this object, as they share every callable, so it has the moments in use.
+    """
 
     def __init__(self):
         self.first = {}
@@ -79,7 +84,8 @@ class _LaneRewards(NamedTuple):
 
 
 def check_no_past(pipe: IterDataPipe, more: str = "") -> None:
-    """Raise `GraphError` if an actor below `pipe`, which changes rewards, sees past ones (`uses_past`): a learner would show it others.
+    """Raise `GraphError` if an actor below `pipe`, which changes rewards, sees past ones
+    (`uses_past`): a learner would show it others.
 
     Args:
         more: what else would do, for the message
@@ -94,20 +100,25 @@ def check_no_past(pipe: IterDataPipe, more: str = "") -> None:
 
 
 class RewardScaler(Pipe):
-    """Scale the rewards of `Tick`s or `Fragment`s by a constant, or by the standard deviation of the discounted return; or keep the signs.
+    """Scale the rewards of `Tick`s or `Fragment`s by a constant, or by the standard deviation of
+    the discounted return; or keep the signs.
 
-    The learnt scale follows `VecNormalize` of stable-baselines3: `R <- gamma R + r` per environment, from 0 in each episode, and
-    `r / sqrt(var(R) + 1e-8)`, clipped. Each tick is scaled with the variance up to this tick. All rows of a fragment are scaled
-    with the variance up to its end. Rows that are not `valid` do not change the scale. Row 0 of a fragment has the same scaled reward as
-    the last row of the previous fragment. Below `Lanes` all lanes share one scale; above `Lanes` each lane has its own. Each iteration
-    starts with a new scale, or with the scale from `load_state_dict`: a resumed run continues with the scale of its checkpoint.
+    The learnt scale follows `VecNormalize` of stable-baselines3: `R <- gamma R + r` per
+    environment, from 0 in each episode, and `r / sqrt(var(R) + 1e-8)`, clipped. Each tick is scaled
+    with the variance up to this tick. All rows of a fragment are scaled with the variance up to its
+    end. Rows that are not `valid` do not change the scale. Row 0 of a fragment has the same scaled
+    reward as the last row of the previous fragment. Below `Lanes` all lanes share one scale; above
+    `Lanes` each lane has its own. Each iteration starts with a new scale, or with the scale from
+    `load_state_dict`: a resumed run continues with the scale of its checkpoint.
 
-    The actor sees the unscaled rewards. If it uses them (`uses_past`), the environment has to scale them: this pipe raises `GraphError`,
-    unless its scale is 1. So it does if a pipe above it `adds_rewards`, as `RND` does.
+    The actor sees the unscaled rewards. If it uses them (`uses_past`), the environment has to scale
+    them: this pipe raises `GraphError`, unless its scale is 1. So it does if a pipe above it
+    `adds_rewards`, as `RND` does.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
-        scale: constant factor; 'sign': rewards become -1, 0 or 1, as is usual for games of Atari; None: learn the scale
+        scale: constant factor; 'sign': rewards become -1, 0 or 1, as is usual for games of Atari;
+            None: learn the scale
         gamma: discount of the return whose standard deviation is learnt
         clip: greatest size of a reward after learnt scaling; None: no limit
     """
@@ -156,7 +167,8 @@ class RewardScaler(Pipe):
         moments = kept["moments"]
         lanes = kept["lanes"]
         for item in items:
-            self.begin.newest = moments  # if another copy has begun meanwhile, the state is that of the one that goes on
+            # if another copy has begun meanwhile, the state is that of the one that goes on
+            self.begin.newest = moments
             if isinstance(item, Tick):
                 yield self._scale_tick(item, moments, lanes)
             else:
@@ -215,7 +227,10 @@ class RewardScaler(Pipe):
         )
 
     def load_state_dict(self, state: dict) -> None:
-        "Let the next iterations begin with a state from `state_dict`. Raises `DataError` for any other `state`."
+        """Let the next iterations begin with a state from `state_dict`.
+
+        Raises `DataError` for any other `state`.
+        """
         names = list(self.state_dict())
         if set(state) != set(names) or not all(map(isfinite, state.values())):
             raise DataError(
@@ -228,10 +243,12 @@ class RewardScaler(Pipe):
 
 # %% ../../nbs/pipes/21_transforms.ipynb #8a99616c
 class ObservationCast(Pipe):
-    """Cast the floating-point leaves of the observations in `Fragment`s or `Tick`s to `dtype`. Integer and bool leaves stay.
+    """Cast the floating-point leaves of the observations in `Fragment`s or `Tick`s to `dtype`.
 
-    In `Tick`s only float32 and float64 are possible, because the actor's virtual reactions are computed from them. Raises `DataError` for
-    other dtypes.
+    Integer and bool leaves stay.
+
+    In `Tick`s only float32 and float64 are possible, because the actor's virtual reactions are
+    computed from them. Raises `DataError` for other dtypes.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s
@@ -287,11 +304,13 @@ class ObservationCast(Pipe):
 
 # %% ../../nbs/pipes/21_transforms.ipynb #922fe140
 class NSteps(NamedTuple):
-    """The transitions of up to n steps that begin at each row of a fragment; `m <= n` is the number of steps summed.
+    """The transitions of up to n steps that begin at each row of a fragment; `m <= n` is the number
+    of steps summed.
 
     Args:
         rew: float32 [T, B]: r_{t+1} + gamma r_{t+2} + ... + gamma^{m-1} r_{t+m}
-        discount: float32 [T, B]: gamma^m, or 0 where the state reached is terminal, or where row t is not valid
+        discount: float32 [T, B]: gamma^m, or 0 where the state reached is terminal, or where row t
+            is not valid
         n_steps: int64 [T, B]: m; 0 where row t is not valid
         row: int64 [T, B]: row of `fragment.state` that was reached, t + m
         final: int64 [T, B]: row of `fragment.final` that was reached instead, or -1
@@ -309,7 +328,8 @@ class NSteps(NamedTuple):
         return self.fragment.valid
 
     def reached(self, rows: Any, final: Any) -> Any:
-        """For each row, the entries of `rows` or `final` at the state that was reached, leaves `[T, B, ...]`. A copy.
+        """For each row, the entries of `rows` or `final` at the state that was reached, leaves
+        `[T, B, ...]`. A copy.
 
         Args:
             rows: container, leaves [T+1, B, ...], such as `fragment.state.obs`
@@ -338,10 +358,12 @@ class NSteps(NamedTuple):
 class NStep(Pipe):
     """Yield the n-step returns of each `Fragment` as `NSteps`.
 
-    Sums stop at the end of an episode, at a row that is not `valid`, and at the end of the fragment. After a truncation, the state
-    reached is the true last observation. Raises `DataError` if `n < 1` or `gamma` is not in [0, 1].
+    Sums stop at the end of an episode, at a row that is not `valid`, and at the end of the
+    fragment. After a truncation, the state reached is the true last observation. Raises `DataError`
+    if `n < 1` or `gamma` is not in [0, 1].
 
-    Sutton and Barto, *Reinforcement learning*, 2nd edition, 2018, section 7.1, http://incompleteideas.net/book/the-book-2nd.html.
+    Sutton and Barto, *Reinforcement learning*, 2nd edition, 2018, section 7.1,
+    http://incompleteideas.net/book/the-book-2nd.html.
 
     Args:
         pipe: yields `Fragment`s

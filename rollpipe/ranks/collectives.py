@@ -31,7 +31,9 @@ from .launch import process_group
 
 # %% ../../nbs/ranks/01_collectives.ipynb #0348fb6b
 class SharedSums:
-    """Sums over the ranks of one machine. All ranks get the same bits: the numbers of rank 0, plus those of rank 1, and so on.
+    """Sums over the ranks of one machine.
+
+    All ranks get the same bits: the numbers of rank 0, plus those of rank 1, and so on.
 
     Args:
         peers: rank -> connection to it, for all ranks but this one
@@ -49,10 +51,12 @@ class SharedSums:
         self._grow(4096)
 
     def __call__(self, x: Tensor, group: Any = None) -> None:
-        """Replace `x` by its sum over ranks; all ranks call this with tensors of the same shape and dtype.
+        """Replace `x` by its sum over ranks; all ranks call this with tensors of the same shape and
+        dtype.
 
-        Raises `RuntimeError` if another rank has ended, does not answer, or has another number of bytes. After an error, or an interrupt,
-        there are no further sums, in all ranks, because a late message could pass for that of the next sum.
+        Raises `RuntimeError` if another rank has ended, does not answer, or has another number of
+        bytes. After an error, or an interrupt, there are no further sums, in all ranks, because a
+        late message could pass for that of the next sum.
 
         Args:
             x: contiguous tensor on the host
@@ -113,7 +117,8 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
 
     Args:
         rank: the rank of this process
-        gathered: function that all ranks call with an object each, and that returns the list of all objects
+        gathered: function that all ranks call with an object each, and that returns the list of all
+            objects
         timeout: seconds that a sum waits for another rank
     """
     with ExitStack() as folders, ExitStack() as opened:
@@ -153,7 +158,9 @@ def shared_sums(rank: int, gathered: Callable, timeout: float) -> SharedSums | N
 
 
 def _exchanged(memory, peer, is_first):
-    "The memory of the rank behind the connection `peer`, to which `memory` is sent before if `is_first`, else after."
+    """The memory of the rank behind the connection `peer`, to which `memory` is sent before if
+    `is_first`, else after.
+    """
     if is_first:
         send_handle(peer, memory.fd, None)
     found = SharedMemory(fd=recv_handle(peer))
@@ -162,7 +169,8 @@ def _exchanged(memory, peer, is_first):
     return found
 
 # %% ../../nbs/ranks/01_collectives.ipynb #3ef83dcb
-_group: list = []  # the process group inside a block `distributed`, as the only element; empty outside
+# the process group inside a block `distributed`, as the only element; empty outside
+_group: list = []
 _sums: list[
     Callable
 ] = []  # what sums numbers on the host, in the order of the ranks; empty if gloo is not there
@@ -180,7 +188,8 @@ def rank() -> int:
 
 
 def span(n: int) -> tuple:
-    """`(total, mine)`: the number of columns of the joined batch, and the slice of this rank's columns.
+    """`(total, mine)`: the number of columns of the joined batch, and the slice of this rank's
+    columns.
 
     Args:
         n: number of columns of each rank
@@ -191,7 +200,10 @@ def span(n: int) -> tuple:
 
 # %% ../../nbs/ranks/01_collectives.ipynb #e30470f9
 def _call(collective: Callable, *args: Any) -> None:
-    "Call a collective, in which all ranks take part. Raises `WorkerError` if one of them has ended."
+    """Call a collective, in which all ranks take part.
+
+    Raises `WorkerError` if one of them has ended.
+    """
     try:
         collective(*args, group=_group[0])
     except PipeError:
@@ -206,7 +218,8 @@ def _call(collective: Callable, *args: Any) -> None:
 def totals(*xs: Tensor) -> tuple:
     """The sums over ranks of several tensors of the same dtype, by a single collective call.
 
-    On the host these are the numbers of rank 0, plus those of rank 1, and so on, bit for bit, wherever the ranks are.
+    On the host these are the numbers of rank 0, plus those of rank 1, and so on, bit for bit,
+    wherever the ranks are.
     """
     if not _group:
         return xs
@@ -221,7 +234,8 @@ def total(x: Tensor) -> Tensor:
 
 
 def _sum_in_order(x, group):
-    """Replace `x` by its sum over ranks, as `SharedSums` does, but by gloo, whose own sums have another order from three ranks on.
+    """Replace `x` by its sum over ranks, as `SharedSums` does, but by gloo, whose own sums have
+    another order from three ranks on.
 
     Each rank adds its share of the numbers, so no more bytes are sent than by gloo's own sum.
     """
@@ -245,7 +259,10 @@ def gathered(x: Tensor) -> list:
 
 
 def gathered_objects(x: Any) -> list:
-    "A list with the object `x` of each rank, in the order of the ranks. Pickle must support the objects."
+    """A list with the object `x` of each rank, in the order of the ranks.
+
+    Pickle must support the objects.
+    """
     if not _group:
         return [x]
     found: list = [None] * dist.get_world_size(_group[0])
@@ -259,14 +276,19 @@ MAXIMA = ("rho_max", "lag")  # for these metrics, the maximum over the ranks is 
 def mean_of_all(
     loss: Tensor, n: int | Tensor | None, metrics: dict | None = None, params: Iterable = ()
 ) -> tuple:
-    """`(loss, metrics)` over the rows of all ranks, by a single collective call. The gradients of `params` become those of this loss.
+    """`(loss, metrics)` over the rows of all ranks, by a single collective call.
 
-    Without other ranks nothing changes. A gradient stays None if it is None in all ranks. Raises `DataError` without `n`.
+    The gradients of `params` become those of this loss.
+
+    Without other ranks nothing changes. A gradient stays None if it is None in all ranks. Raises
+    `DataError` without `n`.
 
     Args:
         loss: mean over the rows of this rank, 0-dim
-        n: number of these rows, int or 0-dim; a rank with 0 rows computes along, and its numbers do not count
-        metrics: dict of metric -> number or 0-dim tensor, over the same rows; all ranks have the same names
+        n: number of these rows, int or 0-dim; a rank with 0 rows computes along, and its numbers do
+            not count
+        metrics: dict of metric -> number or 0-dim tensor, over the same rows; all ranks have the
+            same names
         params: parameters with the gradient of `loss`
     """
     metrics = metrics or {}
@@ -304,7 +326,8 @@ def _column_means(table):
 
 # %% ../../nbs/ranks/01_collectives.ipynb #874c834e
 def places(valid: Tensor) -> tuple:
-    """`(place, n)`: index of each valid row of this rank among the `n` of the joined batch, int64 `[m]`; None without other ranks.
+    """`(place, n)`: index of each valid row of this rank among the `n` of the joined batch, int64
+    `[m]`; None without other ranks.
 
     Args:
         valid: bool [T, B]: which rows of this rank count
@@ -333,7 +356,8 @@ def own(index: Tensor, place: Tensor | None, n: int) -> Tensor:
 
 # %% ../../nbs/ranks/01_collectives.ipynb #c84eecfb
 def joined(*xs: Tensor) -> tuple:
-    """The rows `[N, ...]` of all ranks for each tensor: those of rank 0, then those of rank 1, and so on.
+    """The rows `[N, ...]` of all ranks for each tensor: those of rank 0, then those of rank 1, and
+    so on.
 
     Args:
         *xs: rows of this rank, [m, ...]; ranks may have different numbers of rows
@@ -370,7 +394,9 @@ def check_alike(
 
 # %% ../../nbs/ranks/01_collectives.ipynb #ad33152c
 def check_batches(batch: Any, learner: str) -> None:
-    "Raise `DataError` in all ranks if their batches (nested tensors) differ in structure, shapes or dtypes. Equal batches are logged."
+    """Raise `DataError` in all ranks if their batches (nested tensors) differ in structure, shapes
+    or dtypes. Equal batches are logged.
+    """
     if not _group:
         return
     check_alike(gathered_objects(_forms(batch)), "a batch of another form", learner)
@@ -380,7 +406,11 @@ def check_batches(batch: Any, learner: str) -> None:
 
 
 def _forms(batch):
-    "Leaf -> its dtype and shape. Leaves in `final` count as empty, because their number varies. Infos and `restarts` are not compared."
+    """Leaf -> its dtype and shape.
+
+    Leaves in `final` count as empty, because their number varies. Infos and `restarts` are not
+    compared.
+    """
     if isinstance(batch, Fragment):
         batch = batch._replace(env=(), restarts=None, final=nested.getitem(batch.final, slice(0)))
     return nested.Form(batch, "batch").texts()
@@ -412,17 +442,20 @@ def check_state(agent: Any) -> None:
 # %% ../../nbs/ranks/01_collectives.ipynb #8f4e164b
 @contextmanager
 def distributed(agent: Any, size: int | None = None) -> Iterator[Any]:
-    """In this block, `agent.update(batch)` takes the step that one process would take on the joined batch of all ranks.
+    """In this block, `agent.update(batch)` takes the step that one process would take on the joined
+    batch of all ranks.
 
-    Each rank calls it equally often, with a batch of its own (see `divided`). The batches have the same shape. After each update the
-    states of the ranks are compared. Under `torchrun` the block makes a process group, unless there is one. In a single process the
-    block does nothing, so a script runs with and without `torchrun`.
+    Each rank calls it equally often, with a batch of its own (see `divided`). The batches have the
+    same shape. After each update the states of the ranks are compared. Under `torchrun` the block
+    makes a process group, unless there is one. In a single process the block does nothing, so a
+    script runs with and without `torchrun`.
 
-    Raises `DataError`, in all ranks, for learners in different states and for batches of different forms, and `WorkerError` if
-    another rank has ended.
+    Raises `DataError`, in all ranks, for learners in different states and for batches of different
+    forms, and `WorkerError` if another rank has ended.
 
     Args:
-        agent: a learner with `joins_ranks`, such as `TRPO`, `PPO` or `DQN`; each rank has one, in the same state
+        agent: a learner with `joins_ranks`, such as `TRPO`, `PPO` or `DQN`; each rank has one, in
+            the same state
         size: required number of ranks; None: any
     """
     with ExitStack() as ending:
@@ -472,7 +505,9 @@ def _block(agent):
 
 
 def _timeout_of_gloo():
-    "How many seconds gloo waits for another rank; None if a rank is alone, or if gloo is not what sums on the host."
+    """How many seconds gloo waits for another rank; None if a rank is alone, or if gloo is not what
+    sums on the host.
+    """
     if dist.get_world_size() == 1:
         return None
     try:

@@ -35,7 +35,8 @@ class Part(NamedTuple):
 
     Args:
         rows: [1, n], or [T, n] with recurrent state, with a valid row
-        n: number of valid rows; 0 if the rank has none in this minibatch: then `rows` are others, so that it computes along
+        n: number of valid rows; 0 if the rank has none in this minibatch: then `rows` are others,
+            so that it computes along
     """
 
     rows: Fragment
@@ -43,7 +44,8 @@ class Part(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """The items from which the minibatches of a joined batch are drawn: its valid rows, or its columns.
+    """The items from which the minibatches of a joined batch are drawn: its valid rows, or its
+    columns.
 
     Args:
         take: indices of this rank's items, int64 [k] -> fragment
@@ -78,7 +80,9 @@ def _columns(fragment, size):
 
 # %% ../../nbs/ranks/02_division.ipynb #abc321fd
 def parts(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) -> Iterator[Part]:
-    """This rank's parts of the `minibatches` of the joined batch. A minibatch without a valid row, as of idle environments, is left out.
+    """This rank's parts of the `minibatches` of the joined batch.
+
+    A minibatch without a valid row, as of idle environments, is left out.
 
     Args:
         fragment: [T, B], this rank's columns of the joined batch
@@ -104,7 +108,9 @@ def parts(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) 
 
 # %% ../../nbs/ranks/02_division.ipynb #7e67687d
 def in_step(items: Iterable, what: str) -> Iterator:
-    """Yield the items, as long as all ranks have one. Raises `DataError` in all ranks if only some ranks have no more.
+    """Yield the items, as long as all ranks have one.
+
+    Raises `DataError` in all ranks if only some ranks have no more.
 
     Args:
         items: items of this rank
@@ -126,7 +132,9 @@ _END = object()
 
 # %% ../../nbs/ranks/02_division.ipynb #093193d9
 def divide(pipe: IterDataPipe, k: int, size: int) -> None:
-    """Reduce a pipeline to the part of one rank. Raises `DataError` or `GraphError` if the pipeline cannot be divided.
+    """Reduce a pipeline to the part of one rank.
+
+    Raises `DataError` or `GraphError` if the pipeline cannot be divided.
 
     Args:
         pipe: the pipeline of all lanes, which is changed
@@ -174,11 +182,14 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
 
 
 def divided(pipe: IterDataPipe) -> IterDataPipe:
-    """This rank's part of a pipeline, in a block `with distributed(agent)`. In a single process it is the pipeline itself.
+    """This rank's part of a pipeline, in a block `with distributed(agent)`.
 
-    It is a copy with the same networks, for a loop or a loader. Raises `DataError` if the number of lanes, or of the fragments in a
-    batch, is no multiple of the number of ranks, for pipes that learn (`RND`), and outside of the block in a process of torchrun.
-    Raises `GraphError` if there are no lanes.
+    In a single process it is the pipeline itself.
+
+    It is a copy with the same networks, for a loop or a loader. Raises `DataError` if the number of
+    lanes, or of the fragments in a batch, is no multiple of the number of ranks, for pipes that
+    learn (`RND`), and outside of the block in a process of torchrun. Raises `GraphError` if there
+    are no lanes.
 
     Args:
         pipe: the pipeline of all lanes, which is not changed

@@ -32,7 +32,8 @@ class Launch(NamedTuple):
 
 
 def launched(env: Mapping = os.environ) -> Launch | None:
-    """The `Launch` that torchrun, or a launcher with the same variables, has set for this process; None for a single process.
+    """The `Launch` that torchrun, or a launcher with the same variables, has set for this process;
+    None for a single process.
 
     Args:
         env: environment variables
@@ -53,14 +54,18 @@ def launched(env: Mapping = os.environ) -> Launch | None:
 
 
 def launching_words(n: int) -> list:
-    "The words before a command line that start it in `n` ranks of this machine; none for a single process."
+    """The words before a command line that start it in `n` ranks of this machine; none for a single
+    process.
+    """
     return f"torchrun --standalone --nproc-per-node {n} -m".split() if n > 1 else []
 
 # %% ../../nbs/ranks/00_launch.ipynb #51dfc3b2
 def device_of_rank(device: torch.device, env: Mapping = os.environ) -> torch.device:
-    """The device of this process, if `device` is meant for all ranks: cuda alone is another GPU for each rank of a machine.
+    """The device of this process, if `device` is meant for all ranks: cuda alone is another GPU for
+    each rank of a machine.
 
-    Raises `DataError` for more ranks on a machine than GPUs, because NCCL refuses two on one, and if the launcher does not count them.
+    Raises `DataError` for more ranks on a machine than GPUs, because NCCL refuses two on one, and
+    if the launcher does not count them.
 
     Args:
         device: a device
@@ -81,7 +86,10 @@ def device_of_rank(device: torch.device, env: Mapping = os.environ) -> torch.dev
 
 @contextmanager
 def process_group() -> Iterator[Launch | None]:
-    "Make the process group of the ranks that were started together, for this block. For a single process, yield None and make no group."
+    """Make the process group of the ranks that were started together, for this block.
+
+    For a single process, yield None and make no group.
+    """
     launch = launched()
     if launch is None:
         yield None
@@ -95,7 +103,10 @@ def process_group() -> Iterator[Launch | None]:
 
 
 def _store(launch):
-    "The store by which ranks find each other, with separate keys for each restart. torchrun holds it; under another launcher, rank 0 does."
+    """The store by which ranks find each other, with separate keys for each restart.
+
+    torchrun holds it; under another launcher, rank 0 does.
+    """
     is_held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],

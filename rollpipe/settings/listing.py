@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from gymnasium.envs.registration import EnvSpec, registry
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Space
 
+from ..agents.shared_options import summary_of
 from .algorithms import ALGORITHMS, load_plugins, options_for
 from .options import Option
 from ..pipes.envs.factories import spaces_of
@@ -138,12 +139,9 @@ def aligned(rows: Iterable) -> list:
 def algorithm_lines() -> list:
     "Each algorithm with its description and the kinds of actions that it can learn."
 
-    def about(algorithm):
-        return (algorithm.learner.__doc__ or "").strip().split("\n")[0]
-
     return aligned(
         [
-            (name, ", ".join(kinds_for(name)), about(algorithm))
+            (name, ", ".join(kinds_for(name)), summary_of(algorithm.learner))
             for name, algorithm in ALGORITHMS.items()
         ]
     )

@@ -129,7 +129,9 @@ class _Trial:
         return new
 
     def check_tensors(self, rule: str, tree: Any, name: str, lead: tuple) -> None:
-        "Demand that all leaves are tensors with the leading dimensions `lead`, where None stands for any size."
+        """Demand that all leaves are tensors with the leading dimensions `lead`, where None stands
+        for any size.
+        """
         for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
             if (
                 not isinstance(x, torch.Tensor)
@@ -230,9 +232,10 @@ def check_actor(
 ) -> list:
     """Check an actor by the `ACTOR_...` rules, on random states from the spaces of `env`.
 
-    The actor is in evaluation mode, as in every collection. Some rules need the same random numbers for batches of different shapes.
-    They are not checked for an actor that draws from torch's global generator. Raises `ContractError` with all broken rules. If no rule is
-    broken, prints so and returns an empty list.
+    The actor is in evaluation mode, as in every collection. Some rules need the same random numbers
+    for batches of different shapes. They are not checked for an actor that draws from torch's
+    global generator. Raises `ContractError` with all broken rules. If no rule is broken, prints so
+    and returns an empty list.
 
     Args:
         actor: anything with `step` and `reset`
@@ -283,7 +286,9 @@ def _copies(actor: Any) -> list:
 
 
 def _check_copies(report: Report, trials: list, here: State, there: State) -> None:
-    "Compare the answers of two copies of an actor, of which the first has answered the states `there` before."
+    """Compare the answers of two copies of an actor, of which the first has answered the states
+    `there` before.
+    """
 
     def answer(trial, state):
         with EvalMode(trial.actor):

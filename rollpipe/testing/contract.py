@@ -83,7 +83,11 @@ class Report:
             return None
 
     def close(self, subject: object, raises: bool) -> list:
-        "The violations. If `raises` is set, raise `ContractError` if there are any, and else print that there are none."
+        """The violations.
+
+        If `raises` is set, raise `ContractError` if there are any, and else print that there are
+        none.
+        """
         if raises and self.violations:
             raise ContractError(subject, self.violations)
         if raises:

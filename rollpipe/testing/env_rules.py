@@ -64,7 +64,10 @@ TENSOR_ENV_FINAL = "where an episode is truncated, final_obs holds its true last
 
 # %% ../../nbs/testing/01_env_rules.ipynb #528c339e
 def _check_obs(report: Report, obs: Any, space: gym.Space, spec: Any) -> Any:
-    "The observation as arrays in the containers of its space. Reports an observation that is not in the space."
+    """The observation as arrays in the containers of its space.
+
+    Reports an observation that is not in the space.
+    """
 
     def as_stored(x, like):
         x = np.array(x)
@@ -96,7 +99,10 @@ def _as_sample(x: Any, space: gym.Space) -> Any:
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
 def _check_info(report: Report, info: dict, forms: dict) -> None:
-    "Compare the infos with `forms`, key -> structure and shapes, or None if it is not numeric. Add new infos to `forms`."
+    """Compare the infos with `forms`, key -> structure and shapes, or None if it is not numeric.
+
+    Add new infos to `forms`.
+    """
 
     def form(x):
         leaves, structure = nested.flatten(x)
@@ -116,13 +122,17 @@ def _check_info(report: Report, info: dict, forms: dict) -> None:
         report.add(ENV_INFO_STAYS, f"{type(e).__name__}: {e}")
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fa4a50b4
-# The resets after the last step. Until then a long episode was reset once, and what goes wrong at a later reset shows only there.
+# The resets after the last step. Until then a long episode was reset once, and what goes wrong at a
+# later reset shows only there.
 _RESETS: Any = dict(), dict(options={}), dict(seed=1), dict()
 _AFTER_RESET = 8  # steps after each of them
 
 
 def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
-    "Play random actions, and then reset several times. Returns a list of the environment's answers, step by step."
+    """Play random actions, and then reset several times.
+
+    Returns a list of the environment's answers, step by step.
+    """
     with report.demand(ENV_SPACES):
         spec = [
             space_spec(getattr(env, name), name) for name in ("observation_space", "action_space")
@@ -258,14 +268,16 @@ def check_env(
 ) -> list:
     """Check an environment by the `ENV_...` rules, or a `TensorEnv` by the `TENSOR_ENV_...` rules.
 
-    Raises `ContractError` with all broken rules. If no rule is broken, prints so and returns an empty list.
+    Raises `ContractError` with all broken rules. If no rule is broken, prints so and returns an
+    empty list.
 
     Args:
-        env: gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its class. Of a `SyncVectorEnv` or
-            `AsyncVectorEnv` one environment of each kind is checked, and the vector itself breaks the rule `ENV_MADE`
+        env: gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its
+            class. Of a `SyncVectorEnv` or `AsyncVectorEnv` one environment of each kind is checked,
+            and the vector itself breaks the rule `ENV_MADE`
         env_kwargs: keyword arguments for `gymnasium.make`
-        n_steps: number of random steps; after them it is reset four times, with eight steps each. What goes wrong only at the end of a
-            longer episode needs more
+        n_steps: number of random steps; after them it is reset four times, with eight steps each.
+            What goes wrong only at the end of a longer episode needs more
         seed: seed of the environment and of the actions
         raises: False: print nothing, and return the violations instead of raising an error
     """

@@ -106,7 +106,9 @@ class _From(Pipe):
 
 
 def _with_inputs_from(pipe: IterDataPipe, firsts: list | None = None) -> tuple:
-    "`(graph, counts)`: the graph, whose last pipe reads each input from the item `firsts[i]` on, and the numbers of items that it read."
+    """`(graph, counts)`: the graph, whose last pipe reads each input from the item `firsts[i]` on,
+    and the numbers of items that it read.
+    """
     sources = [] if getattr(pipe, "copies_above", False) else inputs(pipe)
     firsts = firsts or [0] * len(sources)
     counts = list(firsts)
@@ -127,7 +129,9 @@ def _learns(pipe):
 
 
 def _check_resumes(report: Report, make: Callable, k: int, expected: list) -> None:
-    "Cut the stream of a pipe after `k` items, and compare the rest of another one with the expected items."
+    """Cut the stream of a pipe after `k` items, and compare the rest of another one with the
+    expected items.
+    """
     pipe, counts = _with_inputs_from(make())
     if (
         not isinstance(pipe, Pipe)
@@ -259,9 +263,11 @@ def _check_fragment(report: Report, fragment: Fragment) -> None:
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #155dbb52
 def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) -> list:
-    """Check a pipe by the `PIPE_...` rules, and by the `FRAGMENT_...` rules if it yields `Fragment`s.
+    """Check a pipe by the `PIPE_...` rules, and by the `FRAGMENT_...` rules if it yields
+    `Fragment`s.
 
-    Raises `ContractError` with all broken rules. If no rule is broken, prints so and returns an empty list.
+    Raises `ContractError` with all broken rules. If no rule is broken, prints so and returns an
+    empty list.
 
     Args:
         make_pipe: function that makes the pipe with its sources; each call makes an equal pipe

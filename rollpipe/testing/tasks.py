@@ -18,16 +18,20 @@ __all__ = ['NarrowPath', 'Steering', 'Gates', 'Recall', 'BitFlip', 'PointReach']
 
 # %% ../../nbs/testing/04_tasks.ipynb #4fd401b5
 class NarrowPath(gym.Env):
-    """A path of `length` places. Action 1 is a step along it and costs `cost / length`; the last step pays 1. Action 0 gives up.
+    """A path of `length` places.
 
-    Both the last step and giving up terminate the episode. The observation is the place. A policy that goes on with probability p has
-    the value, with q = p gamma and m = length - place steps to go,
+    Action 1 is a step along it and costs `cost / length`; the last step pays 1. Action 0 gives up.
+
+    Both the last step and giving up terminate the episode. The observation is the place. A policy
+    that goes on with probability p has the value, with q = p gamma and m = length - place steps to
+    go,
 
         V(place) = p q^(m-1) - p cost / length (1 - q^m) / (1 - q)
 
-    The best policy goes on (p = 1) wherever that has a positive value, and gives up elsewhere. The best return is 1 - cost. The path is
-    the rewarding line of the "deep sea" in Osband and others, *Behaviour suite for reinforcement learning*, 2019,
-    https://arxiv.org/abs/1908.03568; leaving the line ends the episode here, because nothing can be earned any more.
+    The best policy goes on (p = 1) wherever that has a positive value, and gives up elsewhere. The
+    best return is 1 - cost. The path is the rewarding line of the "deep sea" in Osband and others,
+    *Behaviour suite for reinforcement learning*, 2019, https://arxiv.org/abs/1908.03568; leaving
+    the line ends the episode here, because nothing can be earned any more.
 
     Args:
         length: number of steps to the end; a random policy gets there in one of 2**length episodes
@@ -77,17 +81,22 @@ class NarrowPath(gym.Env):
 
 # %% ../../nbs/testing/04_tasks.ipynb #6bc84d55
 class Steering(gym.Env):
-    """A point x on a line, pushed by the action a in [-1, 1]: x' = x + a. The reward is -(x^2 + effort a^2).
+    """A point x on a line, pushed by the action a in [-1, 1]: x' = x + a.
 
-    The observation is x, at first uniform in [-1, 1]. Nothing terminates; episodes are truncated after `max_steps`. A policy
-    a = -gain x has the value, as long as no action is beyond the limits,
+    The reward is -(x^2 + effort a^2).
+
+    The observation is x, at first uniform in [-1, 1]. Nothing terminates; episodes are truncated
+    after `max_steps`. A policy a = -gain x has the value, as long as no action is beyond the
+    limits,
 
         V(x) = -(1 + effort gain^2) / (1 - gamma (1 - gain)^2) x^2
 
-    The best gain is gamma P / (effort + gamma P), where P solves the Riccati equation P = 1 + gamma P effort / (effort + gamma P), and
-    V(x) = -P x^2 is the best value. It never pushes beyond the limits. With an effort of 2 and gamma = 1, P = 2 and the gain is 1/2.
+    The best gain is gamma P / (effort + gamma P), where P solves the Riccati equation P = 1 + gamma
+    P effort / (effort + gamma P), and V(x) = -P x^2 is the best value. It never pushes beyond the
+    limits. With an effort of 2 and gamma = 1, P = 2 and the gain is 1/2.
 
-    This is the scalar case of linear dynamics with quadratic costs: Bertsekas, *Dynamic programming and optimal control*, volume 1.
+    This is the scalar case of linear dynamics with quadratic costs: Bertsekas, *Dynamic programming
+    and optimal control*, volume 1.
 
     Args:
         effort: weight of the action's square, positive
@@ -151,10 +160,12 @@ class Steering(gym.Env):
 class Gates(gym.Env):
     """A row of `length` gates. The action is one of `n_keys` keys.
 
-    The key that fits opens the gate and pays `1 / length`, another one ends the episode. A mask, `action_mask`, allows two keys at each
-    gate: number `gate % n_keys` and the next one. The first fits at even gates, the second at odd ones. A forbidden key ends the
-    episode with the reward -1. Behind the last gate the episode terminates, and nothing is allowed. A policy that obeys the mask and
-    takes the fitting key with probability p has the value, with q = p gamma and m = length - gate gates to go,
+    The key that fits opens the gate and pays `1 / length`, another one ends the episode. A mask,
+    `action_mask`, allows two keys at each gate: number `gate % n_keys` and the next one. The first
+    fits at even gates, the second at odd ones. A forbidden key ends the episode with the reward -1.
+    Behind the last gate the episode terminates, and nothing is allowed. A policy that obeys the
+    mask and takes the fitting key with probability p has the value, with q = p gamma and m = length
+    - gate gates to go,
 
         V(gate) = p / length (1 - q^m) / (1 - q)
 
@@ -218,7 +229,8 @@ class Gates(gym.Env):
         Args:
             obs: gates [...], integers, tensor or array
             gamma: discount factor
-            p: probability with which the policy takes the key that fits; 1: the best policy, 1/2: a random one
+            p: probability with which the policy takes the key that fits; 1: the best policy, 1/2: a
+                random one
         """
         q = gamma * p
         m = self.length - obs
@@ -226,10 +238,12 @@ class Gates(gym.Env):
 
 # %% ../../nbs/testing/04_tasks.ipynb #5b83f832
 class Recall(gym.Env):
-    """A cue (one of `n_cues`) is shown at the first step only; `delay` steps later the actor is asked for it.
+    """A cue (one of `n_cues`) is shown at the first step only; `delay` steps later the actor is
+    asked for it.
 
-    The observation is one-hot: nothing, the cues, the question. The answer earns 1 if it is right and -1 if not, and ends the
-    episode; actions before it have no effect. So the best return is 1, and without memory it is 2 / n_cues - 1 in the mean.
+    The observation is one-hot: nothing, the cues, the question. The answer earns 1 if it is right
+    and -1 if not, and ends the episode; actions before it have no effect. So the best return is 1,
+    and without memory it is 2 / n_cues - 1 in the mean.
 
     Args:
         delay: number of steps from the cue to the question
@@ -265,10 +279,12 @@ gym.register("Recall-v0", "rollpipe.testing.tasks:Recall")
 
 # %% ../../nbs/testing/04_tasks.ipynb #41c7994f
 class BitFlip(gym.Env):
-    """`n` bits, of which each action flips one, until they are those of the goal, or `n` steps are over.
+    """`n` bits, of which each action flips one, until they are those of the goal, or `n` steps are
+    over.
 
-    A random policy meets about `n` of the `2 ** n` states in an episode. The best return is 1 minus the number of bits that differ. Source:
-    Andrychowicz et al. 2017, *Hindsight experience replay*, https://arxiv.org/abs/1707.01495, section 3.1.
+    A random policy meets about `n` of the `2 ** n` states in an episode. The best return is 1 minus
+    the number of bits that differ. Source: Andrychowicz et al. 2017, *Hindsight experience replay*,
+    https://arxiv.org/abs/1707.01495, section 3.1.
 
     Args:
         n: number of bits
@@ -328,7 +344,8 @@ class BitFlip(gym.Env):
 
 
 class PointReach(BitFlip):
-    """A point in the square from -1 to 1, which moves by a tenth of the action in each direction, and a place that it has to reach.
+    """A point in the square from -1 to 1, which moves by a tenth of the action in each direction,
+    and a place that it has to reach.
 
     Episodes have 50 steps, so it has to stay there, as in the Fetch tasks of gymnasium-robotics.
 

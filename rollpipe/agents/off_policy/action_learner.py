@@ -42,7 +42,8 @@ def _adam(params, lr):
 class ActionLearner(ReplayLearner, ByAdam):
     """Base of learners of continuous actions from a replay memory.
 
-    A subclass writes `critic_target(fragment)` and `improve_policy(fragment)`. `descents` is a dict of name -> optimiser.
+    A subclass writes `critic_target(fragment)` and `improve_policy(fragment)`. `descents` is a dict
+    of name -> optimiser.
 
     Args:
         actor: the policy, with a buffer `is_random`
@@ -57,7 +58,9 @@ class ActionLearner(ReplayLearner, ByAdam):
     max_grad_norm: float | None = None
     decay_steps: int = not_offered(0)
     policy_every = 1  # steps of the critic for each step of policy and target networks
-    eta = 0.9  # weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
+    # weight of the greatest TD error in the priority of a longer sample; the mean error has the
+    # rest
+    eta = 0.9
     actor_needs = ("is_random",)
     keeps = (*ReplayLearner.keeps, "descents")
     joins_ranks = True  # see `ranks.distributed`
@@ -104,7 +107,8 @@ class ActionLearner(ReplayLearner, ByAdam):
         metrics: dict | None = None,
         n: int | torch.Tensor | None = None,
     ) -> dict:
-        """Lower a loss by one step of one optimiser, which changes its own network only, whatever else the loss depends on.
+        """Lower a loss by one step of one optimiser, which changes its own network only, whatever
+        else the loss depends on.
 
         Args:
             name: name of the optimiser in `descents`
@@ -123,7 +127,10 @@ class ActionLearner(ReplayLearner, ByAdam):
         update_buffers(self.target, self.critic)
 
     def noise(self, fragment: Fragment) -> torch.Tensor:
-        "Standard normal noise for one action in each step, `[T, B, ...]`. Each rank draws that of the joined batch, and keeps its columns."
+        """Standard normal noise for one action in each step, `[T, B, ...]`.
+
+        Each rank draws that of the joined batch, and keeps its columns.
+        """
         n, mine = ranks.span(fragment.n_envs)
         return self.actor.draw_noise((fragment.n_steps, n), self.generator)[:, mine]
 
@@ -145,7 +152,10 @@ class ActionLearner(ReplayLearner, ByAdam):
         self.target_updates += 1
 
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
-        "Improve the critic, and every `policy_every` steps policy and targets. Errors become priorities. Returns metrics, some as tensors."
+        """Improve the critic, and every `policy_every` steps policy and targets.
+
+        Errors become priorities. Returns metrics, some as tensors.
+        """
         fragment, weight, index = sample
         self.check_length(fragment.n_steps)
         if nested.leaves(fragment.hx):
@@ -166,7 +176,9 @@ class ActionLearner(ReplayLearner, ByAdam):
 
 # %% ../../../nbs/agents/14_off_policy/02_action_learner.ipynb #2452a072
 class DeterministicLearner(ActionLearner):
-    """Base of learners of deterministic policies. `target_actor` is the policy's target network. A subclass may write `shift(fragment)`.
+    """Base of learners of deterministic policies.
+
+    `target_actor` is the policy's target network. A subclass may write `shift(fragment)`.
 
     Args:
         actor: a `DeterministicPolicy`, or another actor with `act`, `box` and `is_random`
@@ -215,7 +227,8 @@ class SmoothedLearner(DeterministicLearner):
     """Base of learners with the targets of TD3.
 
     Args:
-        smoothing: standard deviation of the noise of the target's actions; 1 is half the range of the action
+        smoothing: standard deviation of the noise of the target's actions; 1 is half the range of
+            the action
         smoothing_limit: greatest noise of the target's actions; 1 is half the range of the action
         policy_every: steps of the critic for each step of policy and target networks
     """
@@ -238,7 +251,8 @@ class SoftLearner(ActionLearner):
         actor: a `SquashedPolicy`, or another actor with `sample`, `box` and `is_random`
         temperature: weight of the entropy, relative to the reward; None: it is learnt
         first_temperature: the temperature at the beginning, if it is learnt
-        target_entropy: target of the entropy, for actions within -1 and 1; None: minus the number of dimensions
+        target_entropy: target of the entropy, for actions within -1 and 1; None: minus the number
+            of dimensions
     """
 
     temperature: float | None = number(None, changes="between updates")
@@ -316,10 +330,12 @@ class SoftLearner(ActionLearner):
 class DDPG(DeterministicLearner):
     """Deep deterministic policy gradient. The amount of exploration is an option of the policy.
 
-    Source: Lillicrap et al. 2015, *Continuous control with deep reinforcement learning*, https://arxiv.org/abs/1509.02971
+    Source: Lillicrap et al. 2015, *Continuous control with deep reinforcement learning*,
+    https://arxiv.org/abs/1509.02971
 
     Args:
-        critic: an `ActionCritic` with `n_critics=1`; of several values, the smallest is the target, as in TD3
+        critic: an `ActionCritic` with `n_critics=1`; of several values, the smallest is the target,
+            as in TD3
         tau: fraction of the way that the target networks move after each step
     """
 
@@ -327,9 +343,13 @@ class DDPG(DeterministicLearner):
 
 # %% ../../../nbs/agents/14_off_policy/02_action_learner.ipynb #19b362ad
 class TD3(SmoothedLearner):
-    """Twin delayed DDPG. The amount of exploration is an option of the policy; steps, segments and priorities are options of the memory.
+    """Twin delayed DDPG.
 
-    Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*, https://arxiv.org/abs/1802.09477
+    The amount of exploration is an option of the policy; steps, segments and priorities are options
+    of the memory.
+
+    Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*,
+    https://arxiv.org/abs/1802.09477
     """
 
     lr: float = 1e-3
@@ -338,7 +358,8 @@ class TD3(SmoothedLearner):
 class SAC(SoftLearner):
     """Soft actor-critic. Steps, segments and priorities are options of the memory.
 
-    Source: Haarnoja et al. 2018, *Soft actor-critic algorithms and applications*, https://arxiv.org/abs/1812.05905
+    Source: Haarnoja et al. 2018, *Soft actor-critic algorithms and applications*,
+    https://arxiv.org/abs/1812.05905
 
     Args:
         tau: fraction of the way that the target network moves after each step

@@ -24,7 +24,9 @@ __all__ = ['reached', 'soft_target', 'smoothed_target', 'taken', 'first_value', 
 
 # %% ../../../nbs/agents/14_off_policy/01_action_losses.ipynb #9efacbee
 def reached(fragment: Fragment) -> Any:
-    "The observations that the steps led to, nested `[T, B, ...]`: the true last one where an episode was truncated."
+    """The observations that the steps led to, nested `[T, B, ...]`: the true last one where an
+    episode was truncated.
+    """
     return nested.as_seen(observations_reached(without_terminal_obs(fragment)))
 
 # %% ../../../nbs/agents/14_off_policy/01_action_losses.ipynb #34039091
@@ -39,9 +41,12 @@ def soft_target(
     gamma: float = 0.99,
     n_steps: int = 1,
 ) -> Tensor:
-    """Targets `[T, B]` of soft action values. The entropy is that of actions scaled to -1 and 1, so that units do not matter.
+    """Targets `[T, B]` of soft action values.
 
-    Source: Haarnoja et al. 2018, *Soft actor-critic algorithms and applications*, https://arxiv.org/abs/1812.05905
+    The entropy is that of actions scaled to -1 and 1, so that units do not matter.
+
+    Source: Haarnoja et al. 2018, *Soft actor-critic algorithms and applications*,
+    https://arxiv.org/abs/1812.05905
 
     Args:
         fragment: [T, B]
@@ -50,7 +55,8 @@ def soft_target(
         noise: standard normal, for the actions [T, B, ...]
         temperature: weight of the entropy, relative to the reward
         gamma: discount factor per step
-        n_steps: largest number of rewards that are summed before a value; fewer where an episode or the fragment ends
+        n_steps: largest number of rewards that are summed before a value; fewer where an episode or
+            the fragment ends
     """
     obs = reached(fragment)
     act, logp = actor.sample(obs, noise)
@@ -75,22 +81,28 @@ def smoothed_target(
 ) -> Tensor:
     """Targets `[T, B]` of action values of a deterministic policy.
 
-    Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*, https://arxiv.org/abs/1802.09477
+    Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*,
+    https://arxiv.org/abs/1802.09477
 
     Args:
         fragment: [T, B]
-        actor: an older copy of the policy, `act(obs, shift) -> [T, B, ...]`, see `DeterministicPolicy`
+        actor: an older copy of the policy, `act(obs, shift) -> [T, B, ...]`, see
+            `DeterministicPolicy`
         target: `target(obs, act) -> [k, T, B]`, an older copy of the critic
         shift: how far the actions are moved, in half ranges [T, B, ...]; None: not at all
         gamma: discount factor per step
-        n_steps: largest number of rewards that are summed before a value; fewer where an episode or the fragment ends
+        n_steps: largest number of rewards that are summed before a value; fewer where an episode or
+            the fragment ends
     """
     obs = reached(fragment)
     return td_targets(fragment, target(obs, actor.act(obs, shift)).amin(0), gamma, n_steps)
 
 # %% ../../../nbs/agents/14_off_policy/01_action_losses.ipynb #776a1820
 def taken(fragment: Fragment) -> tuple:
-    "Observations and actions of the steps, `[T, B, ...]`. Rows that are not valid get those of a valid row."
+    """Observations and actions of the steps, `[T, B, ...]`.
+
+    Rows that are not valid get those of a valid row.
+    """
     state = fill_invalid(fragment).state
     return nested.as_seen(nested.getitem(state.obs, slice(None, -1))), nested.getitem(
         state.act, slice(1, None)
@@ -98,7 +110,9 @@ def taken(fragment: Fragment) -> tuple:
 
 
 def first_value(critic: Any, obs: Any, act: Tensor) -> Tensor:
-    "The first of the values of `critic(obs, act)`, `[T, B]`, by its method `first_value` if it has one."
+    """The first of the values of `critic(obs, act)`, `[T, B]`, by its method `first_value` if it
+    has one.
+    """
     return critic.first_value(obs, act) if hasattr(critic, "first_value") else critic(obs, act)[0]
 
 
@@ -112,7 +126,9 @@ def _mean(x, valid, n):
 
 
 def check_values(x: Tensor, valid: Tensor, leaf: str, many: bool = False) -> Tensor:
-    """Return the values `x`. Raises `DataError` unless they are one number for each row, because others would be broadcast.
+    """Return the values `x`.
+
+    Raises `DataError` unless they are one number for each row, because others would be broadcast.
 
     Args:
         x: what a critic answers
@@ -133,10 +149,12 @@ def check_values(x: Tensor, valid: Tensor, leaf: str, many: bool = False) -> Ten
 def action_value_loss(
     fragment: Fragment, critic: Any, target: Tensor, weight: Tensor | None = None
 ) -> tuple[Tensor, dict, Tensor]:
-    """`(loss, metrics, errors)`: half the sum over the critics of `mean[weight (target - Q)²]` over valid rows.
+    """`(loss, metrics, errors)`: half the sum over the critics of `mean[weight (target - Q)²]` over
+    valid rows.
 
-    The errors `[T, B]` are the means of `|target - Q|` over the critics, and 0 where a row is not valid. Raises `DataError` if
-    `weight`, `target` or the critic's answer has the wrong shape or no row is valid.
+    The errors `[T, B]` are the means of `|target - Q|` over the critics, and 0 where a row is not
+    valid. Raises `DataError` if `weight`, `target` or the critic's answer has the wrong shape or no
+    row is valid.
 
     Args:
         fragment: [T, B]
@@ -171,7 +189,9 @@ def action_value_loss(
 def soft_policy_loss(
     fragment: Fragment, actor: Any, critic: Any, noise: Tensor, temperature: Tensor | float
 ) -> tuple[Tensor, dict]:
-    """`(loss, metrics)`: `mean[temperature log pi - min Q]` over valid rows. The metric `entropy` is estimated from these actions.
+    """`(loss, metrics)`: `mean[temperature log pi - min Q]` over valid rows.
+
+    The metric `entropy` is estimated from these actions.
 
     Args:
         fragment: [T, B]
@@ -189,12 +209,15 @@ def soft_policy_loss(
 
 
 def deterministic_policy_loss(fragment: Fragment, actor: Any, critic: Any) -> tuple[Tensor, dict]:
-    """`(loss, metrics)`: `-mean Q` of the policy's own actions over valid rows. Source: Silver et al. 2014.
+    """`(loss, metrics)`: `-mean Q` of the policy's own actions over valid rows.
+
+    Source: Silver et al. 2014.
 
     Args:
         fragment: [T, B]
         actor: `act(obs) -> [T, B, ...]`, see `DeterministicPolicy`
-        critic: `critic(obs, act) -> [k, T, B]`; only the first value is used, from `first_value(obs, act)` if the critic has it
+        critic: `critic(obs, act) -> [k, T, B]`; only the first value is used, from
+            `first_value(obs, act)` if the critic has it
     """
     valid = fragment.valid
     obs = taken(fragment)[0]
@@ -203,7 +226,8 @@ def deterministic_policy_loss(fragment: Fragment, actor: Any, critic: Any) -> tu
 
 
 def temperature_loss(log_temperature: Tensor, entropy: Tensor | float, wanted: float) -> Tensor:
-    """`log_temperature (entropy - wanted)`: gradient descent on it raises the temperature while the entropy of the policy is too small.
+    """`log_temperature (entropy - wanted)`: gradient descent on it raises the temperature while the
+    entropy of the policy is too small.
 
     Args:
         log_temperature: float32 []

@@ -30,12 +30,16 @@ __all__ = ['BatchRenorm', 'RenormMLP', 'StackedRenormMLP', 'Renormed', 'RenormPo
 
 # %% ../../../nbs/agents/14_off_policy/03_crossq.ipynb #4c207025
 class BatchRenorm(nn.Module):
-    """Batch renormalisation, by running moments unless `learns`. Maps `[..., *shape]` to the same shape.
+    """Batch renormalisation, by running moments unless `learns`.
 
-    Source: Ioffe 2017, *Batch renormalization*, https://arxiv.org/abs/1702.03275; with the numbers of CrossQ
+    Maps `[..., *shape]` to the same shape.
+
+    Source: Ioffe 2017, *Batch renormalization*, https://arxiv.org/abs/1702.03275; with the numbers
+    of CrossQ
 
     Args:
-        shape: shape of mean and variance; the input is averaged along their dimensions of size 1, too
+        shape: shape of mean and variance; the input is averaged along their dimensions of size 1,
+            too
         momentum: weight of the past in the running moments
         eps: added to variances
         r_max: greatest ratio of the deviations of batch and past, and of past and batch
@@ -126,7 +130,10 @@ class RenormMLP(MLP):
 
 
 class StackedRenormMLP(StackedMLP):
-    "A `StackedMLP` with `BatchRenorm` before each layer. It always computes all of its perceptrons."
+    """A `StackedMLP` with `BatchRenorm` before each layer.
+
+    It always computes all of its perceptrons.
+    """
 
     def __init__(
         self, k: int, n_in: int, hidden: tuple, n_out: int, activation: str | type = "relu"
@@ -147,7 +154,9 @@ class Renormed:
 
     @contextmanager
     def by_batch(self: Any) -> Iterator[None]:
-        "In this context, each `BatchRenorm` normalises by the batch, and moves its running moments."
+        """In this context, each `BatchRenorm` normalises by the batch, and moves its running
+        moments.
+        """
         norms = [part for part in self.modules() if isinstance(part, BatchRenorm)]
         for norm in norms:
             norm.learns = True
@@ -175,8 +184,9 @@ class RenormCritic(Renormed, ActionCritic):
 class CrossQ(SoftLearner):
     """CrossQ. Steps, segments and priorities are options of the memory.
 
-    Source: Bhatt et al. 2024, *CrossQ: batch normalization in deep reinforcement learning for greater sample efficiency and simplicity*,
-    https://arxiv.org/abs/1902.05605. Its critics have two hidden layers of 2048 units.
+    Source: Bhatt et al. 2024, *CrossQ: batch normalization in deep reinforcement learning for
+    greater sample efficiency and simplicity*, https://arxiv.org/abs/1902.05605. Its critics have
+    two hidden layers of 2048 units.
 
     Args:
         actor: a `RenormPolicy`, or another actor with `sample`, `box`, `is_random` and `by_batch`
@@ -227,7 +237,9 @@ class CrossQ(SoftLearner):
         obs = nested.as_seen(observations_reached(fragment))
         with torch.no_grad():
             act, logp = self.actor.sample(obs, self.noise(fragment))
-        valid = fragment.valid  # other rows are no part of the moments, and neither is a first observation of the next episode
+        # other rows are no part of the moments, and neither is a first observation of the next
+        # episode
+        valid = fragment.valid
         known = valid & ~(fragment.state.fin[1:] & (final_numbers(fragment) < 0))
         pairs = nested.map(
             lambda x, y: torch.cat([x[valid], y[known]]), taken(fragment), (obs, act)
@@ -251,7 +263,9 @@ class CrossQ(SoftLearner):
         return action_value_loss(fragment, lambda *_: q, target, weight)
 
     def improve_policy(self, fragment: Fragment) -> dict:
-        "As `SoftLearner.improve_policy`; the policy normalises by the batch, and the critic by its running moments."
+        """As `SoftLearner.improve_policy`; the policy normalises by the batch, and the critic by
+        its running moments.
+        """
         valid = fragment.valid
         steps = fragment if valid.all() else transitions(fragment, valid.flatten().nonzero()[:, 0])
         with self.actor.by_batch():

@@ -26,15 +26,21 @@ __all__ = ['DeepQLearner', 'levels', 'quantile_penalty', 'quantile_td', 'DQN', '
 
 # %% ../../../nbs/agents/14_off_policy/04_q_learner.ipynb #66c39ef4
 class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
-    """Base of deep Q-learners. A subclass writes `loss(fragment, weight)`; `td_options` has its options for `td_loss`.
+    """Base of deep Q-learners.
+
+    A subclass writes `loss(fragment, weight)`; `td_options` has its options for `td_loss`.
 
     Args:
         actor: a `QPolicy` or `RecurrentQPolicy`, or another actor with `values` and `epsilon`
         double: choose the best next action by the network, and value it by the target network
-        burn_in: first steps of a sample, which only update the memory of a recurrent network (not trained on)
-        target_every: steps of the optimiser between two copies of the weights to the target network; 1: in effect, no target network
-        tau: Polyak averaging: fraction of the way that the target network moves after each step; None: copies, see `target_every`
-        eta: weight of the greatest TD error in the priority of a longer sample; the mean error has the rest
+        burn_in: first steps of a sample, which only update the memory of a recurrent network (not
+            trained on)
+        target_every: steps of the optimiser between two copies of the weights to the target
+            network; 1: in effect, no target network
+        tau: Polyak averaging: fraction of the way that the target network moves after each step;
+            None: copies, see `target_every`
+        eta: weight of the greatest TD error in the priority of a longer sample; the mean error has
+            the rest
     """
 
     double: bool = flag(True, changes="between updates")
@@ -71,7 +77,10 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
         self.target_updates += 1
 
     def least_lengths(self) -> dict[str, int]:
-        "As `ReplayLearner.least_lengths`. The rewards that are summed come after the first `burn_in` steps."
+        """As `ReplayLearner.least_lengths`.
+
+        The rewards that are summed come after the first `burn_in` steps.
+        """
         return (
             {"burn_in + multi_step": self.burn_in + self.multi_step}
             if self.burn_in
@@ -83,7 +92,9 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
         raise NotImplementedError(f"{type(self).__name__} must define loss(fragment, weight)")
 
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
-        "One step of the optimiser from a `Sample`, whose TD errors become priorities; returns metrics, some of them tensors."
+        """One step of the optimiser from a `Sample`, whose TD errors become priorities; returns
+        metrics, some of them tensors.
+        """
         fragment, weight, index = sample
         if memory is not None and not (ranks.active() or fragment.valid[self.burn_in :].any()):
             return {}  # all rest after the burn-in
@@ -111,15 +122,18 @@ def levels(n: int, like: Tensor) -> Tensor:
 
 # %% ../../../nbs/agents/14_off_policy/04_q_learner.ipynb #d7c65834
 def quantile_penalty(goal: Tensor, value: Tensor, huber: float = 1.0) -> Tensor:
-    """The sum over quantiles `i` of the mean over samples `j` of `|τᵢ - [uᵢⱼ < 0]| size(uᵢⱼ)`, `[...]`, where `uᵢⱼ = goalⱼ - valueᵢ`.
+    """The sum over quantiles `i` of the mean over samples `j` of `|τᵢ - [uᵢⱼ < 0]| size(uᵢⱼ)`,
+    `[...]`, where `uᵢⱼ = goalⱼ - valueᵢ`.
 
-    Source: Dabney et al. 2018, *Distributional reinforcement learning with quantile regression*, https://arxiv.org/abs/1710.10044,
-    equations 8 to 10. They do not divide `size` by `huber`. The division changes nothing for `huber=1`, and allows `huber=0`.
+    Source: Dabney et al. 2018, *Distributional reinforcement learning with quantile regression*,
+    https://arxiv.org/abs/1710.10044, equations 8 to 10. They do not divide `size` by `huber`. The
+    division changes nothing for `huber=1`, and allows `huber=0`.
 
     Args:
         goal: samples of the return [..., M]
         value: quantiles [..., N]
-        huber: size is `u² / 2 huber` for differences `u` below this limit, and `|u| - huber / 2` for greater ones; 0: always `|u|`
+        huber: size is `u² / 2 huber` for differences `u` below this limit, and `|u| - huber / 2`
+            for greater ones; 0: always `|u|`
     """
     u = goal.unsqueeze(-2) - value.unsqueeze(-1)
     size = huber_penalty(u, huber) / (2 * huber) if huber else u.abs()
@@ -130,11 +144,14 @@ def quantile_penalty(goal: Tensor, value: Tensor, huber: float = 1.0) -> Tensor:
 def quantile_td(
     fragment: Fragment, actor: Any, target: Any = None, *, huber: float = 1.0, **options: Any
 ) -> tuple[Tensor, dict, Tensor]:
-    """`(loss, metrics, errors)`: loss `mean[weightₜ quantile_penalty(Gₜ, θ(sₜ, aₜ))]` over valid rows, and errors `[T, B]` of the means.
+    """`(loss, metrics, errors)`: loss `mean[weightₜ quantile_penalty(Gₜ, θ(sₜ, aₜ))]` over valid
+    rows, and errors `[T, B]` of the means.
 
-        Gⱼₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ θ̂ⱼ(sₜ₊ₘ, a*),    a* = argmaxₐ meanⱼ θ̂ⱼ(sₜ₊ₘ, a),   or argmaxₐ meanⱼ θⱼ(sₜ₊ₘ, a) if `double`
+        Gⱼₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ θ̂ⱼ(sₜ₊ₘ, a*),    a* = argmaxₐ meanⱼ θ̂ⱼ(sₜ₊ₘ, a),   or
+        argmaxₐ meanⱼ θⱼ(sₜ₊ₘ, a) if `double`
 
-    Terminal and truncated states, memory, several steps, weights and errors that are raised are as in `td`.
+    Terminal and truncated states, memory, several steps, weights and errors that are raised are as
+    in `td`.
 
     Source: Dabney et al. 2018, https://arxiv.org/abs/1710.10044, algorithm 1.
 
@@ -153,11 +170,14 @@ def quantile_td(
 
 # %% ../../../nbs/agents/14_off_policy/04_q_learner.ipynb #41d3b820
 class DQN(DeepQLearner):
-    """Deep Q-learning, by default double. Duelling is an option of the network; segments and priorities are options of the memory.
+    """Deep Q-learning, by default double.
 
-    Sources: Mnih et al. 2015, https://doi.org/10.1038/nature14236; van Hasselt, Guez, Silver 2015, https://arxiv.org/abs/1509.06461
-    (double); Schaul et al. 2015, https://arxiv.org/abs/1511.05952 (priorities); Kapturowski et al. 2019,
-    https://openreview.net/forum?id=r1lyTjAqYX (memory, burn-in).
+    Duelling is an option of the network; segments and priorities are options of the memory.
+
+    Sources: Mnih et al. 2015, https://doi.org/10.1038/nature14236; van Hasselt, Guez, Silver 2015,
+    https://arxiv.org/abs/1509.06461 (double); Schaul et al. 2015, https://arxiv.org/abs/1511.05952
+    (priorities); Kapturowski et al. 2019, https://openreview.net/forum?id=r1lyTjAqYX (memory,
+    burn-in).
 
     Args:
         huber: TD errors beyond this limit count linearly; None: all errors are squared
@@ -173,10 +193,12 @@ class DQN(DeepQLearner):
 
 # %% ../../../nbs/agents/14_off_policy/04_q_learner.ipynb #98f181e5
 class QRDQN(DeepQLearner):
-    """Quantile regression DQN, by default double. Duelling and quantiles are options of the network; segments and priorities of the memory.
+    """Quantile regression DQN, by default double.
 
-    Source: Dabney et al. 2018, *Distributional reinforcement learning with quantile regression*, https://arxiv.org/abs/1710.10044.
-    Priorities are the errors of the means.
+    Duelling and quantiles are options of the network; segments and priorities of the memory.
+
+    Source: Dabney et al. 2018, *Distributional reinforcement learning with quantile regression*,
+    https://arxiv.org/abs/1710.10044. Priorities are the errors of the means.
 
     Args:
         actor: a `QuantilePolicy`, or another actor with `quantiles`, `values` and `epsilon`

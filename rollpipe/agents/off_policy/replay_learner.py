@@ -73,16 +73,20 @@ class TimedIterator:
 
 # %% ../../../nbs/agents/14_off_policy/00_replay_learner.ipynb #8dd9aed1
 class ReplayLearner(Discounted, Learner):
-    """Base of learners from a replay memory. A subclass writes `learn(sample, memory)`, and `update` calls it for each sample.
+    """Base of learners from a replay memory.
+
+    A subclass writes `learn(sample, memory)`, and `update` calls it for each sample.
 
     It also makes `target`. If its exploration decays, it writes `explore` and `exploration`.
 
-    The memory is not part of the learner's state, but of that of the stream (see `stream_state`). Without that, it is filled anew, with
-    the exploration of the time of the checkpoint.
+    The memory is not part of the learner's state, but of that of the stream (see `stream_state`).
+    Without that, it is filled anew, with the exploration of the time of the checkpoint.
 
     Args:
-        multi_step: number of rewards that are summed before a value; at most the length of the samples
-        beta_steps: environment steps in which the memory's `beta` rises to 1; 0: it is 1; None: it stays constant
+        multi_step: number of rewards that are summed before a value; at most the length of the
+            samples
+        beta_steps: environment steps in which the memory's `beta` rises to 1; 0: it is 1; None: it
+            stays constant
     """
 
     multi_step: int = integer(1, changes="between updates")
@@ -97,7 +101,10 @@ class ReplayLearner(Discounted, Learner):
         self.steps = self.gradient_steps = self.target_updates = 0
 
     def copy_buffers(self) -> None:
-        "Copy the normalisers to the target network, until its first update. Its own normalisers have seen no data yet."
+        """Copy the normalisers to the target network, until its first update.
+
+        Its own normalisers have seen no data yet.
+        """
         update_buffers(self.target, self.actor)
 
     def explore(self) -> None:
@@ -108,10 +115,12 @@ class ReplayLearner(Discounted, Learner):
         return {}
 
     def update(self, batch: Replayed | Fragment) -> dict:
-        """Learn from each sample of a `Replayed`, or from a `Fragment` as the only sample; returns metrics (see `METRICS`).
+        """Learn from each sample of a `Replayed`, or from a `Fragment` as the only sample; returns
+        metrics (see `METRICS`).
 
-        As long as there are no samples, it only counts. Fresh steps that are in a memory need not have a valid row. Raises `DataError` if
-        something is not finite, or no row of a `Fragment` is valid.
+        As long as there are no samples, it only counts. Fresh steps that are in a memory need not
+        have a valid row. Raises `DataError` if something is not finite, or no row of a `Fragment`
+        is valid.
         """
         if not isinstance(batch, Replayed):
             check_item(batch, Fragment, self)
@@ -156,7 +165,10 @@ class ReplayLearner(Discounted, Learner):
         )
 
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
-        "The algorithm: learn from a `Sample`, and tell a prioritised memory the errors. Returns metrics, some of them tensors."
+        """The algorithm: learn from a `Sample`, and tell a prioritised memory the errors.
+
+        Returns metrics, some of them tensors.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define learn(sample, memory)")
 
     def least_lengths(self) -> dict[str, int]:
@@ -181,7 +193,9 @@ class ReplayLearner(Discounted, Learner):
             self.average.count.zero_()
 
     def count(self, fresh: Fragment) -> int:
-        "Count an update and the steps of the fresh fragment, which drive exploration and the normalisers; returns their number."
+        """Count an update and the steps of the fresh fragment, which drive exploration and the
+        normalisers; returns their number.
+        """
         n = self.count_steps(fresh)
         self.explore()
         self.tell_actor(fresh)

@@ -54,7 +54,9 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
 
 
 def _check_somebody_listens(address, timeout=5.0):
-    "Raise `WorkerError` if no server at this address speaks Ray's protocol, HTTP/2: its answer begins with SETTINGS (frame type 4)."
+    """Raise `WorkerError` if no server at this address speaks Ray's protocol, HTTP/2: its answer
+    begins with SETTINGS (frame type 4).
+    """
     if address == "auto":
         return
     host, port = address.removeprefix("ray://").split(":")
@@ -90,7 +92,8 @@ def _own_settings() -> dict:
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # Ray listens on the loopback interface only
         RAY_worker_niceness="0",
         RAY_USAGE_STATS_ENABLED="0",
-        RAY_free_objects_period_milliseconds="0",  # freed memory is reused at once, while its pages are resident
+        # freed memory is reused at once, while its pages are resident
+        RAY_free_objects_period_milliseconds="0",
         RAY_max_direct_call_object_size="1000000",
     )  # [bytes] smaller items come with the answer, not through the object store
     if "RAY_AUTH_MODE" not in os.environ:
@@ -111,7 +114,9 @@ def _environment(settings: dict) -> Iterator[None]:
 
 
 def _read_settings(ray: Any) -> None:
-    "Make Ray read its environment variables again, because its code for tokens read them at import."
+    """Make Ray read its environment variables again, because its code for tokens read them at
+    import.
+    """
     raylet = ray._raylet
     if not hasattr(raylet, "Config") or not hasattr(raylet, "AuthenticationTokenLoader"):
         return
@@ -139,7 +144,9 @@ def _process_kept() -> Iterator[None]:
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #3ee89eba
 def descendants(pid: int) -> list:
-    "The child processes of process `pid`, their children, and so on; empty on systems without /proc."
+    """The child processes of process `pid`, their children, and so on; empty on systems without
+    /proc.
+    """
     started = defaultdict(
         list
     )  # from the parents: /proc lists children per thread, and misses those of a thread that just ends
@@ -163,7 +170,8 @@ def _start(ray, ending: ExitStack) -> None:
         patch.object(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False, create=True)
     )
     _read_settings(ray)
-    # The path of a socket in this folder may have at most 107 characters, so the folder needs a short name.
+    # The path of a socket in this folder may have at most 107 characters, so the folder needs a
+    # short name.
     folder = tempfile.mkdtemp(
         prefix="ray-",
         dir="/tmp" if len(tempfile.gettempdir()) > 30 and os.path.isdir("/tmp") else None,
@@ -206,7 +214,10 @@ def _kill(pid, folder):
 
 
 def _meant(ray, address):
-    "The address for which 'auto' stands; other addresses stay. The cluster at this address may have ended."
+    """The address for which 'auto' stands; other addresses stay.
+
+    The cluster at this address may have ended.
+    """
     find = getattr(ray._private.services, "get_ray_address_from_environment", None)
     found = find(address, None) if address == "auto" and find is not None else address
     return found if is_address(found) else address
@@ -223,7 +234,11 @@ def _connect(ray, address: str, ending: ExitStack) -> None:
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #1fabdce4
 def _resolved(address, ray):
-    "`(IP address, port)`. A loopback address becomes the IP address under which other machines know this machine, as Ray uses it."
+    """`(IP address, port)`.
+
+    A loopback address becomes the IP address under which other machines know this machine, as Ray
+    uses it.
+    """
     host, _, port = address.rpartition(":")
     try:
         number = socket.gethostbyname(host)
@@ -242,7 +257,10 @@ class _Connection:
         self.ending = ExitStack()
 
     def begin(self, ray: Any, address: str | None) -> None:
-        "Connect unless there is a connection. Raises `WorkerError` if Ray cannot be used, or is connected to another cluster."
+        """Connect unless there is a connection.
+
+        Raises `WorkerError` if Ray cannot be used, or is connected to another cluster.
+        """
         if ray.is_initialized():
             return self._check_address(ray, address)
         self.own = False
@@ -279,7 +297,11 @@ class _Connection:
             )
 
     def end(self, pid: int) -> None:
-        "Count one user less. Without users, the connection ends, and with it a Ray started here. Does nothing in a forked process."
+        """Count one user less.
+
+        Without users, the connection ends, and with it a Ray started here. Does nothing in a forked
+        process.
+        """
         if pid != os.getpid():
             return
         with self.lock:
@@ -292,10 +314,14 @@ _connection = _Connection()
 
 
 def lease(address: str | None, user: Any) -> weakref.finalize:
-    """Connect this process to Ray. Raises `WorkerError` if Ray is not installed, cannot be started, or does not run at this address.
+    """Connect this process to Ray.
+
+    Raises `WorkerError` if Ray is not installed, cannot be started, or does not run at this
+    address.
 
     Args:
-        address: 'auto', 'host:port' or 'ray://host:port'; None: the Ray to which this process is connected, or a new one on this machine
+        address: 'auto', 'host:port' or 'ray://host:port'; None: the Ray to which this process is
+            connected, or a new one on this machine
         user: object with which the connection ends at the latest
 
     Returns:

@@ -34,7 +34,8 @@ class Arrived(NamedTuple):
     """An item as it arrived from a worker.
 
     Args:
-        data: uint8: first the arrays of a layout for one item, if this item has any, then the item's own arrays
+        data: uint8: first the arrays of a layout for one item, if this item has any, then the
+            item's own arrays
     """
 
     item_format: ItemFormat
@@ -61,7 +62,10 @@ class ArrivalPool(SlotPool):
     "A `SlotPool` for items that arrive in memory of their own and not in a slot."
 
     def read(self, slot: int, position: int, item_format: Any) -> Any:
-        "Copy an item into its slot, and read it as a `SlotPool` does. `item_format` is an `Arrived`, which has the arrays and the format."
+        """Copy an item into its slot, and read it as a `SlotPool` does.
+
+        `item_format` is an `Arrived`, which has the arrays and the format.
+        """
         item_format.put(self.slots[slot], position, self.states[slot].layout)
         return super().read(slot, position, item_format.item_format)
 
@@ -90,7 +94,9 @@ class SentWeights:
         self.sent = {}
 
     def of(self, publication: int | None) -> tuple:
-        "`(number, argument)` for this publication, or for the latest one if it is None or was overwritten."
+        """`(number, argument)` for this publication, or for the latest one if it is None or was
+        overwritten.
+        """
         number = self.publisher.block.available(publication, self.publisher.publication)
         if number not in self.sent:
             _, data = self.publisher.packed(number)
@@ -120,7 +126,10 @@ class RemoteMember(Member):
         self.process.send((self.number, None, STATE, lane))
 
     def take_reply(self, message: tuple) -> tuple:
-        "As `Member.take_reply`, but the format is an `Arrived`. Times are shifted to the clock of this process: clocks of machines differ."
+        """As `Member.take_reply`, but the format is an `Arrived`.
+
+        Times are shifted to the clock of this process: clocks of machines differ.
+        """
         request, reply, item_format = super().take_reply(message[0])
         if item_format is None:
             return request, reply, None
@@ -165,7 +174,10 @@ class RemoteMembers(Members):
         return [first[answer] for answer in ready]
 
     def end(self, failed: bool = False) -> list:
-        "End all workers, without waiting if something has `failed`. Returns the errors that they sent at the end."
+        """End all workers, without waiting if something has `failed`.
+
+        Returns the errors that they sent at the end.
+        """
         try:
             return end_remote([member.process for member in self.members], failed)
         finally:
@@ -203,7 +215,10 @@ class RayCrew:
         holders: Sequence,
         tells: bool = False,
     ) -> Member:
-        "As `ProcessCrew.start`. Raises `WorkerError` if the living nodes have no room for all workers."
+        """As `ProcessCrew.start`.
+
+        Raises `WorkerError` if the living nodes have no room for all workers.
+        """
         service = self.service
         place = self.service.place
         name = f"worker {index}"
@@ -230,41 +245,52 @@ class RayCrew:
 # %% ../../../nbs/pipes/32_cluster/03_ray_crew.ipynb #285f1b0d
 @torchdata.reading_service
 class RayReading(WorkerReading):
-    """Run the pipes above `Lanes` in workers of a Ray cluster: `DataLoader2(pipe, reading_service=RayReading(num_workers=8))`.
+    """Run the pipes above `Lanes` in workers of a Ray cluster: `DataLoader2(pipe,
+    reading_service=RayReading(num_workers=8))`.
 
-    Groups, lags, orders, weights, restarts and errors are as in `ProcessReading`. With `lag=None`, or a lag in ready order, an item is
-    collected with the weights that are newest when it is requested.
+    Groups, lags, orders, weights, restarts and errors are as in `ProcessReading`. With `lag=None`,
+    or a lag in ready order, an item is collected with the weights that are newest when it is
+    requested.
 
-    Without an address, workers run in the Ray to which this process is connected. If there is none, Ray is started on this machine: for
-    this process alone, on the loopback interface, without a dashboard. That Ray ends with the last reading service that uses it. In a
-    cluster each worker needs one CPU unless `resources` says otherwise. On a Ray that was started here it needs none, so there may be more
-    workers than cores. rollpipe and all modules that the graph needs must be importable on each node.
+    Without an address, workers run in the Ray to which this process is connected. If there is none,
+    Ray is started on this machine: for this process alone, on the loopback interface, without a
+    dashboard. That Ray ends with the last reading service that uses it. In a cluster each worker
+    needs one CPU unless `resources` says otherwise. On a Ray that was started here it needs none,
+    so there may be more workers than cores. rollpipe and all modules that the graph needs must be
+    importable on each node.
 
-    Workers are spread over the nodes, so that each has as much of its node as possible. With `placement='pack'` they run on as few nodes
-    as have room for them. Ray then reserves the room for all of them in a placement group, from the beginning to the end of an iteration.
-    With None, Ray fills half of a node before it takes the next one. A placement is a wish: if a node has no free resources at the moment,
-    Ray may place workers elsewhere, but raises no error.
+    Workers are spread over the nodes, so that each has as much of its node as possible. With
+    `placement='pack'` they run on as few nodes as have room for them. Ray then reserves the room
+    for all of them in a placement group, from the beginning to the end of an iteration. With None,
+    Ray fills half of a node before it takes the next one. A placement is a wish: if a node has no
+    free resources at the moment, Ray may place workers elsewhere, but raises no error.
 
-    If a worker or its node dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes begin anew on a node that has
-    room, with `seq` 0 and other random numbers. `Fragment.restarts` counts this. With environments
-    that are kept (`keep_environments`), they go on exactly where they were.
+    If a worker or its node dies, its lanes are lost. With `restart=N` this may happen `N` times:
+    the lanes begin anew on a node that has room, with `seq` 0 and other random numbers.
+    `Fragment.restarts` counts this. With environments that are kept (`keep_environments`), they go
+    on exactly where they were.
 
-    Raises `DataError` for options out of range, `GraphError` and `EnvError` as `ProcessReading` does, and `WorkerError` if Ray is not
-    installed, does not run at the address, or has no room for the workers, or if a worker cannot be started or dies. An exception in a
-    worker is raised again in this process, with its traceback.
+    Raises `DataError` for options out of range, `GraphError` and `EnvError` as `ProcessReading`
+    does, and `WorkerError` if Ray is not installed, does not run at the address, or has no room for
+    the workers, or if a worker cannot be started or dies. An exception in a worker is raised again
+    in this process, with its traceback.
 
     Args:
         num_workers: number of workers, at most one per lane; 0: none, and the graph is not changed
         lag: learner updates between collecting and consuming; None: no limit, workers run ahead
         order: 'canonical': lanes in turn; 'ready': first come, first served
         address: 'auto', 'host:port' or 'ray://host:port'; None: the Ray of this process
-        resources: amounts that each worker needs: num_cpus, num_gpus, memory [bytes], custom resources [see above]
-        runtime_env: what Ray prepares for the workers on their nodes, such as packages and variables
-        placement: 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by default
+        resources: amounts that each worker needs: num_cpus, num_gpus, memory [bytes], custom
+            resources [see above]
+        runtime_env: what Ray prepares for the workers on their nodes, such as packages and
+            variables
+        placement: 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by
+            default
         device: device of the actors in the workers, such as 'cuda'; None: they are not moved
         worker_threads: torch threads in each worker
         restart: how many deaths of workers are allowed
-        silence: seconds without an answer from a started worker until the log shows the worker's traceback
+        silence: seconds without an answer from a started worker until the log shows the worker's
+            traceback
         on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before a worker is killed
     """
@@ -323,7 +349,9 @@ class RayReading(WorkerReading):
 
 # %% ../../../nbs/pipes/32_cluster/03_ray_crew.ipynb #5b87f2ce
 class Served:
-    """A function that answers requests in a `WorkerActor`. Answers are pickled, because arrays from Ray's object store are read-only.
+    """A function that answers requests in a `WorkerActor`.
+
+    Answers are pickled, because arrays from Ray's object store are read-only.
 
     Args:
         outbox: takes errors
@@ -348,9 +376,12 @@ class Served:
 
 # %% ../../../nbs/pipes/32_cluster/03_ray_crew.ipynb #1e282e0f
 class RemoteService(RemoteWorker):
-    """A worker in a cluster, with the methods of a `WorkerProcess`, for one object that learns. It answers one request after another.
+    """A worker in a cluster, with the methods of a `WorkerProcess`, for one object that learns.
 
-    Raises `WorkerError` if there is no Ray, no cluster at the address or no room, or if `make` or `args` cannot be pickled.
+    It answers one request after another.
+
+    Raises `WorkerError` if there is no Ray, no cluster at the address or no room, or if `make` or
+    `args` cannot be pickled.
 
     Args:
         name: name in error messages
@@ -402,7 +433,10 @@ class RemoteService(RemoteWorker):
         return NOTHING if (answer := super().take()) is NOTHING else pickle.loads(*answer)
 
     def close(self) -> BaseException | None:
-        "End the worker, and give the connection back. Returns the error that it sent at the end, or None."
+        """End the worker, and give the connection back.
+
+        Returns the error that it sent at the end, or None.
+        """
         try:
             return super().close()
         finally:

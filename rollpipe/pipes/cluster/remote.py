@@ -37,7 +37,9 @@ from ..workers.slots import Layout, Slot
 
 # %% ../../../nbs/pipes/32_cluster/02_remote.ipynb #a019ccd0
 class Outbox(list):
-    "Takes the place of a worker's connection: it keeps messages until the next answer carries them to the driver."
+    """Takes the place of a worker's connection: it keeps messages until the next answer carries
+    them to the driver.
+    """
 
     send = list.append
 
@@ -52,7 +54,9 @@ class Outbox(list):
 
 
 def node_of_this_process() -> tuple:
-    "`(id, address)` of the cluster node on which this process runs; None for both if it runs outside of the cluster."
+    """`(id, address)` of the cluster node on which this process runs; None for both if it runs
+    outside of the cluster.
+    """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None, None
@@ -62,9 +66,15 @@ def node_of_this_process() -> tuple:
 
 # %% ../../../nbs/pipes/32_cluster/02_remote.ipynb #241a9801
 class WorkerActor:
-    "One worker. Each method returns a tuple that begins with a list of messages: warnings, errors, and the end of the worker."
+    """One worker.
 
-    runner: Any = None  # the object that does the work, such as a `LaneServer`; None before the beginning and after the end
+    Each method returns a tuple that begins with a list of messages: warnings, errors, and the end
+    of the worker.
+    """
+
+    # the object that does the work, such as a `LaneServer`; None before the beginning and after the
+    # end
+    runner: Any = None
     leaving = working = False  # has SIGTERM come? is a request being answered?
 
     def begin(self, name: str, packed: bytes, receiver: Any, threads: int) -> tuple:
@@ -72,12 +82,14 @@ class WorkerActor:
 
         Args:
             name: name of the worker in error messages
-            packed: pickle of `(make, args)`; `make(outbox, receiver, name, *args)` returns the runner, such as a `LaneServer`
+            packed: pickle of `(make, args)`; `make(outbox, receiver, name, *args)` returns the
+                runner, such as a `LaneServer`
             receiver: a `WeightReceiver`
             threads: torch threads
 
         Returns:
-            tuple: `(messages, pid, descriptor of its `TracebackFile`, id of its node, address of its node)`
+            tuple:
+                `(messages, pid, descriptor of its `TracebackFile`, id of its node, address of its node)`
         """
         self.name = name
         self.receiver = receiver
@@ -156,7 +168,8 @@ class WorkerActor:
 
 # %% ../../../nbs/pipes/32_cluster/02_remote.ipynb #d99ea336
 class LaneServer(LaneRunner):
-    """The lanes of a worker, with the three methods that a `WorkerActor` needs: `serve`, `send_error` and `close`.
+    """The lanes of a worker, with the three methods that a `WorkerActor` needs: `serve`,
+    `send_error` and `close`.
 
     Args:
         outbox: takes warnings and errors
@@ -169,14 +182,15 @@ class LaneServer(LaneRunner):
         super().__init__(outbox, [self.slot], receiver, *args)
 
     def serve(self, *request: Any) -> tuple:
-        """Collect the next item of a lane, with the latest weights that arrived, in memory for one item.
+        """Collect the next item of a lane, with the latest weights that arrived, in memory for one
+        item.
 
         Args:
             *request: what `LaneRunner.answer` takes
 
         Returns:
-            tuple: `(reply, bytes)`; the bytes begin with the arrays of the layout, unless the item has no such arrays; or `(state,)`
-                of a lane, for which `(STATE, lane)` asks
+            tuple: `(reply, bytes)`; the bytes begin with the arrays of the layout, unless the item
+                has no such arrays; or `(state,)` of a lane, for which `(STATE, lane)` asks
         """
         if request[0] == STATE:
             return (self.state(request[1]),)
@@ -236,7 +250,10 @@ def end_process(pid: int) -> None:
 
 # %% ../../../nbs/pipes/32_cluster/02_remote.ipynb #d860e8b5
 def packed_for(what: str, make: Any, args: tuple) -> bytes:
-    "The pickle of `(make, args)` for `WorkerActor.begin`. Raises `WorkerError`, which names `what`, if they cannot be pickled."
+    """The pickle of `(make, args)` for `WorkerActor.begin`.
+
+    Raises `WorkerError`, which names `what`, if they cannot be pickled.
+    """
     try:
         return cloudpickle.dumps((make, args))
     except Exception as e:
@@ -292,12 +309,16 @@ class RemoteWorker:
 
     def send(self, message: tuple) -> None:
         "Send a request: the arguments of `WorkerActor.answer`."
-        # The first request waits for the answer of `begin`, so the driver knows that the worker has started before a request can kill it.
+        # The first request waits for the answer of `begin`, so the driver knows that the worker has
+        # started before a request can kill it.
         started = {} if self.has_started else dict(started=self.started)
         self.unanswered.append(self.actor.answer.remote(*message, **started))
 
     def take(self) -> Any:
-        "The result of `serve` in the worker, or `NOTHING` if there is no answer yet. Raises the worker's own exception, or `WorkerDied`."
+        """The result of `serve` in the worker, or `NOTHING` if there is no answer yet.
+
+        Raises the worker's own exception, or `WorkerDied`.
+        """
         if not self.unanswered or not self.ray.wait([self.unanswered[0]], timeout=0)[0]:
             return NOTHING
         messages, *answer = self._read(self.unanswered.popleft())
@@ -333,7 +354,9 @@ class RemoteWorker:
         )
 
     def patience(self, silence: float) -> float:
-        "How long the worker may be silent now [s]: `silence`, but at least `STARTING` until it has started."
+        """How long the worker may be silent now [s]: `silence`, but at least `STARTING` until it
+        has started.
+        """
         return silence if self.has_started else max(silence, STARTING)
 
     def current_traceback(self, timeout: float = 1.0) -> str:
@@ -348,7 +371,10 @@ class RemoteWorker:
             return "(its node gives no answer)"
 
     def on_node(self, function: Any, timeout: float | None = None) -> Any:
-        "Run `function` on the node of this worker and return its result. Without a `timeout` [s], do not wait for another node."
+        """Run `function` on the node of this worker and return its result.
+
+        Without a `timeout` [s], do not wait for another node.
+        """
         if self.node == node_of_this_process()[0]:
             return function()
         where = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
@@ -373,7 +399,10 @@ def _kill(pid, ray, actor):
 
 # %% ../../../nbs/pipes/32_cluster/02_remote.ipynb #c1c75383
 def end_remote(workers: Iterable, failed: bool = False) -> list:
-    "End all `workers`, at once if something has `failed`. Returns the errors that they sent at the end."
+    """End all `workers`, at once if something has `failed`.
+
+    Returns the errors that they sent at the end.
+    """
     workers = [w for w in workers if not w.closed]
     errors = []
     try:

@@ -21,7 +21,9 @@ UNIT = 1e-4  # the smallest amount of a resource that Ray counts
 
 
 def check_resources(resources: Any, pipe: Any = None) -> None:
-    "Raise `DataError`, which names `pipe`, unless `resources` is None or a dict of amounts that Ray can count."
+    """Raise `DataError`, which names `pipe`, unless `resources` is None or a dict of amounts that
+    Ray can count.
+    """
     if resources is None:
         return
     is_amount = lambda x: (
@@ -73,7 +75,8 @@ def _text(amounts) -> str:
 
 
 def check_capacity(nodes: Iterable, resources: dict, n: int, pipe: Any = None) -> None:
-    """Raise `WorkerError`, which names `pipe`, if the nodes have no room for `n` workers, even if nothing else runs there.
+    """Raise `WorkerError`, which names `pipe`, if the nodes have no room for `n` workers, even if
+    nothing else runs there.
 
     Args:
         nodes: `(name, resources)` of each node: name of a resource -> total amount on the node
@@ -104,14 +107,17 @@ PLACEMENTS = {
 
 
 class ClusterPlace:
-    """The place in a cluster where the workers of a pipe run. Raises `DataError`, which names `pipe`, for options out of range.
+    """The place in a cluster where the workers of a pipe run.
+
+    Raises `DataError`, which names `pipe`, for options out of range.
 
     Args:
         pipe: the pipe that uses the workers, or its name
         address: 'auto', 'host:port' or 'ray://host:port'; None: the Ray of this process
         resources: what each worker needs; None: one CPU, but nothing on a Ray that was started here
         runtime_env: what Ray prepares for the workers on their nodes
-        placement: 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by default
+        placement: 'spread': over the nodes in turn, 'pack': on few nodes; None: as Ray does by
+            default
     """
 
     lease: Any = None  # the use of the connection to Ray, from `lease`
@@ -163,7 +169,11 @@ class ClusterPlace:
             )
 
     def connect(self) -> Any:
-        "The module `ray`. The first call connects this process. Raises `WorkerError` if there is no Ray, or none at the address."
+        """The module `ray`.
+
+        The first call connects this process. Raises `WorkerError` if there is no Ray, or none at
+        the address.
+        """
         with located(pipe=self.pipe):
             if self.lease is None or not self.lease.alive:
                 self.lease = lease(self.address, self)
@@ -189,7 +199,9 @@ class ClusterPlace:
         check_capacity(nodes, self.needs(), n, self.pipe)
 
     def group(self, ray: Any, n: int) -> Any:
-        "The placement group of `n` workers, which reserves room for them until it is removed; None if they need no group."
+        """The placement group of `n` workers, which reserves room for them until it is removed;
+        None if they need no group.
+        """
         if self.placement != "pack" or not (needs := needs_of(self.needs())):
             return None
         return ray.util.placement_group([needs] * n, strategy="PACK")
@@ -211,7 +223,9 @@ class ClusterPlace:
 
 # %% ../../../nbs/pipes/32_cluster/01_room.ipynb #516ccde1
 def service_place(options: dict, pipe: Any) -> ClusterPlace:
-    """The place of a single worker. Raises `DataError` for options that are unknown or out of range.
+    """The place of a single worker.
+
+    Raises `DataError` for options that are unknown or out of range.
 
     Args:
         options: options of a `ClusterPlace`; without `resources` the worker needs none

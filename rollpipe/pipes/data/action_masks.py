@@ -19,7 +19,8 @@ from .errors import EnvError, SpaceError, describe
 
 # %% ../../../nbs/pipes/00_data/14_action_masks.ipynb #c3fdd82c
 def mask_sizes(space: gym.Space) -> Any:
-    """How many values each integer of an action has: a tuple for Discrete and MultiDiscrete, a dict of its parts for a Dict.
+    """How many values each integer of an action has: a tuple for Discrete and MultiDiscrete, a dict
+    of its parts for a Dict.
 
     Parts of a Dict without a mask are left out. For all other spaces the result is empty.
     """
@@ -50,7 +51,9 @@ def _checked_sizes(space, what):
 
 # %% ../../../nbs/pipes/00_data/14_action_masks.ipynb #45bb8a58
 def allowed(mask: Tensor, sizes: tuple) -> Tensor:
-    "The mask `[*lead, sum(sizes)]` as bool, with True for all values of an integer of which none is allowed."
+    """The mask `[*lead, sum(sizes)]` as bool, with True for all values of an integer of which none
+    is allowed.
+    """
     parts = [x | ~x.any(-1, keepdim=True) for x in mask.bool().split(sizes, -1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
@@ -102,15 +105,19 @@ def _sizes_in(space, sizes, leaf, what):
 
 # %% ../../../nbs/pipes/00_data/14_action_masks.ipynb #ed0b67a4
 class WithActionMask(gym.Wrapper):
-    """Puts the mask of the actions of an environment into its observation, where an actor with `action_mask=key` finds it.
+    """Puts the mask of the actions of an environment into its observation, where an actor with
+    `action_mask=key` finds it.
 
-    The observation becomes a Dict, with the former one as `obs`; a Dict gets one more entry, unless the mask is there already. The mask
-    has numbers [n], one for each value of each integer of the action; where a number is 0, the value is forbidden. A mask may be missing
-    at a termination. Raises `SpaceError` for actions that have no mask, and `EnvError` for a mask that is missing or does not fit.
+    The observation becomes a Dict, with the former one as `obs`; a Dict gets one more entry, unless
+    the mask is there already. The mask has numbers [n], one for each value of each integer of the
+    action; where a number is 0, the value is forbidden. A mask may be missing at a termination.
+    Raises `SpaceError` for actions that have no mask, and `EnvError` for a mask that is missing or
+    does not fit.
 
     Args:
         env: an environment with actions of Discrete, MultiDiscrete, or a Dict with them
-        key: name of the info, of a method that returns the mask, or of the entry that is there already; the name of the entry
+        key: name of the info, of a method that returns the mask, or of the entry that is there
+            already; the name of the entry
     """
 
     def __init__(self, env: Any, key: str = "action_mask"):
@@ -163,7 +170,9 @@ class WithActionMask(gym.Wrapper):
         }
 
     def sample(self, space: gym.Space) -> Any:
-        "A random action that the present mask allows, drawn from `space`, a copy of the action space with a generator of its own."
+        """A random action that the present mask allows, drawn from `space`, a copy of the action
+        space with a generator of its own.
+        """
         return _drawn(space, space.sample(), _opened(self.mask, self.sizes), self.sizes)
 
 
@@ -218,7 +227,8 @@ class ActionMask:
     ) -> "ActionMask":
         """The mask in the observations of an environment.
 
-        Raises `SpaceError` if there is no such entry, if it does not fit the actions, or if there is nothing else to be seen.
+        Raises `SpaceError` if there is no such entry, if it does not fit the actions, or if there
+        is nothing else to be seen.
 
         Args:
             name: name of the entry
@@ -245,7 +255,9 @@ class ActionMask:
         return gym.spaces.Dict(self.rest(space.spaces))
 
     def masked(self, x: Any, obs: dict) -> Any:
-        "`x` `[*lead, n]`, nested as the actions are, with -inf where the mask in the observations `[*lead, ...]` forbids the value."
+        """`x` `[*lead, n]`, nested as the actions are, with -inf where the mask in the observations
+        `[*lead, ...]` forbids the value.
+        """
         return _masked(x, obs[self.name], self.sizes)
 
     def allowed(self, obs: dict) -> Tensor:
@@ -253,7 +265,8 @@ class ActionMask:
         return allowed(obs[self.name], self.sizes)
 
     def find(self, obs: dict, acting: Any = True) -> tuple | None:
-        """`(row, leaf, mask)` of the first observation in which an integer has no allowed value; None if there is none.
+        """`(row, leaf, mask)` of the first observation in which an integer has no allowed value;
+        None if there is none.
 
         Args:
             obs: observations, numpy [n, ...]; other entries than the mask may be missing
@@ -268,11 +281,15 @@ class ActionMask:
         return None
 
     def opened(self, obs: dict) -> dict:
-        "The observations, numpy `[n, ...]`, whose mask allows all values of an integer of which it would allow none."
+        """The observations, numpy `[n, ...]`, whose mask allows all values of an integer of which
+        it would allow none.
+        """
         return {**obs, self.name: _opened(obs[self.name], self.sizes)}
 
     def draw(self, space: Any, act: Any, obs: dict) -> Any:
-        "The action `act` of `space`, in which each integer with a mask is drawn anew, uniformly from its allowed values."
+        """The action `act` of `space`, in which each integer with a mask is drawn anew, uniformly
+        from its allowed values.
+        """
         return _drawn(space, act, obs[self.name], self.sizes)
 
 

@@ -16,7 +16,8 @@ from .errors import EnvError
 
 # %% ../../../nbs/pipes/00_data/17_atari.ipynb #d8604743
 class Lives(gym.Wrapper):
-    """Presses FIRE at the beginning of each life if the game knows this action, else NOOP; and a lost life may end the episode.
+    """Presses FIRE at the beginning of each life if the game knows this action, else NOOP; and a
+    lost life may end the episode.
 
     After such an end, `reset` does not begin a new game, unless it gets a seed.
 
@@ -59,10 +60,12 @@ class Lives(gym.Wrapper):
 
 # %% ../../../nbs/pipes/00_data/17_atari.ipynb #eaf9f4cf
 def atari(env: Any, episodes: str = "games") -> gym.Env:
-    """A game with the customary wrappers, which observes stacks of four images, uint8 `[4, 84, 84]`. Raises `EnvError`.
+    """A game with the customary wrappers, which observes stacks of four images, uint8
+    `[4, 84, 84]`. Raises `EnvError`.
 
-    Source: Mnih et al. 2015, Human-level control through deep reinforcement learning, https://doi.org/10.1038/nature14236, without
-    clipped rewards: an evaluation tells the scores of the games, and a pipeline clips (`reward_scale='sign'`).
+    Source: Mnih et al. 2015, Human-level control through deep reinforcement learning,
+    https://doi.org/10.1038/nature14236, without clipped rewards: an evaluation tells the scores of
+    the games, and a pipeline clips (`reward_scale='sign'`).
 
     Args:
         env: a game of ale_py, made with `frameskip=1`
@@ -81,10 +84,12 @@ def atari(env: Any, episodes: str = "games") -> gym.Env:
 
 # %% ../../../nbs/pipes/00_data/17_atari.ipynb #b4248c46
 def wrappers_in(env_kwargs: dict) -> tuple[dict, list]:
-    """The keyword arguments for gymnasium, and functions of an environment that wrap it, which further keywords ask for.
+    """The keyword arguments for gymnasium, and functions of an environment that wrap it, which
+    further keywords ask for.
 
     Args:
-        env_kwargs: with `atari`, the `episodes` of `atari`, and with `with_action_mask`, the `key` of a `WithActionMask`
+        env_kwargs: with `atari`, the `episodes` of `atari`, and with `with_action_mask`, the `key`
+            of a `WithActionMask`
     """
     kwargs = dict(env_kwargs)
     wrappers = []

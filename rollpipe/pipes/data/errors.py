@@ -21,7 +21,9 @@ __all__ = ['LEAST_BYTES', 'describe', 'shortened', 'describe_exception', 'PipeEr
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #74c0db68
 def describe(value: Any, width: int = 120, depth: int = 6) -> str:
-    "A short text for messages: the dtype and shape of an array or tensor, else the value itself, cut off after `width` characters."
+    """A short text for messages: the dtype and shape of an array or tensor, else the value itself,
+    cut off after `width` characters.
+    """
     if hasattr(value, "dtype") and hasattr(value, "ndim"):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype} {list(value.shape)}" if len(value.shape) else f"{dtype} {value.item()}"
@@ -34,7 +36,10 @@ def describe(value: Any, width: int = 120, depth: int = 6) -> str:
 
 
 def _describe_items(value, width, depth) -> str | None:
-    "The text of a container, or None for other values. Reads at most `width` items and `depth` levels, as a container may contain itself."
+    """The text of a container, or None for other values.
+
+    Reads at most `width` items and `depth` levels, as a container may contain itself.
+    """
     if not isinstance(value, (dict, list, tuple)):
         return None
     if not depth:
@@ -66,7 +71,10 @@ def shortened(text: str, limit: int = 20_000) -> str:
 
 
 def describe_exception(e: BaseException, width: int = 2_000) -> str:
-    "The class and text of an exception, for messages. The middle of a text of more than `width` characters is left out."
+    """The class and text of an exception, for messages.
+
+    The middle of a text of more than `width` characters is left out.
+    """
     try:
         text = str(e)
     except Exception as other:
@@ -82,7 +90,8 @@ class PipeError(RuntimeError):
         pipe: the pipe (its class name is kept) or a name
         lane: index of the lane
         env: index of the environment, an `(index, name)` pair, or a text
-        leaf: path of the leaf inside a container, such as `obs['camera'][0]`; or the name of an option, such as `lr` or `--lr`
+        leaf: path of the leaf inside a container, such as `obs['camera'][0]`; or the name of an
+            option, such as `lr` or `--lr`
         expected: a text, or any value, which is stored as `describe(value)`
         got: the actual value, stored like `expected`
     """
@@ -117,7 +126,10 @@ class PipeError(RuntimeError):
     def locate(
         self, *, pipe: Any = None, lane: Any = None, env: Any = None, leaf: str | None = None
     ) -> PipeError:
-        "Fill in fields that are still unknown, and return the error. Code that catches and re-raises the error calls this."
+        """Fill in fields that are still unknown, and return the error.
+
+        Code that catches and re-raises the error calls this.
+        """
         if pipe is not None and not isinstance(pipe, str):
             pipe = (pipe if isinstance(pipe, type) else type(pipe)).__name__
         if isinstance(env, tuple):
@@ -146,17 +158,22 @@ class PipeError(RuntimeError):
 
 
 def _restore(cls, problem):
-    "An error of class `cls`. Its `__init__` is not called, because a subclass may have changed the signature."
+    """An error of class `cls`.
+
+    Its `__init__` is not called, because a subclass may have changed the signature.
+    """
     error = cls.__new__(cls, problem)
     error.args = (problem,)
     return error
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #d677d9aa
 class located:
-    """A `with` block in which a `PipeError` gets the fields that are still unknown, see `PipeError.locate`.
+    """A `with` block in which a `PipeError` gets the fields that are still unknown, see
+    `PipeError.locate`.
 
     Args:
-        call: what the block calls; other exceptions then become a `kind`, which says that the call has raised them
+        call: what the block calls; other exceptions then become a `kind`, which says that the call
+            has raised them
         kind: class of these errors
         **where: pipe, lane, env, leaf
     """
@@ -206,10 +223,13 @@ class WorkerError(PipeError):
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #3ca9ab08
 def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
-    """Return `value` as an int if it is an integer >= `least`, also one of numpy, and small enough. The error message calls it `name`.
+    """Return `value` as an int if it is an integer >= `least`, also one of numpy, and small enough.
+
+    The error message calls it `name`.
 
     Raises:
-        DataError: `value` is not an integer, is a bool, or is too small or too large. `where` (pipe, lane, env) names the culprit.
+        DataError: `value` is not an integer, is a bool, or is too small or too large. `where`
+            (pipe, lane, env) names the culprit.
     """
     if (
         isinstance(value, Integral)
@@ -227,7 +247,10 @@ def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
 
 
 def is_between(value: Any, low: float, high: float) -> bool:
-    "Is `value` a number from `low` to `high`? False for nan, True and False, and for values that cannot be compared with numbers."
+    """Is `value` a number from `low` to `high`?
+
+    False for nan, True and False, and for values that cannot be compared with numbers.
+    """
     try:
         return not isinstance(value, bool) and bool(
             low <= (value.item() if hasattr(value, "item") else value) <= high
@@ -240,7 +263,8 @@ def check_fraction(name: str, value: Any, **where: Any) -> float:
     """Return `value` if it is a number in [0, 1]. The message calls it `name`.
 
     Raises:
-        DataError: `value` is no number, is not a number (nan), or is outside of [0, 1]. `where` (pipe, lane, env) names the culprit.
+        DataError: `value` is no number, is not a number (nan), or is outside of [0, 1]. `where`
+            (pipe, lane, env) names the culprit.
     """
     if is_between(value, 0, 1):
         return value
@@ -248,7 +272,9 @@ def check_fraction(name: str, value: Any, **where: Any) -> float:
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #38541390
 def similar(name: Any, known: Iterable, n: int = 3, cutoff: float = 0.6) -> list:
-    """The words that a user may mean by an unknown one, the most similar one first. Capital letters make no difference.
+    """The words that a user may mean by an unknown one, the most similar one first.
+
+    Capital letters make no difference.
 
     Args:
         name: the unknown word
@@ -261,7 +287,9 @@ def similar(name: Any, known: Iterable, n: int = 3, cutoff: float = 0.6) -> list
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #0ed97f2a
 def as_json(value: Any, leaf: str, **where: Any) -> Any:
-    """`value` as JSON gives it back: tuples become lists. Raises `DataError`, which names the part that JSON cannot write.
+    """`value` as JSON gives it back: tuples become lists.
+
+    Raises `DataError`, which names the part that JSON cannot write.
 
     Args:
         value: texts, numbers, True, False and None, in lists and in dicts
@@ -287,7 +315,10 @@ def as_json(value: Any, leaf: str, **where: Any) -> Any:
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #df8d3011
 def available_memory() -> int:
-    "Bytes of memory that this process may still allocate. If the system does not report it, this is a very large number."
+    """Bytes of memory that this process may still allocate.
+
+    If the system does not report it, this is a very large number.
+    """
     found = [2**62]
     try:
         with open("/proc/meminfo") as f:
@@ -308,7 +339,9 @@ def available_memory() -> int:
 
 
 def _file_bytes(stat, prefix):
-    "Bytes of cached files in a control group, which the system can free when memory is needed; 0 if unknown."
+    """Bytes of cached files in a control group, which the system can free when memory is needed; 0
+    if unknown.
+    """
     names = f"{prefix}inactive_file", f"{prefix}active_file"
     try:
         with open(stat) as f:

@@ -6,6 +6,7 @@
 __all__ = ['Kind', 'with_field_docs', 'State', 'Final', 'Collected', 'TickSource', 'Tick', 'from_steps', 'Fragment', 'check_item']
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #d6459567
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -21,25 +22,34 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def with_field_docs(cls: Kind) -> Kind:
-    "Decorator of a named tuple: the entry of a field under `Args:` in the class docstring becomes the docstring of that field."
-    told = (cls.__doc__ or "").partition("Args:")[2]
-    for name, meaning in re.findall(r"^ +(\w+): (.+)$", told, re.M):
+    """Decorator of a named tuple: the entry of a field under `Args:` in the class docstring becomes
+    the docstring of that field.
+    """
+    entries = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:\n")[2]
+    # A meaning may go on in lines that are indented deeper.
+    for name, meaning in re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", entries, re.M):
         if name in getattr(cls, "_fields"):  # noqa: B009  the type checker does not know `_fields`
-            getattr(cls, name).__doc__ = meaning
+            getattr(cls, name).__doc__ = " ".join(meaning.split())
     return cls
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #cb79ba8f
 @with_field_docs
 class State(NamedTuple):
-    """The state of the environments at time `t`. Leaves are `[B, ...]` in a tick and `[T+1, B, ...]` in a fragment.
+    """The state of the environments at time `t`.
 
-    An actor sees the same, but with float32 instead of float64, and with zeros in `act` and `rew` where `fin` is True.
+    Leaves are `[B, ...]` in a tick and `[T+1, B, ...]` in a fragment.
+
+    An actor sees the same, but with float32 instead of float64, and with zeros in `act` and `rew`
+    where `fin` is True.
 
     Args:
         stepno: int64: steps since the episode began; 0 on its first row
-        obs: observation, any nesting, the environment's dtypes; where `fin`, the first one of the *new* episode
-        act: action of the previous row, any nesting; where `fin`, the last one of the old episode; zeros on the very first row
-        rew: float32: reward of the previous row's action; where `fin`, of the old episode; 0 on the very first row
+        obs: observation, any nesting, the environment's dtypes; where `fin`, the first one of the
+            *new* episode
+        act: action of the previous row, any nesting; where `fin`, the last one of the old episode;
+            zeros on the very first row
+        rew: float32: reward of the previous row's action; where `fin`, of the old episode; 0 on the
+            very first row
         fin: bool: did the previous row's action end an episode? True on the very first row
     """
 
@@ -55,22 +65,30 @@ class State(NamedTuple):
         return self._replace(act=act, rew=rew)
 
     def seen_by(self, actor: Any) -> "State":
-        "The state, tensors `[T, B, ...]`, as an actor sees it. With `uses_past = False`, `act` and `rew` are not masked."
+        """The state, tensors `[T, B, ...]`, as an actor sees it.
+
+        With `uses_past = False`, `act` and `rew` are not masked.
+        """
         seen = nested.as_seen(self)
         return seen.without_past() if getattr(actor, "uses_past", True) else seen
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #1154235c
 @with_field_docs
 class Final(NamedTuple):
-    """The true last observations of `K` episodes that end in a fragment (`K` may be 0). `State.obs` has the reset observations instead.
+    """The true last observations of `K` episodes that end in a fragment (`K` may be 0).
 
-    Every truncated episode is among them, and with `EnvStepper(terminal_obs=True)` every terminated one.
+    `State.obs` has the reset observations instead.
+
+    Every truncated episode is among them, and with `EnvStepper(terminal_obs=True)` every terminated
+    one.
 
     Args:
-        t: int64 [K]: the step t -> t+1 ended the episode, so `state.fin[t+1, b]` is True; `term[t+1, b]` says whether it terminated
+        t: int64 [K]: the step t -> t+1 ended the episode, so `state.fin[t+1, b]` is True;
+            `term[t+1, b]` says whether it terminated
         b: int64 [K]: index of the environment
         obs: [K, ...]: the true last observation
-        actor: [K, ...]: the actor's virtual reaction to `obs`, with the recurrent state of that moment; may be 0 where terminated
+        actor: [K, ...]: the actor's virtual reaction to `obs`, with the recurrent state of that
+            moment; may be 0 where terminated
     """
 
     t: Any
@@ -97,7 +115,9 @@ class Collected(NamedTuple):
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #8a022ad4
 class TickSource:
-    """The object that answers a collector's requests about the ticks of a lane. A source must define `react`; the rest is optional.
+    """The object that answers a collector's requests about the ticks of a lane.
+
+    A source must define `react`; the rest is optional.
 
     Pipes that change ticks pass the source on unchanged.
     """
@@ -105,26 +125,31 @@ class TickSource:
     collected: "Collected"  # of the steps of `collect_into`
 
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
-        """The actor's virtual reaction `(act, info)`, torch `[1, n, ...]`, to a `state`, numpy `[n, ...]`, with the recurrent state `hx`.
+        """The actor's virtual reaction `(act, info)`, torch `[1, n, ...]`, to a `state`, numpy
+        `[n, ...]`, with the recurrent state `hx`.
 
-        A collector calls this when it has all steps of a fragment: once for the look-ahead at row `T`, and once for all truncated ends.
-        The environments do not take this action. The call advances no recurrent state and draws no random number.
+        A collector calls this when it has all steps of a fragment: once for the look-ahead at row
+        `T`, and once for all truncated ends. The environments do not take this action. The call
+        advances no recurrent state and draws no random number.
         """
         raise NotImplementedError
 
     def complete(self, act: Any, info: Any) -> Any:
-        """`info` `[T, n, ...]` with the entries that the actor can compute for many steps at once, such as the log-probabilities of `act`.
+        """`info` `[T, n, ...]` with the entries that the actor can compute for many steps at once,
+        such as the log-probabilities of `act`.
 
-        A collector calls this once for the rows of a fragment and once for its truncated ends. The result carries no gradients. By default
-        nothing is added.
+        A collector calls this once for the rows of a fragment and once for its truncated ends. The
+        result carries no gradients. By default nothing is added.
         """
         return info
 
     def collect_into(self, rows: Any) -> bool:
-        """Take the next `len(rows) - 1` steps at once, and write their states into `rows`, whose row 0 holds the present state.
+        """Take the next `len(rows) - 1` steps at once, and write their states into `rows`, whose
+        row 0 holds the present state.
 
-        The next tick then stands for all of these steps, and `collected` has the rest. A collector calls this when a fragment begins, but
-        only if it reads the stepper directly and neither keeps ticks. By default nothing happens: False.
+        The next tick then stands for all of these steps, and `collected` has the rest. A collector
+        calls this when a fragment begins, but only if it reads the stepper directly and neither
+        keeps ticks. By default nothing happens: False.
 
         Args:
             rows: `pipes.envs.rows.Rows`
@@ -136,19 +161,23 @@ class TickSource:
 class Tick(NamedTuple):
     """One step of `B` environments: `state` --react--> `next.act` --step--> `next`.
 
-    A pipe that changes `next` changes what is recorded, not what the actor sees. `actor` may alias parameters, so code that
-    keeps ticks while the actor is trained must copy it (fragments are copies). Code that makes ticks must not reuse the memory of
-    their arrays, because several steps may be copied at once.
+    A pipe that changes `next` changes what is recorded, not what the actor sees. `actor` may alias
+    parameters, so code that keeps ticks while the actor is trained must copy it (fragments are
+    copies). Code that makes ticks must not reuse the memory of their arrays, because several steps
+    may be copied at once.
 
     Args:
         state: numpy [B, ...] at t
         hx: recurrent state before the reaction, environment on dim 1; `()` without memory
         actor: torch [1, B, ...]: what the actor reported at t
-        next: numpy [B, ...] at t+1: the action taken at t, its reward, whether the episode ended, the next observation
+        next: numpy [B, ...] at t+1: the action taken at t, its reward, whether the episode ended,
+            the next observation
         next_hx: recurrent state at t+1, already reset where an episode ended
         term: bool [B]: True where the episode truly terminated; `next.fin & ~term` are truncations
-        final: environment b -> (last observation, recurrent state [.., 1, ..]) where truncated; with `terminal_obs` at every end
-        env: numpy [B, ...]: numeric environment infos of the step t -> t+1, with masks `'_' + key`: see `Fragment`
+        final: environment b -> (last observation, recurrent state [.., 1, ..]) where truncated;
+            with `terminal_obs` at every end
+        env: numpy [B, ...]: numeric environment infos of the step t -> t+1, with masks `'_' + key`:
+            see `Fragment`
         valid: bool [B]: False where no transition took place
         lane: index of the copy of the pipeline
         version: version of the weights that chose the action
@@ -217,7 +246,9 @@ def _first_numbers(stepno, rew):
 
 
 def _history(first, obs, act, rew, end) -> State:
-    "The rows `[T+1, B]` of environments whose step numbers begin with `first` `[B]`; `end` `[T, B]` is True where an episode ended."
+    """The rows `[T+1, B]` of environments whose step numbers begin with `first` `[B]`; `end`
+    `[T, B]` is True where an episode ended.
+    """
     stepno = [first]
     for over in end:
         stepno.append(torch.where(over, 0, stepno[-1] + 1))
@@ -305,18 +336,23 @@ def from_steps(
     version: Any = None,
     restarts: Any = None,
 ) -> "Fragment":
-    """Make a `Fragment`. The action and reward before row 0 are zero. Row 0 begins an episode where `stepno` is 0.
+    """Make a `Fragment`.
 
-    Raises `DataError` if an argument is no tensor or has the wrong shape, a mask is not bool, rewards are no floating-point numbers, or the
-    last observation of a truncated episode is missing.
+    The action and reward before row 0 are zero. Row 0 begins an episode where `stepno` is 0.
+
+    Raises `DataError` if an argument is no tensor or has the wrong shape, a mask is not bool,
+    rewards are no floating-point numbers, or the last observation of a truncated episode is
+    missing.
 
     Args:
-        obs: [T+1, B, ...]: the observations; where an episode ended, the first one of the next episode
+        obs: [T+1, B, ...]: the observations; where an episode ended, the first one of the next
+            episode
         act: [T, B, ...]: the actions
         rew: float32 [T, B]: the rewards of the actions; where not `valid`, 0 is stored
         terminated: bool [T, B]: the step ended the episode; None: none did
         truncated: bool [T, B]: the step cut the episode off; None: none did
-        last_obs: [K, ...]: true last observations of the `K` truncated episodes, by time, then by environment
+        last_obs: [K, ...]: true last observations of the `K` truncated episodes, by time, then by
+            environment
         actor: [T+1, B, ...]: what the actor reported; None: nothing
         last_actor: [K, ...]: what the actor reported for `last_obs`
         env: [T, B, ...]: environment info; None: nothing
@@ -368,39 +404,42 @@ def from_steps(
 class Fragment(NamedTuple):
     """A rollout fragment: `T` consecutive steps of `B` environments, time-major torch tensors.
 
-    Row `t` of `state` and `actor` is time `t`; `act[t+1]`, `rew[t+1]`, `fin[t+1]` belong to the action taken at row `t`.
-    In this example an episode ends with the step 1 -> 2, and a new one (primed) follows:
+    Row `t` of `state` and `actor` is time `t`; `act[t+1]`, `rew[t+1]`, `fin[t+1]` belong to the
+    action taken at row `t`. In this example an episode ends with the step 1 -> 2, and a new one
+    (primed) follows:
 
-        row            0         1         2         3    ...    T
-        state.stepno   n         n+1       0         1
-        state.obs      x_n       x_{n+1}   x'_0      x'_1        look-ahead
-        state.act      a_{n-1}   a_n       a_{n+1}   a'_0
-        state.rew      r_n       r_{n+1}   r_{n+2}   r'_1
-        state.fin      -         -         True      -
-        term           -         -         True if terminated, False if truncated (cut off by a limit)
-        actor          A_n       A_{n+1}   A'_0      A'_1        A_T is virtual; row 0 of the next fragment repeats it
-        env            E_{n+1}   E_{n+2}   E'_1      E'_2        has T rows
-        final                    (t=1, b): x_{n+2} and the reaction to it, if truncated (or `terminal_obs`)
+        row            0         1         2         3    ...    T state.stepno   n         n+1
+        0         1 state.obs      x_n       x_{n+1}   x'_0      x'_1        look-ahead state.act
+        a_{n-1}   a_n       a_{n+1}   a'_0 state.rew      r_n       r_{n+1}   r_{n+2}   r'_1
+        state.fin      -         -         True      - term           -         -         True if
+        terminated, False if truncated (cut off by a limit) actor          A_n       A_{n+1}   A'_0
+        A'_1        A_T is virtual; row 0 of the next fragment repeats it env            E_{n+1}
+        E_{n+2}   E'_1      E'_2        has T rows final                    (t=1, b): x_{n+2} and
+        the reaction to it, if truncated (or `terminal_obs`)
 
-    `env` has an info from the step on at which an environment first reported it. Where an info was not reported, its value is nan, or 0 if
-    it is not a float, and its mask `env['_' + key]`, bool [T, B], is False. An info without a mask was reported at every valid step.
+    `env` has an info from the step on at which an environment first reported it. Where an info was
+    not reported, its value is nan, or 0 if it is not a float, and its mask `env['_' + key]`, bool
+    [T, B], is False. An info without a mask was reported at every valid step.
 
     A consumer may keep a fragment: nothing in it is overwritten later.
 
     Args:
         state: [T+1, B, ...]
-        actor: [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (its `logp` is that of the mode)
+        actor: [T+1, B, ...]: what the actor reported; row T is the virtual look-ahead (its `logp`
+            is that of the mode)
         env: [T, B, ...]: numeric environment infos of the step t -> t+1
         hx: [layers, B, ...]: recurrent state at row 0; `()` without one
         term: bool [T+1, B]: true terminations; `state.fin & ~term` are truncations
         final: K rows
-        valid: bool [T, B]: False for rows that are not transitions; losses and statistics ignore these rows
+        valid: bool [T, B]: False for rows that are not transitions; losses and statistics ignore
+            these rows
         adv: float32 [T, B]: advantages, added by `AdvantageBuffer`
         ret: float32 [T, B]: value targets, added by `AdvantageBuffer`
         lane: int64 [B]: the lane that collected the column
         seq: int64 [B]: how many fragments that lane had yielded before
         version: int64 [B]: version of the weights that collected the column
-        restarts: int64 [B]: how often the lane was lost with its worker and began anew, with other random numbers; None: never
+        restarts: int64 [B]: how often the lane was lost with its worker and began anew, with other
+            random numbers; None: never
     """
 
     state: State
@@ -446,7 +485,10 @@ class Fragment(NamedTuple):
         return self.valid.shape[1]
 
     def only(self, *names: str) -> "Fragment":
-        "The fragment with None in every field except `names`. Example: `fragment.only(*Fragment.ROWS)`."
+        """The fragment with None in every field except `names`.
+
+        Example: `fragment.only(*Fragment.ROWS)`.
+        """
         return self._make(x if name in names else None for name, x in zip(self._fields, self))
 
     def map(
@@ -458,8 +500,9 @@ class Fragment(NamedTuple):
         hx: Callable | None = None,
         final: Callable | None = None,
     ) -> "Fragment":
-        """The fragment with `rows(x)` for each leaf `x` `[T+1, B, ...]`, `steps(x)` for each `[T, B, ...]`, `columns(x)` for each `[B]`,
-        `hx(x)` for each `[layers, B, ...]`, and `final(final)` for the whole `Final`. Fields without a function stay as they are.
+        """The fragment with `rows(x)` for each leaf `x` `[T+1, B, ...]`, `steps(x)` for each
+        `[T, B, ...]`, `columns(x)` for each `[B]`, `hx(x)` for each `[layers, B, ...]`, and
+        `final(final)` for the whole `Final`. Fields without a function stay as they are.
         """
         new = {"final": final(self.final)} if final else {}
         fields = {}

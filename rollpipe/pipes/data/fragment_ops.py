@@ -21,10 +21,12 @@ from .errors import DataError
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #0cea6925
 def same_keys(infos: list, valid: list) -> list:
-    """`infos` with the same keys in all. A missing key is filled with nan, or with 0 for leaves that are not floats.
+    """`infos` with the same keys in all.
 
-    An info that some dict lacks, or that has a mask in some dict, gets a mask in all: `valid` in a dict that has the info without a mask,
-    False in a dict that lacks the info.
+    A missing key is filled with nan, or with 0 for leaves that are not floats.
+
+    An info that some dict lacks, or that has a mask in some dict, gets a mask in all: `valid` in a
+    dict that has the info without a mask, False in a dict that lacks the info.
 
     Args:
         infos: dicts, leaves [*lead, ...], numpy or torch
@@ -55,7 +57,9 @@ def same_keys(infos: list, valid: list) -> list:
 
 
 def _missing(x, n, valid):
-    "The filler for an info like `x`, with the leading dimensions of `valid` in place of the `n` leading dimensions of `x`."
+    """The filler for an info like `x`, with the leading dimensions of `valid` in place of the `n`
+    leading dimensions of `x`.
+    """
     shape = *valid.shape, *x.shape[n:]
     if isinstance(x, np.ndarray):
         return np.full(shape, np.nan if x.dtype.kind == "f" else 0, x.dtype)
@@ -63,7 +67,10 @@ def _missing(x, n, valid):
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #160552f4
 def stack_rows(rows: list) -> Any:
-    "Stack numpy containers `[B, ...]` into tensors `[len(rows), B, ...]` with one copy. The rows may differ in dtype."
+    """Stack numpy containers `[B, ...]` into tensors `[len(rows), B, ...]` with one copy.
+
+    The rows may differ in dtype.
+    """
 
     def stack(*xs):
         return torch.from_numpy(np.concatenate(xs).reshape(len(xs), *xs[0].shape))
@@ -72,15 +79,20 @@ def stack_rows(rows: list) -> Any:
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #6a2da3f2
 def stack_infos(infos: list, valid: list) -> Any:
-    "The infos of successive steps of one lane, as tensors `[len(infos), B, ...]`. `valid` has a mask for each step."
-    # A lane never loses an info. So if the first and the last step have the same infos, all steps have.
+    """The infos of successive steps of one lane, as tensors `[len(infos), B, ...]`.
+
+    `valid` has a mask for each step.
+    """
+    # A lane never loses an info. So if the first and the last step have the same infos, all steps
+    # have.
     if isinstance(infos[0], dict) and infos[0].keys() != infos[-1].keys():
         infos = same_keys(infos, valid)
     return stack_rows(infos) if infos[-1] != {} else {}
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #85c95158
 class End(NamedTuple):
-    """The end of an episode of environment `b` with the step t -> t+1, if its last observation is kept.
+    """The end of an episode of environment `b` with the step t -> t+1, if its last observation is
+    kept.
 
     Args:
         obs: last observation of the episode
@@ -96,7 +108,10 @@ class End(NamedTuple):
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #3fbf3a77
 def with_restarts(item: Any, restarts: int) -> Any:
-    "`item`, a fragment or a list of fragments, with `restarts` in each column. Any other item stays as it is."
+    """`item`, a fragment or a list of fragments, with `restarts` in each column.
+
+    Any other item stays as it is.
+    """
     if isinstance(item, Fragment):
         return item._replace(restarts=torch.full_like(item.valid[0], restarts, dtype=torch.int64))
     return [with_restarts(x, restarts) for x in item] if type(item) is list else item
@@ -105,7 +120,8 @@ def with_restarts(item: Any, restarts: int) -> Any:
 def join(fragments: Iterable[Fragment]) -> Fragment:
     """Fragments of equal length side by side: `[T, B1], [T, B2], ...` become `[T, B1 + B2 + ...]`.
 
-    Arrays that already lie side by side in memory are not copied. Raises `DataError` if lengths or structures differ.
+    Arrays that already lie side by side in memory are not copied. Raises `DataError` if lengths or
+    structures differ.
     """
     fragments = list(fragments)
     if len(fragments) == 1:
@@ -141,14 +157,19 @@ def join(fragments: Iterable[Fragment]) -> Fragment:
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #1c115c45
 def pad_episodes(fragments: Iterable[Fragment]) -> Fragment:
-    "Fragments of any lengths side by side, `[max(T), sum(B)]`. Shorter ones are padded at the end with steps that are not `valid`."
+    """Fragments of any lengths side by side, `[max(T), sum(B)]`.
+
+    Shorter ones are padded at the end with steps that are not `valid`.
+    """
     fragments = list(fragments)
     n_steps = max(f.n_steps for f in fragments)
     return join([_padded(f, n_steps - f.n_steps) for f in fragments])
 
 
 def _padded(fragment, n):
-    "`fragment` with `n` more steps, which are not valid: they repeat the last observation, action and report; other fields are 0."
+    """`fragment` with `n` more steps, which are not valid: they repeat the last observation, action
+    and report; other fields are 0.
+    """
     if n == 0:
         return fragment
 
@@ -167,7 +188,9 @@ def _padded(fragment, n):
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #2cdb657d
 def strands(fragment: Fragment) -> list:
-    "The parts from which the fragment was joined, in the order of time: `(lane, seq, columns)`, where `columns` is a slice."
+    """The parts from which the fragment was joined, in the order of time: `(lane, seq, columns)`,
+    where `columns` is a slice.
+    """
     n = fragment.n_envs
     if fragment.lane is None:
         return [(0, None, slice(0, n))]
@@ -179,9 +202,12 @@ def strands(fragment: Fragment) -> list:
 
 
 def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
-    """Does a part of a fragment come right after the last fragment of its lane? False if this is unknown, or if fragments were lost.
+    """Does a part of a fragment come right after the last fragment of its lane?
 
-    Raises `DataError` if its lane has come further already. Only a lane that begins anew counts from 0 again, with a first step.
+    False if this is unknown, or if fragments were lost.
+
+    Raises `DataError` if its lane has come further already. Only a lane that begins anew counts
+    from 0 again, with a first step.
 
     Args:
         strand: one of the `strands`
@@ -224,7 +250,8 @@ def columns(fragment: Fragment, index: Tensor) -> Fragment:
 
 
 def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
-    """The environments of a fragment `[T, B]`, `size` at a time: fragments `[T, size]` that share its memory. The last one may be smaller.
+    """The environments of a fragment `[T, B]`, `size` at a time: fragments `[T, size]` that share
+    its memory. The last one may be smaller.
 
     Args:
         size: environments per piece
@@ -244,7 +271,9 @@ def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #25c2c0b5
 def unstacked(fragment: Fragment) -> list:
-    "The fragments that were joined side by side: the columns of each lane, `seq` and `restarts`, in the order of their first column."
+    """The fragments that were joined side by side: the columns of each lane, `seq` and `restarts`,
+    in the order of their first column.
+    """
     if fragment.lane is None:
         return [fragment]
     groups = {}
@@ -259,7 +288,9 @@ def unstacked(fragment: Fragment) -> list:
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #485b2ff6
 def is_cut(fragment: Fragment) -> Tensor:
-    "Where a step is not continued by the next row, bool `[T, B]`: its episode ended, or the next row is not `valid`."
+    """Where a step is not continued by the next row, bool `[T, B]`: its episode ended, or the next
+    row is not `valid`.
+    """
     over = fragment.state.fin[1:].clone()
     over[:-1] |= ~fragment.valid[1:]
     return over
@@ -285,7 +316,8 @@ def observations_reached(fragment: Fragment) -> Any:
 def next_observations(fragment: Fragment) -> Any:
     """The observations `[T, B, ...]` after each step, never one of the next episode.
 
-    Where an episode ended, this is the observation in `final`, or the one before the step if `final` did not keep a termination.
+    Where an episode ended, this is the observation in `final`, or the one before the step if
+    `final` did not keep a termination.
     """
     unknown = fragment.state.fin[1:] & (final_numbers(fragment) < 0)
 
@@ -317,7 +349,9 @@ def transitions(fragment: Fragment, index: Tensor) -> Fragment:
 
 
 def _rows(x, index):
-    "The rows of `x` `[T, B, ...]` whose numbers `t * B + b` are in `index` `[k, n]`, as `[k, n, ...]`."
+    """The rows of `x` `[T, B, ...]` whose numbers `t * B + b` are in `index` `[k, n]`, as
+    `[k, n, ...]`.
+    """
     if type(x) is not Tensor or not x.is_contiguous():
         return x[index // x.shape[1], index % x.shape[1]]
     return (
@@ -341,7 +375,10 @@ ENV_REWARD = "rollpipe.reward"  # name of the info with the environment's reward
 
 
 def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
-    """The fragment with new rewards. `env['rollpipe.reward']`, float32 `[T, B]`, keeps the rewards of the environment: see `env_rewards`.
+    """The fragment with new rewards.
+
+    `env['rollpipe.reward']`, float32 `[T, B]`, keeps the rewards of the environment: see
+    `env_rewards`.
 
     Raises `DataError` if the fragment has advantages, which are those of the old rewards.
 
@@ -369,7 +406,9 @@ def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
 
 
 def env_rewards(fragment: Fragment) -> Tensor:
-    "The rewards of the environment, float32 `[T, B]`, also if pipes have changed the rewards by `with_rewards`."
+    """The rewards of the environment, float32 `[T, B]`, also if pipes have changed the rewards by
+    `with_rewards`.
+    """
     return (
         fragment.env.get(ENV_REWARD, fragment.state.rew[1:])
         if isinstance(fragment.env, dict)

@@ -14,7 +14,10 @@ import numpy as np
 
 # %% ../../../nbs/pipes/00_data/19_last_obs.ipynb #1a570005
 def _with_own_arrays(x):
-    "The same dicts, lists and tuples, with copies of the arrays. Other objects, which may be large, stay."
+    """The same dicts, lists and tuples, with copies of the arrays.
+
+    Other objects, which may be large, stay.
+    """
     if isinstance(x, np.ndarray):
         return x.copy()
     if type(x) is dict:
@@ -23,7 +26,9 @@ def _with_own_arrays(x):
 
 # %% ../../../nbs/pipes/00_data/19_last_obs.ipynb #d0714858
 class CopiesLastObs(gym.Wrapper):
-    "Returns a copy of the last observation of each episode, and of the arrays in its infos, which a later `reset` does not change."
+    """Returns a copy of the last observation of each episode, and of the arrays in its infos, which
+    a later `reset` does not change.
+    """
 
     def step(self, action: Any) -> tuple:
         obs, rew, terminated, truncated, info = self.env.step(action)

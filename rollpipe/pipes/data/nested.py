@@ -20,7 +20,9 @@ __all__ = ['map', 'leaves', 'flatten', 'paths', 'Form', 'form_text', 'getitem', 
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #fb2d67a2
 def map(fn: Callable, tree: Any, *rest: Any) -> Any:
-    "Apply `fn` to each leaf of `tree` and the matching leaves of `rest`; the result has the containers of `tree`."
+    """Apply `fn` to each leaf of `tree` and the matching leaves of `rest`; the result has the
+    containers of `tree`.
+    """
     if type(tree) is torch.Tensor or type(tree) is np.ndarray:
         return fn(tree, *rest)  # a fast path: most trees are a single leaf
     return optree.tree_map(fn, tree, *rest)
@@ -42,7 +44,9 @@ def paths(tree: Any, root: str = "") -> list[str]:
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #b8d36946
 class Form:
-    """The structure of a container, and the dtype and shape of each leaf. Forms are compared by `==`, and can be keys of a dict.
+    """The structure of a container, and the dtype and shape of each leaf.
+
+    Forms are compared by `==`, and can be keys of a dict.
 
     Args:
         like: container of arrays, tensors or Python scalars
@@ -77,7 +81,11 @@ class Form:
         return {path: form_text(*spec) for path, spec in zip(self._paths(), self.specs)}
 
     def check(self, tree: Any) -> list:
-        "The leaves of `tree`. Raises an error that names the first leaf that differs, its expected dtype and shape, and the actual ones."
+        """The leaves of `tree`.
+
+        Raises an error that names the first leaf that differs, its expected dtype and shape, and
+        the actual ones.
+        """
         if self.single and isinstance(tree, _ARRAYS):
             found = [tree]  # faster than flattening
         else:
@@ -90,7 +98,11 @@ class Form:
         return found
 
     def fits(self, x: Any, dtype: Any, shape: tuple) -> bool:
-        "Does the leaf `x` fit? The same dtype of numpy and torch counts as equal, and a Python scalar fits any dtype of its kind."
+        """Does the leaf `x` fit?
+
+        The same dtype of numpy and torch counts as equal, and a Python scalar fits any dtype of its
+        kind.
+        """
         came, its_shape = _spec(x)
         if its_shape != shape or came is dtype:
             return its_shape == shape
@@ -112,7 +124,10 @@ class Form:
         )
 
     def other_structure(self, tree: Any) -> list:
-        "Raise the error for a `tree` of another structure. A subclass may accept it, and return its leaves."
+        """Raise the error for a `tree` of another structure.
+
+        A subclass may accept it, and return its leaves.
+        """
         came = paths(tree, self.name)
         wanted = self._paths()
         parts = [f"missing {p}" for p in wanted if p not in came] + [
@@ -138,7 +153,10 @@ _ARRAYS = np.ndarray, torch.Tensor
 
 
 def _spec(x) -> tuple:
-    "`(dtype, shape)` of a leaf. A Python scalar has a class as its dtype, which stands for all dtypes of its kind."
+    """`(dtype, shape)` of a leaf.
+
+    A Python scalar has a class as its dtype, which stands for all dtypes of its kind.
+    """
     if isinstance(x, (bool, int, float)):
         return np.asarray(x).dtype.type, ()
     if not isinstance(x, _ARRAYS):
@@ -171,7 +189,9 @@ def getitem(tree: Any, index: Any) -> Any:
 
 
 def setitem(tree: Any, index: Any, value: Any) -> None:
-    "`leaf[index] = value` in place, for each leaf of `tree` and the matching leaf of `value`; numpy and torch may mix."
+    """`leaf[index] = value` in place, for each leaf of `tree` and the matching leaf of `value`;
+    numpy and torch may mix.
+    """
 
     def assign(dst, src):
         dst[index] = _same_kind(src, dst)
@@ -180,14 +200,20 @@ def setitem(tree: Any, index: Any, value: Any) -> None:
 
 
 def _same_kind(src, dst):
-    "`src` in a form that can be assigned to rows of `dst`: torch refuses arrays, and numpy refuses tensors that require gradients."
+    """`src` in a form that can be assigned to rows of `dst`: torch refuses arrays, and numpy
+    refuses tensors that require gradients.
+    """
     if isinstance(dst, torch.Tensor):
         return torch.from_numpy(src) if isinstance(src, np.ndarray) else src
     return src.detach().numpy() if isinstance(src, torch.Tensor) else src
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #dc3529e7
 def _cat(xs, dim):
-    "As `torch.cat`. numpy allocates large results, because it asks the system for huge pages, which makes the copy three times faster."
+    """As `torch.cat`.
+
+    numpy allocates large results, because it asks the system for huge pages, which makes the copy
+    three times faster.
+    """
     if sum(x.nbytes for x in xs) < 2**22 or not all(
         type(x) is torch.Tensor and x.is_cpu and not x.requires_grad for x in xs
     ):
@@ -204,7 +230,10 @@ def _cat(xs, dim):
 
 
 def _adjoin(xs, dim):
-    "`xs` joined to one tensor along `dim`. There is no copy if each tensor begins in memory where the previous one ends."
+    """`xs` joined to one tensor along `dim`.
+
+    There is no copy if each tensor begins in memory where the previous one ends.
+    """
     if dim < 0 or not all(type(x) is torch.Tensor and dim < x.ndim and _is_plain(x) for x in xs):
         return _cat(xs, dim)
     x = xs[0]
@@ -235,14 +264,19 @@ def _is_plain(x) -> bool:
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #a346561b
 def stack(trees: Iterable, dim: int = 0) -> Any:
-    "Join containers of one structure along a new dimension `dim`. Arrays and scalars give arrays, and tensors give tensors."
+    """Join containers of one structure along a new dimension `dim`.
+
+    Arrays and scalars give arrays, and tensors give tensors.
+    """
     return _join(trees, dim, np.stack, torch.stack)
 
 
 def cat(trees: Iterable, dim: int = 0, view: bool = False) -> Any:
-    """Join containers of one structure along their dimension `dim`, which is the only one that may differ in size.
+    """Join containers of one structure along their dimension `dim`, which is the only one that may
+    differ in size.
 
-    With `view`, tensors that already lie side by side are not copied: the result shares their memory.
+    With `view`, tensors that already lie side by side are not copied: the result shares their
+    memory.
     """
     return _join(trees, dim, np.concatenate, _adjoin if view else _cat)
 
@@ -277,9 +311,11 @@ def _join(trees, dim, npy, pyt):
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #06482f9e
 def alloc(tree: Any, *leading: int) -> Any:
-    """A container with uninitialised leaves of shape `[*leading, *leaf.shape]` and of the leaf's dtype.
+    """A container with uninitialised leaves of shape `[*leading, *leaf.shape]` and of the leaf's
+    dtype.
 
-    Tensors give tensors on the same device; arrays and scalars give arrays (a Python float is float64, an int int64).
+    Tensors give tensors on the same device; arrays and scalars give arrays (a Python float is
+    float64, an int int64).
     """
 
     def new(x):
@@ -315,12 +351,15 @@ def _map_named(fn, tree):
 def torchify(
     tree: Any, *leading: int, copy: bool = False, pinned: bool = False, shared: bool = False
 ) -> Any:
-    """Host tensors of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
+    """Host tensors of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where
+    possible.
 
-    Tensors are returned unchanged, arrays are aliased, and scalars become new tensors (a Python float gets torch's default dtype).
-    A new copy, detached and contiguous, is made if `copy`, `pinned` or `shared` is set, if a leading dimension is
-    not 1, or if torch cannot alias the array (read-only memory, negative strides). Set `shared` if the tensor will be
-    sent to another process. Otherwise torch moves it to shared memory when it is sent, and the array no longer aliases it.
+    Tensors are returned unchanged, arrays are aliased, and scalars become new tensors (a Python
+    float gets torch's default dtype). A new copy, detached and contiguous, is made if `copy`,
+    `pinned` or `shared` is set, if a leading dimension is not 1, or if torch cannot alias the array
+    (read-only memory, negative strides). Set `shared` if the tensor will be sent to another
+    process. Otherwise torch moves it to shared memory when it is sent, and the array no longer
+    aliases it.
 
     Args:
         tree: container of numeric arrays, host tensors or scalars
@@ -351,10 +390,12 @@ def torchify(
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #a10d3b3b
 def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
-    """Arrays of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where possible.
+    """Arrays of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where
+    possible.
 
-    Arrays are returned unchanged, host tensors are detached and aliased, and scalars become new arrays. A new copy is made if
-    `copy` is set or a leading dimension is not 1. Raises DataError if a leaf is not in host memory.
+    Arrays are returned unchanged, host tensors are detached and aliased, and scalars become new
+    arrays. A new copy is made if `copy` is set or a leading dimension is not 1. Raises DataError if
+    a leaf is not in host memory.
     """
     alias = not (copy or any(n != 1 for n in leading))
 
@@ -377,7 +418,9 @@ def as_seen(tree: Any) -> Any:
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #bd475b88
 def without_past(act: Any, rew: Any, fin: torch.Tensor) -> tuple:
-    "`(act, rew)` as new tensors with zeros where `fin` `[T, B]` is set; leaves are `[T, B, ...]`, and `None` stays `None`."
+    """`(act, rew)` as new tensors with zeros where `fin` `[T, B]` is set; leaves are `[T, B, ...]`,
+    and `None` stays `None`.
+    """
 
     def masked(x):
         return x.masked_fill(fin.reshape(fin.shape + (1,) * (x.ndim - 2)), 0)

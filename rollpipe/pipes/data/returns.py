@@ -23,7 +23,10 @@ Array = TypeVar("Array", Tensor, np.ndarray)
 
 
 def _as_tensor(x: Any, numpy: bool) -> Tensor | None:
-    "`x` as a tensor, or None if `x` is not one. If `numpy`, `x` must be an array, and the tensor shares its memory where possible."
+    """`x` as a tensor, or None if `x` is not one.
+
+    If `numpy`, `x` must be an array, and the tensor shares its memory where possible.
+    """
     if not numpy:
         return x if isinstance(x, Tensor) else None
     if type(x) not in (np.ndarray, np.memmap) or x.dtype not in (
@@ -40,7 +43,9 @@ def _as_tensor(x: Any, numpy: bool) -> Tensor | None:
 
 
 def _padded(x: Tensor, shape: torch.Size, right: bool = False) -> list[tuple[int, ...]]:
-    "The shapes of `x`, with ones appended for missing dimensions, that can be expanded to `shape`. `right`: also with ones in front."
+    """The shapes of `x`, with ones appended for missing dimensions, that can be expanded to
+    `shape`. `right`: also with ones in front.
+    """
     ones = (1,) * (len(shape) - x.dim())
     ways = dict.fromkeys([(*x.shape, *ones), (*ones, *x.shape)][: 1 + right])
     return [
@@ -59,7 +64,9 @@ def _or_part(text: str, shape: torch.Size, which: str = "first") -> str:
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #f716926b
 def _rows(cut: Any = None, **args: Any) -> Any:
-    "`args` as tensors of the shape `[T, ...]` of the first one, `cut` as a mask or None, and a function that converts results back."
+    """`args` as tensors of the shape `[T, ...]` of the first one, `cut` as a mask or None, and a
+    function that converts results back.
+    """
     (first, x), *_ = args.items()
     numpy = isinstance(x, np.ndarray)
     like = _as_tensor(x, numpy)
@@ -81,7 +88,9 @@ def _rows(cut: Any = None, **args: Any) -> Any:
 
 
 def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
-    "The argument `name` as a tensor of the shape and dtype of `like`, which is the argument `first`."
+    """The argument `name` as a tensor of the shape and dtype of `like`, which is the argument
+    `first`.
+    """
     x = _as_tensor(arg, numpy)
     rate = name in ("discount", "a")
     if rate and x is not None and x.dtype == torch.int64:
@@ -135,7 +144,9 @@ def _mask(cut: Any, like: Tensor, numpy: bool) -> Tensor:
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #cb04b048
 def _edge(name: str, x: Any, like: Tensor) -> Tensor:
-    "`x`, a number or an array that fits a row of `like`, as a tensor without dimensions or with one dimension less than `like`."
+    """`x`, a number or an array that fits a row of `like`, as a tensor without dimensions or with
+    one dimension less than `like`.
+    """
     row = like.shape[1:]
     if isinstance(x, np.ndarray) and not x.flags.writeable:
         x = np.array(x)  # torch warns of read-only arrays
@@ -163,10 +174,13 @@ def _carry(coef: Tensor, cut: Tensor | None) -> Tensor:
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #feae11af
 def backward_recursion(a: Array | float, b: Array) -> Array:
-    """Solve `x_t = b_t + a_t x_{t+1}` for t = T-1, ..., 0, with `x_T = 0`, in log2(T) rounds. Raises `DataError` if `a` does not fit `b`.
+    """Solve `x_t = b_t + a_t x_{t+1}` for t = T-1, ..., 0, with `x_T = 0`, in log2(T) rounds.
+
+    Raises `DataError` if `a` does not fit `b`.
 
     Args:
-        a: coefficients [T, ...], at most about 1 in size, as products of many are formed; the last row is not used
+        a: coefficients [T, ...], at most about 1 in size, as products of many are formed; the last
+            row is not used
         b: increments [T, ...]
     """
     b_t, a_t, _, back = _rows(b=b, a=a)
@@ -174,12 +188,16 @@ def backward_recursion(a: Array | float, b: Array) -> Array:
 
 
 def _solve(a: Tensor, b: Tensor) -> Tensor:
-    "`backward_recursion` of tensors of one shape. With one row there is nothing to add, and `b` itself is returned."
+    """`backward_recursion` of tensors of one shape.
+
+    With one row there is nothing to add, and `b` itself is returned.
+    """
     x = b
     stride = 1
     n_rows = len(b)
     while stride < n_rows:
-        # x_t now holds the terms up to b_{t+stride-1}; a_t is the product of `stride` coefficients, where all of them exist
+        # x_t now holds the terms up to b_{t+stride-1}; a_t is the product of `stride` coefficients,
+        # where all of them exist
         x = torch.cat([torch.addcmul(x[:-stride], a[: n_rows - stride], x[stride:]), x[-stride:]])
         if 2 * stride < n_rows:
             a = a[:-stride] * a[stride:]  # needed only in the next round
@@ -209,8 +227,9 @@ def discounted_returns(
 
         Gₜ = ρₜ (rₜ₊₁ + γₜ₊₁ Gₜ₊₁)    with Gₜ₊₁ = V(sₜ₊₁) where row t is cut, and G_T = bootstrap.
 
-    With `rho` the result is the off-policy, per-decision importance weighted estimate of Precup, Sutton and Singh, *Eligibility
-    traces for off-policy policy evaluation*, ICML 2000, https://scholarworks.umass.edu/cs_faculty_pubs/80.
+    With `rho` the result is the off-policy, per-decision importance weighted estimate of Precup,
+    Sutton and Singh, *Eligibility traces for off-policy policy evaluation*, ICML 2000,
+    https://scholarworks.umass.edu/cs_faculty_pubs/80.
 
     Args:
         rew: rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T)
@@ -250,11 +269,13 @@ def n_step_returns(
         Gₜ⁽ⁿ⁾ = rₜ₊₁ + γₜ₊₁ Gₜ₊₁⁽ⁿ⁻¹⁾,    but Gₜ⁽ⁿ⁾ = Gₜ⁽¹⁾ where row t is cut or the last
 
     Sutton and Barto, *Reinforcement learning*, 2nd edition, 2018, section 7.1,
-    http://incompleteideas.net/book/the-book-2nd.html. With n >= T the result is the discounted return of the rest of the trace.
+    http://incompleteideas.net/book/the-book-2nd.html. With n >= T the result is the discounted
+    return of the rest of the trace.
 
     Args:
         rew: rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T)
-        v_tp1: V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row t was truncated
+        v_tp1: V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row
+            t was truncated
         discount: γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal
         n: number of steps, at least 1
         cut: bool [T, ...], True where the episode ended with row t, terminated or truncated
@@ -269,7 +290,8 @@ def n_step_returns(
     if min(n, len(r)) == 1:
         return back(one_step)
     a = _carry(g, end)
-    # the value counts only where the trace stops; elsewhere the n-1 step return of the next row replaces it
+    # the value counts only where the trace stops; elsewhere the n-1 step return of the next row
+    # replaces it
     b = torch.cat([(r if end is None else torch.where(end, one_step, r))[:-1], one_step[-1:]])
     if n >= len(r):
         return back(_solve(a, b))
@@ -287,7 +309,8 @@ def td_errors(
     Args:
         rew: rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T)
         v_t: V(sₜ) [T, ...], value of the state left
-        v_tp1: V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row t was truncated
+        v_tp1: V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row
+            t was truncated
         discount: γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal
 
     Raises:
@@ -313,22 +336,28 @@ def gae(
 
         Aₜ = δₜ + γₜ₊₁ λ (1 - cutₜ) Aₜ₊₁,    A_T = 0,    δₜ = rₜ₊₁ + γₜ₊₁ V(sₜ₊₁) - V(sₜ)
 
-    Schulman, Moritz, Levine, Jordan and Abbeel, *High-dimensional continuous control using generalized advantage
-    estimation*, 2015, https://arxiv.org/abs/1506.02438, equations 11 and 16 (there rₜ is our rₜ₊₁, and γ is constant).
-    The estimates are for on-policy data. `gae(...) + v_t` is the λ-return, the usual target of the value function.
+    Schulman, Moritz, Levine, Jordan and Abbeel, *High-dimensional continuous control using
+    generalized advantage estimation*, 2015, https://arxiv.org/abs/1506.02438, equations 11 and 16
+    (there rₜ is our rₜ₊₁, and γ is constant). The estimates are for on-policy data.
+    `gae(...) + v_t` is the λ-return, the usual target of the value function.
 
-    Without `cut` the trace is one episode, or all its episodes terminated: a discount of 0 already stops the trace there.
+    Without `cut` the trace is one episode, or all its episodes terminated: a discount of 0 already
+    stops the trace there.
 
     Args:
         rew: rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T)
         v_t: V(sₜ) [T, ...], value of the state left
-        v_tp1: V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row t was truncated
+        v_tp1: V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row
+            t was truncated
         discount: γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal
-        lam: λ in [0, 1]; 0 gives the TD error (little variance), 1 the whole return minus V(sₜ) (no bias from V)
-        cut: bool [T, ...], True where the episode ended with row t, terminated or truncated; None: only terminations
+        lam: λ in [0, 1]; 0 gives the TD error (little variance), 1 the whole return minus V(sₜ) (no
+            bias from V)
+        cut: bool [T, ...], True where the episode ended with row t, terminated or truncated; None:
+            only terminations
 
     Raises:
-        DataError: if shapes or dtypes do not fit or lam is out of range; the message names the argument.
+        DataError: if shapes or dtypes do not fit or lam is out of range; the message names the
+            argument.
     """
     _check_unit(lam=lam)
     r, v, v_next, g, end, back = _rows(cut, rew=rew, v_t=v_t, v_tp1=v_tp1, discount=discount)
@@ -336,7 +365,9 @@ def gae(
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #53661be4
 class VTraceTargets(NamedTuple):
-    "V-trace: targets `vs` for the value function and advantages `adv` for the policy gradient, both [T, ...]."
+    """V-trace: targets `vs` for the value function and advantages `adv` for the policy gradient,
+    both [T, ...].
+    """
 
     vs: Any
     adv: Any
@@ -359,15 +390,16 @@ def vtrace(
         vₜ = V(sₜ) + eₜ,    eₜ = δₜ + γₜ₊₁ cₜ (1 - cutₜ) eₜ₊₁,    e_T = 0
         advₜ = min(ρ̄, ρₜ) (rₜ₊₁ + γₜ₊₁ (V(sₜ₊₁) + λ (1 - cutₜ) eₜ₊₁) - V(sₜ))
 
-    Espeholt and others, *IMPALA: scalable distributed deep-RL with importance weighted actor-learner architectures*,
-    2018, https://arxiv.org/abs/1802.01561, section 4.1 (equation 1, remark 1, and λ of remark 2) and 4.2; there rₜ is
-    our rₜ₊₁. The paper's advantage has λ = 1. Since λ is included here, on-policy data (ρ = 1) give the λ-return and
-    GAE(λ).
+    Espeholt and others, *IMPALA: scalable distributed deep-RL with importance weighted
+    actor-learner architectures*, 2018, https://arxiv.org/abs/1802.01561, section 4.1 (equation 1,
+    remark 1, and λ of remark 2) and 4.2; there rₜ is our rₜ₊₁. The paper's advantage has λ = 1.
+    Since λ is included here, on-policy data (ρ = 1) give the λ-return and GAE(λ).
 
     Args:
         rew: rₜ₊₁ [T, ...], reward of the transition from t to t+1, t in [0, T)
         v_t: V(sₜ) [T, ...], value of the state left
-        v_tp1: V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row t was truncated
+        v_tp1: V(sₜ₊₁) [T, ...], value of the state reached; of the true last observation where row
+            t was truncated
         discount: γₜ₊₁ [T, ...], gamma, or 0 where the state reached is terminal
         rho: ρₜ = π(aₜ|sₜ) / μ(aₜ|sₜ) [T, ...], importance weights, not yet clipped
         lam: λ in [0, 1]
@@ -376,7 +408,8 @@ def vtrace(
         cut: bool [T, ...], True where the episode ended with row t, terminated or truncated
 
     Raises:
-        DataError: if shapes or dtypes do not fit, lam is out of range, or c_clip > rho_clip; the message names the argument.
+        DataError: if shapes or dtypes do not fit, lam is out of range, or c_clip > rho_clip; the
+            message names the argument.
     """
     _check_unit(lam=lam)
     r, v, v_next, g, ratio, end, back = _rows(
@@ -397,11 +430,14 @@ def vtrace(
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #724bf72e
 def running_returns(rew: Array, discount: Array | float, before: Array | float = 0.0) -> Array:
-    """Discounted sum of the rewards up to each step, `[T, ...]`: xₜ = rₜ + γₜ xₜ₋₁. Raises `DataError` if an argument does not fit `rew`.
+    """Discounted sum of the rewards up to each step, `[T, ...]`: xₜ = rₜ + γₜ xₜ₋₁.
+
+    Raises `DataError` if an argument does not fit `rew`.
 
     Args:
         rew: [T, ...]: rewards
-        discount: [T, ...]: discount of the rewards before this step; 0 where an episode begins with the step
+        discount: [T, ...]: discount of the rewards before this step; 0 where an episode begins with
+            the step
         before: [...]: the return up to the step before the first one
     """
     r, g, _, back = _rows(rew=rew, discount=discount)

@@ -27,7 +27,10 @@ from .reactions import AnswerCheck, SeededActor, as_input
 
 # %% ../../../nbs/pipes/11_engines/06_checked_actor.ipynb #a706984c
 def check_numbers(info: Any, answers: AnswerCheck) -> None:
-    "Refuse reports `[T, n, ...]` that are not a number (NaN). They may be infinite, as the logits of forbidden actions are."
+    """Refuse reports `[T, n, ...]` that are not a number (NaN).
+
+    They may be infinite, as the logits of forbidden actions are.
+    """
     leaves = nested.leaves(info)
     found = [x.isnan().any() for x in leaves if x.is_floating_point()]
     if not found or not torch.stack(found).any():
@@ -46,9 +49,9 @@ def check_numbers(info: Any, answers: AnswerCheck) -> None:
 
 # %% ../../../nbs/pipes/11_engines/06_checked_actor.ipynb #5d1c07be
 def check_spaces(actor: Any, envs: Batch) -> None:
-    """Raise `ActorError` if the actor was made for other actions or observations than those of the environments: for others to choose
-    from, or for a Box of another shape or kind of numbers. Fewer of them would fit: the environments would never see some actions.
-    Bounds may differ.
+    """Raise `ActorError` if the actor was made for other actions or observations than those of the
+    environments: for others to choose from, or for a Box of another shape or kind of numbers. Fewer
+    of them would fit: the environments would never see some actions. Bounds may differ.
     """
 
     def numbers(s):
@@ -119,7 +122,8 @@ class CheckedActor:
         Returns:
             tuple: (act, hx, info); leaves of `act` and `info` are on the host, [1, n, ...]
         """
-        # With many environments an episode has nearly always ended, so no check is needed. On a device the check would make the host wait.
+        # With many environments an episode has nearly always ended, so no check is needed. On a
+        # device the check would make the host wait.
         many = len(self.envs) > 64 or not seen.fin.is_cpu
         if self.looks_back and (many or True in seen.fin.tolist()[0]):
             seen = seen.without_past()
@@ -149,7 +153,9 @@ class CheckedActor:
         raise no_action(EnvError, self.envs.name(found[0]), *found[1:]).locate(**self.envs.where)
 
     def engine(self, choice: str, state: State, hx: Any) -> Any:
-        """An engine that runs the actor. The actor must have answered once before. Raises `ActorError`.
+        """An engine that runs the actor.
+
+        The actor must have answered once before. Raises `ActorError`.
 
         Args:
             choice: 'torch', 'onnxruntime' or 'auto'
@@ -165,7 +171,9 @@ class CheckedActor:
             return engine_for(choice, self.actor, example, self.answer, draw)
 
     def reset(self, hx: Any, at: list) -> Any:
-        "`hx` with the initial recurrent state for the environments `at`, as new tensors without gradients."
+        """`hx` with the initial recurrent state for the environments `at`, as new tensors without
+        gradients.
+        """
         if not nested.leaves(hx):
             return hx
         with self.eval_mode, self.answers.calling("reset"):
@@ -176,7 +184,9 @@ class CheckedActor:
         )  # a learner changes parameters of the actor in place
 
     def complete(self, act: Any, info: Any) -> Any:
-        "`info` of many steps, completed by the actor's `complete(act, info)` if it exists; see `TickSource`. Raises `ActorError`."
+        """`info` of many steps, completed by the actor's `complete(act, info)` if it exists; see
+        `TickSource`. Raises `ActorError`.
+        """
         if self.actor_complete is not None:
             with self.eval_mode, self.answers.calling("complete"):
                 info = self.actor_complete(act, info)

@@ -29,7 +29,11 @@ _said = set()
 
 
 def check_engine(engine: Any, **where: Any) -> str:
-    "Return `engine`. Raises `DataError` if it is unknown, `ImportError` if it is not installed. `where` is context for the message."
+    """Return `engine`.
+
+    Raises `DataError` if it is unknown, `ImportError` if it is not installed. `where` is context
+    for the message.
+    """
     if engine not in ENGINES:
         raise DataError(
             "unknown engine",
@@ -44,7 +48,9 @@ def check_engine(engine: Any, **where: Any) -> str:
 
 
 def not_installed() -> str:
-    "A text that says what is missing for ONNX Runtime and how to install it; empty if nothing is missing."
+    """A text that says what is missing for ONNX Runtime and how to install it; empty if nothing is
+    missing.
+    """
     missing = [name for name in ("onnxruntime", "onnx") if importlib.util.find_spec(name) is None]
     return (
         f"the engine 'onnxruntime' needs {' and '.join(missing)}: pip install 'rollpipe[fast]'"
@@ -58,17 +64,20 @@ def engine_for(
 ) -> Any:
     """The engine that runs `actor`.
 
-    Raises `ActorError` if 'onnxruntime' is chosen and the actor cannot be exported, or answers differently in ONNX Runtime.
+    Raises `ActorError` if 'onnxruntime' is chosen and the actor cannot be exported, or answers
+    differently in ONNX Runtime.
 
     Args:
         choice: 'torch', 'onnxruntime' or 'auto'
         actor: the actor
-        example: (state, hx, answer): a state, numpy [B, ...], the recurrent state there, and an answer (act, hx, info), torch [1, B, ...]
+        example: (state, hx, answer): a state, numpy [B, ...], the recurrent state there, and an
+            answer (act, hx, info), torch [1, B, ...]
         ask: (seen, hx) -> (act, hx, info): the actor with its noise and checks
         draw: n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
 
     Returns:
-        Any: `TorchEngine` or `OnnxEngine`; `why` is the reason why 'auto' chose torch, which is also logged once
+        Any: `TorchEngine` or `OnnxEngine`; `why` is the reason why 'auto' chose torch, which is
+            also logged once
     """
     if choice == "torch":
         return TorchEngine(ask)

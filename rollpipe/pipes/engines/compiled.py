@@ -26,11 +26,14 @@ from ..envs.rows import Row, Rows, arrays_of
 from ..graph.modules import EvalMode, weak_reference
 
 # %% ../../../nbs/pipes/11_engines/04_compiled.ipynb #3fe69fb8
-TOLERANCE = 1e-5  # relative, and a fraction of max(1, largest number of the leaf); torch and ONNX Runtime may round differently
+# relative, and a fraction of max(1, largest number of the leaf); torch and ONNX Runtime may round
+# differently
+TOLERANCE = 1e-5
 
 
 def check_answers(name: str, came: tuple, wanted: tuple) -> None:
-    """Raise `ActorError` if a leaf of two answers differs in dtype or shape, or in value; floats may differ by `TOLERANCE`.
+    """Raise `ActorError` if a leaf of two answers differs in dtype or shape, or in value; floats
+    may differ by `TOLERANCE`.
 
     Args:
         name: name of the actor
@@ -59,7 +62,9 @@ def check_answers(name: str, came: tuple, wanted: tuple) -> None:
 
 
 def check_engine_alike(engine: Any) -> None:
-    "Raise `ActorError` unless the graph of an `OnnxEngine` and its actor give equal answers in two states, the first one from row 0."
+    """Raise `ActorError` unless the graph of an `OnnxEngine` and its actor give equal answers in
+    two states, the first one from row 0.
+    """
     actor, rows = engine.actor, engine.rows
 
     def row(tree, t):
@@ -141,7 +146,8 @@ def graph_of(actor: Any, inputs: tuple, weights: Weights, kept: bool = True) -> 
 class BoundWeights:
     """The weights of an actor that a session reads. `OnnxEngine` knows their `slots`.
 
-    `where` has address, strides, shape and dtype of each weight, and `copies` the copies of weights that are not contiguous.
+    `where` has address, strides, shape and dtype of each weight, and `copies` the copies of weights
+    that are not contiguous.
     """
 
     rows: StagedRows
@@ -160,7 +166,10 @@ class BoundWeights:
         ]
 
     def _moved(self, where) -> bool:
-        "Bind the weights at their current addresses. Returns False if a shape or dtype has changed."
+        """Bind the weights at their current addresses.
+
+        Returns False if a shape or dtype has changed.
+        """
         if [x[2:] for x in self.where] != [x[2:] for x in where]:
             return False
         self._bind_weights(where)
@@ -188,13 +197,15 @@ class OnnxEngine(BoundWeights):
         actor: anything with `step` and `draw_noise`, on the host
         rows: memory for the actor's inputs and answers; row 0 is filled
         draw: n -> noise [n, B, ...] of the next steps; None: the actor's deterministic action
-        gives_up: raise an error, too, if constants of the actor change again and again, so that torch can take over
+        gives_up: raise an error, too, if constants of the actor change again and again, so that
+            torch can take over
     """
 
     name, why = "onnxruntime", ""
     MOST = 3  # changes of constants for which a new graph is made; at the next one it may give up
     reads: tuple  # fields of `State` that the graph reads
-    shapes: dict  # shapes of inputs and outputs, without the time dimension if the graph does not need it
+    # shapes of inputs and outputs, without the time dimension if the graph does not need it
+    shapes: dict
     convolutions: int  # multiplications in the convolutions of a step
 
     def __init__(self, actor: Any, rows: StagedRows, draw: Callable | None, gives_up: bool = False):
@@ -215,7 +226,10 @@ class OnnxEngine(BoundWeights):
         self._compile()
 
     def load(self) -> None:
-        "Take the weights of the moment. Raises `ActorError` if the actor has changed and cannot be exported any more."
+        """Take the weights of the moment.
+
+        Raises `ActorError` if the actor has changed and cannot be exported any more.
+        """
         with self.eval_mode:
             change = self.constants.changed()
         if change or (where := self._where()) != self.where and not self._moved(where):
@@ -256,7 +270,10 @@ class OnnxEngine(BoundWeights):
         )
 
     def _compile(self, change=None, kept=True):
-        "Use a graph of the actor's current form. `change` names what the previous graph treated as constant and what has changed."
+        """Use a graph of the actor's current form.
+
+        `change` names what the previous graph treated as constant and what has changed.
+        """
         rows = self.rows
         weights = Weights(self.actor)
         name = type(self.actor).__name__

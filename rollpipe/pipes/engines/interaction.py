@@ -40,7 +40,10 @@ class KeptInteraction(TickSource):
         return self.row.state(arrays_of(self.act))
 
     def get_state(self) -> dict:
-        "Everything on which the next steps depend, but for the weights of the actor. Raises `EnvError` if the environments are not kept."
+        """Everything on which the next steps depend, but for the weights of the actor.
+
+        Raises `EnvError` if the environments are not kept.
+        """
         row, term = nested.map(
             np.array, (self.row.state(()), self.row.term)
         )  # copies, because the arrays are rows of larger memory
@@ -71,7 +74,8 @@ class KeptInteraction(TickSource):
 
 # %% ../../../nbs/pipes/11_engines/07_interaction.ipynb #f29b56c3
 class Interaction(KeptInteraction):
-    """The interaction of one actor with one batch of environments: after `start`, `ticks` yields a `Tick` for each step.
+    """The interaction of one actor with one batch of environments: after `start`, `ticks` yields a
+    `Tick` for each step.
 
     Args:
         actor: the actor, held by reference
@@ -113,7 +117,8 @@ class Interaction(KeptInteraction):
         return self._begin()
 
     def _begin(self):
-        # One virtual call, because only the actor knows the structure of its recurrent state and the dtype of its actions.
+        # One virtual call, because only the actor knows the structure of its recurrent state and
+        # the dtype of its actions.
         act, hx, _ = self.checked.answer(
             self.row.seen(nested.as_seen(self.envs.no_action())), None, virtual=True
         )
@@ -125,7 +130,9 @@ class Interaction(KeptInteraction):
         return self
 
     def _run(self, rows, begin, n, found):
-        "Take `n` steps, write the states into the rows that follow row `begin` of `rows`, and append the rest to `found`."
+        """Take `n` steps, write the states into the rows that follow row `begin` of `rows`, and
+        append the rest to `found`.
+        """
         engine = self.engine
         envs = self.envs
         fault = None
@@ -163,7 +170,10 @@ class Interaction(KeptInteraction):
         found.reports.extend(reports)
 
     def _load(self):
-        "Let the engine take the weights of the moment. torch takes over if the actor cannot be exported any more, and 'auto' is chosen."
+        """Let the engine take the weights of the moment.
+
+        torch takes over if the actor cannot be exported any more, and 'auto' is chosen.
+        """
         with self.checked.calling_step:
             try:
                 self.engine.load()
@@ -213,7 +223,10 @@ class Interaction(KeptInteraction):
             )
 
     def _collect(self, rows, found):
-        "Take all steps for which there are rows. What the next step needs is copied: answers may be views of rows, which may be reused."
+        """Take all steps for which there are rows.
+
+        What the next step needs is copied: answers may be views of rows, which may be reused.
+        """
         self.wanted, begin = None, 0
         while n := min(len(rows) - 1 - begin, self.engine.most):
             self._run(rows, begin, n, found)

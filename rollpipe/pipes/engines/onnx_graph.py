@@ -70,7 +70,9 @@ _ALONG_AXIS = {
 
 
 def without_time(model: Any) -> Any:
-    "The graph with inputs and outputs `[B, ...]` instead of `[1, B, ...]`; `model` itself if an operator might need the time dimension."
+    """The graph with inputs and outputs `[B, ...]` instead of `[1, B, ...]`; `model` itself if an
+    operator might need the time dimension.
+    """
     import onnx
 
     new = onnx.ModelProto()
@@ -103,7 +105,10 @@ def without_time(model: Any) -> Any:
 
 
 def _is_cut(node, cut):
-    "Add the outputs of `node` to `cut`, the values without time dimension. False if `node` might use that dimension."
+    """Add the outputs of `node` to `cut`, the values without time dimension.
+
+    False if `node` might use that dimension.
+    """
     if not any(x in cut for x in node.input):
         return True
     axis = next((x for x in node.attribute if x.name == "axis"), None)
@@ -136,7 +141,9 @@ def _shapes(graph):
 # %% ../../../nbs/pipes/11_engines/03_onnx_graph.ipynb #482d8b83
 @contextmanager
 def hushed() -> Iterator[None]:
-    "Suppress torch's messages about its exporters, such as that TorchScript is an old format, and that it traces."
+    """Suppress torch's messages about its exporters, such as that TorchScript is an old format, and
+    that it traces.
+    """
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -152,7 +159,10 @@ OPSET = 18
 
 
 def to_onnx(pure: PureStep) -> bytes:
-    "Export `pure` to a graph with inputs `weight_0`, ..., `input_0`, ... and outputs `output_0`, ... Raises `ActorError` if this fails."
+    """Export `pure` to a graph with inputs `weight_0`, ..., `input_0`, ...
+
+    and outputs `output_0`, ... Raises `ActorError` if this fails.
+    """
     import onnx
 
     n = pure.n_weights
@@ -220,7 +230,9 @@ def _home(x) -> str:
 
 
 class Reads:
-    "Collects what code may read besides its arguments: `tables`, single `values`, and values that may change `within`, each with a text."
+    """Collects what code may read besides its arguments: `tables`, single `values`, and values that
+    may change `within`, each with a text.
+    """
 
     def __init__(self):
         self.tables = []
@@ -290,7 +302,9 @@ class Reads:
 
 # %% ../../../nbs/pipes/11_engines/03_onnx_graph.ipynb #0b260076
 class Constants:
-    "What an exported graph treats as constant: values that the actor and its parts read, their hooks, and which weights are tied."
+    """What an exported graph treats as constant: values that the actor and its parts read, their
+    hooks, and which weights are tied.
+    """
 
     def __init__(self, holder: Any, weights: Weights):
         reads = Reads()
@@ -375,5 +389,6 @@ def _may_change(x) -> bool:
     return comparable(x) is not None
 
 
-# Library classes whose objects may hold constants. Objects of other library classes, such as loggers, change without the actor's doing.
+# Library classes whose objects may hold constants. Objects of other library classes, such as
+# loggers, change without the actor's doing.
 _VALUES = dict, list, set, deque, np.ndarray, Namespace

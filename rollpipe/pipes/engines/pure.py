@@ -24,7 +24,9 @@ from .reactions import compared_attributes
 
 # %% ../../../nbs/pipes/11_engines/02_pure.ipynb #2d9304aa
 class Weights:
-    "The parameters and buffers in the modules of `holder`, and the places where the modules keep them. Tied weights occur once."
+    """The parameters and buffers in the modules of `holder`, and the places where the modules keep
+    them. Tied weights occur once.
+    """
 
     def __init__(self, holder: Any):
         self.parts = {
@@ -58,11 +60,16 @@ class Weights:
 
 # %% ../../../nbs/pipes/11_engines/02_pure.ipynb #9dd37eed
 class Impure(Exception):
-    "The answer depends on something other than inputs and weights, or the control flow depends on values."
+    """The answer depends on something other than inputs and weights, or the control flow depends on
+    values.
+    """
 
 
 class Calls(TorchFunctionMode):
-    "Records in which of the `parts`, module -> name, a torch function was called first. Refuses functions that return arrays or lists."
+    """Records in which of the `parts`, module -> name, a torch function was called first.
+
+    Refuses functions that return arrays or lists.
+    """
 
     def __init__(self, parts: dict):
         super().__init__()
@@ -91,7 +98,10 @@ class Calls(TorchFunctionMode):
 
 
 class Operators(TorchDispatchMode):
-    "Checks each operator. An operator may read only `known` tensors and tensors computed from them."
+    """Checks each operator.
+
+    An operator may read only `known` tensors and tensors computed from them.
+    """
 
     def __init__(self, calls: Calls, known: Any):
         super().__init__()
@@ -140,10 +150,11 @@ def _memory(x):
 
 # %% ../../../nbs/pipes/11_engines/02_pure.ipynb #ddbced15
 class PureStep(torch.nn.Module):
-    """`actor.step` as a pure function of tensors: `(*weights, *leaves of (state, hx, noise)) -> leaves of (act, info, hx)`.
+    """`actor.step` as a pure function of tensors: `(*weights, *leaves of (state, hx, noise)) ->
+    leaves of (act, info, hx)`.
 
-    The function uses a copy of the actor. Raises `ActorError`, which names the operator and the module, if the answer depends on anything
-    else, or if the actor changes while it answers.
+    The function uses a copy of the actor. Raises `ActorError`, which names the operator and the
+    module, if the answer depends on anything else, or if the actor changes while it answers.
 
     Args:
         actor: anything with `step`

@@ -21,7 +21,8 @@ from ..graph.modules import comparable, comparable_tensor, in_place_changes, mod
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #448ad896
 class SeededActor:
-    """An actor whose random numbers one seed determines, whether the actor takes noise or draws from torch's global generator.
+    """An actor whose random numbers one seed determines, whether the actor takes noise or draws
+    from torch's global generator.
 
     Args:
         actor: the actor, which other code may use too
@@ -31,7 +32,8 @@ class SeededActor:
         device: device on which noise is drawn
     """
 
-    # steps for which noise is drawn at once, which is faster; greatest number of actions in these steps
+    # steps for which noise is drawn at once, which is faster; greatest number of actions in these
+    # steps
     CHUNK = 256
     MOST = 2**22
 
@@ -58,7 +60,8 @@ class SeededActor:
         self.block = None
         self.rows = None
         self.at = self.chunk
-        self.before = None  # state of the generator before the noise of this block was drawn; None: nothing was drawn
+        # state of the generator before the noise of this block was drawn; None: nothing was drawn
+        self.before = None
 
     def step(self, seen: State, hx: Any, virtual: bool) -> tuple:
         "Call `actor.step`. A virtual reaction draws no random numbers."
@@ -200,7 +203,8 @@ class AnswerCheck:
             self.check_part(name, tree, n)
 
     def check_part(self, name: str, tree: Any, n: int, method: str = "step") -> None:
-        """Check one part of an answer, such as the recurrent state that the actor's `reset` returned.
+        """Check one part of an answer, such as the recurrent state that the actor's `reset`
+        returned.
 
         Args:
             name: 'act', 'hx' or 'info'
@@ -264,7 +268,9 @@ class AnswerCheck:
         self._check_lead("info", info, lead, f"{self.name}.complete")
 
     def _check_lead(self, name, tree, lead, method):
-        "Raise `ActorError` unless each leaf is a tensor with the first dimensions `lead`, where a text stands for any size."
+        """Raise `ActorError` unless each leaf is a tensor with the first dimensions `lead`, where a
+        text stands for any size.
+        """
         for k, x in enumerate(nested.leaves(tree)):
             if (
                 isinstance(x, torch.Tensor)
@@ -313,7 +319,8 @@ def attribute_name(k: int, name: str, key: str) -> str:
 
 
 def compared_attributes(holder: Any) -> dict:
-    """Name -> (object to compare, text) of all attributes that are `kept_in` the holder, with the states of random generators.
+    """Name -> (object to compare, text) of all attributes that are `kept_in` the holder, with the
+    states of random generators.
 
     Args:
         holder: an actor, a critic, or a function that uses a network
@@ -327,7 +334,8 @@ def compared_attributes(holder: Any) -> dict:
 class Unchanging:
     """Checks that actors and networks do not change while lanes collect.
 
-    Raises `ActorError` if a parameter or buffer changes. Warns once for each other attribute that changes.
+    Raises `ActorError` if a parameter or buffer changes. Warns once for each other attribute that
+    changes.
 
     Args:
         holders: objects that the pipes of the lanes hold by reference
@@ -374,7 +382,9 @@ class Unchanging:
         self.n_items += 1
 
     def _look(self, closely) -> tuple:
-        "All parameters and buffers, the number of in-place changes of each, and with `closely` objects that compare their values."
+        """All parameters and buffers, the number of in-place changes of each, and with `closely`
+        objects that compare their values.
+        """
         tensors = [x for slots in self.slots for x in slots.values() if x is not None]
         try:
             changes = list(map(in_place_changes, tensors))
@@ -385,7 +395,10 @@ class Unchanging:
         return tensors, changes, [comparable_tensor(x) for x in tensors] if closely else []
 
     def _refuse(self, before, after, lane):
-        "Raise an error that names the tensors that differ. A lazy layer may initialise its weights."
+        """Raise an error that names the tensors that differ.
+
+        A lazy layer may initialise its weights.
+        """
         was, now = ({id(x): facts for x, *facts in zip_longest(*look)} for look in (before, after))
         lazy = self.lazy
         self.lazy = set()

@@ -20,8 +20,9 @@ from ..envs.rows import arrays_of, Row, Rows
 class StagedRows(Rows):
     """Rows that are used again and again, with the answers of an actor beside the states.
 
-    The states and `hx` have `n + 1` rows, because the answer in row `t` leads to row `t + 1`. The caller steps the environments and writes
-    row `t + 1` of `state`, and an engine writes row `t + 1` of `hx`.
+    The states and `hx` have `n + 1` rows, because the answer in row `t` leads to row `t + 1`. The
+    caller steps the environments and writes row `t + 1` of `state`, and an engine writes row
+    `t + 1` of `hx`.
 
     Args:
         state: an example, numpy [B, ...]
@@ -53,7 +54,8 @@ class StagedRows(Rows):
         ]
 
     def begin(self, state: State, hx: Any) -> None:
-        """Begin anew: copy a state and a recurrent state into row 0, and mark that no episode ends in the other rows.
+        """Begin anew: copy a state and a recurrent state into row 0, and mark that no episode ends
+        in the other rows.
 
         Args:
             state: numpy [B, ...]
@@ -97,7 +99,10 @@ class TorchEngine:
         "torch uses the weights of the moment anyway."
 
     def begin(self, rows: Rows, begin: int, n: int, row: Row, act: Any, hx: Any) -> tuple:
-        "Prepare `n` steps after row `begin`. Returns the rows in which the environments step, and the number of the present row there."
+        """Prepare `n` steps after row `begin`.
+
+        Returns the rows in which the environments step, and the number of the present row there.
+        """
         self.rows, self.at = (
             (rows, begin) if len(rows) <= rows.MANY else (rows.part(begin, begin + n + 1), 0)
         )

@@ -18,7 +18,9 @@ from .checks import limits
 
 # %% ../../../nbs/pipes/10_envs/02_actions.ipynb #25eee385
 def in_containers(x: Any, like: Any, leaf: Callable = lambda x, like: x) -> Any:
-    """`x` in the dicts and tuples of `like`, with `leaf` applied to each leaf. A part that does not fit stays as it is.
+    """`x` in the dicts and tuples of `like`, with `leaf` applied to each leaf.
+
+    A part that does not fit stays as it is.
 
     Args:
         x: any nested container
@@ -35,7 +37,10 @@ def in_containers(x: Any, like: Any, leaf: Callable = lambda x, like: x) -> Any:
 
 
 def as_like(x: Any, like: np.ndarray) -> np.ndarray:
-    "`x` as an array, in the dtype of `like` if this changes only the precision. Raises `OverflowError` for integers that do not fit."
+    """`x` as an array, in the dtype of `like` if this changes only the precision.
+
+    Raises `OverflowError` for integers that do not fit.
+    """
     x = np.asarray(x)
     return cast_exactly(x, like) if np.can_cast(x.dtype, like.dtype, "same_kind") else x
 
@@ -49,10 +54,12 @@ def cast_exactly(x: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 # %% ../../../nbs/pipes/10_envs/02_actions.ipynb #1024e03d
 def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Callable:
-    """A function that converts a batch of actions (numpy `[B, ...]`, nested) to the containers and dtypes of `space`.
+    """A function that converts a batch of actions (numpy `[B, ...]`, nested) to the containers and
+    dtypes of `space`.
 
-    The function raises `ActorError` for a wrong structure, shape or kind of number, for a float action that is not finite, and for an
-    integer outside of the space. Integers for a `Box` are not checked.
+    The function raises `ActorError` for a wrong structure, shape or kind of number, for a float
+    action that is not finite, and for an integer outside of the space. Integers for a `Box` are not
+    checked.
 
     Args:
         space: action space of one environment
@@ -82,7 +89,8 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
                 expected=f"shape [B{''.join(f', {n}' for n in shape)}] of {space}",
             )
         if kinds == "f":
-            # The sum of squares is a fast first check. It is infinite for huge finite actions too, so then each number is checked.
+            # The sum of squares is a fast first check. It is infinite for huge finite actions too,
+            # so then each number is checked.
             if not math.isfinite(np.vdot(act, act)) and not np.isfinite(act).all():
                 b = int(np.argwhere(~np.isfinite(act))[0][0])
                 raise ActorError(
@@ -93,7 +101,8 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
                     got=str(act[b]),
                 )
             if bounds:
-                # numpy is faster with bounds that have the shape of the batch than with those of one action.
+                # numpy is faster with bounds that have the shape of the batch than with those of
+                # one action.
                 if bounds[0].shape != act.shape:
                     bounds = [np.broadcast_to(x, act.shape).copy() for x in bounds_of_one]
                 act = np.minimum(np.maximum(act, bounds[0]), bounds[1])
@@ -154,7 +163,8 @@ def action_rows(space: gym.Space, clip: bool = True) -> Callable:
     known = frozenset(range(first, last + 1)) if space.n <= 1024 else None
 
     def rows(act):
-        # An array of integers is the most common action. For few environments, a Python loop over a list is faster than numpy.
+        # An array of integers is the most common action. For few environments, a Python loop over a
+        # list is faster than numpy.
         if not isinstance(act, np.ndarray) or act.ndim != 1 or act.dtype.kind not in "iu":
             return split(checked(act))
         numbers = act.tolist()

@@ -60,7 +60,10 @@ def _parallel(make):
 
 
 def _shared_space(envs, kind, pad):
-    "The space of all agents in all environments. Raises `EnvError`, which names the agent that has another one."
+    """The space of all agents in all environments.
+
+    Raises `EnvError`, which names the agent that has another one.
+    """
     first = envs[0].possible_agents[0]
     space = getattr(envs[0], kind)(first)
     for env in envs:
@@ -76,7 +79,10 @@ def _shared_space(envs, kind, pad):
 
 
 def _names(envs):
-    "The names of the agents. Raises `EnvError` if the environments are not several ones of one kind."
+    """The names of the agents.
+
+    Raises `EnvError` if the environments are not several ones of one kind.
+    """
     if len({*map(id, envs)}) < len(envs):
         raise EnvError(
             "the maker made no environment of its own",
@@ -131,17 +137,20 @@ def _part(answer, leaf, agent):
 
 # %% ../../../nbs/pipes/10_envs/17_agents.ipynb #f97ed710
 class Agents(gym.vector.VectorEnv):
-    """The agents of parallel environments (PettingZoo) as one vector environment `[copies * n_agents]`, all agents of the first copy first.
+    """The agents of parallel environments (PettingZoo) as one vector environment
+    `[copies * n_agents]`, all agents of the first copy first.
 
-    Copies are reset when none of their agents is left. Each copy gets a seed of its own at the first reset. A wrapper that counts steps,
-    such as `RecordEpisodeStatistics`, also counts those in which an agent rests. Raises `EnvError`, which names
-    the agent and the part of the answer that is wrong: a turn-based environment, agents with different spaces, a living agent without
+    Copies are reset when none of their agents is left. Each copy gets a seed of its own at the
+    first reset. A wrapper that counts steps, such as `RecordEpisodeStatistics`, also counts those
+    in which an agent rests. Raises `EnvError`, which names the agent and the part of the answer
+    that is wrong: a turn-based environment, agents with different spaces, a living agent without
     observation, or one that is gone although its episode did not end.
 
     Args:
         make: makes a new parallel environment
         copies: number of environments
-        ids: observations are dicts, which have the number of the agent as the entry 'agent', beside the entry 'obs' or those of a `Dict`
+        ids: observations are dicts, which have the number of the agent as the entry 'agent', beside
+            the entry 'obs' or those of a `Dict`
     """
 
     metadata = dict(autoreset_mode=SAME_STEP)
@@ -185,7 +194,8 @@ class Agents(gym.vector.VectorEnv):
         """Reset all copies. Returns `(obs, infos)`; the infos of a reset are left out.
 
         Args:
-            seed: an int, or one for each column, of which a copy gets that of its first agent; None: the copies go on with their generators
+            seed: an int, or one for each column, of which a copy gets that of its first agent;
+                None: the copies go on with their generators
             options: for the `reset` of each copy
         """
         seeds = (
@@ -199,7 +209,10 @@ class Agents(gym.vector.VectorEnv):
         return nested.map(np.copy, self._obs), {}
 
     def step(self, actions: Any) -> tuple:
-        """Step all copies. Returns `(obs, rewards, terminations, truncations, infos)`, those of agents that rest without meaning.
+        """Step all copies.
+
+        Returns `(obs, rewards, terminations, truncations, infos)`, those of agents that rest
+        without meaning.
 
         The infos are `agents`, one dict for each column, and `final_obs`, where an episode ended.
 
@@ -251,7 +264,10 @@ class Agents(gym.vector.VectorEnv):
         self._seat(c, _answer(self.copies[c], "reset", 2, **given)[0])
 
     def _seat(self, c, obs, acting=()):
-        "Agents of copy `c` that are new begin, and those that are gone rest. After a reset, they show the observation of another one."
+        """Agents of copy `c` that are new begin, and those that are gone rest.
+
+        After a reset, they show the observation of another one.
+        """
         # earlier masks stay as they are
         env = self.copies[c]
         resting = self.resting.copy()

@@ -16,14 +16,19 @@ from ..data.errors import EnvError, describe, describe_exception
 from .actions import as_like, in_containers
 
 # %% ../../../nbs/pipes/10_envs/08_autoreset.ipynb #30b5c3d1
-# What a vector has in its metadata that begins anew within the step that ends an episode; gymnasium 1.0 has no name for it.
+# What a vector has in its metadata that begins anew within the step that ends an episode; gymnasium
+# 1.0 has no name for it.
 SAME_STEP: Any = getattr(gym.vector, "AutoresetMode", str)("SameStep")
 
 
 def autoreset_mode(vec: Any) -> str:
-    "The autoreset mode of `vec`: 'NextStep', 'SameStep' or 'Disabled'. Raises `EnvError` if `vec` does not declare it."
+    """The autoreset mode of `vec`: 'NextStep', 'SameStep' or 'Disabled'.
+
+    Raises `EnvError` if `vec` does not declare it.
+    """
     mode = (getattr(vec, "metadata", None) or {}).get("autoreset_mode")
-    # EnvPool and gymnasium 1.0 do not declare their mode, because NextStep is the only one that they have.
+    # EnvPool and gymnasium 1.0 do not declare their mode, because NextStep is the only one that
+    # they have.
     if mode is None and (
         not isinstance(vec, gym.vector.VectorEnv) or not hasattr(gym.vector, "AutoresetMode")
     ):
@@ -40,7 +45,9 @@ def autoreset_mode(vec: Any) -> str:
 
 # %% ../../../nbs/pipes/10_envs/08_autoreset.ipynb #82a602e7
 def final_observations(infos: dict, at: list, like: Any) -> Any:
-    """The observations `[K, ...]` of the environments `at` in `infos['final_obs']`. Raises `EnvError` or `DataError`.
+    """The observations `[K, ...]` of the environments `at` in `infos['final_obs']`.
+
+    Raises `EnvError` or `DataError`.
 
     Args:
         infos: infos of the vector environment

@@ -23,7 +23,8 @@ from .rows import Row, Rows, arrays_of
 
 # %% ../../../nbs/pipes/10_envs/04_batch.ipynb #bbbec0b3
 def read_obs(x: Any, like: Any, batch: bool = False) -> Any:
-    """`x` as arrays in the containers of `like`, converted to the dtypes of `like` if this changes only the precision.
+    """`x` as arrays in the containers of `like`, converted to the dtypes of `like` if this changes
+    only the precision.
 
     Raises `DataError`, or `EnvError` for integers that do not fit into the dtype.
 
@@ -107,7 +108,9 @@ def put_obs(x: Any, like: Any, leaves: list, at: Any) -> None:
 
 
 def last_obs(x: Any, like: Any) -> Any:
-    """A copy of `x`, read by `read_obs`. Raises `EnvError` unless its numbers are finite, because the check of rows misses it.
+    """A copy of `x`, read by `read_obs`.
+
+    Raises `EnvError` unless its numbers are finite, because the check of rows misses it.
 
     Args:
         x: true last observation of one environment, as the environment returns it
@@ -132,7 +135,8 @@ class Outcome(NamedTuple):
         state: numpy [B, ...]; where `fin`, `obs` belongs to the new episode
         seen: the state for the actor: torch [1, B, ...], with float32 instead of float64
         term: bool [B]: the episode truly terminated (also if a limit was reached at the same step)
-        final: environment -> true last observation, where truncated (with `terminal_obs`: wherever an episode ended)
+        final: environment -> true last observation, where truncated (with `terminal_obs`: wherever
+            an episode ended)
         ended: the environments where `fin`
         info: [B, ...]: recorded numeric environment info
         valid: bool [B]: False where no step took place
@@ -148,7 +152,10 @@ class Outcome(NamedTuple):
 
 # %% ../../../nbs/pipes/10_envs/04_batch.ipynb #fff66b50
 class Outcomes:
-    "Mixin of batches: `reset` and `step` for callers that need no rows of their own. Nothing that they return is overwritten later."
+    """Mixin of batches: `reset` and `step` for callers that need no rows of their own.
+
+    Nothing that they return is overwritten later.
+    """
 
     act_spec: Any
     where: dict
@@ -243,9 +250,12 @@ def played(env: Any, kept: Any, keeper: Any) -> Any:
 
 # %% ../../../nbs/pipes/10_envs/04_batch.ipynb #99f21bcd
 class Batch(Outcomes):
-    """What all batches of `B` environments share. Subclasses call `_prepare` and define `name`, `reset_into`, `step_into` and `close`.
+    """What all batches of `B` environments share.
 
-    `where` (pipe, lane) is the context of error messages. The spaces and `act_spec` are those of one environment.
+    Subclasses call `_prepare` and define `name`, `reset_into`, `step_into` and `close`.
+
+    `where` (pipe, lane) is the context of error messages. The spaces and `act_spec` are those of
+    one environment.
     """
 
     # steps for which `rows` are allocated, and the greatest size of their observations [bytes]
@@ -277,11 +287,15 @@ class Batch(Outcomes):
         raise NotImplementedError
 
     def reset_into(self, row: Row) -> None:
-        "Reset every environment, and write the first observations into `row`. There `fin` is True, and `rew` and `stepno` are 0."
+        """Reset every environment, and write the first observations into `row`.
+
+        There `fin` is True, and `rew` and `stepno` are 0.
+        """
         raise NotImplementedError
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
-        """Step every environment with its action, and write what follows into row `t + 1`, whose `fin` and `term` are False before.
+        """Step every environment with its action, and write what follows into row `t + 1`, whose
+        `fin` and `term` are False before.
 
         Args:
             rows: row `t` has the step numbers before this step
@@ -294,14 +308,23 @@ class Batch(Outcomes):
         raise NotImplementedError
 
     def settle(self, rows: Rows, begin: int) -> None:
-        "Check the steps since `settle` was called last, from row `begin` on. Raises the error of the first step that fails."
+        """Check the steps since `settle` was called last, from row `begin` on.
+
+        Raises the error of the first step that fails.
+        """
 
     def get_state(self) -> dict:
-        "What the next steps depend on. Raises `EnvError` if the environments have no `Keeper`, or if theirs keeps nothing."
+        """What the next steps depend on.
+
+        Raises `EnvError` if the environments have no `Keeper`, or if theirs keeps nothing.
+        """
         raise EnvError("the state of these environments is not kept", **self.where)
 
     def set_state(self, state: dict) -> None:
-        "Go on from what `get_state` of such a batch returned, without a reset. Raises `EnvError`, which names what does not fit."
+        """Go on from what `get_state` of such a batch returned, without a reset.
+
+        Raises `EnvError`, which names what does not fit.
+        """
         raise EnvError("the state of these environments is not kept", **self.where)
 
     def _kept(self, one):
@@ -328,7 +351,9 @@ class Batch(Outcomes):
         )
 
     def actions(self, array: Any) -> Any:
-        "The actions that the environments receive, from a batch of actions (numpy `[B, ...]`, nested). Raises `ActorError`."
+        """The actions that the environments receive, from a batch of actions (numpy `[B, ...]`,
+        nested). Raises `ActorError`.
+        """
         try:
             return self._checked_actions(array)
         except ActorError as e:
@@ -374,7 +399,9 @@ class Batch(Outcomes):
         return _Naming(self, env)
 
     def _locate(self, e, env=None):
-        "Complete the error `e`: replace the index of an environment by its name, and fill in missing `env`, pipe and lane."
+        """Complete the error `e`: replace the index of an environment by its name, and fill in
+        missing `env`, pipe and lane.
+        """
         if isinstance(e.env, int):
             e.env = self.name(e.env)
         e.locate(env=env, **self.where)

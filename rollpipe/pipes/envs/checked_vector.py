@@ -21,7 +21,11 @@ from .factories import Claim, env_seeds, space_spec, spaces_of
 
 # %% ../../../nbs/pipes/10_envs/09_checked_vector.ipynb #7d5a9ed2
 def main_memory(leaf: str, convert: Callable) -> Any:
-    "The result of `convert()`. Raises `EnvError` for `leaf` if this fails, because values are not in main memory or are not arrays."
+    """The result of `convert()`.
+
+    Raises `EnvError` for `leaf` if this fails, because values are not in main memory or are not
+    arrays.
+    """
     try:
         return convert()
     except PipeError:
@@ -51,7 +55,8 @@ def one_each(what: str, x: Any, n: int, kinds: str) -> np.ndarray:
 
 
 def first_reset(vec: Any, seed: np.random.SeedSequence) -> dict:
-    """The arguments of the first reset of a vector environment: a seed for each environment, or one for all, or none.
+    """The arguments of the first reset of a vector environment: a seed for each environment, or one
+    for all, or none.
 
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
@@ -66,10 +71,12 @@ def first_reset(vec: Any, seed: np.random.SeedSequence) -> dict:
 
 # %% ../../../nbs/pipes/10_envs/09_checked_vector.ipynb #f3cae990
 class CheckedVector:
-    """A vector environment whose results are converted to arrays, with the structure, shapes and kinds of numbers of its spaces.
+    """A vector environment whose results are converted to arrays, with the structure, shapes and
+    kinds of numbers of its spaces.
 
-    Environments are seeded once, at the first reset. Those of `SyncVectorEnv` and `AsyncVectorEnv` get one seed each, the same seeds as in
-    an `EnvBatch`. Other implementations get one integer. An EnvPool is seeded by its factory. Raises `EnvError` and `DataError`.
+    Environments are seeded once, at the first reset. Those of `SyncVectorEnv` and `AsyncVectorEnv`
+    get one seed each, the same seeds as in an `EnvBatch`. Other implementations get one integer. An
+    EnvPool is seeded by its factory. Raises `EnvError` and `DataError`.
 
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
@@ -103,14 +110,19 @@ class CheckedVector:
         self._put(obs, step.leaves)
 
     def reset_some(self, mask: np.ndarray, step: Row) -> None:
-        "Reset the environments in `mask` `[B]` and write their first observations into `step`. The other environments continue."
+        """Reset the environments in `mask` `[B]` and write their first observations into `step`.
+
+        The other environments continue.
+        """
         obs, _ = self._call("reset", 2, options=dict(reset_mask=mask.copy()))
         obs = main_memory("obs", lambda: read_obs(obs, self.like, batch=True))
         for buffer, leaf in zip(step.leaves, nested.leaves(obs)):
             buffer[mask] = leaf[mask]
 
     def step(self, actions: Any, step: Row) -> tuple:
-        """Step every environment with its action. Returns `(rewards, ends, infos)`, where `ends` `[B]` says where an episode ended.
+        """Step every environment with its action.
+
+        Returns `(rewards, ends, infos)`, where `ends` `[B]` says where an episode ended.
 
         Args:
             actions: of all environments, in the containers and dtypes of the space
@@ -127,7 +139,9 @@ class CheckedVector:
         return rew, step.term | one_each("truncation", trunc, self.n, "b"), infos
 
     def _call(self, method, n, *args, **kwargs):
-        "Call a method of the vector environment and return its answer, which must be a tuple of `n`."
+        """Call a method of the vector environment and return its answer, which must be a tuple of
+        `n`.
+        """
         self.claim.check()
         try:
             answer = getattr(self.vec, method)(*args, **kwargs)

@@ -30,7 +30,9 @@ class FiniteCheck:
         ]
 
     def find(self, leaves: list) -> tuple | None:
-        "`(environment, leaf, value)` of the first environment whose numbers are not finite; None if all are."
+        """`(environment, leaf, value)` of the first environment whose numbers are not finite; None
+        if all are.
+        """
         for i, (x, zeros) in enumerate(zip(leaves, self.zeros)):
             if zeros is not None and np.vdot(x, zeros) != 0:
                 b = int(np.argwhere(~np.isfinite(x))[0][0])
@@ -45,7 +47,8 @@ def limits(space: gym.Space) -> tuple[np.ndarray, np.ndarray]:
 
 # %% ../../../nbs/pipes/10_envs/01_checks.ipynb #1c124782
 class RangeCheck:
-    """Looks in batches of observations for numbers outside of a `Discrete`, `MultiDiscrete` or `MultiBinary` space.
+    """Looks in batches of observations for numbers outside of a `Discrete`, `MultiDiscrete` or
+    `MultiBinary` space.
 
     `Box` is not checked: an observation outside its bounds is recorded as it is.
 
@@ -62,7 +65,9 @@ class RangeCheck:
         ]
 
     def find(self, leaves: list) -> tuple | None:
-        "`(environment, leaf, value, space)` of the first environment with such a number; None if there is none."
+        """`(environment, leaf, value, space)` of the first environment with such a number; None if
+        there is none.
+        """
         for i, low, high, path, space in self.parts:
             if (wrong := (leaves[i] < low) | (leaves[i] > high)).any():
                 b = int(np.argwhere(wrong)[0][0])
@@ -83,7 +88,8 @@ _ANSWERS = {
 
 
 def env_failure(call: str, env: Any, e: Exception) -> EnvError:
-    """The error for what `call` raised, or for an answer that its caller, which has no frame below its own, could not unpack.
+    """The error for what `call` raised, or for an answer that its caller, which has no frame below
+    its own, could not unpack.
 
     Args:
         call: 'reset()', 'step()' or a text

@@ -39,7 +39,8 @@ from ..data.last_obs import CopiesLastObs
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #0e4d2ea9
 def extra_for(env_id: str, error: Exception) -> str | None:
-    """The command that installs the missing packages of a gymnasium environment, or None if the error has another cause.
+    """The command that installs the missing packages of a gymnasium environment, or None if the
+    error has another cause.
 
     Args:
         env_id: gymnasium id
@@ -64,7 +65,8 @@ def _install(extra):
 def check_id(env_id: str) -> str:
     """Return `env_id` if gymnasium knows it, else raise `EnvError` with the most similar known ids.
 
-    For an id `module:Name-v0`, the module is imported first; it must register the environment. That of `ALE/...` is `ale_py`.
+    For an id `module:Name-v0`, the module is imported first; it must register the environment. That
+    of `ALE/...` is `ale_py`.
     """
     module, _, name = str(env_id).rpartition(":")
     if not module and name.startswith("ALE/") and find_spec("ale_py"):
@@ -149,7 +151,9 @@ def close_env(env: Any, name: str, **where: Any) -> None:
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #30644b7e
 def limited(env: Any, max_episode_steps: int, name: str) -> gym.Env:
-    """The environment, whose episodes are truncated after so many steps. Raises `EnvError` for a vector, which is closed.
+    """The environment, whose episodes are truncated after so many steps.
+
+    Raises `EnvError` for a vector, which is closed.
 
     Args:
         env: single environment
@@ -168,14 +172,16 @@ def limited(env: Any, max_episode_steps: int, name: str) -> gym.Env:
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #9d945be6
 class EnvFactory:
-    """`factory(seed) -> gymnasium.Env` (or `VectorEnv`), made from a gymnasium id (with keyword arguments) or from a callable.
+    """`factory(seed) -> gymnasium.Env` (or `VectorEnv`), made from a gymnasium id (with keyword
+    arguments) or from a callable.
 
-    Raises `EnvError` if the id is unknown, its dependencies are missing, the callable fails or returns no environment.
+    Raises `EnvError` if the id is unknown, its dependencies are missing, the callable fails or
+    returns no environment.
 
     Args:
         source: gymnasium id, or callable `source()` or `source(seed=...)`
-        env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id, and those of `wrappers_in`; for a callable,
-            `max_episode_steps` alone
+        env_kwargs: keyword arguments for `gymnasium.make`, if `source` is an id, and those of
+            `wrappers_in`; for a callable, `max_episode_steps` alone
     """
 
     n_envs = 1
@@ -224,7 +230,8 @@ class EnvFactory:
 
     def __call__(self, seed: int | None = None) -> Any:
         try:
-            # gymnasium's own checker is off: it checks only the first step, and `EnvBatch` checks every step.
+            # gymnasium's own checker is off: it checks only the first step, and `EnvBatch` checks
+            # every step.
             if isinstance(self.source, str):
                 kwargs, wrappers = wrappers_in(self.env_kwargs)
                 env = gym.make(
@@ -266,12 +273,16 @@ class EnvFactory:
 
     @property
     def key(self) -> tuple:
-        "Factories with the same key make the same environments, while the id is not registered anew, and the callable exists."
+        """Factories with the same key make the same environments, while the id is not registered
+        anew, and the callable exists.
+        """
         source = self.source if isinstance(self.source, str) else id(self.source)
         return source, repr(self.env_kwargs)
 
     def unused(self, seed: int | None = None) -> Any:
-        "The environment that `spaces_of` has made in a block of `spare_environments`; a new one if there is none."
+        """The environment that `spaces_of` has made in a block of `spare_environments`; a new one
+        if there is none.
+        """
         spares = _spares.get() or {}
         return spares.pop(self.key) if self.key in spares else self(seed)
 
@@ -294,8 +305,8 @@ def env_factories(
 ) -> list[EnvFactory]:
     """One factory for each of `n_envs` environments.
 
-    A list is repeated until there are `n_envs` factories. Raises `EnvError` if `n_envs` is not a positive integer, or not a multiple of
-    the list's length.
+    A list is repeated until there are `n_envs` factories. Raises `EnvError` if `n_envs` is not a
+    positive integer, or not a multiple of the list's length.
 
     Args:
         source: gymnasium id, callable, `EnvFactory`, or a list of them
@@ -335,7 +346,8 @@ class VectorFactory:
     Args:
         env_id: gymnasium id; with 'envpool', one of EnvPool's
         n_envs: environments in the vector
-        vector: 'sync', 'async' (a process for each), 'vector_entry_point' (its own class), 'envpool'
+        vector: 'sync', 'async' (a process for each), 'vector_entry_point' (its own class),
+            'envpool'
         env_kwargs: keyword arguments for `gymnasium.make_vec` or `envpool.make_gymnasium`
     """
 
@@ -417,7 +429,8 @@ class VectorFactory:
             options = dict(
                 disable_env_checker=True, wrappers=wrappers
             )  # `VectorBatch` checks every step
-            # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second call.
+            # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second
+            # call.
             if hasattr(gym.vector, "AutoresetMode"):
                 options["vector_kwargs"] = dict(autoreset_mode="SameStep")
         return gym.make_vec(check_id(self.name), self.n_envs, self.vector, **{**options, **kwargs})
@@ -433,7 +446,10 @@ _spares: ContextVar[dict | None] = ContextVar(
 
 @contextmanager
 def spare_environments() -> Iterator[None]:
-    "In the block, environments of ids that `spaces_of` makes stay open for `EnvFactory.unused`. Those left over are closed at its end."
+    """In the block, environments of ids that `spaces_of` makes stay open for `EnvFactory.unused`.
+
+    Those left over are closed at its end.
+    """
     if _spares.get() is not None:
         yield  # the block around this one closes them
         return
@@ -465,7 +481,9 @@ def _spaces_of_id(factory):
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #30cb4d7d
 def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.Space]:
-    """`(observation_space, action_space)` of one environment, also for a vector. An environment that this function makes is closed again.
+    """`(observation_space, action_space)` of one environment, also for a vector.
+
+    An environment that this function makes is closed again.
 
     Args:
         env: id, factory, environment, list of them, or a pair of spaces
@@ -502,7 +520,8 @@ def _has_spaces(env):
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #50c57e23
 def no_array_form(space: str, leaf: str) -> SpaceError:
-    """The error for a space whose samples are no arrays of one shape, such as Text, Graph, Sequence, OneOf and those of other packages.
+    """The error for a space whose samples are no arrays of one shape, such as Text, Graph,
+    Sequence, OneOf and those of other packages.
 
     Args:
         space: text of the space
@@ -523,9 +542,11 @@ def no_array_form(space: str, leaf: str) -> SpaceError:
 
 
 def space_spec(space: gym.Space, what: str = "space") -> Any:
-    """Nested zero arrays (numpy) with the shapes and dtypes of `space`'s samples; int32 or int64 for uint16 to uint64, as torch needs it.
+    """Nested zero arrays (numpy) with the shapes and dtypes of `space`'s samples; int32 or int64
+    for uint16 to uint64, as torch needs it.
 
-    Raises `SpaceError` naming the part of `what` that has no fixed-size array form (Text, Graph, Sequence, OneOf) or is empty.
+    Raises `SpaceError` naming the part of `what` that has no fixed-size array form (Text, Graph,
+    Sequence, OneOf) or is empty.
 
     Args:
         space: any space
@@ -555,7 +576,8 @@ def space_spec(space: gym.Space, what: str = "space") -> Any:
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #461008c9
 def env_seeds(seed: np.random.SeedSequence, n: int) -> list[tuple[int, int, int]]:
-    """For each environment, three integers from its own child of `seed`: for its factory (31 bits), its first reset and its action space.
+    """For each environment, three integers from its own child of `seed`: for its factory (31 bits),
+    its first reset and its action space.
 
     Args:
         seed: seed of the whole batch
@@ -568,17 +590,23 @@ def env_seeds(seed: np.random.SeedSequence, n: int) -> list[tuple[int, int, int]
 
 # %% ../../../nbs/pipes/10_envs/00_factories.ipynb #7270e266
 class Claim:
-    """The right of one batch to step its environments. It ends when another batch claims one of these environments.
+    """The right of one batch to step its environments.
 
-    A wrapper counts as the environment within it. A `SyncVectorEnv` is claimed together with its environments.
+    It ends when another batch claims one of these environments.
+
+    A wrapper counts as the environment within it. A `SyncVectorEnv` is claimed together with its
+    environments.
     """
 
     def __init__(self):
-        self._held = {}  # index -> environment; a reference, so that no other object gets the id of the environment
+        # index -> environment; a reference, so that no other object gets the id of the environment
+        self._held = {}
         self.lost = []  # indices of environments that other batches have claimed later
 
     def take(self, env: Any, b: int | None = None) -> None:
-        """Claim `env`. An earlier claim to it ends. Raises `EnvError` if this batch claims it twice.
+        """Claim `env`.
+
+        An earlier claim to it ends. Raises `EnvError` if this batch claims it twice.
 
         Args:
             env: single or vector environment
@@ -613,7 +641,10 @@ class Claim:
             )
 
     def release(self) -> None:
-        "Give up all environments. Those in `lost` belong to another batch now, so the caller must not close them."
+        """Give up all environments.
+
+        Those in `lost` belong to another batch now, so the caller must not close them.
+        """
         for b, env in self._held.items():
             holder = _claims.get(
                 id(env)

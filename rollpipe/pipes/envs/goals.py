@@ -18,15 +18,19 @@ __all__ = ['GoalRules']
 
 # %% ../../../nbs/pipes/10_envs/16_goals.ipynb #4e1676bc
 class GoalRules:
-    """`rules(achieved, desired) -> (reward, terminated)` of steps that achieved some goals, if others had been wanted, without stepping.
+    """`rules(achieved, desired) -> (reward, terminated)` of steps that achieved some goals, if
+    others had been wanted, without stepping.
 
-    The goals are numpy arrays `[n, ...]`, the answers `[n]`. They come from the methods of an environment, or of its wrappers,
-    `compute_reward(achieved_goal, desired_goal, info)` and `compute_terminated` (without it, `terminated` is None), as a `GoalEnv` of
-    gymnasium-robotics has. The methods get all steps at once, and `info` is empty. If the answer is no array `[n]`, they get one step after
-    the other. Raises `EnvError`, which names the environment: it has no `compute_reward`, or a method fails.
+    The goals are numpy arrays `[n, ...]`, the answers `[n]`. They come from the methods of an
+    environment, or of its wrappers, `compute_reward(achieved_goal, desired_goal, info)` and
+    `compute_terminated` (without it, `terminated` is None), as a `GoalEnv` of gymnasium-robotics
+    has. The methods get all steps at once, and `info` is empty. If the answer is no array `[n]`,
+    they get one step after the other. Raises `EnvError`, which names the environment: it has no
+    `compute_reward`, or a method fails.
 
     Args:
-        source: gymnasium id or factory, which makes an environment at the first call, or instance; of a list or vector the first
+        source: gymnasium id or factory, which makes an environment at the first call, or instance;
+            of a list or vector the first
         env_kwargs: keyword arguments for `gymnasium.make`
     """
 
@@ -61,7 +65,10 @@ class GoalRules:
         )
 
     def close(self) -> None:
-        "Close the environment that was made here, if there is one. The next call makes another one."
+        """Close the environment that was made here, if there is one.
+
+        The next call makes another one.
+        """
         if self._env is not None and not self.is_lent:
             close_env(self._env, self.name)
         self._env = None
@@ -74,7 +81,8 @@ class GoalRules:
             return None
         try:
             n, *goal = achieved.shape
-            # A step may come twice, so that an answer of the length of a goal, by a method for one step, is no answer for all.
+            # A step may come twice, so that an answer of the length of a goal, by a method for one
+            # step, is no answer for all.
             at = np.arange(next(k for k in range(n, n + len(goal) + 1) if k not in goal)) % max(
                 1, n
             )

@@ -18,7 +18,8 @@ from ..data.errors import EnvError, describe
 
 # %% ../../../nbs/pipes/10_envs/05_infos.ipynb #173b72ed
 def filler(like: np.ndarray) -> np.ndarray:
-    """The value `[]` that is recorded where an environment does not report an info: nan for floats, 0 for other dtypes.
+    """The value `[]` that is recorded where an environment does not report an info: nan for floats,
+    0 for other dtypes.
 
     Args:
         like: array with the dtype of the info
@@ -36,7 +37,10 @@ def _is_numeric(x):
 
 
 def _arrays(key, value, env=None):
-    "The info `value` of environment `env`, with its leaves as arrays. Raises `EnvError` if `value` contains itself."
+    """The info `value` of environment `env`, with its leaves as arrays.
+
+    Raises `EnvError` if `value` contains itself.
+    """
     try:
         return nested.map(np.asarray, value)
     except RecursionError:
@@ -68,7 +72,9 @@ def _has_form(x, like):
 
 # %% ../../../nbs/pipes/10_envs/05_infos.ipynb #fcea1c7b
 class InfoRecorder:
-    """Decides which infos of `n` environments are recorded. Subclasses define `record`, which returns the columns of a step.
+    """Decides which infos of `n` environments are recorded.
+
+    Subclasses define `record`, which returns the columns of a step.
 
     Args:
         n: number of environments
@@ -139,11 +145,13 @@ class InfoRecorder:
             self.masked.add(key)
 
     def put(self, found: dict, key: str, column: Any, said: np.ndarray, valid: np.ndarray) -> None:
-        """Put the column of an info into `found`, with the filler where an environment did not report it. Raises `EnvError`.
+        """Put the column of an info into `found`, with the filler where an environment did not
+        report it. Raises `EnvError`.
 
         Args:
             found: dict that gets the column, and the mask if there is one
-            column: nested `[n, ...]`, which may be overwritten; None: no environment has reported the info
+            column: nested `[n, ...]`, which may be overwritten; None: no environment has reported
+                the info
             said: bool `[n]`: True for the environments that have reported the info
             valid: bool `[n]`: where a step took place
         """
@@ -160,7 +168,10 @@ class InfoRecorder:
             found[f"_{key}"] = said
 
     def widened(self, key: str, column: Any) -> Any:
-        "`column` in the recorded dtype, which is widened if necessary. Raises `EnvError` if the structure or a shape has changed."
+        """`column` in the recorded dtype, which is widened if necessary.
+
+        Raises `EnvError` if the structure or a shape has changed.
+        """
         like = self.like[key]
         # A fast path, because most columns are one array of the recorded shape and dtype.
         if (
@@ -208,7 +219,9 @@ class SingleInfos(InfoRecorder):
     "Records the infos of single environments."
 
     def record(self, infos: list, valid: np.ndarray) -> dict:
-        """The infos of a step, key -> nested `[n, ...]`. Raises `EnvError`; its field `env` is the index of the environment.
+        """The infos of a step, key -> nested `[n, ...]`.
+
+        Raises `EnvError`; its field `env` is the index of the environment.
 
         Args:
             infos: one dict for each environment
@@ -234,7 +247,10 @@ class SingleInfos(InfoRecorder):
         return [dict(info) for info in infos]
 
     def _begin(self, infos):
-        "Record or leave out infos that have not appeared before. The first environment that reports an info defines its shape and dtype."
+        """Record or leave out infos that have not appeared before.
+
+        The first environment that reports an info defines its shape and dtype.
+        """
         said = {
             key: (value, b)
             for b in reversed(range(self.n))
@@ -311,9 +327,11 @@ def is_mask(key: Any, infos: Mapping) -> bool:
 
 
 def column_of(leaf: str, value: Any, said: np.ndarray) -> Any:
-    """The info `value` of a vector environment as nested arrays `[n, ...]` with memory of their own; None if `value` is not numeric.
+    """The info `value` of a vector environment as nested arrays `[n, ...]` with memory of their
+    own; None if `value` is not numeric.
 
-    Only the rows `said` have a meaning. Raises `EnvError` if one of these environments has not reported a part of the info.
+    Only the rows `said` have a meaning. Raises `EnvError` if one of these environments has not
+    reported a part of the info.
     """
     if isinstance(value, dict):
         parts = {k: x for k, x in value.items() if not is_mask(k, value)}
@@ -372,7 +390,9 @@ class VectorInfos(InfoRecorder):
         return found
 
     def _begin(self, infos, among):
-        "Record or leave out infos that the environments `among` report and that have not appeared before."
+        """Record or leave out infos that the environments `among` report and that have not appeared
+        before.
+        """
         left_out = {}
         for key, value in infos.items():
             if key in FINAL or is_mask(key, infos) or not self.is_news([key]):
@@ -391,7 +411,10 @@ class VectorInfos(InfoRecorder):
             raise _endless(key, value) from None
 
     def _read(self, key, sources):
-        "`(column, said)`: the info `key`, and a mask of the environments that have reported it. The column is None if none has."
+        """`(column, said)`: the info `key`, and a mask of the environments that have reported it.
+
+        The column is None if none has.
+        """
         column = None
         everybody = np.zeros(self.n, bool)
         for infos, among in sources:

@@ -45,7 +45,9 @@ class Row(NamedTuple):
         return State(self.stepno, self.obs, act, self.rew, self.fin)
 
     def seen(self, act: Any) -> State:
-        "The tensors `[1, B, ...]` as an actor sees them, with the action `act` that led to this row."
+        """The tensors `[1, B, ...]` as an actor sees them, with the action `act` that led to this
+        row.
+        """
         return State(
             self.stepno_tensor,
             nested.as_seen(self.obs_tensors),
@@ -67,7 +69,9 @@ def _rows(s, term):
 
 
 def _rows_of(obs):
-    "For each row of `obs` `[n, B, ...]`: its arrays in containers, the leaves of these, and its tensors `[1, B, ...]` in containers."
+    """For each row of `obs` `[n, B, ...]`: its arrays in containers, the leaves of these, and its
+    tensors `[1, B, ...]` in containers.
+    """
 
     def rows(split):
         if isinstance(obs, np.ndarray):
@@ -113,16 +117,21 @@ def arrays_of(act: Any) -> Any:
 
 
 class Rows:
-    """Memory for the states of successive steps: rows `[B, ...]` one after the other. In new memory, `fin` and `term` are False.
+    """Memory for the states of successive steps: rows `[B, ...]` one after the other.
+
+    In new memory, `fin` and `term` are False.
 
     Args:
-        like: one state, numpy `[B, ...]`, which defines structure, shapes and dtypes; without memory for actions if `act` is `()`
+        like: one state, numpy `[B, ...]`, which defines structure, shapes and dtypes; without
+            memory for actions if `act` is `()`
         n: number of rows
         empty: `empty(shape, dtype)` returns uninitialised memory for one leaf
         **where: context for error messages: pipe, lane
     """
 
-    reads = State._fields  # fields that are written at each step, because the actor reads them; `settle` may write the others later
+    # fields that are written at each step, because the actor reads them; `settle` may write the
+    # others later
+    reads = State._fields
     MANY = (
         1024  # more rows are read part by part, because there is an object for each row of a part
     )
@@ -187,7 +196,10 @@ class Rows:
         self.term[t] = term
 
     def put_act(self, t: int, act: Any) -> None:
-        "Copy the action `[B, ...]` that led to row `t`, if there is memory for actions. Raises `DataError` if its dtype does not fit."
+        """Copy the action `[B, ...]` that led to row `t`, if there is memory for actions.
+
+        Raises `DataError` if its dtype does not fit.
+        """
         if not self.acts:
             return
         for out, x in zip(self.acts, self._act_spec.flatten_up_to(act)):
@@ -200,7 +212,10 @@ class Rows:
         )[0]
 
     def tensors(self, n: int) -> State:
-        "The first `n` rows as tensors. The caller owns their memory, and must not use the rows again."
+        """The first `n` rows as tensors.
+
+        The caller owns their memory, and must not use the rows again.
+        """
         return nested.map(
             lambda x: torch.from_numpy(x if len(x) == n else x[:n].copy()), self.state
         )

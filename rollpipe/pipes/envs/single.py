@@ -31,7 +31,9 @@ from .sticky import Sticky
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #5b8a8dff
 class _naming:
-    "Turns an exception in the block into a `PipeError` with the name of the call and the index `b` of the environment."
+    """Turns an exception in the block into a `PipeError` with the name of the call and the index
+    `b` of the environment.
+    """
 
     def __init__(self, b, call):
         self.b, self.call = b, call
@@ -39,7 +41,8 @@ class _naming:
     def __enter__(self):
         pass
 
-    # With `@contextmanager`, a `StopIteration` of the environment would not be turned into a `PipeError`.
+    # With `@contextmanager`, a `StopIteration` of the environment would not be turned into a
+    # `PipeError`.
     def __exit__(self, kind, e, traceback):
         if isinstance(e, PipeError):
             e.env = self.b
@@ -48,12 +51,15 @@ class _naming:
 
 
 def make_envs(factories: list, seeds: list, envs: list, claim: Claim) -> None:
-    """Make the environments of a batch and seed their action spaces. Raises `EnvError` with the index of the environment.
+    """Make the environments of a batch and seed their action spaces.
+
+    Raises `EnvError` with the index of the environment.
 
     Args:
         factories: list of `EnvFactory`
         seeds: seeds from `env_seeds`
-        envs: environments that exist already; new ones are appended, so that the caller can close them after an error
+        envs: environments that exist already; new ones are appended, so that the caller can close
+            them after an error
         claim: `Claim` with which the batch claims each environment
     """
     for b, (factory, (make_seed, _, space_seed)) in enumerate(zip(factories, seeds)):
@@ -88,7 +94,10 @@ def _check_spaces(b, env, first):
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #88977aef
 def scalar_rewards(rews: list) -> np.ndarray:
-    "The rewards of `B` environments as an array `[B]`. Raises `EnvError` with the index of the environment."
+    """The rewards of `B` environments as an array `[B]`.
+
+    Raises `EnvError` with the index of the environment.
+    """
     try:
         rew = np.array(rews)
     except (TypeError, ValueError):
@@ -102,7 +111,10 @@ def scalar_rewards(rews: list) -> np.ndarray:
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #5b633772
 def is_end(terminated: Any, truncated: Any) -> bool:
-    "Does an episode end? Raises `EnvError` unless each argument is True, False, or a number that equals True or False."
+    """Does an episode end?
+
+    Raises `EnvError` unless each argument is True, False, or a number that equals True or False.
+    """
     for leaf, x in (("terminated", terminated), ("truncated", truncated)):
         if isinstance(x, (bool, np.bool_)):
             continue
@@ -121,7 +133,9 @@ def is_end(terminated: Any, truncated: Any) -> bool:
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #f2eed1ab
 class SingleEnvs:
-    """Single environments, stepped one after the other. Their errors have the index of the environment.
+    """Single environments, stepped one after the other.
+
+    Their errors have the index of the environment.
 
     Arguments without an entry are those of `EnvBatch`.
 
@@ -157,7 +171,9 @@ class SingleEnvs:
         self.sticky = Sticky(self.played, sticky) if sticky else None
 
     def reset(self, step: Row) -> None:
-        "Reset all environments, each with its own seed, and write the first observations into `step`."
+        """Reset all environments, each with its own seed, and write the first observations into
+        `step`.
+        """
         self.claim.check()
         for b, (env, (_, seed, _)) in enumerate(zip(self.played, self.seeds)):
             with _naming(b, "reset()"):
@@ -191,7 +207,8 @@ class SingleEnvs:
                 zip(self.played if self.sticky is None else self.sticky.acting, actions)
             ):
                 x, r, terminated, truncated, info = env.step(action)
-                # Copies, because both are read later. Most rewards are plain numbers, and most infos are empty.
+                # Copies, because both are read later. Most rewards are plain numbers, and most
+                # infos are empty.
                 rews.append(r if isinstance(r, CONSTANT) else own(r))
                 infos.append({} if type(info) is dict and not info else own(info))
                 # A fast path, because at nearly all steps both are the object `False`.
@@ -218,7 +235,9 @@ class SingleEnvs:
         return final, ended, rews, infos
 
     def close(self, name: Callable = str, **where: Any) -> None:
-        """Close every environment, except those that another batch has claimed. A warning names those whose `close` fails.
+        """Close every environment, except those that another batch has claimed.
+
+        A warning names those whose `close` fails.
 
         Without `closes`, only give up the environments.
 
@@ -239,7 +258,8 @@ class SingleEnvs:
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #edc908f5
 def count_steps(stepno: np.ndarray, fin: np.ndarray) -> None:
-    """Write all rows of `stepno` but row 0: it counts on from there, and begins again at 0 where `fin`.
+    """Write all rows of `stepno` but row 0: it counts on from there, and begins again at 0 where
+    `fin`.
 
     Args:
         stepno: int64 [n, B]
@@ -257,7 +277,10 @@ def count_steps(stepno: np.ndarray, fin: np.ndarray) -> None:
 
 
 def _put_all(rews, out):
-    "Write the rewards of all steps at once if all are floats of Python or numpy. Returns whether they are."
+    """Write the rewards of all steps at once if all are floats of Python or numpy.
+
+    Returns whether they are.
+    """
     flat = [r for step in rews for r in step]
     if not all(issubclass(kind, (float, np.floating)) for kind in {*map(type, flat)}):
         return False  # `scalar_rewards` converts others
@@ -268,8 +291,9 @@ def _put_all(rews, out):
 class EnvBatch(Batch):
     """`B` environments that are stepped together. Their results are checked against their spaces.
 
-    Every environment is seeded once, from its own child of `seed`, at its first reset. Observations are stored in the dtype of the
-    observation space. Raises `EnvError` or `ActorError` with the environment's index and the leaf.
+    Every environment is seeded once, from its own child of `seed`, at its first reset. Observations
+    are stored in the dtype of the observation space. Raises `EnvError` or `ActorError` with the
+    environment's index and the leaf.
 
     Args:
         factories: list of `EnvFactory`, one for each environment
@@ -277,10 +301,12 @@ class EnvBatch(Batch):
         info_keys: infos to record; None: all numeric infos
         clip_actions: clip float actions to their Box
         first: the first environment, if its factory has been called already
-        sticky: period in steps; an environment whose episode ended rests until the number of steps is a multiple of `sticky`
+        sticky: period in steps; an environment whose episode ended rests until the number of steps
+            is a multiple of `sticky`
         closes: False: `close` leaves the environments open
         keeper: a `Keeper`; None: the state cannot be told
-        episode_seeds: reset each episode with a seed of its own, which its last step reports as the info `episode_seed`
+        episode_seeds: reset each episode with a seed of its own, which its last step reports as the
+            info `episode_seed`
         **where: context for error messages: pipe, lane
     """
 
@@ -406,7 +432,10 @@ class EnvBatch(Batch):
             raise
 
     def _all_fine(self, state, at):
-        "Are all numbers of these rows finite and in range? One call for many rows is faster than one for each."
+        """Are all numbers of these rows finite and in range?
+
+        One call for many rows is faster than one for each.
+        """
         obs = [x[at] for x in nested.leaves(state.obs)]
         return (
             all(np.isfinite(x).all() for x in (*obs, state.rew[at]) if x.dtype.kind == "f")

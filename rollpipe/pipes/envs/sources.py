@@ -31,7 +31,9 @@ class LentVector(gym.vector.VectorWrapper):  # pyright: ignore[reportIncompatibl
 
 # %% ../../../nbs/pipes/10_envs/12_sources.ipynb #eb23a39b
 def is_instance(x: Any) -> bool:
-    "True if `x` is an environment that can be lent: a `gymnasium.Env` or `gymnasium.vector.VectorEnv`."
+    """True if `x` is an environment that can be lent: a `gymnasium.Env` or
+    `gymnasium.vector.VectorEnv`.
+    """
     return isinstance(x, (gym.Env, gym.vector.VectorEnv))
 
 
@@ -59,7 +61,9 @@ class Lender:
 
 
 def instances_in(x: Any, depth: int = 4) -> list:
-    "The environments of the user in `x`: a `Lender`, an environment, or containers of these, at most `depth` levels deep."
+    """The environments of the user in `x`: a `Lender`, an environment, or containers of these, at
+    most `depth` levels deep.
+    """
     if isinstance(x, Lender) or is_instance(x):
         return [x.env if isinstance(x, Lender) else x]
     if not isinstance(x, (list, tuple, set, dict)) or not depth:
@@ -92,7 +96,8 @@ def no_copy(name: str, owner: str, got: str, **where: Any) -> EnvError:
 def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None = None) -> list:
     """One factory for each environment, or one for all environments of a vector.
 
-    Raises `EnvError` as `env_factories` does, and if an instance occurs twice or would have to be repeated for `n_envs`.
+    Raises `EnvError` as `env_factories` does, and if an instance occurs twice or would have to be
+    repeated for `n_envs`.
 
     Args:
         source: gymnasium id, factory, environment instance, or a list of those
@@ -137,11 +142,14 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
     ]
 
 # %% ../../../nbs/pipes/10_envs/12_sources.ipynb #b606a1fe
-MOST = 10_000  # more environments than this from a pipe are an error, because such a pipe is probably endless
+# more environments than this from a pipe are an error, because such a pipe is probably endless
+MOST = 10_000
 
 
 def taken(items: Iterator, n_envs: int | None = None, env_kwargs: dict | None = None) -> list:
-    """One factory for each of the next `n_envs` items. Raises `EnvError` if there are fewer, or if an item gives no environment.
+    """One factory for each of the next `n_envs` items.
+
+    Raises `EnvError` if there are fewer, or if an item gives no environment.
 
     Args:
         items: yields ids, factories or instances
@@ -210,7 +218,8 @@ class Acting:
         )
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
-        """Raise `EnvError` if there are instances of environments, given directly or in an attribute of a pipe above.
+        """Raise `EnvError` if there are instances of environments, given directly or in an
+        attribute of a pipe above.
 
         Args:
             owner: owner that needs environments of its own, such as 'each lane'
@@ -219,7 +228,9 @@ class Acting:
         """
 
     def apply_sharding(self, num_of_instances: int, instance_id: int) -> None:
-        "The loaders of torch and torchdata call this in their processes, unless they divide `Lanes` below this pipe among them."
+        """The loaders of torch and torchdata call this in their processes, unless they divide
+        `Lanes` below this pipe among them.
+        """
         self.n_processes = num_of_instances
 
     def refuse_processes(self) -> None:

@@ -14,7 +14,9 @@ from ..data import nested
 
 # %% ../../../nbs/pipes/10_envs/06_sticky.ipynb #e8b1e78b
 class RestingEnv:
-    "Takes the place of an environment while it rests: each step returns the same observation and no reward."
+    """Takes the place of an environment while it rests: each step returns the same observation and
+    no reward.
+    """
 
     def __init__(self, obs: Any):
         self.obs = obs
@@ -24,7 +26,10 @@ class RestingEnv:
 
 
 class Sticky:
-    "Decides which `envs` act. An environment whose episode ended rests until the number of steps is a multiple of `period`."
+    """Decides which `envs` act.
+
+    An environment whose episode ended rests until the number of steps is a multiple of `period`.
+    """
 
     def __init__(self, envs: list, period: int):
         self.envs = envs
@@ -52,11 +57,14 @@ class Sticky:
             self.acting[b] = RestingEnv(obs)
 
     def after_step(self, obs: Any, ended: list) -> np.ndarray:
-        """Let `ended` environments rest; after a period all act again. Returns `valid` `[B]`: False for those that rested in this step.
+        """Let `ended` environments rest; after a period all act again.
+
+        Returns `valid` `[B]`: False for those that rested in this step.
 
         Args:
             obs: observations `[B, ...]` after the step
-            ended: environments whose episode ended; resting ones are added to this list, because `fin` is set for them too
+            ended: environments whose episode ended; resting ones are added to this list, because
+                `fin` is set for them too
         """
         valid = self.all.copy()
         valid[self.resting] = False

@@ -31,7 +31,9 @@ from .single import EnvBatch
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #6ce35259
 def _infos_of_ends(vec):
-    "The names of the infos that wrappers add where an episode ends; with SAME_STEP they stand beside the infos of the reset."
+    """The names of the infos that wrappers add where an episode ends; with SAME_STEP they stand
+    beside the infos of the reset.
+    """
     while isinstance(vec, gym.vector.VectorWrapper):
         if isinstance(vec, gym.wrappers.vector.RecordEpisodeStatistics):
             yield vec._stats_key
@@ -55,7 +57,9 @@ class _TwoSteps(gym.vector.VectorEnv):
 
 
 def _counts_wrongly(mode: str) -> bool:
-    "Does `RecordEpisodeStatistics` miss the steps after ends in this mode, as that of gymnasium below 1.4 does with SAME_STEP?"
+    """Does `RecordEpisodeStatistics` miss the steps after ends in this mode, as that of gymnasium
+    below 1.4 does with SAME_STEP?
+    """
     if mode != "SameStep":
         return False
     toy = gym.wrappers.vector.RecordEpisodeStatistics(_TwoSteps())
@@ -65,7 +69,9 @@ def _counts_wrongly(mode: str) -> bool:
 
 
 def _by_agent(infos, valid):
-    "The infos of the agents, each with its part of those that wrappers have added, such as the statistics of an episode."
+    """The infos of the agents, each with its part of those that wrappers have added, such as the
+    statistics of an episode.
+    """
     found = [*infos["agents"]]
     for key, value in infos.items():
         if key in ("agents", *FINAL) or is_mask(key, infos):
@@ -77,10 +83,12 @@ def _by_agent(infos, valid):
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #151cfc64
 class LostEnds:
-    """Notices a vector whose last observations are always the first ones of the next episodes, bit for bit.
+    """Notices a vector whose last observations are always the first ones of the next episodes, bit
+    for bit.
 
-    An end counts if the episode was elsewhere one step before, and if the first observation is not that of the time before, because a
-    clock may well end where it begins. An environment whose `reset` changes nothing looks the same.
+    An end counts if the episode was elsewhere one step before, and if the first observation is not
+    that of the time before, because a clock may well end where it begins. An environment whose
+    `reset` changes nothing looks the same.
 
     Args:
         like: arrays `[B, ...]` as announced by the space
@@ -123,11 +131,14 @@ def _rows_equal(x, y):
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #72759db7
 class VectorBatch(Batch):
-    """The environments of one vector environment. Its results are checked against the spaces of one environment.
+    """The environments of one vector environment.
 
-    Observations are stored in the dtype of the space. Raises `EnvError`, `ActorError` or `DataError` with the leaf and, where it is
-    known, the index of the environment, and `SpaceError` for a space without a fixed-size array form. Those that an `Agents` names in
-    `resting` make no transition. Arguments without an entry are those of `EnvBatch`.
+    Its results are checked against the spaces of one environment.
+
+    Observations are stored in the dtype of the space. Raises `EnvError`, `ActorError` or
+    `DataError` with the leaf and, where it is known, the index of the environment, and `SpaceError`
+    for a space without a fixed-size array form. Those that an `Agents` names in `resting` make no
+    transition. Arguments without an entry are those of `EnvBatch`.
 
     Args:
         vec: gymnasium `VectorEnv`, or synchronous EnvPool
@@ -253,7 +264,10 @@ class VectorBatch(Batch):
         self._infos.set_state(state["infos"])
 
     def _without_resets(self, step, ends):
-        "`(valid, over)` of a step in which some environments were reset. These made no transition, and `fin` is True for them again."
+        """`(valid, over)` of a step in which some environments were reset.
+
+        These made no transition, and `fin` is True for them again.
+        """
         if np.count_nonzero(both := ends & self._resetting):
             raise EnvError(
                 "an episode ended while it was reset",
@@ -265,7 +279,10 @@ class VectorBatch(Batch):
         return ~self._resetting, ends | self._resetting
 
     def _final(self, before, step, ends, infos):
-        "Environment -> true last observation, where truncated. In the mode 'Disabled' this also resets the environments in `ends`."
+        """Environment -> true last observation, where truncated.
+
+        In the mode 'Disabled' this also resets the environments in `ends`.
+        """
         at = (ends if self.terminal_obs else ends & ~step.term).nonzero()[0].tolist()
         if not at:
             final = ()
@@ -297,7 +314,9 @@ class VectorBatch(Batch):
         warnings.warn(str(e), stacklevel=2)
 
     def close(self) -> None:
-        "Close the vector environment, unless another batch has claimed it; without `closes`, only give it up. May be called twice."
+        """Close the vector environment, unless another batch has claimed it; without `closes`, only
+        give it up. May be called twice.
+        """
         vec, self.vec = self.vec, None
         self.claim.release()
         if vec is not None and self.closes and not self.claim.lost:
@@ -316,10 +335,11 @@ def env_batch(
     episode_seeds: bool = False,
     **where: Any,
 ) -> Batch:
-    """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector environment, else an `EnvBatch`.
+    """The batch of the environments of `factories`: a `VectorBatch` if the first one makes a vector
+    environment, else an `EnvBatch`.
 
-    Raises `EnvError` if a vector environment has another number of environments, or if `sticky` or `episode_seeds` is set for it.
-    Arguments without an entry are those of `EnvBatch`.
+    Raises `EnvError` if a vector environment has another number of environments, or if `sticky` or
+    `episode_seeds` is set for it. Arguments without an entry are those of `EnvBatch`.
 
     Args:
         factories: list of `EnvFactory`, or one `VectorFactory`

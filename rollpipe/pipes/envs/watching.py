@@ -21,7 +21,9 @@ from .factories import EnvFactory, close_env, is_vector
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #29bc1b51
 def rendering(factory: Any, mode: str, seed: int | None, closes: bool = True) -> gym.Env:
-    """A single environment of `factory` with the `render_mode` `mode`. Raises `EnvError` if the environment has another mode.
+    """A single environment of `factory` with the `render_mode` `mode`.
+
+    Raises `EnvError` if the environment has another mode.
 
     Args:
         factory: `EnvFactory` or `Lender`
@@ -45,7 +47,8 @@ def rendering(factory: Any, mode: str, seed: int | None, closes: bool = True) ->
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #58784bbc
 def check_modes(factory: Any, mode: str) -> None:
-    """Raise `EnvError` if the environment is given by its id and its class does not support the mode.
+    """Raise `EnvError` if the environment is given by its id and its class does not support the
+    mode.
 
     Args:
         factory: `EnvFactory` or `Lender`
@@ -59,7 +62,8 @@ def check_modes(factory: Any, mode: str) -> None:
             creator = load_env_creator(creator)
         modes = [str(x) for x in creator.metadata["render_modes"]]
     except Exception:
-        return  # a function makes the environment, or a package is missing, which `gymnasium.make` reports
+        # a function makes the environment, or a package is missing, which `gymnasium.make` reports
+        return
     wanted = ("rgb_array", "human") if mode == "human" else ("rgb_array",)
     if not set(wanted) & set(modes):
         raise EnvError(
@@ -86,7 +90,8 @@ class _Gif:
         # GIF counts time in 1/100 s, and players slow down frames that are shorter than 1/50 s.
         self.duration = max(20, round(1000 / fps))
         self.shown = None  # the picture of the last frame
-        self.held: Any = None  # what has changed in it, and where; it waits, because the next frames may be equal
+        # what has changed in it, and where; it waits, because the next frames may be equal
+        self.held: Any = None
         self.milliseconds = 0  # for which it is shown
 
     def append_data(self, frame: np.ndarray) -> None:
@@ -166,7 +171,8 @@ class _Filmed(gym.Wrapper):
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #29717dab
 def check_film(path: str | Path) -> None:
-    """Raise, before any work, the `DataError` or `ImportError` that a `FilmRecorder` would raise later.
+    """Raise, before any work, the `DataError` or `ImportError` that a `FilmRecorder` would raise
+    later.
 
     Args:
         path: file to write
@@ -186,10 +192,12 @@ def check_film(path: str | Path) -> None:
 
 # %% ../../../nbs/pipes/10_envs/13_watching.ipynb #65098090
 class FilmRecorder:
-    """A factory of one environment that films its first episodes, and a context at whose end the film is complete.
+    """A factory of one environment that films its first episodes, and a context at whose end the
+    film is complete.
 
-    An older film stays until then, and if there is an error in the context. Raises `EnvError` as `check_modes` and `rendering` do, and at
-    the end `OSError`, which names the file, and `DataError` if there was no frame.
+    An older film stays until then, and if there is an error in the context. Raises `EnvError` as
+    `check_modes` and `rendering` do, and at the end `OSError`, which names the file, and
+    `DataError` if there was no frame.
 
     Arguments without an entry are those of `rendering`.
 
@@ -228,7 +236,10 @@ class FilmRecorder:
         return path.with_suffix(f".part{path.suffix}")
 
     def add(self, frame: np.ndarray) -> None:
-        "Write a frame. The end of the context raises what fails here, because it is no failure of the environment."
+        """Write a frame.
+
+        The end of the context raises what fails here, because it is no failure of the environment.
+        """
         if self.n == MOST_FRAMES:
             self.left = -1
             logging.getLogger("rollpipe").warning(
@@ -312,10 +323,13 @@ def _no_display(got):
 
 
 class Window:
-    """A factory of one environment with `render_mode='human'`. `closed` is True once the user has closed its window.
+    """A factory of one environment with `render_mode='human'`.
 
-    Only windows of pygame are watched; other environments react to a closed window in their own way. Raises `EnvError` as
-    `check_modes` and `rendering` do, and if there is no display. The arguments are those of `rendering`.
+    `closed` is True once the user has closed its window.
+
+    Only windows of pygame are watched; other environments react to a closed window in their own
+    way. Raises `EnvError` as `check_modes` and `rendering` do, and if there is no display. The
+    arguments are those of `rendering`.
     """
 
     def __init__(self, factory: Any, closes: bool = True):

@@ -15,7 +15,9 @@ from ..data.errors import EnvError
 
 # %% ../../../nbs/pipes/10_envs/11_with_image.ipynb #b7aa517a
 class WithImage(gym.Wrapper):
-    """Put an image of the environment after each step into its info `key`. The environment needs `render_mode='rgb_array'`.
+    """Put an image of the environment after each step into its info `key`.
+
+    The environment needs `render_mode='rgb_array'`.
 
     Args:
         env: a gymnasium environment

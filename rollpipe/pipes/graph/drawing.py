@@ -43,7 +43,9 @@ def _text(labels, edges, marked, notes=(), word="here") -> str:
 
 
 def _columns(rows, width):
-    "For each row: the `width` of the text before it, and its cells padded to columns of equal width, the last one flush left."
+    """For each row: the `width` of the text before it, and its cells padded to columns of equal
+    width, the last one flush left.
+    """
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     for row in rows:
         cells = [cell.rjust(w) for cell, w in zip(row, widths)]
@@ -51,7 +53,8 @@ def _columns(rows, width):
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #3b7a7f92
 def _layers(edges):
-    """The layers from the last node upwards, each `{(node, layer): [slots that it feeds]}`, and the layer of each node.
+    """The layers from the last node upwards, each `{(node, layer): [slots that it feeds]}`, and the
+    layer of each node.
 
     A long edge has a slot in each layer that it crosses.
     """
@@ -73,7 +76,10 @@ def _layers(edges):
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #e45338d8
 def _centres(layers, width):
-    "The horizontal centre of every slot. If there is room, a slot stands above the slots that it feeds, in the order of the inputs."
+    """The horizontal centre of every slot.
+
+    If there is room, a slot stands above the slots that it feeds, in the order of the inputs.
+    """
     centre = {}
     for layer in layers:
         goal = {
@@ -92,7 +98,9 @@ def _centres(layers, width):
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #cc90447b
 def _arrow(x0, y0, x1, y1, head) -> str:
-    "An edge from (x0, y0) straight down to the gap above the layer of (x1, y1), and through it in an S."
+    """An edge from (x0, y0) straight down to the gap above the layer of (x1, y1), and through it in
+    an S.
+    """
     start = y1 - 40
     mid = y1 - 24
     end = y1 - 8
@@ -120,9 +128,11 @@ def _line(x, y, text) -> str:
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #2cbfd130
 def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
-    """The picture; the arguments of a label stand below its name, then its notes, and `word` if it is marked.
+    """The picture; the arguments of a label stand below its name, then its notes, and `word` if it
+    is marked.
 
-    `waits` are texts for the edges that leave each node, and `caption` has lines that stand below the graph.
+    `waits` are texts for the edges that leave each node, and `caption` has lines that stand below
+    the graph.
     """
     rows = [
         [name, *textwrap.wrap(rest[:-1], 44)]
@@ -182,7 +192,8 @@ class Drawing:
 
     Args:
         labels: texts of the pipes, sources first
-        edges: for every pipe `[(index of the input, first), ...]`; `first`: the walk meets the input here for the first time
+        edges: for every pipe `[(index of the input, first), ...]`; `first`: the walk meets the
+            input here for the first time
         marked: indices of the pipes to point out
         notes: for every pipe its notes, a list of texts; empty: none
         waits: for every pipe a text beside the edges that leave it; empty: none

@@ -33,7 +33,10 @@ Where = (
 
 
 def _held(value, seen):
-    "The pipes inside a value, in order. `seen` has the ids of containers that were already searched."
+    """The pipes inside a value, in order.
+
+    `seen` has the ids of containers that were already searched.
+    """
     if isinstance(value, _PIPES):
         yield value
     elif isinstance(value, _CONTAINERS) and id(value) not in seen:
@@ -53,7 +56,9 @@ def _check_pipe(pipe):
 
 
 def _visit(pipe):
-    "Rows `(pipe, [(input, first), ...])`, sources first; `first` is True if the walk meets the input here for the first time."
+    """Rows `(pipe, [(input, first), ...])`, sources first; `first` is True if the walk meets the
+    input here for the first time.
+    """
     _check_pipe(pipe)
     rows = []
     done = set()
@@ -87,7 +92,9 @@ def nodes(pipe: IterDataPipe) -> list:
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #ddc50c13
 def short_repr(pipe: IterDataPipe) -> str:
-    "The class of a pipe, and those scalar arguments and networks that are attributes of the pipe and differ from their defaults."
+    """The class of a pipe, and those scalar arguments and networks that are attributes of the pipe
+    and differ from their defaults.
+    """
     shown = {}
     for name, parameter in inspect.signature(type(pipe)).parameters.items():
         value = vars(pipe).get(name)
@@ -119,7 +126,9 @@ def _label(pipe) -> str:
 
 
 def draw(pipe: IterDataPipe, where: Where | None = None) -> Drawing:
-    "Draw the graph that ends in `pipe`, and point out the pipes that match `where` (a class or a predicate)."
+    """Draw the graph that ends in `pipe`, and point out the pipes that match `where` (a class or a
+    predicate).
+    """
     rows = _visit(pipe)
     index = {id(node): i for i, (node, _) in enumerate(rows)}
     edges = [[(index[id(source)], first) for source, first in row] for _, row in rows]
@@ -130,12 +139,15 @@ def draw(pipe: IterDataPipe, where: Where | None = None) -> Drawing:
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #012fb332
 def find(pipe: IterDataPipe, where: Where) -> list:
-    "All pipes that match `where`, a class (its subclasses count) or a predicate `pipe -> bool`, sources first."
+    """All pipes that match `where`, a class (its subclasses count) or a predicate `pipe -> bool`,
+    sources first.
+    """
     return [node for node in nodes(pipe) if _matcher(where)(node)]
 
 
 def find_one(pipe: IterDataPipe, where: Where) -> Any:
-    """The one pipe of the graph that matches `where`, a class (its subclasses count) or a predicate `pipe -> bool`.
+    """The one pipe of the graph that matches `where`, a class (its subclasses count) or a predicate
+    `pipe -> bool`.
 
     Raises:
         GraphError: no pipe matches, or several do; the message draws the graph.
@@ -162,7 +174,10 @@ _GENERATORS = random.Random, np.random.Generator, np.random.RandomState, torch.G
 
 
 def _mapped(value, memo):
-    "`value` with every pipe replaced by `memo[id(pipe)]`. A value that holds no pipe is returned unchanged."
+    """`value` with every pipe replaced by `memo[id(pipe)]`.
+
+    A value that holds no pipe is returned unchanged.
+    """
     if isinstance(value, _PIPES):
         return memo.get(id(value), value)
     if not isinstance(value, _CONTAINERS) or next(_held(value, set()), None) is None:
@@ -206,17 +221,25 @@ def _copied_graph(pipe, memo):
 
 
 def copy_graph(pipe: IterDataPipe) -> IterDataPipe:
-    "A copy of the graph that ends in `pipe`, for a first iteration. Pipes and their random generators are copied, other objects shared."
+    """A copy of the graph that ends in `pipe`, for a first iteration.
+
+    Pipes and their random generators are copied, other objects shared.
+    """
     return _copied_graph(pipe, {})
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #c2618734
 def reconnect(reader: IterDataPipe, old: IterDataPipe, new: IterDataPipe) -> None:
-    "Let `reader` read `new` wherever it has read `old`. This changes `reader`; edits do it with their copies."
+    """Let `reader` read `new` wherever it has read `old`.
+
+    This changes `reader`; edits do it with their copies.
+    """
     vars(reader).update(_mapped(vars(reader), {id(old): new}))
 
 
 def _edited(pipe, old, make, readers=None):
-    "The graph with `make(old)` in place of `old` for its `readers` (None: all), the new pipe, and the copy of `old`."
+    """The graph with `make(old)` in place of `old` for its `readers` (None: all), the new pipe, and
+    the copy of `old`.
+    """
     memo = {}
     originals = nodes(pipe)
     if readers is None:
@@ -252,7 +275,8 @@ def replace(pipe: IterDataPipe, where: Where, new: IterDataPipe | Callable) -> I
         new: a pipe, or a function `old -> pipe`; either may read from the old one
 
     Raises:
-        GraphError: not exactly one match, or the result has a cycle.  TypeError: `new` is not a pipe, or does not return one.
+        GraphError: not exactly one match, or the result has a cycle.  TypeError: `new` is not a
+            pipe, or does not return one.
     """
     make = new if callable(new) and not isinstance(new, _PIPES) else lambda old: new
     return _fitting(_edited(pipe, find_one(pipe, where), make)[0])
@@ -266,14 +290,19 @@ def remove(pipe: IterDataPipe, where: Where) -> IterDataPipe:
 
 
 def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:
-    "The graph with `make(source)` between the one pipe that matches `where` and its one source. Other readers of the source stay."
+    """The graph with `make(source)` between the one pipe that matches `where` and its one source.
+
+    Other readers of the source stay.
+    """
     node = find_one(pipe, where)
     result, new, old = _edited(pipe, _one_input(pipe, node), make, readers=[node])
     return _checked(result, new, old)
 
 
 def insert_after(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPipe:
-    "The graph with `make(old)` behind the one pipe `old` that matches `where`, for all its readers. See `replace`."
+    """The graph with `make(old)` behind the one pipe `old` that matches `where`, for all its
+    readers. See `replace`.
+    """
     result, new, old = _edited(pipe, find_one(pipe, where), make)
     return _checked(result, new, old)
 

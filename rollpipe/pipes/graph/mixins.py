@@ -27,7 +27,8 @@ from .torchdata import IterDataPipe, Mapper
 class Traits:
     """Mixin of pipes: properties that a class promises.
 
-    A subclass that overrides a method, itself or by a mixin before the class, loses these promises and declares its own.
+    A subclass that overrides a method, itself or by a mixin before the class, loses these promises
+    and declares its own.
     """
 
     reads: int | None = None  # number of input items for each item that it yields; None: unknown
@@ -38,7 +39,8 @@ class Traits:
     drops_items: bool = (
         True  # may it read many items without yielding one? If so, a warning is logged when it does
     )
-    fusible: bool = False  # may a neighbour do its work: the `fusion` of a stacker, or the stepper for a collector?
+    # may a neighbour do its work: the `fusion` of a stacker, or the stepper for a collector?
+    fusible: bool = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -60,7 +62,10 @@ class Traits:
 
 
 def trait(pipe: IterDataPipe, name: str) -> Any:
-    "The trait `name` of any pipe: declared by its class, or the cautious default. torch's `Mapper` reads one item for each that it yields."
+    """The trait `name` of any pipe: declared by its class, or the cautious default.
+
+    torch's `Mapper` reads one item for each that it yields.
+    """
     return getattr(
         pipe, name, 1 if name == "reads" and isinstance(pipe, Mapper) else getattr(Traits, name)
     )
@@ -71,7 +76,9 @@ class Held(Handle):
 
 
 def held_by(pipe: IterDataPipe) -> list:
-    "The networks, actors and callables that `pipe` holds by reference, in the order of its attributes."
+    """The networks, actors and callables that `pipe` holds by reference, in the order of its
+    attributes.
+    """
     found = []
     own = {
         k: v
@@ -83,7 +90,10 @@ def held_by(pipe: IterDataPipe) -> list:
 
 
 def is_shared(x: Any) -> bool:
-    "Is `x` a network, actor or callable? A copy shares these with the original. Classes do not count: pickle never copies them."
+    """Is `x` a network, actor or callable?
+
+    A copy shares these with the original. Classes do not count: pickle never copies them.
+    """
     return not isinstance(x, (type, IterDataPipe)) and (
         isinstance(x, torch.nn.Module) or callable(x) or hasattr(x, "step")
     )
@@ -99,13 +109,17 @@ def swapped(x: Any, swap: Callable) -> Any:
 
 # %% ../../../nbs/pipes/02_graph/04_mixins.ipynb #6f1d8103
 class EditsByClass:
-    "Mixin of pipes: makes functions `pipe -> pipe` that insert a pipe of this class, or replace another pipe by it."
+    """Mixin of pipes: makes functions `pipe -> pipe` that insert a pipe of this class, or replace
+    another pipe by it.
+    """
 
     @classmethod
     def inserter(
         cls, *, after: Where | None = None, before: Where | None = None, **kwargs: Any
     ) -> Callable:
-        "A function `pipe -> pipe` that inserts `cls(old, **kwargs)` after or before the one matching pipe."
+        """A function `pipe -> pipe` that inserts `cls(old, **kwargs)` after or before the one
+        matching pipe.
+        """
         if before is None and after is not None:
             return partial(edits.insert_after, where=after, make=partial(cls, **kwargs))
         if after is None and before is not None:
@@ -114,7 +128,9 @@ class EditsByClass:
 
     @classmethod
     def replacer(cls, where: Where, **kwargs: Any) -> Callable:
-        "A function `pipe -> pipe` that replaces the one pipe that matches `where` by `cls(its input, **kwargs)`."
+        """A function `pipe -> pipe` that replaces the one pipe that matches `where` by
+        `cls(its input, **kwargs)`.
+        """
         return partial(edits.replace, where=where, new=partial(cls._in_place_of, kwargs=kwargs))
 
     @classmethod
@@ -136,9 +152,11 @@ class Keeps:
     restored: dict | None = None  # state of `kept` with which the next iteration begins
 
     def keep(self, **fresh: Any) -> dict:
-        """What `stream` keeps from item to item: a dict with the values `fresh`, which it changes in place. A resumed iteration goes on
-        with the values of the interrupted one. A pipe that never calls this has no memory: each item depends only on the items that are
-        read for it. The values are plain data in containers, objects of classes in `may_be_new`, or have `get_state` and `set_state`.
+        """What `stream` keeps from item to item: a dict with the values `fresh`, which it changes
+        in place. A resumed iteration goes on with the values of the interrupted one. A pipe that
+        never calls this has no memory: each item depends only on the items that are read for it.
+        The values are plain data in containers, objects of classes in `may_be_new`, or have
+        `get_state` and `set_state`.
         """
         if self.kept is None:
             self.kept = {}
@@ -157,10 +175,12 @@ class Keeps:
             return restore(state, self.kept, type(self).__name__)
 
     def get_state(self, chunks: ChunkFolder | None = None) -> dict | None:
-        """The state of what the present iteration keeps, which later items do not change; None if it keeps nothing.
+        """The state of what the present iteration keeps, which later items do not change; None if
+        it keeps nothing.
 
         Args:
-            chunks: for the large arrays of a pipe that has such, see `ChunkFolder`; None: they are copied into the state
+            chunks: for the large arrays of a pipe that has such, see `ChunkFolder`; None: they are
+                copied into the state
         """
         if not self.kept:
             return self.restored
@@ -182,7 +202,9 @@ class Keeps:
         return dict(state, keeps=[*self.kept])
 
     def not_kept(self) -> str | None:
-        "Why `get_state` may lack something that the next items depend on; None if it lacks nothing."
+        """Why `get_state` may lack something that the next items depend on; None if it lacks
+        nothing.
+        """
 
     def set_state(self, state: dict, chunks: ChunkFolder | None = None) -> None:
         """Let the next iteration go on from what `get_state` of such a pipe returned.

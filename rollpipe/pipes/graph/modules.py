@@ -32,7 +32,10 @@ from ..data.errors import ActorError, DataError, describe_exception
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #548aad1b
 class ByIdentity:
-    "A dict whose keys are compared by identity. An entry vanishes with its key, unless the key allows no weak references."
+    """A dict whose keys are compared by identity.
+
+    An entry vanishes with its key, unless the key allows no weak references.
+    """
 
     def __init__(self):
         self._items = {}
@@ -47,7 +50,10 @@ class ByIdentity:
 
 
 def weak_reference(obj: Any, callback: Callable | None = None) -> Callable:
-    "A function that returns `obj` until it is garbage-collected. An object that allows no weak references is kept for ever."
+    """A function that returns `obj` until it is garbage-collected.
+
+    An object that allows no weak references is kept for ever.
+    """
     try:
         return weakref.ref(obj, callback)
     except TypeError:
@@ -59,10 +65,12 @@ _tokens = ByIdentity()  # object -> token
 
 
 class Handle:
-    """A reference to a module, or any object, that survives pickling: a copy made in this process refers to the same module.
+    """A reference to a module, or any object, that survives pickling: a copy made in this process
+    refers to the same module.
 
-    In another process a handle refers to a copy of the module, made when the handle was pickled (by cloudpickle, so classes defined in a
-    notebook work). Unpickling there raises `ActorError` if the module could not be pickled.
+    In another process a handle refers to a copy of the module, made when the handle was pickled (by
+    cloudpickle, so classes defined in a notebook work). Unpickling there raises `ActorError` if the
+    module could not be pickled.
     """
 
     def __init__(self, module: Any):
@@ -89,7 +97,10 @@ PICKLED_AS: list = [
 
 
 class _Payload:
-    "Pickles an object by value. It is unpickled only in a process that does not know the object's token."
+    """Pickles an object by value.
+
+    It is unpickled only in a process that does not know the object's token.
+    """
 
     def __init__(self, content):
         self.content = content
@@ -117,7 +128,9 @@ _updates = ByIdentity()  # module -> its `_Updates`
 
 
 class _Updates:
-    "The `version` of a module, and the number of in-place changes of its parameters when a `VersionCounter` last looked."
+    """The `version` of a module, and the number of in-place changes of its parameters when a
+    `VersionCounter` last looked.
+    """
 
     version: int = 0
     changes: int | None = None
@@ -151,10 +164,13 @@ in_place_changes = operator.attrgetter("_version")  # torch counts in-place chan
 
 
 class VersionCounter:
-    """Returns the version of `holder`. A change of its parameters that `bump_version` has not counted is one more update.
+    """Returns the version of `holder`.
 
-    A change through `parameter.data` is missed, and so is one by a fused optimiser of torch (`torch.optim.Adam(..., fused=True)`), because
-    torch does not count them. Then call `bump_version`.
+    A change of its parameters that `bump_version` has not counted is one more update.
+
+    A change through `parameter.data` is missed, and so is one by a fused optimiser of torch
+    (`torch.optim.Adam(..., fused=True)`), because torch does not count them. Then call
+    `bump_version`.
 
     Args:
         holder: an actor
@@ -180,7 +196,8 @@ def modules_in(holder: Any, depth: int = 3) -> list:
     """All modules in `holder`, each once.
 
     Args:
-        holder: a module, an object with modules in its attributes, containers or bound arguments, or a function that uses them
+        holder: a module, an object with modules in its attributes, containers or bound arguments,
+            or a function that uses them
         depth: how many levels deep to search
     """
     found = {}
@@ -253,7 +270,10 @@ def content_of(cell: Any) -> Any:
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #967a7bc6
 def state_of(modules: Iterable[torch.nn.Module]) -> dict:
-    "Name -> tensor of the parameters and buffers of `modules`, tied ones once. Raises `ActorError` for tensors that cannot be sent."
+    """Name -> tensor of the parameters and buffers of `modules`, tied ones once.
+
+    Raises `ActorError` for tensors that cannot be sent.
+    """
     found = {}
     for k, module in enumerate(modules):
         for name, x in (*module.named_parameters(), *module.named_buffers()):
@@ -290,7 +310,9 @@ _NOT_COMPARED = type, torch.nn.Module, torch.nn.Parameter
 
 
 def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
-    """An object to compare by `==`, which stays equal as long as `value` does not change. None for modules, parameters and functions.
+    """An object to compare by `==`, which stays equal as long as `value` does not change.
+
+    None for modules, parameters and functions.
 
     Args:
         value: value of an attribute
@@ -341,15 +363,19 @@ def comparable_tensor(x: torch.Tensor) -> tuple | None:
 
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #adde4708
 class EvalMode:
-    """A `with` block in which all modules of an object are in evaluation mode and gradients are off. Afterwards both are restored.
+    """A `with` block in which all modules of an object are in evaluation mode and gradients are
+    off. Afterwards both are restored.
 
-    The modules are looked up once, in the constructor, so each `with` block is cheap. The object may be a function that uses a module.
+    The modules are looked up once, in the constructor, so each `with` block is cheap. The object
+    may be a function that uses a module.
     """
 
     def __init__(self, holder: Any):
         parts = [part for module in modules_in(holder) for part in module.modules()]
-        # A block that changes the entries of the modules takes 2 us, and one with `eval` and `no_grad` 45 us for a policy of CartPole
-        # (`benchmarks/plain_forms.py`). Collectors enter it at each step. TorchScript modules have no entry.
+        # A block that changes the entries of the modules takes 2 us, and one with `eval` and
+        # `no_grad` 45 us for a policy of CartPole
+        # (`benchmarks/plain_forms.py`). Collectors enter it at each step. TorchScript modules have
+        # no entry.
         self.modules = [vars(part) for part in parts if "training" in vars(part)]
         self.scripted = [
             part for part in parts if "training" not in vars(part) and hasattr(part, "training")
@@ -375,7 +401,8 @@ class EvalMode:
 # %% ../../../nbs/pipes/02_graph/03_modules.ipynb #e5cfcf77
 _cpus = os.cpu_count() or 1
 _own_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cpus
-# torch begins with one thread for each core: all processors, half of them (two threads a core), or those of the faster kind.
+# torch begins with one thread for each core: all processors, half of them (two threads a core), or
+# those of the faster kind.
 # Any other number was chosen before this module was imported.
 _began_with = torch.get_num_threads()
 _NOT_CHOSEN = {_began_with} if _own_cpus / 3 <= _began_with <= _cpus else set()
@@ -415,7 +442,8 @@ class torch_threads(ContextDecorator):
         if self.within != self.before[0]:
             torch.set_num_threads(self.within)
 
-    # `@contextmanager` would replace an exception whose attributes cannot be changed by another one.
+    # `@contextmanager` would replace an exception whose attributes cannot be changed by another
+    # one.
     def __exit__(self, *exception: Any) -> None:
         if self.within is None:
             return
@@ -428,12 +456,15 @@ SMALL = 1_000_000  # networks with fewer weights are small
 
 
 def few_threads(*holders: Any) -> torch_threads:
-    """A `with` block for work with the networks in `holders`: one thread for small ones, unless the user has chosen a number of threads.
+    """A `with` block for work with the networks in `holders`: one thread for small ones, unless the
+    user has chosen a number of threads.
 
-    A number is chosen by `OMP_NUM_THREADS` or `MKL_NUM_THREADS`, by a block `torch_threads(n)`, or by `torch.set_num_threads` with
-    another number than torch began with. Networks are small if they have fewer than a million weights together. An update of PPO with
-    two networks of 64x64 takes as long with one thread as with two on two idle cores, and with two 50 times longer on busy ones. Two
-    networks of 1024x1024, or the convolutions for Atari, are 1.7 times as fast with two on idle cores (`benchmarks/threads.py`).
+    A number is chosen by `OMP_NUM_THREADS` or `MKL_NUM_THREADS`, by a block `torch_threads(n)`, or
+    by `torch.set_num_threads` with another number than torch began with. Networks are small if they
+    have fewer than a million weights together. An update of PPO with two networks of 64x64 takes as
+    long with one thread as with two on two idle cores, and with two 50 times longer on busy ones.
+    Two networks of 1024x1024, or the convolutions for Atari, are 1.7 times as fast with two on idle
+    cores (`benchmarks/threads.py`).
 
     Args:
         *holders: see `modules_in`; none: no networks

@@ -56,7 +56,10 @@ class Watch:
         self.start = monotonic()
 
     def counted(self, items: Iterator) -> Iterator:
-        "Yield from `items` and count until the pipe has yielded. The caller then reads the rest from `items`."
+        """Yield from `items` and count until the pipe has yielded.
+
+        The caller then reads the rest from `items`.
+        """
         for n, item in enumerate(items, 1):
             yield item
             if n & (n - 1) == 0 and (self.has_yielded or self._is_told(n)):
@@ -74,7 +77,11 @@ class Watch:
 
 
 def opened(pipe: IterDataPipe) -> Iterator:
-    "An iterator of `pipe`. If `pipe` is one of torch's, the items that it reads before it yields its first item are counted."
+    """An iterator of `pipe`.
+
+    If `pipe` is one of torch's, the items that it reads before it yields its first item are
+    counted.
+    """
     foreign = []
     while not isinstance(pipe, Pipe) and (above := edits.inputs(pipe)):
         foreign.append(pipe)
@@ -85,7 +92,10 @@ def opened(pipe: IterDataPipe) -> Iterator:
 
 
 def _watched(items, watch):
-    "Yield from `items`. A pipe that begins to iterate before the first item arrives is counted by `watch`."
+    """Yield from `items`.
+
+    A pipe that begins to iterate before the first item arrives is counted by `watch`.
+    """
     before = getattr(_waiting, "watch", None)
     _waiting.watch = watch
     try:
@@ -116,7 +126,10 @@ def close(items: Any) -> None:
 
 
 def _in_few_threads(items, pipe):
-    "Yield from `items`, the stream of `pipe`. Small networks in its graph compute with one thread, unless the user has chosen a number."
+    """Yield from `items`, the stream of `pipe`.
+
+    Small networks in its graph compute with one thread, unless the user has chosen a number.
+    """
     few = few_threads([x for node in edits.nodes(pipe) for x in held_by(node)])
     made = []
     try:
@@ -131,7 +144,9 @@ def _in_few_threads(items, pipe):
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #a8e2fe47
 def _gives_items(function) -> bool:
-    "Does `function` yield, return a value other than None, or leave this to subclasses (`NotImplementedError`, `abstractmethod`)?"
+    """Does `function` yield, return a value other than None, or leave this to subclasses
+    (`NotImplementedError`, `abstractmethod`)?
+    """
     code = getattr(function, "__code__", None)
     if (
         code is None
@@ -155,20 +170,25 @@ def _gives_items(function) -> bool:
 class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
     """A stage of a pipeline: it reads one pipe and yields a stream.
 
-    Subclasses write `stream(self, items)`, a generator over the iterator of the input. They keep their configuration
-    under the names of their `__init__` arguments, so that `repr` and `graph.draw` can show it. They keep no state of an
-    iteration in attributes, so every iteration starts anew, and the pipe can be pickled. As with all datapipes, a new
-    iterator of a pipe ends the older one.
+    Subclasses write `stream(self, items)`, a generator over the iterator of the input. They keep
+    their configuration under the names of their `__init__` arguments, so that `repr` and
+    `graph.draw` can show it. They keep no state of an iteration in attributes, so every iteration
+    starts anew, and the pipe can be pickled. As with all datapipes, a new iterator of a pipe ends
+    the older one.
 
-    Networks, actors and callables that a pipe keeps as attributes, or in dicts, lists and tuples, are held by reference:
-    the copy of the graph that `DataLoader2` makes uses the same objects (see `modules.Handle`). Everything else is copied.
+    Networks, actors and callables that a pipe keeps as attributes, or in dicts, lists and tuples,
+    are held by reference: the copy of the graph that `DataLoader2` makes uses the same objects (see
+    `modules.Handle`). Everything else is copied.
 
     Raises:
-        TypeError: `pipe` is not an IterDataPipe; or, when a subclass is defined, its `stream` yields and returns nothing.
+        TypeError: `pipe` is not an IterDataPipe; or, when a subclass is defined, its `stream`
+            yields and returns nothing.
     """
 
     no_length = "the stream of its source has none"  # reason in the error of `len`
-    timer: Any = None  # a profile sets it in its own copy of the graph: `timer.stream(begin)` gives the items of `begin()`
+    # a profile sets it in its own copy of the graph: `timer.stream(begin)` gives the items of
+    # `begin()`
+    timer: Any = None
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -290,17 +310,21 @@ class Source(Pipe):
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #03189476
 class Seeded:
-    """Mixin for a pipe that draws random numbers; the pipe keeps the user's `seed` (an integer, or None) as an attribute.
+    """Mixin for a pipe that draws random numbers; the pipe keeps the user's `seed` (an integer, or
+    None) as an attribute.
 
-    `given_seed` comes from `Lanes` (a numpy `SeedSequence`) or from `DataLoader2` (an integer). It is None if neither gave one. A loader
-    with a reading service always gives one: without `loader.seed`, that of torch's generator, which is the same in each iteration until
-    something draws from that generator.
+    `given_seed` comes from `Lanes` (a numpy `SeedSequence`) or from `DataLoader2` (an integer). It
+    is None if neither gave one. A loader with a reading service always gives one: without
+    `loader.seed`, that of torch's generator, which is the same in each iteration until something
+    draws from that generator.
     """
 
     seed = given_seed = None
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
-        "`Lanes` calls this for its copies, with the number of the lane and a seed for this pipe in this lane."
+        """`Lanes` calls this for its copies, with the number of the lane and a seed for this pipe
+        in this lane.
+        """
         self.lane, self.given_seed = lane, seed
 
     def set_seed(self, seed: int) -> "Seeded":
@@ -310,7 +334,10 @@ class Seeded:
         return self
 
     def seed_sequence(self) -> np.random.SeedSequence:
-        "The seed for one iteration. If nobody gave a seed, not even a `DataLoader2`, it has fresh entropy."
+        """The seed for one iteration.
+
+        If nobody gave a seed, not even a `DataLoader2`, it has fresh entropy.
+        """
         seed = self.seed if self.given_seed is None else self.given_seed
         if not isinstance(seed, np.random.SeedSequence):
             try:

@@ -16,7 +16,9 @@ from .torchdata import IterDataPipe, Mapper
 
 # %% ../../../nbs/pipes/02_graph/06_states.ipynb #2817ea36
 def numbered(pipes: Iterable) -> dict:
-    "The pipes by their names, in order: the class, and a number from the second pipe of the same class on."
+    """The pipes by their names, in order: the class, and a number from the second pipe of the same
+    class on.
+    """
     found: dict = {}
     for p in pipes:
         name = getattr(p, "state_name", None) or type(p).__name__
@@ -40,10 +42,12 @@ def named_pipes(pipe: IterDataPipe) -> dict:
 
 # %% ../../../nbs/pipes/02_graph/06_states.ipynb #892370a2
 def stream_state(pipe: IterDataPipe, chunks: ChunkFolder | None = None) -> dict:
-    """Name of a pipe -> what its present iteration keeps, as plain data, for the pipes that keep something.
+    """Name of a pipe -> what its present iteration keeps, as plain data, for the pipes that keep
+    something.
 
     Args:
-        chunks: gets those parts of large arrays, such as a replay memory, that changed since the last state; None: the state has copies
+        chunks: gets those parts of large arrays, such as a replay memory, that changed since the
+            last state; None: the state has copies
     """
     states = {
         name: p.get_state(chunks) for name, p in named_pipes(pipe).items() if isinstance(p, Pipe)
@@ -56,8 +60,8 @@ def restore_stream(
 ) -> IterDataPipe:
     """Let the next iteration of a graph go on from what `stream_state` returned. Returns `pipe`.
 
-    What the states do not fit, and a damaged chunk, are found when the iteration begins. Raises `CheckpointError` for states of pipes that
-    the graph lacks, and for chunks that are missing.
+    What the states do not fit, and a damaged chunk, are found when the iteration begins. Raises
+    `CheckpointError` for states of pipes that the graph lacks, and for chunks that are missing.
 
     Args:
         chunks: the folder that `stream_state` got
@@ -75,7 +79,9 @@ def restore_stream(
 
 # %% ../../../nbs/pipes/02_graph/06_states.ipynb #e5c9ca26
 def unknown_states(pipe: IterDataPipe) -> list:
-    "Texts that name the pipes whose state nobody can tell, one for each; with none of them, `stream_state` is everything."
+    """Texts that name the pipes whose state nobody can tell, one for each; with none of them,
+    `stream_state` is everything.
+    """
     found = []
     for p in nodes(pipe):
         if isinstance(p, Pipe):

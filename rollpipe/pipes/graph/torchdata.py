@@ -25,7 +25,9 @@ from ..loading.loader import torchs_seed
 
 # %% ../../../nbs/pipes/02_graph/00_torchdata.ipynb #a7e4279d
 def _of_torchdata():
-    "The names of torchdata's loader, imported without its warning; None if torchdata is missing or has no loader."
+    """The names of torchdata's loader, imported without its warning; None if torchdata is missing
+    or has no loader.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=r"\s*#+\s*WARNING!\s*The 'datapipes'", category=UserWarning
@@ -38,7 +40,8 @@ def _of_torchdata():
             if error.name not in ("torchdata", "torchdata.dataloader2"):
                 raise  # torchdata exists, but lacks a module that it needs
             return None
-    # torchdata draws the same number, but saves the generators of all GPUs before it: then CUDA is in use, and workers cannot be forked.
+    # torchdata draws the same number, but saves the generators of all GPUs before it: then CUDA is
+    # in use, and workers cannot be forked.
     vars(importlib.import_module("torchdata.dataloader2.random.seed_generator")).update(
         _get_torch_random_seed=torchs_seed
     )
@@ -52,7 +55,10 @@ def _our_own():
 
 
 def _mended(base):
-    "A subclass of the loader `base` whose `shutdown` closes an unfinished stream. Raises `GraphError` if a graph is too long for Python."
+    """A subclass of the loader `base` whose `shutdown` closes an unfinished stream.
+
+    Raises `GraphError` if a graph is too long for Python.
+    """
 
     class DataLoader2(base):
         __doc__, __module__ = base.__doc__, base.__module__
@@ -79,7 +85,9 @@ def _mended(base):
 
 
 def too_long() -> GraphError:
-    "The error for a graph that exceeds Python's recursion limit, because each pipe adds some nested calls when it is pickled or iterated."
+    """The error for a graph that exceeds Python's recursion limit, because each pipe adds some
+    nested calls when it is pickled or iterated.
+    """
     return GraphError(
         "the graph has too many pipes in a row for Python's limit of calls within one another",
         expected=f"fewer, about {sys.getrecursionlimit() // 6}, or a larger `sys.setrecursionlimit`",
@@ -112,7 +120,9 @@ def reading_service(cls: type) -> type:
 
 
 def __getattr__(name):
-    "Import a loader when one of its names is first used: torchdata's, or rollpipe's own if torchdata has none."
+    """Import a loader when one of its names is first used: torchdata's, or rollpipe's own if
+    torchdata has none.
+    """
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     names = _of_torchdata() or _our_own()
@@ -123,7 +133,9 @@ def __getattr__(name):
 
 # %% ../../../nbs/pipes/02_graph/00_torchdata.ipynb #e0764e42
 def reads_ahead() -> bool:
-    "Does the thread of torchdata's `Prefetcher`, or of its subclass for pinned memory, run this code?"
+    """Does the thread of torchdata's `Prefetcher`, or of its subclass for pinned memory, run this
+    code?
+    """
     module = sys.modules.get("torchdata.datapipes.iter.util.prefetcher")
     if module is None or threading.current_thread() is threading.main_thread():
         return False

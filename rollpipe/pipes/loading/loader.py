@@ -83,7 +83,10 @@ class SeedGenerator:
         self.seed(seed)
 
     def seed(self, seed: int | None = None) -> None:
-        "Restart from `seed`; None: a seed of torch's generator, whose state is kept. Raises `ValueError` for a seed of more than 64 bits."
+        """Restart from `seed`; None: a seed of torch's generator, whose state is kept.
+
+        Raises `ValueError` for a seed of more than 64 bits.
+        """
         if seed is None:
             seed = torchs_seed()
         if seed >= 2**64:
@@ -100,7 +103,10 @@ class SeedGenerator:
         return self._own.generate()
 
     def spawn(self, worker_id: int, inplace: bool = False) -> "SeedGenerator":
-        "The generator of a worker; with `inplace`, this generator is changed into it. Raises `ValueError` for a negative number."
+        """The generator of a worker; with `inplace`, this generator is changed into it.
+
+        Raises `ValueError` for a negative number.
+        """
         if worker_id < 0:
             raise ValueError(f"Expected a worker number of 0 or more, got {worker_id}.")
         new = self if inplace else copy.deepcopy(self)
@@ -109,13 +115,17 @@ class SeedGenerator:
 
 
 def torchs_seed() -> int:
-    "A seed of 64 bits from torch's generator of the host, which stays as it is: the next call gives the same."
+    """A seed of 64 bits from torch's generator of the host, which stays as it is: the next call
+    gives the same.
+    """
     with torch.random.fork_rng(devices=[]):
         return 2**63 + int(torch.randint(-(2**63), 2**63 - 1, ()))
 
 # %% ../../../nbs/pipes/01_loading/01_loader.ipynb #c68917ec
 def _breadth_first(graph, seen):
-    "The pipes in a graph from `traverse_dps`, the last pipe first, each once, without those whose ids are in `seen`."
+    """The pipes in a graph from `traverse_dps`, the last pipe first, each once, without those whose
+    ids are in `seen`.
+    """
     found = {}
     level = [graph]
     while level:
@@ -147,7 +157,10 @@ def set_graph_random_seed(datapipe: IterDataPipe, seed_generator: SeedGenerator)
 
 # %% ../../../nbs/pipes/01_loading/01_loader.ipynb #60f10742
 class ReadingServiceInterface(ABC):
-    "The methods that a loader calls. Until `initialize` is called, a service can be pickled, because each loader has a copy."
+    """The methods that a loader calls.
+
+    Until `initialize` is called, a service can be pickled, because each loader has a copy.
+    """
 
     @abstractmethod
     def initialize(self, datapipe: IterDataPipe) -> IterDataPipe:
@@ -156,7 +169,10 @@ class ReadingServiceInterface(ABC):
     def initialize_iteration(
         self, seed_generator: Any, iter_reset_fn: Callable | None = None
     ) -> Callable | None:
-        "Prepare an iteration, with a source of seeds. Returns None, or a function that changes the graph once more."
+        """Prepare an iteration, with a source of seeds.
+
+        Returns None, or a function that changes the graph once more.
+        """
         return None
 
     def finalize_iteration(self) -> None:
@@ -169,7 +185,11 @@ class ReadingServiceInterface(ABC):
 
 # %% ../../../nbs/pipes/01_loading/01_loader.ipynb #cc3c2b51
 class InProcessReadingService(ReadingServiceInterface):
-    "Run the graph in this process. A pause calls `pause` of the pipes that have it, the last pipe first, and `resume` in reverse order."
+    """Run the graph in this process.
+
+    A pause calls `pause` of the pipes that have it, the last pipe first, and `resume` in reverse
+    order.
+    """
 
     end: Any = None
 
@@ -198,7 +218,9 @@ class InProcessReadingService(ReadingServiceInterface):
 
 # %% ../../../nbs/pipes/01_loading/01_loader.ipynb #51566801
 class LoaderIterator(Iterator):
-    """The iterator that `iter(loader)` returns. Its missing attributes come from the iterator of the last pipe.
+    """The iterator that `iter(loader)` returns.
+
+    Its missing attributes come from the iterator of the last pipe.
 
     Args:
         loader: the loader that made it
@@ -238,7 +260,8 @@ class LoaderIterator(Iterator):
         """Pause after `num_batches` items. A paused iterator ends, and continues after `resume`.
 
         Args:
-            num_batches: number of items until the loader pauses, from now on and again after each `resume`; None: no limit
+            num_batches: number of items until the loader pauses, from now on and again after each
+                `resume`; None: no limit
         """
         self.count, self.most = 0, num_batches
         self.loader._call("_limit", num_batches)
@@ -276,12 +299,15 @@ class _InOrder(IterDataPipe):
 
 # %% ../../../nbs/pipes/01_loading/01_loader.ipynb #19ef8edd
 class DataLoader2:
-    """Run a graph of pipes where its reading service decides: `with DataLoader2(pipe) as loader: for item in loader: ...`.
+    """Run a graph of pipes where its reading service decides: `with DataLoader2(pipe) as loader:
+    for item in loader: ...`.
 
-    The loader copies the graph and the service. Only the newest iterator is valid. After a call of `seed`, the first iteration begins with
-    that seed, and later iterations continue its random numbers. Otherwise each iteration takes a seed from torch's generator, which stays
-    as it is: iterations are the same until something else draws from it, or seeds it (`torch.seed()` for fresh entropy). An error,
-    `shutdown` or the end of the `with` block ends the service and releases the stream, and so the environments.
+    The loader copies the graph and the service. Only the newest iterator is valid. After a call of
+    `seed`, the first iteration begins with that seed, and later iterations continue its random
+    numbers. Otherwise each iteration takes a seed from torch's generator, which stays as it is:
+    iterations are the same until something else draws from it, or seeds it (`torch.seed()` for
+    fresh entropy). An error, `shutdown` or the end of the `with` block ends the service and
+    releases the stream, and so the environments.
 
     Args:
         datapipe: the last pipe of the graph
@@ -307,7 +333,8 @@ class DataLoader2:
         self.stream: Any = None
         self.waiting = False  # has an iteration begun from which no item was read?
         self.paused = self.adapted = self.seeded = self.shut = False
-        self.made = 0  # number of iterators; the loader does not hold them, so it is freed with its last reader
+        # number of iterators; the loader does not hold them, so it is freed with its last reader
+        self.made = 0
         self._seed = None
         self._seed_generator = SeedGenerator()
 
@@ -339,7 +366,9 @@ class DataLoader2:
         self.waiting = True
 
     def seed(self, seed: int) -> None:
-        """Begin the next iteration with `seed`. Raises `ValueError` for a seed of more than 64 bits.
+        """Begin the next iteration with `seed`.
+
+        Raises `ValueError` for a seed of more than 64 bits.
 
         Args:
             seed: below 2**64
@@ -375,7 +404,10 @@ class DataLoader2:
             getattr(self.reading_service, name)()
 
     def _call(self, name, *args):
-        "Call an optional method of the reading service. Warns and returns False if the service has no such method."
+        """Call an optional method of the reading service.
+
+        Warns and returns False if the service has no such method.
+        """
         if not hasattr(self.reading_service, name):
             warnings.warn(
                 f"there is no reading service with a method `{name}`, so the loader goes on as it was",

@@ -26,7 +26,9 @@ from ..stepper import EnvStepper
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #1f7f0b97
 class Account:
-    """The times of all stages in one thread. At each moment the time counts for one stage; in the beginning, for the last stage.
+    """The times of all stages in one thread.
+
+    At each moment the time counts for one stage; in the beginning, for the last stage.
 
     Args:
         n: number of stages; the last one is the code outside of all other stages
@@ -109,7 +111,9 @@ class Account:
         return call
 
     def sums(self) -> np.ndarray:
-        "The sums, float64 `[5, n]`: own times, waiting times, items, bytes of measured items, and number of measured items."
+        """The sums, float64 `[5, n]`: own times, waiting times, items, bytes of measured items, and
+        number of measured items.
+        """
         return np.array([self.own, self.awaited, self.items, self.sizes, self.sized], np.float64)
 
     def save(self) -> None:
@@ -169,7 +173,10 @@ def stream(account: Account, stage: int, begin: Callable) -> Iterator:
 
 
 def _take_size(account, stage, item):
-    "Measure the size of an item, and decide when the next one is due. The time for this counts for the last stage, outside of all others."
+    """Measure the size of an item, and decide when the next one is due.
+
+    The time for this counts for the last stage, outside of all others.
+    """
     before = account.begin(-1)
     began = account.since
     account.sizes[stage] += size_of(item)
@@ -299,7 +306,10 @@ class Timer(NamedTuple):
     parts: dict
 
     def stream(self, begin: Callable) -> Iterator:
-        "The items of `begin()`, whose time counts for the pipe. The time of samples counts for the part 'sampling'."
+        """The items of `begin()`, whose time counts for the pipe.
+
+        The time of samples counts for the part 'sampling'.
+        """
         items = self.clock.stream(self.stage, begin)
         return items if "sampling" not in self.parts else self._with_samples(items)
 
@@ -313,7 +323,9 @@ class Timer(NamedTuple):
             close(items)
 
     def interaction(self, made: Any) -> Any:
-        "The `Interaction` of a stepper, changed so that its environments and its actor are measured separately, if these are `parts`."
+        """The `Interaction` of a stepper, changed so that its environments and its actor are
+        measured separately, if these are `parts`.
+        """
         if "actor" not in self.parts:
             return made
         account = self.clock.here()
@@ -340,7 +352,9 @@ class Timer(NamedTuple):
 
 
 class Timed(Pipe):
-    "Yields the items of a pipe of torch, which has no timer, and measures the time of that pipe with its own."
+    """Yields the items of a pipe of torch, which has no timer, and measures the time of that pipe
+    with its own.
+    """
 
     reads = 1
     keeps_items = False
@@ -353,7 +367,9 @@ class Timed(Pipe):
 
 
 def timers_for(graph: IterDataPipe, stages: list, clock: Clock) -> list:
-    "`(pipe, timer, is_ours)` for each pipe that is iterated, sources first; one of torch is not ours. Arguments as in `put_clocks`."
+    """`(pipe, timer, is_ours)` for each pipe that is iterated, sources first; one of torch is not
+    ours. Arguments as in `put_clocks`.
+    """
     found = []
     for i, pipe in enumerate(nodes(graph)):
         method = getattr(type(pipe), "__iter__", None)

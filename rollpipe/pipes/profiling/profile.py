@@ -38,7 +38,9 @@ from ..workers.reading import ProcessReading
 
 # %% ../../../nbs/pipes/31_profiling/02_profile.ipynb #fa859d7e
 def _consumer(update, account, stage) -> Callable:
-    "A function that uses an item as a training does: it calls `update`, whose time counts for `stage`, or only draws the samples."
+    """A function that uses an item as a training does: it calls `update`, whose time counts for
+    `stage`, or only draws the samples.
+    """
     return account.timed(stage, update) if update is not None else _draw_samples
 
 
@@ -90,7 +92,10 @@ class MeasuredTime:
         return Mark(self.clock.read(), self.clock.now(), time.monotonic(), self.n, self.steps)
 
     def run(self, items: Iterator, consume: Callable) -> None:
-        "Measure until the time is over or the items end. An exception ends the measurement and is stored in `error`."
+        """Measure until the time is over or the items end.
+
+        An exception ends the measurement and is stored in `error`.
+        """
         second = (
             self.begin
         )  # the measurement begins with the second item, because the first one includes the start
@@ -182,14 +187,17 @@ def profile(
 ) -> Profile:
     """Run a graph for some seconds, and measure how the time is spent.
 
-    The items are those of an ordinary iteration, and `update` really learns from them. If the graph or the learner raises an exception,
-    or if the stream ends, the figures show the measurement up to then. `Profile.error` is the exception.
+    The items are those of an ordinary iteration, and `update` really learns from them. If the graph
+    or the learner raises an exception, or if the stream ends, the figures show the measurement up
+    to then. `Profile.error` is the exception.
 
-    Raises `DataError` if `seconds` is not positive, or for a reading service other than `ProcessReading`, whose workers measure nothing.
+    Raises `DataError` if `seconds` is not positive, or for a reading service other than
+    `ProcessReading`, whose workers measure nothing.
 
     Args:
         pipe: the last pipe of the graph, which stays as it is
-        seconds: duration of the measurement, which begins after the first item and ends with an item
+        seconds: duration of the measurement, which begins after the first item and ends with an
+            item
         reading_service: a `ProcessReading`, in whose workers the lanes run; None: in this process
         update: the learner, a function of an item; None: items are dropped
         now: returns the time [s]
@@ -332,7 +340,10 @@ class Ongoing:
         return self.clock.here().timed(len(self.stages), update)
 
     def after(self, steps: float) -> None:
-        """An item is done with. The figures are written if they are due. The first item does not count, because it includes the start.
+        """An item is done with.
+
+        The figures are written if they are due. The first item does not count, because it includes
+        the start.
 
         Args:
             steps: environment steps so far

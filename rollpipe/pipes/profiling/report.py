@@ -51,7 +51,8 @@ class WorkerFigures(NamedTuple):
 
     Args:
         busy: share of its time in which it collects
-        waiting: share of its time in which it waits for requests, reads weights and writes items into memory
+        waiting: share of its time in which it waits for requests, reads weights and writes items
+            into memory
         queue: mean number of its finished items that wait for the learner's process
     """
 
@@ -169,7 +170,10 @@ class Profile:
 
     @property
     def learner(self) -> float | None:
-        "Share of the time in which the learner updates; the rest is collecting. None: there is no learner."
+        """Share of the time in which the learner updates; the rest is collecting.
+
+        None: there is no learner.
+        """
         return self.stages[-1].share if self.stages and self.stages[-1].label == LEARNER else None
 
     def drawing(self) -> Drawing:
@@ -359,7 +363,8 @@ def _for_actor(setting) -> list:
 def _more_workers(profile, setting) -> list:
     """A suggestion of more workers, if there are free cores and the present workers are busy.
 
-    The transfer of an item takes up to a millisecond. So items that are collected in a few milliseconds are better collected here.
+    The transfer of an item takes up to a millisecond. So items that are collected in a few
+    milliseconds are better collected here.
     """
     busy = [x.busy for x in profile.workers]
     seam = None if setting.seam is None else profile.stages[setting.seam]
@@ -385,7 +390,9 @@ def _about_learner(profile, setting) -> str:
 
 
 def _about_handing_over(profile, seam) -> str:
-    "The advice if this process waits for its workers: requests and answers take the time in which no worker collects."
+    """The advice if this process waits for its workers: requests and answers take the time in which
+    no worker collects.
+    """
     busy = max((x.busy for x in profile.workers), default=0.0)
     return (
         f"This process waits {share_text(seam.share)} of the time for its workers, which collect for {share_text(busy)} of it. So "

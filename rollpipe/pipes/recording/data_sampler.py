@@ -49,7 +49,8 @@ class Episode(NamedTuple):
         act: [T, ...]: the actions
         rew: [T]: the rewards of the environment, see `env_rewards`
         env: [T, ...]: environment infos, as in a fragment
-        term: did it terminate? False: it was cut off, by the environment or because the stream ended
+        term: did it terminate? False: it was cut off, by the environment or because the stream
+            ended
         repeated: is the last observation unknown, and that before it stands in its place?
     """
 
@@ -62,7 +63,9 @@ class Episode(NamedTuple):
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #c9aaceb6
 class _Open:
-    "An episode that has not ended: its pieces `(obs, act, rew, env)`, and the observation after the last one."
+    """An episode that has not ended: its pieces `(obs, act, rew, env)`, and the observation after
+    the last one.
+    """
 
     def __init__(self):
         self.pieces = []
@@ -83,7 +86,10 @@ class _Open:
 
 
 class EpisodeCutter:
-    "Takes fragments in the order of the stream, and returns the episodes that end in them. See `whole_episodes`."
+    """Takes fragments in the order of the stream, and returns the episodes that end in them.
+
+    See `whole_episodes`.
+    """
 
     def __init__(self, repeat_last: bool = False, unfinished: bool = True):
         self.repeat_last, self.unfinished = repeat_last, unfinished
@@ -92,7 +98,10 @@ class EpisodeCutter:
         self.newest = {}
 
     def add(self, fragment: Fragment) -> Iterator[Episode]:
-        "The episodes that end in `fragment`, in the order of time. Raises `DataError` if it does not continue those that have not ended."
+        """The episodes that end in `fragment`, in the order of time.
+
+        Raises `DataError` if it does not continue those that have not ended.
+        """
         time = lambda part: [0 if x is None else int(x[0]) for x in (part.restarts, part.seq)]
         for part in sorted(unstacked(fragment), key=time):
             if not isinstance(part.env, dict):
@@ -206,16 +215,19 @@ class EpisodeCutter:
 def whole_episodes(
     fragments: Iterable, *, unfinished: bool = True, repeat_last: bool = False
 ) -> Iterator[Episode]:
-    """The episodes of a stream, in the order in which they end; those that end at the same step come in the order of environments.
+    """The episodes of a stream, in the order in which they end; those that end at the same step
+    come in the order of environments.
 
-    The memory needed is that of the episodes that have not ended. Raises `DataError` if a fragment is missing, an episode's beginning is
-    missing, or a last observation is not known.
+    The memory needed is that of the episodes that have not ended. Raises `DataError` if a fragment
+    is missing, an episode's beginning is missing, or a last observation is not known.
 
     Args:
-        fragments: `Fragment`s in the order of the stream, of any lanes, single or joined, or whole episodes from `EpisodeCollector`
-        unfinished: True: yield the episodes that have not ended, at the end or with a lost worker, as if they were truncated there; False:
-            leave them out
-        repeat_last: True: where the last observation of a terminated episode is not known, repeat the one before it
+        fragments: `Fragment`s in the order of the stream, of any lanes, single or joined, or whole
+            episodes from `EpisodeCollector`
+        unfinished: True: yield the episodes that have not ended, at the end or with a lost worker,
+            as if they were truncated there; False: leave them out
+        repeat_last: True: where the last observation of a terminated episode is not known, repeat
+            the one before it
     """
     cutter = EpisodeCutter(repeat_last, unfinished)
     for item in fragments:
@@ -229,7 +241,8 @@ _log = logging.getLogger("rollpipe")
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #76997c60
 def check_spaces(fragment: Fragment, spaces: tuple, pipe: Any = None) -> None:
-    """Raise `DataError` unless the observations and actions of a fragment have the structure, the shapes and the integers of the spaces.
+    """Raise `DataError` unless the observations and actions of a fragment have the structure, the
+    shapes and the integers of the spaces.
 
     Args:
         fragment: [T, B]
@@ -270,16 +283,19 @@ def check_spaces(fragment: Fragment, spaces: tuple, pipe: Any = None) -> None:
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #ee5af139
 def return_scale(fragments: Iterable) -> float:
-    """The factor of the rewards that makes the range of the returns the number of steps of the longest episode.
+    """The factor of the rewards that makes the range of the returns the number of steps of the
+    longest episode.
 
-    Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*, https://arxiv.org/abs/2110.06169, appendix B,
-    where the range is that of the returns alone; here it includes 0. Only whole episodes count. Without any, and if all returns are 0,
-    the factor is 1, and the log says so.
+    Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*,
+    https://arxiv.org/abs/2110.06169, appendix B, where the range is that of the returns alone; here
+    it includes 0. Only whole episodes count. Without any, and if all returns are 0, the factor is
+    1, and the log says so.
 
         scale = return_scale(Replayer("data"))
 
     Args:
-        fragments: `Fragment`s in the order of the stream, or `Replayed`s with new ones, such as a `Replayer` yields
+        fragments: `Fragment`s in the order of the stream, or `Replayed`s with new ones, such as a
+            `Replayer` yields
     """
     account = EpisodeAccount()
     episodes = []
@@ -297,21 +313,24 @@ def return_scale(fragments: Iterable) -> float:
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #b56b5d50
 class DataSampler(Seeded, Pipe):
-    """Put all steps of a source into a memory, and yield samples of it without end: `Fragment`s `[length, batch_size]`.
+    """Put all steps of a source into a memory, and yield samples of it without end: `Fragment`s
+    `[length, batch_size]`.
 
-    What only the actor of the recording means is left out: its reports, recurrent states and versions; and so are infos and advantages.
-    The rewards are those that the source yields: behind a `RewardScaler` the scaled ones, also if the scale changed meanwhile. The log says
-    how many steps can be drawn if some are in no segment.
+    What only the actor of the recording means is left out: its reports, recurrent states and
+    versions; and so are infos and advantages. The rewards are those that the source yields: behind
+    a `RewardScaler` the scaled ones, also if the scale changed meanwhile. The log says how many
+    steps can be drawn if some are in no segment.
 
-    Each iteration reads the source from its beginning. So the state of the stream is only that of the generator, and a resumed
-    iteration raises `CheckpointError` if the steps are others than before. Raises `DataError` for data that are empty or do not fit the
-    spaces.
+    Each iteration reads the source from its beginning. So the state of the stream is only that of
+    the generator, and a resumed iteration raises `CheckpointError` if the steps are others than
+    before. Raises `DataError` for data that are empty or do not fit the spaces.
 
     Args:
         pipe: yields `Fragment`s, or `Replayed`s with new ones, and ends
         batch_size: transitions or segments in a sample
         length: steps of a segment; 1: single transitions
-        spaces: the observation space and the action space of the environment that the data must fit; None: any data
+        spaces: the observation space and the action space of the environment that the data must
+            fit; None: any data
         seed: determines the samples; None: that of a loader, or fresh entropy for each iteration
         reward_scale: factor of the rewards; 'returns': that of `return_scale`; None: 1
     """
@@ -406,7 +425,8 @@ class Recording(Source):
     """The items of a recording, which is looked for when the iteration begins.
 
     Args:
-        path: the folder of a `Recorder`, or that of a run that has recorded; None: there is none, and a `DataError` says so
+        path: the folder of a `Recorder`, or that of a run that has recorded; None: there is none,
+            and a `DataError` says so
     """
 
     def __init__(self, path: str | Path | None):
@@ -435,17 +455,20 @@ def from_data(
     env_kwargs: dict | None = None,
     device: Any = None,
 ) -> DataSampler:
-    """A pipeline that yields samples of recorded steps without end, for learners from data: `Fragment`s `[length, batch_size]`.
+    """A pipeline that yields samples of recorded steps without end, for learners from data:
+    `Fragment`s `[length, batch_size]`.
 
     See `DataSampler`, which also tells what is raised.
 
     Args:
         env: the environment whose spaces the data must fit, see `EnvStepper`; it is not stepped
         actor: the policy that learns; it does not act here
-        data: the folder of a `Recorder`, or that of a run that has recorded, or a pipe of `Fragment`s that ends
+        data: the folder of a `Recorder`, or that of a run that has recorded, or a pipe of
+            `Fragment`s that ends
         batch_size: transitions or segments in a sample
         length: steps of a segment; 1: single transitions
-        reward_scale: factor of the rewards; 'returns': from the range of the returns, see `return_scale`; None: 1
+        reward_scale: factor of the rewards; 'returns': from the range of the returns, see
+            `return_scale`; None: 1
         seed: determines the samples
         env_kwargs: keyword arguments for `gymnasium.make`
         device: the actor's device; samples are on the host, `ToDevice` moves them

@@ -47,7 +47,9 @@ def hdf5() -> Any:
 
 
 def set_folder(name: str, folder: Any = None) -> Path:
-    """The folder of a data set. Raises `DataError` for a name that Minari would refuse, and if no folder is known.
+    """The folder of a data set.
+
+    Raises `DataError` for a name that Minari would refuse, and if no folder is known.
 
     Args:
         name: such as 'mujoco/ant/expert-v0'
@@ -84,8 +86,10 @@ def set_folder(name: str, folder: Any = None) -> Path:
 # %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #076023ce
 @contextmanager
 def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
-    """A new hidden folder, which becomes `path` if the block succeeds and is removed if it fails. A killed writer leaves `.name.*.tmp`, and
-    at the worst instant the older folder as `.name.*.old`.
+    """A new hidden folder, which becomes `path` if the block succeeds and is removed if it fails.
+
+    A killed writer leaves `.name.*.tmp`, and at the worst instant the older folder as
+    `.name.*.old`.
 
     Raises `DataError` if there is such a folder.
 
@@ -129,7 +133,10 @@ _FIELDS = {
 
 
 def space_facts(space: spaces.Space, leaf: str = "space") -> dict:
-    "The space in JSON's types. Raises `SpaceError`, which calls it `leaf`, for a space without a fixed-size array form."
+    """The space in JSON's types.
+
+    Raises `SpaceError`, which calls it `leaf`, for a space without a fixed-size array form.
+    """
     if isinstance(space, spaces.Dict):
         return dict(
             type="Dict",
@@ -151,8 +158,10 @@ def space_facts(space: spaces.Space, leaf: str = "space") -> dict:
 
 
 def space_of(facts: dict, leaf: str = "space") -> spaces.Space:
-    """The space that was stored. Raises KeyError, TypeError or ValueError if these are not the facts of a space, and `SpaceError`, which
-    calls it `leaf`, for a space without a fixed-size array form.
+    """The space that was stored.
+
+    Raises KeyError, TypeError or ValueError if these are not the facts of a space, and
+    `SpaceError`, which calls it `leaf`, for a space without a fixed-size array form.
     """
     kind = facts["type"]
     if kind == "Dict":
@@ -178,7 +187,8 @@ def space_of(facts: dict, leaf: str = "space") -> spaces.Space:
     )
 
 # %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #e68213ca
-REPEATED = "repeated_last_observation"  # attribute of an episode, True if its last observation was not known
+# attribute of an episode, True if its last observation was not known
+REPEATED = "repeated_last_observation"
 
 
 def write_tree(group: Any, name: str, tree: Any) -> None:
@@ -196,7 +206,10 @@ def write_tree(group: Any, name: str, tree: Any) -> None:
 
 
 class Room:
-    "Room on the disk for an HDF5 file, which is also open as `raw`. It is reserved in blocks, because this takes as long as writing."
+    """Room on the disk for an HDF5 file, which is also open as `raw`.
+
+    It is reserved in blocks, because this takes as long as writing.
+    """
 
     BLOCK = 2**24  # [bytes]
 
@@ -224,7 +237,10 @@ class Room:
 
 
 class Images:
-    "A leaf of images `like` that are stored as JPEG. Sets that Minari makes have it unless `jpeg_encoding=False`."
+    """A leaf of images `like` that are stored as JPEG.
+
+    Sets that Minari makes have it unless `jpeg_encoding=False`.
+    """
 
     def __init__(self, data: Any, like: np.ndarray):
         self.data = data
@@ -239,7 +255,8 @@ class Images:
 
 
 def arrays_in(node: Any, like: Any, n: int, name: str) -> Any:
-    """The arrays `[n, ...]` below the node `name` of an HDF5 file, in the form of the nested arrays `like`; nothing is read yet.
+    """The arrays `[n, ...]` below the node `name` of an HDF5 file, in the form of the nested arrays
+    `like`; nothing is read yet.
 
     Raises `DataError` for an array of another form.
     """
@@ -265,7 +282,10 @@ def arrays_in(node: Any, like: Any, n: int, name: str) -> Any:
 
 @contextmanager
 def reading(path: Path, **where: Any) -> Iterator[None]:
-    "Make errors in the block, which reads a data set, name the set as damaged. `where` has further fields of the error."
+    """Make errors in the block, which reads a data set, name the set as damaged.
+
+    `where` has further fields of the error.
+    """
     try:
         yield
     except PipeError as e:
@@ -283,7 +303,8 @@ def reading(path: Path, **where: Any) -> Iterator[None]:
 
 # %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #71e595ba
 def check_contained(file: Any, most: int) -> None:
-    """Raise `DataError`, which names the node, unless an open HDF5 file has all of its numbers itself.
+    """Raise `DataError`, which names the node, unless an open HDF5 file has all of its numbers
+    itself.
 
     Args:
         file: the file
@@ -323,7 +344,10 @@ def _check_numbers(node: Any, most: int) -> None:
 
 # %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #c79b55df
 def env_facts(env: Any = None, observation_space: Any = None, action_space: Any = None) -> tuple:
-    "The spec of `env` as JSON, or None, and the two spaces; see `to_minari`. Raises `DataError` if one of them is not known."
+    """The spec of `env` as JSON, or None, and the two spaces; see `to_minari`.
+
+    Raises `DataError` if one of them is not known.
+    """
     spec = None
     if env is not None:
         made = (
@@ -356,7 +380,10 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
 
 
 def _conforming(tree, likes, name):
-    "The arrays `[n, ...]` in the dtypes of the space. `likes`: what torch has, and the space. Raises `DataError` if they do not fit."
+    """The arrays `[n, ...]` in the dtypes of the space.
+
+    `likes`: what torch has, and the space. Raises `DataError` if they do not fit.
+    """
     like, stored = likes
     form = nested.Form(like, name)
     if nested.flatten(tree)[1] != form.structure:
@@ -423,22 +450,27 @@ def to_minari(
     folder: Any = None,
     replace: bool = False,
 ) -> Path:
-    """Write the episodes of a stream as a data set, which `minari.load_dataset(name)` opens. Returns its folder.
+    """Write the episodes of a stream as a data set, which `minari.load_dataset(name)` opens.
 
-    The set appears when it is complete. Actions are written as the actor chose them; the environment may have got them clipped.
-    Raises `DataError` if the name is taken, for a missing fragment or last observation (see `whole_episodes`), for arrays that do not fit
-    the spaces, for infos that change their shape or have a slash in their name, and if there is no episode. Raises `OSError` if the disk
-    is full.
+    Returns its folder.
+
+    The set appears when it is complete. Actions are written as the actor chose them; the
+    environment may have got them clipped. Raises `DataError` if the name is taken, for a missing
+    fragment or last observation (see `whole_episodes`), for arrays that do not fit the spaces, for
+    infos that change their shape or have a slash in their name, and if there is no episode. Raises
+    `OSError` if the disk is full.
 
     Args:
-        fragments: see `whole_episodes`; `itertools.islice(pipe, n)` takes `n` fragments of an endless pipe
+        fragments: see `whole_episodes`; `itertools.islice(pipe, n)` takes `n` fragments of an
+            endless pipe
         name: such as 'cartpole/expert-v0'
-        env: gymnasium id, `EnvSpec`, environment, or a function that makes one; None: the set does not say how to make it
+        env: gymnasium id, `EnvSpec`, environment, or a function that makes one; None: the set does
+            not say how to make it
         observation_space: of the recorded observations; None: that of `env`
         action_space: of the recorded actions; None: that of `env`
         unfinished: see `whole_episodes`
-        repeat_last: True: where the last observation of a terminated episode is not known, repeat the one before it. The attribute
-            `repeated_last_observation` of the episode says so
+        repeat_last: True: where the last observation of a terminated episode is not known, repeat
+            the one before it. The attribute `repeated_last_observation` of the episode says so
         metadata: further facts, such as `author`, `algorithm_name` or `description`
         folder: of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
         replace: True: remove an older set of this name

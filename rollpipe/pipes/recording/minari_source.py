@@ -45,7 +45,10 @@ from rollpipe.pipes.recording.minari_files import (
 
 # %% ../../../nbs/pipes/29_recording/05_minari_source.ipynb #34c2dac5
 def dealt(lengths: Sequence, order: Iterable, n_columns: int) -> list:
-    "For each column, a list of `(first step, episode)`. In this `order`, each episode goes to the column that is free first."
+    """For each column, a list of `(first step, episode)`.
+
+    In this `order`, each episode goes to the column that is free first.
+    """
     columns = [[] for _ in range(n_columns)]
     free = [(0, b) for b in range(n_columns)]
     for k in map(int, order):
@@ -56,7 +59,10 @@ def dealt(lengths: Sequence, order: Iterable, n_columns: int) -> list:
 
 # %% ../../../nbs/pipes/29_recording/05_minari_source.ipynb #976e9443
 def _form(node, name, old=None):
-    "What stands where an info is missing. Raises `DataError` for what is no number, and for a shape that is not that of `old`."
+    """What stands where an info is missing.
+
+    Raises `DataError` for what is no number, and for a shape that is not that of `old`.
+    """
     if hasattr(node, "keys"):
         return {k: _form(node[k], f"{name}[{k!r}]", old and old[k]) for k in node}
     if (
@@ -76,7 +82,9 @@ def _form(node, name, old=None):
 
 
 class StoredEpisodes:
-    """The `n` episodes of an open file. Raises `DataError` if it has others than its metadata say, or infos that are no numbers.
+    """The `n` episodes of an open file.
+
+    Raises `DataError` if it has others than its metadata say, or infos that are no numbers.
 
     Args:
         likes: nested arrays as announced by the spaces of observations and actions
@@ -120,7 +128,9 @@ class StoredEpisodes:
         self.infos |= {f"_{key}": np.zeros((), bool) for key in self.unmasked}
 
     def __getitem__(self, k: int) -> tuple:
-        "`(n, obs, act, rew, term, trunc, infos, is_known)` of episode `k`: its arrays are read when they are indexed."
+        """`(n, obs, act, rew, term, trunc, infos, is_known)` of episode `k`: its arrays are read
+        when they are indexed.
+        """
         group = self.file[f"episode_{k}"]
         n = self.lengths[k]
         flag = np.zeros((), bool)
@@ -164,7 +174,9 @@ class PlayedRows:
         self.valid, self.env = block((np.False_, stored.infos), n_steps)
 
     def put(self, b: int, start: int, episode: tuple, is_last: bool) -> None:
-        "Write the part of an episode that falls into column `b`; `start` is the number of its first row. The last one fills up the column."
+        """Write the part of an episode that falls into column `b`; `start` is the number of its
+        first row. The last one fills up the column.
+        """
         n, obs, act, rew, term, trunc, infos, is_known = episode
         first = self.first
         stop = self.stop
@@ -241,17 +253,21 @@ class PlayedRows:
 
 # %% ../../../nbs/pipes/29_recording/05_minari_source.ipynb #9e28c92c
 class MinariSource(Source):
-    """`from_minari(name, n_steps, n_envs)`: the episodes of a data set of Minari as `Fragment`s `[n_steps, n_envs]`, each episode once.
+    """`from_minari(name, n_steps, n_envs)`: the episodes of a data set of Minari as `Fragment`s
+    `[n_steps, n_envs]`, each episode once.
 
-    A fragment is what `FragmentCollector` would have made of environments that play these episodes, with
-    `EnvStepper(terminal_obs=True)`: `final` has the true last observation of each episode, if the set has it. The actor reports nothing.
-    Where a column has no episode left, and at the end of the last fragment, rows are not `valid`. `env` has the infos of the steps, without
-    those of the resets. Unless the rewards of the set are float32, `env['rollpipe.reward']` keeps them in float64. An episode whose end the
-    file does not tell counts as truncated, and one that terminates and is truncated at once as terminated.
+    A fragment is what `FragmentCollector` would have made of environments that play these episodes,
+    with `EnvStepper(terminal_obs=True)`: `final` has the true last observation of each episode, if
+    the set has it. The actor reports nothing. Where a column has no episode left, and at the end of
+    the last fragment, rows are not `valid`. `env` has the infos of the steps, without those of the
+    resets. Unless the rewards of the set are float32, `env['rollpipe.reward']` keeps them in
+    float64. An episode whose end the file does not tell counts as truncated, and one that
+    terminates and is truncated at once as terminated.
 
-    The set is read slice by slice, and nothing in it is executed. `observation_space`, `action_space` and `metadata` are attributes.
-    Raises `DataError` if there is no such set, if it is damaged or has another form, or has fewer episodes than columns, and `GraphError`
-    above `Lanes`.
+    The set is read slice by slice, and nothing in it is executed. `observation_space`,
+    `action_space` and `metadata` are attributes. Raises `DataError` if there is no such set, if it
+    is damaged or has another form, or has fewer episodes than columns, and `GraphError` above
+    `Lanes`.
 
     Args:
         name: such as 'mujoco/ant/expert-v0'

@@ -56,7 +56,9 @@ def _told(samples, tell) -> Iterator:
 
 
 def without_objects(item: Any) -> Any:
-    "The item as it is recorded: without a tick's source, and without samples and memory of a `Replayed`."
+    """The item as it is recorded: without a tick's source, and without samples and memory of a
+    `Replayed`.
+    """
     if isinstance(item, Tick):
         return item._replace(source=None)
     return item._replace(samples=None, memory=None) if isinstance(item, Replayed) else item
@@ -75,29 +77,37 @@ def asking(item: Any, tell: Any) -> Any:
 
 # %% ../../../nbs/pipes/29_recording/01_recorder.ipynb #227ec338
 def part_of(pipe: IterDataPipe, path: str | Path) -> Path:
-    "The folder of a recording at this place of the graph: above `Lanes`, each lane has a folder of its own."
+    """The folder of a recording at this place of the graph: above `Lanes`, each lane has a folder
+    of its own.
+    """
     lane = next((vars(p)["lane"] for p in nodes(pipe) if "lane" in vars(p)), None)
     return Path(path) if lane is None else Path(path) / f"lane-{lane:04}"
 
 
 class Recorder(Pipe):
-    """Write each item into a folder, and pass it on. Above `Lanes` each lane writes into a folder `lane-0000` of its own.
+    """Write each item into a folder, and pass it on.
 
-    The folder has files with items of about `chunk` bytes, which are named by the numbers of their items, and `about.json`, which describes
-    the pipes above. A process that is killed loses the items of the last file. A run that goes on exactly from a checkpoint removes the
-    items that were recorded after it, so no item is lost or stands twice.
+    Above `Lanes` each lane writes into a folder `lane-0000` of its own.
 
-    Raises `DataError` if the folder has a recording already, or if another pipeline records there, `CheckpointError` for an item that
-    cannot be stored, such as one with objects, and `OSError`, which names the file, if the disk is full.
+    The folder has files with items of about `chunk` bytes, which are named by the numbers of their
+    items, and `about.json`, which describes the pipes above. A process that is killed loses the
+    items of the last file. A run that goes on exactly from a checkpoint removes the items that were
+    recorded after it, so no item is lost or stands twice.
+
+    Raises `DataError` if the folder has a recording already, or if another pipeline records there,
+    `CheckpointError` for an item that cannot be stored, such as one with objects, and `OSError`,
+    which names the file, if the disk is full.
 
     Args:
         pipe: any pipe
         path: a folder, which is made if needed
-        limit: most bytes of the recording (of each lane), such as '64 GB'; the oldest files are removed; None: no limit
+        limit: most bytes of the recording (of each lane), such as '64 GB'; the oldest files are
+            removed; None: no limit
         chunk: a file is written when its items have so many bytes
         compress: compress the files, in a thread; for images
         append: begin after the last item of a recording that is there already
-        on_error: 'raise', or 'stop': a full disk stops only the recording, and the log names the file
+        on_error: 'raise', or 'stop': a full disk stops only the recording, and the log names the
+            file
     """
 
     reads = 1

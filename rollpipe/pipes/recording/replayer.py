@@ -35,7 +35,9 @@ def folder_in(path: str | Path) -> Path:
 
 
 def parts_in(path: str | Path) -> list[Path]:
-    """The folders of a recording: of its lanes, in their order, or itself. Raises `DataError` if there is none, or if that of a lane lacks.
+    """The folders of a recording: of its lanes, in their order, or itself.
+
+    Raises `DataError` if there is none, or if that of a lane lacks.
 
     Args:
         path: the folder of a recording, or that of a run that records
@@ -62,12 +64,15 @@ def parts_in(path: str | Path) -> list[Path]:
 
 
 def records_of(folder: Path, start: int | None = None, damaged: Any = "refuse") -> Iterator[Record]:
-    """The records of one folder. Raises `CheckpointError`, which names the file, for a damaged one and for a missing one.
+    """The records of one folder.
+
+    Raises `CheckpointError`, which names the file, for a damaged one and for a missing one.
 
     Args:
         folder: one of `parts_in`
         start: number of the first item; None: the first that is there
-        damaged: 'skip': leave out what is damaged or missing, and say so in the log; or a function that gets the error instead
+        damaged: 'skip': leave out what is damaged or missing, and say so in the log; or a function
+            that gets the error instead
     """
     for file in item_files(folder):
         if start is not None and file.end <= start:
@@ -112,7 +117,9 @@ def _tell(error, damaged):
 
 # %% ../../../nbs/pipes/29_recording/02_replayer.ipynb #61631684
 class Answers(TickSource):
-    """Gives the answers that a tick's source gave when it was recorded. Raises `DataError` for a request that was not made then.
+    """Gives the answers that a tick's source gave when it was recorded.
+
+    Raises `DataError` for a request that was not made then.
 
     Args:
         answers: the answers, in order
@@ -155,20 +162,25 @@ def replayed_item(record: Record, name: str) -> Any:
 
 # %% ../../../nbs/pipes/29_recording/02_replayer.ipynb #635fc247
 class Replayer(Source):
-    """The items of a recording, without an environment; with a pipe to compare, the items of that pipe.
+    """The items of a recording, without an environment; with a pipe to compare, the items of that
+    pipe.
 
-    Below `Lanes(Replayer(path), n)` each lane gives its own part. Without `Lanes`, the parts of lanes come in turn, as `Lanes` yields them.
-    What a tick or a `Replayed` was asked for when it was recorded, it answers again; a `Replayed` has no memory. Tensors are on the CPU.
+    Below `Lanes(Replayer(path), n)` each lane gives its own part. Without `Lanes`, the parts of
+    lanes come in turn, as `Lanes` yields them. What a tick or a `Replayed` was asked for when it
+    was recorded, it answers again; a `Replayed` has no memory. Tensors are on the CPU.
 
-    Reading executes nothing. The module of a named tuple has to be imported before. Raises `DataError` if there is no recording, if a lane
-    of it would not be played, and, with the leaf, for the first item that differs from `against`; and `CheckpointError`, which names the
-    file, if it is damaged.
+    Reading executes nothing. The module of a named tuple has to be imported before. Raises
+    `DataError` if there is no recording, if a lane of it would not be played, and, with the leaf,
+    for the first item that differs from `against`; and `CheckpointError`, which names the file, if
+    it is damaged.
 
     Args:
         path: the folder of a `Recorder`, or that of a run that records
-        against: a pipe to compare with the recording, item by item, bit for bit; it has to have as many items, or more. What its items
-            are not asked for is not compared, nor are items that the recording lacks, because of its `limit` or by `damaged='skip'`
-        damaged: 'refuse', or 'skip': leave out the items of damaged and missing files, and say so in the log
+        against: a pipe to compare with the recording, item by item, bit for bit; it has to have as
+            many items, or more. What its items are not asked for is not compared, nor are items
+            that the recording lacks, because of its `limit` or by `damaged='skip'`
+        damaged: 'refuse', or 'skip': leave out the items of damaged and missing files, and say so
+            in the log
     """
 
     lane: int | None = None  # the number of the lane, if this is a copy of `Lanes`
@@ -199,7 +211,9 @@ class Replayer(Source):
         self.lane = lane
 
     def check_lanes(self, n: int) -> None:
-        "`Lanes` calls this with the number of its lanes: raise `DataError` if the recording has parts of others."
+        """`Lanes` calls this with the number of its lanes: raise `DataError` if the recording has
+        parts of others.
+        """
         names = [part.name for part in parts_in(self.path)]
         if others := [name for name in names if name[5:].isdigit() and int(name[5:]) >= n]:
             raise DataError(
@@ -237,7 +251,9 @@ class Replayer(Source):
         return found
 
     def _records(self, part, n):
-        "The records of a part from item `n` on; to be compared, with those of items that the recording lacks."
+        """The records of a part from item `n` on; to be compared, with those of items that the
+        recording lacks.
+        """
         if self.against is None:
             return records_of(part, n, self.damaged)
         files = item_files(part)
@@ -318,7 +334,8 @@ class PastMemory:
 
 
 def noted(item: Any) -> tuple[Any, Any]:
-    """An item for a learner, and the same as data, which is complete when the learner has read the item.
+    """An item for a learner, and the same as data, which is complete when the learner has read the
+    item.
 
     Args:
         item: an item of a stream; a `Replayed` is not read by others

@@ -72,7 +72,10 @@ def item_files(folder: str | Path) -> list[ItemFile]:
 
 
 def bytes_of(size: Any, name: str) -> int:
-    "The number of bytes that `'64 GB'`, `'1.5 MiB'` or a number means. Raises `DataError`, which gives the `name` of the option."
+    """The number of bytes that `'64 GB'`, `'1.5 MiB'` or a number means.
+
+    Raises `DataError`, which gives the `name` of the option.
+    """
     match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
     try:
         n = int(float(match[1]) * _UNITS[match[2].upper() or "B"]) if match else 0
@@ -91,7 +94,8 @@ def bytes_of(size: Any, name: str) -> int:
 class ItemFolder:
     """A folder into which files of items are written.
 
-    Raises `DataError` if another process writes into it, if it has items from number `n` on that are not to be cut, or lacks items before.
+    Raises `DataError` if another process writes into it, if it has items from number `n` on that
+    are not to be cut, or lacks items before.
 
     Args:
         path: a folder, which is made if needed
@@ -146,7 +150,8 @@ class ItemFolder:
         found = item_files(self.path)
         later = [f for f in found if f.end > n]
         end = found[-1].end if found else 0
-        # The limit may have removed all items from before a checkpoint, and an earlier resume those after it.
+        # The limit may have removed all items from before a checkpoint, and an earlier resume those
+        # after it.
         if end < n and (found or self.limit is None):
             raise DataError(
                 f"{self.path}: the recording lacks items", expected=f"{n} items", got=f"{end} items"
@@ -166,7 +171,9 @@ class ItemFolder:
             path.unlink()
 
     def write(self, first: int, end: int, codes: dict, tensors: dict) -> None:
-        """Write a file. Raises `OSError`, which names the file, also for an earlier one that the thread has written.
+        """Write a file.
+
+        Raises `OSError`, which names the file, also for an earlier one that the thread has written.
 
         Args:
             first: number of its first item
@@ -273,7 +280,9 @@ class ItemWriter:
         return code
 
     def add(self, item: Any) -> int:
-        """Add the next item, which is copied. Returns its number. Raises `CheckpointError` if it cannot be stored, and `OSError`.
+        """Add the next item, which is copied.
+
+        Returns its number. Raises `CheckpointError` if it cannot be stored, and `OSError`.
 
         Args:
             item: container of arrays, tensors and plain data
@@ -297,7 +306,8 @@ class ItemWriter:
 
     def flush(self) -> None:
         "Write a file with the items that are in none yet."
-        # A signal may have come within `add`, before its item counted, or below, after the file was written.
+        # A signal may have come within `add`, before its item counted, or below, after the file was
+        # written.
         codes = {str(n): self.codes[str(n)] for n in range(self.first, self.n)}
         if not codes:
             return
@@ -353,7 +363,10 @@ class Record(NamedTuple):
 
 
 def records_in(file: ItemFile) -> Iterator[Record]:
-    "The records of a file. Raises `CheckpointError`, which names the file, if it is damaged or not a recording."
+    """The records of a file.
+
+    Raises `CheckpointError`, which names the file, if it is damaged or not a recording.
+    """
     data = most = None
     if file.path.suffix == ".gz":
         try:

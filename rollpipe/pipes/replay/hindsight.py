@@ -32,7 +32,8 @@ __all__ = ['MergedStep', 'StepMerger', 'steps_ahead', 'Hindsight']
 # %% ../../../nbs/pipes/24_replay/05_hindsight.ipynb #1f6f9b37
 @with_field_docs
 class MergedStep(NamedTuple):
-    """`n_steps` successive steps of one episode as one transition; every leaf is a tensor without batch dimensions (`stack` adds one).
+    """`n_steps` successive steps of one episode as one transition; every leaf is a tensor without
+    batch dimensions (`stack` adds one).
 
     Its bootstrap target is `reward + discount * V(next_state)`.
 
@@ -44,7 +45,8 @@ class MergedStep(NamedTuple):
         next_state: observation after the last step, never one of the next episode
         terminated: bool []: the episode truly ended with the last step
         truncated: bool []: the episode was cut off after the last step
-        n_steps: int64 []: number of merged steps, less than n only at the end of an episode or of the stream
+        n_steps: int64 []: number of merged steps, less than n only at the end of an episode or of
+            the stream
         env_id: int64 []: index of the environment in its lane
         proc_id: int64 []: number of the lane
         step_n: int64 []: number of steps of the episode before the first one
@@ -101,15 +103,18 @@ default_collate_fn_map[MergedStep] = lambda steps, *, collate_fn_map=None: Merge
 
 # %% ../../../nbs/pipes/24_replay/05_hindsight.ipynb #cc875198
 class StepMerger(Pipe):
-    """Merge up to `n` successive `Step`s of each environment into one `MergedStep`. A transition begins at every step.
+    """Merge up to `n` successive `Step`s of each environment into one `MergedStep`.
 
-    The transition ends after `n` steps, or at the end of the episode or of the stream. So no sum contains a reward of the next episode, and
-    the last transitions of an episode are shorter. After a truncation `next_state` is the true last observation. After a termination
-    `discount` is 0. The border between two fragments makes no difference. The transitions of an environment come in the order of time.
-    They share memory with the steps.
+    A transition begins at every step.
 
-    Raises `DataError` if `n < 1`, if `gamma` is not in [0, 1], or if the steps of an environment are not successive, as after a filter or
-    a shuffle: place such pipes below this one.
+    The transition ends after `n` steps, or at the end of the episode or of the stream. So no sum
+    contains a reward of the next episode, and the last transitions of an episode are shorter. After
+    a truncation `next_state` is the true last observation. After a termination `discount` is 0. The
+    border between two fragments makes no difference. The transitions of an environment come in the
+    order of time. They share memory with the steps.
+
+    Raises `DataError` if `n < 1`, if `gamma` is not in [0, 1], or if the steps of an environment
+    are not successive, as after a filter or a shuffle: place such pipes below this one.
 
     Args:
         pipe: yields `Step`s
@@ -156,7 +161,9 @@ class StepMerger(Pipe):
 
 # %% ../../../nbs/pipes/24_replay/05_hindsight.ipynb #455af12f
 def steps_ahead(store: StepStore, slot: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    "For the steps in these slots, int64 `[n]`, slots of steps from them to the end of their episodes, or of what is known of them by now."
+    """For the steps in these slots, int64 `[n]`, slots of steps from them to the end of their
+    episodes, or of what is known of them by now.
+    """
     following = store.links.next
     began = store.records["fragment.state.fin"]
     chain = [slot]
@@ -175,7 +182,9 @@ def steps_ahead(store: StepStore, slot: np.ndarray, rng: np.random.Generator) ->
 
 # %% ../../../nbs/pipes/24_replay/05_hindsight.ipynb #b1a1e36f
 def _with_goal(fragment, b, goal, rew, term):
-    "A fragment `[1, n]` in which the steps `b` `[m]` have other goals, rewards and, unless `term` is None, terminations `[m]`."
+    """A fragment `[1, n]` in which the steps `b` `[m]` have other goals, rewards and, unless `term`
+    is None, terminations `[m]`.
+    """
     state, final = fragment.state, fragment.final
     stays = ~state.fin[1, b]
     mine = torch.isin(final.b, b)
@@ -209,19 +218,26 @@ def _after(fragment: Fragment, name: str) -> Tensor:
 
 
 class Hindsight(Pipe):
-    """Replace the goals of a part of the sampled steps by goals that were achieved later in the same episode, and so the rewards.
+    """Replace the goals of a part of the sampled steps by goals that were achieved later in the
+    same episode, and so the rewards.
 
-    Source: Andrychowicz et al. 2017, *Hindsight experience replay*, https://arxiv.org/abs/1707.01495, strategy "future". Of an episode that
-    has not ended yet, the steps so far count. If `rules` tells no terminations, they stay as they were. A step that ended an episode, and
-    does not terminate with its new goal, leads to the true last observation. Samples have no infos and no reports of the actor, which would
-    be those of the old goal. A priority is that of a step with the goal that it had last. The memory's generator draws the goals.
+    Source: Andrychowicz et al. 2017, *Hindsight experience replay*,
+    https://arxiv.org/abs/1707.01495, strategy "future". Of an episode that has not ended yet, the
+    steps so far count. If `rules` tells no terminations, they stay as they were. A step that ended
+    an episode, and does not terminate with its new goal, leads to the true last observation.
+    Samples have no infos and no reports of the actor, which would be those of the old goal. A
+    priority is that of a step with the goal that it had last. The memory's generator draws the
+    goals.
 
-    Raises `DataError` for steps without goals or true last observations, for segments of more than one step, for actors with memory, and if
-    `rules` gives other rewards or terminations than the environment gave, in one of the first 100 fragments.
+    Raises `DataError` for steps without goals or true last observations, for segments of more than
+    one step, for actors with memory, and if `rules` gives other rewards or terminations than the
+    environment gave, in one of the first 100 fragments.
 
     Args:
-        pipe: yields `Replayed`s, whose observations are dicts with `achieved_goal` and `desired_goal`
-        rules: `rules(achieved, desired) -> (reward, terminated)`, such as `GoalRules(env)`; numpy [n, ...] to [n]; terminated may be None
+        pipe: yields `Replayed`s, whose observations are dicts with `achieved_goal` and
+            `desired_goal`
+        rules: `rules(achieved, desired) -> (reward, terminated)`, such as `GoalRules(env)`; numpy
+            [n, ...] to [n]; terminated may be None
         n_sampled_goal: number of steps with a new goal for each one that keeps its goal
     """
 
@@ -264,7 +280,9 @@ class Hindsight(Pipe):
         )
 
     def _check(self, fragment, memory):
-        "Raise `DataError` unless the steps can get other goals, and `rules` gives their own goals the rewards that the environment gave."
+        """Raise `DataError` unless the steps can get other goals, and `rules` gives their own goals
+        the rewards that the environment gave.
+        """
         obs = fragment.state.obs
         length = getattr(memory, "length", None)
         ended = fragment.state.fin[1:] & fragment.valid

@@ -45,7 +45,8 @@ class Field:
 
         Args:
             records: [*lead]
-            arrange: function that brings the array of `x` to the shape [*lead, ...]; sizes of 1 are broadcast
+            arrange: function that brings the array of `x` to the shape [*lead, ...]; sizes of 1 are
+                broadcast
         """
         records[self.name][...] = arrange(_array(x))
 
@@ -56,13 +57,18 @@ class Field:
 
 
 def _array(x):
-    "The tensor as an array. bfloat16 becomes int16 with the same bits, because numpy has no bfloat16."
+    """The tensor as an array.
+
+    bfloat16 becomes int16 with the same bits, because numpy has no bfloat16.
+    """
     x = x.detach().cpu()
     return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def fields_of(example: Any, name: str) -> Any:
-    """The container with a `Field` in place of each leaf. The field's name is the path of the leaf, such as `name['obs']`.
+    """The container with a `Field` in place of each leaf.
+
+    The field's name is the path of the leaf, such as `name['obs']`.
 
     Args:
         example: container of tensors: an example of one record
@@ -99,7 +105,9 @@ def record_type(fields: list, **numbers: Any) -> np.dtype:
 
 # %% ../../../nbs/pipes/24_replay/01_layout.ipynb #fc4a588c
 def unbatched(fragment: Fragment) -> Fragment:
-    "One row, step, column and true last observation of a fragment, as examples without leading dimensions; `hx` is `[layers, ...]`."
+    """One row, step, column and true last observation of a fragment, as examples without leading
+    dimensions; `hx` is `[layers, ...]`.
+    """
 
     def one(x):
         return x[0, 0]
@@ -115,7 +123,9 @@ def unbatched(fragment: Fragment) -> Fragment:
 
 # %% ../../../nbs/pipes/24_replay/01_layout.ipynb #355ab5dd
 class FragmentLayout:
-    "Converts fragments like `example` (see `unbatched`) to records of steps, of true last observations and of recurrent states, and back."
+    """Converts fragments like `example` (see `unbatched`) to records of steps, of true last
+    observations and of recurrent states, and back.
+    """
 
     def __init__(self, example: Fragment):
         self.example = example
@@ -139,7 +149,9 @@ class FragmentLayout:
         self.hx_type = record_type(hx)
 
     def pack(self, fragment: Fragment, order: np.ndarray) -> np.ndarray:
-        """Records `[B, T+1]` of rows and steps. The last ones hold a row but no step. Their references `final` and `hx` are -1.
+        """Records `[B, T+1]` of rows and steps.
+
+        The last ones hold a row but no step. Their references `final` and `hx` are -1.
 
         Args:
             fragment: [T, B]
@@ -233,7 +245,8 @@ class Ring:
         return min(self.next_serial, self.capacity)
 
     def take(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Serial numbers of `n` new items, int64 `[n]`, and the slots of the old items that they replace.
+        """Serial numbers of `n` new items, int64 `[n]`, and the slots of the old items that they
+        replace.
 
         Args:
             n: number of new items, at most `capacity`
@@ -254,7 +267,11 @@ class Ring:
 
 # %% ../../../nbs/pipes/24_replay/01_layout.ipynb #0ebce6d9
 class SideTable:
-    "A table of numbered records. `put` adds records, and `release` frees them. The table grows to the greatest number in use at one time."
+    """A table of numbered records.
+
+    `put` adds records, and `release` frees them. The table grows to the greatest number in use at
+    one time.
+    """
 
     def __init__(self, dtype: np.dtype):
         self.free = []
@@ -312,7 +329,9 @@ def _in_use(file):
 
 
 def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
-    """Records of zeros, memory-mapped to a new file `steps.npy` whose disk space is allocated. An old file is removed first.
+    """Records of zeros, memory-mapped to a new file `steps.npy` whose disk space is allocated.
+
+    An old file is removed first.
 
     Raises `DataError`, and leaves no file, if there is not enough room.
 
@@ -345,7 +364,10 @@ def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
 
 
 def _is_ours(file) -> bool:
-    "Has a memory made this file? `numpy.save` has another version of the format. A kill may have left it empty."
+    """Has a memory made this file?
+
+    `numpy.save` has another version of the format. A kill may have left it empty.
+    """
     with open(file, "rb") as f:
         return f.read(7) in (b"", b"\x93NUMPY\x03")
 
@@ -374,9 +396,13 @@ def _allocate(f, start, size):
 
 # %% ../../../nbs/pipes/24_replay/01_layout.ipynb #b1aea8b3
 class Place:
-    """Room for records. A folder is made if needed, and locked until the `Place` is closed or garbage-collected, or its process ends.
+    """Room for records.
 
-    In a forked process it is closed. Raises `DataError` for a folder in use, and if there is not enough room.
+    A folder is made if needed, and locked until the `Place` is closed or garbage-collected, or its
+    process ends.
+
+    In a forked process it is closed. Raises `DataError` for a folder in use, and if there is not
+    enough room.
 
     Args:
         path: a folder; None: in memory
@@ -433,7 +459,9 @@ class Place:
         self.lock = None
 
     def check(self) -> None:
-        "Raise `DataError` if the records are in the file of a process from which this one was forked."
+        """Raise `DataError` if the records are in the file of a process from which this one was
+        forked.
+        """
         if self.folder is not None and self.pid != os.getpid():
             raise DataError(
                 f"{self.folder / 'steps.npy'} is in use by another process",
@@ -443,7 +471,9 @@ class Place:
 
 
 def _leave(fd, pid):
-    "Remove the file and unlock its folder, unless this process was forked from the one with the lock."
+    """Remove the file and unlock its folder, unless this process was forked from the one with the
+    lock.
+    """
     try:
         if pid == os.getpid():
             import fcntl
@@ -458,6 +488,7 @@ def _leave(fd, pid):
 
 
 _places = weakref.WeakSet()
-# A forked process closes its copies, because it must not keep the folder locked after this process has ended.
+# A forked process closes its copies, because it must not keep the folder locked after this process
+# has ended.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: [place.close() for place in list(_places)])

@@ -114,7 +114,8 @@ class UniformSampler:
 
 # %% ../../../nbs/pipes/24_replay/03_memory.ipynb #5b16ce66
 class PrioritizedSampler(UniformSampler):
-    """Draws each segment in proportion to its priority, as in Schaul et al. 2016, https://arxiv.org/abs/1511.05952.
+    """Draws each segment in proportion to its priority, as in Schaul et al. 2016,
+    https://arxiv.org/abs/1511.05952.
 
     Args:
         capacity: number of slots
@@ -141,18 +142,23 @@ class PrioritizedSampler(UniformSampler):
         strata = (np.arange(n) + self.rng.random(n)) * (
             total / n
         )  # stratified as in the paper: one draw from each n-th of the sum
-        # Rounding may give a slot after the last segment. No segment begins there, so it is drawn again.
+        # Rounding may give a slot after the last segment. No segment begins there, so it is drawn
+        # again.
         return self._accepted(
             self.tree.find(strata), lambda n: self.tree.find(self.rng.random(n) * total)
         )
 
     def weights(self, slot: np.ndarray, beta: float) -> Tensor:
-        "Importance weights, float32 `[n]`: the probability to the power `-beta`, divided by the largest of these weights."
+        """Importance weights, float32 `[n]`: the probability to the power `-beta`, divided by the
+        largest of these weights.
+        """
         priority = self.tree[slot]
         return torch.from_numpy(((priority.min() / priority) ** beta).astype(np.float32))
 
     def prioritize(self, slot: np.ndarray, priority: np.ndarray) -> None:
-        """Set the priorities of the segments that begin in these slots. Slots without a segment are ignored.
+        """Set the priorities of the segments that begin in these slots.
+
+        Slots without a segment are ignored.
 
         Args:
             slot: int64 [n]
@@ -182,7 +188,8 @@ class _Pending(NamedTuple):
 
     Args:
         starts: int64 [B, m]: serial numbers of their first steps
-        offsets: int64 [m]: positions of their first steps, counted from the first step after the last gap
+        offsets: int64 [m]: positions of their first steps, counted from the first step after the
+            last gap
         n_steps: number of steps since that gap
     """
 
@@ -226,7 +233,8 @@ class Sample(NamedTuple):
     Args:
         fragment: [length, n]
         weight: float32 [n]: importance weights, at most 1; all 1 if sampling is uniform
-        index: int64 [n]: serial numbers of the first steps, for `prioritize`; with `frames`, of those with the first frames
+        index: int64 [n]: serial numbers of the first steps, for `prioritize`; with `frames`, of
+            those with the first frames
     """
 
     fragment: Fragment
@@ -235,7 +243,9 @@ class Sample(NamedTuple):
 
 
 def checked_errors(index: Any, td_abs: Any, end: int, pipe: Any) -> tuple:
-    """`index` and `td_abs` as arrays `[n]`. Raises `DataError` unless `0 <= index < end`, and the errors are finite and not negative.
+    """`index` and `td_abs` as arrays `[n]`.
+
+    Raises `DataError` unless `0 <= index < end`, and the errors are finite and not negative.
 
     Args:
         index: int64 [n]: serial numbers
@@ -281,10 +291,13 @@ class KeptMemory:
     begin: Callable
 
     def get_state(self, chunks: ChunkFolder | None = None) -> dict:
-        """Everything that later samples depend on, as plain data. Raises `OSError` if a chunk cannot be written.
+        """Everything that later samples depend on, as plain data.
+
+        Raises `OSError` if a chunk cannot be written.
 
         Args:
-            chunks: gets the parts of large arrays that changed since the last state; None: the state has a copy of the arrays
+            chunks: gets the parts of large arrays that changed since the last state; None: the
+                state has a copy of the arrays
         """
         store = self.store and dict(store_state(self.store), pending=self.pending.lanes)
         kept = dict(
@@ -298,7 +311,8 @@ class KeptMemory:
     def set_state(self, state: dict, chunks: ChunkFolder | None = None) -> None:
         """Let a memory that holds nothing yet go on from what `get_state` returned.
 
-        Raises `CheckpointError` if the state is that of a memory with other settings, or if a chunk is missing or damaged.
+        Raises `CheckpointError` if the state is that of a memory with other settings, or if a chunk
+        is missing or damaged.
 
         Args:
             chunks: the folder that `get_state` got
@@ -332,28 +346,34 @@ class KeptMemory:
 class ReplayMemory(KeptMemory):
     """Stores the last `capacity` steps of `Fragment`s, and draws samples of them.
 
-    A segment is `length` steps that follow one another in one environment. It may cross the borders of fragments and episodes, but
-    not a gap, such as a missing fragment. It begins at any `valid` step. For a recurrent actor it begins at row 0 of a fragment, because
-    the recurrent state is stored there. With `zero_state` it begins at any valid step, with a state of zeros (both in Kapturowski et al.,
-    Recurrent experience replay in distributed reinforcement learning, 2019). With `prioritized`, the probability of a segment is
-    proportional to `(|TD error| + 1e-6) ** alpha`. Its weight is this probability to the power `-beta`, divided by the largest weight
-    in the sample. New segments get the greatest priority so far (Schaul et al., Prioritized experience replay, 2016, section 3.3,
-    https://arxiv.org/abs/1511.05952). `beta` may be changed at any time.
+    A segment is `length` steps that follow one another in one environment. It may cross the borders
+    of fragments and episodes, but not a gap, such as a missing fragment. It begins at any `valid`
+    step. For a recurrent actor it begins at row 0 of a fragment, because the recurrent state is
+    stored there. With `zero_state` it begins at any valid step, with a state of zeros (both in
+    Kapturowski et al., Recurrent experience replay in distributed reinforcement learning, 2019).
+    With `prioritized`, the probability of a segment is proportional to
+    `(|TD error| + 1e-6) ** alpha`. Its weight is this probability to the power `-beta`, divided by
+    the largest weight in the sample. New segments get the greatest priority so far (Schaul et al.,
+    Prioritized experience replay, 2016, section 3.3, https://arxiv.org/abs/1511.05952). `beta` may
+    be changed at any time.
 
-    Memory is allocated with the first fragment. Later fragments must have the same structure. Only infos may appear later or get a wider
-    dtype; then memory is allocated again: see `StepStore`. Raises `DataError` for arguments out of range, for fragments that have another
-    structure or are longer than the capacity, for stacks of frames, and for a folder that another memory uses.
+    Memory is allocated with the first fragment. Later fragments must have the same structure. Only
+    infos may appear later or get a wider dtype; then memory is allocated again: see `StepStore`.
+    Raises `DataError` for arguments out of range, for fragments that have another structure or are
+    longer than the capacity, for stacks of frames, and for a folder that another memory uses.
 
     Args:
         capacity: steps
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform
-        beta: exponent of the importance weights; 1: full correction of the bias of prioritized sampling
+        beta: exponent of the importance weights; 1: full correction of the bias of prioritized
+            sampling
         zero_state: begin segments with a recurrent state of zeros, not with the stored ones
         seed: determines the samples; None: fresh entropy
         path: a folder for the steps; None: in memory
-        frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
+        frames: images in each stack of the observations; the memory keeps each of them once; 1: no
+            stacks
     """
 
     def __init__(
@@ -373,7 +393,8 @@ class ReplayMemory(KeptMemory):
         capacity, length, frames = (check_integer(name, x, pipe=self) for name, x in numbers)
         for name, x in (("alpha", alpha), ("beta", beta)):
             check_fraction(name, x, pipe=self)
-        # With stacks, a segment begins with the steps of the earlier frames. Samples are without these steps.
+        # With stacks, a segment begins with the steps of the earlier frames. Samples are without
+        # these steps.
         self.frames = frames
         self.span = length + frames - 1
         if self.span > capacity:
@@ -454,10 +475,13 @@ class ReplayMemory(KeptMemory):
             self.store.place.close()
 
     def _offer(self, serial):
-        "Allow these segments to be drawn, except those whose first step was replaced or that have no valid step."
+        """Allow these segments to be drawn, except those whose first step was replaced or that have
+        no valid step.
+        """
         store = self.store
         slot = store.ring.slot(serial[serial >= store.ring.oldest])
-        # A segment that may begin anywhere must begin with a valid step. One that begins at row 0 of a fragment needs any valid step.
+        # A segment that may begin anywhere must begin with a valid step. One that begins at row 0
+        # of a fragment needs any valid step.
         valid = (
             store.valid[store.links.chain(slot, self.length)].any(0)
             if store.keep_hx
@@ -485,9 +509,12 @@ class ReplayMemory(KeptMemory):
         )
 
     def prioritize(self, index: Any, td_abs: Any) -> None:
-        """Set the priorities of segments. Segments that were replaced since they were drawn are ignored.
+        """Set the priorities of segments.
 
-        Raises `DataError` for a uniform memory, errors that are negative or not finite, and wrong indices.
+        Segments that were replaced since they were drawn are ignored.
+
+        Raises `DataError` for a uniform memory, errors that are negative or not finite, and wrong
+        indices.
 
         Args:
             index: int64 [n]: the `index` of a sample

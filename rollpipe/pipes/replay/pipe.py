@@ -38,7 +38,8 @@ class Replayed(NamedTuple):
     Args:
         fresh: the new fragment
         samples: iterator of samples; each one is drawn when the learner reads it
-        memory: the `ReplayMemory`, which already holds the fragment; its `prioritize` sets priorities; may be None
+        memory: the `ReplayMemory`, which already holds the fragment; its `prioritize` sets
+            priorities; may be None
     """
 
     fresh: Fragment
@@ -49,26 +50,31 @@ class Replayed(NamedTuple):
 class Replay(Seeded, Pipe):
     """Put each `Fragment` into a `ReplayMemory`, and yield one `Replayed` for each fragment.
 
-    Each iteration has a new memory. Raises `DataError` for arguments that are out of range or too large for the available memory, and
-    when a memory, half of whose rows are steps, has been filled twice without a segment, and `GraphError` if this pipe is above `Lanes`,
-    because all lanes share one memory. While more rows are agents at rest, it waits for them. See `ReplayMemory` for its arguments.
+    Each iteration has a new memory. Raises `DataError` for arguments that are out of range or too
+    large for the available memory, and when a memory, half of whose rows are steps, has been filled
+    twice without a segment, and `GraphError` if this pipe is above `Lanes`, because all lanes share
+    one memory. While more rows are agents at rest, it waits for them. See `ReplayMemory` for its
+    arguments.
 
     Args:
         pipe: yields `Fragment`s
         capacity: greatest number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each fragment
-        warmup: number of steps in the memory before the first sample; a memory that is full with fewer, because some rows are no steps,
-            does as well
+        warmup: number of steps in the memory before the first sample; a memory that is full with
+            fewer, because some rows are no steps, does as well
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform
-        beta: exponent of the importance weights; 1: full correction of the bias of prioritized sampling
+        beta: exponent of the importance weights; 1: full correction of the bias of prioritized
+            sampling
         zero_state: begin segments with a recurrent state of zeros, not with the stored ones
         path: a folder for the steps; None: in memory
         seed: determines the samples; None: that of a loader, or fresh entropy for each iteration
-        samples_per_step: samples for each new step (update-to-data ratio); None: `n_batches` for each fragment
-        frames: images in each stack of the observations; the memory keeps each of them once; 1: no stacks
+        samples_per_step: samples for each new step (update-to-data ratio); None: `n_batches` for
+            each fragment
+        frames: images in each stack of the observations; the memory keeps each of them once; 1: no
+            stacks
     """
 
     reads = 1
@@ -124,7 +130,8 @@ class Replay(Seeded, Pipe):
             )
 
     def divide(self, n: int) -> None:
-        """Become one of `n` memories that share the capacity and the batch size, as in data-parallel training. Raises `DataError`.
+        """Become one of `n` memories that share the capacity and the batch size, as in
+        data-parallel training. Raises `DataError`.
 
         Args:
             n: number of ranks
@@ -150,7 +157,9 @@ class Replay(Seeded, Pipe):
         self.warmup = min(-(-self.warmup // n), self.capacity)
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
-        "Raise `GraphError`: `Lanes` calls this on its copies, and `Replay` must not be one of them."
+        """Raise `GraphError`: `Lanes` calls this on its copies, and `Replay` must not be one of
+        them.
+        """
         raise GraphError(
             "a memory of its own for each lane", pipe=self, expected="`Lanes` above `Replay`"
         )
@@ -189,7 +198,10 @@ class Replay(Seeded, Pipe):
         )
 
     def set_state(self, state: dict, chunks: ChunkFolder | None = None) -> None:
-        "As `Pipe.set_state`. Raises `CheckpointError` if chunks that the state names are not there."
+        """As `Pipe.set_state`.
+
+        Raises `CheckpointError` if chunks that the state names are not there.
+        """
         super().set_state(state)
         self.chunks = chunks
         if chunks is not None:

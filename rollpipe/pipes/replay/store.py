@@ -47,9 +47,12 @@ class _LaneEnd(NamedTuple):
 
 
 class StepLinks:
-    """For the record in each slot, the slot of the next record. Also stores the look-ahead rows, after which no step has arrived yet.
+    """For the record in each slot, the slot of the next record.
 
-    `episodes_follow`: an episode that ended is followed by the next one of its lane, also if they are whole episodes of their own.
+    Also stores the look-ahead rows, after which no step has arrived yet.
+
+    `episodes_follow`: an episode that ended is followed by the next one of its lane, also if they
+    are whole episodes of their own.
 
     Args:
         ring: the ring of the records
@@ -74,7 +77,9 @@ class StepLinks:
         self.changes = RowChanges(self.next)
 
     def chain(self, slot: np.ndarray, n: int) -> np.ndarray:
-        """The slots of `n` successive rows, int64 `[n, m]`. A row in `look_ahead` has -1 - (its number there).
+        """The slots of `n` successive rows, int64 `[n, m]`.
+
+        A row in `look_ahead` has -1 - (its number there).
 
         Args:
             slot: int64 [m]: the first slots
@@ -87,7 +92,9 @@ class StepLinks:
         return chain
 
     def release(self, slot: np.ndarray) -> None:
-        "Release the look-ahead rows that follow the records in these slots, because the records will be replaced."
+        """Release the look-ahead rows that follow the records in these slots, because the records
+        will be replaced.
+        """
         number = -1 - self.next[slot]
         self.look_ahead.release(number[number >= 0])
 
@@ -111,12 +118,14 @@ class StepLinks:
         stepno: np.ndarray,
         records: np.ndarray,
     ) -> AddedSteps:
-        """Link the new steps of a lane to its older steps, if the new steps follow directly: in number and step, and with the observation
-        that the older ones led to. A lane whose columns were shuffled, or one of another recording, may have the right numbers by chance.
-        With `episodes_follow`, another episode follows where the older steps ended one.
+        """Link the new steps of a lane to its older steps, if the new steps follow directly: in
+        number and step, and with the observation that the older ones led to. A lane whose columns
+        were shuffled, or one of another recording, may have the right numbers by chance. With
+        `episodes_follow`, another episode follows where the older steps ended one.
 
-        Then their first record gets the `past` of the look-ahead row that it replaces. Its own may be another one: `Fragment.from_steps`
-        does not know it, and a pipe that changes rewards may not have changed that of row 0.
+        Then their first record gets the `past` of the look-ahead row that it replaces. Its own may
+        be another one: `Fragment.from_steps` does not know it, and a pipe that changes rewards may
+        not have changed that of row 0.
 
         Args:
             seq: number of the fragment; None: unknown, so it follows no other
@@ -153,7 +162,10 @@ class StepLinks:
 
 # %% ../../../nbs/pipes/24_replay/02_store.ipynb #0111c233
 def _same_dtypes(*infos) -> tuple:
-    "`infos`, two containers of tensors, cast to common dtypes. A container that has these dtypes already is returned unchanged."
+    """`infos`, two containers of tensors, cast to common dtypes.
+
+    A container that has these dtypes already is returned unchanged.
+    """
     (xs, structure), (ys, other) = map(nested.flatten, infos)
     if structure != other:
         return infos  # `_check` then raises the error
@@ -170,19 +182,23 @@ def _same_dtypes(*infos) -> tuple:
 
 # %% ../../../nbs/pipes/24_replay/02_store.ipynb #092b29ba
 class StepStore:
-    """The last `capacity` steps of `Fragment`s like `example` (see `unbatched`). New steps replace the oldest ones.
+    """The last `capacity` steps of `Fragment`s like `example` (see `unbatched`).
 
-    The ring is allocated in the constructor, and again when new infos appear or an info needs a wider dtype. The side tables of true last
-    observations, recurrent states and look-ahead rows grow when needed.
-    With `path`, the ring is a memory-mapped file `steps.npy` in this folder. The file is always new: steps of an older file are not read.
-    Raises `DataError` for fragments of another structure, or longer than the capacity, if memory or disk have no room for the ring, and
+    New steps replace the oldest ones.
+
+    The ring is allocated in the constructor, and again when new infos appear or an info needs a
+    wider dtype. The side tables of true last observations, recurrent states and look-ahead rows
+    grow when needed. With `path`, the ring is a memory-mapped file `steps.npy` in this folder. The
+    file is always new: steps of an older file are not read. Raises `DataError` for fragments of
+    another structure, or longer than the capacity, if memory or disk have no room for the ring, and
     if the file is in use (see `Place`).
 
     Args:
         capacity: steps
         example: an example of all fragments, from `unbatched`
         path: a folder for the steps; None: in memory
-        keep_hx: keep the recurrent states at the beginnings of fragments; False: they are read as zeros
+        keep_hx: keep the recurrent states at the beginnings of fragments; False: they are read as
+            zeros
     """
 
     def __init__(self, capacity: int, example: Fragment, path: Any = None, keep_hx: bool = True):
@@ -215,7 +231,9 @@ class StepStore:
         self.changes = RowChanges(records)
 
     def add(self, fragment: Fragment) -> tuple[np.ndarray, list]:
-        """Store a copy of a fragment. Returns the slots whose old steps were replaced (int64 `[n]`), and a list of `AddedSteps`.
+        """Store a copy of a fragment.
+
+        Returns the slots whose old steps were replaced (int64 `[n]`), and a list of `AddedSteps`.
 
         Args:
             fragment: at most `capacity` steps
@@ -240,7 +258,10 @@ class StepStore:
         ]
 
     def _with_all_infos(self, fragment):
-        "`fragment` with all infos that are stored, in their dtypes. New infos and wider dtypes become those of all records."
+        """`fragment` with all infos that are stored, in their dtypes.
+
+        New infos and wider dtypes become those of all records.
+        """
         before, env = self.layout.example.env, fragment.env
         if not (isinstance(before, dict) and isinstance(env, dict)):
             return fragment
@@ -284,7 +305,10 @@ class StepStore:
         self.n_valid -= int(self.valid[slot].sum())
 
     def _packed(self, fragment, order):
-        "The records `[B, T+1]` of a fragment. Puts its final rows and recurrent states into the side tables, to which the records refer."
+        """The records `[B, T+1]` of a fragment.
+
+        Puts its final rows and recurrent states into the side tables, to which the records refer.
+        """
         records = self.layout.pack(fragment, order)
         final = fragment.final
         where = order.argsort()[final.b.cpu().numpy()], final.t.cpu().numpy()
@@ -335,7 +359,11 @@ def store_rows(store: StepStore) -> dict:
 
 
 def store_state(store: StepStore) -> dict:
-    "All but the rows. A new store that is made with its `example` has the same records, also after infos have appeared."
+    """All but the rows.
+
+    A new store that is made with its `example` has the same records, also after infos have
+    appeared.
+    """
     lanes = {
         lane: _LaneEnd(end.seq, end.stepno.copy(), end.serial.copy())
         for lane, end in store.links.lanes.items()

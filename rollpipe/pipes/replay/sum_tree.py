@@ -16,7 +16,8 @@ from ..data.chunks import RowChanges
 class SumTree:
     """Priorities (float64, >= 0, initially 0) of the indices `0 ... size - 1`.
 
-    Schaul et al., Prioritized experience replay, 2016, appendix B.2.1, https://arxiv.org/abs/1511.05952.
+    Schaul et al., Prioritized experience replay, 2016, appendix B.2.1,
+    https://arxiv.org/abs/1511.05952.
     """
 
     def __init__(self, size: int):
@@ -43,27 +44,35 @@ class SumTree:
         return self.nodes[self.first_leaf + index]
 
     def __setitem__(self, index: Any, priority: Any):
-        "Set the priorities of the indices `[n]`; if an index occurs twice, the last priority counts."
+        """Set the priorities of the indices `[n]`; if an index occurs twice, the last priority
+        counts.
+        """
         index = np.asarray(index)
         self.changes.mark(index)
         node = self.first_leaf + index
         self.nodes[node] = priority
         for _ in range(self.depth):
             node = node >> 1
-            # Neighbours often have the same parent. With many nodes, it is faster to drop repeated parents.
+            # Neighbours often have the same parent. With many nodes, it is faster to drop repeated
+            # parents.
             if len(node) > 64:
                 node = node[np.append(True, node[1:] != node[:-1])]
             left = node << 1
             self.nodes[node] = self.nodes[left] + self.nodes[left + 1]
 
     def add_up(self) -> None:
-        "Make all sums anew, from `leaves`. They become what they were, bit for bit, because each one is the sum of its two children."
+        """Make all sums anew, from `leaves`.
+
+        They become what they were, bit for bit, because each one is the sum of its two children.
+        """
         for k in reversed(range(self.depth)):
             below = self.nodes[2 << k : 4 << k]
             self.nodes[1 << k : 2 << k] = below[::2] + below[1::2]
 
     def find(self, sums: np.ndarray) -> np.ndarray:
-        "For each of `sums` `[n]`, in [0, total), the index (int64 `[n]`) at which the running sum of the priorities exceeds it."
+        """For each of `sums` `[n]`, in [0, total), the index (int64 `[n]`) at which the running sum
+        of the priorities exceeds it.
+        """
         node = np.ones(len(sums), np.int64)
         sums = np.array(sums)
         for _ in range(self.depth):

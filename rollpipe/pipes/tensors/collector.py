@@ -25,25 +25,31 @@ from .tensor_fragments import TensorInteraction
 
 # %% ../../../nbs/pipes/26_tensors/03_collector.ipynb #202c80f8
 class TensorCollector(Acting, Seeded, Source):
-    """Let `actor` act in the environments of a `TensorEnv`, and yield a `Fragment` for each `n_steps` steps, without end.
+    """Let `actor` act in the environments of a `TensorEnv`, and yield a `Fragment` for each
+    `n_steps` steps, without end.
 
-    All tensors of a fragment are on the device of the environments, and the actor must be there too. Within a fragment the host does not
-    wait for the device: structure and shapes are checked at each step, and values when the fragment is complete. Noise comes from a
-    generator on the device. On a device other than the host, `final_obs` and the recurrent state of each step are kept until then.
+    All tensors of a fragment are on the device of the environments, and the actor must be there
+    too. Within a fragment the host does not wait for the device: structure and shapes are checked
+    at each step, and values when the fragment is complete. Noise comes from a generator on the
+    device. On a device other than the host, `final_obs` and the recurrent state of each step are
+    kept until then.
 
-    The environment is made when the iteration begins, and closed when it ends. The user lends an instance, which
-    is never closed, serves one iteration at a time, and cannot be copied. Environments on an accelerator run in the learner's process.
+    The environment is made when the iteration begins, and closed when it ends. The user lends an
+    instance, which is never closed, serves one iteration at a time, and cannot be copied.
+    Environments on an accelerator run in the learner's process.
 
-    Raises `EnvError` (an environment fails, or returns a wrong structure, shape or dtype, a number that is not finite, or an integer
-    outside of its space), `ActorError` (the same for the actor), `SpaceError` and `DataError`. The error names lane, environment, leaf
-    and row where they are known.
+    Raises `EnvError` (an environment fails, or returns a wrong structure, shape or dtype, a number
+    that is not finite, or an integer outside of its space), `ActorError` (the same for the actor),
+    `SpaceError` and `DataError`. The error names lane, environment, leaf and row where they are
+    known.
 
     Args:
         source: `TensorEnv`, or a function that makes one and may take `n_envs` and `seed`
         actor: anything with `step` and `reset` as described in `rollpipe.layers.Actor`
         n_steps: steps per fragment
         n_envs: number of environments; None: all of the source
-        terminal_obs: keep the last observations of terminated episodes too: `Final`, `Step.next_state`
+        terminal_obs: keep the last observations of terminated episodes too: `Final`,
+            `Step.next_state`
         info_keys: environment infos to record; None: all
         seed: determines environments and actions; only if `Lanes` has no seed
         explore: False: no noise, the actor's deterministic action

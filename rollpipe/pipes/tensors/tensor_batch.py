@@ -37,7 +37,9 @@ from rollpipe.pipes.tensors.tensor_env import (
 
 # %% ../../../nbs/pipes/26_tensors/01_tensor_batch.ipynb #db6fe890
 class ActionsForEnv:
-    """Converts the actions of an actor for the environment. Raises `ActorError` if their dtype or device changes.
+    """Converts the actions of an actor for the environment.
+
+    Raises `ActorError` if their dtype or device changes.
 
     Args:
         space: action space of one environment
@@ -55,7 +57,9 @@ class ActionsForEnv:
         ]
 
     def __call__(self, act: Any) -> tuple[list, Any]:
-        "`(leaves, actions)` of `act` `[1, B, ...]`: the leaves as the actor chose them, and copies `[B, ...]` for the environment."
+        """`(leaves, actions)` of `act` `[1, B, ...]`: the leaves as the actor chose them, and
+        copies `[B, ...]` for the environment.
+        """
         if self.form is None:
             self.form = TensorForm("act", act, self.device, ActorError)
         leaves = self.form.check(act)
@@ -82,7 +86,9 @@ class ActionsForEnv:
 
 # %% ../../../nbs/pipes/26_tensors/01_tensor_batch.ipynb #53dcfdde
 class TensorInfos:
-    """Reads the infos of a step. Raises `EnvError` if an info cannot be recorded, or if the infos change their form.
+    """Reads the infos of a step.
+
+    Raises `EnvError` if an info cannot be recorded, or if the infos change their form.
 
     Args:
         n_envs: `B`
@@ -164,9 +170,12 @@ class TensorOutcome(NamedTuple):
 
 # %% ../../../nbs/pipes/26_tensors/01_tensor_batch.ipynb #40ba5657
 class TensorBatch(Batch):
-    """The environments of one `TensorEnv`. Raises `EnvError` or `ActorError` with the leaf, the expected and the actual value.
+    """The environments of one `TensorEnv`.
 
-    `begin` and `advance` replace `reset` and `step`, because their results are tensors. Arguments without an entry are those of `EnvBatch`.
+    Raises `EnvError` or `ActorError` with the leaf, the expected and the actual value.
+
+    `begin` and `advance` replace `reset` and `step`, because their results are tensors. Arguments
+    without an entry are those of `EnvBatch`.
 
     Args:
         name: name in error messages
@@ -201,7 +210,9 @@ class TensorBatch(Batch):
         self.infos = TensorInfos(self.n, self.device, info_keys)
 
     def _learn(self, seed, clip_actions):
-        "Read and check the attributes of the environment: device, number of environments and spaces."
+        """Read and check the attributes of the environment: device, number of environments and
+        spaces.
+        """
         env = self.env
         self.device = torch.empty(
             0, device=checked_device(env.device)
@@ -301,7 +312,9 @@ class TensorBatch(Batch):
             self.infos.expect(state["infos"])
 
     def close(self) -> None:
-        "Close the environment, if it belongs to the pipeline, unless another batch has claimed it. May be called twice."
+        """Close the environment, if it belongs to the pipeline, unless another batch has claimed
+        it. May be called twice.
+        """
         env, self.env = self.env, None
         self.claim.release()
         if env is not None and self.closes and not self.claim.lost:
@@ -309,7 +322,9 @@ class TensorBatch(Batch):
 
 # %% ../../../nbs/pipes/26_tensors/01_tensor_batch.ipynb #3044ea93
 def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
-    """Raise `ActorError` or `EnvError` for the first invalid number. Do nothing if all numbers are valid.
+    """Raise `ActorError` or `EnvError` for the first invalid number.
+
+    Do nothing if all numbers are valid.
 
     Args:
         obs: leaves [T+1, B, ...]

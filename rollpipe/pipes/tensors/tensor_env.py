@@ -23,11 +23,13 @@ from ..envs.factories import space_spec
 
 # %% ../../../nbs/pipes/26_tensors/00_tensor_env.ipynb #f7977764
 class TensorEnv:
-    """Base class of `B` environments that are stepped together and whose data are tensors `[B, ...]` on one device.
+    """Base class of `B` environments that are stepped together and whose data are tensors
+    `[B, ...]` on one device.
 
-    A subclass sets the four attributes and defines `reset` and `step`. Their results have the containers, shapes and dtypes of the spaces,
-    with `B` in front; floats may have another precision. When an episode ends, the next one begins in the same step. The pipeline copies
-    the data that it keeps before it asks for the next step, so an environment may reuse its memory.
+    A subclass sets the four attributes and defines `reset` and `step`. Their results have the
+    containers, shapes and dtypes of the spaces, with `B` in front; floats may have another
+    precision. When an episode ends, the next one begins in the same step. The pipeline copies the
+    data that it keeps before it asks for the next step, so an environment may reuse its memory.
     """
 
     n_envs: int  # `B`
@@ -39,20 +41,24 @@ class TensorEnv:
         """Begin new episodes in all environments, and return their first observations `[B, ...]`.
 
         Args:
-            seed: determines all random numbers until the next reset, for instance as the seed of a `torch.Generator`
+            seed: determines all random numbers until the next reset, for instance as the seed of a
+                `torch.Generator`
         """
         raise NotImplementedError(f"{type(self).__name__} must define reset(self, seed)")
 
     def step(self, act: Any) -> tuple:
-        """Let every environment take its action, and return `(obs, rew, terminated, truncated, final_obs, info)`.
+        """Let every environment take its action, and return `(obs, rew, terminated, truncated,
+        final_obs, info)`.
 
-        `obs` are the observations; where an episode ended, the first one of the next episode. `rew` are floats `[B]`. `terminated`
-        and `truncated` are bool `[B]`. `final_obs` are the true observations after the step, in the form of `obs`. They are read only
-        where an episode ended; None means that no episode was truncated. `info` is a dict of tensors `[B, ...]`, with the same keys,
-        shapes and dtypes at each step.
+        `obs` are the observations; where an episode ended, the first one of the next episode. `rew`
+        are floats `[B]`. `terminated` and `truncated` are bool `[B]`. `final_obs` are the true
+        observations after the step, in the form of `obs`. They are read only where an episode
+        ended; None means that no episode was truncated. `info` is a dict of tensors `[B, ...]`,
+        with the same keys, shapes and dtypes at each step.
 
         Args:
-            act: the actions [B, ...], in the containers and dtypes of `action_space`; the environment may overwrite them
+            act: the actions [B, ...], in the containers and dtypes of `action_space`; the
+                environment may overwrite them
         """
         raise NotImplementedError(f"{type(self).__name__} must define step(self, act)")
 
@@ -73,7 +79,8 @@ class TensorFactory:
     """Makes the `TensorEnv` for an iteration, or lends a given one. Raises `EnvError`.
 
     Args:
-        source: `TensorEnv`, or a function that makes one, with any of the parameters `n_envs` and `seed`
+        source: `TensorEnv`, or a function that makes one, with any of the parameters `n_envs` and
+            `seed`
         n_envs: number of environments in a batch; None: all of the source
     """
 
@@ -161,7 +168,9 @@ def batch_form(space: gym.Space, n_envs: int, what: str) -> Any:
 
 
 class TensorForm(nested.Form):
-    """The form that tensors on one device must have. Floats may have another precision, and a list may stand for a tuple.
+    """The form that tensors on one device must have.
+
+    Floats may have another precision, and a list may stand for a tuple.
 
     Args:
         name: name of the tensors in messages
@@ -219,7 +228,8 @@ class Finding(NamedTuple):
 
 
 class BlockCheck:
-    """Looks in blocks of rows `[T, B, ...]` for numbers that are not finite and for integers outside of their space.
+    """Looks in blocks of rows `[T, B, ...]` for numbers that are not finite and for integers
+    outside of their space.
 
     Args:
         name: name of the numbers in messages

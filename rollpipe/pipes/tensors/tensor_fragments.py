@@ -27,7 +27,9 @@ from .tensor_env import on_device
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_fragments.ipynb #17f360df
 class TensorRows:
-    """The memory of one fragment of `T` steps. Row 0 is a copy of the last row of the previous fragment.
+    """The memory of one fragment of `T` steps.
+
+    Row 0 is a copy of the last row of the previous fragment.
 
     Args:
         first: row 0, tensors [B, ...]
@@ -90,7 +92,9 @@ class TensorRows:
         return fin
 
     def written(self) -> tuple:
-        "The rows that are written: leaves of the observations, leaves of the actions, and the rewards."
+        """The rows that are written: leaves of the observations, leaves of the actions, and the
+        rewards.
+        """
         s = self.state
         n_acts = self._n_acts
         n = self._n_states
@@ -101,7 +105,10 @@ class TensorRows:
         )
 
     def last(self) -> tuple:
-        "Copies of the last row, `(state, term)`. The next fragment begins with them, and the consumer may change this fragment."
+        """Copies of the last row, `(state, term)`.
+
+        The next fragment begins with them, and the consumer may change this fragment.
+        """
         return nested.map(lambda x: x[-1].clone(), (self.state, self.term))
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_fragments.ipynb #d808d588
@@ -123,13 +130,18 @@ class Ends:
         return fin if self.terminal_obs else fin & ~term
 
     def add(self, t: int, out: TensorOutcome, fin: Any, hx: Any) -> None:
-        "Keep the data of step `t` for its ends. `fin` `[B]` is True where an episode ended. `hx` is the recurrent state before its reset."
+        """Keep the data of step `t` for its ends.
+
+        `fin` `[B]` is True where an episode ended. `hx` is the recurrent state before its reset.
+        """
         if self.on_host and not (fin if self.terminal_obs else out.trunc).any():
             return
         self.kept[t] = None if out.final is None else [x.clone() for x in out.final], hx
 
     def take(self, counts: list, b: Any) -> tuple:
-        "Leaves `[K, ...]` and recurrent states `[layers, K, ...]` of the environments `b` `[K]`; step `t` has `counts[t]` of them."
+        """Leaves `[K, ...]` and recurrent states `[layers, K, ...]` of the environments `b` `[K]`;
+        step `t` has `counts[t]` of them.
+        """
         found = []
         for t, at in zip((t for t, n in enumerate(counts) if n), b.split([n for n in counts if n])):
             final, hx = self.kept[t]
@@ -180,7 +192,10 @@ class Completing:
         )
 
     def _check(self, rows, ends) -> list:
-        "Raise an error for invalid numbers. Returns the number of last observations of each step. Here the host waits for the device."
+        """Raise an error for invalid numbers.
+
+        Returns the number of last observations of each step. Here the host waits for the device.
+        """
         (obs, act, rew) = rows.written()
         batch = self.batch
         suspects = [
@@ -213,7 +228,9 @@ class Completing:
         return actor
 
     def _final(self, rows, ends, counts, actor):
-        "The last observations as a `Final`, with the actor's virtual reactions for truncated episodes, and zeros for terminated ones."
+        """The last observations as a `Final`, with the actor's virtual reactions for truncated
+        episodes, and zeros for terminated ones.
+        """
         state, term = rows.state, rows.term
         t, b = ends.wanted(state.fin[1:], term[1:]).nonzero(as_tuple=True)
         if not len(t):
@@ -256,7 +273,9 @@ class Completing:
 
 # %% ../../../nbs/pipes/26_tensors/02_tensor_fragments.ipynb #8116e063
 class TensorInteraction(Completing):
-    """One actor in one `TensorEnv`: call `start` once, then `fragment` repeatedly. The last row of a fragment is row 0 of the next one.
+    """One actor in one `TensorEnv`: call `start` once, then `fragment` repeatedly.
+
+    The last row of a fragment is row 0 of the next one.
 
     Raises `EnvError` and `ActorError`. They name environment, leaf and row where these are known.
     Arguments without an entry are those of `Interaction`.
@@ -309,7 +328,9 @@ class TensorInteraction(Completing):
 
     @torch.no_grad()
     def start(self) -> None:
-        "Reset the environments, and call the actor once to get the structure of its actions and of its recurrent state."
+        """Reset the environments, and call the actor once to get the structure of its actions and
+        of its recurrent state.
+        """
         obs = self.batch.begin()
         n = len(self.batch)
         device = self.batch.device
@@ -329,7 +350,10 @@ class TensorInteraction(Completing):
         return self.checked.reset(hx, list(range(len(self.batch))))
 
     def get_state(self) -> dict:
-        "Everything on which the next steps depend, but for the weights of the actor. Raises `EnvError` if the environments are not kept."
+        """Everything on which the next steps depend, but for the weights of the actor.
+
+        Raises `EnvError` if the environments are not kept.
+        """
         return dict(
             last=self.last,
             hx=self.hx,
@@ -372,7 +396,10 @@ class TensorInteraction(Completing):
         return fragment._replace(**dict(zip(Fragment.COLUMNS, columns)))
 
     def collect(self, rows: TensorRows, ends: Ends) -> list:
-        "Take all steps and fill the `rows`. Returns the actor's reports at each step. Here the host does not wait for the device."
+        """Take all steps and fill the `rows`.
+
+        Returns the actor's reports at each step. Here the host does not wait for the device.
+        """
         hx = self.hx
         reports = []
         remembers = bool(nested.leaves(self.hx))

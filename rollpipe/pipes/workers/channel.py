@@ -47,7 +47,10 @@ class _Buffer(NamedTuple):
 
 
 class _Block:
-    "Shared memory with `depth` buffers. Pass it to a process as an argument when the process is started."
+    """Shared memory with `depth` buffers.
+
+    Pass it to a process as an argument when the process is started.
+    """
 
     def __init__(self, specs, n_modes, depth):
         self.specs = specs  # for each holder, `(dtype, shape)` of its tensors
@@ -105,7 +108,9 @@ _BARRIER = threading.Lock()
 
 
 def _fence():
-    "Memory fence: reads and writes before this call take effect before later ones, also on processors that reorder them."
+    """Memory fence: reads and writes before this call take effect before later ones, also on
+    processors that reorder them.
+    """
     with _BARRIER:
         pass
 
@@ -128,7 +133,11 @@ class _Holder:
         return [m.training for module in self.modules for m in module.modules()]
 
     def tensors(self, modes) -> list:
-        "The current tensors. Raises `ActorError` if their names, dtypes or shapes, or the number of `modes`, have changed."
+        """The current tensors.
+
+        Raises `ActorError` if their names, dtypes or shapes, or the number of `modes`, have
+        changed.
+        """
         state = state_of(self.modules)
         name = type(self.holder).__name__
         if not self.n_modes and version_of(self.holder) != self.first_version:
@@ -158,7 +167,11 @@ class _Holder:
 
 
 class _Attribute:
-    "An attribute at the beginning. `constant` is its value if the value itself cannot change, so that most attributes are compared fast."
+    """An attribute at the beginning.
+
+    `constant` is its value if the value itself cannot change, so that most attributes are compared
+    fast.
+    """
 
     def __init__(self, value):
         self.constant = (
@@ -176,10 +189,11 @@ def _described(form):
 
 # %% ../../../nbs/pipes/30_workers/03_channel.ipynb #9feaf44a
 class WeightPublisher:
-    """Publishes the weights of holders (objects with weights, such as actors) in shared memory, from the process that trains.
+    """Publishes the weights of holders (objects with weights, such as actors) in shared memory,
+    from the process that trains.
 
-    Raises `ActorError` if a tensor cannot be sent, if its shape or dtype has changed, or if the version of a holder without a module has
-    changed.
+    Raises `ActorError` if a tensor cannot be sent, if its shape or dtype has changed, or if the
+    version of a holder without a module has changed.
 
     Args:
         holders: actors, critics, and functions that use networks
@@ -196,7 +210,10 @@ class WeightPublisher:
 
     @torch_threads(1)
     def publish(self) -> int:
-        "Publish the current weights, unless they equal the latest publication. Returns the number of the publication with these weights."
+        """Publish the current weights, unless they equal the latest publication.
+
+        Returns the number of the publication with these weights.
+        """
         versions = [h.version() for h in self._holders]
         modes = [h.modes() for h in self._holders]
         tensors = [h.tensors(mode) for h, mode in zip(self._holders, modes)]
@@ -227,11 +244,16 @@ class WeightPublisher:
         return publication
 
     def subscriber(self, indices: Iterable[int]) -> "WeightSubscriber":
-        "A subscriber for the holders with these indices. Pass it to a process when the process is started."
+        """A subscriber for the holders with these indices.
+
+        Pass it to a process when the process is started.
+        """
         return WeightSubscriber(self.block, list(indices))
 
     def packed(self, publication: int | None = None) -> tuple:
-        "`(number, bytes)` for a `WeightReceiver`: a copy of `publication`, or of the latest one if it is None or was overwritten."
+        """`(number, bytes)` for a `WeightReceiver`: a copy of `publication`, or of the latest one
+        if it is None or was overwritten.
+        """
         number = self.block.available(publication, self.publication)
         return number, self.block.bytes_of(number).copy()
 
@@ -269,7 +291,10 @@ class WeightSubscriber:
         self.publication = -1
 
     def attach(self, copies: Sequence) -> None:
-        "From now on, update these `copies` of the holders. Copies in shared memory are moved to private memory."
+        """From now on, update these `copies` of the holders.
+
+        Copies in shared memory are moved to private memory.
+        """
         self.copies = list(
             {id(copy): (index, copy) for index, copy in zip(self.indices, copies)}.values()
         )
@@ -282,7 +307,10 @@ class WeightSubscriber:
     @torch_threads(1)
     @torch.no_grad()
     def fetch(self, publication: int | None = None) -> int:
-        "Fetch `publication`, or the latest one if it is None or was overwritten. Returns the number of the fetched publication."
+        """Fetch `publication`, or the latest one if it is None or was overwritten.
+
+        Returns the number of the fetched publication.
+        """
         block = self.block
         while True:
             latest = int(block.latest[0])
@@ -312,7 +340,10 @@ class WeightSubscriber:
 
 # %% ../../../nbs/pipes/30_workers/03_channel.ipynb #0446516c
 class WeightReceiver(WeightSubscriber):
-    "A subscriber in a process without shared memory: publications arrive as bytes. It is pickled before it is used."
+    """A subscriber in a process without shared memory: publications arrive as bytes.
+
+    It is pickled before it is used.
+    """
 
     def __init__(self, specs: Sequence, n_modes: Sequence, indices: Sequence[int]):
         self.form = (specs, n_modes)

@@ -42,10 +42,13 @@ def _unnamed_file() -> int:
 
 
 class SharedMemory:
-    """Bytes that processes share. Pass the object to a process as an argument when the process is started.
+    """Bytes that processes share.
 
-    `view()` is the memory as a uint8 array. `reserve(size)` makes the memory larger for all processes that use it. Existing views stay
-    valid. A process that needs the new part calls `view(size)`. Raises `DataError` if there is not enough memory.
+    Pass the object to a process as an argument when the process is started.
+
+    `view()` is the memory as a uint8 array. `reserve(size)` makes the memory larger for all
+    processes that use it. Existing views stay valid. A process that needs the new part calls
+    `view(size)`. Raises `DataError` if there is not enough memory.
 
     Args:
         size: number of bytes
@@ -84,13 +87,19 @@ class SharedMemory:
         self.view(max(size, have))
 
     def view(self, size: int | None = None) -> np.ndarray:
-        "The memory as a new uint8 array. Pass the new `size` if another process has made the memory larger."
+        """The memory as a new uint8 array.
+
+        Pass the new `size` if another process has made the memory larger.
+        """
         if size is not None and size > self.size:
             self.size, self._map = size, mmap.mmap(self.fd, size, _FLAGS)
         return np.frombuffer(bytearray() if self._map is None else self._map, np.uint8)
 
     def release_pages(self) -> None:
-        "Return the pages to the system, if it supports this. When the memory is used again, it is filled with zeros."
+        """Return the pages to the system, if it supports this.
+
+        When the memory is used again, it is filled with zeros.
+        """
         if self._map is not None and hasattr(mmap, "MADV_REMOVE"):
             self._map.madvise(mmap.MADV_REMOVE)
 
@@ -147,7 +156,10 @@ class ArraySpec:
         return np.empty(self.shape, self.dtype)
 
     def view(self, memory: np.ndarray, start: int) -> Any:
-        "The array in `memory`, where the item's own arrays begin at byte `start`. An empty array is new and not a view."
+        """The array in `memory`, where the item's own arrays begin at byte `start`.
+
+        An empty array is new and not a view.
+        """
         n = prod(self.shape)
         offset = start + self.offset
         if not isinstance(self.dtype, torch.dtype):
@@ -158,7 +170,10 @@ class ArraySpec:
 
 # %% ../../../nbs/pipes/30_workers/00_codec.ipynb #a7898c6a
 def copy_arrays(into: list, arrays: list, small_tensors: bool = False) -> None:
-    "Copy each array into its counterpart. If all of them are small tensors, one call copies them all."
+    """Copy each array into its counterpart.
+
+    If all of them are small tensors, one call copies them all.
+    """
     if small_tensors:
         into and torch._foreach_copy_(into, arrays)
     else:
@@ -171,7 +186,8 @@ def copy_arrays(into: list, arrays: list, small_tensors: bool = False) -> None:
 
 def copy_tensor(into: torch.Tensor, x: torch.Tensor) -> None:
     "Copy `x` into a tensor of the same shape and dtype."
-    # Copying bytes is faster than copying elements. A single element may have any stride, so it is copied as an element.
+    # Copying bytes is faster than copying elements. A single element may have any stride, so it is
+    # copied as an element.
     if (
         x.numel() > 1
         and into.is_contiguous()
@@ -250,7 +266,8 @@ def _pickled(item, kind) -> tuple:
 
 
 def pickle_item(item: Any) -> tuple:
-    """`(pickle, arrays, size)`: the pickle without arrays, `(ArraySpec, array)` for each array, and the size of the arrays [bytes].
+    """`(pickle, arrays, size)`: the pickle without arrays, `(ArraySpec, array)` for each array, and
+    the size of the arrays [bytes].
 
     Raises `DataError`, which names the leaf, if a leaf cannot be pickled.
     """
@@ -283,13 +300,16 @@ def _pickling_error(item, error) -> DataError:
 
 # %% ../../../nbs/pipes/30_workers/00_codec.ipynb #9009148f
 def pickle_containers(item: Any, specs: list) -> bytes | None:
-    "The pickle of the containers of `item` with `specs` instead of arrays; None if this fails or does not restore the same containers."
+    """The pickle of the containers of `item` with `specs` instead of arrays; None if this fails or
+    does not restore the same containers.
+    """
     nodes = []
     leaves, tree = optree.tree_flatten(
         item, is_leaf=lambda x: bool(nodes.append(x))
     )  # `is_leaf` returns False, and collects nodes
     arrays = {id(x) for x in leaves}
-    # Attributes of a container may differ from item to item. So if a container may have some, each whole item is pickled.
+    # Attributes of a container may differ from item to item. So if a container may have some, each
+    # whole item is pickled.
     if any(
         hasattr(x, "__dict__") and type(x) is not OrderedDict for x in nodes if id(x) not in arrays
     ):
@@ -346,13 +366,19 @@ class ItemFormat:
         self._prepared = leaves, [leaves[i] for i in self._copied]
 
     def warm_up(self, views: list) -> None:
-        "Run the steps of `assemble` without a result, which brings code and memory into the processor's caches."
+        """Run the steps of `assemble` without a result, which brings code and memory into the
+        processor's caches.
+        """
         self.prepare()
         copy_arrays(self._prepared[1], views, self.small_tensors)
         optree.tree_unflatten(self.tree, self.specs)
 
     def assemble(self, views: list, get: Callable | None) -> Any:
-        "Return the item. Small arrays are copies of `views`, which show the arrays `viewed` in the slot. Each other array is `get(spec)`."
+        """Return the item.
+
+        Small arrays are copies of `views`, which show the arrays `viewed` in the slot. Each other
+        array is `get(spec)`.
+        """
         self.prepare()
         (leaves, into), self._prepared = self._prepared, None
         copy_arrays(into, views, self.small_tensors)

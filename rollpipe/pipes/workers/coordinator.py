@@ -51,7 +51,8 @@ def publisher_for(graphs: dict, depth: int) -> tuple:
         depth: see `WeightPublisher`
 
     Returns:
-        tuple: `(publisher, indices)`; `indices[lane]` are the indices of the lane's holders in the publisher
+        tuple: `(publisher, indices)`; `indices[lane]` are the indices of the lane's holders in the
+            publisher
     """
     holders = {id(x): x for x in holders_in(graphs.values())}
     index_of = {key: index for index, key in enumerate(holders)}
@@ -87,7 +88,9 @@ class Listener:
         self.states = states
 
     def listen(self, on_death: Callable) -> None:
-        """Wait at most half a second for messages, and process them. Also look for silent and dead members.
+        """Wait at most half a second for messages, and process them.
+
+        Also look for silent and dead members.
 
         Args:
             on_death: function of a member that has died, and of the error that describes its death
@@ -110,7 +113,10 @@ class Listener:
                     self._hear(member, on_death)
 
     def _hear(self, member, on_death) -> bool:
-        "Process the next message of a member, if it has arrived. Returns True for the message that an item is being put together."
+        """Process the next message of a member, if it has arrived.
+
+        Returns True for the message that an item is being put together.
+        """
         try:
             message = member.process.take()
         except WorkerDied as e:
@@ -255,7 +261,10 @@ class Coordinator:
         return with_restarts(item, restarts) if restarts else item
 
     def _restart(self, member, error):
-        "Restart a member that has died, with its lanes and requests. Raises the error if no restart is allowed."
+        """Restart a member that has died, with its lanes and requests.
+
+        Raises the error if no restart is allowed.
+        """
         states = [self.state["lanes"][lane] for lane in member.lanes]
         goes_on = self.tells and not any(isinstance(state, EnvError) for state in states)
         self.supervision.allow_restart(member, error, goes_on)
@@ -270,7 +279,11 @@ class Coordinator:
         new.send_queued(self.pool.states)
 
     def get_state(self) -> dict:
-        "See `Lanes.beginning`. Raises `CheckpointError` if the lanes cannot tell their states, and `EnvError` of an environment."
+        """See `Lanes.beginning`.
+
+        Raises `CheckpointError` if the lanes cannot tell their states, and `EnvError` of an
+        environment.
+        """
         if self.unknown:
             raise CheckpointError(
                 "the lanes cannot tell their states", pipe=self.seam, got=self.unknown[0]
@@ -314,7 +327,10 @@ class Coordinator:
             self.listener.listen(self._restart)
 
     def close(self, failed: bool = True) -> list:
-        "End the workers, without waiting if something has failed. Returns the errors that they sent at the end."
+        """End the workers, without waiting if something has failed.
+
+        Returns the errors that they sent at the end.
+        """
         errors = self.members.end(failed)
         self.publisher.close()
         self.pool.close()
@@ -322,14 +338,18 @@ class Coordinator:
 
 # %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #a8508afe
 def group_size(sink: IterDataPipe, seam: IterDataPipe) -> int:
-    "The number of items of `seam` that `sink` reads for each item that it yields; 1 if this is unknown, 0 if it does not read `seam`."
+    """The number of items of `seam` that `sink` reads for each item that it yields; 1 if this is
+    unknown, 0 if it does not read `seam`.
+    """
     if not any(pipe is seam for pipe in nodes(sink)):
         return 0
     return max(1, _items_read(sink, seam))
 
 
 def _items_read(pipe, seam) -> int:
-    "As `group_size`, but 0 if the number is unknown, because a pipe in between drops or adds items."
+    """As `group_size`, but 0 if the number is unknown, because a pipe in between drops or adds
+    items.
+    """
     if pipe is seam:
         return 1
     n = min(
@@ -379,7 +399,8 @@ class WorkerLanes(Lanes):
         self.share_slots = share_slots
         self.seeded = seeded
         self.coordinator = None
-        # Without `set_seed`, torchdata draws no seed for this pipe. The graph without reading service draws none here either.
+        # Without `set_seed`, torchdata draws no seed for this pipe. The graph without reading
+        # service draws none here either.
         if not seeded:
             self.set_seed = None  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -392,7 +413,9 @@ class WorkerLanes(Lanes):
         return super().copy(lane, root, again) if self.seeded or again else copy_graph(self.pipe)
 
     def global_random_states(self, lane: int, root: int, again: int = 0) -> GlobalRandomStates:
-        "As `Lanes.global_random_states`, but a single lane that keeps its seeds continues from the states of this process."
+        """As `Lanes.global_random_states`, but a single lane that keeps its seeds continues from
+        the states of this process.
+        """
         return (
             super().global_random_states(lane, root, again)
             if self.seeded or again
@@ -442,7 +465,9 @@ class WorkerLanes(Lanes):
 
 # %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #5cb9e5bf
 def check_option(service: Any, name: str, is_allowed: bool, expected: str) -> None:
-    "Raise `DataError` with the text `expected`, unless the value of the option `name` of this reading service is allowed."
+    """Raise `DataError` with the text `expected`, unless the value of the option `name` of this
+    reading service is allowed.
+    """
     if is_allowed:
         return
     raise DataError(
@@ -455,7 +480,9 @@ def check_option(service: Any, name: str, is_allowed: bool, expected: str) -> No
 
 
 def check_service(service: Any) -> None:
-    "Raise `DataError` for the first option that is out of range, among those that all reading services have."
+    """Raise `DataError` for the first option that is out of range, among those that all reading
+    services have.
+    """
     for name, least in (("num_workers", 0), ("lag", 0), ("worker_threads", 1), ("restart", 0)):
         if name == "lag" and service.lag is None:
             continue
@@ -474,7 +501,9 @@ def check_service(service: Any) -> None:
 
 # %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #5d0f2107
 def _with_lanes(pipe, n) -> tuple:
-    "`(graph, seeded)`: the graph with `Lanes`, which are inserted below its fragments if it has none. See `WorkerLanes` for `seeded`."
+    """`(graph, seeded)`: the graph with `Lanes`, which are inserted below its fragments if it has
+    none. See `WorkerLanes` for `seeded`.
+    """
     if find(pipe, Lanes):
         return pipe, True
     fragments = find(pipe, lambda p: isinstance(p, (FragmentCollector, EpisodeCollector)))
@@ -495,7 +524,9 @@ def _with_lanes(pipe, n) -> tuple:
 
 # %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #682ff143
 def _check_taps(seam):
-    "Raise `GraphError` for the first tap above `seam`, because its function would run in a worker, unseen by this process."
+    """Raise `GraphError` for the first tap above `seam`, because its function would run in a
+    worker, unseen by this process.
+    """
     for tap in find(seam.pipe, lambda p: isinstance(p, (EpisodeStats, Tap, Throughput))):
         raise GraphError(
             "in a worker process a tap calls a copy of its function, and what that is told stays there",
@@ -506,20 +537,28 @@ def _check_taps(seam):
 
 
 def _check_instances(seam, service):
-    "Raise `EnvError` for the first environment instance of the user above `seam`, because a worker would step a copy of it."
+    """Raise `EnvError` for the first environment instance of the user above `seam`, because a
+    worker would step a copy of it.
+    """
     for stepper in find(seam.pipe, Acting):
         stepper.refuse_copies("each worker", f"num_workers={service.num_workers}", pipe=service)
 
 # %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #c5412aea
 class WorkerReading:
-    "Base class of reading services that run lanes in workers. A subclass has the common options, and defines `crew`."
+    """Base class of reading services that run lanes in workers.
+
+    A subclass has the common options, and defines `crew`.
+    """
 
     num_workers: int
     end: Any  # the last pipe of the graph
     spin = 0.0  # seconds to wait without sleeping
 
     def begin(self) -> None:
-        "Check the common options, and prepare for `DataLoader2`. A subclass calls this after it has set its options."
+        """Check the common options, and prepare for `DataLoader2`.
+
+        A subclass calls this after it has set its options.
+        """
         check_service(self)
         self.end = None
         self.seams = []
@@ -552,7 +591,9 @@ class WorkerReading:
         return pipe
 
     def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Any = None) -> None:
-        "Seed the graph, but for pipes of torch that have a seed already, such as that of the recipe. `DataLoader2` calls this."
+        """Seed the graph, but for pipes of torch that have a seed already, such as that of the
+        recipe. `DataLoader2` calls this.
+        """
         if self.seeds is None:
             self.seeds = [
                 (p, p._seed) for p in nodes(self.end) if getattr(p, "_seed", None) is not None
@@ -562,7 +603,9 @@ class WorkerReading:
             pipe.set_seed(seed)
 
     def finalize_iteration(self) -> None:
-        "Do nothing, because an iteration itself ends its workers, when it is complete or left early."
+        """Do nothing, because an iteration itself ends its workers, when it is complete or left
+        early.
+        """
 
     def finalize(self) -> None:
         "End the workers. `DataLoader2.shutdown` calls this."
@@ -571,7 +614,9 @@ class WorkerReading:
             raise errors[0]
 
     def health(self) -> list:
-        "A dict for each running worker: `worker, pid, alive, lanes, requests, silent` [s], and `restarted`, the restarts of all workers."
+        """A dict for each running worker: `worker, pid, alive, lanes, requests, silent` [s], and
+        `restarted`, the restarts of all workers.
+        """
         return [
             dict(state, restarted=coordinator.supervision.restarts)
             for coordinator in self._coordinators()

@@ -37,7 +37,8 @@ from .schedule import Request, pending_limit
 from .slots import SlotPool, format_of, slots_spanned
 
 # %% ../../../nbs/pipes/30_workers/08_crew.ipynb #5d0f1e06
-MAX_UNANSWERED = 32  # greatest number of unanswered requests sent to a worker; a connection has room for this many
+# greatest number of unanswered requests sent to a worker; a connection has room for this many
+MAX_UNANSWERED = 32
 
 
 class Member:
@@ -89,7 +90,10 @@ class Member:
         self.process.send((STATE, lane))
 
     def take_reply(self, message: tuple) -> tuple:
-        "`(request, reply, format of the item)` of a message that answers the oldest request. The format is None if the lane has ended."
+        """`(request, reply, format of the item)` of a message that answers the oldest request.
+
+        The format is None if the lane has ended.
+        """
         request = self.sent.popleft()
         reply = Reply(*message)
         return request, reply, None if reply.publication is None else format_of(reply, self.formats)
@@ -99,7 +103,8 @@ def cores_and_device(affinity: list | None, index: int) -> tuple:
     """The processor cores or the device of a worker.
 
     Args:
-        affinity: for each worker, its cores (an int or several) or a device; a list that is too short is repeated
+        affinity: for each worker, its cores (an int or several) or a device; a list that is too
+            short is repeated
         index: number of the worker
 
     Returns:
@@ -170,7 +175,9 @@ def on_host(holder: Any) -> Any:
 
 @contextmanager
 def pickled_for(device: Any) -> Iterator[None]:
-    "In this block, handles are pickled with copies in host memory if `device` is the CPU: the process there may have no GPU."
+    """In this block, handles are pickled with copies in host memory if `device` is the CPU: the
+    process there may have no GPU.
+    """
     PICKLED_AS.append(
         on_host if device is not None and torch.device(device).type == "cpu" else PICKLED_AS[-1]
     )
@@ -183,7 +190,9 @@ def pickled_for(device: Any) -> Iterator[None]:
 def check_picklable(
     graphs: Iterable, expected: str = "what can be pickled (or the start method fork)"
 ) -> None:
-    "Raise `WorkerError` for the first object held by pipes of `graphs` that cannot be pickled, before any process is started."
+    """Raise `WorkerError` for the first object held by pipes of `graphs` that cannot be pickled,
+    before any process is started.
+    """
     held = {id(x): (x, pipe) for graph in graphs for pipe in nodes(graph) for x in held_by(pipe)}
     for x, holder in held.values():
         try:
@@ -256,7 +265,10 @@ class Members:
             pass  # the worker has ended; the next `take` raises the error
 
     def spin(self, seconds: float, first: Callable = lambda: None) -> list:
-        "As `wait`, but without sleeping. If no member is ready yet, calls `first` once, and then continues to wait."
+        """As `wait`, but without sleeping.
+
+        If no member is ready yet, calls `first` once, and then continues to wait.
+        """
         until = time.monotonic() + seconds
         if ready := self.wait(0):
             return ready
@@ -266,7 +278,9 @@ class Members:
         return ready
 
     def health(self) -> list:
-        "A dict for each member: its process, its lanes, the number of its open requests, and the seconds since its last message."
+        """A dict for each member: its process, its lanes, the number of its open requests, and the
+        seconds since its last message.
+        """
         now = time.monotonic()
         return [
             dict(
@@ -281,7 +295,10 @@ class Members:
         ]
 
     def end(self, failed: bool = False) -> list:
-        "End all processes, without waiting if something has `failed`. Returns the errors that they sent at the end."
+        """End all processes, without waiting if something has `failed`.
+
+        Returns the errors that they sent at the end.
+        """
         return end_workers([member.process for member in self.members], failed)
 
 # %% ../../../nbs/pipes/30_workers/08_crew.ipynb #5d0f1f05
@@ -307,7 +324,11 @@ def report_silence(process: Any, seconds: float, on_silence: str, lane: int | No
 
 # %% ../../../nbs/pipes/30_workers/08_crew.ipynb #5d0f1f08
 class Supervision:
-    "Watches members. `options`, such as a `ProcessReading`, has `silence` [s], `on_silence` ('warn' or 'raise') and `restart` (a number)."
+    """Watches members.
+
+    `options`, such as a `ProcessReading`, has `silence` [s], `on_silence` ('warn' or 'raise') and
+    `restart` (a number).
+    """
 
     def __init__(self, options: Any):
         # number of restarts; time of the last check [s]
@@ -340,11 +361,14 @@ class Supervision:
         return True
 
     def allow_restart(self, member: Member, error: WorkerError, goes_on: bool = False) -> None:
-        """Count and log the restart of a member that died. Raises the error if no further restart is allowed.
+        """Count and log the restart of a member that died.
+
+        Raises the error if no further restart is allowed.
 
         Args:
             error: how it died
-            goes_on: the lanes go on where they were, so that nobody can tell the restart from the stream
+            goes_on: the lanes go on where they were, so that nobody can tell the restart from the
+                stream
         """
         if member.sent and not isinstance(error, WorkerNotStarted):
             error.problem += f" while it collected lane {member.sent[0].lane}"
@@ -363,7 +387,9 @@ class Supervision:
 def plan_buffers(
     n_lanes: int, group_size: int, lag: int | None, width: int, n_buffers: int | None = None
 ) -> tuple:
-    """The greatest number of open requests, and the number of items with memory. Raises `DataError` if `n_buffers` is too small.
+    """The greatest number of open requests, and the number of items with memory.
+
+    Raises `DataError` if `n_buffers` is too small.
 
     Args:
         width: number of items that share a slot
@@ -379,7 +405,9 @@ def plan_buffers(
         )
     elif (
         lag is None and width > 1
-    ):  # `max_pending` items may span `max_pending + width - 1` positions, and two slots are left to lend
+        # `max_pending` items may span `max_pending + width - 1` positions, and two slots are left to
+        # lend
+    ):
         max_pending = max(n_lanes, n_buffers - 2 * width - (width - 1))
     elif lag is None:
         max_pending = max(n_lanes, n_buffers - group_size)
@@ -397,7 +425,9 @@ def plan_buffers(
 def planned_pool(
     seam: Any, service: Any, n_buffers: int | None = None, kind: type = SlotPool
 ) -> tuple:
-    """The greatest number of open requests, and the memory for items. Items that will be joined share a slot if the pipes below allow it.
+    """The greatest number of open requests, and the memory for items.
+
+    Items that will be joined share a slot if the pipes below allow it.
 
     Args:
         seam: `WorkerLanes`; everything above this pipe runs in workers

@@ -86,7 +86,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def guard(pid: int) -> None:
-    """From now on, end the process `pid` when this process is killed. Does nothing on systems without `pidfd_open`.
+    """From now on, end the process `pid` when this process is killed.
+
+    Does nothing on systems without `pidfd_open`.
 
     Args:
         pid: id of a process that this process has just started
@@ -122,7 +124,8 @@ def _send(pid, worker):
 
 
 def unguard(pids: Iterable) -> None:
-    """Forget these processes, and end the guard of this process if it has no other process to guard.
+    """Forget these processes, and end the guard of this process if it has no other process to
+    guard.
 
     Args:
         pids: ids of processes that have ended, guarded or not
@@ -191,7 +194,8 @@ def run_worker(
     threads: int,
     cores: Any,
 ) -> None:
-    """The main function of a worker process: it calls `function(link, *shared, *args)`, and sends an exception to the parent.
+    """The main function of a worker process: it calls `function(link, *shared, *args)`, and sends
+    an exception to the parent.
 
     Args:
         function: the function that the worker runs
@@ -247,14 +251,20 @@ class Terminated(SystemExit):
 
 
 def _exit_once(*signal_and_frame):
-    "On the first SIGTERM, end the process like an exception. Later ones are ignored, because the parent waits for `grace` seconds."
+    """On the first SIGTERM, end the process like an exception.
+
+    Later ones are ignored, because the parent waits for `grace` seconds.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Terminated(0)
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep up to 1 GiB of freed memory, in blocks of at most 256 MiB. A process that collects or learns soon needs as much
-    again, and getting pages from the system takes longer than filling them."""
+    """Make glibc keep up to 1 GiB of freed memory, in blocks of at most 256 MiB.
+
+    A process that collects or learns soon needs as much again, and getting pages from the system
+    takes longer than filling them.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
@@ -266,7 +276,10 @@ def keep_freed_memory() -> None:
 
 
 def _end_with_parent():
-    "Wait until the parent ends, and then end this process. The parent may be killed before it can send a message."
+    """Wait until the parent ends, and then end this process.
+
+    The parent may be killed before it can send a message.
+    """
     pid = os.getppid()
     sentinel = multiprocessing.parent_process().sentinel
     while os.getppid() == pid and not connection.wait([sentinel], 0.3):

@@ -35,7 +35,9 @@ COMPLETING = pickle.dumps(
 
 # %% ../../../nbs/pipes/30_workers/06_loop.ipynb #adf30df6
 class SlotDestination(Destination):
-    "Provides memory of the slot for fragments, and tells the learner's process when a fragment is being put together."
+    """Provides memory of the slot for fragments, and tells the learner's process when a fragment is
+    being put together.
+    """
 
     def __init__(self, writer: SlotWriter, link: Any):
         self.writer, self.link = writer, link
@@ -48,7 +50,10 @@ class SlotDestination(Destination):
 
 # %% ../../../nbs/pipes/30_workers/06_loop.ipynb #d4146fb6
 def holders_in(graphs: Iterable) -> list:
-    "All objects that the pipes of `graphs` hold by reference, such as actors. The order is the same for copies of the graphs."
+    """All objects that the pipes of `graphs` hold by reference, such as actors.
+
+    The order is the same for copies of the graphs.
+    """
     return [x for graph in graphs for pipe in nodes(graph) for x in held_by(pipe)]
 
 
@@ -122,10 +127,13 @@ class LaneRunner:
         self.unchanging = Unchanging(holders, lambda text: send_warning(link, f"{name}: {text}"))
 
     def answer(self, request: tuple) -> tuple:
-        """Write the next item of a lane into its slot. Returns a `Reply` as a tuple, which is faster.
+        """Write the next item of a lane into its slot.
+
+        Returns a `Reply` as a tuple, which is faster.
 
         Args:
-            request: lane, slot, position, number of the weights (None: the latest), and arguments of `Layout` (None: as before)
+            request: lane, slot, position, number of the weights (None: the latest), and arguments
+                of `Layout` (None: as before)
         """
         self.lane, slot, position, publication, new_layout = request
         if new_layout is not None:
@@ -157,7 +165,9 @@ class LaneRunner:
             return e
 
     def _stream(self):
-        "The stream of the current lane, after the lane's states of the global generators are swapped in."
+        """The stream of the current lane, after the lane's states of the global generators are
+        swapped in.
+        """
         if (
             self.lane != self.present
         ):  # a lane's states stay in place until another lane runs, because only lanes draw here
@@ -182,7 +192,8 @@ class LaneRunner:
 
 # %% ../../../nbs/pipes/30_workers/06_loop.ipynb #2881a947
 def run_lanes(link: Any, *args: Any) -> None:
-    """The main loop of a worker process: it sends a `Reply` for each request, and ends when it receives None.
+    """The main loop of a worker process: it sends a `Reply` for each request, and ends when it
+    receives None.
 
     Args:
         link: the worker's end of the connection

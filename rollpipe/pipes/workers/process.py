@@ -36,7 +36,9 @@ def _header(size) -> bytes:
 
 
 class Link:
-    """The parent's end of the connection to a worker. Only `poll` waits, and at most for its `timeout`.
+    """The parent's end of the connection to a worker.
+
+    Only `poll` waits, and at most for its `timeout`.
 
     Args:
         connection: the connection, which this object owns from now on
@@ -60,13 +62,19 @@ class Link:
         self.connection.close()
 
     def send(self, message: Any) -> None:
-        "Send as much of `message` as possible without waiting; `flush` and `poll` send the rest. Raises `OSError` if the worker has ended."
+        """Send as much of `message` as possible without waiting; `flush` and `poll` send the rest.
+
+        Raises `OSError` if the worker has ended.
+        """
         data = pickle.dumps(message)
         self.unsent += _header(len(data)) + data
         self.flush()
 
     def flush(self) -> None:
-        "Send as much of earlier messages as possible without waiting. Raises `OSError` if the worker has ended."
+        """Send as much of earlier messages as possible without waiting.
+
+        Raises `OSError` if the worker has ended.
+        """
         try:
             while self.unsent:
                 del self.unsent[: os.write(self.fileno(), self.unsent)]
@@ -77,7 +85,10 @@ class Link:
             raise
 
     def read(self) -> memoryview | None:
-        "The pickle of the next message, or None if it is incomplete. Raises `EOFError` or `OSError` if no more data can arrive."
+        """The pickle of the next message, or None if it is incomplete.
+
+        Raises `EOFError` or `OSError` if no more data can arrive.
+        """
         if not self._has(begin := 4):
             return None
         (size,) = struct.unpack_from("!i", self.part)
@@ -104,7 +115,10 @@ class Link:
         return True
 
     def poll(self, timeout: float = 0.0) -> bool:
-        "Has data arrived, or has the worker ended? Waits at most `timeout` seconds, and meanwhile sends the rest of earlier messages."
+        """Has data arrived, or has the worker ended?
+
+        Waits at most `timeout` seconds, and meanwhile sends the rest of earlier messages.
+        """
         poller = select.poll()
         deadline = time.monotonic() + timeout
         while True:
@@ -118,7 +132,11 @@ class Link:
 
 # %% ../../../nbs/pipes/30_workers/05_process.ipynb #f338a952
 def start_method_for(method: str | None = None, threads: int = 1) -> str:
-    "The start method. None becomes fork where this is safe, else spawn. Raises `WorkerError` if `method` is unknown or could hang."
+    """The start method.
+
+    None becomes fork where this is safe, else spawn. Raises `WorkerError` if `method` is unknown or
+    could hang.
+    """
     known = multiprocessing.get_all_start_methods()
     cuda = torch.cuda.is_initialized()
     if not hasattr(signal, "SIGUSR1"):
@@ -174,7 +192,10 @@ def _end_of(code) -> str:
 
 # %% ../../../nbs/pipes/30_workers/05_process.ipynb #5d0f1d03
 def end_workers(workers: Iterable, failed: bool = False) -> list:
-    "End all `workers`, without waiting if something has `failed`. Returns the errors that they sent at the end."
+    """End all `workers`, without waiting if something has `failed`.
+
+    Returns the errors that they sent at the end.
+    """
     workers = [
         w
         for w in workers
@@ -246,7 +267,10 @@ def _kill(process, link):
 
 
 def _drain(link, errors) -> bool:
-    "Read all messages that have arrived, and append exceptions to `errors`. Returns True if no more can arrive."
+    """Read all messages that have arrived, and append exceptions to `errors`.
+
+    Returns True if no more can arrive.
+    """
     try:
         while (data := link.read()) is not None:
             message = pickle.loads(data)
@@ -331,9 +355,11 @@ STARTING = 60.0  # least time for which a starting worker may be silent [s]
 
 
 class WorkerProcess:
-    """A process that runs `function(connection, *shared, *args)`, and the parent's end of the connection.
+    """A process that runs `function(connection, *shared, *args)`, and the parent's end of the
+    connection.
 
-    The function must return when it receives None. Raises `WorkerError` if the process cannot be started.
+    The function must return when it receives None. Raises `WorkerError` if the process cannot be
+    started.
 
     Args:
         name: name in error messages
@@ -387,7 +413,10 @@ class WorkerProcess:
         return self.process.is_alive()
 
     def send(self, message: Any) -> None:
-        "Send `message` without waiting. If the worker has ended, do nothing: `take` raises the error."
+        """Send `message` without waiting.
+
+        If the worker has ended, do nothing: `take` raises the error.
+        """
         try:
             self.link.send(message)
         except OSError:
@@ -397,7 +426,8 @@ class WorkerProcess:
         "Has data arrived, or has the worker ended? Waits at most `timeout` seconds."
         deadline = time.monotonic() + timeout
         while not self._arrived(min(0.5, max(0.0, deadline - time.monotonic()))):
-            # The connection may stay open after the worker's end, if a child process of the worker holds it.
+            # The connection may stay open after the worker's end, if a child process of the worker
+            # holds it.
             if not self.process.is_alive() or time.monotonic() >= deadline:
                 return not self.process.is_alive()
         return True
@@ -409,7 +439,10 @@ class WorkerProcess:
             return True  # the worker has ended
 
     def take(self) -> Any:
-        "The next message, or `NOTHING` if it is incomplete. Raises the worker's own exception, or `WorkerDied`."
+        """The next message, or `NOTHING` if it is incomplete.
+
+        Raises the worker's own exception, or `WorkerDied`.
+        """
         if (data := self._read()) is None:
             if self.process.is_alive():
                 return NOTHING
@@ -435,13 +468,18 @@ class WorkerProcess:
             raise _death_of(self) from None
 
     def receive(self) -> Any:
-        "Wait for the next message and return it. Raises the worker's own exception, or `WorkerDied`."
+        """Wait for the next message and return it.
+
+        Raises the worker's own exception, or `WorkerDied`.
+        """
         while (message := self.take()) is NOTHING:
             self.poll(60)
         return message
 
     def patience(self, silence: float) -> float:
-        "How long the worker may be silent now [s]: `silence`, but at least `STARTING` until it has started."
+        """How long the worker may be silent now [s]: `silence`, but at least `STARTING` until it
+        has started.
+        """
         return silence if self.has_started else max(silence, STARTING)
 
     def current_traceback(self, timeout: float = 1.0) -> str:

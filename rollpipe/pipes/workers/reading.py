@@ -15,39 +15,49 @@ from .process import start_method_for
 # %% ../../../nbs/pipes/30_workers/10_reading.ipynb #3c7df6e7
 @torchdata.reading_service
 class ProcessReading(WorkerReading):
-    """Run the pipes above `Lanes` in worker processes: `DataLoader2(pipe, reading_service=ProcessReading(num_workers=2))`.
+    """Run the pipes above `Lanes` in worker processes: `DataLoader2(pipe,
+    reading_service=ProcessReading(num_workers=2))`.
 
-    A *group* is the number of fragments that `FragmentStacker` joins, or one fragment without it. When a group is requested, the weights
-    of actors and other networks in the pipes above are published, if they have changed. With `lag=0` nothing is collected until the
-    previous group is consumed, so all fragments of a batch have the newest version. With `lag=1` the next group is collected meanwhile.
-    With `lag=None` two fragments per lane, or as many as the buffers allow, are collected ahead, with the weights that are newest then.
-    In canonical order, and with a number as `lag`, the stream is the same for any number of workers. For `lag=0` it is also bit-identical
-    to the stream without a reading service.
+    A *group* is the number of fragments that `FragmentStacker` joins, or one fragment without it.
+    When a group is requested, the weights of actors and other networks in the pipes above are
+    published, if they have changed. With `lag=0` nothing is collected until the previous group is
+    consumed, so all fragments of a batch have the newest version. With `lag=1` the next group is
+    collected meanwhile. With `lag=None` two fragments per lane, or as many as the buffers allow,
+    are collected ahead, with the weights that are newest then. In canonical order, and with a
+    number as `lag`, the stream is the same for any number of workers. For `lag=0` it is also
+    bit-identical to the stream without a reading service.
 
-    Fragments arrive in shared memory. If all pipes between `Lanes` and a `FragmentStacker` allow it (`any_strides`, such as
-    `AdvantageBuffer`), large integer arrays are made side by side, and the join does not copy them.
+    Fragments arrive in shared memory. If all pipes between `Lanes` and a `FragmentStacker` allow it
+    (`any_strides`, such as `AdvantageBuffer`), large integer arrays are made side by side, and the
+    join does not copy them.
 
-    If a worker dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes begin anew, with `seq` 0 and
-    other random numbers. `Fragment.restarts` counts this. With environments
-    that are kept (`keep_environments`), they go on exactly where they were.
+    If a worker dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes
+    begin anew, with `seq` 0 and other random numbers. `Fragment.restarts` counts this. With
+    environments that are kept (`keep_environments`), they go on exactly where they were.
 
-    Raises `DataError` for options out of range, `GraphError` if no part of the graph can run in workers, or for a tap above the lanes,
-    `EnvError` for an instance of an environment, because it would be copied, and `WorkerError` if a worker cannot be started or dies.
-    An exception in a worker is raised again in this process, with its traceback.
+    Raises `DataError` for options out of range, `GraphError` if no part of the graph can run in
+    workers, or for a tap above the lanes, `EnvError` for an instance of an environment, because it
+    would be copied, and `WorkerError` if a worker cannot be started or dies. An exception in a
+    worker is raised again in this process, with its traceback.
 
     Args:
-        num_workers: number of processes, at most one per lane; 0: none, and the graph is not changed
+        num_workers: number of processes, at most one per lane; 0: none, and the graph is not
+            changed
         lag: learner updates between collecting and consuming; None: no limit, workers run ahead
         order: 'canonical': lanes in turn; 'ready': first come, first served
-        n_buffers: fragments in shared memory [those in progress, of the current and of the previous batch]
+        n_buffers: fragments in shared memory [those in progress, of the current and of the previous
+            batch]
         start_method: 'fork', 'forkserver' or 'spawn' [fork, if it is safe]
-        affinity: for each worker its processor cores (an int or several), or a device such as 'cuda:1'
+        affinity: for each worker its processor cores (an int or several), or a device such as
+            'cuda:1'
         worker_threads: torch threads in each worker
         restart: how many deaths of workers are allowed
-        silence: seconds without an answer from a started worker until the log shows the worker's traceback
+        silence: seconds without an answer from a started worker until the log shows the worker's
+            traceback
         on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before a worker is killed
-        spin: seconds to wait without sleeping; the learner then reacts at once, but keeps a core busy
+        spin: seconds to wait without sleeping; the learner then reacts at once, but keeps a core
+            busy
     """
 
     def __init__(

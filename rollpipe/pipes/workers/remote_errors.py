@@ -41,7 +41,8 @@ def pack_exception(e: BaseException, where: str) -> tuple:
         where: text that names this process and its task
 
     Returns:
-        tuple: `(text, pickle)`; a `WorkerError` is pickled instead if the exception cannot be pickled or unpickled
+        tuple: `(text, pickle)`; a `WorkerError` is pickled instead if the exception cannot be
+            pickled or unpickled
     """
     inner = next((o for o in _selves(e.__traceback__) if isinstance(o, IterDataPipe)), None)
     if getattr(inner, "fusion", None) is not None:
@@ -75,9 +76,11 @@ _set = (
 def send_exception(link: Any, e: BaseException, where: str) -> None:
     """Send an exception to the parent. Does nothing if the parent has ended.
 
-    A `SystemExit` is sent as a warning, which says who has called `sys.exit`. As an error it would end the learner's program.
+    A `SystemExit` is sent as a warning, which says who has called `sys.exit`. As an error it would
+    end the learner's program.
 
-    Only here the end of the parent is detected. Elsewhere an `EOFError` may also come from a connection or file of the user.
+    Only here the end of the parent is detected. Elsewhere an `EOFError` may also come from a
+    connection or file of the user.
 
     Args:
         link: the connection to the parent
@@ -152,7 +155,10 @@ def unpack_exception(text: str, packed: bytes) -> BaseException:
 
 # %% ../../../nbs/pipes/30_workers/02_remote_errors.ipynb #5d0f1a0e
 class TracebackFile:
-    "A file into which a worker writes its current traceback. The worker gets the file when it is started."
+    """A file into which a worker writes its current traceback.
+
+    The worker gets the file when it is started.
+    """
 
     def __init__(self, file: Any = None):
         self.file = SharedMemory() if file is None else file  # or an object with a descriptor `fd`
@@ -167,7 +173,10 @@ class TracebackFile:
         return self.file.fd < 0 or os.fstat(self.file.fd).st_size > 0
 
     def ask(self, pid: int, timeout: float) -> str:
-        "In the parent: the traceback of process `pid`, most recent call first. Waits at most `timeout` seconds for it."
+        """In the parent: the traceback of process `pid`, most recent call first.
+
+        Waits at most `timeout` seconds for it.
+        """
         if self.file.fd < 0:
             return "(it has ended)"
         if not self.is_served():

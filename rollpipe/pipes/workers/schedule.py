@@ -17,7 +17,8 @@ class Request:
 
     Args:
         group: number of the group that was consumed when the item was requested, counted from 0
-        publication: number of the weights with which the item must be collected; None: the latest weights at the time of collecting
+        publication: number of the weights with which the item must be collected; None: the latest
+            weights at the time of collecting
         destination: place for the item; the schedule does not use it
         answer: the answer; None: not yet answered
         ended: True: the lane has ended, so there is no item
@@ -32,7 +33,9 @@ class Request:
 
 # %% ../../../nbs/pipes/30_workers/07_schedule.ipynb #5d0f1c08
 class LaneSchedule:
-    """Decides which lane is asked next and which item is handed out next. Keeps the open requests in the order in which they were made.
+    """Decides which lane is asked next and which item is handed out next.
+
+    Keeps the open requests in the order in which they were made.
 
     Args:
         group_size: items that are consumed before the weights may change
@@ -85,7 +88,8 @@ class LaneSchedule:
         Args:
             turn: lanes that have not ended, the next one first
             n: number of items that were handed out
-            pending: `(lane, item)` of the items that were collected and not handed out, oldest first; None: the lane has ended
+            pending: `(lane, item)` of the items that were collected and not handed out, oldest
+                first; None: the lane has ended
         """
         self.turn = deque(turn)
         self.n_handed_out = n
@@ -118,7 +122,10 @@ class LaneSchedule:
         self.answered.append(request)
 
     def next_done(self) -> Request | None:
-        "The next request to hand out, or None. In ready order this is the first answered one, unless the oldest is over `lag` groups old."
+        """The next request to hand out, or None.
+
+        In ready order this is the first answered one, unless the oldest is over `lag` groups old.
+        """
         if not self.pending:
             return None
         oldest = self.pending[0]
@@ -127,7 +134,10 @@ class LaneSchedule:
         return oldest if oldest.answer is not None else None
 
     def hand_out(self, request: Request) -> None:
-        "Note that the item of this request is consumed. If the lane has ended without an item, the lane is not asked again."
+        """Note that the item of this request is consumed.
+
+        If the lane has ended without an item, the lane is not asked again.
+        """
         self.pending.remove(request)
         self.answered.remove(request)
         if not request.ended:

@@ -37,7 +37,8 @@ from rollpipe.pipes.workers.codec import (
 class Layout:
     """The places of the large arrays of `n` items that will be joined along dimension 1.
 
-    Integers are stored as `[T, n, B, ...]`, the memory of the joined `[T, n * B, ...]`, and floats as `[n, T, B, ...]`.
+    Integers are stored as `[T, n, B, ...]`, the memory of the joined `[T, n * B, ...]`, and floats
+    as `[n, T, B, ...]`.
 
     Args:
         n: number of items
@@ -68,7 +69,9 @@ EMPTY_LAYOUT = Layout()  # no entries: all arrays are in the items' own memory
 
 # %% ../../../nbs/pipes/30_workers/01_slots.ipynb #cc0ec413
 class ViewCache:
-    "Keeps, for each key, the last views of the arrays in an item's own memory, because making views takes time."
+    """Keeps, for each key, the last views of the arrays in an item's own memory, because making
+    views takes time.
+    """
 
     def __init__(self):
         self.last = {}
@@ -93,7 +96,10 @@ class ViewCache:
 
 # %% ../../../nbs/pipes/30_workers/01_slots.ipynb #724093e7
 class Slot:
-    "Shared memory for `n` items at a time. Pass it to a process as an argument when the process is started."
+    """Shared memory for `n` items at a time.
+
+    Pass it to a process as an argument when the process is started.
+    """
 
     def __init__(self, n: int = 1):
         self.item_memory = [SharedMemory() for _ in range(n)]  # memory of each item's own arrays
@@ -121,7 +127,8 @@ class Slot:
         """Read the item that was written at this position.
 
         Args:
-            on_release: if given, large arrays are lent, and this function is called when their last view is deleted
+            on_release: if given, large arrays are lent, and this function is called when their last
+                view is deleted
         """
         start = self.start(position, layout)
         memories = {}
@@ -157,7 +164,9 @@ class Slot:
         return item
 
     def warm_up(self, item_format: ItemFormat, position: int, layout: Layout) -> None:
-        "Run the code that reads an item, without a result and for any content of the slot (see `ItemFormat.warm_up`)."
+        """Run the code that reads an item, without a result and for any content of the slot (see
+        `ItemFormat.warm_up`).
+        """
         if item_format.specs is None:
             return
         item_format.warm_up(
@@ -193,15 +202,18 @@ def _call_when_gone(arrays, function):
 
 # %% ../../../nbs/pipes/30_workers/01_slots.ipynb #5d0f1b05
 class Reply(NamedTuple):
-    """The answer to a request for an item, with the data with which the reader reads the item from its slot.
+    """The answer to a request for an item, with the data with which the reader reads the item from
+    its slot.
 
     Args:
         format_id: number of the item's format; None: the format is not stored
         new_format: arguments of `ItemFormat`; None: the format was sent before with this number
         copied_bytes: bytes copied into the slot
         unplaced: `(shape, dtype)` of each large tensor without an entry in the layout
-        publication: number of the weights with which the item was collected; None: the lane has ended, and there is no item
-        begin: [s] begin of collecting, a time of `time.monotonic`, which all processes of a machine share
+        publication: number of the weights with which the item was collected; None: the lane has
+            ended, and there is no item
+        begin: [s] begin of collecting, a time of `time.monotonic`, which all processes of a machine
+            share
         end: [s] time at which the item was complete, before it was written into the slot
         state: of the lane, if it was asked for
     """
@@ -259,7 +271,9 @@ class _SentFormat(NamedTuple):
 
 
 def _signature(x):
-    "The properties of an array on which the format of an item depends; None if `x` is not an array."
+    """The properties of an array on which the format of an item depends; None if `x` is not an
+    array.
+    """
     if type(x) is torch.Tensor:
         return x.dtype, x.shape, x.requires_grad, x.device, x.layout
     if type(x) is np.ndarray and not x.dtype.hasobject:
@@ -288,7 +302,10 @@ class LayoutEntries(Arena):
         )
 
     def place(self, x: torch.Tensor) -> int:
-        "The entry of the large tensor `x`, or -1 if there is none. Copies `x` into the slot, unless `empty` made it there."
+        """The entry of the large tensor `x`, or -1 if there is none.
+
+        Copies `x` into the slot, unless `empty` made it there.
+        """
         entry, _ = self.find(x)
         if entry >= 0:
             return entry
@@ -304,7 +321,9 @@ class LayoutEntries(Arena):
 class SlotWriter:
     "Writes items into slots, in the process that makes the items."
 
-    MAX_FORMATS = 64  # greatest number of stored formats, to bound the memory; then all are dropped, and numbers begin at 0 again
+    # greatest number of stored formats, to bound the memory; then all are dropped, and numbers
+    # begin at 0 again
+    MAX_FORMATS = 64
     end: int  # end of the item's own arrays [bytes]
 
     def __init__(self, slots: Sequence):
@@ -327,7 +346,10 @@ class SlotWriter:
         self.entries.begin(target, position, layout)
 
     def write(self, item: Any) -> Reply:
-        "Write `item` into the slot. Raises `DataError` if it cannot be sent, or if there is not enough memory."
+        """Write `item` into the slot.
+
+        Raises `DataError` if it cannot be sent, or if there is not enough memory.
+        """
         leaves, tree = nested.flatten(item)
         signatures = [_signature(x) for x in leaves]
         if self.type is None or self.type.tree != tree or self.type.signatures != signatures:
@@ -355,7 +377,9 @@ class SlotWriter:
         )
 
     def _new_format(self, item_type, item, leaves, entries) -> tuple:
-        "`(_SentFormat, arguments of ItemFormat)` for items of this type, or `(None, None)` if their containers cannot be pickled alone."
+        """`(_SentFormat, arguments of ItemFormat)` for items of this type, or `(None, None)` if
+        their containers cannot be pickled alone.
+        """
         entry_of = dict(zip(item_type.large, entries))
         specs = []
         size = 0
@@ -376,7 +400,10 @@ class SlotWriter:
         return sent, (data, size, True)
 
     def _forget_formats(self):
-        "Drop all formats, and number new ones from 0. The reader replaces a format when a new one has the same number."
+        """Drop all formats, and number new ones from 0.
+
+        The reader replaces a format when a new one has the same number.
+        """
         self.types = {}
         self.n_formats = 0
         if self.type is not None:
@@ -389,7 +416,10 @@ class SlotWriter:
             self.memory.reserve(self.end + -size % 2**16)
 
     def _write_pickled(self, item) -> Reply:
-        "Write an item that has more than arrays and containers. The header contains the item's pickle."
+        """Write an item that has more than arrays and containers.
+
+        The header contains the item's pickle.
+        """
         data, arrays, size = pickle_item(item)
         self._reserve(size)
         memory = self.memory.view(self.start + size)
@@ -403,7 +433,8 @@ class SlotState:
 
     Args:
         layout: places of large arrays
-        n_out: number of items in progress or lent, plus positions not taken yet; 0: the slot is free
+        n_out: number of items in progress or lent, plus positions not taken yet; 0: the slot is
+            free
         lent: True: its large arrays are lent; None: none of its items was read yet
     """
 
@@ -413,7 +444,9 @@ class SlotState:
 
 
 def slots_spanned(n_items: int, width: int) -> int:
-    "The greatest number of slots that `n_items` successive items may need, if the first item may have any position in its slot."
+    """The greatest number of slots that `n_items` successive items may need, if the first item may
+    have any position in its slot.
+    """
     return -(-(n_items + width - 1) // width)
 
 # %% ../../../nbs/pipes/30_workers/01_slots.ipynb #9f0bae32
@@ -443,7 +476,10 @@ class SlotPool:
         self.last_read = None  # `(slot, format, position, layout)`
 
     def _take_back(self):
-        "Count items that were given back. `give_back` only notes them, because arrays may be deleted at any time and in any thread."
+        """Count items that were given back.
+
+        `give_back` only notes them, because arrays may be deleted at any time and in any thread.
+        """
         while self.returned:
             state = self.states[slot := self.returned.popleft()]
             state.n_out -= 1
@@ -456,7 +492,10 @@ class SlotPool:
         return self.position < self.width or bool(self.free)
 
     def take(self) -> tuple:
-        "`(slot, position)` for the next item. There must be room. Raises `DataError` if there is not enough memory."
+        """`(slot, position)` for the next item.
+
+        There must be room. Raises `DataError` if there is not enough memory.
+        """
         if self.position == self.width:
             self._begin_slot()
         self.position += 1
@@ -482,13 +521,18 @@ class SlotPool:
         self.returned.append(slot)
 
     def propose_layout(self, unplaced: tuple) -> None:
-        "Note the large arrays of an item that have no entry in the layout. If two successive items agree, these arrays become the layout."
+        """Note the large arrays of an item that have no entry in the layout.
+
+        If two successive items agree, these arrays become the layout.
+        """
         if unplaced and not self.layout.arrays and unplaced == self.proposed:
             self.layout = Layout(self.width, unplaced)
         self.proposed = unplaced
 
     def warm_up(self) -> None:
-        "Run again the code that read the last item, and allocate memory for the next item (see `ItemFormat.warm_up`)."
+        """Run again the code that read the last item, and allocate memory for the next item (see
+        `ItemFormat.warm_up`).
+        """
         if self.last_read is not None:
             self.slots[self.last_read[0]].warm_up(*self.last_read[1:])
 
