@@ -87,29 +87,32 @@ def values(fragment: Fragment, critic: Any = None) -> tuple[Tensor, Tensor]:
         v_final = fragment.final.actor["value"]
     else:
         v = _judged(critic, fragment.state.obs, fragment.actor, "state.obs")
-        v_final = (
-            _judged(critic, fragment.final.obs, fragment.final.actor, "final.obs")
-            if len(fragment.final.t)
-            else None
-        )
-    wanted = [
-        ("", "[T+1, B]", v, fragment.state.rew.shape),
-        (" of the final observations", "[K]", v_final, fragment.final.t.shape),
-    ]
-    for which, shape, x, lead in wanted if len(fragment.final.t) else wanted[:1]:
-        if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.shape != lead:
+        v_final = None
+        if len(fragment.final.t):
+            v_final = _judged(critic, fragment.final.obs, fragment.final.actor, "final.obs")
+
+    # (which values, their shape in words, the values, their shape)
+    checks = [("", "[T+1, B]", v, fragment.state.rew.shape)]
+    if len(fragment.final.t):
+        checks.append((" of the final observations", "[K]", v_final, fragment.final.t.shape))
+    for which, in_words, x, shape in checks:
+        if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.shape != shape:
             whose = "values that the actor reported" if critic is None else "values of the critic"
             raise DataError(
                 f"wrong shape or dtype of the {whose}{which}",
-                expected=f"float32 {shape} = {list(lead)}",
+                expected=f"float32 {in_words} = {list(shape)}",
                 got=describe(x),
             )
+
+    # Where an episode was truncated, row t + 1 belongs to the next episode already.
     v_tp1 = v[1:]
     if len(fragment.final.t):
         v_tp1 = v_tp1.clone()
         v_tp1[fragment.final.t, fragment.final.b] = v_final
-    still = ~fragment.valid
-    return v[:-1].masked_fill(still, 0.0), v_tp1.masked_fill(fragment.term[1:] | still, 0.0)
+
+    invalid = ~fragment.valid
+    v_t = v[:-1].masked_fill(invalid, 0.0)
+    return v_t, v_tp1.masked_fill(fragment.term[1:] | invalid, 0.0)
 
 # %% ../../nbs/pipes/15_advantage.ipynb #41eaef39
 class AdvantageBuffer(Pipe):

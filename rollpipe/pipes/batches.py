@@ -140,12 +140,9 @@ class Arena(Destination):
 
         For another array, -1 and `x` itself.
         """
-        place, there = self.made.get(x.data_ptr(), (-1, x))
-        return (
-            (place, there)
-            if (there.dtype, there.shape, there.stride()) == (x.dtype, x.shape, x.stride())
-            else (-1, x)
-        )
+        place, array = self.made.get(x.data_ptr(), (-1, x))
+        is_same = (array.dtype, array.shape, array.stride()) == (x.dtype, x.shape, x.stride())
+        return (place, array) if is_same else (-1, x)
 
 
 class SideBySide(Arena):
@@ -172,9 +169,9 @@ class SideBySide(Arena):
             return super().take(shape, dtype)
         # The first fragment makes the places. numpy allocates them, because it asks the system for
         # huge pages.
-        whole = np.empty(
-            (shape[0], self.n * shape[1], *shape[2:]), torch.empty(0, dtype=dtype).numpy().dtype
-        )
+        n_steps, width, *rest = shape
+        numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+        whole = np.empty((n_steps, self.n * width, *rest), numpy_dtype)
         self.wholes.append(torch.from_numpy(whole))
         self.kinds.append((shape, dtype))
         return len(self.wholes) - 1
@@ -185,7 +182,8 @@ class SideBySide(Arena):
         return self.wholes[place][:, self.position * width : (self.position + 1) * width]
 
     def completing(self) -> None:
-        self.position, self.free = self.position + 1, list(range(len(self.kinds)))
+        self.position += 1
+        self.free = list(range(len(self.kinds)))
 
     def placed(self, fragments: list) -> list:
         """The `fragments` of a batch with their arrays as columns of the joined ones, so that
@@ -250,27 +248,25 @@ class Minibatcher(Seeded, Pipe):
 
     def __init__(self, pipe: IterDataPipe, size: int, epochs: int = 1, seed: int | None = None):
         super().__init__(pipe)
-        self.size, self.epochs, self.seed = (
-            check_integer("size", size, pipe=self),
-            check_integer("epochs", epochs, pipe=self),
-            seed,
-        )
+        self.size = check_integer("size", size, pipe=self)
+        self.epochs = check_integer("epochs", epochs, pipe=self)
+        self.seed = seed
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
         rng = np.random.default_rng(self.seed_sequence())
         # The fragment in progress, `n` of whose minibatches were yielded, and the state of the
         # generator before it
-        kept = self.keep(fragment=None, n=0, before=rng.bit_generator.state)
-        rng.bit_generator.state = kept["before"]
-        for fragment in chain([] if kept["fragment"] is None else [kept["fragment"]], items):
+        progress = self.keep(fragment=None, n=0, before=rng.bit_generator.state)
+        rng.bit_generator.state = progress["before"]
+        in_progress = [] if progress["fragment"] is None else [progress["fragment"]]
+        for fragment in chain(in_progress, items):
             check_item(fragment, Fragment, self)
-            kept["fragment"] = fragment
-            for minibatch in islice(
-                minibatches(fragment, self.size, self.epochs, rng), kept["n"], None
-            ):
-                kept["n"] += 1
+            progress["fragment"] = fragment
+            shuffled = minibatches(fragment, self.size, self.epochs, rng)
+            for minibatch in islice(shuffled, progress["n"], None):
+                progress["n"] += 1
                 yield minibatch
-            kept.update(fragment=None, n=0, before=rng.bit_generator.state)
+            progress.update(fragment=None, n=0, before=rng.bit_generator.state)
 
 # %% ../../nbs/pipes/16_batches.ipynb #b45ca730
 def _begin(item, device, side):
@@ -336,21 +332,22 @@ class ToDevice(Pipe):
             raise DataError(
                 "unknown device", pipe=self, expected="such as 'cuda' or 'cpu'", got=str(device)
             ) from e
-        self.device, self.ahead = device, check_integer("ahead", ahead, 0, pipe=self)
+        self.device = device
+        self.ahead = check_integer("ahead", ahead, 0, pipe=self)
 
     def not_kept(self) -> str | None:
         "See `Pipe`."
-        return (
-            f"it has read {self.ahead} items ahead, whose transfers have begun"
-            if self.ahead
-            else None
-        )
+        if not self.ahead:
+            return None
+        return f"it has read {self.ahead} items ahead, whose transfers have begun"
 
     def stream(self, items: Iterator) -> Iterator:
         device = torch.device(self.device)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise DataError("no such device here", pipe=self, expected="CUDA", got=str(device))
         side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+        # copies that have begun, oldest first
         under_way = deque()
         for item in items:
             if isinstance(item, Tick):

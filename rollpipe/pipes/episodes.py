@@ -66,9 +66,8 @@ class EpisodeBuilder:
         self.waiting = bool(fin.any())
         if not self.waiting:
             return []
-        episodes = (
-            self._finish(tick, ended) if (ended := np.flatnonzero(fin & valid).tolist()) else []
-        )
+        ended = np.flatnonzero(fin & valid).tolist()
+        episodes = self._finish(tick, ended) if ended else []
         # where an episode has ended, or an environment rests, the next episode cannot begin before
         # the next row
         self.begin[fin] = now + 1
@@ -134,21 +133,14 @@ class EpisodeBuilder:
         # `fin` is False.
         act, info = tick.source.react(last, nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0])
         last = nested.map(torch.from_numpy, last._replace(fin=np.ones(len(ended), bool)))
-        return [
-            self._episode(
-                tick,
-                b,
-                *(
-                    nested.getitem(x, (slice(None), slice(k, k + 1)))
-                    for x in (
-                        nested.map(lambda x: x[None], last),
-                        act,
-                        nested.map(torch.clone, info),
-                    )
-                ),
-            )
-            for k, b in enumerate(ended)
-        ]
+
+        # Everything `[1, K, ...]`, one column for each episode that ended.
+        reactions = nested.map(lambda x: x[None], last), act, nested.map(torch.clone, info)
+        episodes = []
+        for k, b in enumerate(ended):
+            column = nested.getitem(reactions, (slice(None), slice(k, k + 1)))
+            episodes.append(self._episode(tick, b, *column))
+        return episodes
 
     def _episode(self, tick, b, last, act, info):
         """The episode of environment `b`, which ended in the state `last` with the virtual reaction
@@ -156,11 +148,14 @@ class EpisodeBuilder:
         """
         state, actor, env = self.rows.cut(int(self.begin[b]), self.rows.end, b)
         n_steps = len(state.rew)
+
+        # The last row: the true last observation, and the reaction to it.
         state = nested.cat([state, last])
         actor = nested.cat([actor, nested.map(lambda x, like: x.to(like.dtype), info, actor)])
         actor = tick.source.complete(
             nested.cat([nested.getitem(state.act, slice(1, None)), act]), actor
         )
+
         term = torch.zeros(n_steps + 1, 1, dtype=torch.bool)
         term[-1] = bool(tick.term[b])
         final = Final(
@@ -340,21 +335,16 @@ class TraceRows:
         """The reports; rows `last` of the environments `over` become the reactions to the last
         observations, or zeros after a termination.
         """
-        act, rew = nested.map(
-            lambda x: np.concatenate([x[:1], x]), (act, rew)
-        )  # row t + 1 of a state belongs to step t
+        # Row t + 1 of a state belongs to step t.
+        act, rew = nested.map(lambda x: np.concatenate([x[:1], x]), (act, rew))
         state = nested.torchify(State(stepno, self.tick.next.obs, act, rew, ()))
         ends = [end for end in self.ends if end.b in over and end.t + 1 == last[end.b]]
-        reports = nested.map(
-            lambda x: x.index_put(
-                (torch.from_numpy(last[over]), torch.from_numpy(over)), x.new_zeros(())
-            ),
-            reports,
-        )
+
+        # Zeros first: they stay where an episode terminated.
+        rows = torch.from_numpy(last[over]), torch.from_numpy(over)
+        reports = nested.map(lambda x: x.index_put(rows, x.new_zeros(())), reports)
         if ends:
-            nested.setitem(
-                reports,
-                tuple(torch.tensor([(end.t + 1, end.b) for end in ends]).T),
-                final_rows(ends, self.tick.source, state, reports).actor,
-            )
+            rows = tuple(torch.tensor([(end.t + 1, end.b) for end in ends]).T)
+            reactions = final_rows(ends, self.tick.source, state, reports).actor
+            nested.setitem(reports, rows, reactions)
         return reports

@@ -47,10 +47,14 @@ NAMES = {
 
 
 def register(names: dict[str, type] | None = None) -> None:
-    """Make each of `names` (method name -> pipe class; by default `NAMES`) a method of all datapipes.
+    """Make each of `names` a method of all datapipes.
 
-    After a reload, or after a notebook cell has run again, a method makes the new class of the same module and name.
-    Raises `GraphError`, and registers nothing, if a name belongs to another class or to an attribute of all datapipes.
+    After a reload, or after a notebook cell has run again, a method makes the new class of the
+    same module and name. Raises `GraphError`, and registers nothing, if a name belongs to another
+    class or to an attribute of all datapipes.
+
+    Args:
+        names: method name -> pipe class; None: `NAMES`
     """
     names = NAMES if names is None else names
     for name, cls in names.items():
@@ -60,7 +64,8 @@ def register(names: dict[str, type] | None = None) -> None:
                 pipe=cls,
                 expected="a name that pipes do not have yet",
             )
-        if (owner := _owner(name)) is not None and _full_name(owner) != _full_name(cls):
+        owner = _owner(name)
+        if owner is not None and _full_name(owner) != _full_name(cls):
             raise GraphError(
                 f"the method name {name!r} is taken",
                 pipe=cls,
@@ -75,8 +80,11 @@ def register(names: dict[str, type] | None = None) -> None:
 def _owner(name):
     "The class whose pipes the registered method `name` makes; None if there is no such method."
     function = IterDataPipe.functions.get(name)
-    # torch registers a pipe class as partial(make, cls, ...). Any other function counts as its own owner.
-    return None if function is None else getattr(function, "args", (function,))[0]
+    if function is None:
+        return None
+    # torch registers a pipe class as partial(make, cls, ...). Any other function counts as its own
+    # owner.
+    return getattr(function, "args", (function,))[0]
 
 
 def _full_name(cls) -> tuple:

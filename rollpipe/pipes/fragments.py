@@ -157,9 +157,8 @@ class FragmentBuilder:
         **where: context for error messages: pipe
     """
 
-    AT_ONCE = (
-        2**14
-    )  # rows for which memory is allocated at first, if nobody knows whether so many ticks will come
+    # rows for which memory is allocated at first, if nobody knows whether so many ticks will come
+    AT_ONCE = 2**14
     rows: Rows | None = None  # the states of the fragment in progress
     first: Tick  # its first tick
     last: Tick | None  # the last step, as a tick; None: there was none
@@ -183,32 +182,32 @@ class FragmentBuilder:
 
     def add(self, tick: Tick) -> None:
         "Add the next tick of the lane."
-        if (last := self.last) and not (
-            tick.lane == last.lane and tick.state.stepno is last.next.stepno
-        ):
+        last = self.last
+        if last and not (tick.lane == last.lane and tick.state.stepno is last.next.stepno):
             self._check_order(last, tick)
         self.last = tick
         if self.is_asked:
+            # The tick stands for a whole fragment, whose rows the source has written.
             self.first = tick
             self.n = self.n_steps
-            self.found = tick.source.collected
+            self.collected = tick.source.collected
             self.is_asked = False
         else:
             self._add(tick, last)
 
     def _add(self, tick, last):
-        if (rows := self.rows) is None:
-            rows = self._begin(
-                tick.next,
-                *(tick.state, False) if last is None else (last.next, last.term),
-                tick.lane,
-            )
+        rows = self.rows
+        if rows is None:
+            state, term = (tick.state, False) if last is None else (last.next, last.term)
+            rows = self._begin(tick.next, state, term, tick.lane)
         if not self.n:
             self.first = tick
-            self.found = Collected([], [], [], [])
-        ends = [End(self.n, b, obs, hx, bool(tick.term[b])) for b, (obs, hx) in tick.final.items()]
-        for mine, new in zip(self.found, ([tick.actor], [tick.env], [tick.valid], ends)):
-            mine.extend(new)
+            self.collected = Collected([], [], [], [])
+        self.collected.reports.append(tick.actor)
+        self.collected.env.append(tick.env)
+        self.collected.valid.append(tick.valid)
+        for b, (obs, hx) in tick.final.items():
+            self.collected.ends.append(End(self.n, b, obs, hx, bool(tick.term[b])))
         self.n += 1
         rows.put(self.n, tick.next, tick.term)
 
@@ -216,21 +215,20 @@ class FragmentBuilder:
         """If possible, let the source write the next fragment at once: then the next tick stands
         for all of it.
         """
-        if self.direct and (last := self.last) and last.source is not None:
-            self.is_asked = last.source.collect_into(
-                self._begin(last.next, last.next, last.term, last.lane)
-            )
+        last = self.last
+        if self.direct and last and last.source is not None:
+            rows = self._begin(last.next, last.next, last.term, last.lane)
+            self.is_asked = last.source.collect_into(rows)
 
     def get_state(self) -> tuple:
         """What the next fragment depends on: its number and, if there was a step, the state after
         the last one.
         """
         last = self.last
+        if last is None:
+            return self.seq, None
         # Copies, because the arrays are rows of larger memory.
-        return self.seq, None if last is None else (
-            *nested.map(np.array, (*last.next, last.term)),
-            last.lane,
-        )
+        return self.seq, (*nested.map(np.array, (*last.next, last.term)), last.lane)
 
     def set_state(self, state: tuple) -> None:
         "Go on from what `get_state` returned."
@@ -245,33 +243,36 @@ class FragmentBuilder:
     def take(self) -> Fragment:
         "The fragment of the steps that were added since the last one was taken."
         self.destination.completing()
-        found = self.found
+        collected = self.collected
         last = self.last
         first = self.first
         rows = self.rows
         n = self.n
         assert last is not None and rows is not None  # there was a tick
+
         fields = dict(
-            env=stack_infos(found.env, found.valid),
+            env=stack_infos(collected.env, collected.valid),
             hx=nested.map(torch.Tensor.cpu, first.hx),
             term=torch.from_numpy(rows.term[: n + 1]),
-            valid=stack_rows(found.valid),
+            valid=stack_rows(collected.valid),
         )
         fragment = complete(
             last.source,
             rows.tensors(n + 1),
             last.next,
             last.next_hx,
-            found.reports,
-            found.ends,
+            collected.reports,
+            collected.ends,
             fields,
             dict(lane=last.lane, seq=self.seq, version=first.version),
             **self.where,
         )
+
+        # The next fragment begins.
         self.n = 0
-        self.seq = self.seq + 1
+        self.seq += 1
         self.rows = None
-        del self.found
+        del self.collected
         return fragment
 
     def _begin(self, like, state, term, lane):
@@ -282,10 +283,9 @@ class FragmentBuilder:
         """
         where = self.where | dict(lane=lane)
         n = self.n_steps + 1
+        n_at_once = n if self.direct else min(n, self.AT_ONCE)
         try:
-            self.rows = rows = Rows(
-                like, n if self.direct else min(n, self.AT_ONCE), self.destination.empty, **where
-            )
+            self.rows = rows = Rows(like, n_at_once, self.destination.empty, **where)
         except MemoryError as e:
             raise DataError(
                 "a fragment takes more memory than there is",
@@ -305,15 +305,14 @@ class FragmentBuilder:
                 expected="`Lanes` after the collector",
                 got=f"lanes {last.lane} and {tick.lane}",
             )
-        came, wanted = tick.state.stepno, last.next.stepno
-        if not np.array_equal(came, wanted):
+        if not np.array_equal(tick.state.stepno, last.next.stepno):
             raise DataError(
                 "ticks that do not follow one another",
                 **self.where,
                 lane=tick.lane,
                 leaf="stepno",
-                expected=str(wanted),
-                got=str(came),
+                expected=str(last.next.stepno),
+                got=str(tick.state.stepno),
             )
 
 # %% ../../nbs/pipes/13_fragments.ipynb #e9f89cda
@@ -351,9 +350,8 @@ class FragmentCollector(Pipe):
         self, items: Iterator, destination: Destination = ORDINARY_MEMORY
     ) -> Iterator[Fragment]:
         self._check_rests()
-        direct = (
-            isinstance(self.pipe, Source) and trait(self.pipe, "fusible") and self.fusible
-        )  # then nobody keeps or changes ticks
+        # Whether nobody keeps or changes ticks, so that the source may write fragments at once.
+        direct = isinstance(self.pipe, Source) and trait(self.pipe, "fusible") and self.fusible
         builder = FragmentBuilder(self.n_steps, destination, direct, pipe=self)
         self.keep(builder=builder)
         for tick in items:

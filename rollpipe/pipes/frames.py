@@ -49,7 +49,8 @@ class Stacks(torch.Tensor):
         self.rows = rows
 
     def __repr__(self, **kwargs):
-        return f"Stacks({str(self.dtype).removeprefix('torch.')} {list(self.shape)}, {len(self.frames)} frames)"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"Stacks({dtype} {list(self.shape)}, {len(self.frames)} frames)"
 
     def __reduce_ex__(self, protocol):
         return Stacks, (self.frames, self.past, self.rows)
@@ -85,19 +86,25 @@ class Stacks(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if (lazy := _LAZY.get(func)) is not None and (
-            out := lazy(func, *args, **kwargs)
-        ) is not None:
-            return out
+
+        # What can be done on the numbers of the frames is done there.
+        on_numbers = _LAZY.get(func)
+        stacks = None if on_numbers is None else on_numbers(func, *args, **kwargs)
+        if stacks is not None:
+            return stacks
+
         if _writes(func, args, kwargs):  # it would change a copy that nobody has
             raise DataError(
                 "stacks of frames cannot be changed in place",
                 got=str(func),
                 expected="`x.dense()`, or an operation that returns a new tensor",
             )
-        args, kwargs = nested.map(
-            lambda x: x.dense() if isinstance(x, Stacks) else x, (args, kwargs)
-        )
+
+        # Every other operation gets an ordinary tensor.
+        def as_tensor(x):
+            return x.dense() if isinstance(x, Stacks) else x
+
+        args, kwargs = nested.map(as_tensor, (args, kwargs))
         return func(*args, **kwargs)
 
 # %% ../../nbs/pipes/22_frames.ipynb #fa9afc60
@@ -112,7 +119,10 @@ def _index_rows(func, x, *args, **kwargs):
     "Apply an operation on the leading dimensions to `rows` only."
     lead = x.rows.ndim - 1
     if func is aten.index.Tensor:
-        inside = sum(1 if i is None or i.dtype != torch.bool else i.ndim for i in args[0]) <= lead
+        # A mask takes as many dimensions as it has, every other index one.
+        masks = [i for i in args[0] if i is not None and i.dtype == torch.bool]
+        n_dims = len(args[0]) - len(masks) + sum(mask.ndim for mask in masks)
+        inside = n_dims <= lead
     else:
         dim = _from_front(args[0] if args else 0, x.ndim + (func is aten.unsqueeze.default))
         inside = 0 <= dim < lead
@@ -155,10 +165,11 @@ def _writes(func, args, kwargs):
     "Does an operation change one of its arguments that are `Stacks`?"
     if not func._schema.is_mutable:
         return False
-    given = dict(zip((x.name for x in func._schema.arguments), args)) | kwargs
+    parameters = func._schema.arguments
+    value_of = dict(zip((x.name for x in parameters), args)) | kwargs
     changed = [
-        given.get(x.name)
-        for x in func._schema.arguments
+        value_of.get(x.name)
+        for x in parameters
         if x.alias_info is not None and x.alias_info.is_write
     ]
     return any(isinstance(x, Stacks) for x in nested.leaves(changed))
@@ -183,21 +194,25 @@ def _frame_numbers(fragment, n):
     """The frame numbers of the stacks in each row, int64 `[T+1, B, n]`, and of the true last
     observations, `[K, n]`.
     """
-    stepno, n_envs = fragment.state.stepno, fragment.n_envs
-    back = torch.arange(
-        n - 1, -1, -1, device=stepno.device
-    )  # how many rows each element of a stack is older than the newest one
+    stepno = fragment.state.stepno
+    n_envs = fragment.n_envs
+    # how many rows each element of a stack is older than the newest one
+    age = torch.arange(n - 1, -1, -1, device=stepno.device)
 
     def numbers(t, b, stepno):
-        return (t[..., None] - torch.minimum(back, stepno[..., None])) * n_envs + b[..., None]
+        # The first frame of an episode takes the place of earlier ones.
+        row = t[..., None] - torch.minimum(age, stepno[..., None])
+        return row * n_envs + b[..., None]
 
-    every_t, every_b = torch.meshgrid(
-        *(torch.arange(size, device=stepno.device) for size in stepno.shape), indexing="ij"
-    )
-    t, b = fragment.final.t, fragment.final.b
+    sizes = [torch.arange(size, device=stepno.device) for size in stepno.shape]
+    every_t, every_b = torch.meshgrid(*sizes, indexing="ij")
+
     # The true last observation replaces row t + 1. Its number may be too large, but this frame is
     # replaced later anyway.
-    end = numbers(t + 1, b, stepno[t, b] + 1).clamp(max=(fragment.n_steps + 1) * n_envs - 1)
+    t = fragment.final.t
+    b = fragment.final.b
+    largest = (fragment.n_steps + 1) * n_envs - 1
+    end = numbers(t + 1, b, stepno[t, b] + 1).clamp(max=largest)
     return numbers(every_t, every_b, stepno), end
 
 # %% ../../nbs/pipes/22_frames.ipynb #e3c187c4
@@ -226,15 +241,16 @@ class FrameStack(Pipe):
         self.n = check_integer("n", n, pipe=self)
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
-        lanes = self.keep(lanes={})[
-            "lanes"
-        ]  # lane -> (seq, the last n - 1 frames [n - 1, B, ...] of each image)
+        # lane -> (seq, the last n - 1 frames [n - 1, B, ...] of each image)
+        lanes = self.keep(lanes={})["lanes"]
         for fragment in items:
             check_item(fragment, Fragment, self)
             yield self._stacked(fragment, lanes)
 
     def _stacked(self, fragment, lanes):
         frames, structure = nested.flatten(fragment.state.obs)
+
+        # the leaves `[T+1, B, height, width, ...]`
         images = [i for i, x in enumerate(frames) if x.ndim >= 4]
         if not images:
             raise DataError(
@@ -244,6 +260,7 @@ class FrameStack(Pipe):
                 expected="a leaf [T+1, B, height, width]",
                 got=describe(fragment.state.obs),
             )
+
         pasts = self._pasts(fragment, [frames[i] for i in images], lanes)
         finals = nested.leaves(fragment.final.obs)
         rows, end_rows = _frame_numbers(fragment, self.n)
@@ -251,8 +268,10 @@ class FrameStack(Pipe):
             flat = frames[i].flatten(0, 1)
             end = finals[i]
             frames[i] = Stacks(flat, past.flatten(0, 1), rows)
+            # A true last observation is no frame of the fragment, and ends its own stack.
             finals[i] = Stacks(flat, past.flatten(0, 1), end_rows).dense()
             finals[i][:, -1] = end
+
         final = fragment.final._replace(obs=structure.unflatten(finals))
         return fragment._replace(
             state=fragment.state._replace(obs=structure.unflatten(frames)), final=final
@@ -266,10 +285,13 @@ class FrameStack(Pipe):
         pasts = [x.new_zeros((self.n - 1, *x.shape[1:])) for x in images]
         for strand in strands(fragment):
             lane, seq, columns = strand
-            before, kept = lanes.get(lane, (None, None))
+            n_columns = columns.stop - columns.start
+
+            # Is this the fragment after the last one of its lane?
+            before, last_frames = lanes.get(lane, (None, None))
             with located(pipe=self):
                 follows = continues(fragment, strand, None if before is None else before + 1)
-            follows = follows and all(x.shape[1] == columns.stop - columns.start for x in kept)
+            follows = follows and all(x.shape[1] == n_columns for x in last_frames)
             if not follows and self.n > 1 and bool(fragment.state.stepno[0, columns].any()):
                 raise DataError(
                     "a fragment is missing before this one",
@@ -279,8 +301,10 @@ class FrameStack(Pipe):
                     got=f"seq={seq}",
                     expected="seq=0" if before is None else f"seq={before + 1}",
                 )
-            for past, x in zip(pasts, kept if follows else ()):
-                past[:, columns] = x
+
+            if follows:
+                for past, x in zip(pasts, last_frames):
+                    past[:, columns] = x
             rows = [
                 torch.cat([past[:, columns], x[:-1, columns][-self.n :]])
                 for past, x in zip(pasts, images)
@@ -305,7 +329,7 @@ def newest_frames(fragment: Fragment, n: int) -> Fragment:
         raise DataError("stacks of frames for an actor with memory", leaf="frames", expected="1")
     leaves, structure = nested.flatten(fragment.state.obs)
     finals = nested.leaves(fragment.final.obs)
-    (t, b) = fragment.final[:2]
+    t, b = fragment.final[:2]
     for i, x in enumerate(leaves):
         if x.ndim < 4:
             continue
@@ -319,7 +343,8 @@ def newest_frames(fragment: Fragment, n: int) -> Fragment:
                 "these are no stacks of frames",
                 leaf=nested.paths(fragment.state.obs, "obs")[i],
                 got=describe(x),
-                expected=f"[T+1, B, {n}, height, width], each with the frames of the one before, or with one frame",
+                expected=f"[T+1, B, {n}, height, width], each with the frames of the one before, "
+                "or with one frame",
             )
         leaves[i] = x[:, :, -1]
         finals[i] = finals[i][:, -1]
@@ -342,13 +367,16 @@ def _are_stacks(fragment, x):
     """
     begins = fragment.state.stepno == 0
     copies = (x == x[:, :, -1:]).flatten(2).all(-1)
-    follows = (x[1:, :, :-1] == x[:-1, :, 1:]).flatten(2).all(-1) | ~fragment.valid
+    is_shifted = (x[1:, :, :-1] == x[:-1, :, 1:]).flatten(2).all(-1)
+    follows = is_shifted | ~fragment.valid
+
     # Before a step that is none, such as the reset of a vector, a row shows the last stack of its
     # episode; so may the last row.
-    one = torch.ones_like(fragment.valid[:1])
-    valid = fragment.valid
-    last = torch.cat([one, follows]) & torch.cat([~valid, one])
-    return bool((copies | last | ~begins).all() and (follows | begins[1:]).all())
+    yes = torch.ones_like(fragment.valid[:1])
+    is_last = torch.cat([yes, follows]) & torch.cat([~fragment.valid, yes])
+    beginnings_are_right = copies | is_last | ~begins
+    others_are_right = follows | begins[1:]
+    return bool(beginnings_are_right.all() and others_are_right.all())
 
 
 def with_stacks(fragment: Fragment, n: int) -> Fragment:
@@ -359,29 +387,32 @@ def with_stacks(fragment: Fragment, n: int) -> Fragment:
         fragment: [T + n - 1, B], without recurrent state
         n: images in a stack
     """
-    (leaves, structure) = nested.flatten(fragment.state.obs)
+    leaves, structure = nested.flatten(fragment.state.obs)
     finals = nested.leaves(fragment.final.obs)
-    k = n - 1
-    (rows, end_rows) = _frame_numbers(fragment, n)
-    kept = fragment.final.t >= k
+    n_cut = n - 1
+    rows, end_rows = _frame_numbers(fragment, n)
+
+    # which of the episodes' ends lie in the steps that remain
+    remains = fragment.final.t >= n_cut
     for i, x in enumerate(leaves):
-        leaves[i] = x[k:]
-        end = finals[i][kept]
+        leaves[i] = x[n_cut:]
+        end = finals[i][remains]
         if x.ndim < 4:
             finals[i] = end
         else:
-            leaves[i] = x.flatten(0, 1)[rows[k:]]
-            finals[i] = x.flatten(0, 1)[end_rows[kept]]
+            leaves[i] = x.flatten(0, 1)[rows[n_cut:]]
+            finals[i] = x.flatten(0, 1)[end_rows[remains]]
             finals[i][:, -1] = end
 
     def cut(x):
-        return x[k:]
+        return x[n_cut:]
 
-    def last(final):
-        return final._replace(
-            t=final.t[kept] - k, b=final.b[kept], actor=nested.getitem(final.actor, kept)
-        )
-
-    out = fragment._replace(state=fragment.state._replace(obs=())).map(rows=cut, steps=cut)
-    final = last(fragment.final)._replace(obs=structure.unflatten(finals))
-    return out._replace(state=out.state._replace(obs=structure.unflatten(leaves)), final=final)
+    final = fragment.final._replace(
+        t=fragment.final.t[remains] - n_cut,
+        b=fragment.final.b[remains],
+        actor=nested.getitem(fragment.final.actor, remains),
+        obs=structure.unflatten(finals),
+    )
+    shorter = fragment._replace(state=fragment.state._replace(obs=())).map(rows=cut, steps=cut)
+    state = shorter.state._replace(obs=structure.unflatten(leaves))
+    return shorter._replace(state=state, final=final)

@@ -38,9 +38,8 @@ def _demand(mask, problem, leaf, got, row=0):
 def check_shapes(fragment: Fragment) -> None:
     "Raise `DataError` unless every leaf of `fragment` has the `T + 1` or `T` rows of its field."
     T, B = fragment.valid.shape
-    for name, rows in (
-        dict.fromkeys(Fragment.ROWS, T + 1) | dict.fromkeys(Fragment.STEPS, T)
-    ).items():
+    rows_of = dict.fromkeys(Fragment.ROWS, T + 1) | dict.fromkeys(Fragment.STEPS, T)
+    for name, rows in rows_of.items():
         tree = getattr(fragment, name)
         for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
             if x.shape[:2] != (rows, B):
@@ -57,21 +56,30 @@ def check_alignment(fragment: Fragment) -> None:
     consistent.
     """
     check_shapes(fragment)
-    (stepno, _, _, rew, fin) = fragment.state
+    stepno, _, _, rew, fin = fragment.state
     term = fragment.term
     valid = fragment.valid
+
     # The last row of a whole episode keeps its step number; everywhere else a row with `fin` has
     # step number 0.
-    counted = (stepno[1:] == stepno[:-1] + 1) | (fin[1:] & (stepno[1:] == 0)) | ~valid
+    is_next = stepno[1:] == stepno[:-1] + 1
+    is_first = fin[1:] & (stepno[1:] == 0)
     _demand(
-        counted, "the steps of an episode are not counted one by one", "state.stepno", stepno[1:], 1
+        is_next | is_first | ~valid,
+        "the steps of an episode are not counted one by one",
+        "state.stepno",
+        stepno[1:],
+        1,
     )
+    begins_at_zero = fin[:-1] == (stepno[:-1] == 0)
     _demand(
-        ~valid | (fin[:-1] == (stepno[:-1] == 0)),
+        ~valid | begins_at_zero,
         "an episode does not begin at step 0",
         "state.stepno",
         stepno[:-1],
     )
+
+    # Ends of episodes, and rows that are no steps
     _demand(fin | ~term, "an episode terminates without an end", "term", term)
     _demand(
         valid | (fin & ~term)[1:],
@@ -82,22 +90,24 @@ def check_alignment(fragment: Fragment) -> None:
     )
     _demand(valid | (rew[1:] == 0), "a row that is no step pays a reward", "state.rew", rew[1:], 1)
     _demand(torch.isfinite(rew), "a reward is not finite", "state.rew", rew)
+
+    # number of final rows of each step
     t, b = fragment.final.t, fragment.final.b
-    found = torch.zeros_like(fin[1:], dtype=torch.int64)
+    n_final = torch.zeros_like(fin[1:], dtype=torch.int64)
     truncated = (fin & ~term)[1:] & valid
     if len(t):
-        found.index_put_((t, b), torch.ones_like(t), accumulate=True)
+        n_final.index_put_((t, b), torch.ones_like(t), accumulate=True)
     _demand(
-        (found == 1) | ((found == 0) & ~truncated),
+        (n_final == 1) | ((n_final == 0) & ~truncated),
         "a truncated episode has no final row, or more than one",
         "final",
-        found,
+        n_final,
     )
     _demand(
-        (found == 0) | (fin[1:] & valid),
+        (n_final == 0) | (fin[1:] & valid),
         "a final row belongs to no end of an episode",
         "final",
-        found,
+        n_final,
     )
 
 # %% ../../nbs/pipes/20_invariants.ipynb #3b691991
@@ -195,32 +205,40 @@ def check_advantages(
     if fragment.adv is None:
         return
     final = fragment.final
-    array = lambda x: x.double().cpu().numpy()
+
+    def array(x):
+        return x.double().cpu().numpy()
+
+    def value(obs, actor):
+        if critic is None:
+            return array(actor["value"])
+        return array(_evaluate(critic, nested.as_seen(obs), actor))
+
     with EvalMode(critic):
-        value = lambda obs, actor: array(
-            actor["value"] if critic is None else _evaluate(critic, nested.as_seen(obs), actor)
-        )
         v = value(fragment.state.obs, fragment.actor)
+        # (t, b) -> value of the true last observation of an episode
         last = {}
         if len(final.t):
-            last = dict(zip(zip(final.t.tolist(), final.b.tolist()), value(final.obs, final.actor)))
+            ends = zip(final.t.tolist(), final.b.tolist())
+            last = dict(zip(ends, value(final.obs, final.actor)))
+
+    # The estimates in float64, from the last row to the first: the formula as it is written
     rew = array(fragment.state.rew)
     cut = is_cut(fragment).cpu().numpy()
     term = fragment.term.cpu().numpy()
     adv = np.zeros_like(v[1:])
     later = np.zeros_like(v[0])
     for t in reversed(range(len(adv))):
-        after = np.array([last.get((t, b), v[t + 1, b]) for b in range(len(later))]) * ~term[t + 1]
-        later = adv[t] = rew[t + 1] + gamma * after - v[t] + gamma * lam * ~cut[t] * later
-    for name, x, y in (("adv", fragment.adv, adv), ("ret", fragment.ret, adv + v[:-1])):
+        v_next = np.array([last.get((t, b), v[t + 1, b]) for b in range(len(later))])
+        delta = rew[t + 1] + gamma * (v_next * ~term[t + 1]) - v[t]
+        later = adv[t] = delta + gamma * lam * ~cut[t] * later
+
+    ret = adv + v[:-1]
+    for name, x, expected in (("adv", fragment.adv, adv), ("ret", fragment.ret, ret)):
         x = x.double().cpu()
-        y = torch.from_numpy(y)
-        _demand(
-            ((x - y).abs() <= tolerance * (1 + y.abs())) | ~fragment.valid.cpu(),
-            "wrong advantage or value target",
-            name,
-            x,
-        )
+        expected = torch.from_numpy(expected)
+        is_close = (x - expected).abs() <= tolerance * (1 + expected.abs())
+        _demand(is_close | ~fragment.valid.cpu(), "wrong advantage or value target", name, x)
 
 # %% ../../nbs/pipes/20_invariants.ipynb #3fbeb825
 class CheckInvariants(Pipe):
@@ -273,13 +291,14 @@ class CheckInvariants(Pipe):
         known = self.keep(known={})["known"]
         for fragment in items:
             check_item(fragment, Fragment, self)
-            lanes = (
-                None if fragment.lane is None else (int(fragment.lane[0]), int(fragment.lane[-1]))
-            )
+            lanes = None
+            if fragment.lane is not None:
+                lanes = int(fragment.lane[0]), int(fragment.lane[-1])
             n, before = known.get(lanes, (0, None))
             if self._is_due(n):
                 self._check(fragment, before, actor, advantage)
-            known[lanes] = n + 1, check_continued(fragment) if self._is_due(n + 1) else None
+            last_rows = check_continued(fragment) if self._is_due(n + 1) else None
+            known[lanes] = n + 1, last_rows
             yield fragment
 
     def _is_due(self, n):
@@ -287,19 +306,22 @@ class CheckInvariants(Pipe):
 
     def _lookup(self):
         "The actor, and the arguments of `check_advantages`, or None where they are not known."
-        steppers, buffers = (find(self.pipe, kind) for kind in (Acting, AdvantageBuffer))
+        steppers = find(self.pipe, Acting)
         actor = steppers[0].actor if self.actor is None and len(steppers) == 1 else self.actor
+
+        # What was not given is that of the buffer, if there is one.
+        buffers = find(self.pipe, AdvantageBuffer)
         buffer = buffers[0] if len(buffers) == 1 else self
-        critic, gamma, lam = (
-            getattr(buffer if x is None else self, name)
-            for x, name in ((self.critic, "critic"), (self.gamma, "gamma"), (self.lam, "lam"))
-        )
-        return actor, None if gamma is None or lam is None else (critic, gamma, lam)
+        critic = buffer.critic if self.critic is None else self.critic
+        gamma = buffer.gamma if self.gamma is None else self.gamma
+        lam = buffer.lam if self.lam is None else self.lam
+        if gamma is None or lam is None:
+            return actor, None
+        return actor, (critic, gamma, lam)
 
     def _check(self, fragment, before, actor, advantage):
-        with located(
-            pipe=self, lane=None if fragment.lane is None else sorted(set(fragment.lane.tolist()))
-        ):
+        lanes = None if fragment.lane is None else sorted(set(fragment.lane.tolist()))
+        with located(pipe=self, lane=lanes):
             check_alignment(fragment)
             check_continued(fragment, before)
             if actor is not None:

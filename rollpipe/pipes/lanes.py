@@ -90,11 +90,10 @@ class Divided:
         for priority, n, k in self.divisions:
             # A machine has neighbouring lanes, so that the batches of all machines, joined in
             # order, equal the batch of one process.
-            lanes = (
-                lanes[len(lanes) * k // n : len(lanes) * (k + 1) // n]
-                if priority == _MACHINES
-                else lanes[k::n]
-            )
+            if priority == _MACHINES:
+                lanes = lanes[len(lanes) * k // n : len(lanes) * (k + 1) // n]
+            else:
+                lanes = lanes[k::n]
         return lanes
 
     def is_whole(self) -> bool:
@@ -105,16 +104,15 @@ class Divided:
         """In the first worker of a loader of torch or torchdata, warn if networks collect, because
         the worker gets no new weights.
         """
-        is_worker = self.divisions and multiprocessing.current_process().daemon
+        if not self.divisions or not multiprocessing.current_process().daemon:
+            return
+        is_first_worker = self.divisions[-1][2] == 0
         modules = (module for x in self.held_above() for module in modules_in(x))
-        if (
-            is_worker
-            and self.divisions[-1][2] == 0
-            and any(True for module in modules for _ in module.parameters())
-        ):
+        if is_first_worker and any(True for module in modules for _ in module.parameters()):
             warnings.warn(
-                "the workers of this loader collect with the weights that they were started with, because training does not "
-                "reach them. `ProcessReading` sends its workers each new version.",
+                "the workers of this loader collect with the weights that they were started with, "
+                "because training does not reach them. `ProcessReading` sends its workers each "
+                "new version.",
                 stacklevel=2,
             )
 
@@ -148,12 +146,17 @@ class LaneStates:
     own_lanes: Callable
 
     def beginning(self) -> dict:
-        """The state with which an iteration begins: `root`; the lanes in `turn`; `n`, the items so
-        far; `lanes`, number -> state, or None for one that has not begun; and `pending`, the items
-        that were collected ahead, with None for the end of a lane. Raises `CheckpointError` if it
-        was restored and has other lanes.
+        """The state with which an iteration begins.
+
+        Raises `CheckpointError` if it was restored and has other lanes.
+
+        Returns:
+            dict: `root`; the lanes in `turn`; `n`, the items so far; `lanes`, number -> state, or
+                None for one that has not begun; and `pending`, the items that were collected
+                ahead, with None for the end of a lane
         """
-        state, self.restored = self.restored, None
+        state = self.restored
+        self.restored = None
         own = self.own_lanes()
         if state is None:
             return dict(root=self.root(), turn=[*own], n=0, lanes=dict.fromkeys(own), pending=[])
@@ -189,12 +192,17 @@ class LaneStates:
         """
         graph = self.copy(lane, state["root"], again)
         states = self.global_random_states(lane, state["root"], again)
-        if not again and (known := state["lanes"][lane]) is not None:  # what `lane_state` returned
-            restore_stream(graph, known["pipes"])
-            states.set_state(restore(known["random"]))
+        lane_before = state["lanes"][lane]  # what `lane_state` returned
+        if not again and lane_before is not None:
+            restore_stream(graph, lane_before["pipes"])
+            states.set_state(restore(lane_before["random"]))
         return graph, states
 
 # %% ../../nbs/pipes/14_lanes.ipynb #558ede5f
+def _is_seeded_by_torch(pipe):
+    return not hasattr(pipe, "set_lane") and callable(getattr(pipe, "set_seed", None))
+
+
 class Lanes(Divided, LaneStates, Seeded, Pipe):
     """`n` independent copies of the graph above, which yield one item each in turn.
 
@@ -249,37 +257,31 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
             again: number of times that this lane was lost and began anew, each time with other
                 random numbers
         """
-        key = (
-            (lane, 2**16 + again) if again else (lane,)
-        )  # the keys of a lane's pipes are below 2 ** 16
+        # The keys of a lane's pipes are below 2 ** 16.
+        key = (lane, 2**16 + again) if again else (lane,)
         copy = copy_graph(self.pipe)
-        seeded = find(copy, lambda pipe: hasattr(pipe, "set_lane"))
-        torchs = find(
-            copy,
-            lambda pipe: (
-                not hasattr(pipe, "set_lane") and callable(getattr(pipe, "set_seed", None))
-            ),
-        )
-        seeds = np.random.SeedSequence(root, spawn_key=key).spawn(len(seeded) + len(torchs))
-        for pipe, seed in zip(torchs, seeds[len(seeded) :]):
-            own = getattr(pipe, "_seed", None) if self.seed is None else None
-            pipe.set_seed(
-                int(
-                    (
-                        seed if own is None else np.random.SeedSequence(own, spawn_key=key)
-                    ).generate_state(1)[0]
-                )
-            )
-        for pipe, seed in zip(seeded, seeds):
-            own = getattr(pipe, "seed", None)
-            if own is not None and self.seed is not None:
+        with_lane = find(copy, lambda pipe: hasattr(pipe, "set_lane"))
+        of_torch = find(copy, _is_seeded_by_torch)
+        seeds = np.random.SeedSequence(root, spawn_key=key).spawn(len(with_lane) + len(of_torch))
+
+        # A pipe's own seed takes the place of the one from `root`.
+        for pipe, seed in zip(of_torch, seeds[len(with_lane) :]):
+            pipe_seed = getattr(pipe, "_seed", None) if self.seed is None else None
+            if pipe_seed is not None:
+                seed = np.random.SeedSequence(pipe_seed, spawn_key=key)
+            pipe.set_seed(int(seed.generate_state(1)[0]))
+        for pipe, seed in zip(with_lane, seeds):
+            pipe_seed = getattr(pipe, "seed", None)
+            if pipe_seed is not None and self.seed is not None:
                 raise GraphError(
                     f"{type(pipe).__name__} and Lanes both have a seed",
                     pipe=self,
                     expected="one of them",
-                    got=f"seed={own} and seed={self.seed}",
+                    got=f"seed={pipe_seed} and seed={self.seed}",
                 )
-            pipe.set_lane(lane, seed if own is None else np.random.SeedSequence(own, spawn_key=key))
+            if pipe_seed is not None:
+                seed = np.random.SeedSequence(pipe_seed, spawn_key=key)
+            pipe.set_lane(lane, seed)
         return copy
 
     def global_random_states(self, lane: int, root: int, again: int = 0) -> GlobalRandomStates:
@@ -287,16 +289,10 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
 
         Like the seeds of its pipes, they are derived from `root`.
         """
-        own = next(
-            (
-                pipe.seed
-                for pipe in find(self.pipe, lambda pipe: getattr(pipe, "seed", None) is not None)
-            ),
-            None,
-        )
-        return GlobalRandomStates(
-            np.random.SeedSequence(root if own is None else own, spawn_key=(lane, 2**17 + again))
-        )
+        has_seed = find(self.pipe, lambda pipe: getattr(pipe, "seed", None) is not None)
+        entropy = has_seed[0].seed if has_seed else root
+        key = lane, 2**17 + again
+        return GlobalRandomStates(np.random.SeedSequence(entropy, spawn_key=key))
 
     def into(self, destination: Destination) -> Iterator:
         """The same stream as `iter(self)`, but with the fragments in the memory of `destination`,
@@ -314,16 +310,17 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
             lanes[lane] = graph, open_lane(graph), states
         unchanging = Unchanging(self.held_above(), logging.getLogger("rollpipe").warning)
         # An object, because an edit of a graph looks for pipes in dicts and lists.
-        self.running = now = SimpleNamespace(
-            **{
-                **state,
-                "turn": deque(state["turn"]),
-                "pending": deque(state["pending"]),
-                "lanes": lanes,
-            }
+        now = SimpleNamespace(
+            root=state["root"],
+            turn=deque(state["turn"]),
+            n=state["n"],
+            pending=deque(state["pending"]),
+            lanes=lanes,
         )
+        self.running = now
         turn = now.turn
         try:
+            # Items that were collected ahead come first.
             while now.pending:
                 lane, item = now.pending.popleft()
                 if item is None:

@@ -22,7 +22,7 @@ from .data.errors import DataError, GraphError, describe, is_between
 from .envs.goals import GoalRules
 from .fragments import FragmentCollector
 from . import rewrites
-from .graph.edits import find
+from .graph.edits import find, nodes
 from .lanes import Lanes
 from .replay.hindsight import Hindsight
 from .replay.pipe import Replay
@@ -151,17 +151,21 @@ def _seeded(pipe, seed):
     """
     if seed is None:
         return pipe
-    by_lanes = {id(p) for lanes in find(pipe, Lanes) for p in find(lanes, lambda p: True)}
-    own = lambda p: getattr(
-        p, "seed", getattr(p, "_seed", None)
-    )  # torch's pipes have a `_seed`, for their next iteration alone
-    random = find(
-        pipe, lambda p: id(p) not in by_lanes and hasattr(p, "set_seed") and own(p) is None
-    )
-    for p, child in zip(
-        random, np.random.SeedSequence(seed, spawn_key=(2**16,)).spawn(len(random))
-    ):
-        setattr(p, "seed" if hasattr(p, "seed") else "_seed", int(child.generate_state(1)[0]))
+    seeded_by_lanes = {id(x) for lanes in find(pipe, Lanes) for x in nodes(lanes)}
+
+    def attribute(x):
+        # torch's pipes have a `_seed`, for their next iteration alone.
+        return "seed" if hasattr(x, "seed") else "_seed"
+
+    def needs_seed(x):
+        if id(x) in seeded_by_lanes or not hasattr(x, "set_seed"):
+            return False
+        return getattr(x, attribute(x), None) is None
+
+    random_pipes = find(pipe, needs_seed)
+    seeds = np.random.SeedSequence(seed, spawn_key=(2**16,)).spawn(len(random_pipes))
+    for x, child in zip(random_pipes, seeds):
+        setattr(x, attribute(x), int(child.generate_state(1)[0]))
     return pipe
 
 # %% ../../nbs/pipes/27_recipes.ipynb #21762989
@@ -185,7 +189,8 @@ def check_reward_scale(scale: Any, words: tuple, actor: Any = None) -> None:
         )
     if scale != 1 and getattr(actor, "uses_past", False):
         raise DataError(
-            "the policy sees its past rewards (`past`, `uses_past`), and they would not be those that it learns from",
+            "the policy sees its past rewards (`past`, `uses_past`), and they would not be those "
+            "that it learns from",
             leaf="reward_scale",
             expected="None for such a policy; the environment may scale its rewards",
             got=repr(scale),

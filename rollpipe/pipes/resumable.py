@@ -70,16 +70,23 @@ def keep_environments(pipe: IterDataPipe) -> dict:
             its environments cannot be kept
     """
     sources = numbered(find(pipe, Acting))
-    tested = {}
     begun = perf_counter()
+
+    # source -> its copy in the first lane, which has the seeds, and the number of lanes
     in_lanes = {}
     for lanes in find(pipe, Lanes):
-        first = find(lanes.copy(0, lanes.seed_sequence().entropy), Acting)
-        in_lanes |= {id(source): (x, lanes.n) for source, x in zip(find(lanes.pipe, Acting), first)}
+        copies = find(lanes.copy(0, lanes.seed_sequence().entropy), Acting)
+        for source, copy in zip(find(lanes.pipe, Acting), copies):
+            in_lanes[id(source)] = copy, lanes.n
+
+    # Equal factories are tested once.
+    tested = {}
     for source in sources.values():
         in_lane, n_lanes = in_lanes.get(id(source), (source, 1))
         source.keeper = _keeper_of(source, in_lane, n_lanes, tested)
-    if (seconds := perf_counter() - begun) > SLOW:
+
+    seconds = perf_counter() - begun
+    if seconds > SLOW:
         names = ", ".join(map(repr, sources.values()))
         _log.warning(f"{names}: the test of how its environments are kept took {seconds:.1f} s")
     return {name: source.keeper for name, source in sources.items()}
@@ -100,23 +107,24 @@ def keep_as(pipe: IterDataPipe, names: Iterable[str]) -> None:
 def _keeper_of(source: Any, in_lane: Any, n_lanes: int, tested: dict) -> Keeper:
     "The keeper for a source, from its copy in the first lane, which has the seeds."
     factories = [source.factory] if isinstance(source, TensorCollector) else source.factories
+
+    # Environments that a test cannot make
     if not factories:
-        return Keeper(
-            "none", dict(pipe="a pipe yields the environments, and cannot yield them a second time")
-        )
-    if any(
-        isinstance(factory, Lender) or getattr(factory, "lends", False) for factory in factories
-    ):
-        return Keeper(
-            "none", dict(lent="the environments are lent, and cannot be made a second time")
-        )
+        why = "a pipe yields the environments, and cannot yield them a second time"
+        return Keeper("none", dict(pipe=why))
+    if any(isinstance(x, Lender) or getattr(x, "lends", False) for x in factories):
+        why = "the environments are lent, and cannot be made a second time"
+        return Keeper("none", dict(lent=why))
     if not source.close_made:
         return Keeper("none", dict(close="close=False, and a test would close its environments"))
+
     seed = in_lane.seed_sequence().spawn(2)[0]
     keepers = {
         f"{b} ({factory.name})": _tested(factory, b, source, seed, tested)
         for b, factory in enumerate(factories)
     }
+
+    # One warning is enough.
     for name, keeper in keepers.items():
         if keeper.alone:
             _log.warning(f"environment {name}: {keeper.alone}{_advice(source.n_envs, n_lanes)}")

@@ -6,6 +6,7 @@
 __all__ = ['between', 'obstacle', 'InPlace', 'optimize']
 
 # %% ../../nbs/pipes/25_rewrites.ipynb #e96e9e3e
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,10 @@ def between(stacker: FragmentStacker) -> tuple:
     """
     pipe = stacker.pipe
     passed = []
-    while not isinstance(pipe, Lanes) and _passes_on(pipe) and len(above := inputs(pipe)) == 1:
+    while not isinstance(pipe, Lanes) and _passes_on(pipe):
+        above = inputs(pipe)
+        if len(above) != 1:
+            break
         passed.insert(0, pipe)
         pipe = above[0]
     return pipe, passed
@@ -51,21 +55,22 @@ def obstacle(stacker: FragmentStacker, pipe: IterDataPipe) -> str | None:
         return f"{type(stacker).__name__} has methods of its own"
     if stacker.n == 1:
         return "it joins one fragment"
+
+    # how many pipes read each pipe
+    n_readers = Counter()
+    for reader in nodes(pipe):
+        n_readers.update({id(source) for source in inputs(reader)})
     for x in [*passed, lanes]:
-        readers = [
-            reader for reader in nodes(pipe) if any(source is x for source in inputs(reader))
-        ]
-        if len(readers) > 1:
+        if n_readers[id(x)] > 1:
             return f"other pipes read {type(x).__name__}, too"
+
     if not isinstance(lanes, Lanes):
         return f"it reads {name}, which may keep fragments or wants them to be contiguous"
     if not trait(lanes, "fusible"):
         return f"{name} has methods of its own"
-    return (
-        None
-        if is_placeable(lanes.pipe)
-        else f"the fragments of {type(lanes.pipe).__name__} have memory of their own"
-    )
+    if not is_placeable(lanes.pipe):
+        return f"the fragments of {type(lanes.pipe).__name__} have memory of their own"
+    return None
 
 # %% ../../nbs/pipes/25_rewrites.ipynb #da1538b8
 class InPlace:
@@ -84,7 +89,7 @@ class InPlace:
     def stream(self, stacker: FragmentStacker) -> Iterator[Fragment]:
         "The batches of the stacker."
         room = SideBySide(stacker.n)
-        (lanes, passed) = between(stacker)
+        lanes, passed = between(stacker)
         items = lanes.into(room)
         for pipe in passed:
             items = pipe._run(items=items)
@@ -116,10 +121,12 @@ def optimize(pipe: IterDataPipe, report: bool = False) -> Any:
     """
     lines = []
     for k in range(len(find(pipe, FragmentStacker))):
-        found = find(pipe, FragmentStacker)[k]  # the same order in each edited graph
-        why = obstacle(found, pipe)
-        line = f"make fragments where they are joined: {short_repr(found)}"
+        stacker = find(pipe, FragmentStacker)[k]  # the same order in each edited graph
+        why = obstacle(stacker, pipe)
+        line = f"make fragments where they are joined: {short_repr(stacker)}"
         lines.append(line if why is None else f"not {line}, because {why}")
         if why is None:
-            pipe = replace(pipe, lambda p, found=found: p is found, _joining)
-    return (pipe, "\n".join(lines) or "no pipe that a rewrite could replace") if report else pipe
+            pipe = replace(pipe, lambda x, stacker=stacker: x is stacker, _joining)
+    if not report:
+        return pipe
+    return pipe, "\n".join(lines) or "no pipe that a rewrite could replace"

@@ -39,14 +39,12 @@ def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:
         pipe: pipe that begins to iterate
         holders: actors that the pipe calls
     """
-    is_fixed = (
-        multiprocessing.current_process().daemon
-    )  # a worker of torchdata, which gets no new weights
-    if (
-        is_fixed
-        or not reads_ahead()
-        or not any(True for x in holders for m in modules_in(x) for _ in m.parameters())
-    ):
+    # A worker of torchdata gets no new weights.
+    is_fixed = multiprocessing.current_process().daemon
+    if is_fixed or not reads_ahead():
+        return
+    modules = (module for x in holders for module in modules_in(x))
+    if not any(True for module in modules for _ in module.parameters()):
         return
     raise GraphError(
         "a `Prefetcher` below collects in a thread, while the learner changes the weights",
@@ -111,7 +109,8 @@ class EnvStepper(Acting, Seeded, Source):
             possible)
     """
 
-    keeps_items, fusible = False, True
+    keeps_items = False
+    fusible = True
     reads_last_obs = True  # False: nobody does, so vectors that lose them are not refused
 
     def __init__(
@@ -145,11 +144,6 @@ class EnvStepper(Acting, Seeded, Source):
             )
         self._set_source(source, n_envs, vector, env_kwargs)
         self._set_actor(actor)
-        self.vector = vector
-        self.sticky = sticky
-        self.terminal_obs = terminal_obs
-        self.close_made = close
-        self.episode_seeds = episode_seeds
         if isinstance(info_keys, str) or not (info_keys is None or isinstance(info_keys, Iterable)):
             raise DataError(
                 "names are wanted, not one name",
@@ -158,14 +152,21 @@ class EnvStepper(Acting, Seeded, Source):
                 expected=f"[{info_keys!r}]",
                 got=repr(info_keys),
             )
+
+        # how environments are made and stepped
+        self.vector = vector
+        self.sticky = sticky
+        self.terminal_obs = terminal_obs
+        self.close_made = close
+        self.episode_seeds = episode_seeds
         self.info_keys = info_keys
         self.seed = seed
-        self.explore = explore
         self.clip_actions = clip_actions
-        self.device, self.engine = (
-            None if device is None else checked_device(device, pipe=self),
-            check_engine(engine, pipe=self),
-        )
+
+        # how the actor answers
+        self.explore = explore
+        self.device = None if device is None else checked_device(device, pipe=self)
+        self.engine = check_engine(engine, pipe=self)
 
     def _set_source(self, source, n_envs, vector, env_kwargs):
         # no factory: a pipe
@@ -174,9 +175,8 @@ class EnvStepper(Acting, Seeded, Source):
         self.env_kwargs = env_kwargs
         self.process = os.getpid()
         if vector is not None:
-            self.factories = [
-                VectorFactory(source, 1 if n_envs is None else n_envs, vector, env_kwargs)
-            ]
+            width = 1 if n_envs is None else n_envs
+            self.factories = [VectorFactory(source, width, vector, env_kwargs)]
         elif not isinstance(source, IterDataPipe):
             self.factories = env_sources(source, n_envs, env_kwargs)
         else:
@@ -191,10 +191,10 @@ class EnvStepper(Acting, Seeded, Source):
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
         "See `Acting`."
-        above = (
-            [] if self.factories else [x for pipe in nodes(self.pipe) for x in vars(pipe).values()]
-        )
-        for env in instances_in([*self.factories, *above]):
+        holders = list(self.factories)
+        if not self.factories:
+            holders = [x for pipe in nodes(self.pipe) for x in vars(pipe).values()]
+        for env in instances_in(holders):
             raise no_copy(Lender(env).name, owner, got, **where)
 
     def _factories(self, items, **where):
@@ -239,6 +239,8 @@ class EnvStepper(Acting, Seeded, Source):
             episode_seeds=self.episode_seeds,
             **where,
         )
+
+        # A vector that gives out copies of its observations cannot write over the last ones.
         is_copying = getattr(factories[0], "vector", None) in ("sync", "async")
         if isinstance(envs, VectorBatch) and self.reads_last_obs and not is_copying:
             try:
@@ -259,7 +261,7 @@ class EnvStepper(Acting, Seeded, Source):
         check_engine(self.engine, pipe=self)  # again, because an edit may have changed it
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         envs = self.make_envs(env_seed, items)
-        made = Interaction(
+        interaction = Interaction(
             self.actor,
             envs,
             actor_seed,
@@ -268,7 +270,7 @@ class EnvStepper(Acting, Seeded, Source):
             device=self.device,
             engine=self.engine,
         )
-        return made if self.timer is None else self.timer.interaction(made)
+        return interaction if self.timer is None else self.timer.interaction(interaction)
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
         with nullcontext() if self.restored is None else GlobalRandomStates():

@@ -9,7 +9,7 @@ __all__ = ['Step', 'episode_totals', 'Steps', 'check_step', 'check_follows', 'Fr
 from collections import deque
 from collections.abc import Iterator
 from copy import deepcopy
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -65,13 +65,11 @@ def _random_fields(rng, obs_space, act_space) -> dict:
 
 def _plain(x):
     "`x` with plain dicts and tuples instead of gymnasium's own types."
-    return (
-        {k: _plain(v) for k, v in x.items()}
-        if isinstance(x, dict)
-        else tuple(map(_plain, x))
-        if isinstance(x, tuple)
-        else x
-    )
+    if isinstance(x, dict):
+        return {key: _plain(value) for key, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(map(_plain, x))
+    return x
 
 # %% ../../nbs/pipes/23_steps.ipynb #6a992a9c
 @with_field_docs
@@ -215,26 +213,22 @@ class Steps(Pipe):
     def stream(self, items: Iterator[Fragment]) -> Iterator[Step]:
         # The fragment in progress, `n` of whose steps were yielded, and before it: lane -> number
         # of its next fragment, `EpisodeSums`
-        kept = self.keep(fragment=None, n=0, lanes={})
-        for fragment in chain([] if kept["fragment"] is None else [kept["fragment"]], items):
+        progress = self.keep(fragment=None, n=0, lanes={})
+        in_progress = [] if progress["fragment"] is None else [progress["fragment"]]
+        for fragment in chain(in_progress, items):
             check_item(fragment, Fragment, self)
-            image, kept["fragment"], lanes = (
-                self._image(fragment),
-                fragment,
-                deepcopy(kept["lanes"]),
-            )
+            image = self._image(fragment)
+            progress["fragment"] = fragment
+            lanes = deepcopy(progress["lanes"])
+
             # Fields that a `Step` does not have are dropped first, which saves time.
-            parts = unstacked(
-                fragment._replace(
-                    actor=(), env=image, hx=(), final=fragment.final._replace(actor=())
-                )
-            )
-            for step in islice(
-                chain.from_iterable(self._steps(part, lanes) for part in parts), kept["n"], None
-            ):
-                kept["n"] += 1
+            final = fragment.final._replace(actor=())
+            parts = unstacked(fragment._replace(actor=(), env=image, hx=(), final=final))
+            steps = chain.from_iterable(self._steps(part, lanes) for part in parts)
+            for step in islice(steps, progress["n"], None):
+                progress["n"] += 1
                 yield step
-            kept.update(fragment=None, n=0, lanes=lanes)
+            progress.update(fragment=None, n=0, lanes=lanes)
 
     def _image(self, fragment):
         if self.image is None:
@@ -252,8 +246,10 @@ class Steps(Pipe):
 
     def _steps(self, fragment, lanes):
         "The steps of a fragment of one lane."
-        (T, B) = fragment.valid.shape
+        T, B = fragment.valid.shape
         state = fragment.state
+
+        # The episodes of the lane go on.
         lane = 0 if fragment.lane is None else int(fragment.lane[0])
         if lane in lanes:
             self._check_order(fragment, lane, *lanes[lane])
@@ -261,6 +257,8 @@ class Steps(Pipe):
         sums.continue_at(state.stepno[0].cpu().numpy())  # a lane may begin within episodes
         total, number = episode_totals(fragment, sums)
         lanes[lane] = 0 if fragment.seq is None else int(fragment.seq[0]) + 1, sums
+
+        image, has_image = fragment.env
         step = Step(
             nested.getitem(state.obs, slice(T)),
             nested.getitem(state.act, slice(1, None)),
@@ -274,29 +272,31 @@ class Steps(Pipe):
             torch.full_like(number, lane),
             state.stepno[:T],
             number,
-            fragment.env[0],
+            image,
         )
-        keep = None if fragment.valid.all() else fragment.valid.flatten().nonzero()[:, 0]
-        *fields, images, told = (
-            _unbound(field, T * B if keep is None else len(keep), keep)
-            for field in (*step, fragment.env[1])
-        )
-        return map(Step, *fields, [image if there else None for image, there in zip(images, told)])
+
+        # One list for each field, of the rows that are steps
+        rows = None if fragment.valid.all() else fragment.valid.flatten().nonzero()[:, 0]
+        n_rows = T * B if rows is None else len(rows)
+        *fields, images, have_image = (_unbound(x, n_rows, rows) for x in (*step, has_image))
+        images = [image if has else None for image, has in zip(images, have_image)]
+        return map(Step, *fields, images)
 
     def _check_order(self, fragment, lane, seq, sums):
         """Raise `DataError` unless each fragment of a lane comes once, in order and with all
         environments. The totals require this.
         """
-        came = seq if fragment.seq is None else int(fragment.seq[0])
+        fragment_seq = seq if fragment.seq is None else int(fragment.seq[0])
         begin = fragment.state.stepno[0].tolist()
         steps = sums.length.tolist()
-        if (came, begin) != (seq, steps):
+        if (fragment_seq, begin) != (seq, steps):
             raise DataError(
                 "fragments must come whole and in the order of collecting",
                 pipe=self,
                 lane=lane,
-                expected=f"fragment {seq} of {len(steps)} environments, at the steps {steps[:9]} of their episodes",
-                got=f"fragment {came} of {len(begin)}, at {begin[:9]}",
+                expected=f"fragment {seq} of {len(steps)} environments, at the steps {steps[:9]} "
+                "of their episodes",
+                got=f"fragment {fragment_seq} of {len(begin)}, at {begin[:9]}",
             )
 
 # %% ../../nbs/pipes/23_steps.ipynb #45940b0d
@@ -315,12 +315,14 @@ def _column(steps, before, after):
     yes = torch.tensor(True)
     ahead = last.next_state if after is None else after.state
     stepno = torch.where(over(last), 0, last.step_n + 1)
-    act = nested.map(torch.zeros_like, first.action) if before is None else before.action
-    rew, fin, term = (
-        (torch.zeros(()), yes, no)
-        if before is None
-        else (before.reward, over(before), before.terminated)
-    )
+
+    # Row 0 has the action, reward and end of the step before.
+    if before is None:
+        act = nested.map(torch.zeros_like, first.action)
+        rew, fin, term = torch.zeros(()), yes, no
+    else:
+        act = before.action
+        rew, fin, term = before.reward, over(before), before.terminated
     state = State(
         torch.stack([*(s.step_n for s in steps), stepno]),
         nested.stack([*(s.state for s in steps), ahead]),
@@ -334,13 +336,13 @@ def _column(steps, before, after):
 def check_step(step: Any, pipe: Any) -> None:
     "Raise `DataError` unless `step` is a single `Step`."
     check_item(step, Step, pipe)
-    if getattr(env := step.env_id, "ndim", 0):
+    if getattr(step.env_id, "ndim", 0):
         raise DataError(
             "single steps are wanted here, not a batch",
             pipe=pipe,
             leaf="env_id",
             expected="int64 []",
-            got=describe(env),
+            got=describe(step.env_id),
         )
 
 
@@ -348,18 +350,19 @@ def check_follows(before: Step, step: Step, pipe: Pipe | None = None) -> None:
     """Raise `DataError`, which names `pipe`, unless `step` comes right after `before`, a step of
     the same environment.
     """
-    ended = bool(before.terminated | before.truncated)
-    wanted = (
-        (int(before.episode_n) + 1, 0) if ended else (int(before.episode_n), int(before.step_n) + 1)
-    )
-    if (came := (int(step.episode_n), int(step.step_n))) != wanted:
+    # (episode, step)
+    after = int(before.episode_n), int(before.step_n) + 1
+    if before.terminated | before.truncated:
+        after = int(before.episode_n) + 1, 0
+    place = int(step.episode_n), int(step.step_n)
+    if place != after:
         raise DataError(
             "the steps of an environment must follow one another",
             pipe=pipe,
             lane=int(step.proc_id),
             env=int(step.env_id),
-            expected="step {1} of episode {0}".format(*wanted),
-            got="step {1} of episode {0}".format(*came),
+            expected="step {1} of episode {0}".format(*after),
+            got="step {1} of episode {0}".format(*place),
         )
 
 # %% ../../nbs/pipes/23_steps.ipynb #6a39e43b
@@ -379,7 +382,7 @@ class _LaneQueues:
     def add(self, step, pipe):
         "Append `step` to the queue of its environment. Returns this queue."
         env = int(step.env_id)
-        before = self.newest.get(int(step.env_id))
+        before = self.newest.get(env)
         if before is None and self.seq:
             raise DataError(
                 "a new environment among fragments that were already given out",
@@ -398,9 +401,10 @@ class _LaneQueues:
 
         Some may have one more, in the row that is being read.
         """
-        (few, env), (many, _) = (
-            pick((len(queue), env) for env, queue in self.queues.items()) for pick in (min, max)
-        )
+        n_steps = {env: len(queue) for env, queue in self.queues.items()}
+        env = min(n_steps, key=lambda env: (n_steps[env], env))
+        few = n_steps[env]
+        many = max(n_steps.values())
         if many <= few + 1:
             return few
         raise DataError(
@@ -414,20 +418,21 @@ class _LaneQueues:
 
     def take(self, n) -> Fragment:
         "The fragment of the next `n` steps of every environment."
-        envs = []
+        envs = []  # for each environment, its steps
         columns = []
         for env, queue in sorted(self.queues.items()):
-            envs.append(steps := [queue.popleft() for _ in range(n)])
+            steps = [queue.popleft() for _ in range(n)]
             columns.append(_column(steps, self.taken.get(env), queue[0] if queue else None))
             self.taken[env] = steps[-1]
+            envs.append(steps)
         state, term = nested.stack(columns, dim=1)
-        lane, seq = (torch.full((len(envs),), number) for number in (self.lane, self.seq))
-        has_adv = all(step.advantage is not None for steps in envs for step in steps)
-        adv = (
-            torch.stack([torch.stack([s.advantage for s in steps]) for steps in envs], 1)
-            if has_adv
-            else None
-        )
+
+        adv = None
+        if all(step.advantage is not None for steps in envs for step in steps):
+            columns = [torch.stack([step.advantage for step in steps]) for steps in envs]
+            adv = torch.stack(columns, 1)
+        lane = torch.full((len(envs),), self.lane)
+        seq = torch.full((len(envs),), self.seq)
         self.seq += 1
         return Fragment(
             state,
@@ -443,21 +448,15 @@ class _LaneQueues:
         )
 
     def _final(self, envs, n, state) -> Final:
-        ends = [
-            (t, b, envs[b][t].next_state)
-            for t in range(n)
-            for b in range(len(envs))
-            if _has_last(envs[b][t])
-        ]
-        t, b = (torch.tensor([end[i] for end in ends], dtype=torch.int64) for i in (0, 1))
-        return Final(
-            t,
-            b,
-            nested.stack([end[2] for end in ends])
-            if ends
-            else nested.map(lambda x: x[0, :0], state.obs),
-            None,
-        )
+        "The true last observations of the episodes that end within the steps `envs[b][t]`."
+        places = product(range(n), range(len(envs)))
+        ends = [(t, b) for t, b in places if _has_last(envs[b][t])]
+        obs = nested.map(lambda x: x[0, :0], state.obs)
+        if ends:
+            obs = nested.stack([envs[b][t].next_state for t, b in ends])
+        t = torch.tensor([t for t, _ in ends], dtype=torch.int64)
+        b = torch.tensor([b for _, b in ends], dtype=torch.int64)
+        return Final(t, b, obs, None)
 
 
 def _has_last(step):

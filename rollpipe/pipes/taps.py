@@ -74,15 +74,15 @@ class Meter:
         self._sums = {}
 
     def __call__(self, item: Any) -> None:
-        found = self.see(item)
-        if not isinstance(found, dict):
+        metrics = self.see(item)
+        if not isinstance(metrics, dict):
             raise DataError(
                 "no metrics",
                 pipe=self,
                 expected="a dict name -> number from its function",
-                got=describe(found),
+                got=describe(metrics),
             )
-        for name, value in found.items():
+        for name, value in metrics.items():
             try:
                 value = float(value)
             except (TypeError, ValueError, RuntimeError):
@@ -142,7 +142,8 @@ class EpisodeSums:
         Args:
             stepno: int64 `[n]`: steps since the episodes began
         """
-        if (lost := self.length != stepno).any():
+        lost = self.length != stepno
+        if lost.any():
             self.ret[lost] = np.where(stepno[lost] == 0, 0.0, np.nan)
             self.length[lost] = stepno[lost]
 
@@ -166,14 +167,13 @@ class EpisodeSums:
         """
         if not over.any():
             return []
-        found = [
-            (b, float(self.ret[b]), int(self.length[b]))
-            for b in np.flatnonzero(over).tolist()
-            if self.ret[b] == self.ret[b]
-        ]
-        self.ret[over], self.length[over] = 0.0, 0
+        # The return of an episode whose first steps were not seen is nan.
+        ended = np.flatnonzero(over & ~np.isnan(self.ret)).tolist()
+        episodes = [(b, float(self.ret[b]), int(self.length[b])) for b in ended]
+        self.ret[over] = 0.0
+        self.length[over] = 0
         self.count += over
-        return found
+        return episodes
 
     def add_steps(self, rew: np.ndarray, fin: np.ndarray, valid: np.ndarray) -> list:
         """Add `T` steps.
@@ -191,15 +191,20 @@ class EpisodeSums:
         steps = valid.astype(np.float64)
         rew[0] += self.ret
         steps[0] += self.length
+
+        # A piece is what the steps of one environment have of one episode.
         piece, last = pieces_of(over)
-        ret, length = (np.bincount(piece.ravel(), x.ravel(), last[-1] + 1) for x in (rew, steps))
-        length = length.astype(np.int64)
+        n_pieces = last[-1] + 1
+        ret = np.bincount(piece.ravel(), rew.ravel(), n_pieces)
+        length = np.bincount(piece.ravel(), steps.ravel(), n_pieces).astype(np.int64)
         self.ret = ret[last]
         self.length = length[last]
         self.count += over.sum(0)
-        t, b = over.nonzero()
-        rows = zip(t.tolist(), b.tolist(), ret[piece[t, b]].tolist(), length[piece[t, b]].tolist())
-        return [row for row in rows if row[2] == row[2]]
+
+        # Episodes whose first steps were not seen, with a return of nan, are left out.
+        t, b = (over & ~np.isnan(ret[piece])).nonzero()
+        ended = piece[t, b]
+        return list(zip(t.tolist(), b.tolist(), ret[ended].tolist(), length[ended].tolist()))
 
 # %% ../../nbs/pipes/19_taps.ipynb #dfde4949
 class EpisodeEnd(NamedTuple):
@@ -230,9 +235,9 @@ class EpisodeAccount:
 
     def see_tick(self, tick: Tick) -> list[EpisodeEnd]:
         "The episodes that end with a tick."
-        sums, _ = self.lanes.get(tick.lane) or self.lanes.setdefault(
-            tick.lane, (EpisodeSums(len(tick.valid)), None)
-        )
+        if tick.lane not in self.lanes:
+            self.lanes[tick.lane] = EpisodeSums(len(tick.valid)), None
+        sums, _ = self.lanes[tick.lane]
         sums.continue_at(tick.state.stepno)
         sums.add(tick.next.rew, tick.valid)
         return [
@@ -245,35 +250,37 @@ class EpisodeAccount:
 
         If it was joined from several fragments, those of earlier fragments come first.
         """
-        s = fragment.state
-        found = []
-        stepno, rew, fin = (
-            x.cpu().numpy() for x in (s.stepno[0], env_rewards(fragment), s.fin[1:])
-        )
+        episodes = []
+        stepno = fragment.state.stepno[0].cpu().numpy()
+        rew = env_rewards(fragment).cpu().numpy()
+        fin = fragment.state.fin[1:].cpu().numpy()
         valid = fragment.valid.cpu().numpy()
         term = fragment.term[1:].cpu().numpy()
         for strand in strands(fragment):
-            lane, seq, at = strand
+            lane, seq, columns = strand
+            n = columns.stop - columns.start
             sums, expected = self.lanes.get(lane, (None, None))
+            has_other_width = sums is None or len(sums.ret) != n
+
             # Minibatches are parts of one fragment, in any order, and end no episode that has been
             # followed.
             is_part = (
                 sums is not None
                 and seq == (expected or 0) - 1
-                and (len(fin) == 1 or len(sums.ret) != at.stop - at.start)
+                and (len(fin) == 1 or has_other_width)
             )
-            is_next = (
-                None in (seq, expected) or not is_part and continues(fragment, strand, expected)
-            )
-            if sums is None or len(sums.ret) != at.stop - at.start or not is_next:
-                sums = EpisodeSums(at.stop - at.start)
+            is_next = seq is None or expected is None
+            if not is_next and not is_part:
+                is_next = continues(fragment, strand, expected)
+            if has_other_width or not is_next:
+                sums = EpisodeSums(n)
             self.lanes[lane] = sums, None if seq is None else seq + 1
-            sums.continue_at(stepno[at])
-            found += [
-                EpisodeEnd(lane, b, ret, length, bool(term[t, at.start + b]))
-                for t, b, ret, length in sums.add_steps(rew[:, at], fin[:, at], valid[:, at])
-            ]
-        return found
+            sums.continue_at(stepno[columns])
+            ended = sums.add_steps(rew[:, columns], fin[:, columns], valid[:, columns])
+            for t, b, ret, length in ended:
+                terminated = bool(term[t, columns.start + b])
+                episodes.append(EpisodeEnd(lane, b, ret, length, terminated))
+        return episodes
 
 # %% ../../nbs/pipes/19_taps.ipynb #2ecdb760
 class EpisodeStats(Pipe):
@@ -395,25 +402,30 @@ class Throughput(Pipe):
         self.clock = clock
 
     def stream(self, items: Iterator) -> Iterator:
-        kept = self.keep(
-            rate=Rate(0, 0, 0, 0.0), **({"sink": self.sink} if has_own_state(self.sink) else {})
-        )  # since the last report
+        # what came since the last report
+        sink = {"sink": self.sink} if has_own_state(self.sink) else {}
+        state = self.keep(rate=Rate(0, 0, 0, 0.0), **sink)
         clock = self.clock
-        start = clock() - kept["rate"].seconds
+        start = clock() - state["rate"].seconds
         while True:
             asked = clock()
             item = next(items, _END)
             if item is _END:
                 break
             came = clock()
-            (n, steps, _, waited) = kept["rate"]
-            rate = Rate(n + 1, steps + count_steps(item), came - start, waited + came - asked)
+            before = state["rate"]
+            rate = Rate(
+                before.items + 1,
+                before.steps + count_steps(item),
+                came - start,
+                before.waited + (came - asked),
+            )
             if rate.items == self.every:
                 now = clock()
                 self.sink(rate._replace(seconds=now - start))
                 rate = Rate(0, 0, 0, 0.0)
                 start = now
-            kept["rate"] = rate
+            state["rate"] = rate
             yield item
-        if kept["rate"].items:
-            self.sink(kept["rate"]._replace(seconds=clock() - start))
+        if state["rate"].items:
+            self.sink(state["rate"]._replace(seconds=clock() - start))

@@ -40,17 +40,20 @@ class _Moments:
     """
 
     def __init__(self, **begin):
-        self.count, self.mean, self.var = (begin or dict(count=1e-4, mean=0.0, var=1.0)).values()
+        begin = begin or dict(count=1e-4, mean=0.0, var=1.0)
+        self.count, self.mean, self.var = begin.values()
 
     def update(self, x):
         "Include the values `x` `[n]`, float64."
         if not len(x):
             return
-        total = self.count + len(x)
+        n = len(x)
+        total = self.count + n
         delta = x.mean() - self.mean
-        square = self.var * self.count + x.var() * len(x) + delta**2 * self.count * len(x) / total
-        self.mean = self.mean + delta * len(x) / total
-        self.var = square / total
+        # sum of squares around the new mean: those of both parts, and that between their means
+        squares = self.var * self.count + x.var() * n + delta**2 * self.count * n / total
+        self.mean = self.mean + delta * n / total
+        self.var = squares / total
         self.count = total
 
 
@@ -124,9 +127,8 @@ class RewardScaler(Pipe):
     """
 
     reads = 1
-    gathered: Any = staticmethod(
-        lambda values: [values]
-    )  # values -> list of the values of all processes that share the scale
+    # values -> list of the values of all processes that share the scale
+    gathered: Any = staticmethod(lambda values: [values])
 
     def __init__(
         self,
@@ -154,18 +156,17 @@ class RewardScaler(Pipe):
     def stream(self, items: Iterator) -> Iterator:
         if self.scale != 1:
             check_no_past(self, ", or scale=1")
-            for name in {
-                type(p).__name__ for p in find(self, lambda p: getattr(p, "adds_rewards", False))
-            }:
+            for pipe in find(self, lambda pipe: getattr(pipe, "adds_rewards", False)):
+                name = type(pipe).__name__
                 raise GraphError(
                     "it would scale what another pipe has added to the rewards",
                     pipe=self,
                     expected=f"{name}.inserter(after=RewardScaler, ...)",
                     got=f"{name} above it",
                 )
-        kept = self.keep(moments=self.begin(), lanes={})  # lane -> _LaneRewards
-        moments = kept["moments"]
-        lanes = kept["lanes"]
+        state = self.keep(moments=self.begin(), lanes={})
+        moments = state["moments"]
+        lanes = state["lanes"]  # lane -> _LaneRewards
         for item in items:
             # if another copy has begun meanwhile, the state is that of the one that goes on
             self.begin.newest = moments
@@ -187,9 +188,10 @@ class RewardScaler(Pipe):
         )
 
     def _scale_fragment(self, fragment, moments, lanes):
-        rew, fin = (x.cpu().numpy() for x in (fragment.state.rew, fragment.state.fin))
+        rew = fragment.state.rew.cpu().numpy()
+        fin = fragment.state.fin.cpu().numpy()
         valid = fragment.valid.cpu().numpy()
-        out = np.empty_like(rew)
+        scaled = np.empty_like(rew)
         for strand in strands(fragment):
             lane, seq, columns = strand
             before = lanes.get(lane)
@@ -197,17 +199,24 @@ class RewardScaler(Pipe):
             expected = None if before is None or before.seq is None else before.seq + 1
             with located(pipe=self):
                 follows = continues(fragment, strand, expected) and len(before.ret) == n
+
+            # Row t + 1 has the reward of step t.
+            rewards = rew[1:, columns]
             discount = self.gamma * ~fin[:-1, columns]
-            ret = running_returns(
-                rew[1:, columns].astype(np.float64), discount, before.ret if follows else 0.0
-            )
-            out[1:, columns] = self._scaled(rew[1:, columns], moments, ret[valid[:, columns]])
-            out[0, columns] = before.last if follows else self._scaled(rew[0, columns], moments)
-            lanes[lane] = _LaneRewards(
-                seq, np.where(fin[-1, columns], 0.0, ret[-1]), out[-1, columns].copy()
-            )
+            ret_before = before.ret if follows else 0.0
+            ret = running_returns(rewards.astype(np.float64), discount, ret_before)
+            scaled[1:, columns] = self._scaled(rewards, moments, ret[valid[:, columns]])
+
+            # Row 0 repeats the last row of the fragment before.
+            if follows:
+                scaled[0, columns] = before.last
+            else:
+                scaled[0, columns] = self._scaled(rew[0, columns], moments)
+
+            ret_after = np.where(fin[-1, columns], 0.0, ret[-1])
+            lanes[lane] = _LaneRewards(seq, ret_after, scaled[-1, columns].copy())
         with located(pipe=self):
-            return with_rewards(fragment, torch.from_numpy(out).to(fragment.state.rew.device))
+            return with_rewards(fragment, torch.from_numpy(scaled).to(fragment.state.rew.device))
 
     def _scaled(self, rew, moments, ret=None):
         "`rew` in float32, scaled after the returns `ret` `[n]` have been included in the variance."
@@ -377,7 +386,8 @@ class NStep(Pipe):
         super().__init__(pipe)
         check_integer("n", n, pipe=self)
         check_fraction("gamma", gamma, pipe=self)
-        self.n, self.gamma = n, gamma
+        self.n = n
+        self.gamma = gamma
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[NSteps]:
         for fragment in items:
@@ -390,6 +400,8 @@ class NStep(Pipe):
         fin = fragment.state.fin[1:]
         term = fragment.term[1:]
         valid = fragment.valid
+
+        # sum of rewards, number of steps in it, and whether the sum goes on
         total = torch.zeros_like(rew)
         m = torch.zeros_like(valid, dtype=torch.int64)
         going = valid.clone()

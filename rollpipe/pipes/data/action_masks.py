@@ -8,6 +8,7 @@ __all__ = ['mask_sizes', 'mask_space', 'allowed', 'WithActionMask', 'ActionMask'
 # %% ../../../nbs/pipes/00_data/14_action_masks.ipynb #7c4f478d
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import gymnasium as gym
@@ -29,7 +30,8 @@ def mask_sizes(space: gym.Space) -> Any:
     if isinstance(space, gym.spaces.MultiDiscrete):
         return tuple(map(int, space.nvec.reshape(-1)))
     parts = space.spaces.items() if isinstance(space, gym.spaces.Dict) else ()
-    return {k: sizes for k, part in parts if (sizes := mask_sizes(part))}
+    sizes = {key: mask_sizes(part) for key, part in parts}
+    return {key: of_part for key, of_part in sizes.items() if of_part}
 
 
 def mask_space(sizes: Any) -> gym.Space:
@@ -40,7 +42,8 @@ def mask_space(sizes: Any) -> gym.Space:
 
 
 def _checked_sizes(space, what):
-    if sizes := mask_sizes(space):
+    sizes = mask_sizes(space)
+    if sizes:
         return sizes
     raise SpaceError(
         f"{what}: there are no masks for such actions",
@@ -74,25 +77,24 @@ def _leaves(mask, sizes, leaf):
     "Each mask, its sizes and its name."
     if not isinstance(sizes, dict):
         return [(mask, sizes, leaf)]
-    return [found for k, x in sizes.items() for found in _leaves(mask[k], x, f"{leaf}[{k!r}]")]
+    parts = [_leaves(mask[key], x, f"{leaf}[{key!r}]") for key, x in sizes.items()]
+    return list(chain.from_iterable(parts))
 
 
 def _drawn(space, act, mask, sizes):
     if isinstance(sizes, dict):
         return {**act, **{k: _drawn(space[k], act[k], mask[k], x) for k, x in sizes.items()}}
+    # One integer for each part of the mask
     parts = np.split(mask != 0, np.cumsum(sizes)[:-1])
-    return (
-        np.reshape([space.np_random.choice(part.nonzero()[0]) for part in parts], space.shape or ())
-        + space.start
-    )
+    integers = [space.np_random.choice(part.nonzero()[0]) for part in parts]
+    return np.reshape(integers, space.shape or ()) + space.start
 
 
 def _sizes_in(space, sizes, leaf, what):
     "The part of the `sizes` for which the `space` of a mask has masks."
     if not isinstance(sizes, dict):
-        if isinstance(space, (gym.spaces.MultiBinary, gym.spaces.Box)) and space.shape == (
-            sum(sizes),
-        ):
+        has_numbers = isinstance(space, (gym.spaces.MultiBinary, gym.spaces.Box))
+        if has_numbers and space.shape == (sum(sizes),):
             return sizes
     elif isinstance(space, gym.spaces.Dict) and space.spaces and set(space.spaces) <= set(sizes):
         return {k: _sizes_in(x, sizes[k], f"{leaf}[{k!r}]", what) for k, x in space.spaces.items()}
@@ -122,19 +124,19 @@ class WithActionMask(gym.Wrapper):
 
     def __init__(self, env: Any, key: str = "action_mask"):
         super().__init__(env)
-        what, space = type(self).__name__, env.observation_space
+        what = type(self).__name__
+        space = env.observation_space
         self.key = key
         self.mask = None
         self.sizes = _checked_sizes(env.action_space, what)
         parts = space.spaces if isinstance(space, gym.spaces.Dict) else None
-        self.spread = parts is not None
-        self.there = parts is not None and key in parts
-        if self.there:
+        self.is_dict = parts is not None
+        self.has_entry = parts is not None and key in parts
+        if self.has_entry:
             self.sizes = _sizes_in(space[key], self.sizes, f"observation_space[{key!r}]", what)
         else:
-            self.observation_space = gym.spaces.Dict(
-                {**({"obs": space} if parts is None else parts), key: mask_space(self.sizes)}
-            )
+            others = {"obs": space} if parts is None else parts
+            self.observation_space = gym.spaces.Dict({**others, key: mask_space(self.sizes)})
 
     def reset(self, **kwargs: Any) -> tuple:
         return self._moved(*self.env.reset(**kwargs))
@@ -147,7 +149,7 @@ class WithActionMask(gym.Wrapper):
     def _moved(self, obs, info, terminated=False):
         "The observation with the mask, and the other infos."
         key = self.key
-        if self.there:
+        if self.has_entry:
             mask = obs[key]
         elif key in info:
             mask = info[key]
@@ -163,11 +165,10 @@ class WithActionMask(gym.Wrapper):
                 expected="an info, or a method of the environment, of this name",
             )
         self.mask = _fitting(mask, self.sizes, f"info[{key!r}]")
-        if self.there:
+        if self.has_entry:
             return obs, info
-        return {**(obs if self.spread else {"obs": obs}), key: self.mask}, {
-            k: x for k, x in info.items() if k != key
-        }
+        others = obs if self.is_dict else {"obs": obs}
+        return {**others, key: self.mask}, {name: x for name, x in info.items() if name != key}
 
     def sample(self, space: gym.Space) -> Any:
         """A random action that the present mask allows, drawn from `space`, a copy of the action
@@ -178,20 +179,17 @@ class WithActionMask(gym.Wrapper):
 
 def _everywhere(sizes, x):
     "A mask with the number `x` everywhere."
-    return (
-        {k: _everywhere(part, x) for k, part in sizes.items()}
-        if isinstance(sizes, dict)
-        else np.full(sum(sizes), x, np.int8)
-    )
+    if isinstance(sizes, dict):
+        return {key: _everywhere(part, x) for key, part in sizes.items()}
+    return np.full(sum(sizes), x, np.int8)
 
 
 def _fitting(mask, sizes, leaf):
     "The mask as int8 `[n]`, 0 or 1. A part that is missing in a Dict allows everything."
     if not isinstance(sizes, dict):
         try:
-            x = np.concatenate(
-                [np.ravel(part) for part in mask]
-            )  # the mask may be a tuple of one array for each integer
+            # The mask may be a tuple of one array for each integer.
+            x = np.concatenate([np.ravel(part) for part in mask])
         except (TypeError, ValueError):
             x = np.zeros(0)
         if x.shape == (sum(sizes),) and x.dtype.kind in "biuf":
@@ -273,11 +271,13 @@ class ActionMask:
             acting: bool [n]: False where no action will be taken
         """
         for x, sizes, leaf in _leaves(obs[self.name], self.sizes, f"obs[{self.name!r}]"):
-            stuck = (
-                ~np.logical_or.reduceat(x != 0, np.cumsum((0, *sizes[:-1])), -1).all(-1) & acting
-            )
+            # Has each integer, whose values begin at `first`, one that is allowed?
+            first = np.cumsum((0, *sizes[:-1]))
+            has_action = np.logical_or.reduceat(x != 0, first, -1).all(-1)
+            stuck = ~has_action & acting
             if stuck.any():
-                return (b := int(stuck.argmax())), leaf, x[b]
+                b = int(stuck.argmax())
+                return b, leaf, x[b]
         return None
 
     def opened(self, obs: dict) -> dict:

@@ -33,12 +33,11 @@ class Lives(gym.Wrapper):
         self.lives = 0
         self.going = None
         self.game: Any = env.unwrapped
-        self.start = int(
-            "FIRE" in self.game.get_action_meanings()
-        )  # number of the action: NOOP is 0 and FIRE is 1 in all games
+        # number of the action: NOOP is 0 and FIRE is 1 in all games
+        self.start = int("FIRE" in self.game.get_action_meanings())
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
-        (obs, info) = self.going or (None, None)
+        obs, info = self.going or (None, None)
         self.going = None
         if obs is None or seed is not None:
             self.env.reset(seed=seed, options=options)
@@ -93,12 +92,15 @@ def wrappers_in(env_kwargs: dict) -> tuple[dict, list]:
     """
     kwargs = dict(env_kwargs)
     wrappers = []
-    if (episodes := kwargs.pop("atari", None)) is not None:
+    episodes = kwargs.pop("atari", None)
+    if episodes is not None:
         kwargs = {"frameskip": 1, **kwargs}
         wrappers.append(partial(atari, episodes=episodes))
-        if (n := kwargs.pop("max_episode_steps", None)) is not None:
+        n_steps = kwargs.pop("max_episode_steps", None)
+        if n_steps is not None:
             # gymnasium would count the frames of the emulator
-            wrappers.append(partial(gym.wrappers.TimeLimit, max_episode_steps=n))
-    if (key := kwargs.pop("with_action_mask", None)) is not None:
+            wrappers.append(partial(gym.wrappers.TimeLimit, max_episode_steps=n_steps))
+    key = kwargs.pop("with_action_mask", None)
+    if key is not None:
         wrappers.append(partial(WithActionMask, key=key))
     return kwargs, wrappers

@@ -27,11 +27,10 @@ def describe(value: Any, width: int = 120, depth: int = 6) -> str:
     if hasattr(value, "dtype") and hasattr(value, "ndim"):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype} {list(value.shape)}" if len(value.shape) else f"{dtype} {value.item()}"
-    text = (
-        value.__name__
-        if isinstance(value, type)
-        else _describe_items(value, width, depth) or repr(value)
-    )
+    if isinstance(value, type):
+        text = value.__name__
+    else:
+        text = _describe_items(value, width, depth) or repr(value)
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
@@ -45,18 +44,16 @@ def _describe_items(value, width, depth) -> str | None:
     if not depth:
         return "..."
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(
-                f"{k!r}: {describe(v, depth=depth - 1)}" for k, v in islice(value.items(), width)
-            )
-            + "}"
-        )
-    items = [describe(v, depth=depth - 1) for v in value[:width]]
+        first = islice(value.items(), width)
+        items = [f"{key!r}: {describe(x, depth=depth - 1)}" for key, x in first]
+        return "{" + ", ".join(items) + "}"
+    items = [describe(x, depth=depth - 1) for x in value[:width]]
     if isinstance(value, list):
         return f"[{', '.join(items)}]"
-    if (fields := getattr(value, "_fields", None)) is not None:
-        return f"{type(value).__name__}({', '.join(f'{k}={v}' for k, v in zip(fields, items))})"
+    fields = getattr(value, "_fields", None)
+    if fields is not None:  # a named tuple
+        items = [f"{name}={x}" for name, x in zip(fields, items)]
+        return f"{type(value).__name__}({', '.join(items)})"
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #a7bd921a
@@ -118,9 +115,8 @@ class PipeError(RuntimeError):
         self.lane = None
         self.env = None
         self.leaf = None
-        self.expected, self.got = (
-            v if v is None or isinstance(v, str) else describe(v) for v in (expected, got)
-        )
+        self.expected = _as_text(expected)
+        self.got = _as_text(got)
         self.locate(pipe=pipe, lane=lane, env=env, leaf=leaf)
 
     def locate(
@@ -155,6 +151,10 @@ class PipeError(RuntimeError):
 
     def __reduce__(self):
         return _restore, (type(self), self.problem), self.__dict__
+
+
+def _as_text(value):
+    return value if value is None or isinstance(value, str) else describe(value)
 
 
 def _restore(cls, problem):
@@ -231,11 +231,8 @@ def check_integer(name: str, value: Any, least: int = 1, **where: Any) -> int:
         DataError: `value` is not an integer, is a bool, or is too small or too large. `where`
             (pipe, lane, env) names the culprit.
     """
-    if (
-        isinstance(value, Integral)
-        and not isinstance(value, bool)
-        and least <= int(value) <= sys.maxsize
-    ):
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if is_integer and least <= int(value) <= sys.maxsize:
         return int(value)
     most = f" and <= {sys.maxsize}" * is_between(value, sys.maxsize, inf)
     raise DataError(
@@ -251,10 +248,11 @@ def is_between(value: Any, low: float, high: float) -> bool:
 
     False for nan, True and False, and for values that cannot be compared with numbers.
     """
+    if isinstance(value, bool):
+        return False
     try:
-        return not isinstance(value, bool) and bool(
-            low <= (value.item() if hasattr(value, "item") else value) <= high
-        )
+        number = value.item() if hasattr(value, "item") else value
+        return bool(low <= number <= high)
     except (TypeError, ValueError, RuntimeError):
         return False
 
@@ -319,23 +317,28 @@ def available_memory() -> int:
 
     If the system does not report it, this is a very large number.
     """
-    found = [2**62]
+    limits = [2**62]
+
+    # what the system has
     try:
         with open("/proc/meminfo") as f:
-            found += [1024 * int(line.split()[1]) for line in f if line.startswith("MemAvailable")]
+            in_kib = [int(line.split()[1]) for line in f if line.startswith("MemAvailable")]
+        limits += [1024 * kib for kib in in_kib]
     except OSError:
         pass
+
+    # what the control group, of version 2 or 1, may have
     for group, limit, used, prefix in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         try:
-            with open(f"{group}/{limit}") as top, open(f"{group}/{used}") as now:
-                left = int(top.read()) - int(now.read())
-            found.append(left + _file_bytes(f"{group}/memory.stat", prefix))
+            with open(f"{group}/{limit}") as most, open(f"{group}/{used}") as now:
+                unused = int(most.read()) - int(now.read())
+            limits.append(unused + _file_bytes(f"{group}/memory.stat", prefix))
         except (OSError, ValueError):
             pass  # there is no control group, or its limit is "max"
-    return max(0, min(found))
+    return max(0, min(limits))
 
 
 def _file_bytes(stat, prefix):
@@ -361,7 +364,8 @@ def check_memory(what: str, needed: int, **where: Any) -> None:
         needed: memory needed [bytes]
         **where: context for the message: pipe
     """
-    if needed > (free := available_memory()):
+    free = available_memory()
+    if needed > free:
         raise DataError(
             "not enough memory",
             expected=f"at most {free:,} bytes",

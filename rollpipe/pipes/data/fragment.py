@@ -298,8 +298,8 @@ def _final_rows(cut, obs, actor, last_obs, last_actor):
     "The `Final` of the truncated steps `cut` `[T, B]`."
     t, b = cut.nonzero(as_tuple=True)
 
-    def rows(name, given, like):
-        if given is None and len(t) and nested.leaves(like):
+    def rows(name, last, like):
+        if last is None and len(t) and nested.leaves(like):
             raise DataError(
                 "a step was truncated",
                 pipe="Fragment.from_steps",
@@ -307,10 +307,10 @@ def _final_rows(cut, obs, actor, last_obs, last_actor):
                 got="None",
                 expected=f"one row for each truncated step: [K = {len(t)}, ...]",
             )
-        if given is None:
+        if last is None:
             return nested.map(lambda x: x[0, :0], like)
-        _check_lead(name, given, "[K]", (len(t),))
-        return given
+        _check_lead(name, last, "[K]", (len(t),))
+        return last
 
     return Final(t, b, rows("last_obs", last_obs, obs), rows("last_actor", last_actor, actor))
 
@@ -370,6 +370,8 @@ def from_steps(
     _check_tensors(obs=obs, act=act, rew=rew, actor=actor, env=env, hx=hx, adv=adv, ret=ret)
     _check_tensors(last_obs=last_obs, last_actor=last_actor, **columns)
     _check_rewards(rew)
+
+    # Defaults, and the shapes of all arguments
     valid = _flags(rew, "valid", valid, True)
     terminated = _flags(rew, "terminated", terminated)
     truncated = _flags(rew, "truncated", truncated)
@@ -393,8 +395,11 @@ def from_steps(
         raise DataError(
             "a lane numbers its fragments", leaf="seq", expected="int64 [B]", got="None"
         )
+
+    # Rows, terminations and true last observations
     first = _first_numbers(stepno, rew)
-    state = _history(first, obs, act, rew.masked_fill(~valid, 0.0), terminated | truncated | ~valid)
+    end = terminated | truncated | ~valid
+    state = _history(first, obs, act, rew.masked_fill(~valid, 0.0), end)
     term = torch.cat([torch.zeros_like(valid[:1]), terminated & valid])
     final = _final_rows(truncated & ~terminated & valid, obs, actor, last_obs, last_actor)
     return Fragment(state, actor, env, hx, term, final, valid, adv, ret, **columns)
@@ -408,14 +413,19 @@ class Fragment(NamedTuple):
     action taken at row `t`. In this example an episode ends with the step 1 -> 2, and a new one
     (primed) follows:
 
-        row            0         1         2         3    ...    T state.stepno   n         n+1
-        0         1 state.obs      x_n       x_{n+1}   x'_0      x'_1        look-ahead state.act
-        a_{n-1}   a_n       a_{n+1}   a'_0 state.rew      r_n       r_{n+1}   r_{n+2}   r'_1
-        state.fin      -         -         True      - term           -         -         True if
-        terminated, False if truncated (cut off by a limit) actor          A_n       A_{n+1}   A'_0
-        A'_1        A_T is virtual; row 0 of the next fragment repeats it env            E_{n+1}
-        E_{n+2}   E'_1      E'_2        has T rows final                    (t=1, b): x_{n+2} and
-        the reaction to it, if truncated (or `terminal_obs`)
+        row            0         1         2         3    ...    T
+        state.stepno   n         n+1       0         1
+        state.obs      x_n       x_{n+1}   x'_0      x'_1        look-ahead
+        state.act      a_{n-1}   a_n       a_{n+1}   a'_0
+        state.rew      r_n       r_{n+1}   r_{n+2}   r'_1
+        state.fin      -         -         True      -
+        term           -         -         True if terminated, False if truncated (by a limit)
+        actor          A_n       A_{n+1}   A'_0      A'_1        A_T is virtual
+        env            E_{n+1}   E_{n+2}   E'_1      E'_2        has T rows
+        final                    (t=1, b): x_{n+2} and the reaction to it, if truncated
+
+    `A_T` is the reaction to the look-ahead, which row 0 of the next fragment repeats. With
+    `terminal_obs`, `final` has terminated episodes, too.
 
     `env` has an info from the step on at which an environment first reported it. Where an info was
     not reported, its value is nan, or 0 if it is not a float, and its mask `env['_' + key]`, bool
@@ -461,18 +471,11 @@ class Fragment(NamedTuple):
     COLUMNS = ("lane", "seq", "version", "restarts")
     from_steps = staticmethod(from_steps)
 
-    def __repr__(self):  # the numbers of a batch fill many screens
-        return "\n".join(
-            [
-                "Fragment(",
-                *(
-                    f"  {name}={describe(x, 1000)},"
-                    for name, x in zip(self._fields, self)
-                    if x is not None
-                ),
-                ")",
-            ]
-        )
+    def __repr__(self):
+        # Forms only, because the numbers of a batch fill many screens.
+        fields = [(name, x) for name, x in zip(self._fields, self) if x is not None]
+        lines = [f"  {name}={describe(x, 1000)}," for name, x in fields]
+        return "\n".join(["Fragment(", *lines, ")"])
 
     @property
     def n_steps(self) -> int:

@@ -34,24 +34,31 @@ def same_keys(infos: list, valid: list) -> list:
     """
     if all(info.keys() == infos[0].keys() for info in infos):
         return infos
-    known = {
-        key: (value, where.ndim) for info, where in zip(infos, valid) for key, value in info.items()
-    }
-    masks = {key: f"_{key}" for key in known}
-    known = {key: example for key, example in known.items() if key not in masks.values()}
-    partial = [key for key in known if any(key not in info or masks[key] in info for info in infos)]
+
+    # info -> an example, and the number of its leading dimensions
+    examples = {}
+    for info, where in zip(infos, valid):
+        examples.update((key, (value, where.ndim)) for key, value in info.items())
+    mask_of = {key: f"_{key}" for key in examples}
+    examples = {key: x for key, x in examples.items() if key not in mask_of.values()}
+
+    # infos that some dict lacks, or that have a mask already
+    def is_partial(key):
+        return any(key not in info or mask_of[key] in info for info in infos)
+
+    partial = list(filter(is_partial, examples))
 
     def completed(info, where):
-        def filled(value, n):
-            return nested.map(lambda x: _missing(x, n, where), value)
-
-        found = {
-            key: info[key] if key in info else filled(*example) for key, example in known.items()
-        }
-        return found | {
-            masks[key]: info[masks[key]] if masks[key] in info else where & (key in info)
-            for key in partial
-        }
+        complete = {}
+        for key, (example, n) in examples.items():
+            if key in info:
+                complete[key] = info[key]
+            else:
+                complete[key] = nested.map(lambda x, n=n: _missing(x, n, where), example)
+        for key in partial:
+            mask = mask_of[key]
+            complete[mask] = info[mask] if mask in info else where & (key in info)
+        return complete
 
     return [completed(info, where) for info, where in zip(infos, valid)]
 
@@ -134,26 +141,22 @@ def join(fragments: Iterable[Fragment]) -> Fragment:
             expected=f"T={lengths[0]}",
             got=f"T={lengths}",
         )
+
+    # What some lack is filled in.
     if all(isinstance(f.env, dict) for f in fragments):
-        fragments = [
-            f._replace(env=env)
-            for f, env in zip(
-                fragments, same_keys([f.env for f in fragments], [f.valid for f in fragments])
-            )
-        ]
+        envs = same_keys([f.env for f in fragments], [f.valid for f in fragments])
+        fragments = [f._replace(env=env) for f, env in zip(fragments, envs)]
     if any(f.restarts is not None for f in fragments):
         fragments = [with_restarts(f, 0) if f.restarts is None else f for f in fragments]
-    wide = nested.cat(
-        [f.only(*Fragment.ROWS, *Fragment.STEPS, "hx") for f in fragments], dim=1, view=True
-    )
+
+    # Leaves with environments on dim 1, numbers of environments, and one value a column
+    wide = [f.only(*Fragment.ROWS, *Fragment.STEPS, "hx") for f in fragments]
     offsets = np.cumsum([0, *widths]).tolist()
-    final = nested.cat(
-        [f.final._replace(b=f.final.b + offset) for f, offset in zip(fragments, offsets)]
-    )
-    return wide._replace(
-        final=final,
-        **{name: nested.cat([getattr(f, name) for f in fragments]) for name in Fragment.COLUMNS},
-    )
+    finals = [f.final._replace(b=f.final.b + offset) for f, offset in zip(fragments, offsets)]
+    columns = {}
+    for name in Fragment.COLUMNS:
+        columns[name] = nested.cat([getattr(f, name) for f in fragments])
+    return nested.cat(wide, dim=1, view=True)._replace(final=nested.cat(finals), **columns)
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #1c115c45
 def pad_episodes(fragments: Iterable[Fragment]) -> Fragment:
@@ -196,9 +199,13 @@ def strands(fragment: Fragment) -> list:
         return [(0, None, slice(0, n))]
     restarts = torch.zeros_like(fragment.seq) if fragment.restarts is None else fragment.restarts
     numbers = np.stack([x.cpu().numpy() for x in (restarts, fragment.seq, fragment.lane)])
-    borders = [0, *(np.flatnonzero((numbers[:, 1:] != numbers[:, :-1]).any(0)) + 1).tolist(), n]
+
+    # A part ends where one of the numbers changes.
+    changes = (numbers[:, 1:] != numbers[:, :-1]).any(0)
+    borders = [0, *(np.flatnonzero(changes) + 1).tolist(), n]
     parts = [(*numbers[:, i].tolist(), slice(i, j)) for i, j in zip(borders, borders[1:])]
-    return [(lane, seq, at) for _, seq, lane, at in sorted(parts, key=lambda part: part[:2])]
+    parts.sort(key=lambda part: part[:2])  # by restarts and seq
+    return [(lane, seq, columns) for _, seq, lane, columns in parts]
 
 
 def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
@@ -223,7 +230,8 @@ def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
         lane=lane,
         leaf="seq",
         got=f"seq={seq}",
-        expected=f"seq >= {expected}; one `Lanes` for all sources that are mixed, or other lane numbers",
+        expected=f"seq >= {expected}; one `Lanes` for all sources that are mixed, or other lane "
+        "numbers",
     )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #d4f3c844
@@ -233,20 +241,21 @@ def columns(fragment: Fragment, index: Tensor) -> Fragment:
     Args:
         index: int64 [n]: indices of environments, each at most once
     """
-    index = index.to(
-        device := fragment.valid.device
-    )  # a tensor of the host takes no indices of a GPU
-    position = torch.full((fragment.n_envs,), -1, device=device)
-    position[index] = torch.arange(len(index), device=device)
+    device = fragment.valid.device
+    index = index.to(device)  # a tensor of the host takes no indices of a GPU
+
+    # environment -> its place in `index`, or -1
+    place = torch.full((fragment.n_envs,), -1, device=device)
+    place[index] = torch.arange(len(index), device=device)
 
     def wide(x):
         return x[:, index]
 
-    def kept(final):
-        final = nested.getitem(final, position[final.b] >= 0)
-        return final._replace(b=position[final.b])
+    def ends(final):
+        final = nested.getitem(final, place[final.b] >= 0)
+        return final._replace(b=place[final.b])
 
-    return fragment.map(rows=wide, steps=wide, hx=wide, columns=lambda x: x[index], final=kept)
+    return fragment.map(rows=wide, steps=wide, hx=wide, columns=lambda x: x[index], final=ends)
 
 
 def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
@@ -258,16 +267,16 @@ def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
     """
     parts = [slice(first, first + size) for first in range(0, fragment.n_envs, size)]
     wide, structure = nested.flatten(fragment.only(*Fragment.ROWS, *Fragment.STEPS, "hx"))
-    narrow = {name: x for name in Fragment.COLUMNS if (x := getattr(fragment, name)) is not None}
-    cut = zip(*([x[:, part] for part in parts] for x in wide))
-    for leaves, part in zip(cut, parts):
+    narrow = {name: getattr(fragment, name) for name in Fragment.COLUMNS}
+    narrow = {name: x for name, x in narrow.items() if x is not None}
+    for part in parts:
+        leaves = [x[:, part] for x in wide]
         final = fragment.final
         if len(final.b):
             final = nested.getitem(final, final.b // size == part.start // size)
             final = final._replace(b=final.b - part.start)
-        yield structure.unflatten(leaves)._replace(
-            final=final, **{name: x[part] for name, x in narrow.items()}
-        )
+        columns = {name: x[part] for name, x in narrow.items()}
+        yield structure.unflatten(leaves)._replace(final=final, **columns)
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #25c2c0b5
 def unstacked(fragment: Fragment) -> list:
@@ -280,11 +289,9 @@ def unstacked(fragment: Fragment) -> list:
     keys = [x.tolist() for x in (fragment.lane, fragment.seq, fragment.restarts) if x is not None]
     for b, key in enumerate(zip(*keys)):
         groups.setdefault(key, []).append(b)
-    return (
-        [fragment]
-        if len(groups) == 1
-        else [columns(fragment, torch.tensor(group)) for group in groups.values()]
-    )
+    if len(groups) == 1:
+        return [fragment]
+    return [columns(fragment, torch.tensor(group)) for group in groups.values()]
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #485b2ff6
 def is_cut(fragment: Fragment) -> Tensor:
@@ -354,9 +361,8 @@ def _rows(x, index):
     """
     if type(x) is not Tensor or not x.is_contiguous():
         return x[index // x.shape[1], index % x.shape[1]]
-    return (
-        x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
-    )  # faster than `x.flatten(0, 1)[index]`
+    # faster than `x.flatten(0, 1)[index]`
+    return x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
 def _final_of(fragment, index):
@@ -366,9 +372,8 @@ def _final_of(fragment, index):
         return final
     number = final_numbers(fragment).flatten()[index]
     column = (number >= 0).nonzero()[:, 0]
-    return Final(
-        torch.zeros_like(column), column, *nested.getitem((final.obs, final.actor), number[column])
-    )
+    obs, actor = nested.getitem((final.obs, final.actor), number[column])
+    return Final(torch.zeros_like(column), column, obs, actor)
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #04805543
 ENV_REWARD = "rollpipe.reward"  # name of the info with the environment's rewards

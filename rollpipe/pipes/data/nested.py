@@ -58,20 +58,17 @@ class Form:
     def __init__(
         self, like: Any, name: str = "", error: type[PipeError] = DataError, **context: Any
     ):
-        found, self.structure = flatten(like)
-        self.name, self.error, self.context, self.single = (
-            name,
-            error,
-            context,
-            self.structure.is_leaf(),
-        )
-        self.specs = [_spec(x) for x in found]  # dtype and shape of each leaf
+        examples, self.structure = flatten(like)
+        self.name = name
+        self.error = error
+        self.context = context
+        self.single = self.structure.is_leaf()
+        self.specs = [_spec(x) for x in examples]  # dtype and shape of each leaf
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Form) and (self.structure, self.specs) == (
-            other.structure,
-            other.specs,
-        )
+        if not isinstance(other, Form):
+            return False
+        return self.structure == other.structure and self.specs == other.specs
 
     def __hash__(self) -> int:
         return hash((self.structure, *self.specs))
@@ -87,15 +84,15 @@ class Form:
         the actual ones.
         """
         if self.single and isinstance(tree, _ARRAYS):
-            found = [tree]  # faster than flattening
+            xs = [tree]  # faster than flattening
         else:
-            found, structure = flatten(tree)
+            xs, structure = flatten(tree)
             if structure != self.structure:
-                found = self.other_structure(tree)
-        for x, (dtype, shape) in zip(found, self.specs):
+                xs = self.other_structure(tree)
+        for x, (dtype, shape) in zip(xs, self.specs):
             if not self.fits(x, dtype, shape):
-                self._refuse_first(found)
-        return found
+                self._refuse_first(xs)
+        return xs
 
     def fits(self, x: Any, dtype: Any, shape: tuple) -> bool:
         """Does the leaf `x` fit?
@@ -103,22 +100,21 @@ class Form:
         The same dtype of numpy and torch counts as equal, and a Python scalar fits any dtype of its
         kind.
         """
-        came, its_shape = _spec(x)
-        if its_shape != shape or came is dtype:
+        its_dtype, its_shape = _spec(x)
+        if its_shape != shape or its_dtype is dtype:
             return its_shape == shape
-        digits = "0123456789" if isinstance(came, type) or isinstance(dtype, type) else ""
-        return _name(came).rstrip(digits) == _name(dtype).rstrip(digits)
+        # A class stands for all sizes of its kind.
+        digits = "0123456789" if isinstance(its_dtype, type) or isinstance(dtype, type) else ""
+        return _name(its_dtype).rstrip(digits) == _name(dtype).rstrip(digits)
 
     def refuse(self, x: Any, path: str, dtype: Any, shape: tuple) -> None:
         "Raise the error for a leaf that does not fit."
-        came, its_shape = _spec(x)
-        problem = (
-            "wrong shape"
-            if its_shape != shape
-            else "wrong dtype"
-            if _name(came) != _name(dtype)
-            else "this is no tensor"
-        )
+        its_dtype, its_shape = _spec(x)
+        problem = "this is no tensor"
+        if its_shape != shape:
+            problem = "wrong shape"
+        elif _name(its_dtype) != _name(dtype):
+            problem = "wrong dtype"
         raise self.error(
             problem, leaf=path, expected=form_text(dtype, shape), got=describe(x), **self.context
         )
@@ -128,11 +124,10 @@ class Form:
 
         A subclass may accept it, and return its leaves.
         """
-        came = paths(tree, self.name)
-        wanted = self._paths()
-        parts = [f"missing {p}" for p in wanted if p not in came] + [
-            f"unexpected {p}" for p in came if p not in wanted
-        ]
+        its_paths = paths(tree, self.name)
+        expected_paths = self._paths()
+        parts = [f"missing {path}" for path in expected_paths if path not in its_paths]
+        parts += [f"unexpected {path}" for path in its_paths if path not in expected_paths]
         raise self.error(
             f"{self.name} has the wrong structure" + (f": {', '.join(parts)}" if parts else ""),
             expected=_sketch(self.structure),
@@ -140,8 +135,8 @@ class Form:
             **self.context,
         )
 
-    def _refuse_first(self, found):
-        for x, path, spec in zip(found, self._paths(), self.specs):
+    def _refuse_first(self, xs):
+        for x, path, spec in zip(xs, self._paths(), self.specs):
             if not self.fits(x, *spec):
                 self.refuse(x, path, *spec)
 
@@ -170,17 +165,14 @@ def form_text(dtype: Any, shape: tuple) -> str:
 
 
 def _sketch(structure):
-    return (
-        str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
-    )  # the containers, with a star for each leaf
+    # the containers, with a star for each leaf
+    return str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
 
 
 def _name(dtype):
-    return (
-        str(dtype).removeprefix("torch.")
-        if isinstance(dtype, torch.dtype)
-        else np.dtype(dtype).name
-    )
+    if isinstance(dtype, torch.dtype):
+        return str(dtype).removeprefix("torch.")
+    return np.dtype(dtype).name
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #ca00dce8
 def getitem(tree: Any, index: Any) -> Any:
@@ -214,19 +206,21 @@ def _cat(xs, dim):
     numpy allocates large results, because it asks the system for huge pages, which makes the copy
     three times faster.
     """
-    if sum(x.nbytes for x in xs) < 2**22 or not all(
-        type(x) is torch.Tensor and x.is_cpu and not x.requires_grad for x in xs
-    ):
+    n_bytes = sum(x.nbytes for x in xs)
+    if n_bytes < 2**22 or not all(map(_is_ordinary, xs)):
         return torch.cat(xs, dim)
-    if len({(x.dtype, *x.shape[:dim], *x.shape[dim + 1 :]) for x in xs}) > 1 or dim < 0:
-        return torch.cat(xs, dim)
-    shape = (*xs[0].shape[:dim], sum(x.shape[dim] for x in xs), *xs[0].shape[dim + 1 :])
-    out = (
-        torch.from_numpy(np.empty(sum(x.nbytes for x in xs), np.uint8))
-        .view(xs[0].dtype)
-        .view(shape)
-    )
+    forms = {(x.dtype, *x.shape[:dim], *x.shape[dim + 1 :]) for x in xs}
+    if len(forms) > 1 or dim < 0:
+        return torch.cat(xs, dim)  # which says what does not fit
+    first = xs[0]
+    size = sum(x.shape[dim] for x in xs)
+    memory = torch.from_numpy(np.empty(n_bytes, np.uint8))
+    out = memory.view(first.dtype).view(*first.shape[:dim], size, *first.shape[dim + 1 :])
     return torch.cat(xs, dim, out=out)
+
+
+def _is_ordinary(x):
+    return type(x) is torch.Tensor and x.is_cpu and not x.requires_grad
 
 
 def _adjoin(xs, dim):
@@ -236,31 +230,32 @@ def _adjoin(xs, dim):
     """
     if dim < 0 or not all(type(x) is torch.Tensor and dim < x.ndim and _is_plain(x) for x in xs):
         return _cat(xs, dim)
-    x = xs[0]
-    end = xs[0].storage_offset()
-    memory = xs[0].untyped_storage()
-    for y in xs:
-        if (
-            (y.dtype, y.stride(), y.shape[:dim], y.shape[dim + 1 :])
-            != (x.dtype, x.stride(), x.shape[:dim], x.shape[dim + 1 :])
-            or y.storage_offset() != end
-            or y.untyped_storage().data_ptr() != memory.data_ptr()
-        ):
+    first = xs[0]
+
+    def form(x):
+        return x.dtype, x.stride(), x.shape[:dim], x.shape[dim + 1 :]
+
+    # Each must have the form of the first, and begin where the one before ends.
+    memory = first.untyped_storage()
+    end = first.storage_offset()
+    for x in xs:
+        is_same_memory = x.untyped_storage().data_ptr() == memory.data_ptr()
+        if form(x) != form(first) or x.storage_offset() != end or not is_same_memory:
             return _cat(xs, dim)
-        end += y.shape[dim] * x.stride(dim)
-    shape = *x.shape[:dim], sum(y.shape[dim] for y in xs), *x.shape[dim + 1 :]
-    last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(shape, x.stride()))
-    if 0 in shape or (last + 1) * x.itemsize > memory.nbytes():
+        end += x.shape[dim] * first.stride(dim)
+
+    size = sum(x.shape[dim] for x in xs)
+    shape = *first.shape[:dim], size, *first.shape[dim + 1 :]
+    strides = first.stride()
+    last = first.storage_offset() + sum((n - 1) * stride for n, stride in zip(shape, strides))
+    if 0 in shape or (last + 1) * first.itemsize > memory.nbytes():
         return _cat(xs, dim)  # a view would reach beyond the storage
-    return x.as_strided(shape, x.stride())
+    return first.as_strided(shape, strides)
 
 
 def _is_plain(x) -> bool:
-    return (
-        x.layout is torch.strided
-        and x.is_cpu
-        and not (x.requires_grad or x.is_conj() or x.is_neg())
-    )
+    is_lazy = x.is_conj() or x.is_neg()
+    return x.layout is torch.strided and x.is_cpu and not x.requires_grad and not is_lazy
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #a346561b
 def stack(trees: Iterable, dim: int = 0) -> Any:
@@ -291,12 +286,8 @@ def _join(trees, dim, npy, pyt):
 
     try:
         return optree.tree_map(join, *trees)
-    except (
-        ValueError,
-        RuntimeError,
-        TypeError,
-        AttributeError,
-    ) as error:  # `AttributeError`: a container where an array is expected
+    except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+        # `AttributeError`: a container where an array is expected
         for j, tree in enumerate(trees):
             if flatten(tree)[1] != flatten(trees[0])[1]:
                 Form(trees[0], f"trees[{j}]").other_structure(tree)

@@ -22,6 +22,9 @@ __all__ = ['Array', 'backward_recursion', 'discounted_returns', 'n_step_returns'
 Array = TypeVar("Array", Tensor, np.ndarray)
 
 
+_DTYPES = np.float16, np.float32, np.float64, np.int64, np.bool_
+
+
 def _as_tensor(x: Any, numpy: bool) -> Tensor | None:
     """`x` as a tensor, or None if `x` is not one.
 
@@ -29,17 +32,10 @@ def _as_tensor(x: Any, numpy: bool) -> Tensor | None:
     """
     if not numpy:
         return x if isinstance(x, Tensor) else None
-    if type(x) not in (np.ndarray, np.memmap) or x.dtype not in (
-        np.float16,
-        np.float32,
-        np.float64,
-        np.int64,
-        np.bool_,
-    ):
+    if type(x) not in (np.ndarray, np.memmap) or x.dtype not in _DTYPES:
         return None
-    return torch.from_numpy(
-        x if x.flags.writeable and min(x.strides, default=0) >= 0 else np.array(x)
-    )
+    can_be_shared = x.flags.writeable and min(x.strides, default=0) >= 0
+    return torch.from_numpy(x if can_be_shared else np.array(x))
 
 
 def _padded(x: Tensor, shape: torch.Size, right: bool = False) -> list[tuple[int, ...]]:
@@ -47,16 +43,19 @@ def _padded(x: Tensor, shape: torch.Size, right: bool = False) -> list[tuple[int
     `shape`. `right`: also with ones in front.
     """
     ones = (1,) * (len(shape) - x.dim())
-    ways = dict.fromkeys([(*x.shape, *ones), (*ones, *x.shape)][: 1 + right])
-    return [
-        way
-        for way in ways
-        if len(way) == len(shape) and all(n in (1, m) for n, m in zip(way, shape))
-    ]
+    candidates = [(*x.shape, *ones)]
+    if right and (*ones, *x.shape) not in candidates:
+        candidates.append((*ones, *x.shape))
+
+    def fits(way):
+        return len(way) == len(shape) and all(n in (1, m) for n, m in zip(way, shape))
+
+    return list(filter(fits, candidates))
 
 
 def _describe(x) -> str:
-    return f"{'tensor' if isinstance(x, Tensor) else type(x).__name__} {describe(x)}"
+    kind = "tensor" if isinstance(x, Tensor) else type(x).__name__
+    return f"{kind} {describe(x)}"
 
 
 def _or_part(text: str, shape: torch.Size, which: str = "first") -> str:
@@ -76,15 +75,10 @@ def _rows(cut: Any = None, **args: Any) -> Any:
             expected="a floating point tensor or array [T, ...] with T > 0",
             got=_describe(x),
         )
-    tensors = [
-        like,
-        *(_row(name, x, first, like, numpy) for name, x in args.items() if name != first),
-    ]
-    return (
-        *tensors,
-        None if cut is None else _mask(cut, like, numpy),
-        Tensor.numpy if numpy else lambda x: x,
-    )
+    others = [_row(name, x, first, like, numpy) for name, x in args.items() if name != first]
+    mask = None if cut is None else _mask(cut, like, numpy)
+    back = Tensor.numpy if numpy else lambda x: x
+    return like, *others, mask, back
 
 
 def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
@@ -99,18 +93,19 @@ def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
         return x
     if isinstance(arg, Real) and not isinstance(arg, bool):
         return torch.full_like(like, float(arg))
-    wanted = _describe(like.numpy() if numpy else like)
+
+    form = _describe(like.numpy() if numpy else like)
     if x is None or not x.is_floating_point():
         raise DataError(
             f"{name}: not a time-major tensor",
-            expected=f"a number, or {wanted}, like {first}",
+            expected=f"a number, or {form}, like {first}",
             got=_describe(arg),
         )
-    ways = (
-        _padded(x, like.shape, right=rate)
-        if x.dtype == like.dtype and (rate or x.shape[:1] in ((), like.shape[:1]))
-        else []
-    )
+
+    # A rate may lack its first dimensions, anything else its last ones.
+    ways = []
+    if x.dtype == like.dtype and (rate or x.shape[:1] in ((), like.shape[:1])):
+        ways = _padded(x, like.shape, right=rate)
     if len(ways) == 1:
         return x.reshape(ways[0]).expand(like.shape)
     if ways:
@@ -121,24 +116,21 @@ def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
         )
     raise DataError(
         f"{name}: does not match {first}",
-        expected=_or_part(wanted, like.shape, "first or last" if rate else "first"),
+        expected=_or_part(form, like.shape, "first or last" if rate else "first"),
         got=_describe(arg),
     )
 
 
 def _mask(cut: Any, like: Tensor, numpy: bool) -> Tensor:
     x = _as_tensor(cut, numpy)
-    if (
-        x is not None
-        and x.dtype is torch.bool
-        and x.shape[:1] == like.shape[:1]
-        and (ways := _padded(x, like.shape))
-    ):
-        return x if x.shape == like.shape else x.reshape(ways[0]).expand(like.shape)
-    wanted = f"{'ndarray' if numpy else 'tensor'} bool {list(like.shape)}"
+    if x is not None and x.dtype is torch.bool and x.shape[:1] == like.shape[:1]:
+        ways = _padded(x, like.shape)
+        if ways:
+            return x if x.shape == like.shape else x.reshape(ways[0]).expand(like.shape)
+    form = f"{'ndarray' if numpy else 'tensor'} bool {list(like.shape)}"
     raise DataError(
         "cut: not a mask of the episode ends",
-        expected=_or_part(wanted, like.shape),
+        expected=_or_part(form, like.shape),
         got=_describe(cut),
     )
 
@@ -153,7 +145,8 @@ def _edge(name: str, x: Any, like: Tensor) -> Tensor:
     x = torch.as_tensor(x, dtype=like.dtype, device=like.device)
     if not x.dim():
         return x
-    if ways := _padded(x, row):
+    ways = _padded(x, row)
+    if ways:
         return x.reshape(ways[0]).expand(row)
     raise DataError(
         f"{name}: wrong shape",
@@ -198,7 +191,8 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
     while stride < n_rows:
         # x_t now holds the terms up to b_{t+stride-1}; a_t is the product of `stride` coefficients,
         # where all of them exist
-        x = torch.cat([torch.addcmul(x[:-stride], a[: n_rows - stride], x[stride:]), x[-stride:]])
+        longer = torch.addcmul(x[:-stride], a[: n_rows - stride], x[stride:])
+        x = torch.cat([longer, x[-stride:]])
         if 2 * stride < n_rows:
             a = a[:-stride] * a[stride:]  # needed only in the next round
         stride *= 2
@@ -208,11 +202,11 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
 def _solve_in_order(a: Tensor, b: Tensor) -> Tensor:
     "As `_solve`, row by row. No products of coefficients are formed, which might overflow."
     x = torch.zeros_like(b[0])
-    found = []
+    rows = []  # the last one first
     for a_t, b_t in zip(reversed(a.unbind()), reversed(b.unbind())):
         x = torch.where(a_t == 0, b_t, torch.addcmul(b_t, a_t, x))
-        found.append(x)
-    return torch.stack(found[::-1])
+        rows.append(x)
+    return torch.stack(rows[::-1])
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #4ce70f20
 def discounted_returns(
@@ -243,20 +237,25 @@ def discounted_returns(
         DataError: if shapes or dtypes do not fit; the message names the argument.
     """
     optional = {name: x for name, x in (("v_tp1", v_tp1), ("rho", rho)) if x is not None}
-    r, g, *more, end, back = _rows(cut, rew=rew, discount=discount, **optional)
-    later = dict(zip(optional, more))
-    tail = (
-        torch.zeros_like(r)
-        if end is None or v_tp1 is None
-        else later["v_tp1"].masked_fill(~end, 0.0)
-    )
+    r, g, *others, end, back = _rows(cut, rew=rew, discount=discount, **optional)
+    optional = dict(zip(optional, others))
+
+    # What follows where the trace stops: the value of the state reached, or the bootstrap
+    tail = torch.zeros_like(r)
+    if end is not None and v_tp1 is not None:
+        tail = optional["v_tp1"].masked_fill(~end, 0.0)
     last = _edge("bootstrap", bootstrap, r)
-    tail = torch.cat([tail[:-1], (tail[-1] + (last if end is None else last * ~end[-1]))[None]])
+    if end is not None:
+        last = last * ~end[-1]
+    tail = torch.cat([tail[:-1], (tail[-1] + last)[None]])
+
     a = _carry(g, end)
     b = r + g * tail
     if rho is None:
         return back(_solve(a, b))
-    x = _solve(a := later["rho"] * a, b := later["rho"] * b)
+    a = optional["rho"] * a
+    b = optional["rho"] * b
+    x = _solve(a, b)
     return back(x if x.isfinite().all() else _solve_in_order(a, b))
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #5724fbca
@@ -290,9 +289,10 @@ def n_step_returns(
     if min(n, len(r)) == 1:
         return back(one_step)
     a = _carry(g, end)
-    # the value counts only where the trace stops; elsewhere the n-1 step return of the next row
-    # replaces it
-    b = torch.cat([(r if end is None else torch.where(end, one_step, r))[:-1], one_step[-1:]])
+    # The value counts only where the trace stops; elsewhere the n-1 step return of the next row
+    # replaces it.
+    b = r if end is None else torch.where(end, one_step, r)
+    b = torch.cat([b[:-1], one_step[-1:]])
     if n >= len(r):
         return back(_solve(a, b))
     x = one_step
@@ -421,6 +421,8 @@ def vtrace(
             expected=f"0 <= c_clip <= rho_clip = {rho_clip}",
             got=describe(c_clip),
         )
+
+    # δ and its coefficients, then e by the recursion, and both results
     weight = ratio.clamp(max=rho_clip)
     delta = _td(r, v, v_next, g)
     carry = _carry(g * lam, end)
@@ -442,4 +444,6 @@ def running_returns(rew: Array, discount: Array | float, before: Array | float =
     """
     r, g, _, back = _rows(rew=rew, discount=discount)
     first = r[0] + g[0] * _edge("before", before, r)
-    return back(_solve(g.flip(0), torch.cat([first[None], r[1:]]).flip(0)).flip(0))
+    # The recursion runs backwards, so time does.
+    b = torch.cat([first[None], r[1:]])
+    return back(_solve(g.flip(0), b.flip(0)).flip(0))

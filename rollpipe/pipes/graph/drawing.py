@@ -18,28 +18,32 @@ def _text(labels, edges, marked, notes=(), word="here") -> str:
     uses = Counter(source for row in edges for source, _ in row)
     numbers = {s: n for n, s in enumerate(sorted(s for s in uses if uses[s] > 1), 1)}
     names = [o + (f"  [{numbers[i]}]" if i in numbers else "") for i, o in enumerate(labels)]
+
+    # node -> its block: the lines of the graph that ends in it, each with the node that it shows,
+    # or -1 if it only refers to one
     blocks = {}
     block = []
     for i, row in enumerate(edges):
         parts = [blocks.pop(s) if first else [(f"↑ {names[s]}", -1)] for s, first in row]
+        block = parts[0] if parts else []
         if len(parts) > 1:
-            block = [
-                (("│ " if k else "├ " if j else "┌ ") + line, node)
-                for j, part in enumerate(parts)
-                for k, (line, node) in enumerate(part)
-            ]
-        else:
-            block = parts[0] if parts else []
+            block = []
+            for j, part in enumerate(parts):
+                corner = "├ " if j else "┌ "
+                (first_line, first_node), *others = part
+                block.append((corner + first_line, first_node))
+                block += [("│ " + line, node) for line, node in others]
         block.append(("○→└"[min(len(parts), 2)] + f" {names[i]}", i))
         blocks[i] = block
-    columns = _columns(
-        [notes[i] if notes and i >= 0 else () for _, i in block],
-        max(len(line) for line, _ in block),
-    )
-    return "\n".join(
-        (line.ljust(len(note) and width) + note).rstrip() + (f"  <-- {word}" if i in marked else "")
-        for (line, i), (width, note) in zip(block, columns)
-    )
+
+    # The notes stand in columns beside the lines.
+    notes_of = [notes[i] if notes and i >= 0 else () for _, i in block]
+    columns = _columns(notes_of, max(len(line) for line, _ in block))
+    lines = []
+    for (line, i), (width, note) in zip(block, columns):
+        text = (line.ljust(len(note) and width) + note).rstrip()
+        lines.append(f"{text}  <-- {word}" if i in marked else text)
+    return "\n".join(lines)
 
 
 def _columns(rows, width):
@@ -82,18 +86,21 @@ def _centres(layers, width):
     """
     centre = {}
     for layer in layers:
-        goal = {
-            o: sum(centre[f] for f in feeds) / len(feeds) if feeds else 0.0
-            for o, feeds in layer.items()
-        }
+        # Where each slot would stand if it were alone
+        goal = {}
+        for slot, feeds in layer.items():
+            goal[slot] = sum(centre[f] for f in feeds) / len(feeds) if feeds else 0.0
+
+        # Neighbours keep a distance, and the row as a whole is moved back to its goals.
         edge = None
-        row = sorted(layer, key=lambda o: (goal[o], o[0]))
-        for o in row:
-            centre[o] = goal[o] if edge is None else max(goal[o], edge + 24 + width(o) / 2)
-            edge = centre[o] + width(o) / 2
-        shift = sum(goal[o] - centre[o] for o in row) / len(row)
-        for o in row:
-            centre[o] += shift
+        row = sorted(layer, key=lambda slot: (goal[slot], slot[0]))
+        for slot in row:
+            half = width(slot) / 2
+            centre[slot] = goal[slot] if edge is None else max(goal[slot], edge + 24 + half)
+            edge = centre[slot] + half
+        shift = sum(goal[slot] - centre[slot] for slot in row) / len(row)
+        for slot in row:
+            centre[slot] += shift
     return centre
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #cc90447b
@@ -104,7 +111,8 @@ def _arrow(x0, y0, x1, y1, head) -> str:
     start = y1 - 40
     mid = y1 - 24
     end = y1 - 8
-    line = f"M{x0:.0f} {y0:.0f}V{start:.0f}C{x0:.0f} {mid:.0f} {x1:.0f} {mid:.0f} {x1:.0f} {end:.0f}V{y1:.0f}"
+    curve = f"C{x0:.0f} {mid:.0f} {x1:.0f} {mid:.0f} {x1:.0f} {end:.0f}"
+    line = f"M{x0:.0f} {y0:.0f}V{start:.0f}{curve}V{y1:.0f}"
     tip = f'<path d="M{x1 - 4:.0f} {y1 - 7:.0f}h8l-4 7z" fill="#7a8699"/>' if head else ""
     return f'<path d="{line}" fill="none" stroke="#7a8699" stroke-width="1.5"/>{tip}'
 
@@ -113,12 +121,14 @@ def _box(x, y, width, height, rows, marked, n_notes=0) -> str:
     "A box centred at x whose first row of text is bold, and whose last rows are notes."
     stroke = 'stroke="#c0392b" stroke-width="3"' if marked else 'stroke="#5b7aa6"'
     size = f'x="{x - width / 2:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}"'
-    ink = lambda k: "#10243e" if k < len(rows) - n_notes else "#8a3b12"
-    text = [
-        f'<text x="{x:.0f}" y="{y + 20 + 16 * k:.0f}" text-anchor="middle" fill="{ink(k)}" '
-        f'font-weight="{400 if k else 700}">{html.escape(row)}</text>'
-        for k, row in enumerate(rows)
-    ]
+    text = []
+    for k, row in enumerate(rows):
+        ink = "#10243e" if k < len(rows) - n_notes else "#8a3b12"
+        weight = 400 if k else 700
+        text.append(
+            f'<text x="{x:.0f}" y="{y + 20 + 16 * k:.0f}" text-anchor="middle" fill="{ink}" '
+            f'font-weight="{weight}">{html.escape(row)}</text>'
+        )
     return f'<rect {size} rx="6" fill="#e8eef7" {stroke}/>' + "".join(text)
 
 
@@ -134,56 +144,65 @@ def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
     `waits` are texts for the edges that leave each node, and `caption` has lines that stand below
     the graph.
     """
-    rows = [
-        [name, *textwrap.wrap(rest[:-1], 44)]
-        for name, _, rest in (o.partition("(") for o in labels)
-    ]
-    below = [
-        [line for cell in cells for line in textwrap.wrap(cell, 44)]
-        for cells in notes or [()] * len(rows)
-    ]
+    # The texts in the boxes: name, arguments, notes
+    rows = []
+    for label in labels:
+        name, _, arguments = label.partition("(")
+        rows.append([name, *textwrap.wrap(arguments[:-1], 44)])
+    below = [_wrapped(cells, 44) for cells in notes or [()] * len(rows)]
     for i in marked:
         below[i] += [word][: len(word)]
     rows = [row + lines for row, lines in zip(rows, below)]
-    caption = [line for text in caption for line in textwrap.wrap(text, 90)]
+    caption = _wrapped(caption, 90)
+
+    # A slot is `(node, layer)`. In the layer of its node it is a box, elsewhere a point of an edge.
     layers, level = _layers(edges)
     is_pipe = lambda o: level[o[0]] == o[1]
     width = lambda o: 24 + 7.4 * max(map(len, rows[o[0]])) if is_pipe(o) else 8
     height = lambda o: 14 + 16 * len(rows[o[0]]) if is_pipe(o) else 0
+
+    # Where each slot stands, and the size of the picture
     centre = _centres(layers, width)
     top = {}
     y = 8
     for layer in reversed(layers):
         top.update(dict.fromkeys(layer, y))
         y += max(map(height, layer)) + 40
-    left = min(x - width(o) / 2 for o, x in centre.items()) - 8
-    centre = {o: x - left for o, x in centre.items()}
-    ends = [
-        x + max(width(o) / 2, 7.4 * len(waits[o[0]]) + 6 if waits else 0) for o, x in centre.items()
-    ]
-    right = max([*ends, *(7.4 * len(line) for line in caption)]) + 8
+    left = min(x - width(slot) / 2 for slot, x in centre.items()) - 8
+    centre = {slot: x - left for slot, x in centre.items()}
+    ends = [7.4 * len(line) for line in caption]
+    for slot, x in centre.items():
+        beside = 7.4 * len(waits[slot[0]]) + 6 if waits else 0
+        ends.append(x + max(width(slot) / 2, beside))
+    right = max(ends) + 8
     bottom = y - 32 + 16 * len(caption)
-    out = [
-        _arrow(centre[o], top[o] + height(o), centre[f], top[f], is_pipe(f))
-        for layer in layers
-        for o, feeds in layer.items()
-        for f in feeds
-    ]
-    out += [
-        _line(centre[o] + 6, top[o] + height(o) + 14, waits[o[0]])
-        for o in centre
-        if waits and is_pipe(o)
-    ]
-    out += [
-        _box(centre[o], top[o], width(o), height(o), rows[o[0]], o[0] in marked, len(below[o[0]]))
-        for o in centre
-        if is_pipe(o)
-    ]
-    out += [_line(8, y - 20 + 16 * k, line) for k, line in enumerate(caption)]
+
+    # Edges first, then what stands beside them, boxes, and the caption
+    shapes = []
+    for layer in layers:
+        for slot, feeds in layer.items():
+            start = centre[slot], top[slot] + height(slot)
+            shapes += [_arrow(*start, centre[to], top[to], is_pipe(to)) for to in feeds]
+    boxes = [slot for slot in centre if is_pipe(slot)]
+    if waits:
+        for slot in boxes:
+            shapes.append(_line(centre[slot] + 6, top[slot] + height(slot) + 14, waits[slot[0]]))
+    for slot in boxes:
+        i = slot[0]
+        place = centre[slot], top[slot], width(slot), height(slot)
+        shapes.append(_box(*place, rows[i], i in marked, len(below[i])))
+    shapes += [_line(8, y - 20 + 16 * k, line) for k, line in enumerate(caption)]
+
+    size = f'width="{right:.0f}" height="{bottom:.0f}"'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom:.0f}" width="{right:.0f}" '
-        f'height="{bottom:.0f}" font-family="monospace" font-size="12">{"".join(out)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom:.0f}" '
+        f'{size} font-family="monospace" font-size="12">{"".join(shapes)}</svg>'
     )
+
+
+def _wrapped(texts, width):
+    "The lines of all texts, wrapped."
+    return [line for text in texts for line in textwrap.wrap(text, width)]
 
 # %% ../../../nbs/pipes/02_graph/01_drawing.ipynb #e3833b41
 @dataclass(frozen=True, repr=False)

@@ -27,9 +27,8 @@ from .torchdata import IterDataPipe, MapDataPipe
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #2ab27c26
 _PIPES = (IterDataPipe, MapDataPipe)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-Where = (
-    type | Callable
-)  # how an edit selects a pipe: a class (its subclasses count) or a predicate `pipe -> bool`
+# how an edit selects a pipe: a class (its subclasses count) or a predicate `pipe -> bool`
+Where = type | Callable
 
 
 def _held(value, seen):
@@ -69,8 +68,9 @@ def _visit(pipe):
         for source in rest:
             if id(source) in path:
                 raise GraphError("the graph has a cycle: the pipe reads from itself", pipe=source)
-            edges.append((source, id(source) not in done))
-            if edges[-1][1]:
+            is_first = id(source) not in done
+            edges.append((source, is_first))
+            if is_first:
                 path.add(id(source))
                 stack.append((source, iter(inputs(source)), []))
                 break
@@ -104,9 +104,8 @@ def short_repr(pipe: IterDataPipe) -> str:
             shown[name] = reprlib.repr(value)
     config = ", ".join(f"{k}={v}" for k, v in shown.items())
     name = type(pipe).__name__
-    short = name.removesuffix("IterDataPipe").removesuffix(
-        "MapDataPipe"
-    )  # torch's IterableWrapperIterDataPipe
+    # torch's pipes have names such as IterableWrapperIterDataPipe.
+    short = name.removesuffix("IterDataPipe").removesuffix("MapDataPipe")
     return f"{short or name}({config})"
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #bd6b1c4a
@@ -132,9 +131,10 @@ def draw(pipe: IterDataPipe, where: Where | None = None) -> Drawing:
     rows = _visit(pipe)
     index = {id(node): i for i, (node, _) in enumerate(rows)}
     edges = [[(index[id(source)], first) for source, first in row] for _, row in rows]
-    marked = (
-        [] if where is None else [i for i, (node, _) in enumerate(rows) if _matcher(where)(node)]
-    )
+    marked = []
+    if where is not None:
+        matches = _matcher(where)
+        marked = [i for i, (node, _) in enumerate(rows) if matches(node)]
     return Drawing([_label(node) for node, _ in rows], edges, frozenset(marked))
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #012fb332
@@ -152,15 +152,17 @@ def find_one(pipe: IterDataPipe, where: Where) -> Any:
     Raises:
         GraphError: no pipe matches, or several do; the message draws the graph.
     """
-    found = find(pipe, where)
-    if len(found) == 1:
-        return found[0]
+    matches = find(pipe, where)
+    if len(matches) == 1:
+        return matches[0]
     name = getattr(where, "__name__", reprlib.repr(where))
+    number = len(matches) or "no"
     raise GraphError(
-        f"{len(found) or 'no'} pipes match {name}, expected exactly one, in\n{draw(pipe, where)}\n"
+        f"{number} pipes match {name}, expected exactly one, in\n{draw(pipe, where)}\n"
     )
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #b062c3e3
+# Attributes of an iteration; torch writes some of them into a pipe while it runs.
 _ITERATION = (
     "_valid_iterator_id",
     "kept",
@@ -169,7 +171,7 @@ _ITERATION = (
     "_snapshot_state",
     "_fast_forward_iterator",
     "_profile_name",
-)  # torch writes these attributes into a pipe while it runs
+)
 _GENERATORS = random.Random, np.random.Generator, np.random.RandomState, torch.Generator
 
 
@@ -190,7 +192,10 @@ def _mapped(value, memo):
         return getattr(value, "_make", type(value))(items)
     new = copy.copy(value)  # a copy keeps the default of a defaultdict and the length of a deque
     new.clear()
-    (new.update if isinstance(new, (dict, set)) else new.extend)(items)
+    if isinstance(new, (dict, set)):
+        new.update(items)
+    else:
+        new.extend(items)
     return new
 
 
@@ -203,6 +208,8 @@ def _copied(pipe, memo):
         new.__setstate__(_mapped(copy.copy(state), memo))
     else:
         vars(new).update(_mapped(state, memo))
+
+    # The copy has not begun to iterate, and has generators of its own.
     for name in _ITERATION:
         vars(new).pop(name, None)
     for name, x in vars(new).items():
@@ -240,21 +247,23 @@ def _edited(pipe, old, make, readers=None):
     """The graph with `make(old)` in place of `old` for its `readers` (None: all), the new pipe, and
     the copy of `old`.
     """
-    memo = {}
+    memo = {}  # id of a pipe -> its copy
     originals = nodes(pipe)
     if readers is None:
-        readers = [p for p in originals if any(o is old for o in inputs(p))]
+        readers = [node for node in originals if any(source is old for source in inputs(node))]
     sink = _copied_graph(pipe, memo)
-    was = memo[id(old)]
-    readers = [memo[id(p)] for p in readers]
-    memo.update({id(memo[id(p)]): memo[id(p)] for p in originals})  # copies are not copied again
-    made = make(was)
-    new = _copied_graph(made, memo)  # the new pipe now reads the copies
+    old_copy = memo[id(old)]
+
+    # The new pipe may read the original or the copy of the old one. Copies are not copied again.
+    copies = [memo[id(node)] for node in originals]
+    memo.update((id(copy), copy) for copy in copies)
+    new = _copied_graph(make(old_copy), memo)
+
     for reader in readers:
-        reconnect(reader, was, new)
-    result = new if was is sink else sink
+        reconnect(memo[id(reader)], old_copy, new)
+    result = new if old_copy is sink else sink
     nodes(result)  # raises `GraphError` if there is a cycle
-    return result, new, was
+    return result, new, old_copy
 
 
 def _fitting(pipe):

@@ -6,8 +6,6 @@
 __all__ = ['PATIENCE', 'log', 'Watch', 'opened', 'close', 'Pipe', 'Source', 'Seeded']
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #28b84d4c
-import dis
-import inspect
 import logging
 import sys
 import threading
@@ -36,15 +34,11 @@ from ..data.errors import CheckpointError, DataError, describe
 from .torchdata import IterDataPipe, too_long
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #43f4a45a
-PATIENCE = (
-    100_000,
-    100,
-    30,
-)  # items read before one is yielded: warn after 100,000, or after 100 if they took 30 s
+# items read before one is yielded: warn after 100,000, or after 100 if they took 30 s
+PATIENCE = 100_000, 100, 30
 log = logging.getLogger("rollpipe")
-_waiting = (
-    threading.local()
-)  # `.watch`: the `Watch` of the pipe that begins to read a pipe of torch
+# `.watch`: the `Watch` of the pipe that begins to read a pipe of torch
+_waiting = threading.local()
 
 
 class Watch:
@@ -62,16 +56,18 @@ class Watch:
         """
         for n, item in enumerate(items, 1):
             yield item
-            if n & (n - 1) == 0 and (self.has_yielded or self._is_told(n)):
+            is_power_of_two = n & (n - 1) == 0  # so looking costs little
+            if is_power_of_two and (self.has_yielded or self._has_warned(n)):
                 return
 
-    def _is_told(self, n):
+    def _has_warned(self, n):
         many, some, seconds = PATIENCE
         took = monotonic() - self.start
         if n < many and (n < some or took < seconds):
             return False
         log.warning(
-            f"{self.name} has read {n:,} items in {took:.0f} seconds and has yielded none. Does what it waits for ever come?"
+            f"{self.name} has read {n:,} items in {took:.0f} seconds and has yielded none. "
+            "Does what it waits for ever come?"
         )
         return True
 
@@ -83,7 +79,10 @@ def opened(pipe: IterDataPipe) -> Iterator:
     counted.
     """
     foreign = []
-    while not isinstance(pipe, Pipe) and (above := edits.inputs(pipe)):
+    while not isinstance(pipe, Pipe):
+        above = edits.inputs(pipe)
+        if not above:
+            break
         foreign.append(pipe)
         pipe = above[0]
     names = [type(x).__name__ for x in foreign if trait(x, "reads") != 1]
@@ -131,40 +130,16 @@ def _in_few_threads(items, pipe):
     Small networks in its graph compute with one thread, unless the user has chosen a number.
     """
     few = few_threads([x for node in edits.nodes(pipe) for x in held_by(node)])
-    made = []
+    item = []  # the next one, if there is one
     try:
         while True:
             with few:
-                made.extend(islice(items, 1))
-            if not made:
+                item.extend(islice(items, 1))
+            if not item:
                 return
-            yield made.pop()  # nothing here keeps it
+            yield item.pop()  # nothing here keeps it
     finally:
         close(items)
-
-# %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #a8e2fe47
-def _gives_items(function) -> bool:
-    """Does `function` yield, return a value other than None, or leave this to subclasses
-    (`NotImplementedError`, `abstractmethod`)?
-    """
-    code = getattr(function, "__code__", None)
-    if (
-        code is None
-        or code.co_flags & inspect.CO_GENERATOR
-        or "NotImplementedError" in code.co_names
-    ):
-        return True
-    if getattr(function, "__isabstractmethod__", False):
-        return True
-    steps = list(dis.get_instructions(code))
-    # If a jump leads to a `return`, the function returns a computed value.
-    return any(
-        step.opname == "RETURN_CONST"
-        and step.argval is not None
-        or step.opname == "RETURN_VALUE"
-        and (step.is_jump_target or before.opname != "LOAD_CONST" or before.argval is not None)
-        for before, step in zip([None, *steps], steps)
-    )
 
 # %% ../../../nbs/pipes/02_graph/05_pipe.ipynb #658834d6
 class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
@@ -181,8 +156,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
     `modules.Handle`). Everything else is copied.
 
     Raises:
-        TypeError: `pipe` is not an IterDataPipe; or, when a subclass is defined, its `stream`
-            yields and returns nothing.
+        TypeError: `pipe` is not an IterDataPipe; or, at the first item, `stream` neither yields nor
+            returns an iterator.
     """
 
     no_length = "the stream of its source has none"  # reason in the error of `len`
@@ -190,18 +165,11 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
     # `begin()`
     timer: Any = None
 
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        if _gives_items(cls.stream):
-            return
-        raise TypeError(
-            f"{cls.__name__}.stream neither yields nor returns an iterator. Expected a generator: `for x in items: yield x`"
-        )
-
     def __init__(self, pipe: IterDataPipe):
         if not isinstance(pipe, IterDataPipe):
             raise TypeError(
-                f"{type(self).__name__} reads from a pipe (an IterDataPipe), got {type(pipe).__name__}"
+                f"{type(self).__name__} reads from a pipe (an IterDataPipe), "
+                f"got {type(pipe).__name__}"
             )
         self.pipe = pipe
 
@@ -224,20 +192,24 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
     def _items(self, items=None, **options):
         "The stream. `items` is the iterator of the input, if the caller has opened it already."
         items = self._open() if items is None else items
-        stream = None
         watch = Watch(type(self).__name__)
         may_starve = self.reads is None and self.drops_items
+
+        stream = None
         kept = {}
         self.kept = kept
         try:
-            stream = self.stream(
-                chain(watch.counted(items), items) if may_starve else items, **options
-            )
+            counted = chain(watch.counted(items), items) if may_starve else items
+            stream = self.stream(counted, **options)
             if not hasattr(stream, "__iter__"):
                 raise TypeError(
-                    f"{type(self).__name__}.stream returned {stream!r}, expected an iterator"
+                    f"{type(self).__name__}.stream returned {stream!r}. "
+                    "Expected a generator, `for x in items: yield x`, or an iterator"
                 )
-            first = list(islice(stream := iter(stream), 1))
+            stream = iter(stream)
+
+            # The first item shows whether the stream keeps something.
+            first = list(islice(stream, 1))
             if first and self.restored is not None:
                 raise CheckpointError(
                     f"{type(self).__name__} keeps nothing, and got a state to go on from"
@@ -273,9 +245,8 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         return True  # without this, Python would call `__len__`
 
     def __getstate__(self):
-        state = (
-            super().__getstate__()
-        )  # while torch traverses the graph, it keeps only pipes in the state
+        # While torch traverses the graph, it keeps only pipes in the state.
+        state = super().__getstate__()
         if not isinstance(state, dict):
             return state
         state = {name: x for name, x in state.items() if name not in ("kept", "running")}
@@ -325,7 +296,8 @@ class Seeded:
         """`Lanes` calls this for its copies, with the number of the lane and a seed for this pipe
         in this lane.
         """
-        self.lane, self.given_seed = lane, seed
+        self.lane = lane
+        self.given_seed = seed
 
     def set_seed(self, seed: int) -> "Seeded":
         "torchdata's `DataLoader2` calls this once an iteration; the user's seed takes precedence."

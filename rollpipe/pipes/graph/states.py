@@ -32,13 +32,11 @@ def named_pipes(pipe: IterDataPipe) -> dict:
 
     The pipes above `Lanes` are left out, because the lanes iterate over copies of them.
     """
-    copied = {
-        id(p)
-        for lanes in nodes(pipe)
-        if getattr(lanes, "copies_above", False)
-        for p in nodes(lanes.pipe)
-    }
-    return numbered(p for p in nodes(pipe) if id(p) not in copied)
+    copied = set()
+    for node in nodes(pipe):
+        if getattr(node, "copies_above", False):
+            copied |= {id(above) for above in nodes(node.pipe)}
+    return numbered(node for node in nodes(pipe) if id(node) not in copied)
 
 # %% ../../../nbs/pipes/02_graph/06_states.ipynb #892370a2
 def stream_state(pipe: IterDataPipe, chunks: ChunkFolder | None = None) -> dict:
@@ -49,10 +47,12 @@ def stream_state(pipe: IterDataPipe, chunks: ChunkFolder | None = None) -> dict:
         chunks: gets those parts of large arrays, such as a replay memory, that changed since the
             last state; None: the state has copies
     """
-    states = {
-        name: p.get_state(chunks) for name, p in named_pipes(pipe).items() if isinstance(p, Pipe)
-    }
-    return {name: state for name, state in states.items() if state}
+    states = {}
+    for name, node in named_pipes(pipe).items():
+        state = node.get_state(chunks) if isinstance(node, Pipe) else None
+        if state:
+            states[name] = state
+    return states
 
 
 def restore_stream(
@@ -67,7 +67,8 @@ def restore_stream(
         chunks: the folder that `stream_state` got
     """
     pipes = named_pipes(pipe)
-    if lacking := [name for name in states if not isinstance(pipes.get(name), Pipe)]:
+    lacking = [name for name in states if not isinstance(pipes.get(name), Pipe)]
+    if lacking:
         raise CheckpointError(
             "the pipeline lacks pipes that kept something",
             expected=", ".join(lacking),
