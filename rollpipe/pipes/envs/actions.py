@@ -48,8 +48,10 @@ def as_like(x: Any, like: np.ndarray) -> np.ndarray:
 def cast_exactly(x: np.ndarray, like: np.ndarray) -> np.ndarray:
     "`x` in the dtype of `like`. Raises `OverflowError` for integers that do not fit."
     cast = x.astype(like.dtype, copy=False)
-    if cast is not x and cast.dtype.kind in "iu" and (wrong := cast != x).any():
-        raise OverflowError(f"{x[wrong][0]} is no {like.dtype}")
+    if cast is not x and cast.dtype.kind in "iu":
+        wrong = cast != x
+        if wrong.any():
+            raise OverflowError(f"{x[wrong][0]} is no {like.dtype}")
     return cast
 
 # %% ../../../nbs/pipes/10_envs/02_actions.ipynb #1024e03d
@@ -106,11 +108,17 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
                 if bounds[0].shape != act.shape:
                     bounds = [np.broadcast_to(x, act.shape).copy() for x in bounds_of_one]
                 act = np.minimum(np.maximum(act, bounds[0]), bounds[1])
-        elif low is not None and np.count_nonzero(wrong := (act < low) | (act > high)):
-            b = int(np.argwhere(wrong)[0][0])
-            raise ActorError(
-                "out of range", env=b, leaf=leaf, expected=f"an action of {space}", got=str(act[b])
-            )
+        elif low is not None:
+            wrong = (act < low) | (act > high)
+            if np.count_nonzero(wrong):
+                b = int(np.argwhere(wrong)[0][0])
+                raise ActorError(
+                    "out of range",
+                    env=b,
+                    leaf=leaf,
+                    expected=f"an action of {space}",
+                    got=str(act[b]),
+                )
         return act.astype(space.dtype, copy=copy and not bounds)
 
     return batch
@@ -127,13 +135,11 @@ def _container_batch(space, clip, copy):
     names = set(parts)
 
     def batch(act, leaf="act"):
-        keys = (
-            set(act)
-            if isinstance(act, dict)
-            else set(range(len(act)))
-            if isinstance(act, (tuple, list))
-            else None
-        )
+        keys = None
+        if isinstance(act, dict):
+            keys = set(act)
+        elif isinstance(act, (tuple, list)):
+            keys = set(range(len(act)))
         if keys != names:
             raise ActorError(
                 "wrong structure of the action",
@@ -188,7 +194,10 @@ def _splitter(space):
     if isinstance(space, gym.spaces.Tuple):
         parts = [_splitter(s) for s in space.spaces]
         return lambda act: list(zip(*(split(x) for split, x in zip(parts, act))))
-    parts = {k: _splitter(s) for k, s in space.spaces.items()}
-    return lambda act: [
-        dict(zip(parts, row)) for row in zip(*(split(act[k]) for k, split in parts.items()))
-    ]
+    splitter_of = {key: _splitter(part) for key, part in space.spaces.items()}
+
+    def split_dict(act):
+        columns = [split(act[key]) for key, split in splitter_of.items()]
+        return [dict(zip(splitter_of, row)) for row in zip(*columns)]
+
+    return split_dict

@@ -68,12 +68,14 @@ def _shared_space(envs, kind, pad):
     space = getattr(envs[0], kind)(first)
     for env in envs:
         for agent in env.possible_agents:
-            if (other := getattr(env, kind)(agent)) != space:
+            other = getattr(env, kind)(agent)
+            if other != space:
                 raise EnvError(
                     f"the agents of a batch must share their {kind}",
                     env=f"agent {agent!r}",
                     got=str(other),
-                    expected=f"{space} as agent {first!r}; the wrapper `{pad}` of SuperSuit pads them",
+                    expected=f"{space} as agent {first!r}; the wrapper `{pad}` of SuperSuit pads "
+                    "them",
                 )
     return space
 
@@ -170,20 +172,18 @@ class Agents(gym.vector.VectorEnv):
         except BaseException:
             self.close_extras()
             raise
-        self.single_observation_space, self.single_action_space, self.num_envs = (
-            obs,
-            act,
-            copies * len(self.agents),
-        )
-        self.observation_space, self.action_space = (
-            batch_space(space, self.num_envs) for space in (obs, act)
-        )
-        # the present observations
+
+        # the spaces of one agent, and of all of them
+        self.num_envs = copies * len(self.agents)
+        self.single_observation_space = obs
+        self.single_action_space = act
+        self.observation_space = batch_space(obs, self.num_envs)
+        self.action_space = batch_space(act, self.num_envs)
+
+        # the present observations; where an agent takes no part in the next step
         self._obs = nested.alloc(self._like, self.num_envs)
         self._rows = action_rows(act, clip=False)
-        self.resting = np.zeros(
-            self.num_envs, bool
-        )  # True where an agent takes no part in the next step
+        self.resting = np.zeros(self.num_envs, bool)
 
     def agent(self, b: int) -> str:
         "The name of the agent in column `b`, with the number of its copy if there are several."
@@ -198,14 +198,13 @@ class Agents(gym.vector.VectorEnv):
                 None: the copies go on with their generators
             options: for the `reset` of each copy
         """
-        seeds = (
-            seed
-            if isinstance(seed, list)
-            else [None if seed is None else seed + b for b in range(self.num_envs)]
-        )
-        given = {} if options is None else dict(options=options)
+        if isinstance(seed, list):
+            seeds = seed
+        else:
+            seeds = [None if seed is None else seed + b for b in range(self.num_envs)]
+        kwargs = {} if options is None else dict(options=options)
         for c in range(len(self.copies)):
-            self._begin(c, seed=seeds[c * len(self.agents)], **given)
+            self._begin(c, seed=seeds[c * len(self.agents)], **kwargs)
         return nested.map(np.copy, self._obs), {}
 
     def step(self, actions: Any) -> tuple:

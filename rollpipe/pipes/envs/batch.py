@@ -50,10 +50,11 @@ def _refuse_lists(x, like):
     "Raise `DataError` for a list or tuple of numbers in the place of an array."
     for accessor, leaf in zip(optree.tree_accessors(like), nested.leaves(like)):
         try:
-            found = np.asarray(part := accessor(x))
+            part = accessor(x)
+            kind = np.asarray(part).dtype.kind
         except (LookupError, TypeError, ValueError):
             continue
-        if isinstance(part, (list, tuple)) and found.dtype.kind in "biuf":
+        if isinstance(part, (list, tuple)) and kind in "biuf":
             raise DataError(
                 f"a {type(part).__name__} stands where an array belongs",
                 leaf=accessor.codify("obs"),
@@ -69,11 +70,10 @@ def _refuse_integers(x, like, batch):
     def checked(leaf, path):
         def check(x):
             x = np.asarray(x)
-            if (
-                x.dtype.kind not in "iu"
-                or leaf.dtype.kind not in "iu"
-                or not (wrong := x.astype(leaf.dtype) != x).any()
-            ):
+            if x.dtype.kind not in "iu" or leaf.dtype.kind not in "iu":
+                return
+            wrong = x.astype(leaf.dtype) != x
+            if not wrong.any():
                 return
             at = np.argwhere(wrong)[0]
             limits = np.iinfo(leaf.dtype)
@@ -188,23 +188,25 @@ class Outcomes:
         "Step every environment with its action in `act`, torch `[1, B, ...]`, nested."
         if self._at is None:
             raise EnvError("`step` before `reset`", expected="`reset` first", **self.where)
-        (rows, t) = self._at
-        fault = None
-        found = ()
+        rows, t = self._at
         if t + 1 == len(rows):
             before = rows.rows[t]
             rows = self.rows()
             t = 0
             rows.rows[0] = before
+
+        # What was not checked yet is checked first, because its error is the older one.
+        fault = None
+        outcome = ()
         try:
-            found = self.step_into(rows, t, arrays_of(act))
+            outcome = self.step_into(rows, t, arrays_of(act))
         except Exception as e:
             fault = e
         self.settle(rows, t)
         if fault is not None:
             raise fault
         self._at = rows, t + 1
-        return self._outcome(rows.rows[t + 1], act, *found)
+        return self._outcome(rows.rows[t + 1], act, *outcome)
 
     def _outcome(self, row, act, final, ended, info, valid):
         return Outcome(
@@ -368,16 +370,19 @@ class Batch(Outcomes):
         row.fin[:] = True
 
     def _check_obs(self, row):
-        if (found := self._obs_check.find(row.leaves)) is not None:
-            self.refuse(*found)
-        if self._range_check.parts and (found := self._range_check.find(row.leaves)) is not None:
-            self.refuse(*found)
+        culprit = self._obs_check.find(row.leaves)
+        if culprit is not None:
+            self.refuse(*culprit)
+        culprit = self._range_check.find(row.leaves) if self._range_check.parts else None
+        if culprit is not None:
+            self.refuse(*culprit)
 
     def _check_final(self, final):
         for b, obs in final.items() if self._range_check.parts else ():
-            found = self._range_check.find([x[None] for x in nested.leaves(obs)])
-            if found is not None:
-                self.refuse(b, f"final {found[1]}", *found[2:])
+            culprit = self._range_check.find([x[None] for x in nested.leaves(obs)])
+            if culprit is not None:
+                _, leaf, value, space = culprit
+                self.refuse(b, f"final {leaf}", value, space)
 
     def _check_rewards(self, row, came):
         if np.vdot(row.rew, self._rew_zeros) != 0:
@@ -386,13 +391,14 @@ class Batch(Outcomes):
 
     def refuse(self, b: int, leaf: str, got: Any, space: Any = None) -> None:
         "Raise `EnvError` for a number that is not finite, or that is outside of its `space`."
-        problem, wanted = (
-            ("non-finite value", "finite numbers")
-            if space is None
-            else ("out of range", f"as in {space}")
-        )
+        problem = "non-finite value" if space is None else "out of range"
         raise EnvError(
-            problem, env=self.name(b), leaf=leaf, expected=wanted, got=str(got), **self.where
+            problem,
+            env=self.name(b),
+            leaf=leaf,
+            expected="finite numbers" if space is None else f"as in {space}",
+            got=str(got),
+            **self.where,
         )
 
     def _naming(self, env=None):

@@ -69,7 +69,8 @@ class RangeCheck:
         there is none.
         """
         for i, low, high, path, space in self.parts:
-            if (wrong := (leaves[i] < low) | (leaves[i] > high)).any():
+            wrong = (leaves[i] < low) | (leaves[i] > high)
+            if wrong.any():
                 b = int(np.argwhere(wrong)[0][0])
                 return b, path, leaves[i][b], space
 

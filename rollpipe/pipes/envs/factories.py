@@ -51,11 +51,10 @@ def extra_for(env_id: str, error: Exception) -> str | None:
     if not isinstance(error, gym.error.DependencyNotInstalled):
         return None
     package = str(gym.spec(str(env_id).rpartition(":")[2]).entry_point).split(":")[0]
-    found = next(
-        (extra for extra in ("box2d", "mujoco") if package.startswith(f"gymnasium.envs.{extra}.")),
-        None,
-    )
-    return found and _install(found)
+    for extra in ("box2d", "mujoco"):
+        if package.startswith(f"gymnasium.envs.{extra}."):
+            return _install(extra)
+    return None
 
 
 def _install(extra):
@@ -193,14 +192,12 @@ class EnvFactory:
             self.name = check_id(source)
             self.takes_seed = False
             return
-        if (
-            isinstance(source, torch.nn.Module)
-            and not hasattr(source, "n_envs")
-            or hasattr(source, "actor")
-        ):  # a `TensorEnv` has `n_envs`
-            what = "an agent" if hasattr(source, "actor") else "a network"
+        # A `TensorEnv`, which may be a module, has `n_envs`.
+        is_agent = hasattr(source, "actor")
+        is_network = isinstance(source, torch.nn.Module) and not hasattr(source, "n_envs")
+        if is_agent or is_network:
             raise EnvError(
-                f"{what} stands where an environment belongs",
+                f"{'an agent' if is_agent else 'a network'} stands where an environment belongs",
                 got=type(source).__name__,
                 expected="the environment first and then the actor, as in `evaluate(env, actor)`",
             )
@@ -208,8 +205,8 @@ class EnvFactory:
             raise EnvError(
                 f"{describe(source, 60)} is an instance that cannot be lent",
                 got=type(source).__name__,
-                expected="a `gymnasium.Env` or `gymnasium.vector.VectorEnv`, or a gymnasium id or a factory such as "
-                "`lambda: make_env()`; a `TensorEnv` goes to `TensorCollector`",
+                expected="a `gymnasium.Env` or `gymnasium.vector.VectorEnv`, or a gymnasium id or "
+                "a factory such as `lambda: make_env()`; a `TensorEnv` goes to `TensorCollector`",
             )
         if not callable(source):
             raise EnvError(
@@ -327,11 +324,13 @@ def env_factories(
             got=f"n_envs={n_envs!r}, {len(sources)} sources",
         )
     check_memory(f"n_envs={n_envs:,}", int(n_envs) * LEAST_BYTES)
-    made = [
-        s if isinstance(s, EnvFactory) and not env_kwargs else EnvFactory(s, env_kwargs)
-        for s in sources
-    ]
-    return made * (int(n_envs) // len(sources))
+
+    def factory(source):
+        if isinstance(source, EnvFactory) and not env_kwargs:
+            return source
+        return EnvFactory(source, env_kwargs)
+
+    return [factory(source) for source in sources] * (int(n_envs) // len(sources))
 
 
 def _is_count(n):
@@ -404,15 +403,10 @@ class VectorFactory:
         ):
             return vec
         close_env(vec, self.name)
-        what, leaf = (
-            ("the mask of the actions", f"observation_space[{key!r}]")
-            if key
-            else ("games of Atari", "atari")
-        )
         raise EnvError(
-            f"such a vector takes no wrapper for {what}",
+            f"such a vector takes no wrapper for {'the mask of the actions' if key else 'games of Atari'}",
             env=self.name,
-            leaf=leaf,
+            leaf=f"observation_space[{key!r}]" if key else "atari",
             expected="vector='sync' or 'async', or a mask that is there already",
             got=f"vector={self.vector!r}",
         )
@@ -503,11 +497,11 @@ def spaces_of(env: Any, env_kwargs: dict | None = None) -> tuple[gym.Space, gym.
     factory = env if isinstance(env, EnvFactory) else EnvFactory(env, env_kwargs)
     if isinstance(factory.source, str):
         return deepcopy(_spaces_of_id(factory))  # those of the environment are its own
-    made = factory()
+    new = factory()
     try:
-        return spaces_of(made)
+        return spaces_of(new)
     finally:
-        close_env(made, factory.name)
+        close_env(new, factory.name)
 
 
 _SPACES = "observation_space", "action_space"

@@ -77,19 +77,22 @@ class GoalRules:
         env = self._env.envs[0] if isinstance(self._env, gym.vector.SyncVectorEnv) else self._env
         while not hasattr(env, name) and isinstance(env, gym.Wrapper):
             env = env.env
-        if (method := getattr(env, name, None)) is None:
+        method = getattr(env, name, None)
+        if method is None:
             return None
         try:
             n, *goal = achieved.shape
-            # A step may come twice, so that an answer of the length of a goal, by a method for one
-            # step, is no answer for all.
-            at = np.arange(next(k for k in range(n, n + len(goal) + 1) if k not in goal)) % max(
-                1, n
-            )
-            if n and (found := np.array(method(achieved[at], desired[at], {}))).shape == at.shape:
-                return found[:n]
-            return np.array(
-                [np.array(method(a, d, {})) for a, d in zip(achieved, desired)]
-            ).reshape(n)
+
+            # One call for all steps, if the method can. A step may come twice, so that an answer of
+            # the length of a goal, by a method for one step, is no answer for all.
+            length = next(k for k in range(n, n + len(goal) + 1) if k not in goal)
+            at = np.arange(length) % max(1, n)
+            if n:
+                answers = np.array(method(achieved[at], desired[at], {}))
+                if answers.shape == at.shape:
+                    return answers[:n]
+
+            answers = [np.array(method(a, d, {})) for a, d in zip(achieved, desired)]
+            return np.array(answers).reshape(n)
         except Exception as e:
             raise EnvError(f"{name} failed: {describe_exception(e)}", env=self.name) from e

@@ -63,12 +63,13 @@ def _has_form(x, like):
         x = nested.map(np.asarray, x)
     except (TypeError, ValueError, RecursionError):
         return False
-    shapes = [[y.shape for y in nested.leaves(tree)] for tree in (x, like)]
-    return (
-        _is_numeric(x)
-        and nested.flatten(x)[1] == nested.flatten(like)[1]
-        and shapes[0] == shapes[1]
-    )
+    if not _is_numeric(x):
+        return False
+    leaves, structure = nested.flatten(x)
+    like_leaves, like_structure = nested.flatten(like)
+    if structure != like_structure:
+        return False
+    return [leaf.shape for leaf in leaves] == [leaf.shape for leaf in like_leaves]
 
 # %% ../../../nbs/pipes/10_envs/05_infos.ipynb #fcea1c7b
 class InfoRecorder:
@@ -82,17 +83,18 @@ class InfoRecorder:
         stream: identifies a stream, in which each warning is logged once; None: a stream of its own
     """
 
-    LEFT_OUT = "Infos that are not recorded: %s. `info_keys` names those to record; then nothing is said about others."
-    # `told`: `(stream, key)` of warnings already logged
+    LEFT_OUT = (
+        "Infos that are not recorded: %s. `info_keys` names those to record; then nothing is said "
+        "about others."
+    )
     log = logging.getLogger("rollpipe")
-    told = set()
+    logged = set()  # `(stream, key)` of warnings already logged
 
     def __init__(self, n: int, keys: Any = None, stream: Any = None):
         self.n = n
         self.stream = object() if stream is None else stream
-        self.awaited = (
-            None if keys is None else {*keys}
-        )  # chosen by the user, but not reported yet; None: all infos are wanted
+        # chosen by the user, but not reported yet; None: all infos are recorded
+        self.awaited = None if keys is None else {*keys}
         # key -> a column `[n, ...]` of fillers, in the recorded shape and dtype; keys with a mask
         self.like = {}
         self.masked = set()
@@ -199,8 +201,8 @@ class InfoRecorder:
 
     def say(self, texts: dict, message: str) -> None:
         "Log a warning with the `texts` of those keys for which this stream has not logged one yet."
-        new = {key: text for key, text in texts.items() if (self.stream, key) not in self.told}
-        self.told.update((self.stream, key) for key in texts)
+        new = {key: text for key, text in texts.items() if (self.stream, key) not in self.logged}
+        self.logged.update((self.stream, key) for key in texts)
         if new:
             # `once` is for the parent of several workers, each of which says this.
             once = str((self.stream, *new))
@@ -233,10 +235,10 @@ class SingleInfos(InfoRecorder):
         if any(infos) and self.is_news(chain.from_iterable(infos)):
             self._begin(infos)
         self.begun = True
-        found = {}
+        columns = {}
         for key in self.like:
-            self._read(found, key, infos, valid)
-        return found
+            self._read(columns, key, infos, valid)
+        return columns
 
     def _dicts(self, infos):
         for b, info in enumerate(infos):
@@ -251,35 +253,35 @@ class SingleInfos(InfoRecorder):
 
         The first environment that reports an info defines its shape and dtype.
         """
-        said = {
-            key: (value, b)
-            for b in reversed(range(self.n))
-            for key, value in infos[b].items()
-            if self.is_news([key])
-        }
+        # info -> its value in the first environment that reports it, and the number of that one
+        first = {}
+        for b in reversed(range(self.n)):
+            first.update((key, (x, b)) for key, x in infos[b].items() if self.is_news([key]))
+
         left_out = {}
-        for key, (value, b) in said.items():
+        for key, (value, b) in first.items():
             one = _arrays(key, value, b)
             column = nested.map(lambda x: np.stack([x] * self.n), one) if _is_numeric(one) else None
-            if why := self.begin(key, column, value):
+            why = self.begin(key, column, value)
+            if why:
                 left_out[key] = why
         self.say(left_out, self.LEFT_OUT)
 
-    def _read(self, found, key, infos, valid):
-        "Put the info `key` into `found`."
+    def _read(self, columns, key, infos, valid):
+        "Put the info `key` into `columns`."
         if key not in self.masked:
             try:
-                found[key] = self._column(key, [info[key] for info in infos])
+                columns[key] = self._column(key, [info[key] for info in infos])
             except KeyError:
                 pass
             else:
                 return
-        said = np.array([key in info for info in infos])
+        has_info = np.array([key in info for info in infos])
         column = None
-        if said.any():
+        if has_info.any():
             missing = nested.map(lambda x: x[0], self.like[key])
             column = self._column(key, [info.get(key, missing) for info in infos])
-        self.put(found, key, column, said, valid)
+        self.put(columns, key, column, has_info, valid)
 
     def _column(self, key, values):
         try:
@@ -336,7 +338,8 @@ def column_of(leaf: str, value: Any, said: np.ndarray) -> Any:
     if isinstance(value, dict):
         parts = {k: x for k, x in value.items() if not is_mask(k, value)}
         for k, x in parts.items():
-            if (silent := said & ~reporters(value, k, said)).any():
+            silent = said & ~reporters(value, k, said)
+            if silent.any():
                 raise EnvError(
                     "a part of an info is missing",
                     env=int(silent.argmax()),
@@ -374,7 +377,9 @@ class VectorInfos(InfoRecorder):
         """
         sources = [(infos, valid)]
         if "final_info" in infos:
-            late = {k: infos[k] for key in self.of_ends for k in (key, f"_{key}") if k in infos}
+            late = {}
+            for key in self.of_ends:
+                late.update((name, infos[name]) for name in (key, f"_{key}") if name in infos)
             sources = [
                 (infos, valid & ~ended),
                 (infos["final_info"], valid & ended),
@@ -384,10 +389,10 @@ class VectorInfos(InfoRecorder):
             if self.is_news(source):
                 self._begin(source, among)
         self.begun = True
-        found = {}
+        columns = {}
         for key in self.like:
-            self.put(found, key, *self._read(key, sources), valid)
-        return found
+            self.put(columns, key, *self._read(key, sources), valid)
+        return columns
 
     def _begin(self, infos, among):
         """Record or leave out infos that the environments `among` report and that have not appeared
@@ -397,9 +402,11 @@ class VectorInfos(InfoRecorder):
         for key, value in infos.items():
             if key in FINAL or is_mask(key, infos) or not self.is_news([key]):
                 continue
-            if not (said := reporters(infos, key, among)).any():
+            has_info = reporters(infos, key, among)
+            if not has_info.any():
                 continue
-            if why := self.begin(key, self._column(key, value, said), value):
+            why = self.begin(key, self._column(key, value, has_info), value)
+            if why:
                 left_out[key] = why
             self.known.add(f"_{key}")
         self.say(left_out, self.LEFT_OUT)
@@ -418,17 +425,20 @@ class VectorInfos(InfoRecorder):
         column = None
         everybody = np.zeros(self.n, bool)
         for infos, among in sources:
-            if key not in infos or not (said := reporters(infos, key, among)).any():
+            if key not in infos:
                 continue
-            part = self._column(key, infos[key], said)
+            has_info = reporters(infos, key, among)
+            if not has_info.any():
+                continue
+            part = self._column(key, infos[key], has_info)
             if part is None:
                 self.check_form(key, infos[key])
             if column is not None:
 
-                def rows(x, y, said=said):
-                    return np.where(said.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+                def rows(x, y, has_info=has_info):
+                    return np.where(has_info.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
                 part = nested.map(rows, self.widened(key, part), self.widened(key, column))
             column = part
-            everybody = everybody | said
+            everybody = everybody | has_info
         return column, everybody

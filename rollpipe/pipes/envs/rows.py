@@ -95,13 +95,9 @@ def own(x: Any) -> Any:
 
 def _own(x):
     def copied(x):
-        return (
-            x.copy()
-            if isinstance(x, np.ndarray)
-            else x.detach().clone()
-            if isinstance(x, torch.Tensor)
-            else x
-        )
+        if isinstance(x, np.ndarray):
+            return x.copy()
+        return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
     try:
         return nested.map(copied, x)

@@ -7,6 +7,7 @@ __all__ = ['make_envs', 'scalar_rewards', 'is_end', 'SingleEnvs', 'count_steps',
 
 # %% ../../../nbs/pipes/10_envs/07_single.ipynb #c9f28217
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,11 @@ def scalar_rewards(rews: list) -> np.ndarray:
         rew = None
     if rew is not None and rew.shape == (len(rews),) and rew.dtype.kind in "biuf":
         return rew
-    b = next(b for b, r in enumerate(rews) if np.shape(r) or np.asarray(r).dtype.kind not in "biuf")
+
+    def is_number(x):
+        return not np.shape(x) and np.asarray(x).dtype.kind in "biuf"
+
+    b = next(b for b, x in enumerate(rews) if not is_number(x))
     raise EnvError(
         "the reward is no scalar", env=b, leaf="rew", expected="one number", got=describe(rews[b])
     )
@@ -281,7 +286,7 @@ def _put_all(rews, out):
 
     Returns whether they are.
     """
-    flat = [r for step in rews for r in step]
+    flat = list(chain.from_iterable(rews))
     if not all(issubclass(kind, (float, np.floating)) for kind in {*map(type, flat)}):
         return False  # `scalar_rewards` converts others
     out[:] = np.array(flat).reshape(out.shape)
@@ -373,24 +378,29 @@ class EnvBatch(Batch):
         if "stepno" in rows.reads:
             np.add(rows.rows[t].stepno, 1, out=row.stepno)
         if ended:
-            row.stepno[ended], row.fin[ended] = 0, True
+            row.stepno[ended] = 0
+            row.fin[ended] = True
         if final:
             self._check_final(final)
         return final, ended, info, valid
 
     def settle(self, rows: Rows, begin: int) -> None:
-        came = list(self._unchecked.values())
+        rewards = list(self._unchecked.values())  # of each step
         self._unchecked = {}
-        end = begin + 1 + len(came)
+        end = begin + 1 + len(rewards)
         if "stepno" not in rows.reads:
             count_steps(rows.state.stepno[begin:end], rows.state.fin[begin:end])
-        if len(came) > 1 and (
-            "rew" in rows.reads or _put_all(came, rows.state.rew[begin + 1 : end])
-        ):
-            if self._all_fine(rows.state, slice(begin + 1, end)):
+
+        # All steps at once, if all is in order
+        if len(rewards) > 1:
+            are_written = "rew" in rows.reads or _put_all(rewards, rows.state.rew[begin + 1 : end])
+            if are_written and self._all_fine(rows.state, slice(begin + 1, end)):
                 return
-        for t, rews in enumerate(came, begin + 1):
-            self._check_obs(row := rows.rows[t])
+
+        # Otherwise step by step, so that the error names the first one
+        for t, rews in enumerate(rewards, begin + 1):
+            row = rows.rows[t]
+            self._check_obs(row)
             if "rew" not in rows.reads:
                 self._put_rewards(row, rews)
             self._check_rewards(row, rews)
@@ -416,9 +426,9 @@ class EnvBatch(Batch):
                 got=str(len(state["envs"])),
                 **self.where,
             )
-        for b, (one, kept) in enumerate(zip(single.kept, state["envs"])):
+        for b, (one, env_state) in enumerate(zip(single.kept, state["envs"])):
             with self._naming(self.name(b)):
-                self._kept(one).restore(kept)
+                self._kept(one).restore(env_state)
         self._infos.set_state(state["infos"])
         if single.sticky is not None:
             single.sticky.set_state(state["sticky"])
@@ -437,10 +447,10 @@ class EnvBatch(Batch):
         One call for many rows is faster than one for each.
         """
         obs = [x[at] for x in nested.leaves(state.obs)]
-        return (
-            all(np.isfinite(x).all() for x in (*obs, state.rew[at]) if x.dtype.kind == "f")
-            and self._range_check.find(obs) is None
-        )
+        floats = [x for x in (*obs, state.rew[at]) if x.dtype.kind == "f"]
+        if not all(np.isfinite(x).all() for x in floats):
+            return False
+        return self._range_check.find(obs) is None
 
     def close(self) -> None:
         "Close every environment, also if the `close` of some fails."

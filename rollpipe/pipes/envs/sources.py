@@ -7,7 +7,7 @@ __all__ = ['MOST', 'Lent', 'LentVector', 'is_instance', 'Lender', 'instances_in'
 
 # %% ../../../nbs/pipes/10_envs/12_sources.ipynb #00e7d48b
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NoReturn
 
 import gymnasium as gym
@@ -68,11 +68,8 @@ def instances_in(x: Any, depth: int = 4) -> list:
         return [x.env if isinstance(x, Lender) else x]
     if not isinstance(x, (list, tuple, set, dict)) or not depth:
         return []
-    return [
-        env
-        for y in (x.values() if isinstance(x, dict) else x)
-        for env in instances_in(y, depth - 1)
-    ]
+    parts = x.values() if isinstance(x, dict) else x
+    return list(chain.from_iterable(instances_in(part, depth - 1) for part in parts))
 
 
 def no_copy(name: str, owner: str, got: str, **where: Any) -> EnvError:
@@ -107,10 +104,8 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
     Returns:
         list: list of `EnvFactory` and `Lender`
     """
-    sources = [
-        x.env if isinstance(x, Lender) else x
-        for x in (source if isinstance(source, (list, tuple)) else [source])
-    ]
+    sources = source if isinstance(source, (list, tuple)) else [source]
+    sources = [x.env if isinstance(x, Lender) else x for x in sources]
     instances = [x for x in sources if is_instance(x)]
     if not instances:
         return env_factories(source, n_envs, env_kwargs)
@@ -120,7 +115,8 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
             "an environment instance cannot be copied",
             env=Lender(instances[0]).name,
             got=f"n_envs={n_envs!r}",
-            expected=f"n_envs=None (the {n} that {'is' if n == 1 else 'are'} given), or a gymnasium id or a factory",
+            expected=f"n_envs=None (the {n} that {'is' if n == 1 else 'are'} given), or a gymnasium "
+            "id or a factory",
         )
     if env_kwargs and len(instances) == len(sources):
         raise EnvError(
@@ -130,16 +126,19 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
         )
     owners = {}
     for b, x in enumerate(sources):
-        if is_instance(x) and (other := owners.setdefault(id(x.unwrapped), b)) != b:
+        first = owners.setdefault(id(x.unwrapped), b) if is_instance(x) else b
+        if first != b:
             raise EnvError(
                 "an environment instance can act only once",
                 env=f"{b} ({Lender(x).name})",
                 expected="different instances, or a gymnasium id or a factory",
-                got=f"that of environment {other} again",
+                got=f"that of environment {first} again",
             )
-    return [
-        Lender(x) if is_instance(x) else env_factories(x, env_kwargs=env_kwargs)[0] for x in sources
-    ]
+
+    def factory(x):
+        return Lender(x) if is_instance(x) else env_factories(x, env_kwargs=env_kwargs)[0]
+
+    return [factory(x) for x in sources]
 
 # %% ../../../nbs/pipes/10_envs/12_sources.ipynb #b606a1fe
 # more environments than this from a pipe are an error, because such a pipe is probably endless
@@ -159,20 +158,20 @@ def taken(items: Iterator, n_envs: int | None = None, env_kwargs: dict | None = 
     Returns:
         list: list of `EnvFactory` and `Lender`
     """
-    found = list(islice(items, MOST + 1 if n_envs is None else n_envs))
-    if n_envs is None and len(found) > MOST:
+    sources = list(islice(items, MOST + 1 if n_envs is None else n_envs))
+    if n_envs is None and len(sources) > MOST:
         raise EnvError(
             "the pipe does not end",
             expected="n_envs, or a pipe that ends",
             got=f"more than {MOST} environments",
         )
-    if len(found) < (n_envs or 1):
+    if len(sources) < (n_envs or 1):
         raise EnvError(
             "the pipe yields too few environments",
             expected=f"{n_envs or 'at least 1'}",
-            got=str(len(found)),
+            got=str(len(sources)),
         )
-    for b, x in enumerate(found):
+    for b, x in enumerate(sources):
         if not (is_instance(x) or isinstance(x, str) or callable(x)):
             raise EnvError(
                 "the pipe yields something else",
@@ -180,7 +179,7 @@ def taken(items: Iterator, n_envs: int | None = None, env_kwargs: dict | None = 
                 expected="a gymnasium id, a factory or an environment",
                 got=describe(x),
             )
-    return env_sources(found, env_kwargs=env_kwargs)
+    return env_sources(sources, env_kwargs=env_kwargs)
 
 # %% ../../../nbs/pipes/10_envs/12_sources.ipynb #05d60530
 class Acting:

@@ -72,14 +72,16 @@ def _by_agent(infos, valid):
     """The infos of the agents, each with its part of those that wrappers have added, such as the
     statistics of an episode.
     """
-    found = [*infos["agents"]]
+    by_agent = [*infos["agents"]]
     for key, value in infos.items():
         if key in ("agents", *FINAL) or is_mask(key, infos):
             continue
-        column = column_of(f"info[{key!r}]", value, said := reporters(infos, key, valid))
-        for b in said.nonzero()[0].tolist():
-            found[b] = {**found[b], key: value if column is None else nested.getitem(column, b)}
-    return found
+        has_info = reporters(infos, key, valid)
+        column = column_of(f"info[{key!r}]", value, has_info)
+        for b in has_info.nonzero()[0].tolist():
+            of_agent = value if column is None else nested.getitem(column, b)
+            by_agent[b] = {**by_agent[b], key: of_agent}
+    return by_agent
 
 # %% ../../../nbs/pipes/10_envs/10_vector.ipynb #151cfc64
 class LostEnds:
@@ -162,9 +164,8 @@ class VectorBatch(Batch):
         self.vec_name = name or type(vec).__name__
         self.claim = Claim()
         self.one = None if keeper is None else keeper.begin(vec)
-        self.agents = (
-            core if hasattr(core := getattr(vec, "unwrapped", vec), "resting") else None
-        )  # an `Agents`
+        core = getattr(vec, "unwrapped", vec)
+        self.agents = core if hasattr(core, "resting") else None  # an `Agents`
         try:
             self.vector = CheckedVector(vec, seed, self.claim)
             self.vector.vec = played(vec, self.one, keeper)
@@ -173,20 +174,22 @@ class VectorBatch(Batch):
             self._infos: Any = kind(len(self), info_keys, str((seed.entropy, self.vec_name)))
             self._infos.of_ends = [*_infos_of_ends(vec)]
             # For gymnasium's own a test is exact. An agent that rests sees where it ended.
-            known = (gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv)
-            own = self.agents is not None or isinstance(getattr(vec, "unwrapped", vec), known)
-            is_watched = self.vector.mode == "SameStep" and not own
+            known = gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv
+            keeps_ends = self.agents is not None or isinstance(core, known)
+            is_watched = self.vector.mode == "SameStep" and not keeps_ends
             self._lost_ends = LostEnds(self._obs_spec) if is_watched else None
             if self._infos.of_ends and _counts_wrongly(self.vector.mode):
                 raise EnvError(
-                    f"RecordEpisodeStatistics of gymnasium {gym.__version__} misses a step of each episode",
+                    f"RecordEpisodeStatistics of gymnasium {gym.__version__} misses a step of each "
+                    "episode",
                     leaf="metadata['autoreset_mode']",
                     expected="gymnasium 1.4 or later, NextStep, or `EpisodeStats`",
                     got="SameStep",
                 )
-            if self._infos.of_ends and own and self.vector.mode == "Disabled":
+            if self._infos.of_ends and keeps_ends and self.vector.mode == "Disabled":
                 raise EnvError(
-                    "RecordEpisodeStatistics forgets the episodes of all environments when one begins anew",
+                    "RecordEpisodeStatistics forgets the episodes of all environments when one "
+                    "begins anew",
                     leaf="metadata['autoreset_mode']",
                     expected="SameStep or NextStep, or `EpisodeStats`",
                     got="Disabled",
@@ -196,9 +199,8 @@ class VectorBatch(Batch):
             if isinstance(e, PipeError):
                 self._locate(e, self.vec_name)
             raise
-        self._resetting = np.zeros(
-            len(self), bool
-        )  # True where the next step is a reset (mode NEXT_STEP), or an agent rests
+        # True where the next step is a reset (mode NEXT_STEP), or an agent rests
+        self._resetting = np.zeros(len(self), bool)
 
     @property
     def acting(self) -> np.ndarray:
@@ -206,7 +208,10 @@ class VectorBatch(Batch):
 
     def name(self, b: int) -> str:
         "The name of environment `b` in error messages."
-        return f"{b} ({self.vec_name if self.agents is None else f'{self.agents.agent(b)} of {self.vec_name}'})"
+        owner = self.vec_name
+        if self.agents is not None:
+            owner = f"{self.agents.agent(b)} of {self.vec_name}"
+        return f"{b} ({owner})"
 
     def reset_into(self, row: Row) -> None:
         with self._naming(self.vec_name):
@@ -223,6 +228,8 @@ class VectorBatch(Batch):
             rew, ends, infos = self.vector.step(actions, step)
             self._check_obs(step)
             self._check_rewards(step, rew)
+
+            # Where a step was a reset, there was no transition.
             valid = self._all
             over = ends
             final = {}
@@ -236,9 +243,8 @@ class VectorBatch(Batch):
             else:
                 info = self._infos.record(_by_agent(infos, valid), valid)
             if ended:
-                final = self._final(
-                    rows.rows[t], step, ends, infos
-                )  # after the infos, because it may reset
+                # After the infos, because it may reset
+                final = self._final(rows.rows[t], step, ends, infos)
             if ended and self._infos.awaited:
                 self._infos.say_awaited()
         np.add(rows.rows[t].stepno, 1, out=step.stepno)
@@ -268,7 +274,8 @@ class VectorBatch(Batch):
 
         These made no transition, and `fin` is True for them again.
         """
-        if np.count_nonzero(both := ends & self._resetting):
+        both = ends & self._resetting
+        if np.count_nonzero(both):
             raise EnvError(
                 "an episode ended while it was reset",
                 env=int(both.argmax()),
@@ -298,16 +305,17 @@ class VectorBatch(Batch):
 
     def _notice_lost_ends(self, *answers):
         "Say once that last observations are probably those of resets."
-        found = None if self._lost_ends is None else self._lost_ends.find(*answers)
-        if found is None:
+        lost = None if self._lost_ends is None else self._lost_ends.find(*answers)
+        if lost is None:
             return
         self._lost_ends = None
-        b, leaf = found
+        b, leaf = lost
         e = EnvError(
             f"the last {LostEnds.ENOUGH} episodes ended, bit for bit, where the next ones began",
             env=self.name(b),
             leaf=leaf,
-            expected="in info['final_obs'] copies, made before the reset; fine if a reset changes nothing",
+            expected="in info['final_obs'] copies, made before the reset; fine if a reset changes "
+            "nothing",
             got="the same numbers in final_obs and obs",
             **self.where,
         )

@@ -64,12 +64,12 @@ def check_modes(factory: Any, mode: str) -> None:
     except Exception:
         # a function makes the environment, or a package is missing, which `gymnasium.make` reports
         return
-    wanted = ("rgb_array", "human") if mode == "human" else ("rgb_array",)
-    if not set(wanted) & set(modes):
+    usable = ("rgb_array", "human") if mode == "human" else ("rgb_array",)
+    if not set(usable) & set(modes):
         raise EnvError(
             f"this environment cannot be {'shown' if mode == 'human' else 'filmed'}",
             env=factory.name,
-            expected=f"{' or '.join(map(repr, wanted))} among its render modes",
+            expected=f"{' or '.join(map(repr, usable))} among its render modes",
             got=", ".join(map(repr, modes)) or "none",
         )
 
