@@ -13,6 +13,7 @@ from rollpipe.pipes.cluster.room import ClusterPlace
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.files import write_atomically
 from rollpipe.results import bench
+from rollpipe.results.experiments import Outcome
 from rollpipe.runs import changes
 from rollpipe.runs.folder import resume
 from rollpipe.runs.training import train
@@ -143,7 +144,12 @@ def test_a_specification_names_no_cluster(tmp_path, capsys, monkeypatch):
         f'options = {{lanes = 2, workers = 1, reading = "ray", address = "{EVIL}"}}\n'
     )
     trained = []
-    monkeypatch.setattr(bench, "run_all", lambda jobs, n: (trained.extend(jobs), ({}, None))[1])
+
+    def run_all(jobs, n):
+        trained.extend(jobs)
+        return Outcome([], [], None)
+
+    monkeypatch.setattr(bench, "run_all", run_all)
     assert rollpipe("bench", spec, "--dir", tmp_path / "bench") == 2
     assert f"Expected --address {EVIL}" in capsys.readouterr().err and not trained
     rollpipe("bench", spec, "--dir", tmp_path / "bench", "--address", EVIL)

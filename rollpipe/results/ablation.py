@@ -17,26 +17,19 @@ import numpy as np
 
 from ..agents.checkpoint import Checkpoint
 from ..pipes.data.compare import first_difference
-from ..pipes.data.errors import DataError, WorkerError, check_integer
+from ..pipes.data.errors import DataError, check_integer
 from ..pipes.data.files import make_folder
-from rollpipe.results.experiments import (
-    check_counts,
-    command_line,
-    failures,
-    failures_text,
-    python_words,
-    run_all,
-)
+from .experiments import check_counts, command_line, python_words, run_all
 from .pairs import Ablation, Pairs, course, draw_pairs, pairs_page, pairs_text
 from .report import write_files
 from ..runs.changes import changed_run, options_in
-from ..runs.commands import Interrupted
 from ..runs.folder import folder_of, load_run, needed_modules
 from ..runs.fork import fork
 from ..runs.locks import files_of_run, locked
 from ..runs.logs import records_of
 from ..runs.moments import checkpoint_before
 from ..settings.checks import ENDLESS, with_steps
+from ..settings.files import name_address
 from ..settings.options import import_words, parse_value, typed
 from ..settings.overview import Parser
 
@@ -76,28 +69,30 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
         repeat: number of twins, each with its own noise, at each of them
         out: folder of the branches
     """
-    found = []
+    branches = []
     for n in at:
         for noise in range(repeat):
+            # The first twin has the noise of the run, and the others are forks of it.
             twin = Branch(out / f"at{n}-{noise}", out / f"at{n}-0" if noise else run, n, noise, {})
-            found += [
-                twin,
-                *(
-                    Branch(
-                        out / re.sub(r"[^\w.=+-]", "-", f"at{n}-{noise}-{name}={x}"),
-                        twin.folder,
-                        n,
-                        0,
-                        {name: x},
-                    )
-                    for name, values in options.items()
-                    for x in values
-                ),
-            ]
-    return found
+            branches.append(twin)
+            for name, values in options.items():
+                for x in values:
+                    folder = out / re.sub(r"[^\w.=+-]", "-", f"{twin.folder.name}-{name}={x}")
+                    branches.append(Branch(folder, twin.folder, n, 0, {name: x}))
+    return branches
 
 # %% ../../nbs/results/10_ablation.ipynb #dc5d76c6
+# Metrics of the clock, the processes and the evaluations.
 _OTHER = "seconds", "steps_per_s", "workers", "restarts", "eval_"
+
+
+def _comparable(folder: Path) -> dict:
+    "Number of each update of a run -> its metrics that do not depend on the clock."
+    return {
+        int(record["updates"]): {k: x for k, x in record.items() if not k.startswith(_OTHER)}
+        for record in records_of(folder)
+        if "episodes" in record
+    }
 
 
 def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
@@ -112,131 +107,92 @@ def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
     Returns:
         int | str: its number; a text if they differ in an update that both have
     """
-    kept = [
-        {
-            int(r["updates"]): {name: x for name, x in r.items() if not name.startswith(_OTHER)}
-            for r in records_of(x)
-            if "episodes" in r
-        }
-        for x in (a, b)
-    ]
-    both = sorted(n for n in kept[0].keys() & kept[1].keys() if n <= last)
-    for n in both:
-        x, y = (
-            {name: kept[k][n][name] for name in kept[0][n] if name in kept[1][n]} for k in (0, 1)
-        )
-        if path := first_difference(x, y):
+    ours = _comparable(a)
+    theirs = _comparable(b)
+    common = sorted(n for n in ours.keys() & theirs.keys() if n <= last)
+    for n in common:
+        names = [name for name in ours[n] if name in theirs[n]]
+        x, y = ({name: metrics[n][name] for name in names} for metrics in (ours, theirs))
+        path = first_difference(x, y)
+        if path:
             return f"update {n}: {path}"
-    return both[-1] if both else 0
+    return common[-1] if common else 0
 
 
 def _fork(branch: Branch, steps: int, quiet: dict) -> None:
     "Make a branch, unless it is there. Raises `DataError` if another run is there."
-    edit = json.loads(json.dumps(branch.edit))
-    options = dict[str, Any](branch.edit or dict(quiet, steps=steps))
     if not files_of_run(branch.folder):
+        options = dict[str, Any](branch.edit or dict(quiet, steps=steps))
         fork(branch.parent, branch.folder, branch.at, noise=branch.noise, **options)
         return
-    made = load_run(branch.folder)
-    config = made.config
-    origin = made.history.origin or {}
-    values = {**config, **config["options"]}
-    # The path of the parent does not tell: it is as it was typed, perhaps in another working folder, and both may have been moved since.
-    equal = equal_up_to(branch.parent, branch.folder, branch.at)
+
+    # What the branch should be, and what it is, as JSON holds both.
+    there = load_run(branch.folder)
+    origin = there.history.origin or {}
+    values = {**there.config, **there.config["options"]}
+    edit = json.loads(json.dumps(branch.edit))
+    expected = [branch.at, branch.noise, edit]
     got = [origin.get("at"), origin.get("noise", 0), {name: values.get(name) for name in edit}]
-    if got != (wanted := [branch.at, branch.noise, edit]) or equal != branch.at:
+
+    # The path of the parent does not tell: it is as it was typed, perhaps in another working folder,
+    # and both may have been moved since.
+    equal = equal_up_to(branch.parent, branch.folder, branch.at)
+    if got != expected or equal != branch.at:
         text = "a fork of {} after update {} with noise {} and {}"
+        how_far = equal if isinstance(equal, str) else f"equal up to {equal}"
         raise DataError(
             f"{branch.folder} is no such branch",
-            expected=f"{text.format(branch.parent, *wanted)}, or another --out",
-            got=f"{text.format(origin.get('run'), *got)}, {equal if isinstance(equal, str) else f'equal up to {equal}'}",
+            expected=f"{text.format(branch.parent, *expected)}, or another --out",
+            got=f"{text.format(origin.get('run'), *got)}, {how_far}",
         )
 
 
-def _steps_of(run: Path, found: Checkpoint, at: list, updates: int) -> dict:
+def _steps_of(run: Path, at: list, updates: int) -> dict:
     "Number of updates -> the steps with which a branch has made so many more."
     steps = {0: 0.0, **{int(r["updates"]): r["steps"] for r in records_of(run)}}
-    if lacking := [n for n in at if n not in steps]:
-        raise DataError(f"{run} has no record of update {lacking[0]}")
-    most = max(
-        (steps[n] - steps[n - 1] for n in steps if n - 1 in steps), default=found.counters["steps"]
+    for n in at:
+        if n not in steps:
+            raise DataError(f"{run} has no record of update {n}")
+    largest = max(
+        (steps[n] - steps[n - 1] for n in steps if n - 1 in steps), default=max(steps.values())
     )
-    return {n: int(steps[n] + updates * most) for n in at}
+    return {n: int(steps[n] + updates * largest) for n in at}
 
 
 def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
     "The newest checkpoint of a run. Raises `DataError` for updates that cannot be branched, and what a branch cannot have."
-    found = load_run(run)
+    newest = load_run(run)
     known = {name for r in records_of(run) for name in r}
-    if metric not in known and not (metric.startswith("eval_") and found.config.get("eval_every")):
+    is_later = metric.startswith("eval_") and newest.config.get("eval_every")
+    if metric not in known and not is_later:
         raise DataError(
             f"{run} has no such metric",
             leaf="--metric",
             expected=", ".join(sorted(known)),
             got=metric,
         )
-    for n in at:
-        checkpoint_before(run, n)
-    if not at:
-        raise DataError(
-            "nowhere to branch", leaf="--at", expected="numbers of updates, such as 100,200"
-        )
-    if not options or not all(options.values()):
-        raise DataError("nothing to compare", leaf="--set", expected="NAME=VALUE,VALUE")
+    if not at or not options or not all(options.values()):
+        raise DataError("nothing to compare", leaf="--set", expected="--at N --set NAME=VALUE")
     if "steps" in options:
         raise DataError(
             "the steps of a branch are those of its updates", leaf="steps", expected="--updates"
         )
+    for n in at:
+        checkpoint_before(run, n)
+
+    # A fork would refuse the same, after other branches have been made. The run may be over.
+    begun = newest._replace(counters={**newest.counters, "steps": 0})
     for name, values in options.items():
         if len({*map(repr, values)}) < len(values):
             raise DataError("a value is there twice", leaf=name, got=str(values))
-        for x in values if found.stream else ():  # the run is over, perhaps
+        for x in values:
             try:
-                changed_run(
-                    f"a fork of {run}",
-                    found._replace(counters={**found.counters, "steps": 0}),
-                    {name: x},
-                )
+                changed_run(f"a fork of {run}", begun, {name: x})
             except DataError as e:
                 raise DataError(f"no branch with {name}={x}", got=str(e)) from None
-    return found
+    return newest
 
 # %% ../../nbs/results/10_ablation.ipynb #d638a4d9
-def _trained(branches: list, steps: dict, updates: int, jobs: int, words: list) -> None:
-    "Train the branches that are not complete. Raises `Interrupted` after a signal, and `WorkerError` if branches fail."
-    left = [x for x in branches if load_run(x.folder).counters["updates"] < x.at + updates]
-    print(
-        f"{len(branches) - len(left)} of {len(branches)} branches are complete, {jobs} at a time",
-        flush=True,
-    )
-    commands = {
-        x.folder.name: typed(
-            [
-                *python_words(),
-                "train",
-                "--resume",
-                x.folder,
-                "--steps",
-                steps[x.at],
-                "--quiet",
-                "--no-tensorboard",
-                *words,
-            ]
-        )
-        for x in left
-    }
-    runs, stopped = run_all(commands, jobs)
-    failed = failures(runs, stopped)
-    why = failures_text(failed, len(branches), "branches")
-    if stopped is not None:
-        raise Interrupted(
-            stopped,
-            f"interrupted; {why and why + '; '}nothing is lost, and the same command goes on",
-        )
-    if failed:
-        raise WorkerError(f"{why}. When this is mended, the same command goes on")
-
-
 def _beside(run: Path) -> str:
     return f"{run.resolve() if run.name in ('', '..') else run}-ablation"
 
@@ -251,12 +207,17 @@ def ablate(
     out: str | Path | None = None,
     metric: str = "return_mean",
     last: int | None = None,
+    address: str | None = None,
 ) -> Ablation:
     """Branch a run with other values of options, each beside an unedited twin with the same noise, and compare them by pairs.
 
     What is in the folder is kept, so an ablation that was interrupted goes on, and more values, updates and twins may follow. The report is
-    there, too. Raises `DataError`, which names the reason, for a run that cannot be branched and for an option that cannot be another one;
-    `WorkerError` if branches fail; and `Interrupted` after a signal.
+    there, too.
+
+    Raises:
+        DataError: the run cannot be branched, or an option cannot be another one; the error names the reason
+        WorkerError: branches fail
+        Interrupted: a signal has come
 
     Args:
         run: folder of the run, which is not changed
@@ -268,6 +229,7 @@ def ablate(
         out: folder of the branches and the report; None: beside the run, with '-ablation' after its name
         metric: name of the metric that is compared; that of episodes is a mean over those that ended
         last: number of updates at the end of each branch whose mean is compared; None: the last third
+        address: address of the Ray cluster that the run has; None: it has none, or this process has named it
 
     Returns:
         Ablation: the differences; `print` shows its table
@@ -285,16 +247,19 @@ def ablate(
             expected=f"1 to {updates}, the updates of a branch",
             got=str(last),
         )
-    found = _checked(run, at, options, metric)
+    name_address(address)
+    newest = _checked(run, at, options, metric)
 
-    def filled(name, x):
-        return with_steps(found.config["algorithm"], {name: x}, found.config["steps"])[name]
+    # A schedule spans the run, and not only the steps after the branching.
+    config = newest.config
+    edits = {}
+    for name, values in options.items():
+        spans = [with_steps(config["algorithm"], {name: x}, config["steps"]) for x in values]
+        edits[name] = [span[name] for span in spans]
+    branches = branches_of(run, at, edits, repeat, out)
 
-    options = {
-        name: [filled(name, x) for x in values] for name, values in options.items()
-    }  # a schedule spans the run
-    steps = _steps_of(run, found, at, updates)
-    branches = branches_of(run, at, options, repeat, out)
+    # Twins do nothing that is not compared, and make all of their updates.
+    steps = _steps_of(run, at, updates)
     quiet = dict(keep=0, video_every=0, **ENDLESS)
     if not metric.startswith("eval_"):
         quiet["eval_every"] = 0
@@ -302,40 +267,52 @@ def ablate(
     with locked(out):
         for branch in branches:
             _fork(branch, steps[branch.at], quiet)
-        _trained(branches, steps, updates, jobs, import_words(needed_modules(found.config)))
-        made = _compared(run, branches, found, metric, updates, last)
-        write_files(
-            out,
-            lambda: {
-                "report.md": str(made),
-                "report.csv": pairs_text(made),
-                "report.png": draw_pairs(made),
-                "report.html": pairs_page(made),
-            },
+
+        # Each branch is trained by the command that a user could type.
+        todo = [x for x in branches if load_run(x.folder).counters["updates"] < x.at + updates]
+        n_complete = len(branches) - len(todo)
+        print(
+            f"{n_complete} of {len(branches)} branches are complete, {jobs} at a time", flush=True
         )
-    return made
+        words = ["--quiet", "--no-tensorboard", *import_words(needed_modules(config))]
+        if address is not None:
+            words += ["--address", address]
+        commands = {}
+        for x in todo:
+            resume = ["train", "--resume", x.folder, "--steps", steps[x.at]]
+            commands[x.folder.name] = typed([*python_words(), *resume, *words])
+        run_all(commands, jobs).check(len(branches), "branches")
+
+        ablation = _compared(run, branches, newest, metric, updates, last)
+        contents = {
+            "report.md": str(ablation),
+            "report.csv": pairs_text(ablation),
+            "report.png": draw_pairs(ablation),
+            "report.html": pairs_page(ablation),
+        }
+        write_files(out, contents)
+    return ablation
 
 
-def _compared(
-    run: Path, branches: list, found: Checkpoint, metric: str, updates: int, last: int
-) -> Ablation:
-    "The differences. Raises `DataError` if the twins with the noise of the run do not equal it."
-    replayed = any(keeper.startswith("replay") for keeper in found.history.kept.values()) and any(
-        x.noise for x in branches
-    )
-    notes = [
-        "Branches with other noise have the same noise within their environments, which are kept by a replay."
-    ] * replayed
-    known = {x.folder: course(x.folder, metric, x.at, updates) for x in branches}
-    for twin in (x for x in branches if not x.edit and not x.noise):
-        if any(
-            edit["at"] >= twin.at for edit in found.history.edits
-        ):  # the branches do not have that edit
+def _notes(run: Path, branches: list, newest: Checkpoint) -> list:
+    "What a reader must know of the branches. Raises `DataError` if the twins with the noise of the run do not equal it."
+    notes = []
+    is_replayed = any(keeper.startswith("replay") for keeper in newest.history.kept.values())
+    if is_replayed and any(branch.noise for branch in branches):
+        notes.append(
+            "Branches with other noise have the same noise within their environments, which are kept by a replay."
+        )
+    for twin in branches:
+        if twin.edit or twin.noise:
+            continue
+        # The branches do not have an edit that came later.
+        if any(edit["at"] >= twin.at for edit in newest.history.edits):
             notes.append(
                 f"{run} was edited after update {twin.at}, so the unedited branch there is not compared with it."
             )
             continue
-        if isinstance(end := equal_up_to(run, twin.folder), str):
+        end = equal_up_to(run, twin.folder)
+        if isinstance(end, str):
             raise DataError(
                 f"{twin.folder} does not equal {run}",
                 expected="another --out, because the run has changed",
@@ -344,38 +321,41 @@ def _compared(
         notes.append(
             f"The unedited branch at update {twin.at} equals {run}: all metrics up to update {end} are the same, bit for bit."
         )
+    return notes
+
+
+def _compared(
+    run: Path, branches: list, newest: Checkpoint, metric: str, updates: int, last: int
+) -> Ablation:
+    "The differences. Raises `DataError` if the twins with the noise of the run do not equal it."
+    notes = _notes(run, branches, newest)
+    courses = {x.folder: course(x.folder, metric, x.at, updates) for x in branches}
     pairs = []
     for label in dict.fromkeys(x.label for x in branches if x.edit):
-        mine = [x for x in branches if x.label == label]
+        edited = [x for x in branches if x.label == label]
         pairs.append(
             Pairs(
                 label,
-                np.array([x.at for x in mine]),
-                *(
-                    np.stack([known[getattr(x, which)] for x in mine])
-                    for which in ("parent", "folder")
-                ),
+                at=np.array([x.at for x in edited]),
+                base=np.stack([courses[x.parent] for x in edited]),
+                edited=np.stack([courses[x.folder] for x in edited]),
             )
         )
-    return Ablation(
-        f"Branches of {run}: {found.config['algorithm']} on {found.config['env']}",
-        metric,
-        last,
-        pairs,
-        notes,
-    )
+    title = f"Branches of {run}: {newest.config['algorithm']} on {newest.config['env']}"
+    return Ablation(title, metric, last, pairs, notes)
 
 # %% ../../nbs/results/10_ablation.ipynb #6565e2d4
 def add_ablate(parser: Parser) -> None:
     "Add the options of the command."
-    parser.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
-    parser.add_argument(
+    add = parser.add_argument
+    add("run", metavar="RUN", help="folder of a run, which is not changed")
+    add(
         "--at",
         required=True,
         metavar="N,N",
         help="numbers of updates after which it is branched, such as 100,200,300",
     )
-    parser.add_argument(
+    add(
         "--set",
         action="append",
         default=[],
@@ -383,33 +363,25 @@ def add_ablate(parser: Parser) -> None:
         required=True,
         help="an option and its other values, each of which makes a branch of its own",
     )
-    parser.add_argument(
-        "--updates", type=int, default=30, metavar="N", help="updates of each branch [30]"
-    )
-    parser.add_argument(
-        "--repeat",
-        type=int,
-        default=1,
-        metavar="N",
-        help="pairs at each update and for each value, with other noise [1]",
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="number of branches at a time [1]"
-    )
-    parser.add_argument(
-        "--metric", default="return_mean", metavar="NAME", help="what is compared [return_mean]"
-    )
-    parser.add_argument(
+    for name, default, text in (
+        ("updates", 30, "updates of each branch"),
+        ("repeat", 1, "pairs at each update and for each value, with other noise"),
+        ("jobs", 1, "number of branches at a time"),
+    ):
+        add(f"--{name}", type=int, default=default, metavar="N", help=f"{text} [{default}]")
+    add("--metric", default="return_mean", metavar="NAME", help="what is compared [return_mean]")
+    add(
         "--last",
         type=int,
         metavar="N",
         help="updates at the end of each branch whose mean is compared [a third of them]",
     )
-    parser.add_argument(
+    add(
         "--out",
         metavar="DIR",
         help="folder of the branches and the report; what is complete is kept [RUN-ablation]",
     )
+    add("--address", help="address of the Ray cluster that the run has, if any")
 
 
 def ablate_command(args: Namespace) -> None:
@@ -422,22 +394,7 @@ def ablate_command(args: Namespace) -> None:
         raise DataError(
             "not numbers of updates", leaf="--at", expected="such as 100,200", got=args.at
         ) from None
-    made = ablate(
-        args.run,
-        at,
-        options,
-        args.updates,
-        args.repeat,
-        args.jobs,
-        args.out,
-        args.metric,
-        args.last,
-    )
+    names = ("updates", "repeat", "jobs", "out", "metric", "last", "address")
+    print(ablate(args.run, at, options, **{name: getattr(args, name) for name in names}))
     out = Path(args.out or _beside(folder_of(args.run)))
-    print(
-        made,
-        command_line(
-            *(out / name for name in ("report.md", "report.csv", "report.png", "report.html"))
-        ),
-        sep="\n",
-    )
+    print(command_line(*(out / f"report.{kind}" for kind in ("md", "csv", "png", "html"))))

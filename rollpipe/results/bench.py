@@ -5,49 +5,32 @@
 # %% ../../nbs/results/02_bench.ipynb #1313625f
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..pipes.data.files import make_folder, write_atomically
+from ..pipes.data.files import make_folder, write_json
 from ..agents.schedules import Every
 from ..runs.autotune import command_for
-from ..runs.commands import Interrupted, find_run
+from ..runs.commands import find_run
 from ..settings.files import check_address, name_address
 from ..settings.config import build, make_config
 from ..settings.resolved import Resolved
 from ..runs.logs import is_complete, read_evaluations
-from rollpipe.results.experiments import (
-    check_counts,
-    command_line,
-    failures,
-    failures_text,
-    python_words,
-    run_all,
-)
+from .experiments import check_counts, command_line, python_words, run_all
 from ..runs.locks import files_of_run, locked
 from ..settings.options import parse_seeds, typed
-from ..pipes.data.errors import CheckpointError, DataError, WorkerError, located
+from ..pipes.data.errors import CheckpointError, DataError, describe_exception, located
 from ..runs.progress import format_number
 from ..settings.files import read_table
-from rollpipe.results.spec import (
-    SpecRow,
-    Spec,
-    get_value,
-    need_value,
-    published_of,
-    read_spec,
-    scale_of,
-    tables_of,
-)
+from .spec import SpecRow, Spec, check_keys, published_of, read_spec
 from ..runs.folder import needed_modules
 
 # %% auto #0
-__all__ = ['BENCH', 'BENCH_FORMAT', 'Job', 'row_options', 'jobs_of', 'words_for_row', 'progress_of', 'read_bench', 'bench_file',
-           'bench_command']
+__all__ = ['BENCH', 'BENCH_FORMAT', 'Job', 'jobs_of', 'progress_of', 'read_bench', 'bench_file', 'bench_command']
 
 # %% ../../nbs/results/02_bench.ipynb #b8dbe372
 class Job(NamedTuple):
@@ -66,19 +49,13 @@ class Job(NamedTuple):
     def name(self) -> str:
         return self.folder.name
 
-
-def row_options(row: SpecRow, steps: int) -> dict:
-    """The options of a run: those of the row, and those of the evaluations.
-
-    Args:
-        steps: steps of the training
-    """
-    return {
-        **row.run,
-        "eval_every": Every(
-            max(1, steps // 20) if row.every is None else row.every, "steps"
-        ).setting,
-    }
+    @property
+    def command(self) -> str:
+        "The command line that trains its row, without seeds and folder."
+        row = self.row
+        values = {**row.options, **row.run, "eval_every": self.config["eval_every"]}
+        imports = self.config.get("imports", ())
+        return command_for(row.algorithm, row.env, values, row.env_kwargs, imports)
 
 
 def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
@@ -91,38 +68,20 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
     """
     jobs = []
     for row in rows:
-        make = lambda seed, row=row, **run: make_config(
-            row.algorithm, row.env, row.options, row.env_kwargs, seed=seed, imports=imports, **run
+        make = partial(
+            make_config, row.algorithm, row.env, row.options, row.env_kwargs, imports=imports
         )
         with located(pipe=row.name):
-            steps = make(0, **{**row.run, "eval_every": "1 steps"})[
-                "steps"
-            ]  # for `patience`, which needs some number here
-            jobs += [
-                Job(
-                    row, seed, folder / f"{row.name}-s{seed}", make(seed, **row_options(row, steps))
-                )
-                for seed in row.seeds
-            ]
+            # The steps may be those of a preset. `patience` needs some interval here.
+            every = row.every
+            if every is None:
+                steps = make(**{**row.run, "eval_every": "1 steps"})["steps"]
+                every = max(1, steps // 20)
+            run = {**row.run, "eval_every": Every(every, "steps").setting}
+            for seed in row.seeds:
+                place = folder / f"{row.name}-s{seed}"
+                jobs.append(Job(row, seed, place, make(seed=seed, **run)))
     return jobs
-
-# %% ../../nbs/results/02_bench.ipynb #ca04eaa7
-def words_for_row(row: SpecRow, steps: int, imports: tuple = ()) -> list:
-    """The words of the command line that trains a row, without seeds and folder.
-
-    Args:
-        steps: steps of the training
-        imports: modules that the environments need
-    """
-    return shlex.split(
-        command_for(
-            row.algorithm,
-            row.env,
-            {**row.options, **row_options(row, steps)},
-            row.env_kwargs,
-            imports,
-        )
-    )
 
 # %% ../../nbs/results/02_bench.ipynb #26b7598d
 def progress_of(job: Job) -> str:
@@ -131,15 +90,12 @@ def progress_of(job: Job) -> str:
     Returns:
         str: missing, unfinished or complete
     """
-    found = find_run(job.folder, job.config, is_exact=True)
-    if found is None:
+    run = find_run(job.folder, job.config, is_exact=True)
+    if run is None:
         return "missing"
-    config = {**found.config, "steps": job.config["steps"]}
-    return (
-        "complete"
-        if is_complete(job.folder, config, found.counters, found.history.stopped)
-        else "unfinished"
-    )
+    config = {**run.config, "steps": job.config["steps"]}
+    is_over = is_complete(job.folder, config, run.counters, run.history.stopped)
+    return "complete" if is_over else "unfinished"
 
 
 def _states(jobs: list) -> tuple:
@@ -148,107 +104,94 @@ def _states(jobs: list) -> tuple:
     damaged = {}
     for job in jobs:
         try:
-            state = progress_of(job)
-        except CheckpointError as e:
-            damaged[job.name] = str(e)
-            continue
-        try:
             read_evaluations(job.folder)
         except DataError as e:
             damaged[job.name] = str(e)
             continue
-        states[job.name] = state
+        try:
+            states[job.name] = progress_of(job)
+        except CheckpointError as e:
+            damaged[job.name] = str(e)
     return states, damaged
 
 # %% ../../nbs/results/02_bench.ipynb #e4fe5ee4
 BENCH, BENCH_FORMAT = "bench.json", 1
 
+_OF_BENCH = dict(
+    title="a text", rows="tables, such as [[row]]", published="tables, such as [[row]]"
+)
+_OF_ROW = dict(
+    name="a text",
+    label="a text",
+    algorithm="a text",
+    env="a text",
+    command="a text",
+    seeds="a list of whole numbers",
+)
+_OF_RESULTS = dict(threshold="a number", scale="two numbers in ascending order")
+
 
 def read_bench(folder: Path) -> dict | None:
-    "The content of `bench.json`; None if there is no such file. Raises `DataError` for a damaged file, or another format version."
+    """The content of `bench.json`, with a `Published` for each published figure; None if there is no such file.
+
+    Raises `DataError` for a damaged file, or another format version.
+    """
     path = folder / BENCH
     if not path.is_file():
         return None
-    try:
-        found = read_table(path)
-    except DataError as e:
-        raise DataError(
-            f"{path}: damaged, or not made by `rollpipe bench` ({e.problem.removeprefix(f'{path}: ')})"
-        ) from None
-    version = need_value(found, "format", "a whole number", f"{path}: damaged")
-    if version != BENCH_FORMAT:
+    bench = read_table(path)
+    where = f"{path}: damaged"
+    check_keys(bench, dict(format="a whole number"), where, needed=["format"])
+    if bench["format"] != BENCH_FORMAT:
         raise DataError(
             f"{path}: made by another version of rollpipe",
             expected=f"format {BENCH_FORMAT}",
-            got=str(version)[:80],
+            got=str(bench["format"])[:80],
         )
-    return _checked_bench(found, f"{path}: damaged")
 
-
-def _checked_bench(found: dict, where: str) -> dict:
-    "The content of the file, with a `Published` for each published figure. Raises `DataError` for what `bench_file` does not write."
-    need_value(found, "title", "a text", where)
-    if not (rows := tables_of(found, "rows", where)):
+    check_keys(bench, _OF_BENCH, where, needed=["title", "rows"])
+    if not bench["rows"]:
         raise DataError(f"{where}: has no rows")
-    for i, row in enumerate(rows, 1):
-        at = f"{where}, row {i}"
-        for name in ("name", "label", "algorithm", "env", "command"):
-            need_value(row, name, "a text", at)
-        for seed in need_value(row, "seeds", "a list", at):
-            need_value(dict(seeds=seed), "seeds", "a whole number", at)
-        if Path(row["name"]).name != row["name"]:
-            raise DataError(f"{at}: no name of a folder", leaf="name", got=repr(row["name"])[:80])
-        get_value(row, "threshold", "a number", at)
-        scale_of(row, at)
-    of_rows = [Namespace(**row) for row in rows]
+    for i, row in enumerate(bench["rows"], 1):
+        check_keys(row, {**_OF_ROW, **_OF_RESULTS}, f"{where}, row {i}", needed=_OF_ROW)
+    pairs = [(row["algorithm"], row["env"]) for row in bench["rows"]]
     published = [
-        published_of(x, of_rows, f"{where}, published {i}")
-        for i, x in enumerate(tables_of(found, "published", where), 1)
+        published_of(x, pairs, f"{where}, published {i}")
+        for i, x in enumerate(bench.get("published", []), 1)
     ]
-    return {**found, "published": published}
+    return {**bench, "published": published}
 
 
-def bench_file(spec: Spec, jobs: list, before: dict | None, imports: tuple = ()) -> dict:
+def bench_file(spec: Spec, jobs: list, before: dict | None) -> dict:
     """The content of `bench.json` for a specification. The seeds of earlier calls are kept.
 
     Args:
         jobs: list of `Job`
         before: see `read_bench`
-        imports: modules that the environments need
     """
     seeds = {row["name"]: row["seeds"] for row in before["rows"]} if before else {}
+    first_job = {job.row.name: job for job in reversed(jobs)}
     rows = []
     for row in spec.rows:
-        steps = next(job.config["steps"] for job in jobs if job.row is row)
+        job = first_job[row.name]
         rows.append(
             {
                 **row._asdict(),
                 "name": row.name,
-                "steps": steps,
+                "steps": job.config["steps"],
                 "seeds": sorted({*seeds.get(row.name, ()), *row.seeds}),
-                "command": shlex.join(words_for_row(row, steps, imports)),
+                "command": job.command,
             }
         )
-    return dict(
-        format=BENCH_FORMAT,
-        title=spec.title,
-        rows=rows,
-        published=[x._asdict() for x in spec.published],
-    )
+    published = [x._asdict() for x in spec.published]
+    return dict(format=BENCH_FORMAT, title=spec.title, rows=rows, published=published)
 
 
 def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
     "Raise `DataError` if the folder has runs of rows that the specification lacks: a report would leave them out."
-    gone = (
-        [
-            row["name"]
-            for row in before["rows"]
-            if row["name"] not in {row.name for row in spec.rows}
-        ]
-        if before
-        else []
-    )
-    lost = [name for name in gone if any(map(files_of_run, folder.glob(f"{name}-s*")))]
+    names = {row["name"] for row in before["rows"]} if before else set()
+    names -= {row.name for row in spec.rows}
+    lost = [name for name in sorted(names) if any(map(files_of_run, folder.glob(f"{name}-s*")))]
     if lost:
         raise DataError(
             f"{folder} has runs of rows that the specification does not have",
@@ -260,32 +203,12 @@ def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
 def _check_named(row: SpecRow, path: str) -> None:
     "Raise `DataError` for a module or a cluster that the file names, and the user does not."
     check_address(row.run, path)
-    missing = [module for module in needed_modules(row._asdict()) if module not in sys.modules]
-    if missing:
-        raise DataError(
-            f"{path}: {row.env} needs the module {missing[0]!r}, which a file alone cannot make us import",
-            expected=f"--import {missing[0]}",
-        )
-
-
-def _plan(args: Namespace) -> tuple:
-    "The specification with the seeds of the command line, and its jobs. Raises an error for everything that cannot work."
-    check_counts(args, "jobs")
-    spec = read_spec(args.spec)
-    folder = Path(args.dir or f"runs/{Path(args.spec).stem}")
-    imports = tuple(getattr(args, "imports", ()))
-    name_address(getattr(args, "address", None))
-    if args.seeds is not None:
-        spec = spec._replace(
-            rows=[row._replace(seeds=parse_seeds(args.seeds)) for row in spec.rows]
-        )
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder}: not a folder", expected="a folder, or a path where none is")
-    for row in spec.rows:
-        _check_named(row, args.spec)
-    jobs = jobs_of(spec.rows, folder, imports)
-    _check_rows(folder, read_bench(folder), spec)
-    return spec, folder, jobs, imports
+    for module in needed_modules(row._asdict()):
+        if module not in sys.modules:
+            raise DataError(
+                f"{path}: {row.env} needs the module {module!r}, which a file alone cannot make us import",
+                expected=f"--import {module}",
+            )
 
 
 def _check_buildable(jobs: list) -> None:
@@ -295,63 +218,59 @@ def _check_buildable(jobs: list) -> None:
             build(dict(job.config, device="cpu"))
         except Exception as e:
             raise DataError(
-                f"{job.row.label} on {job.row.env} cannot be built ({type(e).__name__}: {e})"
+                f"{job.row.label} on {job.row.env} cannot be built ({describe_exception(e)})"
             ) from e
 
 
-def _command(job: Job, args: Namespace, imports: tuple, state: str) -> list:
+def _words(job: Job, args: Namespace, state: str) -> list:
+    "The words of the command that trains a run, or continues it."
     begins = "--overwrite" if args.restart and state == "unfinished" else "--continue"
-    words = words_for_row(job.row, job.config["steps"], imports)[1:]
-    quiet = ["--quiet"] if args.quiet else []
     return [
         *python_words(),
-        *words,
+        *shlex.split(job.command)[1:],
         *typed(["--seed", job.seed, "--out", job.folder]),
         begins,
         "--no-tensorboard",
-        *quiet,
+        *["--quiet"] * args.quiet,
     ]
 
 
 def bench_command(args: Namespace) -> None:
     "Train the missing runs, a few at a time."
-    spec, folder, jobs, imports = _plan(args)
+    check_counts(args, "jobs")
+    name_address(args.address)
+    spec = read_spec(args.spec)
+    if args.seeds is not None:
+        seeds = parse_seeds(args.seeds)
+        spec = spec._replace(rows=[row._replace(seeds=seeds) for row in spec.rows])
+    for row in spec.rows:
+        _check_named(row, args.spec)
+
+    # What cannot work is refused before anything is made.
+    folder = Path(args.dir or f"runs/{Path(args.spec).stem}")
+    jobs = jobs_of(spec.rows, folder, tuple(getattr(args, "imports", ())))
+    _check_rows(folder, read_bench(folder), spec)
     states, damaged = _states(jobs)
     _check_buildable([job for job in jobs if states.get(job.name) in ("missing", "unfinished")])
+
     make_folder(folder)
     with locked(folder):
-        # again, because another bench may have ended before we had the lock
+        # Another bench may have ended before we had the lock.
         states, damaged = _states(jobs)
-        text = json.dumps(bench_file(spec, jobs, read_bench(folder), imports), indent=2) + "\n"
-        write_atomically(folder / BENCH, text.encode())
-        todo = {
-            job.name: _command(job, args, imports, states[job.name])
-            for job in jobs
-            if states.get(job.name) in ("missing", "unfinished")
-        }
-        n = len(jobs) - len(todo) - len(damaged)
-        steps = sum(job.config["steps"] for job in jobs if job.name in todo)
+        write_json(folder / BENCH, bench_file(spec, jobs, read_bench(folder)))
+        todo = [job for job in jobs if states.get(job.name) in ("missing", "unfinished")]
+        n_complete = len(jobs) - len(todo) - len(damaged)
+        steps = sum(job.config["steps"] for job in todo)
         print(
-            f"{spec.title}: {n} of {len(jobs)} runs are complete, {len(todo)} to do ({format_number(steps)} steps), "
-            f"{args.jobs} at a time, "
-            f"in {folder}",
+            f"{spec.title}: {n_complete} of {len(jobs)} runs are complete, {len(todo)} to do "
+            f"({format_number(steps)} steps), {args.jobs} at a time, in {folder}",
             flush=True,
         )
-        runs, stopped = run_all(todo, args.jobs)
-    _tell(folder, jobs, runs, stopped, damaged)
+        commands = {job.name: _words(job, args, states[job.name]) for job in todo}
+        outcome = run_all(commands, args.jobs)
 
-
-def _tell(folder: Path, jobs: list, runs: dict, stopped: int | None, damaged: dict) -> None:
-    "Report how the bench ended. Raises `Interrupted` after a signal, and `WorkerError` if runs have failed."
-    failed = [f"{name}: {problem}" for name, problem in damaged.items()]
-    failed += failures(runs, stopped)
-    why = failures_text(failed, len(jobs))
-    if stopped is not None:
-        raise Interrupted(
-            stopped,
-            f"interrupted; {why and why + '; '}nothing is lost, and the same command goes on",
-        )
+    failed = [f"{name}: {problem}" for name, problem in damaged.items()] + outcome.failed
     report = f"see the results: {command_line('rollpipe', 'report', folder)}"
-    if failed:
-        raise WorkerError(f"{why}. When this is mended, the same command goes on; {report}")
+    way_on = f"the same command goes on; {report}"
+    outcome._replace(failed=failed).check(len(jobs), way_on=way_on)
     print(f"all {len(jobs)} runs are complete; {report}")

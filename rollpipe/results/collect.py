@@ -26,7 +26,7 @@ from ..settings.files import read_table
 from ..traces.history import REQUEST, History
 from .bench import BENCH, read_bench
 from .experiments import command_line
-from .spec import get_value, need_value
+from .spec import check_keys
 
 # %% auto #0
 __all__ = ['Result', 'read_result', 'flat_config', 'differing_options', 'RowResult', 'Results', 'threshold_of', 'read_results']
@@ -47,10 +47,10 @@ class Result(NamedTuple):
     seed: int
     folder: Path
     state: str
-    problem: str
-    config: dict
-    evaluations: list
-    metrics: dict
+    problem: str = ""
+    config: dict = {}
+    evaluations: list = []
+    metrics: dict = {}
     history: History = History()
 
     def mean(self, kind: str) -> float:
@@ -60,8 +60,8 @@ class Result(NamedTuple):
     @property
     def curve(self) -> tuple[list, list]:
         "The steps and mean returns of the evaluations during the training."
-        found = [(r["steps"], r["mean"]) for r in self.evaluations if r["kind"] == "training"]
-        return [steps for steps, _ in found], [mean for _, mean in found]
+        points = [r for r in self.evaluations if r["kind"] == "training"]
+        return [r["steps"] for r in points], [r["mean"] for r in points]
 
     @property
     def best(self) -> float:
@@ -83,80 +83,71 @@ class Result(NamedTuple):
         "How often the run was resumed after an interruption."
         return max((int(r.get("resumes", 0)) for r in self.evaluations), default=0)
 
+    @property
+    def cut_off(self) -> int:
+        "How many episodes of its evaluations were cut off, so that their returns are partial."
+        return sum(int(r.get("cut_off", 0)) for r in self.evaluations)
+
+
+_OF_CONFIG = dict(
+    algorithm="a text",
+    env="a text",
+    steps="a whole number",
+    options="a table",
+    env_kwargs="a table",
+    versions="a table",
+    seed="a whole number",
+    ranks="a whole number",
+    imports="a list of texts",
+)
+
 
 def _check_config(config: dict, where: str) -> None:
-    for name, kind in dict(algorithm="a text", env="a text", steps="a whole number").items():
-        need_value(config, name, kind, where)
+    check_keys(config, _OF_CONFIG, where, needed=("algorithm", "env", "steps"))
     try:
         Every.of(config.get("eval_every", 0), "eval_every")
     except DataError as e:
-        raise DataError(
-            f"{where}: {e.problem}", leaf=e.leaf, expected=e.expected, got=e.got
-        ) from None
-    if not isinstance(config.get("options", {}), dict):
-        raise DataError(
-            f"{where}: wrong type of value", leaf="options", got=repr(config["options"])[:80]
-        )
-    for name in ("seed", "ranks"):
-        get_value(config, name, "a whole number", where, 0)
-    for module in get_value(config, "imports", "a list", where, []):
-        need_value(dict(imports=module), "imports", "a text", where)
+        raise DataError(f"{where}: {e}") from None
 
 
 def read_result(folder: Path, seed: int) -> Result:
     "Read the result of one run. `state` and `problem` tell what is wrong with it."
-    if not (folder / "config.json").is_file():
-        return Result(seed, folder, "missing", "", {}, [], {})
+    if not (folder / REQUEST).is_file():
+        return Result(seed, folder, "missing")
     try:
         history = History.read(folder)
         request = read_table(folder / REQUEST)
-        _check_config(request, f"{folder / 'config.json'}: not the configuration of a run")
+        _check_config(request, f"{folder / REQUEST}: not the configuration of a run")
         config = history.config(request)
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else {}
     except (PipeError, ValueError, OSError) as e:
-        return Result(seed, folder, "damaged", str(e), {}, [], {})
+        return Result(seed, folder, "damaged", str(e))
     steps = max((r["steps"] for r in evaluations), default=0)
-    is_complete = is_over(config, dict(steps=steps), history.stopped) and is_evaluated(
-        folder, steps
-    )
+    has_ended = is_over(config, dict(steps=steps), history.stopped)
+    state = "complete" if has_ended and is_evaluated(folder, steps) else "unfinished"
     problem = "" if evaluations else "it has no evaluations by steps"
-    return Result(
-        seed,
-        folder,
-        "complete" if is_complete else "unfinished",
-        problem,
-        config,
-        evaluations,
-        metrics,
-        history,
-    )
+    return Result(seed, folder, state, problem, config, evaluations, metrics, history)
 
 # %% ../../nbs/results/04_collect.ipynb #b2d8f4a1
+# What a configuration says of one run alone, and its parts, which become flat.
+_PARTS = ("options", "env_kwargs", "versions")
+_OF_ONE_RUN = ("seed", "of_preset", "origins", "name", "inserts")
+
+
 def flat_config(config: dict) -> dict:
     "Option -> text, for the algorithm, the run, the environment and the versions of packages. Seed-dependent entries are left out."
-    found = {
-        name: x
-        for name, x in config.items()
-        if name
-        not in (
-            "options",
-            "seed",
-            "of_preset",
-            "origins",
-            "versions",
-            "name",
-            "env_kwargs",
-            "inserts",
-        )
-    }
-    for name in ("options", "env_kwargs", "versions"):
-        part = config[name] if isinstance(config.get(name), dict) else {}
-        found |= {
-            f"{name} {key}" if name == "versions" or key in found else key: x
-            for key, x in part.items()
-        }
-    return {name: x if isinstance(x, str) else json.dumps(x) for name, x in found.items()}
+    flat = {name: x for name, x in config.items() if name not in (*_PARTS, *_OF_ONE_RUN)}
+    for part in _PARTS:
+        for key, x in config.get(part, {}).items():
+            is_taken = part == "versions" or key in flat
+            flat[f"{part} {key}" if is_taken else key] = x
+    return {name: x if isinstance(x, str) else json.dumps(x) for name, x in flat.items()}
+
+
+def _values(configs: list, name: str) -> list:
+    "The different values of an option."
+    return list(dict.fromkeys(config.get(name, "-") for config in configs))
 
 
 def differing_options(groups: Iterable) -> list:
@@ -165,19 +156,15 @@ def differing_options(groups: Iterable) -> list:
     Args:
         groups: lists of `Result`
     """
-    flat = [[flat_config(run.config) for run in runs if run.config] for runs in groups]
-    options = dict.fromkeys(name for configs in flat for config in configs for name in config)
-    table = {
-        name: [
-            tuple(dict.fromkeys(config.get(name, "-") for config in configs)) for configs in flat
-        ]
-        for name in options
-    }
-    return [
-        (name, [*map(" | ".join, values)])
-        for name, values in table.items()
-        if len({*chain(*values)}) > 1
-    ]
+    flat = []
+    for runs in groups:
+        flat.append([flat_config(run.config) for run in runs if run.config])
+    differing = []
+    for name in dict.fromkeys(chain(*chain(*flat))):
+        values = [_values(configs, name) for configs in flat]
+        if len({*chain(*values)}) > 1:
+            differing.append((name, [*map(" | ".join, values)]))
+    return differing
 
 # %% ../../nbs/results/04_collect.ipynb #97364635
 class RowResult(NamedTuple):
@@ -207,9 +194,9 @@ class RowResult(NamedTuple):
 
     def finals(self, kind: str) -> np.ndarray:
         'A number for each complete run: the mean return of the "last" policy, of the "best" one, or the "best evaluation".'
-        return np.array(
-            [x.best if kind == "best evaluation" else x.mean(kind) for x in self.complete]
-        )
+        if kind == "best evaluation":
+            return np.array([x.best for x in self.complete])
+        return np.array([x.mean(kind) for x in self.complete])
 
 
 class Results(NamedTuple):
@@ -232,50 +219,45 @@ def threshold_of(env: str) -> float | None:
 def _of_bench(folder: Path, bench: dict) -> Results:
     rows = []
     for row in bench["rows"]:
-        runs = [read_result(folder / f"{row['name']}-s{seed}", seed) for seed in row["seeds"]]
-        command = f"{row['command']} --seeds {','.join(map(str, row['seeds']))} --out {command_line(folder / row['name'])}"
-        published = [
-            x for x in bench["published"] if (x.algorithm, x.env) == (row["algorithm"], row["env"])
-        ]
-        threshold = threshold_of(row["env"]) if row.get("threshold") is None else row["threshold"]
+        pair = (row["algorithm"], row["env"])
+        seeds = ",".join(map(str, row["seeds"]))
+        out = command_line(folder / row["name"])
+        threshold = row.get("threshold")
         rows.append(
             RowResult(
                 row["label"],
-                row["algorithm"],
-                row["env"],
-                command,
-                threshold,
-                row.get("scale"),
-                published,
-                runs,
+                *pair,
+                command=f"{row['command']} --seeds {seeds} --out {out}",
+                threshold=threshold_of(row["env"]) if threshold is None else threshold,
+                scale=row.get("scale"),
+                published=[x for x in bench["published"] if (x.algorithm, x.env) == pair],
+                results=[
+                    read_result(folder / f"{row['name']}-s{seed}", seed) for seed in row["seeds"]
+                ],
             )
         )
     return Results(bench["title"], rows)
 
 
+def _train_words(run: Result, *seeds: str) -> str:
+    "The command line that trains a run once more, with these words about its seeds."
+    config = run.config
+    words = ["rollpipe", "train", config["algorithm"], config["env"]]
+    words += ["--config", run.folder / REQUEST, *seeds, *import_words(config.get("imports", ()))]
+    return command_line(*launching_words(config.get("ranks", 1)), *words)
+
+
 def _command(runs: list) -> str:
     """The command line that trains some plain runs. torchrun starts one run at a time, with the number of ranks that the run had.
     A run that another program made tells its command in its configuration."""
-
-    def words(run, *more):
-        config = run.config
-        return command_line(
-            *launching_words(config.get("ranks", 1)),
-            "rollpipe",
-            "train",
-            config["algorithm"],
-            config["env"],
-            "--config",
-            run.folder / "config.json",
-            *more,
-            *import_words(config.get("imports", ())),
-        )
-
-    if told := runs[0].config.get("command"):
-        return str(told)
+    first = runs[0]
+    if first.config.get("command"):
+        return str(first.config["command"])
     if any(run.config.get("ranks", 1) > 1 for run in runs):
-        return " && ".join(dict.fromkeys(words(run, "--seed", str(run.seed)) for run in runs))
-    return words(runs[0], "--seeds", ",".join(dict.fromkeys(str(run.seed) for run in runs)))
+        commands = [_train_words(run, "--seed", str(run.seed)) for run in runs]
+        return " && ".join(dict.fromkeys(commands))
+    seeds = dict.fromkeys(str(run.seed) for run in runs)
+    return _train_words(first, "--seeds", ",".join(seeds))
 
 
 def _of_runs(folder: Path, runs: list) -> Results:
@@ -285,23 +267,14 @@ def _of_runs(folder: Path, runs: list) -> Results:
     for (_, label), group in group_runs(runs, per_env=True).items():
         results = [read_result(path, 0) for path in group]
         results = [x._replace(seed=x.config.get("seed", 0)) for x in results]
-        bad = next((x for x in results if x.state == "damaged"), None)
-        if bad:
-            raise DataError(f"{bad.folder}: cannot be read", got=bad.problem)
-        config = results[0].config
-        rows.append(
-            RowResult(
-                label,
-                config["algorithm"],
-                config["env"],
-                _command(results),
-                threshold_of(config["env"]),
-                None,
-                [],
-                results,
-            )
-        )
-    if not any(x.evaluations for row in rows for x in row.results):
+        for x in results:
+            if x.state == "damaged":
+                raise DataError(f"{x.folder}: cannot be read", got=x.problem)
+        algorithm, env = (results[0].config[name] for name in ("algorithm", "env"))
+        threshold = threshold_of(env)
+        command = _command(results)
+        rows.append(RowResult(label, algorithm, env, command, threshold, None, [], results))
+    if not any(x.evaluations for x in chain(*(row.results for row in rows))):
         raise DataError(
             f"{folder}: its runs have no evaluations",
             expected="runs of `rollpipe bench`, or of `rollpipe train --eval-every 'N steps'`",
@@ -321,16 +294,13 @@ def read_results(folder: str | Path) -> Results:
             f"{folder}: there is no such folder", expected="the folder of a bench, or of runs"
         )
     bench = read_bench(folder)
-    if bench is None:
-        runs = (
-            [folder]
-            if (folder / "config.json").is_file()
-            else sorted(path.parent for path in folder.glob("*/config.json"))
+    if bench is not None:
+        return _of_bench(folder, bench)
+    runs = sorted(path.parent for path in folder.glob(f"*/{REQUEST}"))
+    if (folder / REQUEST).is_file():
+        runs = [folder]
+    if not runs:
+        raise DataError(
+            f"{folder}: has no results", expected=f"{BENCH} of `rollpipe bench`, or folders of runs"
         )
-        if not runs:
-            raise DataError(
-                f"{folder}: has no results",
-                expected=f"{BENCH} of `rollpipe bench`, or folders of runs",
-            )
-        return _of_runs(folder, runs)
-    return _of_bench(folder, bench)
+    return _of_runs(folder, runs)

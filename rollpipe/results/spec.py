@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from ..pipes.data.errors import DataError, similar
 from ..settings.files import checked, read_table
 
 # %% auto #0
-__all__ = ['SpecRow', 'Published', 'Spec', 'get_value', 'need_value', 'scale_of', 'published_of', 'tables_of', 'read_spec']
+__all__ = ['SpecRow', 'Published', 'Spec', 'check_keys', 'published_of', 'read_spec']
 
 # %% ../../nbs/results/01_spec.ipynb #18cbf930
 class SpecRow(NamedTuple):
@@ -85,62 +86,89 @@ class Spec(NamedTuple):
     published: list
 
 # %% ../../nbs/results/01_spec.ipynb #a29c1aa8
-def _check_names(table: dict, known: tuple, where: str) -> None:
+def _check_names(table: dict, known: Collection, where: str) -> None:
     for name in table:
-        if name in known:
-            continue
-        near = similar(name, known)
-        raise DataError(f"{where}: there is no key {name!r}", expected=", ".join(near or known))
-
-
-_KINDS: dict = {
-    "a text": str,
-    "a whole number": int,
-    "a number": (int, float),
-    "a table": dict,
-    "a list": list,
-}
-_LARGEST = sys.float_info.max
+        if name not in known:
+            near = similar(name, known) or known
+            raise DataError(f"{where}: there is no key {name!r}", expected=", ".join(near))
 
 
 def _is_number(x: Any) -> bool:
-    return (
-        isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= _LARGEST
-    )  # nan: False
+    "Whether it is a finite number that a float can hold."
+    is_real = isinstance(x, (int, float)) and not isinstance(x, bool)
+    return is_real and abs(x) <= sys.float_info.max
 
 
-def get_value(table: dict, name: str, kind: str, where: str, default: Any = None) -> Any:
-    "The value of a key. Raises `DataError` for another kind of value."
-    value = table.get(name, default)
-    if (
-        value is default
-        or isinstance(value, _KINDS[kind])
-        and (_is_number(value) or not isinstance(value, (int, float)))
-    ):
-        return value
-    raise DataError(f"{where}: wrong type of value", leaf=name, expected=kind, got=repr(value)[:80])
+def _is_list_of(kind: str, x: Any) -> bool:
+    return isinstance(x, list) and all(map(_KINDS[kind], x))
 
 
-def need_value(table: dict, name: str, kind: str, where: str) -> Any:
-    if name not in table:
-        raise DataError(
-            f"{where}: a key is missing", expected=name, got=", ".join(table) or "nothing"
-        )
-    return get_value(
-        table, name, kind, where, ...
-    )  # with `...` as the default, JSON's null is refused, too
+def _is_scale(x: Any) -> bool:
+    return _is_list_of("a number", x) and len(x) == 2 and x[0] < x[1]
+
+
+# What a key may hold, in the words of a message -> whether a value is such.
+_KINDS: dict = {
+    "a text": lambda x: isinstance(x, str),
+    "a number": _is_number,
+    "a whole number": lambda x: isinstance(x, int) and _is_number(x),
+    "a table": lambda x: isinstance(x, dict),
+    "a list of texts": lambda x: _is_list_of("a text", x),
+    "a list of whole numbers": lambda x: _is_list_of("a whole number", x),
+    "tables, such as [[row]]": lambda x: _is_list_of("a table", x),
+    "two numbers in ascending order": _is_scale,
+    "last or best": lambda x: x in ("last", "best"),
+}
+
+# Keys that a file of JSON may set to null, as if they were not there.
+_MAY_BE_NULL = ("threshold", "scale", "sd")
+
+
+def check_keys(table: dict, kinds: dict, where: str, needed: Collection = ()) -> None:
+    """Check what the keys of a table hold. Raises `DataError` for a wrong kind of value, and for a key that is missing.
+
+    Args:
+        kinds: key -> kind of its value, of `_KINDS`; other keys may hold anything
+        where: beginning of the message, such as the file
+        needed: keys that must be there
+    """
+    for name in needed:
+        if name not in table:
+            got = ", ".join(table) or "nothing"
+            raise DataError(f"{where}: a key is missing", expected=name, got=got)
+    for name, kind in kinds.items():
+        if name not in table or (table[name] is None and name in _MAY_BE_NULL):
+            continue
+        if not _KINDS[kind](table[name]):
+            raise DataError(
+                f"{where}: wrong type of value",
+                leaf=name,
+                expected=kind,
+                got=repr(table[name])[:80],
+            )
 
 # %% ../../nbs/results/01_spec.ipynb #71d0a002
-_SHARED = (
-    "steps",
-    "preset",
-    "seeds",
-    "every",
-    "episodes",
-    "final_episodes",
-)  # keys of a row, or of the whole file for all rows
-_OF_A_ROW = ("algorithm", "env", "label", "options", "env_kwargs", "threshold", "scale", *_SHARED)
-_BY_KEYS: dict = dict(
+# Keys of a row, or of the whole file for all rows; `seeds` is one, too.
+_SHARED = dict(
+    steps="a whole number",
+    preset="a text",
+    every="a whole number",
+    episodes="a whole number",
+    final_episodes="a whole number",
+)
+_OF_A_ROW = dict(
+    algorithm="a text",
+    env="a text",
+    label="a text",
+    options="a table",
+    env_kwargs="a table",
+    threshold="a number",
+    scale="two numbers in ascending order",
+    **_SHARED,
+)
+
+# Option -> the key that sets it, outside of `options`.
+_BY_KEYS = dict(
     seed="seeds",
     steps="steps",
     preset="preset",
@@ -148,156 +176,141 @@ _BY_KEYS: dict = dict(
     eval_episodes="episodes",
     final_episodes="final_episodes",
     name="label",
-)  # option -> key that sets it, outside of `options`
+)
 
 
 def _seeds(value: Any, where: str) -> list:
     'Seeds, from a text such as "0-4" or a list.'
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     try:
-        return parse_seeds(",".join(map(str, value)) if isinstance(value, list) else str(value))
+        return parse_seeds(text)
     except DataError as e:
-        raise DataError(
-            f"{where}: {e.problem}", leaf="seeds", expected=e.expected, got=e.got
-        ) from None
+        problem = f"{where}: {e.problem}"
+        raise DataError(problem, leaf="seeds", expected=e.expected, got=e.got) from None
 
 
-def scale_of(table: dict, where: str) -> tuple | None:
-    found = get_value(table, "scale", "a list", where)
-    if found is None or len(found) == 2 and all(map(_is_number, found)) and found[0] < found[1]:
-        return found and tuple(found)
-    raise DataError(
-        f"{where}: not a scale",
-        leaf="scale",
-        expected="two numbers in ascending order",
-        got=repr(found)[:80],
-    )
-
-
-def _check_keys(options: dict, known: list, where: str) -> None:
-    for name in options:
-        if name not in _BY_KEYS or any(option.name == name for option in known):
-            continue
-        raise DataError(
-            f"{where}: {name!r} stands among the options",
-            expected=f"the key {_BY_KEYS[name]} of the row, beside them",
-        )
-
-
-def _rows(table: dict, where: str) -> list:
-    "The rows that one table of the file stands for: one for each environment."
-    _check_names(table, _OF_A_ROW, where)
-    algorithm = need_value(table, "algorithm", "a text", where)
+def _row(table: dict, where: str) -> SpecRow:
+    "The row that a table of the file stands for, with one environment."
+    _check_names(table, [*_OF_A_ROW, "seeds"], where)
+    check_keys(table, _OF_A_ROW, where, needed=("algorithm", "env"))
+    algorithm = table["algorithm"]
     if algorithm not in ALGORITHMS:
-        near = similar(algorithm, ALGORITHMS)
-        raise DataError(
-            f"{where}: there is no algorithm {algorithm!r}", expected=", ".join(near or ALGORITHMS)
-        )
-    known = options_for(algorithm)
-    _check_keys(given := get_value(table, "options", "a table", where, {}), known, where)
-    values = checked(given, known + [o for o in RUN_OPTIONS if o.name not in _BY_KEYS], where)
-    options = {option.name: values.pop(option.name) for option in known if option.name in values}
-    kinds = dict(steps="a whole number", preset="a text")
-    run = {
-        name: get_value(table, name, kind, where) for name, kind in kinds.items() if name in table
-    }
-    run |= dict(
-        eval_episodes=get_value(
-            table, "episodes", "a whole number", where, RunOptions.eval_episodes
-        ),
-        final_episodes=get_value(
-            table, "final_episodes", "a whole number", where, RunOptions.final_episodes
-        ),
-    )
-    every = get_value(table, "every", "a whole number", where)
+        near = similar(algorithm, ALGORITHMS) or ALGORITHMS
+        raise DataError(f"{where}: there is no algorithm {algorithm!r}", expected=", ".join(near))
+    every = table.get("every")
     if every is not None and every < 1:
         raise DataError(
             f"{where}: out of range", leaf="every", expected="at least 1", got=str(every)
         )
-    envs = table.get("env")
-    envs = envs if isinstance(envs, list) and envs else [need_value(table, "env", "a text", where)]
-    return [
-        SpecRow(
-            algorithm,
-            get_value(dict(env=env), "env", "a text", where),
-            get_value(table, "label", "a text", where, algorithm),
-            options,
-            {**values, "preset": "auto", **run},
-            get_value(table, "env_kwargs", "a table", where, {}),
-            _seeds(table.get("seeds", "0"), where),
-            every,
-            get_value(table, "threshold", "a number", where),
-            scale_of(table, where),
-        )
-        for env in envs
-    ]
+
+    # Options of the algorithm and of the run stand in one table.
+    of_algorithm = options_for(algorithm)
+    names = [option.name for option in of_algorithm]
+    of_run = [option for option in RUN_OPTIONS if option.name not in _BY_KEYS]
+    options = table.get("options", {})
+    for name in options:
+        if name in _BY_KEYS and name not in names:
+            raise DataError(
+                f"{where}: {name!r} stands among the options",
+                expected=f"the key {_BY_KEYS[name]} of the row, beside them",
+            )
+    values = checked(options, of_algorithm + of_run, where)
+
+    # What the run does without an option of the command line is said, too, where presets may say something else.
+    run = {name: x for name, x in values.items() if name not in names}
+    run["preset"] = table.get("preset", "auto")
+    if "steps" in table:
+        run["steps"] = table["steps"]
+    run["eval_episodes"] = table.get("episodes", RunOptions.eval_episodes)
+    run["final_episodes"] = table.get("final_episodes", RunOptions.final_episodes)
+
+    scale = table.get("scale")
+    return SpecRow(
+        algorithm=algorithm,
+        env=table["env"],
+        label=table.get("label", algorithm),
+        options={name: values[name] for name in names if name in values},
+        run=run,
+        env_kwargs=table.get("env_kwargs", {}),
+        seeds=_seeds(table.get("seeds", "0"), where),
+        every=every,
+        threshold=table.get("threshold"),
+        scale=tuple(scale) if scale else None,
+    )
 
 # %% ../../nbs/results/01_spec.ipynb #cee072f9
-def published_of(table: dict, rows: list, where: str) -> Published:
-    _check_names(table, Published._fields, where)
-    texts = {
-        name: need_value(table, name, "a text", where)
-        for name in ("algorithm", "env", "name", "source")
-    }
-    found = Published(
-        mean=float(need_value(table, "mean", "a number", where)),
-        sd=get_value(table, "sd", "a number", where),
-        of=get_value(table, "of", "a text", where, "last"),
-        **texts,
-    )
-    if found.of not in ("last", "best"):
-        raise DataError(
-            f"{where}: out of range", leaf="of", expected="last or best", got=repr(found.of)
-        )
-    if not any((row.algorithm, row.env) == (found.algorithm, found.env) for row in rows):
+_PUBLISHED = dict(
+    algorithm="a text",
+    env="a text",
+    name="a text",
+    mean="a number",
+    sd="a number",
+    of="last or best",
+    source="a text",
+)
+
+
+def published_of(table: dict, pairs: Collection, where: str) -> Published:
+    """The figure in a table. Raises `DataError` for a table with a mistake, and for a figure that no row can be compared with.
+
+    Args:
+        pairs: algorithm and environment of each row
+        where: beginning of the message, such as the file
+    """
+    _check_names(table, _PUBLISHED, where)
+    check_keys(table, _PUBLISHED, where, ("algorithm", "env", "name", "source", "mean"))
+    pair = (table["algorithm"], table["env"])
+    if pair not in pairs:
         raise DataError(
             f"{where}: there is no row to compare it with",
-            expected=", ".join(f"{row.algorithm} on {row.env}" for row in rows),
-            got=f"{found.algorithm} on {found.env}",
+            expected=", ".join(" on ".join(known) for known in pairs),
+            got=" on ".join(pair),
         )
-    return found
+    return Published(**{"sd": None, "of": "last", **table, "mean": float(table["mean"])})
 
 # %% ../../nbs/results/01_spec.ipynb #f7aa3feb
-def tables_of(values: dict, name: str, path: Any) -> list:
-    found = get_value(values, name, "a list", str(path), [])
-    if not all(isinstance(x, dict) for x in found):
-        raise DataError(
-            f"{path}: wrong type of value",
-            leaf=name,
-            expected=f"tables, each beginning with [[{name}]]",
-            got=repr(found)[:80],
-        )
-    return found
-
-
 def read_spec(path: str | Path) -> Spec:
     """Read a specification. Raises `DataError`, which names the file, the table and the problem.
 
     Args:
         path: a TOML file
     """
-    if Path(path).is_dir():
+    path = Path(path)
+    if path.is_dir():
         raise DataError(
             f"{path}: there is no such file", expected="a specification (TOML)", got="a folder"
         )
-    values = read_table(path)
-    _check_names(values, ("title", "row", "published", *_SHARED), str(path))
-    shared = {name: values[name] for name in _SHARED if name in values}
-    rows = [
-        row
-        for i, table in enumerate(tables_of(values, "row", path), 1)
-        for row in _rows({**shared, **table}, f"{path}, row {i}")
-    ]
+    file = read_table(path)
+    tables = "tables, such as [[row]]"
+    _check_names(file, ("title", "row", "published", *_SHARED, "seeds"), str(path))
+    check_keys(file, dict(title="a text", row=tables, published=tables), str(path))
+
+    # A table with several environments stands for several rows.
+    shared = {name: x for name, x in file.items() if name not in ("title", "row", "published")}
+    rows = []
+    for i, table in enumerate(file.get("row", []), 1):
+        table = {**shared, **table}
+        envs = table.get("env")
+        if not (isinstance(envs, list) and envs):
+            rows.append(_row(table, f"{path}, row {i}"))
+            continue
+        for env in envs:
+            rows.append(_row({**table, "env": env}, f"{path}, row {i}"))
     if not rows:
         raise DataError(f"{path}: has no rows", expected="a table that begins with [[row]]")
+
+    # Some file systems do not tell capital letters from small ones.
     names = [row.name.lower() for row in rows]
-    for row, name in zip(rows, names):
-        if names.count(name) > 1:
+    for row in rows:
+        if names.count(row.name.lower()) > 1:
             raise DataError(
                 f"{path}: two rows are called {row.label!r} on {row.env}",
                 expected="labels that differ in letters or digits",
             )
+
+    pairs = [(row.algorithm, row.env) for row in rows]
     published = [
-        published_of(table, rows, f"{path}, published {i}")
-        for i, table in enumerate(tables_of(values, "published", path), 1)
+        published_of(table, pairs, f"{path}, published {i}")
+        for i, table in enumerate(file.get("published", []), 1)
     ]
-    return Spec(get_value(values, "title", "a text", str(path), Path(path).stem), rows, published)
+    return Spec(file.get("title", path.stem), rows, published)
