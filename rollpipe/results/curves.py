@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import cycle
+from itertools import chain, cycle
 from textwrap import fill
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from .statistics import interval, iqm
 from .tables import number, on_scales
 
 # %% auto #0
-__all__ = ['Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve', 'draw_curves', 'profile_of', 'draw_profiles']
+__all__ = ['Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve', 'draw_line', 'draw_curves', 'profile_of',
+           'draw_profiles']
 
 # %% ../../nbs/results/06_curves.ipynb #7b892e1d
 class Curve(NamedTuple):
@@ -45,10 +46,11 @@ def _points(run: Result) -> dict:
     "Step at which an evaluation was due -> its mean return."
     every = Every.of(run.config.get("eval_every", 0))
     n = every.n if every.unit == "steps" and every.n else 1
-    found: dict = {}
+    points: dict = {}
     for steps, mean in zip(*run.curve):
-        found.setdefault(steps // n * n, mean)  # the run may have had other intervals before
-    return found
+        # The run may have had other intervals before.
+        points.setdefault(steps // n * n, mean)
+    return points
 
 
 def curve_over(label: str, steps: np.ndarray, strata: list) -> Curve:
@@ -63,8 +65,10 @@ def curve_over(label: str, steps: np.ndarray, strata: list) -> Curve:
     middle, low, high = np.full((3, len(steps)), np.nan)
     ok = np.isfinite(y).all(0)
     middle[ok] = low[ok] = high[ok] = iqm(y[:, ok].T)
-    if len(y) > 1 and ok.any():
-        low[ok], high[ok] = interval([x[:, ok] for x in strata], n=2000) or (low[ok], high[ok])
+    if ok.any():
+        bounds = interval([x[:, ok] for x in strata], n=2000)
+        if bounds is not None:
+            low[ok], high[ok] = bounds
     return Curve(label, len(y), steps, middle, low, high)
 
 
@@ -75,9 +79,8 @@ def curve_of(row: RowResult) -> Curve | None:
     steps = sorted(set.intersection(*map(set, points))) if points else []
     if not steps:
         return None
-    return curve_over(
-        row.label, np.array(steps), [np.array([[found[x] for x in steps] for found in points])]
-    )
+    y = np.array([[*map(of_run.get, steps)] for of_run in points])
+    return curve_over(row.label, np.array(steps), [y])
 
 # %% ../../nbs/results/06_curves.ipynb #bcc0830b
 def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
@@ -88,23 +91,27 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
     """
     from matplotlib.figure import Figure
 
-    columns = 2 if len(charts) == 4 else min(3, len(charts))
-    below = 0
-    lines = -(-len(charts) // columns)
+    n_columns = 2 if len(charts) == 4 else min(3, len(charts))
+    n_rows = -(-len(charts) // n_columns)
     figure = Figure(dpi=150, layout="constrained")
-    places = figure.subplots(lines, columns, squeeze=False).ravel()
+    places = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
+    n_lines_below = 0
     for axes, (name, draw) in zip(places, charts.items()):
         draw(axes)
         style(axes, plain(name))
         axes.xaxis.get_major_locator().set_params(integer=True)
+
         handles, labels = axes.get_legend_handles_labels()
         labels = [fill(label, 50, break_long_words=False) for label in labels]
-        n = sum(label.count("\n") + 1 for label in labels)
-        place = dict(loc="upper center", bbox_to_anchor=(0.5, -0.08)) if n > 3 else {}
-        if n:
+        n_lines = sum(label.count("\n") + 1 for label in labels)
+        place = {}
+        if n_lines > 3:
+            place = dict(loc="upper center", bbox_to_anchor=(0.5, -0.08))
+            n_lines_below = max(n_lines_below, n_lines)
+        if labels:
             axes.legend(handles, labels, frameon=False, fontsize="small", **place)
-        below = max(below, n if place else 0)
-    figure.set_size_inches(4.2 * columns + 0.6, (3.2 + 0.18 * below) * lines + 0.3)
+
+    figure.set_size_inches(4.2 * n_columns + 0.6, (3.2 + 0.18 * n_lines_below) * n_rows + 0.3)
     for axes in places[len(charts) :]:
         axes.remove()
     figure.suptitle(plain(title), fontsize="large")
@@ -115,27 +122,24 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
 # %% ../../nbs/results/06_curves.ipynb #1682ff06
 def color_of(results: Results, label: str) -> str:
     "The colour of a label."
-    return f"C{list(dict.fromkeys(row.label for row in results.rows)).index(label) % 10}"
+    labels = list(dict.fromkeys(row.label for row in results.rows))
+    return f"C{labels.index(label) % 10}"
 
 
-_STYLES = (
-    "--",
-    "-.",
-    (0, (1, 1.5, 6, 1.5)),
-)  # line styles of published figures; dotted lines are thresholds
+# Line styles of published figures; dotted lines are thresholds.
+_STYLES = ("--", "-.", (0, (1, 1.5, 6, 1.5)))
 
 
 def draw_curve(axes: Any, curve: Curve, color: str, label: str) -> None:
     "Draw a curve with its band."
     axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
-    axes.plot(
-        curve.steps,
-        curve.middle,
-        color=color,
-        linewidth=1.6,
-        label=plain(label),
-        marker="." if len(curve.steps) < 3 else None,
-    )
+    draw_line(axes, curve.steps, curve.middle, color, label, least=3, linewidth=1.6)
+
+
+def draw_line(axes: Any, x: Any, y: Any, color: str, label: str, least: int, **style: Any) -> None:
+    "Draw a line, with its points if there are fewer than `least`."
+    marker = "." if len(x) < least else None
+    axes.plot(x, y, color=color, label=plain(label), marker=marker, **style)
 
 
 def _draw(axes: Any, results: Results, env: str) -> None:
@@ -145,19 +149,14 @@ def _draw(axes: Any, results: Results, env: str) -> None:
         color = color_of(results, row.label)
         curve = curve_of(row)
         if curve is not None:
-            draw_curve(axes, curve, color, f"{row.label} ({curve.n} run{'s' * (curve.n > 1)})")
+            plural = "s" * (curve.n > 1)
+            draw_curve(axes, curve, color, f"{row.label} ({curve.n} run{plural})")
         for x, dashes in zip(row.published, cycle(_STYLES)):
-            axes.axhline(
-                x.mean,
-                color=color,
-                linewidth=0.9,
-                linestyle=dashes,
-                label=plain(f"{x.name}: {row.label}, {x.of}"),
-            )
+            label = plain(f"{x.name}: {row.label}, {x.of}")
+            axes.axhline(x.mean, color=color, linewidth=0.9, linestyle=dashes, label=label)
+    dotted = dict(color="0.5", linewidth=0.9, linestyle=":", zorder=1)
     for x in sorted({row.threshold for row in rows if row.threshold is not None}):
-        axes.axhline(
-            x, color="0.5", linewidth=0.9, linestyle=":", zorder=1, label=f"threshold {number(x)}"
-        )
+        axes.axhline(x, label=f"threshold {number(x)}", **dotted)
 
 
 def draw_curves(results: Results, title: str = "") -> Any:
@@ -182,17 +181,17 @@ def profile_of(label: str, strata: list, taus: np.ndarray) -> Curve:
 
 def draw_profiles(results: Results) -> Any:
     "A `Figure` with the performance profiles of the labels of `on_scales`; None if there are none."
-    if not (found := on_scales(results)):
+    scaled = on_scales(results)
+    if not scaled:
         return None
-    every = np.concatenate([x for strata in found.values() for x in strata])
-    taus = np.linspace(min(0.0, every.min()), max(1.0, every.max()), 201)
+    returns = np.concatenate([*chain(*scaled.values())])
+    taus = np.linspace(min(0.0, returns.min()), max(1.0, returns.max()), 201)
 
     def draw(axes):
-        for label, strata in found.items():
+        for label, strata in scaled.items():
             curve = profile_of(label, strata, taus)
             draw_curve(axes, curve, color_of(results, label), f"{label} ({curve.n} runs)")
         axes.set_ylim(-0.02, 1.02)
 
-    return panels(
-        {"": draw}, "return on the scales of the environments [%]", "share of runs above it"
-    )
+    xlabel = "return on the scales of the environments [%]"
+    return panels({"": draw}, xlabel, "share of runs above it")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from string import Template
 from threading import Lock, Timer
 from typing import Any
 from urllib.parse import parse_qs
@@ -29,10 +30,10 @@ from .page import document
 __all__ = ['Live', 'live_command']
 
 # %% ../../nbs/results/11_live.ipynb #e51887a0
-# seconds between pictures, for which a button waits for its answer, and of a connection
-_EVERY = 10
-_PATIENCE = 20.0
-_LONGEST = 30.0
+_EVERY = 10  # seconds between pictures
+_PATIENCE = 20.0  # seconds for which a button waits for its answer
+_LONGEST = 30.0  # seconds of a connection
+
 _LAYOUT = """<style>
 html body { margin: 0 auto; padding: .6em; height: 100vh; box-sizing: border-box; display: flex; flex-direction: column; }
 form { display: flex; flex-wrap: wrap; gap: .3em; align-items: center; margin: 0 0 .5em; }
@@ -44,6 +45,11 @@ html body { margin: 0; padding: 0; max-width: none; }
 html h1 { display: none; }
 html h3 { margin: 1em 0 .3em; }
 </style>"""
+_FORM = Template(
+    '<form method="post" action="ask"><b>$folder</b><input type="hidden" name="run" value="$k">$buttons'
+    '<input name="set" list="known$k" aria-label="an option" placeholder="option=value" autocomplete="off"><button>set</button>'
+    '<datalist id="known$k">$known</datalist></form>'
+)
 
 
 def _form(k: int, folder: Path) -> str:
@@ -52,19 +58,14 @@ def _form(k: int, folder: Path) -> str:
         options = load_run(folder, builds=False).config["options"]
     except (PipeError, OSError):
         options = {}  # the folder is gone
-    known = "".join(
-        f'<option value="{html.escape(f"{name}={x}")}">'
-        for name, x in options.items()
-        if isinstance(x, (int, float, str))
-    )
-    buttons = "".join(
-        f'<button name="do" value="{do}">{do.replace("_", " ")}</button>' for do in WISHES
-    )
-    return (
-        f'<form method="post" action="ask"><b>{html.escape(str(folder))}</b><input type="hidden" name="run" value="{k}">{buttons}'
-        f'<input name="set" list="known{k}" aria-label="an option" placeholder="option=value" autocomplete="off"><button>set</button>'
-        f'<datalist id="known{k}">{known}</datalist></form>'
-    )
+    known = ""
+    for name, x in options.items():
+        if isinstance(x, (int, float, str)):
+            known += f'<option value="{html.escape(f"{name}={x}")}">'
+    buttons = ""
+    for wish in WISHES:
+        buttons += f'<button name="do" value="{wish}">{wish.replace("_", " ")}</button>'
+    return _FORM.substitute(folder=html.escape(str(folder)), k=k, buttons=buttons, known=known)
 
 # %% ../../nbs/results/11_live.ipynb #9fcd5854
 class Live(ThreadingHTTPServer):
@@ -80,40 +81,48 @@ class Live(ThreadingHTTPServer):
         self.folders = [open_run(path).folder for path in folders]
         self.token = secrets.token_urlsafe(24)
         self.said = ""
-        self.drawing = Lock()  # matplotlib draws one picture at a time
-        super().__init__(("127.0.0.1", 0), _Handler)  # any free port
+        # matplotlib draws one picture at a time.
+        self.drawing = Lock()
+        # Port 0 stands for any free port.
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.host = f"127.0.0.1:{self.server_port}"
         self.url = f"http://{self.host}/{self.token}/"
 
     def controls(self) -> str:
         "The page, whose frame is loaded anew by itself."
-        frame = '<iframe src="view" title="runs"></iframe>'
+        forms = [_form(k, path) for k, path in enumerate(self.folders)]
         said = f'<div role="status">{html.escape(self.said)}</div>'
-        body = [*(_form(k, path) for k, path in enumerate(self.folders)), said, frame]
-        return document("rollpipe live", body, "; form-action 'self'; frame-src 'self'", _LAYOUT)
+        frame = '<iframe src="view" title="runs"></iframe>'
+        policy = "; form-action 'self'; frame-src 'self'"
+        return document("rollpipe live", [*forms, said, frame], policy, _LAYOUT)
 
     def pictures(self) -> str:
         "The content of the frame."
         with self.drawing:
             body = [f"<h2>{html.escape(str(path))}</h2>{view(path)}" for path in self.folders]
-        return document(
-            f"Runs at {time.strftime('%X')}",
-            body,
-            head=f'<meta http-equiv="refresh" content="{_EVERY}">{_FRAME}',
-        )
+        refresh = f'<meta http-equiv="refresh" content="{_EVERY}">'
+        return document(f"Runs at {time.strftime('%X')}", body, head=refresh + _FRAME)
 
     def ask(self, form: dict) -> None:
         "Do what a button says. `said` is the answer."
         try:
             folder = self.folders[int(form["run"])]
-            wish = (
-                dict(do=form["do"])
-                if form.get("do")
-                else dict(set=options_in([form.get("set", "")], folder))
-            )
+            if form.get("do"):
+                wish = dict(do=form["do"])
+            else:
+                wish = dict(set=options_in([form.get("set", "")], folder))
             self.said = ask(folder, wish, _PATIENCE)
         except (PipeError, OSError, ValueError, LookupError, TypeError) as e:
             self.said = str(e)
+
+
+_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "X-Frame-Options": "SAMEORIGIN",
+    "Referrer-Policy": "same-origin",
+}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -126,8 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.limit.daemon = True
         self.limit.start()
         try:
+            # The browser may have gone.
             with suppress(ConnectionError):
-                super().handle()  # the browser has gone
+                super().handle()
         finally:
             self.limit.cancel()
 
@@ -150,37 +160,34 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _send(self, text: str) -> None:
-        self.send_response(200)
         data = text.encode()
-        fixed = {
-            "Content-Type": "text/html; charset=utf-8",
-            "X-Content-Type-Options": "nosniff",
-            "Cache-Control": "no-store",
-            "X-Frame-Options": "SAMEORIGIN",
-            "Referrer-Policy": "same-origin",
-        }
-        for name, x in {**fixed, "Content-Length": str(len(data))}.items():
+        self.send_response(200)
+        for name, x in {**_HEADERS, "Content-Length": str(len(data))}.items():
             self.send_header(name, x)
         self.end_headers()
         self.wfile.write(data)
 
     def do_GET(self) -> None:
-        pages = {"": self.server.controls, "view": self.server.pictures}
-        if (place := self._place()) is None:
-            return
-        if place in pages:
-            self._send(pages[place]())
-        else:
+        place = self._place()
+        if place == "":
+            self._send(self.server.controls())
+        elif place == "view":
+            self._send(self.server.pictures())
+        elif place is not None:
             self.send_error(404)
 
     def do_POST(self) -> None:
-        if (place := self._place()) is None:
+        place = self._place()
+        if place is None:
             return
         length = self.headers.get("Content-Length", "")
-        if place != "ask" or not (length.isascii() and length.isdigit()) or int(length) > 4096:
-            return self.send_error(404)
+        is_number = length.isascii() and length.isdigit()
+        if place != "ask" or not is_number or int(length) > 4096:
+            self.send_error(404)
+            return
         form = parse_qs(self.rfile.read(int(length)).decode(errors="replace"))
-        self.limit.cancel()  # the request is there, and a training may take longer to answer
+        # The request is there, and a training may take longer to answer.
+        self.limit.cancel()
         self.server.ask({name: x[-1] for name, x in form.items()})
         self.send_response(303)
         self.send_header("Location", f"/{self.server.token}/")

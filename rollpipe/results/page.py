@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import html
 from functools import partial
+from string import Template
 from typing import Any
 
 import numpy as np
 
 from ..settings.config import build
 from ..pipes.graph.edits import draw
-from ..runs.plots import CERTIFICATE, LABELS, plain, section, svg, table_html, thinned, wide
-from .collect import Result, Results, RowResult, differing_options
-from .curves import color_of, draw_curves, draw_profiles, panels
+from ..runs.plots import CERTIFICATE, LABELS, section, svg, table_html, thinned, wide
+from .collect import Results, RowResult, differing_options
+from ..pipes.data.errors import describe_exception
+from .curves import color_of, draw_curves, draw_line, draw_profiles, panels
 from rollpipe.results.tables import (
     ABOUT,
     bounded,
@@ -33,43 +35,36 @@ __all__ = ['STYLE', 'certificate', 'pipeline_svg', 'notes_html', 'document', 'pa
 # %% ../../nbs/results/07_page.ipynb #dec4c98d
 def certificate(results: Results) -> Any:
     "A `Figure` of the certificate, a panel for each environment and metric; None if no run has one. A single row has a colour per seed."
-    charts = {
-        f"{env}\n{meaning}": partial(_draw, results=results, env=env, name=name)
-        for env in dict.fromkeys(row.env for row in results.rows)
-        for name, meaning in CERTIFICATE.items()
-        if any(_has(run, name) for row in results.rows if row.env == env for run in row.results)
-    }
+    charts = {}
+    for env in dict.fromkeys(row.env for row in results.rows):
+        rows = [row for row in results.rows if row.env == env]
+        for name, meaning in CERTIFICATE.items():
+            if any(_runs_with(row, name) for row in rows):
+                draw = partial(_draw, rows=rows, name=name, results=results)
+                charts[f"{env}\n{meaning}"] = draw
     return panels(charts, LABELS["updates"]) if charts else None
 
 
-def _draw(axes: Any, results: Results, env: str, name: str) -> None:
+def _draw(axes: Any, rows: list, name: str, results: Results) -> None:
     "Draw a metric of all runs in an environment. Runs of one colour have one entry in the legend."
-    rows = [row for row in results.rows if row.env == env]
     for row in rows:
-        for k, run in enumerate(run for run in row.results if _has(run, name)):
-            x, y = thinned(run.metrics["updates"], run.metrics[name], 200)
+        for k, run in enumerate(_runs_with(row, name)):
+            label = "" if k else row.label
+            color = color_of(results, row.label)
             if len(rows) == 1:
                 label = f"{row.label}, seed {run.seed}"
                 color = f"C{k % 10}"
-            else:
-                label = "" if k else row.label
-                color = color_of(results, row.label)
-            axes.plot(
-                x,
-                y,
-                color=color,
-                linewidth=1.2,
-                label=plain(label),
-                marker="." if len(x) == 1 else None,
-            )
+            x, y = thinned(run.metrics["updates"], run.metrics[name], 200)
+            draw_line(axes, x, y, color, label, least=2, linewidth=1.2)
 
 
-def _has(run: Result, name: str) -> bool:
-    return (
-        name in run.metrics
-        and "updates" in run.metrics
-        and bool(np.isfinite(run.metrics[name]).any())
-    )
+def _runs_with(row: RowResult, name: str) -> list:
+    "The runs of a row that have a metric."
+    return [
+        run
+        for run in row.results
+        if "updates" in run.metrics and np.isfinite(run.metrics.get(name, np.nan)).any()
+    ]
 
 # %% ../../nbs/results/07_page.ipynb #8ff9ab67
 def pipeline_svg(row: RowResult) -> str:
@@ -80,7 +75,7 @@ def pipeline_svg(row: RowResult) -> str:
     try:
         return draw(build(load_run(run.folder).config)[1])._repr_svg_()
     except Exception as e:
-        return f"<p>{html.escape(f'It cannot be drawn here: {type(e).__name__}: {e}')}</p>"
+        return f"<p>It cannot be drawn here: {html.escape(describe_exception(e))}</p>"
 
 # %% ../../nbs/results/07_page.ipynb #b4369ff2
 STYLE = """
@@ -109,11 +104,19 @@ svg { max-width: 100%; height: auto; }
 
 def notes_html(notes: list) -> str:
     "Notes as a list; empty if there are none. All texts are escaped."
-    return (
-        f'<ul class="notes">{"".join(f"<li>{html.escape(note)}</li>" for note in notes)}</ul>'
-        if notes
-        else ""
-    )
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+    return f'<ul class="notes">{items}</ul>' if notes else ""
+
+
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">\
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'$policy">\
+<meta name="viewport" content="width=device-width">$head<title>$title</title><style>$style</style></head>
+<body>
+<h1>$title</h1>
+$body
+</body></html>
+""")
 
 
 def document(title: str, body: list, more: str = "", head: str = "") -> str:
@@ -125,14 +128,12 @@ def document(title: str, body: list, more: str = "", head: str = "") -> str:
         more: more of its `Content-Security-Policy`
         head: more of its head in HTML
     """
-    policy = f"default-src 'none'; style-src 'unsafe-inline'{more}"
-    title = html.escape(title)
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width">{head}<title>{title}</title>'
-        f"<style>{STYLE}</style></head>\n<body>\n"
-        + "\n".join([f"<h1>{title}</h1>", *filter(None, body)])
-        + "\n</body></html>\n"
+    return _PAGE.substitute(
+        title=html.escape(title),
+        body="\n".join(filter(None, body)),
+        policy=more,
+        head=head,
+        style=STYLE,
     )
 
 
@@ -147,61 +148,56 @@ def _picture(figure: Any, name: str) -> str:
 
 
 def _sources(results: Results) -> str:
-    rows = [
-        (x.name, x.algorithm, x.env, with_sd(x.mean, x.sd), x.of, x.source)
-        for row in results.rows
-        for x in row.published
-    ]
+    rows = []
+    for row in results.rows:
+        for x in row.published:
+            rows.append((x.name, x.algorithm, x.env, with_sd(x.mean, x.sd), x.of, x.source))
     columns = ["who", "algorithm", "environment", "mean +- sd", "of the", "source"]
     return _table(columns, [*dict.fromkeys(rows)])
 
 
 def _together(results: Results) -> str:
-    rows = [(label, n, bounded(*found, digits=3)) for label, n, *found in together(results)]
+    rows = [(label, n, bounded(*figure, digits=3)) for label, n, *figure in together(results)]
     return _table(["algorithm", "environments", "last policy on the scales, IQM"], rows)
 
 
 def _improvements(results: Results) -> str:
     rows = [
-        (f"P({label} > {other})", n, bounded(*found, digits=3))
-        for label, other, n, *found in improvements(results)
+        (f"P({label} > {other})", n, bounded(*figure, digits=3))
+        for label, other, n, *figure in improvements(results)
     ]
     return _table(["better last policy", "environments", "probability"], rows)
 
 
 def page(results: Results) -> str:
     "The report as one HTML file."
-    escape = html.escape
-    options = differing_options(row.results for row in results.rows)
-    names = [f"{row.label}, {row.env}" for row in results.rows]
-    graphs = "".join(
-        f"<details><summary>{escape(name)}</summary>{wide(pipeline_svg(row))}</details>"
-        for name, row in zip(names, results.rows)
-    )
-    commands = "".join(
-        f"<h3>{escape(name)}</h3><pre>{escape(row.command)}</pre>"
-        for name, row in zip(names, results.rows)
-    )
+    names = []
+    graphs = ""
+    commands = ""
+    for row in results.rows:
+        name = f"{row.label}, {row.env}"
+        names.append(name)
+        title = html.escape(name)
+        graph = wide(pipeline_svg(row))
+        graphs += f"<details><summary>{title}</summary>{graph}</details>"
+        commands += f"<h3>{title}</h3><pre>{html.escape(row.command)}</pre>"
+    differing = differing_options(row.results for row in results.rows)
+    options = [(name, *values) for name, values in differing]
+    profiles = _picture(draw_profiles(results), "profiles")
+    sections = {
+        "Learning curves": _picture(draw_curves(results), "curves"),
+        "All environments together": _together(results) + profiles,
+        "Probability of improvement": _improvements(results),
+        "Published figures": _sources(results),
+        "The course of the certificate": _picture(certificate(results), "certificate"),
+        "What differs between the configurations": _table(["option", *names], options),
+        "The pipelines": graphs,
+        "The commands": commands,
+    }
     body = [
         table_html(*columns_and_rows(results)),
-        f"<p>{escape(ABOUT)}</p>",
+        f"<p>{html.escape(ABOUT)}</p>",
         notes_html(notes_of(results)),
-        section("Learning curves", _picture(draw_curves(results), "curves")),
-        section(
-            "All environments together",
-            _together(results) + _picture(draw_profiles(results), "profiles"),
-        ),
-        section("Probability of improvement", _improvements(results)),
-        section("Published figures", _sources(results)),
-        section(
-            "The course of the certificate",
-            _picture(certificate(results), "certificate"),
-        ),
-        section(
-            "What differs between the configurations",
-            _table(["option", *names], [(name, *x) for name, x in options]),
-        ),
-        section("The pipelines", graphs),
-        section("The commands", commands),
+        *(section(title, part) for title, part in sections.items()),
     ]
     return document(results.title, body)

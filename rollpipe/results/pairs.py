@@ -13,7 +13,7 @@ import numpy as np
 from ..pipes.data.errors import DataError
 from .curves import curve_over, draw_curve, panels
 from .page import document, notes_html
-from .tables import Figure, csv_lines, figure_over, number, spread, table_text
+from .tables import Figure, csv_lines, figure_over, number, table_text, with_sd
 from ..runs.logs import read_records
 from ..runs.plots import LABELS, plain, section, svg, table_html, wide
 
@@ -21,6 +21,10 @@ from ..runs.plots import LABELS, plain, section, svg, table_html, wide
 __all__ = ['course', 'Pairs', 'Ablation', 'draw_pairs', 'pairs_text', 'pairs_page']
 
 # %% ../../nbs/results/09_pairs.ipynb #8f6a4aff
+# Metrics that are means over the episodes that ended in an update.
+_OF_EPISODES = "return_mean", "length_mean"
+
+
 def course(folder: Path, metric: str, at: int, updates: int) -> np.ndarray:
     """A metric of a branch, float64 `[2, updates]`: the sum and the count of its values in each update.
 
@@ -32,38 +36,41 @@ def course(folder: Path, metric: str, at: int, updates: int) -> np.ndarray:
         at: number of updates before the branch
         updates: number of updates after it
     """
-    # the last update may have two records with an evaluation
+    # The last update may have two records with an evaluation.
     records = {}
-    found = {}
+    values = {}
     for record in read_records(folder):
-        records.setdefault(n := int(record["updates"]), {}).update(record)
-        if np.isfinite(x := record.get(metric, np.nan)):
-            found.setdefault(n, []).append(x)
-    if lacking := [n for n in range(at, at + updates + 1) if n not in records]:
+        n = int(record["updates"])
+        records.setdefault(n, {}).update(record)
+        if np.isfinite(record.get(metric, np.nan)):
+            values.setdefault(n, []).append(record[metric])
+    span = range(at, at + updates + 1)
+    missing = [n for n in span if n not in records]
+    if missing:
         raise DataError(
             f"{folder} has no record of an update",
             leaf="update",
             expected=f"{at} to {at + updates}",
-            got=f"none of {lacking[0]}",
+            got=f"none of {missing[0]}",
         )
-    now, before = ([records[at + k + more] for k in range(updates)] for more in (1, 0))
-    values = [found.get(at + k + 1, []) for k in range(updates)]
-    sums, counts = (np.array([*map(f, values)], float) for f in (sum, len))
+
+    of_updates = [values.get(n, []) for n in span[1:]]
+    sums = np.array([*map(sum, of_updates)], float)
+    counts = np.array([*map(len, of_updates)], float)
     if metric in _OF_EPISODES:
-        counts *= [x["episodes"] - y["episodes"] for x, y in zip(now, before)]
+        counts *= np.diff([records[n]["episodes"] for n in span])
         sums *= counts
     if not counts.any():
-        known = sorted({name for record in now for name, x in record.items() if np.isfinite(x)})
+        known = set()
+        for n in span[1:]:
+            known |= {name for name, x in records[n].items() if np.isfinite(x)}
         raise DataError(
             f"{folder} never has this metric",
             leaf=metric,
-            expected=", ".join(known),
+            expected=", ".join(sorted(known)),
             got=f"none in {updates} updates",
         )
     return np.stack([sums, counts])
-
-
-_OF_EPISODES = "return_mean", "length_mean"
 
 # %% ../../nbs/results/09_pairs.ipynb #c3b08581
 class Pairs(NamedTuple):
@@ -88,30 +95,32 @@ class Pairs(NamedTuple):
 
     def means(self, updates: slice) -> tuple:
         "The means of the metric over some updates, float64 `[n]`: of the unedited branches, and of the others. nan: there is none."
-        with np.errstate(invalid="ignore"):
-            return tuple(
-                (y := x[..., updates].sum(-1))[:, 0] / y[:, 1] for x in (self.base, self.edited)
-            )
+        means = []
+        for x in (self.base, self.edited):
+            sums, counts = x[..., updates].sum(-1).T
+            with np.errstate(invalid="ignore"):
+                means.append(sums / counts)
+        return tuple(means)
 
     def windows(self, last: int) -> list:
         "`means` over the `last` updates before the end of each update, or over all so far where there are fewer."
-        return [self.means(slice(max(0, k - last), k)) for k in range(1, self.base.shape[-1] + 1)]
+        ends = range(1, self.base.shape[-1] + 1)
+        return [self.means(slice(max(0, k - last), k)) for k in ends]
 
     def noise(self, windows: list) -> float:
         """The deviation of the differences as a part of that of two branches with noise of their own. Smaller than 1: pairing helps.
 
         The means of branches that begin after the same update are left out of both. nan: there are too few branches.
         """
-        squares = np.zeros(2)
+        paired = 0.0
+        apart = 0.0
         for base, edited in windows:
-            parts = [np.stack(pair) for pair in zip(self.strata(base), self.strata(edited))]
             if len(base) < 2 or not np.isfinite([*base, *edited]).all():
                 continue
-            squares += [
-                sum((x[1] - x[0]).var() * x.shape[1] for x in parts),
-                sum(x.var(1).sum() * x.shape[1] for x in parts),
-            ]
-        return float(np.sqrt(squares[0] / squares[1])) if squares[1] else float("nan")
+            for x, y in zip(self.strata(base), self.strata(edited)):
+                paired += (y - x).var() * len(x)
+                apart += (x.var() + y.var()) * len(x)
+        return float(np.sqrt(paired / apart)) if apart else float("nan")
 
     def lasts(self, last: int) -> int | None:
         "The number of updates of a branch until the noise of the differences is that of branches with noise of their own. None: not known."
@@ -138,6 +147,11 @@ class Ablation(NamedTuple):
     pairs: list
     notes: list
 
+    @property
+    def n_updates(self) -> int:
+        "Number of updates of each branch."
+        return self.pairs[0].base.shape[-1]
+
     def means(self, pairs: Pairs) -> tuple:
         "`Pairs.means` over the last updates of each branch."
         return pairs.means(slice(-self.last, None))
@@ -155,61 +169,41 @@ class Ablation(NamedTuple):
 
     def table(self) -> tuple:
         "The names of the columns, and a row of texts for each edit."
-        k = self.pairs[0].base.shape[-1]
-        thirds = [part for part in np.array_split(np.arange(1, k + 1), min(3, k))]
-        columns = [
-            "option",
-            "pairs",
-            "unedited",
-            "edited",
-            "difference, IQM",
-            "mean +- sd",
-            *(f"noise at {part[0]}-{part[-1]}" for part in thirds),
-        ]
+        k = self.n_updates
+        thirds = np.array_split(np.arange(1, k + 1), min(3, k))
+        columns = ["option", "pairs", "unedited", "edited", "difference, IQM", "mean +- sd"]
+        columns += [f"noise at {part[0]}-{part[-1]}" for part in thirds]
         rows = []
         for pairs in self.pairs:
-            found = self.difference(pairs)
+            figure = self.difference(pairs)
             base, edited = self.means(pairs)
-            noise = [
-                pairs.noise(pairs.windows(self.last)[part[0] - 1 : part[-1]]) for part in thirds
-            ]
-            rows.append(
-                [
-                    pairs.label,
-                    str(len(base)),
-                    number(base.mean()),
-                    number(edited.mean()),
-                    str(found),
-                    spread(found),
-                    *map(number, noise),
-                ]
-            )
+            windows = pairs.windows(self.last)
+            noise = [pairs.noise(windows[part[0] - 1 : part[-1]]) for part in thirds]
+            means = [number(base.mean()), number(edited.mean())]
+            texts = [*means, str(figure), with_sd(figure.mean, figure.sd), *map(number, noise)]
+            rows.append([pairs.label, str(len(base)), *texts])
         return columns, rows
 
     def about(self) -> list:
         "Sentences that explain the table."
-        k = self.pairs[0].base.shape[-1]
-        n = min(len(pairs.at) for pairs in self.pairs)
-        few = (
-            [f"An interval from {n} pairs is narrower than it says."]
-            if n > 1
-            else ["One pair has no interval and no noise (--repeat)."]
-        )
-        lasting = ", ".join(
-            f"{m} of {k} updates with {pairs.label}"
-            for pairs in self.pairs
-            if (m := pairs.lasts(self.last)) is not None
-        )
-        return [
+        k = self.n_updates
+        sentences = [
             f"{self.metric} over the last {self.last} of {k} updates of each branch. A difference is that of a branch to its unedited "
             "twin, which began in the same state and met the same noise; IQM is the interquartile mean over the pairs, with the 95 % "
             "interval of the stratified bootstrap.",
             "Noise at some updates is the deviation of the differences as a part of that of two branches with noise of their own. An "
             "interval by pairs is that much narrower; at 1, pairing has ended.",
-            *[f"Pairing lasts {lasting}."] * bool(n > 1 and lasting),
-            *few * (n < 5),
-            *self.notes,
         ]
+        n = min(len(pairs.at) for pairs in self.pairs)
+        lasts = {pairs.label: pairs.lasts(self.last) for pairs in self.pairs}
+        texts = [f"{m} of {k} updates with {x}" for x, m in lasts.items() if m is not None]
+        if n > 1 and texts:
+            sentences.append(f"Pairing lasts {', '.join(texts)}.")
+        if n == 1:
+            sentences.append("One pair has no interval and no noise (--repeat).")
+        elif n < 5:
+            sentences.append(f"An interval from {n} pairs is narrower than it says.")
+        return sentences + self.notes
 
     def __str__(self):
         return "\n\n".join([f"# {self.title}", table_text(*self.table()), *self.about()]) + "\n"
@@ -217,38 +211,28 @@ class Ablation(NamedTuple):
 # %% ../../nbs/results/09_pairs.ipynb #92b0e9bd
 def draw_pairs(ablation: Ablation) -> Any:
     "A `Figure` with two panels: the difference of each edit over the updates, and how much of the noise pairing leaves."
+    updates = np.arange(1, ablation.n_updates + 1)
+    dotted = dict(color="0.5", linewidth=0.9, linestyle=":")
+    windows = [pairs.windows(ablation.last) for pairs in ablation.pairs]
 
     def differences(axes):
-        axes.axhline(0, color="0.5", linewidth=0.9, linestyle=":")
+        axes.axhline(0, **dotted)
         for i, pairs in enumerate(ablation.pairs):
-            y = np.array([edited - base for base, edited in pairs.windows(ablation.last)]).T
-            draw_curve(
-                axes,
-                curve_over(pairs.label, np.arange(1, y.shape[1] + 1), pairs.strata(y)),
-                f"C{i % 10}",
-                pairs.label,
-            )
+            y = np.array([edited - base for base, edited in windows[i]]).T
+            curve = curve_over(pairs.label, updates, pairs.strata(y))
+            draw_curve(axes, curve, f"C{i % 10}", pairs.label)
 
     def noises(axes):
-        axes.axhline(1, color="0.5", linewidth=0.9, linestyle=":", label="without pairing")
+        axes.axhline(1, label="without pairing", **dotted)
         for i, pairs in enumerate(ablation.pairs):
-            y = [pairs.noise([window]) for window in pairs.windows(ablation.last)]
-            axes.plot(
-                np.arange(1, len(y) + 1),
-                y,
-                color=f"C{i % 10}",
-                linewidth=1.6,
-                label=plain(pairs.label),
-                marker=".",
-            )
+            y = [pairs.noise([window]) for window in windows[i]]
+            color = f"C{i % 10}"
+            axes.plot(updates, y, color=color, linewidth=1.6, label=plain(pairs.label), marker=".")
         axes.set_ylim(0, None)
 
     name = LABELS.get(ablation.metric, ablation.metric)
-    return panels(
-        {f"difference: {name}": differences, "noise of the differences": noises},
-        "updates after the branching",
-        title=ablation.title,
-    )
+    charts = {f"difference: {name}": differences, "noise of the differences": noises}
+    return panels(charts, "updates after the branching", title=ablation.title)
 
 
 def pairs_text(ablation: Ablation) -> str:
@@ -256,19 +240,19 @@ def pairs_text(ablation: Ablation) -> str:
     rows: list = [("option", "at", "unedited", "edited", "difference")]
     for pairs in ablation.pairs:
         for at, base, edited in zip(pairs.at, *ablation.means(pairs)):
-            rows.append((pairs.label, at, *(f"{x:.10g}" for x in (base, edited, edited - base))))
+            numbers = (base, edited, edited - base)
+            rows.append((pairs.label, at, *(f"{x:.10g}" for x in numbers)))
     return csv_lines(rows)
 
 
 def pairs_page(ablation: Ablation) -> str:
     "The report as one HTML file."
     about, *notes = ablation.about()
-    return document(
-        ablation.title,
-        [
-            table_html(*ablation.table()),
-            f"<p>{about}</p>",
-            notes_html(notes),
-            section("Over the updates", wide(svg(draw_pairs(ablation), "pairs"))),
-        ],
-    )
+    picture = wide(svg(draw_pairs(ablation), "pairs"))
+    body = [
+        table_html(*ablation.table()),
+        f"<p>{about}</p>",
+        notes_html(notes),
+        section("Over the updates", picture),
+    ]
+    return document(ablation.title, body)

@@ -45,7 +45,8 @@ def resampled(strata: list, n: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     parts = []
     for x in map(np.asarray, strata):
-        parts.append(np.moveaxis(x[rng.integers(0, len(x), (n, len(x)))], 1, -1))
+        drawn = rng.integers(0, len(x), (n, len(x)))
+        parts.append(np.moveaxis(x[drawn], 1, -1))
     return np.concatenate(parts, -1)
 
 
@@ -65,7 +66,8 @@ def interval(
     """
     if min(map(len, strata)) < 2:
         return None
-    low, high = np.quantile(of(resampled(strata, n)), [(1 - level) / 2, (1 + level) / 2], axis=0)
+    ends = [(1 - level) / 2, (1 + level) / 2]
+    low, high = np.quantile(of(resampled(strata, n)), ends, axis=0)
     return low, high
 
 # %% ../../nbs/results/03_statistics.ipynb #65e4370c
@@ -79,13 +81,11 @@ def improvement(xs: list, ys: list) -> np.ndarray:
     Returns:
         np.ndarray: [...]
     """
-    return np.mean(
-        [
-            0.5 + 0.5 * np.sign(np.subtract(x[..., :, None], y[..., None, :])).mean((-2, -1))
-            for x, y in zip(xs, ys, strict=True)
-        ],
-        0,
-    )
+    of_tasks = []
+    for x, y in zip(xs, ys, strict=True):
+        signs = np.sign(np.subtract(x[..., :, None], y[..., None, :]))
+        of_tasks.append(0.5 + 0.5 * signs.mean((-2, -1)))
+    return np.mean(of_tasks, 0)
 
 
 def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
@@ -100,16 +100,17 @@ def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
         ys: for each task the results of Y, [m runs]
         n: number of resamples
     """
+    numbers = [*map(len, [*xs, *ys])]
 
     def of(draws):
-        parts = np.split(draws, np.cumsum([*map(len, [*xs, *ys])])[:-1], -1)
+        parts = np.split(draws, np.cumsum(numbers)[:-1], -1)
         return improvement(parts[: len(xs)], parts[len(xs) :])
 
     bounds = interval([*xs, *ys], n=n, of=of)
     if bounds is None or bounds[0] < bounds[1]:
         return bounds
-    pairs = len(xs) * min(map(len, [*xs, *ys]))
-    width = 1 - 0.025 ** (1 / pairs)
+    n_pairs = len(xs) * min(numbers)
+    width = 1 - 0.025 ** (1 / n_pairs)
     return {0.0: (0.0, width), 1.0: (1 - width, 1.0)}.get(float(bounds[0]))
 
 # %% ../../nbs/results/03_statistics.ipynb #ecd8069d

@@ -58,32 +58,29 @@ def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            storage = optuna.storages.RDBStorage(
-                "sqlite://", engine_kwargs=connections(path)
-            )  # in an address, "?" has a meaning
-            pruner = optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=n)
+            # The path is no part of the address, where "?" has a meaning.
+            storage = optuna.storages.RDBStorage("sqlite://", engine_kwargs=connections(path))
             study = optuna.create_study(
                 storage=storage,
                 study_name="rollpipe",
                 direction="maximize",
                 load_if_exists=True,
-                pruner=pruner,
+                pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=n),
             )
-            known = study.user_attrs.get("settings")
-            if known is None:
-                study.set_user_attr("settings", settings)
+            known = study.user_attrs.get("settings", settings)
+            study.set_user_attr("settings", known)
     except Exception as e:
         raise DataError(
             f"{path}: cannot be used as the file of a study ({describe_exception(e)})"
         ) from e
-    changed = [name for name in settings if known is not None and known.get(name) != settings[name]]
-    if changed:
-        raise DataError(
-            f"the study in {folder} has other settings",
-            leaf=changed[0],
-            expected=f"{known[changed[0]]}, or another --storage",
-            got=str(settings[changed[0]]),
-        )
+    for name, x in settings.items():
+        if known.get(name) != x:
+            raise DataError(
+                f"the study in {folder} has other settings",
+                leaf=name,
+                expected=f"{known.get(name)}, or another --storage",
+                got=str(x),
+            )
     word = np.random.SeedSequence([seed, len(study.trials)]).generate_state(1)[0]
     study.sampler = optuna.samplers.TPESampler(seed=int(word))
     return study
@@ -97,15 +94,17 @@ def _lost(study, number, params):
 
 def forget_running(study: Any) -> None:
     "End the trials of killed processes. Their options are tried again."
-    for x in study.trials:
-        if x.state.name == "RUNNING":
-            _lost(study, x.number, x.params)
+    for trial in study.trials:
+        if trial.state.name == "RUNNING":
+            _lost(study, trial.number, trial.params)
 
 
 def finished(study: Any) -> list:
     "The trials that are over: complete, pruned, or failed with an error. An interrupted trial has no error."
     return [
-        x for x in study.trials if x.state.name in ("COMPLETE", "PRUNED") or "error" in x.user_attrs
+        trial
+        for trial in study.trials
+        if trial.state.name in ("COMPLETE", "PRUNED") or "error" in trial.user_attrs
     ]
 
 # %% ../../nbs/tuning/02_study.ipynb #ca940950
@@ -120,6 +119,7 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
         str: the result, as one line
     """
     optuna = import_optuna()
+    states = optuna.trial.TrialState
     trial = study.ask()
 
     def report(value, k):
@@ -133,23 +133,25 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
                 trial.set_user_attr(name, fact)
             study.tell(trial, value, state)
 
-    state = optuna.trial.TrialState
     try:
         options = {name: x.ask(trial, name) for name, x in space.items()}
-        found = returns(options, report)
+        of_seeds = returns(options, report)
     except optuna.TrialPruned:
-        tell(state=state.PRUNED)
+        tell(state=states.PRUNED)
         return f"trial {trial.number}: pruned"
     except Exception as e:
-        tell(state=state.FAIL, error=(error := describe_exception(e)))
+        error = describe_exception(e)
+        tell(state=states.FAIL, error=error)
         return f"trial {trial.number}: failed, {error}"
     except BaseException:
         with uninterrupted():
             _lost(study, trial.number, trial.params)
         raise
-    tell(mean(found), returns=found)
-    told = (f"{name}={f'{x:.3g}' if isinstance(x, float) else x}" for name, x in options.items())
-    return f"trial {trial.number}: return {mean(found):.1f}, {', '.join(told)}"
+    tell(mean(of_seeds), returns=of_seeds)
+    texts = [f"return {mean(of_seeds):.1f}"]
+    for name, x in options.items():
+        texts.append(f"{name}={x:.3g}" if isinstance(x, float) else f"{name}={x}")
+    return f"trial {trial.number}: {', '.join(texts)}"
 
 # %% ../../nbs/tuning/02_study.ipynb #e810e8eb
 def best_of(study: Any) -> Any:

@@ -21,7 +21,9 @@ __all__ = ['EPISODES', 'learning_curve', 'returns_of']
 
 # %% ../../nbs/tuning/01_trials.ipynb #1dd39c89
 EPISODES = 10  # number of episodes of an evaluation
-_SEED = 1_000_000  # plus the training's seed: seed of these episodes; no run is evaluated with these seeds
+
+# Plus the seed of the training: the seed of these episodes. No run is evaluated with these seeds.
+_SEED = 1_000_000
 
 
 def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
@@ -32,12 +34,11 @@ def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
         n: number of evaluations, at equal distances in steps
     """
     agent, pipe = build(config)
-    done = 0
-    steps = 0
     seed = _SEED + config["seed"]
-    options = dict(
-        n_episodes=EPISODES, seed=seed, device=device_of(config["device"]), **playing(config)
-    )
+    device = device_of(config["device"])
+    options = dict(n_episodes=EPISODES, seed=seed, device=device, **playing(config))
+    n_made = 0
+    steps = 0
     with (
         evaluated_beside(config["env"], config["env_kwargs"]) as evaluated,
         closing(iter(pipe)) as batches,
@@ -45,13 +46,14 @@ def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
         for batch in batches:
             agent.update(batch)
             steps += count_steps(getattr(batch, "fresh", batch))
-            while done < n and steps >= (done + 1) * config["steps"] / n:
+            # A large batch may pass several evaluations.
+            while n_made < n and steps >= (n_made + 1) * config["steps"] / n:
                 mean = evaluated(policy_of(agent), options).evaluation.mean
                 if not math.isfinite(mean):
                     raise DataError("the mean return is not finite", got=str(mean))
-                done += 1
+                n_made += 1
                 yield mean
-            if done == n:
+            if n_made == n:
                 return
     raise DataError(
         "the pipeline ended before the training did",
