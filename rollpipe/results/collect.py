@@ -38,7 +38,8 @@ class Result(NamedTuple):
     Args:
         state: complete, unfinished, missing, or damaged
         problem: why the run is damaged, or has no numbers
-        config: the configuration that holds now, see `make_config`; empty if it is missing or damaged
+        config: the configuration that holds now, see `make_config`; empty if it is missing or
+            damaged
         evaluations: see `read_evaluations`
         metrics: see `read_metrics`
         history: its events
@@ -54,7 +55,9 @@ class Result(NamedTuple):
     history: History = History()
 
     def mean(self, kind: str) -> float:
-        "The mean return in the final evaluation of the last policy or of the best one; `nan` if there is no such evaluation."
+        """The mean return in the final evaluation of the last policy or of the best one; `nan` if
+        there is no such evaluation.
+        """
         return next((r["mean"] for r in self.evaluations if r["kind"] == kind), math.nan)
 
     @property
@@ -65,7 +68,9 @@ class Result(NamedTuple):
 
     @property
     def best(self) -> float:
-        "The largest mean return of the evaluations during the training; `nan` if one of them is `nan`, or if there is none."
+        """The largest mean return of the evaluations during the training; `nan` if one of them is
+        `nan`, or if there is none.
+        """
         return float(np.max(self.curve[1])) if self.curve[1] else math.nan
 
     @property
@@ -123,6 +128,8 @@ def read_result(folder: Path, seed: int) -> Result:
         metrics = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else {}
     except (PipeError, ValueError, OSError) as e:
         return Result(seed, folder, "damaged", str(e))
+
+    # A run is complete when its last policy and its best one have been evaluated.
     steps = max((r["steps"] for r in evaluations), default=0)
     has_ended = is_over(config, dict(steps=steps), history.stopped)
     state = "complete" if has_ended and is_evaluated(folder, steps) else "unfinished"
@@ -136,7 +143,9 @@ _OF_ONE_RUN = ("seed", "of_preset", "origins", "name", "inserts")
 
 
 def flat_config(config: dict) -> dict:
-    "Option -> text, for the algorithm, the run, the environment and the versions of packages. Seed-dependent entries are left out."
+    """Option -> text, for the algorithm, the run, the environment and the versions of packages.
+    Seed-dependent entries are left out.
+    """
     flat = {name: x for name, x in config.items() if name not in (*_PARTS, *_OF_ONE_RUN)}
     for part in _PARTS:
         for key, x in config.get(part, {}).items():
@@ -151,7 +160,8 @@ def _values(configs: list, name: str) -> list:
 
 
 def differing_options(groups: Iterable) -> list:
-    """The options that are not the same in all runs: `(option, its value in each group)`, or all values where the runs of a group differ.
+    """The options that are not the same in all runs: `(option, its value in each group)`, or all
+    values where the runs of a group differ.
 
     Args:
         groups: lists of `Result`
@@ -159,6 +169,8 @@ def differing_options(groups: Iterable) -> list:
     flat = []
     for runs in groups:
         flat.append([flat_config(run.config) for run in runs if run.config])
+
+    # An option that a run does not have is shown as a dash.
     differing = []
     for name in dict.fromkeys(chain(*chain(*flat))):
         values = [_values(configs, name) for configs in flat]
@@ -173,7 +185,8 @@ class RowResult(NamedTuple):
     Args:
         command: command line that trains the runs
         threshold: return that counts as success; None: there is none
-        scale: returns that count as 0 and 1; None: the row is left out of averages over environments
+        scale: returns that count as 0 and 1; None: the row is left out of averages over
+            environments
         published: list of `Published`
         results: list of `Result`
     """
@@ -193,7 +206,9 @@ class RowResult(NamedTuple):
         return [x for x in self.results if x.state == "complete"]
 
     def finals(self, kind: str) -> np.ndarray:
-        'A number for each complete run: the mean return of the "last" policy, of the "best" one, or the "best evaluation".'
+        """A number for each complete run: the mean return of the "last" policy, of the "best" one,
+        or the "best evaluation".
+        """
         if kind == "best evaluation":
             return np.array([x.best for x in self.complete])
         return np.array([x.mean(kind) for x in self.complete])
@@ -219,6 +234,7 @@ def threshold_of(env: str) -> float | None:
 def _of_bench(folder: Path, bench: dict) -> Results:
     rows = []
     for row in bench["rows"]:
+        # The command names the folder of the bench, with all seeds of the row.
         pair = (row["algorithm"], row["env"])
         seeds = ",".join(map(str, row["seeds"]))
         out = command_line(folder / row["name"])
@@ -248,21 +264,25 @@ def _train_words(run: Result, *seeds: str) -> str:
 
 
 def _command(runs: list) -> str:
-    """The command line that trains some plain runs. torchrun starts one run at a time, with the number of ranks that the run had.
-    A run that another program made tells its command in its configuration."""
+    """The command line that trains some plain runs. torchrun starts one run at a time, with the
+    number of ranks that the run had. A run that another program made tells its command in its
+    configuration."""
+    # Of another program, or of several ranks
     first = runs[0]
     if first.config.get("command"):
         return str(first.config["command"])
     if any(run.config.get("ranks", 1) > 1 for run in runs):
         commands = [_train_words(run, "--seed", str(run.seed)) for run in runs]
         return " && ".join(dict.fromkeys(commands))
+
+    # The same command with other seeds
     seeds = dict.fromkeys(str(run.seed) for run in runs)
     return _train_words(first, "--seeds", ",".join(seeds))
 
 
 def _of_runs(folder: Path, runs: list) -> Results:
-    """The results of plain runs of `rollpipe train --eval-every 'N steps'`. Runs that differ only in the seed are in one row, and an
-    experiment has one label in all environments."""
+    """The results of plain runs of `rollpipe train --eval-every 'N steps'`. Runs that differ only
+    in the seed are in one row, and an experiment has one label in all environments."""
     rows = []
     for (_, label), group in group_runs(runs, per_env=True).items():
         results = [read_result(path, 0) for path in group]
@@ -270,11 +290,14 @@ def _of_runs(folder: Path, runs: list) -> Results:
         for x in results:
             if x.state == "damaged":
                 raise DataError(f"{x.folder}: cannot be read", got=x.problem)
-        algorithm, env = (results[0].config[name] for name in ("algorithm", "env"))
-        threshold = threshold_of(env)
-        command = _command(results)
-        rows.append(RowResult(label, algorithm, env, command, threshold, None, [], results))
-    if not any(x.evaluations for x in chain(*(row.results for row in rows))):
+
+        # Plain runs have neither scale nor published figures.
+        algorithm = results[0].config["algorithm"]
+        env = results[0].config["env"]
+        about = (label, algorithm, env, _command(results), threshold_of(env))
+        rows.append(RowResult(*about, None, [], results))
+    every_run = list(chain(*[row.results for row in rows]))
+    if not any(x.evaluations for x in every_run):
         raise DataError(
             f"{folder}: its runs have no evaluations",
             expected="runs of `rollpipe bench`, or of `rollpipe train --eval-every 'N steps'`",
@@ -283,7 +306,8 @@ def _of_runs(folder: Path, runs: list) -> Results:
 
 
 def read_results(folder: str | Path) -> Results:
-    """Read the results for a report. Raises `DataError` for another kind of folder, and for another version of the format.
+    """Read the results for a report. Raises `DataError` for another kind of folder, and for another
+    version of the format.
 
     Args:
         folder: folder of a bench, folder of a run, or folder of runs
@@ -296,6 +320,8 @@ def read_results(folder: str | Path) -> Results:
     bench = read_bench(folder)
     if bench is not None:
         return _of_bench(folder, bench)
+
+    # The folder of a run, or one with folders of runs
     runs = sorted(path.parent for path in folder.glob(f"*/{REQUEST}"))
     if (folder / REQUEST).is_file():
         runs = [folder]

@@ -63,8 +63,13 @@ def without(words: list, values: tuple, flags: tuple = ()) -> list:
 
 # %% ../../nbs/results/00_experiments.ipynb #9ba79271
 def python_words() -> list:
-    "The first words of a command that runs `rollpipe` in a new process, with the module search path of this process."
-    code = f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from rollpipe.cli.start import main; sys.exit(main())"
+    """The first words of a command that runs `rollpipe` in a new process, with the module search
+    path of this process.
+    """
+    code = (
+        f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; "
+        "from rollpipe.cli.start import main; sys.exit(main())"
+    )
     return [sys.executable, "-c", code]
 
 # %% ../../nbs/results/00_experiments.ipynb #1c18c3e1
@@ -101,7 +106,9 @@ class RunProcess:
         threading.Thread(target=self._wait, args=(ended,), daemon=True).start()
 
     def _read(self):
-        "Print what the run prints, and keep its last line, or its error, which other lines may follow."
+        """Print what the run prints, and keep its last line, or its error, which other lines may
+        follow.
+        """
         with self.process.stdout as lines:
             for line in filter(None, map(str.strip, lines)):
                 if line.startswith("error: ") or not self.last.startswith("error: "):
@@ -155,6 +162,7 @@ class Outcome(NamedTuple):
             runs: name -> `RunProcess`
             stopped: number of the signal that was sent to them, or None
         """
+        # A run that did what the signal asked for is neither.
         complete = [name for name, run in runs.items() if run.problem is None]
         failed = [
             f"{name}: {run.problem}"
@@ -184,7 +192,8 @@ class Outcome(NamedTuple):
         """
         why = ""
         if self.failed:
-            why = f"{len(self.failed)} of {n} {what} failed; {'; '.join(self.failed).rstrip('.')}"
+            problems = "; ".join(self.failed).rstrip(".")
+            why = f"{len(self.failed)} of {n} {what} failed; {problems}"
         if self.stopped is not None:
             parts = filter(None, ["interrupted", why, saved])
             raise Interrupted(self.stopped, "; ".join(parts))
@@ -193,7 +202,8 @@ class Outcome(NamedTuple):
 
 # %% ../../nbs/results/00_experiments.ipynb #c5f77c2e
 def run_all(commands: dict, jobs: int) -> Outcome:
-    """Run the commands, a few at a time, until all have ended. After a signal, no further command is started.
+    """Run the commands, a few at a time, until all have ended. After a signal, no further command
+    is started.
 
     Args:
         commands: name -> words of a command
@@ -217,6 +227,7 @@ def run_all(commands: dict, jobs: int) -> Outcome:
                 else:
                     return Outcome.of(runs, stopped)
             except KeyboardInterrupt as e:
+                # The runs save, and end. Then the loop ends, too.
                 stopped = int(e.args[0]) if e.args else int(signal.SIGINT)
                 for run in runs.values():
                     run.process.send_signal(stopped)
@@ -237,13 +248,16 @@ def _last_return(folder: Path) -> float:
 
 
 def summary(folders: list) -> str:
-    "A text with the last return of each complete run, their mean and deviation, and the command that draws them."
+    """A text with the last return of each complete run, their mean and deviation, and the command
+    that draws them.
+    """
     returns = np.array([_last_return(folder) for folder in folders])
     lines = []
     for folder, x in zip(folders, returns):
         text = "none, for no episode has ended" if np.isnan(x) else f"{x:.1f}"
         lines.append(f"{folder}: last return {text}")
 
+    # Over the runs in which an episode has ended
     known = returns[np.isfinite(returns)]
     if len(known) > 1:
         lines.append(
@@ -270,6 +284,7 @@ def experiment_command(args: Namespace) -> None:
     }
     outcome = run_all(commands, jobs)
 
+    # After an interruption, the same command continues what has begun.
     words = without(args.words, (), ("--overwrite", "--continue"))
     way_on = command_line("rollpipe", *words, "--continue")
     complete = [folder for seed, folder in folders.items() if f"s{seed}" in outcome.complete]
@@ -289,6 +304,8 @@ def _folders(args: Namespace, seeds: list) -> dict:
         seed: Path(f"{Path(args.out)}-s{seed}") if args.out else default_folder(config)
         for seed, config in configs.items()
     }
+
+    # Runs that are there already
     used = [str(folder) for folder in folders.values() if files_of_run(folder)]
     if args.proceed:
         for seed, config in configs.items():
@@ -315,6 +332,7 @@ def check_counts(args: Namespace, *names: str) -> None:
 
 def train_or_experiment(args: Namespace) -> None:
     "Train one run, or with --seeds several."
+    # A parser leaves out what was not typed.
     seeds = getattr(args, "seeds", None)
     jobs = getattr(args, "jobs", None)
     if seeds is not None and hasattr(args, "seed"):
@@ -323,10 +341,13 @@ def train_or_experiment(args: Namespace) -> None:
         raise UsageError(
             "rollpipe train: --jobs is the number of runs at a time, so it needs --seeds"
         )
+
     if jobs is not None:
         check_counts(args, "jobs")
     if getattr(args, "proceed", False) and args.overwrite:
         raise UsageError("rollpipe train: either --continue or --overwrite, not both")
+
+    # One run in this process, or each of several in a process of its own
     if seeds is None:
         train_command(args)
     elif launched():

@@ -34,7 +34,8 @@ def write_files(folder: Path, contents: dict) -> list:
 
 
 def write_report(results: Results, folder: str | Path) -> list:
-    """Write the report as Markdown, CSV, JSON lines with all curves, a picture and a page. Returns the paths of the files.
+    """Write the report as Markdown, CSV, JSON lines with all curves, a picture and a page. Returns
+    the paths of the files.
 
     Args:
         folder: created if needed

@@ -45,8 +45,11 @@ def with_sd(mean: float, sd: float | None) -> str:
 
 def bounded(x: float, bounds: tuple | None, digits: int) -> str:
     "A number as text with so many decimals, and its interval, if it has one."
-    texts = [f"{value:.{digits}f}" for value in (x, *(bounds or ()))]
-    return f"{texts[0]} [{', '.join(texts[1:])}]" if bounds else texts[0]
+    text = f"{x:.{digits}f}"
+    if bounds:
+        low, high = bounds
+        text += f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return text
 
 
 def _listed(items: Iterable) -> str:
@@ -54,7 +57,8 @@ def _listed(items: Iterable) -> str:
 
 # %% ../../nbs/results/05_tables.ipynb #431c0252
 class Figure(NamedTuple):
-    """A result over the complete runs of a row. All numbers are `nan` if there is no run, or if the result of one is not a number.
+    """A result over the complete runs of a row. All numbers are `nan` if there is no run, or if the
+    result of one is not a number.
 
     Args:
         n: number of complete runs
@@ -88,7 +92,8 @@ def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
     """
     low, high = interval(strata or [x]) or (math.nan, math.nan)
     sd = x.std(ddof=1) if len(x) > 1 else math.nan
-    return Figure(len(x), float(iqm(x)), float(low), float(high), float(x.mean()), float(sd))
+    mean = float(x.mean())
+    return Figure(len(x), float(iqm(x)), float(low), float(high), mean, float(sd))
 
 
 def figure_of(row: RowResult, kind: str) -> Figure:
@@ -103,7 +108,9 @@ def figure_of(row: RowResult, kind: str) -> Figure:
 
 # %% ../../nbs/results/05_tables.ipynb #71cde4fa
 def steps_needed(row: RowResult) -> list:
-    "For each complete run, the steps to the threshold; `inf` if the run did not reach it. Empty if there is no threshold."
+    """For each complete run, the steps to the threshold; `inf` if the run did not reach it. Empty
+    if there is no threshold.
+    """
     if row.threshold is None:
         return []
     return [steps_to(run.curve[0], run.curve[1], row.threshold) for run in row.complete]
@@ -127,6 +134,7 @@ def _published(row: RowResult, of: str) -> str:
 # %% ../../nbs/results/05_tables.ipynb #71a4af3f
 def table_of(results: Results) -> list:
     "The table: a list of dicts, column -> text."
+    # A dash stands for what a row does not have.
     rows = []
     for row in results.rows:
         last = figure_of(row, "last")
@@ -163,7 +171,9 @@ def columns_and_rows(results: Results) -> tuple:
 
 # %% ../../nbs/results/05_tables.ipynb #d669d738
 def _scaled(results: Results) -> dict:
-    "Label -> for each of its environments with a scale, the last returns of its runs on that scale."
+    """Label -> for each of its environments with a scale, the last returns of its runs on that
+    scale.
+    """
     strata: dict = {}
     for row in results.rows:
         if row.scale and row.complete:
@@ -179,10 +189,12 @@ def _is_comparable(strata: list) -> bool:
 
 
 def on_scales(results: Results) -> dict:
-    """Label -> for each of its environments with a scale, the last returns of its runs on that scale.
+    """Label -> for each of its environments with a scale, the last returns of its runs on that
+    scale.
 
-    Labels with fewer than two such environments, with other numbers of runs in some of them, or with a return that is not a number, are
-    left out: an environment would count by the number of its runs.
+    Labels with fewer than two such environments, with other numbers of runs in some of them, or
+    with a return that is not a number, are left out: an environment would count by the number of
+    its runs.
     """
     return {label: x for label, x in _scaled(results).items() if _is_comparable(x)}
 
@@ -196,15 +208,18 @@ def together(results: Results) -> list:
 
 # %% ../../nbs/results/05_tables.ipynb #5c44a750
 def improvements(results: Results) -> list:
-    """For each two labels `(label, other, number of environments, probability of improvement over the other, (low, high) or None)`.
+    """For each two labels `(label, other, number of environments, probability of improvement over
+    the other, (low, high) or None)`.
 
     Labels without a common environment, or with a return there that is not a number, are left out.
     """
+    # Label -> environment -> last returns
     finals = {}
     for row in results.rows:
         if row.complete:
             finals.setdefault(row.label, {})[row.env] = row.finals("last")
 
+    # Two labels are compared where both have runs.
     pairs = []
     for (label, x), (other, y) in combinations(finals.items(), 2):
         envs = [env for env in x if env in y]
@@ -218,6 +233,7 @@ def improvements(results: Results) -> list:
 
 # %% ../../nbs/results/05_tables.ipynb #2e457810
 def _notes_of_row(row: RowResult) -> list:
+    # Runs without numbers, and numbers of few runs
     notes = []
     runs = row.results
     for state in ("unfinished", "missing", "damaged"):
@@ -273,26 +289,31 @@ def notes_of(results: Results) -> list:
         numbers = [*map(len, strata)]
         if len({*numbers}) > 1:
             notes.append(
-                f"{label}: no figure over all environments, because they have {_listed(numbers)} runs."
+                f"{label}: no figure over all environments, "
+                f"because they have {_listed(numbers)} runs."
             )
     return notes
 
 
-ABOUT = """IQM is the interquartile mean over runs, with the 95 % interval of the stratified bootstrap (Agarwal et al. 2021,
-https://arxiv.org/abs/2108.13264). Each run counts with the mean return of its greedy policy over fresh episodes: of the last policy; the
-largest of all evaluations, which flatters; and of the policy that had it, over other episodes.
-Steps to threshold are the median over runs of the
-steps after which no evaluation is below it, with the number of runs that got there. Wall time is the median, without evaluations.
-P(X > Y) is the probability that the last policy of a run of X is better than that of a run of Y, where a tie counts half;
-if all runs of one are better, its interval is that of Clopper and Pearson for independent pairs of runs."""
+ABOUT = """IQM is the interquartile mean over runs, with the 95 % interval of the stratified
+bootstrap (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264). Each run counts with the mean
+return of its greedy policy over fresh episodes: of the last policy; the largest of all evaluations,
+which flatters; and of the policy that had it, over other episodes. Steps to threshold are the
+median over runs of the steps after which no evaluation is below it, with the number of runs that
+got there. Wall time is the median, without evaluations. P(X > Y) is the probability that the last
+policy of a run of X is better than that of a run of Y, where a tie counts half; if all runs of one
+are better, its interval is that of Clopper and Pearson for independent pairs of runs."""
 ABOUT = ABOUT.replace("\n", " ")
 
 # %% ../../nbs/results/05_tables.ipynb #d8dbd936
 def _plain(text: Any) -> str:
-    "The text, in which what Markdown and HTML would not show as it stands is escaped. So a terminal shows names and intervals as they are."
+    """The text, in which what Markdown and HTML would not show as it stands is escaped. So a
+    terminal shows names and intervals as they are.
+    """
     # `a_b` is no emphasis, and `[1, 2]` no link.
     special = r"([\\`*|]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))"
-    return re.sub(special, r"\\\1", html.escape(" ".join(str(text).split()), quote=False))
+    one_line = " ".join(str(text).split())
+    return re.sub(special, r"\\\1", html.escape(one_line, quote=False))
 
 
 def table_text(columns: list, rows: list) -> str:
@@ -309,6 +330,7 @@ def table_text(columns: list, rows: list) -> str:
 
 def markdown(results: Results) -> str:
     "The report as Markdown."
+    # The table, and figures over several environments
     parts = [f"# {_plain(results.title)}", table_text(*columns_and_rows(results))]
     for label, n, *figure in together(results):
         text = bounded(*figure, digits=2)
@@ -319,6 +341,7 @@ def markdown(results: Results) -> str:
         parts.append(f"P({_plain(label)} > {_plain(other)}) = {text} over {n} environment{plural}.")
     parts += [ABOUT, *(f"- {_plain(note)}" for note in notes_of(results))]
 
+    # What the numbers are compared with, and how they were made
     sources = []
     commands = []
     for row in results.rows:
@@ -340,7 +363,8 @@ def csv_lines(rows: Iterable) -> str:
 
 
 _COLUMNS = (
-    "environment label algorithm seed state steps last best_evaluation best steps_to_threshold seconds resumes"
+    "environment label algorithm seed state steps "
+    "last best_evaluation best steps_to_threshold seconds resumes"
 ).split()
 
 
@@ -367,7 +391,9 @@ def _cells(row: RowResult, run: Any) -> list:
 
 
 def curves_text(results: Results) -> str:
-    "A JSON line for each evaluation of each run: the run, the steps, and mean and deviation of the returns (null if not finite)."
+    """A JSON line for each evaluation of each run: the run, the steps, and mean and deviation of
+    the returns (null if not finite).
+    """
     lines = []
     for row in results.rows:
         who = dict(environment=row.env, label=row.label, algorithm=row.algorithm)

@@ -14,7 +14,9 @@ __all__ = ['SPACES', 'Range', 'Choice', 'space_for']
 
 # %% ../../nbs/tuning/00_spaces.ipynb #0f4b41f8
 class Range(NamedTuple):
-    "Numbers from `low` to `high`, on a logarithmic scale unless `log` is False; integers if `low` is an integer."
+    """Numbers from `low` to `high`, on a logarithmic scale unless `log` is False; integers if `low`
+    is an integer.
+    """
 
     low: float
     high: float
@@ -90,7 +92,8 @@ SPACES: dict = dict(
 
 
 def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
-    """The options to search that have an effect. Raises `DataError` if there is no space for the algorithm, or if none is left.
+    """The options to search that have an effect. Raises `DataError` if there is no space for the
+    algorithm, or if none is left.
 
     Args:
         algorithm: name of an algorithm
@@ -104,7 +107,8 @@ def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
         known = ", ".join(SPACES)
         raise DataError(
             f"no options to search are known for {algorithm}",
-            expected=f"one of {known}, or an entry of `rollpipe.tuning.spaces.SPACES`, made by a module of --import",
+            expected=f"one of {known}, or an entry of `rollpipe.tuning.spaces.SPACES`, "
+            "made by a module of --import",
         )
     space = {name: x for name, x in SPACES[algorithm].items() if name not in fixed}
     others = fixed if options is None else options

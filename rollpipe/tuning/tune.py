@@ -66,13 +66,15 @@ def _toml(value: Any, key: str) -> str:
 
 
 def preset_text(env: str, values: dict, env_kwargs: dict, comments: list) -> str:
-    """A preset for an environment, in TOML. Raises `DataError` for None within another value, because TOML cannot express it.
+    """A preset for an environment, in TOML. Raises `DataError` for None within another value,
+    because TOML cannot express it.
 
     Args:
         env: gymnasium id
         values: option -> value
         comments: lines of the comment
     """
+    # Arguments of the environment, then the table named after it
     lines = [_MARK]
     if env_kwargs:
         lines.append("[env_kwargs]")
@@ -108,7 +110,8 @@ def complete_values(config: dict, given: Iterable) -> dict:
 
 # %% ../../nbs/tuning/03_tune.ipynb #8219f28a
 def check_file(path: Path, overwrite: bool) -> None:
-    """Raise `DataError` if the file exists, unless an earlier search has written it, or `overwrite` is True.
+    """Raise `DataError` if the file exists, unless an earlier search has written it, or `overwrite`
+    is True.
 
     Args:
         path: file of the preset
@@ -126,7 +129,9 @@ _OF_WORKERS = ("workers", "lag", "order", "restarts", "reading", "address")
 
 
 def _check_options(args: Namespace, values: dict) -> None:
-    "Raise `DataError` for an option of a run that a trial cannot follow. Only those of workers may not be in a --config file."
+    """Raise `DataError` for an option of a run that a trial cannot follow. Only those of workers
+    may not be in a --config file.
+    """
     for name, default in vars(RunOptions()).items():
         if name in _OF_TRIALS:
             continue
@@ -201,6 +206,7 @@ def _in_processes(search, n) -> Outcome:
     "Distribute `n` trials over processes."
     jobs = search.args.jobs
     words = [*python_words(), *without(search.args.words, ("--jobs",), ("--overwrite",))]
+    # The first processes get what does not divide evenly.
     commands = {}
     for k in range(jobs):
         share = n // jobs + (k < n % jobs)
@@ -212,6 +218,7 @@ def _in_processes(search, n) -> Outcome:
 def _train_words(search) -> str:
     "The command that trains with the preset, with seeds that the search has not seen."
     args = search.args
+    # Seeds that begin at 0, or after those of the search
     first = 0 if min(search.seeds) > 4 else max(search.seeds) + 1
     words = ["rollpipe", "train", args.algorithm, args.env, "--config", search.out]
     words += ["--seeds", f"{first}-{first + 4}", *import_words(getattr(args, "imports", ()))]
@@ -219,7 +226,9 @@ def _train_words(search) -> str:
 
 
 def _write(search, study) -> str:
-    "Write the best options so far. Returns a text about it. Raises `WorkerError` if all trials failed."
+    """Write the best options so far. Returns a text about it. Raises `WorkerError` if all trials
+    failed.
+    """
     best = best_of(study)
     trials = finished(study)
     errors = [x.user_attrs["error"] for x in trials if "error" in x.user_attrs]
@@ -229,22 +238,24 @@ def _write(search, study) -> str:
         first = f"; the first error: {errors[0]}" if errors else ""
         raise WorkerError(f"no trial is complete, {len(errors)} failed{first}")
 
+    # The preset, with comments that say how good it is
     config = search.config(best.params, 0)
     values = complete_values(config, [*search.given, *best.params, "steps"])
     texts = [f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in best.user_attrs["returns"]]
     seeds = " ".join(map(str, search.seeds))
     train = _train_words(search)
     comments = [
-        f"{' '.join(texts)}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {seeds}, "
-        f"the best of {len(trials)} trials of {search.args.algorithm}.",
+        f"{' '.join(texts)}: mean returns of {EPISODES} episodes after {config['steps']} steps, "
+        f"seeds {seeds}, the best of {len(trials)} trials of {search.args.algorithm}.",
         f"Measure it afresh, with other seeds: {train}",
     ]
     text = preset_text(search.args.env, values, config["env_kwargs"], comments)
     how = "replaced" if search.out.exists() else "written"
     write_atomically(search.out, text.encode())
     return (
-        f"{len(trials)} trials, {len(errors)} failed; best: trial {best.number}, return {best.value:.1f}; "
-        f"{search.out} {how}\ntrain with it:  {train}"
+        f"{len(trials)} trials, {len(errors)} failed; "
+        f"best: trial {best.number}, return {best.value:.1f}; {search.out} {how}\n"
+        f"train with it:  {train}"
     )
 
 # %% ../../nbs/tuning/03_tune.ipynb #87384365
@@ -282,6 +293,7 @@ def _search(search):
         count = f"{n_over} trials are over, and --trials asks for {args.trials}"
     print(f"{args.algorithm} on {args.env}: {count}, in {search.folder}", flush=True)
 
+    # After an interruption, the best options so far are written, too.
     outcome = Outcome([], [], None)
     try:
         if n_missing > 0 and args.jobs > 1:
