@@ -108,7 +108,7 @@ def extend(spec_file: Path, runs: Path, report: Path, imports: tuple = ()) -> li
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         jobs = jobs_of(spec.rows, folder, imports)
-        (folder / BENCH).write_text(json.dumps(bench_file(spec, jobs, None, imports)))
+        (folder / BENCH).write_text(json.dumps(bench_file(spec, jobs, None)))
         for job in jobs:
             key = (job.row.env, job.row.label, job.seed)
             there = runs.resolve() / job.name

@@ -41,9 +41,7 @@ def trained(args, value, seeds, updates) -> dict:
         folder.name: typed([*words, "--seed", seed, "--out", folder])
         for seed, folder in folders.items()
     }
-    runs, stopped = run_all(commands, args.jobs)
-    if stopped is not None or any(run.problem for run in runs.values()):
-        raise SystemExit("not complete; the same command goes on")
+    run_all(commands, args.jobs).check(len(commands))
     return folders
 
 

@@ -12,7 +12,8 @@ from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes.cluster.room import ClusterPlace
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.files import write_atomically
-from rollpipe.results import bench
+from rollpipe.results import ablation, bench
+from rollpipe.results.experiments import Outcome
 from rollpipe.runs import changes
 from rollpipe.runs.folder import resume
 from rollpipe.runs.training import train
@@ -143,8 +144,30 @@ def test_a_specification_names_no_cluster(tmp_path, capsys, monkeypatch):
         f'options = {{lanes = 2, workers = 1, reading = "ray", address = "{EVIL}"}}\n'
     )
     trained = []
-    monkeypatch.setattr(bench, "run_all", lambda jobs, n: (trained.extend(jobs), ({}, None))[1])
+
+    def run_all(jobs, n):
+        trained.extend(jobs)
+        return Outcome([], [], None)
+
+    monkeypatch.setattr(bench, "run_all", run_all)
     assert rollpipe("bench", spec, "--dir", tmp_path / "bench") == 2
     assert f"Expected --address {EVIL}" in capsys.readouterr().err and not trained
     rollpipe("bench", spec, "--dir", tmp_path / "bench", "--address", EVIL)
     assert trained
+
+
+@pytest.mark.parametrize("words", [[], ["--address", EVIL]])
+def test_an_ablation_names_the_address_to_its_branches(stranger, tmp_path, monkeypatch, words):
+    "A branch is resumed by a command, which asks for the address as any other one does."
+    trained = {}
+
+    def run_all(commands, n):
+        trained.update(commands)
+        return Outcome([], ["all: not trained here"], None)
+
+    monkeypatch.setattr(ablation, "run_all", run_all)
+    asked = ["--at", 2, "--set", "max_kl=0.02", "--updates", 1, "--out", tmp_path / "out"]
+    assert rollpipe("ablate", stranger, *asked, *words) == 2
+    assert sorted(trained) == ["at2-0", "at2-0-max_kl=0.02"]
+    for command in trained.values():
+        assert command[command.index("--no-tensorboard") + 1 :] == words

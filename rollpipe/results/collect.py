@@ -26,7 +26,7 @@ from ..settings.files import read_table
 from ..traces.history import REQUEST, History
 from .bench import BENCH, read_bench
 from .experiments import command_line
-from .spec import get_value, need_value
+from .spec import check_keys
 
 # %% auto #0
 __all__ = ['Result', 'read_result', 'flat_config', 'differing_options', 'RowResult', 'Results', 'threshold_of', 'read_results']
@@ -38,7 +38,8 @@ class Result(NamedTuple):
     Args:
         state: complete, unfinished, missing, or damaged
         problem: why the run is damaged, or has no numbers
-        config: the configuration that holds now, see `make_config`; empty if it is missing or damaged
+        config: the configuration that holds now, see `make_config`; empty if it is missing or
+            damaged
         evaluations: see `read_evaluations`
         metrics: see `read_metrics`
         history: its events
@@ -47,25 +48,29 @@ class Result(NamedTuple):
     seed: int
     folder: Path
     state: str
-    problem: str
-    config: dict
-    evaluations: list
-    metrics: dict
+    problem: str = ""
+    config: dict = {}
+    evaluations: list = []
+    metrics: dict = {}
     history: History = History()
 
     def mean(self, kind: str) -> float:
-        "The mean return in the final evaluation of the last policy or of the best one; `nan` if there is no such evaluation."
+        """The mean return in the final evaluation of the last policy or of the best one; `nan` if
+        there is no such evaluation.
+        """
         return next((r["mean"] for r in self.evaluations if r["kind"] == kind), math.nan)
 
     @property
     def curve(self) -> tuple[list, list]:
         "The steps and mean returns of the evaluations during the training."
-        found = [(r["steps"], r["mean"]) for r in self.evaluations if r["kind"] == "training"]
-        return [steps for steps, _ in found], [mean for _, mean in found]
+        points = [r for r in self.evaluations if r["kind"] == "training"]
+        return [r["steps"] for r in points], [r["mean"] for r in points]
 
     @property
     def best(self) -> float:
-        "The largest mean return of the evaluations during the training; `nan` if one of them is `nan`, or if there is none."
+        """The largest mean return of the evaluations during the training; `nan` if one of them is
+        `nan`, or if there is none.
+        """
         return float(np.max(self.curve[1])) if self.curve[1] else math.nan
 
     @property
@@ -83,101 +88,95 @@ class Result(NamedTuple):
         "How often the run was resumed after an interruption."
         return max((int(r.get("resumes", 0)) for r in self.evaluations), default=0)
 
+    @property
+    def cut_off(self) -> int:
+        "How many episodes of its evaluations were cut off, so that their returns are partial."
+        return sum(int(r.get("cut_off", 0)) for r in self.evaluations)
+
+
+_OF_CONFIG = dict(
+    algorithm="a text",
+    env="a text",
+    steps="a whole number",
+    options="a table",
+    env_kwargs="a table",
+    versions="a table",
+    seed="a whole number",
+    ranks="a whole number",
+    imports="a list of texts",
+)
+
 
 def _check_config(config: dict, where: str) -> None:
-    for name, kind in dict(algorithm="a text", env="a text", steps="a whole number").items():
-        need_value(config, name, kind, where)
+    check_keys(config, _OF_CONFIG, where, needed=("algorithm", "env", "steps"))
     try:
         Every.of(config.get("eval_every", 0), "eval_every")
     except DataError as e:
-        raise DataError(
-            f"{where}: {e.problem}", leaf=e.leaf, expected=e.expected, got=e.got
-        ) from None
-    if not isinstance(config.get("options", {}), dict):
-        raise DataError(
-            f"{where}: wrong type of value", leaf="options", got=repr(config["options"])[:80]
-        )
-    for name in ("seed", "ranks"):
-        get_value(config, name, "a whole number", where, 0)
-    for module in get_value(config, "imports", "a list", where, []):
-        need_value(dict(imports=module), "imports", "a text", where)
+        raise DataError(f"{where}: {e}") from None
 
 
 def read_result(folder: Path, seed: int) -> Result:
     "Read the result of one run. `state` and `problem` tell what is wrong with it."
-    if not (folder / "config.json").is_file():
-        return Result(seed, folder, "missing", "", {}, [], {})
+    if not (folder / REQUEST).is_file():
+        return Result(seed, folder, "missing")
     try:
         history = History.read(folder)
         request = read_table(folder / REQUEST)
-        _check_config(request, f"{folder / 'config.json'}: not the configuration of a run")
+        _check_config(request, f"{folder / REQUEST}: not the configuration of a run")
         config = history.config(request)
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else {}
     except (PipeError, ValueError, OSError) as e:
-        return Result(seed, folder, "damaged", str(e), {}, [], {})
+        return Result(seed, folder, "damaged", str(e))
+
+    # A run is complete when its last policy and its best one have been evaluated.
     steps = max((r["steps"] for r in evaluations), default=0)
-    is_complete = is_over(config, dict(steps=steps), history.stopped) and is_evaluated(
-        folder, steps
-    )
+    has_ended = is_over(config, dict(steps=steps), history.stopped)
+    state = "complete" if has_ended and is_evaluated(folder, steps) else "unfinished"
     problem = "" if evaluations else "it has no evaluations by steps"
-    return Result(
-        seed,
-        folder,
-        "complete" if is_complete else "unfinished",
-        problem,
-        config,
-        evaluations,
-        metrics,
-        history,
-    )
+    return Result(seed, folder, state, problem, config, evaluations, metrics, history)
 
 # %% ../../nbs/results/04_collect.ipynb #b2d8f4a1
+# What a configuration says of one run alone, and its parts, which become flat.
+_PARTS = ("options", "env_kwargs", "versions")
+_OF_ONE_RUN = ("seed", "of_preset", "origins", "name", "inserts")
+
+
 def flat_config(config: dict) -> dict:
-    "Option -> text, for the algorithm, the run, the environment and the versions of packages. Seed-dependent entries are left out."
-    found = {
-        name: x
-        for name, x in config.items()
-        if name
-        not in (
-            "options",
-            "seed",
-            "of_preset",
-            "origins",
-            "versions",
-            "name",
-            "env_kwargs",
-            "inserts",
-        )
-    }
-    for name in ("options", "env_kwargs", "versions"):
-        part = config[name] if isinstance(config.get(name), dict) else {}
-        found |= {
-            f"{name} {key}" if name == "versions" or key in found else key: x
-            for key, x in part.items()
-        }
-    return {name: x if isinstance(x, str) else json.dumps(x) for name, x in found.items()}
+    """Option -> text, for the algorithm, the run, the environment and the versions of packages.
+    Seed-dependent entries are left out.
+    """
+    flat = {name: x for name, x in config.items() if name not in (*_PARTS, *_OF_ONE_RUN)}
+    for part in _PARTS:
+        for key, x in config.get(part, {}).items():
+            is_taken = part == "versions" or key in flat
+            flat[f"{part} {key}" if is_taken else key] = x
+    return {name: x if isinstance(x, str) else json.dumps(x) for name, x in flat.items()}
+
+
+def _values(configs: list, name: str) -> list:
+    "The different values of an option."
+    return list(dict.fromkeys(config.get(name, "-") for config in configs))
 
 
 def differing_options(groups: Iterable) -> list:
-    """The options that are not the same in all runs: `(option, its value in each group)`, or all values where the runs of a group differ.
+    """The options that are not the same in all runs: `(option, its value in each group)`, or all
+    values where the runs of a group differ.
 
     Args:
         groups: lists of `Result`
     """
-    flat = [[flat_config(run.config) for run in runs if run.config] for runs in groups]
-    options = dict.fromkeys(name for configs in flat for config in configs for name in config)
-    table = {
-        name: [
-            tuple(dict.fromkeys(config.get(name, "-") for config in configs)) for configs in flat
-        ]
-        for name in options
-    }
-    return [
-        (name, [*map(" | ".join, values)])
-        for name, values in table.items()
-        if len({*chain(*values)}) > 1
-    ]
+    flat = []
+    for runs in groups:
+        flat.append([flat_config(run.config) for run in runs if run.config])
+
+    # An option that a run does not have is shown as a dash.
+    differing = []
+    for name in dict.fromkeys(chain(*chain(*flat))):
+        values = [_values(configs, name) for configs in flat]
+        if len({*chain(*values)}) > 1:
+            differing.append((name, [*map(" | ".join, values)]))
+    return differing
 
 # %% ../../nbs/results/04_collect.ipynb #97364635
 class RowResult(NamedTuple):
@@ -186,7 +185,8 @@ class RowResult(NamedTuple):
     Args:
         command: command line that trains the runs
         threshold: return that counts as success; None: there is none
-        scale: returns that count as 0 and 1; None: the row is left out of averages over environments
+        scale: returns that count as 0 and 1; None: the row is left out of averages over
+            environments
         published: list of `Published`
         results: list of `Result`
     """
@@ -206,10 +206,12 @@ class RowResult(NamedTuple):
         return [x for x in self.results if x.state == "complete"]
 
     def finals(self, kind: str) -> np.ndarray:
-        'A number for each complete run: the mean return of the "last" policy, of the "best" one, or the "best evaluation".'
-        return np.array(
-            [x.best if kind == "best evaluation" else x.mean(kind) for x in self.complete]
-        )
+        """A number for each complete run: the mean return of the "last" policy, of the "best" one,
+        or the "best evaluation".
+        """
+        if kind == "best evaluation":
+            return np.array([x.best for x in self.complete])
+        return np.array([x.mean(kind) for x in self.complete])
 
 
 class Results(NamedTuple):
@@ -232,76 +234,70 @@ def threshold_of(env: str) -> float | None:
 def _of_bench(folder: Path, bench: dict) -> Results:
     rows = []
     for row in bench["rows"]:
-        runs = [read_result(folder / f"{row['name']}-s{seed}", seed) for seed in row["seeds"]]
-        command = f"{row['command']} --seeds {','.join(map(str, row['seeds']))} --out {command_line(folder / row['name'])}"
-        published = [
-            x for x in bench["published"] if (x.algorithm, x.env) == (row["algorithm"], row["env"])
-        ]
-        threshold = threshold_of(row["env"]) if row.get("threshold") is None else row["threshold"]
+        # The command names the folder of the bench, with all seeds of the row.
+        pair = (row["algorithm"], row["env"])
+        seeds = ",".join(map(str, row["seeds"]))
+        out = command_line(folder / row["name"])
+        threshold = row.get("threshold")
         rows.append(
             RowResult(
                 row["label"],
-                row["algorithm"],
-                row["env"],
-                command,
-                threshold,
-                row.get("scale"),
-                published,
-                runs,
+                *pair,
+                command=f"{row['command']} --seeds {seeds} --out {out}",
+                threshold=threshold_of(row["env"]) if threshold is None else threshold,
+                scale=row.get("scale"),
+                published=[x for x in bench["published"] if (x.algorithm, x.env) == pair],
+                results=[
+                    read_result(folder / f"{row['name']}-s{seed}", seed) for seed in row["seeds"]
+                ],
             )
         )
     return Results(bench["title"], rows)
 
 
+def _train_words(run: Result, *seeds: str) -> str:
+    "The command line that trains a run once more, with these words about its seeds."
+    config = run.config
+    words = ["rollpipe", "train", config["algorithm"], config["env"]]
+    words += ["--config", run.folder / REQUEST, *seeds, *import_words(config.get("imports", ()))]
+    return command_line(*launching_words(config.get("ranks", 1)), *words)
+
+
 def _command(runs: list) -> str:
-    """The command line that trains some plain runs. torchrun starts one run at a time, with the number of ranks that the run had.
-    A run that another program made tells its command in its configuration."""
-
-    def words(run, *more):
-        config = run.config
-        return command_line(
-            *launching_words(config.get("ranks", 1)),
-            "rollpipe",
-            "train",
-            config["algorithm"],
-            config["env"],
-            "--config",
-            run.folder / "config.json",
-            *more,
-            *import_words(config.get("imports", ())),
-        )
-
-    if told := runs[0].config.get("command"):
-        return str(told)
+    """The command line that trains some plain runs. torchrun starts one run at a time, with the
+    number of ranks that the run had. A run that another program made tells its command in its
+    configuration."""
+    # Of another program, or of several ranks
+    first = runs[0]
+    if first.config.get("command"):
+        return str(first.config["command"])
     if any(run.config.get("ranks", 1) > 1 for run in runs):
-        return " && ".join(dict.fromkeys(words(run, "--seed", str(run.seed)) for run in runs))
-    return words(runs[0], "--seeds", ",".join(dict.fromkeys(str(run.seed) for run in runs)))
+        commands = [_train_words(run, "--seed", str(run.seed)) for run in runs]
+        return " && ".join(dict.fromkeys(commands))
+
+    # The same command with other seeds
+    seeds = dict.fromkeys(str(run.seed) for run in runs)
+    return _train_words(first, "--seeds", ",".join(seeds))
 
 
 def _of_runs(folder: Path, runs: list) -> Results:
-    """The results of plain runs of `rollpipe train --eval-every 'N steps'`. Runs that differ only in the seed are in one row, and an
-    experiment has one label in all environments."""
+    """The results of plain runs of `rollpipe train --eval-every 'N steps'`. Runs that differ only
+    in the seed are in one row, and an experiment has one label in all environments."""
     rows = []
     for (_, label), group in group_runs(runs, per_env=True).items():
         results = [read_result(path, 0) for path in group]
         results = [x._replace(seed=x.config.get("seed", 0)) for x in results]
-        bad = next((x for x in results if x.state == "damaged"), None)
-        if bad:
-            raise DataError(f"{bad.folder}: cannot be read", got=bad.problem)
-        config = results[0].config
-        rows.append(
-            RowResult(
-                label,
-                config["algorithm"],
-                config["env"],
-                _command(results),
-                threshold_of(config["env"]),
-                None,
-                [],
-                results,
-            )
-        )
-    if not any(x.evaluations for row in rows for x in row.results):
+        for x in results:
+            if x.state == "damaged":
+                raise DataError(f"{x.folder}: cannot be read", got=x.problem)
+
+        # Plain runs have neither scale nor published figures.
+        algorithm = results[0].config["algorithm"]
+        env = results[0].config["env"]
+        about = (label, algorithm, env, _command(results), threshold_of(env))
+        rows.append(RowResult(*about, None, [], results))
+    every_run = list(chain(*[row.results for row in rows]))
+    if not any(x.evaluations for x in every_run):
         raise DataError(
             f"{folder}: its runs have no evaluations",
             expected="runs of `rollpipe bench`, or of `rollpipe train --eval-every 'N steps'`",
@@ -310,7 +306,8 @@ def _of_runs(folder: Path, runs: list) -> Results:
 
 
 def read_results(folder: str | Path) -> Results:
-    """Read the results for a report. Raises `DataError` for another kind of folder, and for another version of the format.
+    """Read the results for a report. Raises `DataError` for another kind of folder, and for another
+    version of the format.
 
     Args:
         folder: folder of a bench, folder of a run, or folder of runs
@@ -321,16 +318,15 @@ def read_results(folder: str | Path) -> Results:
             f"{folder}: there is no such folder", expected="the folder of a bench, or of runs"
         )
     bench = read_bench(folder)
-    if bench is None:
-        runs = (
-            [folder]
-            if (folder / "config.json").is_file()
-            else sorted(path.parent for path in folder.glob("*/config.json"))
+    if bench is not None:
+        return _of_bench(folder, bench)
+
+    # The folder of a run, or one with folders of runs
+    runs = sorted(path.parent for path in folder.glob(f"*/{REQUEST}"))
+    if (folder / REQUEST).is_file():
+        runs = [folder]
+    if not runs:
+        raise DataError(
+            f"{folder}: has no results", expected=f"{BENCH} of `rollpipe bench`, or folders of runs"
         )
-        if not runs:
-            raise DataError(
-                f"{folder}: has no results",
-                expected=f"{BENCH} of `rollpipe bench`, or folders of runs",
-            )
-        return _of_runs(folder, runs)
-    return _of_bench(folder, bench)
+    return _of_runs(folder, runs)

@@ -13,8 +13,9 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,8 +37,8 @@ from ..runs.locks import files_of_run
 from ..runs.signals import uninterrupted
 
 # %% auto #0
-__all__ = ['without', 'python_words', 'command_line', 'RunProcess', 'run_all', 'failures', 'failures_text', 'summary',
-           'experiment_command', 'check_counts', 'train_or_experiment']
+__all__ = ['without', 'python_words', 'command_line', 'RunProcess', 'Outcome', 'run_all', 'summary', 'experiment_command',
+           'check_counts', 'train_or_experiment']
 
 # %% ../../nbs/results/00_experiments.ipynb #4109b8a7
 def without(words: list, values: tuple, flags: tuple = ()) -> list:
@@ -48,19 +49,27 @@ def without(words: list, values: tuple, flags: tuple = ()) -> list:
         values: flags with one value each
         flags: flags without one
     """
-    kept = []
-    skips = False
+    rest = []
+    is_value = False  # of a flag that is left out
     for word in words:
         name, equals, _ = word.partition("=")
-        if not skips and name not in values and word not in flags:
-            kept.append(word)
-        skips = not skips and name in values and not equals
-    return kept
+        if is_value:
+            is_value = False
+        elif name in values:
+            is_value = not equals
+        elif word not in flags:
+            rest.append(word)
+    return rest
 
 # %% ../../nbs/results/00_experiments.ipynb #9ba79271
 def python_words() -> list:
-    "The first words of a command that runs `rollpipe` in a new process, with the module search path of this process."
-    code = f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from rollpipe.cli.start import main; sys.exit(main())"
+    """The first words of a command that runs `rollpipe` in a new process, with the module search
+    path of this process.
+    """
+    code = (
+        f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; "
+        "from rollpipe.cli.start import main; sys.exit(main())"
+    )
     return [sys.executable, "-c", code]
 
 # %% ../../nbs/results/00_experiments.ipynb #1c18c3e1
@@ -90,27 +99,29 @@ class RunProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        guard(self.process.pid)  # if this process is killed, the run does not outlive it
+        # If this process is killed, the run does not outlive it.
+        guard(self.process.pid)
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
         threading.Thread(target=self._wait, args=(ended,), daemon=True).start()
 
     def _read(self):
+        """Print what the run prints, and keep its last line, or its error, which other lines may
+        follow.
+        """
         with self.process.stdout as lines:
             for line in filter(None, map(str.strip, lines)):
                 if line.startswith("error: ") or not self.last.startswith("error: "):
-                    self.last = line  # lines may follow an error
-                try:
+                    self.last = line
+                # If nobody reads this process any more, the run must not end for it.
+                with suppress(OSError, ValueError):
                     sys.stderr.write(f"{self.name}: {line}\n")
-                except (OSError, ValueError):
-                    pass  # our stderr is closed; the run must not end for this
 
     def _wait(self, ended):
         self.process.wait()
         unguard([self.process.pid])
-        self.reader.join(
-            2
-        )  # a limit, because a process that the environment has left behind may hold the pipe open
+        # A process that the environment has left behind may hold the pipe open.
+        self.reader.join(2)
         self.has_ended = True
         ended()
 
@@ -129,118 +140,161 @@ class RunProcess:
         "Whether this signal has ended the run."
         return number is not None and self.process.returncode in (-number, 128 + number)
 
+# %% ../../nbs/results/00_experiments.ipynb #d3d68829
+class Outcome(NamedTuple):
+    """How several runs have ended.
+
+    Args:
+        complete: names of those without a problem
+        failed: name and problem of each run that has failed
+        stopped: number of the signal that stopped them; None: they have ended by themselves
+    """
+
+    complete: list
+    failed: list
+    stopped: int | None
+
+    @classmethod
+    def of(cls, runs: dict, stopped: int | None = None) -> Outcome:
+        """How these processes have ended. One that the signal has ended has not failed.
+
+        Args:
+            runs: name -> `RunProcess`
+            stopped: number of the signal that was sent to them, or None
+        """
+        # A run that did what the signal asked for is neither.
+        complete = [name for name, run in runs.items() if run.problem is None]
+        failed = [
+            f"{name}: {run.problem}"
+            for name, run in runs.items()
+            if name not in complete and not run.obeyed(stopped)
+        ]
+        return cls(complete, failed, stopped)
+
+    def check(
+        self,
+        n: int,
+        what: str = "runs",
+        saved: str = "nothing is lost, and the same command goes on",
+        way_on: str = "the same command goes on",
+    ) -> None:
+        """Raise an error if not all has gone well.
+
+        Raises:
+            Interrupted: a signal has ended the runs
+            WorkerError: some have failed
+
+        Args:
+            n: number of runs, with those that were not begun
+            what: what they are
+            saved: what holds after a signal
+            way_on: what to do when the cause of a failure is mended
+        """
+        why = ""
+        if self.failed:
+            problems = "; ".join(self.failed).rstrip(".")
+            why = f"{len(self.failed)} of {n} {what} failed; {problems}"
+        if self.stopped is not None:
+            parts = filter(None, ["interrupted", why, saved])
+            raise Interrupted(self.stopped, "; ".join(parts))
+        if why:
+            raise WorkerError(f"{why}. When this is mended, {way_on}")
+
 # %% ../../nbs/results/00_experiments.ipynb #c5f77c2e
-def run_all(commands: dict, jobs: int) -> tuple:
-    """Run the commands, a few at a time, until all have ended. After a signal, no further command is started.
+def run_all(commands: dict, jobs: int) -> Outcome:
+    """Run the commands, a few at a time, until all have ended. After a signal, no further command
+    is started.
 
     Args:
         commands: name -> words of a command
         jobs: number of processes at a time
-
-    Returns:
-        tuple: name -> `RunProcess` of each command that was started; the number of the signal that stopped them, or None
     """
-    woken = queue.SimpleQueue()
-    left = list(commands)
-    runs = {}
+    ended = queue.SimpleQueue()
+    waiting = list(commands)
+    runs: dict[str, RunProcess] = {}
     stopped = None
     try:
         while True:
             try:
-                while (
-                    left
-                    and stopped is None
-                    and sum(not run.has_ended for run in runs.values()) < jobs
-                ):
+                n_running = sum(not run.has_ended for run in runs.values())
+                if waiting and stopped is None and n_running < jobs:
+                    # A signal between these lines would lose a process.
                     with uninterrupted():
-                        name = left.pop(0)
-                        runs[name] = RunProcess(name, commands[name], lambda: woken.put(None))
-                if all(run.has_ended for run in runs.values()):
-                    return runs, stopped
-                woken.get()
+                        name = waiting.pop(0)
+                        runs[name] = RunProcess(name, commands[name], lambda: ended.put(None))
+                elif n_running:
+                    ended.get()
+                else:
+                    return Outcome.of(runs, stopped)
             except KeyboardInterrupt as e:
+                # The runs save, and end. Then the loop ends, too.
                 stopped = int(e.args[0]) if e.args else int(signal.SIGINT)
                 for run in runs.values():
                     run.process.send_signal(stopped)
     finally:
+        # After an error in this process, no run may continue unnoticed.
         for run in runs.values():
             if not run.has_ended:
-                run.process.send_signal(
-                    signal.SIGTERM
-                )  # after an error in this process, no run may continue unnoticed
+                run.process.send_signal(signal.SIGTERM)
         for run in runs.values():
             run.process.wait()
 
-# %% ../../nbs/results/00_experiments.ipynb #ca1f6a72
-def failures(runs: dict, stopped: int | None) -> list:
-    """A text for each run that has failed: its name and the problem.
-
-    Args:
-        runs: see `run_all`
-        stopped: the signal that stopped them
-    """
-    return [
-        f"{name}: {run.problem}"
-        for name, run in runs.items()
-        if run.problem is not None and not run.obeyed(stopped)
-    ]
-
-
-def failures_text(failed: list, n: int, what: str = "runs") -> str:
-    "How many of `n` have failed, and why; empty if none has."
-    if not failed:
-        return ""
-    return f"{len(failed)} of {n} {what} failed; {'; '.join(failed).rstrip('.')}"
-
 # %% ../../nbs/results/00_experiments.ipynb #2f8a7374
+def _last_return(folder: Path) -> float:
+    "The mean return of the last batch in which an episode has ended; `nan` if none has."
+    returns = read_metrics(folder).get("return_mean", np.zeros(0))
+    finite = returns[np.isfinite(returns)]
+    return finite[-1] if len(finite) else np.nan
+
+
 def summary(folders: list) -> str:
-    "A text with the last return of each complete run, their mean and deviation, and the command that draws them."
-    known = [read_metrics(folder).get("return_mean", np.zeros(0)) for folder in folders]
-    returns = np.array([x[np.isfinite(x)][-1] if np.isfinite(x).any() else np.nan for x in known])
-    told = ["none, for no episode has ended" if np.isnan(x) else f"{x:.1f}" for x in returns]
-    lines = [f"{folder}: last return {text}" for folder, text in zip(folders, told)]
-    found = returns[np.isfinite(returns)]
-    if len(found) > 1:
+    """A text with the last return of each complete run, their mean and deviation, and the command
+    that draws them.
+    """
+    returns = np.array([_last_return(folder) for folder in folders])
+    lines = []
+    for folder, x in zip(folders, returns):
+        text = "none, for no episode has ended" if np.isnan(x) else f"{x:.1f}"
+        lines.append(f"{folder}: last return {text}")
+
+    # Over the runs in which an episode has ended
+    known = returns[np.isfinite(returns)]
+    if len(known) > 1:
         lines.append(
-            f"last return: {found.mean():.1f} +- {found.std(ddof=1):.1f} (mean, standard deviation over {len(found)} seeds)"
+            f"last return: {known.mean():.1f} +- {known.std(ddof=1):.1f} "
+            f"(mean, standard deviation over {len(known)} seeds)"
         )
-    return "\n".join([*lines, f"draw them:  {command_line('rollpipe', 'plot', *folders)}"])
+    lines.append(f"draw them:  {command_line('rollpipe', 'plot', *folders)}")
+    return "\n".join(lines)
 
 # %% ../../nbs/results/00_experiments.ipynb #f2bcd86e
 def experiment_command(args: Namespace) -> None:
     "Train one run for each of several seeds."
     seeds = parse_seeds(args.seeds)
     folders = _folders(args, seeds)
+    jobs = args.jobs or 1
+    listed = ", ".join(map(str, seeds))
+    print(f"{args.algorithm} on {args.env}, seeds {listed}, {jobs} at a time", flush=True)
+
+    # Each run is the command that a user could type for its seed.
     words = without(args.words, ("--seeds", "--jobs", "--out"))
     commands = {
         f"s{seed}": [*python_words(), *words, *typed(["--seed", seed, "--out", folder])]
         for seed, folder in folders.items()
     }
-    print(
-        f"{args.algorithm} on {args.env}, seeds {', '.join(map(str, seeds))}, {args.jobs or 1} at a time",
-        flush=True,
-    )
-    runs, stopped = run_all(commands, args.jobs or 1)
-    goes_on = command_line(
-        "rollpipe", *without(args.words, (), ("--overwrite", "--continue")), "--continue"
-    )
-    complete = [
-        folder
-        for seed, folder in folders.items()
-        if f"s{seed}" in runs and runs[f"s{seed}"].problem is None
-    ]
-    failed = failures(runs, stopped)
-    why = failures_text(failed, len(seeds))
-    if stopped is not None:
-        raise Interrupted(
-            stopped,
-            f"interrupted; {len(complete)} of {len(seeds)} runs are complete; {why and why + '; '}"
-            f"continue all with: {goes_on}",
-        )
-    if complete:
+    outcome = run_all(commands, jobs)
+
+    # After an interruption, the same command continues what has begun.
+    words = without(args.words, (), ("--overwrite", "--continue"))
+    way_on = command_line("rollpipe", *words, "--continue")
+    complete = [folder for seed, folder in folders.items() if f"s{seed}" in outcome.complete]
+    if complete and outcome.stopped is None:
         print(summary(complete), flush=True)
-    if failed:
-        raise WorkerError(f"{why}. When this is mended, continue with: {goes_on}")
+    outcome.check(
+        len(seeds),
+        saved=f"{len(complete)} of {len(seeds)} runs are complete; continue all with: {way_on}",
+        way_on=f"continue with: {way_on}",
+    )
 
 
 def _folders(args: Namespace, seeds: list) -> dict:
@@ -250,32 +304,35 @@ def _folders(args: Namespace, seeds: list) -> dict:
         seed: Path(f"{Path(args.out)}-s{seed}") if args.out else default_folder(config)
         for seed, config in configs.items()
     }
-    found = [str(folder) for folder in folders.values() if files_of_run(folder)]
+
+    # Runs that are there already
+    used = [str(folder) for folder in folders.values() if files_of_run(folder)]
     if args.proceed:
         for seed, config in configs.items():
             find_run(folders[seed], config)
-    elif found and not args.overwrite:
+    elif used and not args.overwrite:
         raise DataError(
             "there are runs already",
             expected="another folder, --overwrite, or --continue",
-            got=", ".join(found),
+            got=", ".join(used),
         )
-    config = configs[seeds[0]]
-    build(
-        dict(config, device="cpu") if "device" in config else config
-    )  # not on the device, which the runs need
+
+    # The device is needed by the runs.
+    build(dict(configs[seeds[0]], device="cpu"))
     return folders
 
 
 def check_counts(args: Namespace, *names: str) -> None:
     "Raise `UsageError` for the first of these options of a command that is below 1."
     for name in names:
-        if (n := getattr(args, name)) < 1:
+        n = getattr(args, name)
+        if n < 1:
             raise UsageError(f"rollpipe {args.command}: --{name} must be at least 1, got {n}")
 
 
 def train_or_experiment(args: Namespace) -> None:
     "Train one run, or with --seeds several."
+    # A parser leaves out what was not typed.
     seeds = getattr(args, "seeds", None)
     jobs = getattr(args, "jobs", None)
     if seeds is not None and hasattr(args, "seed"):
@@ -284,10 +341,16 @@ def train_or_experiment(args: Namespace) -> None:
         raise UsageError(
             "rollpipe train: --jobs is the number of runs at a time, so it needs --seeds"
         )
+
     if jobs is not None:
         check_counts(args, "jobs")
     if getattr(args, "proceed", False) and args.overwrite:
         raise UsageError("rollpipe train: either --continue or --overwrite, not both")
-    if seeds is not None and launched():
+
+    # One run in this process, or each of several in a process of its own
+    if seeds is None:
+        train_command(args)
+    elif launched():
         raise UsageError("rollpipe train: torchrun starts one run, so --seeds cannot be used")
-    (train_command if seeds is None else experiment_command)(args)
+    else:
+        experiment_command(args)

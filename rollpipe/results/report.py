@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 from ..pipes.data.files import make_folder, write_atomically
-from ..pipes.data.errors import DataError
 from ..runs.plots import picture
 from .collect import Results, read_results
 from .curves import draw_curves
@@ -21,53 +19,37 @@ from .tables import csv_text, curves_text, markdown
 __all__ = ['write_files', 'write_report', 'report_command']
 
 # %% ../../nbs/results/08_report.ipynb #f4cf1c98
-def write_files(folder: str | Path, made: Callable) -> list:
-    """Write the files of a report; each one is replaced as a whole.
-
-    Raises `DataError`, before anything is made, if the folder is a file or would be in one.
+def write_files(folder: Path, contents: dict) -> list:
+    """Write the files of a report; each one is replaced as a whole. Returns their paths.
 
     Args:
-        folder: created if needed
-        made: returns name -> text, or matplotlib `Figure`
-
-    Returns:
-        list: the paths of the files
+        contents: name -> text, or matplotlib `Figure`
     """
-    folder = Path(folder)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise DataError(
-            f"{there}: not a folder", expected="a folder, or a path where none is", got="a file"
-        )
-    contents = {
-        folder / name: x.encode() if isinstance(x, str) else picture(x)
-        for name, x in made().items()
-    }
-    make_folder(folder)
-    for path, content in contents.items():
-        write_atomically(path, content)
-    return [*contents]
+    paths = []
+    for name, content in contents.items():
+        data = content.encode() if isinstance(content, str) else picture(content)
+        write_atomically(folder / name, data)
+        paths.append(folder / name)
+    return paths
 
 
 def write_report(results: Results, folder: str | Path) -> list:
-    """Write the report as Markdown, CSV, JSON lines with all curves, a picture and a page. Raises as `write_files`.
+    """Write the report as Markdown, CSV, JSON lines with all curves, a picture and a page. Returns
+    the paths of the files.
 
     Args:
         folder: created if needed
-
-    Returns:
-        list: the paths of the files
     """
-    return write_files(
-        folder,
-        lambda: {
-            "report.md": markdown(results),
-            "report.csv": csv_text(results),
-            "report.jsonl": curves_text(results),
-            "report.png": draw_curves(results, results.title),
-            "report.html": page(results),
-        },
-    )
+    folder = Path(folder)
+    make_folder(folder)
+    contents = {
+        "report.md": markdown(results),
+        "report.csv": csv_text(results),
+        "report.jsonl": curves_text(results),
+        "report.png": draw_curves(results, results.title),
+        "report.html": page(results),
+    }
+    return write_files(folder, contents)
 
 
 def report_command(args: Namespace) -> None:

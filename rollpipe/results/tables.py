@@ -11,7 +11,6 @@ import io
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -24,13 +23,42 @@ from .collect import Results, RowResult, differing_options
 from .statistics import improvement, improvement_interval, interval, iqm, steps_to
 
 # %% auto #0
-__all__ = ['ABOUT', 'Figure', 'number', 'with_sd', 'bounded', 'figure_over', 'figure_of', 'steps_needed', 'spread', 'table_of',
-           'on_scales', 'together', 'improvements', 'notes_of', 'table_text', 'columns_and_rows', 'markdown',
+__all__ = ['ABOUT', 'number', 'with_sd', 'bounded', 'Figure', 'figure_over', 'figure_of', 'steps_needed', 'table_of',
+           'columns_and_rows', 'on_scales', 'together', 'improvements', 'notes_of', 'table_text', 'markdown',
            'csv_lines', 'csv_text', 'curves_text']
+
+# %% ../../nbs/results/05_tables.ipynb #a146786d
+def number(x: float) -> str:
+    "A number as text, with about three digits."
+    if math.isnan(x):
+        return "-"
+    if 0 < abs(x) < 0.1:
+        return f"{x:.2g}"
+    n_decimals = 2 - (abs(x) >= 10) - (abs(x) >= 100)
+    return f"{x:.{n_decimals}f}"
+
+
+def with_sd(mean: float, sd: float | None) -> str:
+    "A mean and its deviation as text; None and nan: it has none."
+    return number(mean) if sd is None or math.isnan(sd) else f"{number(mean)} +- {number(sd)}"
+
+
+def bounded(x: float, bounds: tuple | None, digits: int) -> str:
+    "A number as text with so many decimals, and its interval, if it has one."
+    text = f"{x:.{digits}f}"
+    if bounds:
+        low, high = bounds
+        text += f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return text
+
+
+def _listed(items: Iterable) -> str:
+    return ", ".join(map(str, items))
 
 # %% ../../nbs/results/05_tables.ipynb #431c0252
 class Figure(NamedTuple):
-    """A result over the complete runs of a row. All numbers are `nan` if there is no run, or if the result of one is not a number.
+    """A result over the complete runs of a row. All numbers are `nan` if there is no run, or if the
+    result of one is not a number.
 
     Args:
         n: number of complete runs
@@ -41,47 +69,18 @@ class Figure(NamedTuple):
     """
 
     n: int
-    iqm: float
-    low: float
-    high: float
-    mean: float
-    sd: float
-    bad: tuple
+    iqm: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    mean: float = math.nan
+    sd: float = math.nan
+    bad: tuple = ()
 
     def __str__(self):
         if self.bad:
-            return f"not a number (seed {', '.join(map(str, self.bad))})"
-        if not self.n:
-            return "-"
-        return number(self.iqm) + (
-            f" [{number(self.low)}, {number(self.high)}]" if self.n > 1 else ""
-        )
-
-# %% ../../nbs/results/05_tables.ipynb #a146786d
-def number(x: float) -> str:
-    "A number as text, with about three digits."
-    if 0 < abs(x) < 0.1:
-        return f"{x:.2g}"
-    return (
-        "-"
-        if math.isnan(x)
-        else f"{x:.0f}"
-        if abs(x) >= 100
-        else f"{x:.1f}"
-        if abs(x) >= 10
-        else f"{x:.2f}"
-    )
-
-
-def with_sd(mean: float, sd: float | None) -> str:
-    return number(mean) + ("" if sd is None else f" +- {number(sd)}")
-
-
-def bounded(x: float, bounds: tuple | None, digits: int) -> str:
-    "A number as text with so many decimals, and its interval, if it has one."
-    return f"{x:.{digits}f}" + (
-        f" [{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]" if bounds else ""
-    )
+            return f"not a number (seed {_listed(self.bad)})"
+        bounds = f" [{number(self.low)}, {number(self.high)}]" if self.n > 1 else ""
+        return number(self.iqm) + bounds
 
 # %% ../../nbs/results/05_tables.ipynb #3f8b5a24
 def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
@@ -92,15 +91,9 @@ def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
         strata: the same numbers, those of each task apart; None: there is one task
     """
     low, high = interval(strata or [x]) or (math.nan, math.nan)
-    return Figure(
-        len(x),
-        float(iqm(x)),
-        float(low),
-        float(high),
-        float(x.mean()),
-        float(x.std(ddof=1)) if len(x) > 1 else math.nan,
-        (),
-    )
+    sd = x.std(ddof=1) if len(x) > 1 else math.nan
+    mean = float(x.mean())
+    return Figure(len(x), float(iqm(x)), float(low), float(high), mean, float(sd))
 
 
 def figure_of(row: RowResult, kind: str) -> Figure:
@@ -111,50 +104,41 @@ def figure_of(row: RowResult, kind: str) -> Figure:
     """
     x = row.finals(kind)
     bad = tuple(run.seed for run, value in zip(row.complete, x) if not np.isfinite(value))
-    nan = math.nan
-    return Figure(len(x), nan, nan, nan, nan, nan, bad) if bad or not len(x) else figure_over(x)
+    return Figure(len(x), bad=bad) if bad or not len(x) else figure_over(x)
 
 # %% ../../nbs/results/05_tables.ipynb #71cde4fa
 def steps_needed(row: RowResult) -> list:
-    "For each complete run, the steps to the threshold; `inf` if the run did not reach it. Empty if there is no threshold."
+    """For each complete run, the steps to the threshold; `inf` if the run did not reach it. Empty
+    if there is no threshold.
+    """
     if row.threshold is None:
         return []
     return [steps_to(run.curve[0], run.curve[1], row.threshold) for run in row.complete]
 
 
 def _needed(row: RowResult) -> str:
-    found = steps_needed(row)
-    if not found:
-        return "-"
-    middle = float(np.median(found))
-    n = sum(map(math.isfinite, found))
-    return (
-        f"{format_number(int(middle)) if math.isfinite(middle) else 'never'} ({n} of {len(found)})"
-    )
+    "The threshold, and after how many steps the runs have reached it."
+    steps = steps_needed(row)
+    text = "-"
+    if steps:
+        middle = float(np.median(steps))
+        text = format_number(int(middle)) if math.isfinite(middle) else "never"
+        text += f" ({sum(map(math.isfinite, steps))} of {len(steps)})"
+    return text if row.threshold is None else f"{number(row.threshold)}: {text}"
 
 
 def _published(row: RowResult, of: str) -> str:
-    return (
-        "; ".join(f"{x.name}: {with_sd(x.mean, x.sd)}" for x in row.published if x.of == of) or "-"
-    )
+    texts = [f"{x.name}: {with_sd(x.mean, x.sd)}" for x in row.published if x.of == of]
+    return "; ".join(texts) or "-"
 
 # %% ../../nbs/results/05_tables.ipynb #71a4af3f
-def spread(figure: Figure) -> str:
-    "The mean and the deviation of a result as text."
-    return (
-        "-"
-        if figure.bad or not figure.n
-        else with_sd(figure.mean, figure.sd if figure.n > 1 else None)
-    )
-
-
 def table_of(results: Results) -> list:
     "The table: a list of dicts, column -> text."
+    # A dash stands for what a row does not have.
     rows = []
     for row in results.rows:
-        last, evaluation, best = (
-            figure_of(row, kind) for kind in ("last", "best evaluation", "best")
-        )
+        last = figure_of(row, "last")
+        evaluation = figure_of(row, "best evaluation")
         seconds = [run.seconds for run in row.complete]
         rows.append(
             {
@@ -163,44 +147,56 @@ def table_of(results: Results) -> list:
                 "runs": f"{len(row.complete)} of {len(row.results)}",
                 "steps": format_number(max((run.steps for run in row.complete), default=0)),
                 "last policy, IQM": str(last),
-                "mean +- sd": spread(last),
+                "mean +- sd": with_sd(last.mean, last.sd),
                 "published": _published(row, "last"),
                 "best evaluation, IQM": str(evaluation),
-                "mean +- sd of it": spread(evaluation),
+                "mean +- sd of it": with_sd(evaluation.mean, evaluation.sd),
                 "published best": _published(row, "best"),
-                "best policy, IQM": str(best),
-                "steps to threshold": _needed(row)
-                if row.threshold is None
-                else f"{number(row.threshold)}: {_needed(row)}",
+                "best policy, IQM": str(figure_of(row, "best")),
+                "steps to threshold": _needed(row),
                 "wall time": format_duration(float(np.median(seconds))) if seconds else "-",
             }
         )
     return rows
 
+
+def columns_and_rows(results: Results) -> tuple:
+    "The names of the columns of `table_of` that are not empty, and the texts of each row in them."
+    table = table_of(results)
+    columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
+    rows = []
+    for row in table:
+        rows.append([row[name] for name in columns])
+    return columns, rows
+
 # %% ../../nbs/results/05_tables.ipynb #d669d738
 def _scaled(results: Results) -> dict:
-    "Label -> for each of its environments with a scale, the last returns of its runs on that scale."
-    found: dict = {}
+    """Label -> for each of its environments with a scale, the last returns of its runs on that
+    scale.
+    """
+    strata: dict = {}
     for row in results.rows:
         if row.scale and row.complete:
             low, high = row.scale
-            found.setdefault(row.label, []).append((row.finals("last") - low) / (high - low))
-    return found
+            strata.setdefault(row.label, []).append((row.finals("last") - low) / (high - low))
+    return strata
+
+
+def _is_comparable(strata: list) -> bool:
+    "Whether there are several environments, with equally many returns, all of which are numbers."
+    numbers = {len(x) for x in strata}
+    return len(strata) > 1 and len(numbers) == 1 and bool(np.isfinite(strata).all())
 
 
 def on_scales(results: Results) -> dict:
-    """Label -> for each of its environments with a scale, the last returns of its runs on that scale.
+    """Label -> for each of its environments with a scale, the last returns of its runs on that
+    scale.
 
-    Labels with fewer than two such environments, with other numbers of runs in some of them, or with a return that is not a number, are
-    left out: an environment would count by the number of its runs.
+    Labels with fewer than two such environments, with other numbers of runs in some of them, or
+    with a return that is not a number, are left out: an environment would count by the number of
+    its runs.
     """
-    return {
-        label: strata
-        for label, strata in _scaled(results).items()
-        if len(strata) > 1
-        and len({*map(len, strata)}) == 1
-        and np.isfinite(np.concatenate(strata)).all()
-    }
+    return {label: x for label, x in _scaled(results).items() if _is_comparable(x)}
 
 
 def together(results: Results) -> list:
@@ -212,32 +208,32 @@ def together(results: Results) -> list:
 
 # %% ../../nbs/results/05_tables.ipynb #5c44a750
 def improvements(results: Results) -> list:
-    """For each two labels `(label, other, number of environments, probability of improvement over the other, (low, high) or None)`.
+    """For each two labels `(label, other, number of environments, probability of improvement over
+    the other, (low, high) or None)`.
 
     Labels without a common environment, or with a return there that is not a number, are left out.
     """
-    found = []
+    # Label -> environment -> last returns
     finals = {}
     for row in results.rows:
         if row.complete:
             finals.setdefault(row.label, {})[row.env] = row.finals("last")
+
+    # Two labels are compared where both have runs.
+    pairs = []
     for (label, x), (other, y) in combinations(finals.items(), 2):
         envs = [env for env in x if env in y]
         xs = [x[env] for env in envs]
         ys = [y[env] for env in envs]
-        if not envs or not np.isfinite(np.concatenate(xs + ys)).all():
-            continue
-        found.append(
-            (label, other, len(envs), float(improvement(xs, ys)), improvement_interval(xs, ys))
-        )
-    return found
+        if envs and np.isfinite(np.concatenate(xs + ys)).all():
+            probability = float(improvement(xs, ys))
+            bounds = improvement_interval(xs, ys)
+            pairs.append((label, other, len(envs), probability, bounds))
+    return pairs
 
 # %% ../../nbs/results/05_tables.ipynb #2e457810
-def _listed(items: Iterable) -> str:
-    return ", ".join(map(str, items))
-
-
 def _notes_of_row(row: RowResult) -> list:
+    # Runs without numbers, and numbers of few runs
     notes = []
     runs = row.results
     for state in ("unfinished", "missing", "damaged"):
@@ -251,23 +247,26 @@ def _notes_of_row(row: RowResult) -> list:
         notes.append("one run has no interval and no deviation")
     elif 1 < n < 5:
         notes.append(f"an interval from {n} runs is narrower than it says")
-    numbers = Counter(run.seed for run in runs)
-    pasts = [(run.seed, past_in_words(run.history)) for run in runs]
+
+    # What is odd -> the seeds and the options that it is true of.
+    seeds = [run.seed for run in runs]
+    bad = {*figure_of(row, "last").bad, *figure_of(row, "best evaluation").bad}
+    pasts = [(run.seed, "; ".join(past_in_words(run.history))) for run in runs]
     stops = [(run.seed, run.history.stopped) for run in runs]
+    cuts = [(run.seed, run.cut_off) for run in runs]
     culprits = {
-        "a return is not a number, so there is no mean: seed": sorted(
-            {*figure_of(row, "last").bad, *figure_of(row, "best evaluation").bad}
-        ),
+        "a return is not a number, so there is no mean: seed": sorted(bad),
         "its runs do not have the same options:": [
             f"{name} ({text})" for name, (text,) in differing_options([runs])
         ],
         "counts a seed more than once, as if its runs were independent:": [
-            seed for seed, n in numbers.items() if n > 1
+            seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1
         ],
-        "was edited while it trained, or is a fork, so the command does not train it again: seed": [
-            f"{seed} ({'; '.join(past)})" for seed, past in pasts if past
-        ],
-        "stopped before its last step: seed": [f"{seed} ({why})" for seed, why in stops if why],
+        "episodes of its evaluations were cut off, so their returns are partial: seed": _told(cuts),
+        "was edited while it trained, or is a fork, so the command does not train it again: seed": (
+            _told(pasts)
+        ),
+        "stopped before its last step: seed": _told(stops),
         "went on after an interruption, with new episodes: seed": [
             run.seed for run in runs if run.resumes
         ],
@@ -276,34 +275,45 @@ def _notes_of_row(row: RowResult) -> list:
     return [f"{row.label} on {row.env}: {note}." for note in notes]
 
 
+def _told(facts: list) -> list:
+    "The seeds for which there is a fact, each with the fact in brackets."
+    return [f"{seed} ({fact})" for seed, fact in facts if fact]
+
+
 def notes_of(results: Results) -> list:
     "Notes about runs that are missing, damaged or different, and about the numbers."
-    notes = [note for row in results.rows for note in _notes_of_row(row)]
+    notes = []
+    for row in results.rows:
+        notes += _notes_of_row(row)
     for label, strata in _scaled(results).items():
         numbers = [*map(len, strata)]
         if len({*numbers}) > 1:
             notes.append(
-                f"{label}: no figure over all environments, because they have {_listed(numbers)} runs."
+                f"{label}: no figure over all environments, "
+                f"because they have {_listed(numbers)} runs."
             )
     return notes
 
 
-ABOUT = """IQM is the interquartile mean over runs, with the 95 % interval of the stratified bootstrap (Agarwal et al. 2021,
-https://arxiv.org/abs/2108.13264). Each run counts with the mean return of its greedy policy over fresh episodes: of the last policy; the
-largest of all evaluations, which flatters; and of the policy that had it, over other episodes.
-Steps to threshold are the median over runs of the
-steps after which no evaluation is below it, with the number of runs that got there. Wall time is the median, without evaluations.
-P(X > Y) is the probability that the last policy of a run of X is better than that of a run of Y, where a tie counts half;
-if all runs of one are better, its interval is that of Clopper and Pearson for independent pairs of runs."""
+ABOUT = """IQM is the interquartile mean over runs, with the 95 % interval of the stratified
+bootstrap (Agarwal et al. 2021, https://arxiv.org/abs/2108.13264). Each run counts with the mean
+return of its greedy policy over fresh episodes: of the last policy; the largest of all evaluations,
+which flatters; and of the policy that had it, over other episodes. Steps to threshold are the
+median over runs of the steps after which no evaluation is below it, with the number of runs that
+got there. Wall time is the median, without evaluations. P(X > Y) is the probability that the last
+policy of a run of X is better than that of a run of Y, where a tie counts half; if all runs of one
+are better, its interval is that of Clopper and Pearson for independent pairs of runs."""
 ABOUT = ABOUT.replace("\n", " ")
 
 # %% ../../nbs/results/05_tables.ipynb #d8dbd936
 def _plain(text: Any) -> str:
-    "The text, in which what Markdown and HTML would not show as it stands is escaped. So a terminal shows names and intervals as they are."
-    special = (
-        r"([\\`*|]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))"  # `a_b` is no emphasis, and `[1, 2]` no link
-    )
-    return re.sub(special, r"\\\1", html.escape(" ".join(str(text).split()), quote=False))
+    """The text, in which what Markdown and HTML would not show as it stands is escaped. So a
+    terminal shows names and intervals as they are.
+    """
+    # `a_b` is no emphasis, and `[1, 2]` no link.
+    special = r"([\\`*|]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))"
+    one_line = " ".join(str(text).split())
+    return re.sub(special, r"\\\1", html.escape(one_line, quote=False))
 
 
 def table_text(columns: list, rows: list) -> str:
@@ -312,41 +322,37 @@ def table_text(columns: list, rows: list) -> str:
     Args:
         rows: rows, each a list of the texts of its cells
     """
-    lines = [columns, ["---"] * len(columns), *([_plain(text) for text in row] for row in rows)]
+    lines = [columns, ["---"] * len(columns)]
+    for row in rows:
+        lines.append([*map(_plain, row)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def columns_and_rows(results: Results) -> tuple:
-    "The names of the columns of `table_of` that are not empty, and the texts of each row in them."
-    table = table_of(results)
-    columns = [name for name in table[0] if any(row[name] != "-" for row in table)]
-    return columns, [[row[name] for name in columns] for row in table]
 
 
 def markdown(results: Results) -> str:
     "The report as Markdown."
-    lines = [f"# {_plain(results.title)}", "", table_text(*columns_and_rows(results))]
-    for label, n, *found in together(results):
-        lines += [
-            "",
-            f"{_plain(label)}, {n} environments together on their scales: IQM {bounded(*found, digits=2)}.",
-        ]
-    for label, other, n, *found in improvements(results):
-        lines += [
-            "",
-            f"P({_plain(label)} > {_plain(other)}) = {bounded(*found, digits=2)} over {n} environment{'s' * (n > 1)}.",
-        ]
-    lines += ["", ABOUT, *(f"\n- {_plain(note)}" for note in notes_of(results))]
-    sources = [
-        f"- {_plain(x.name)}, {_plain(x.algorithm)} on {_plain(x.env)}: {_plain(x.source)}"
-        for row in results.rows
-        for x in row.published
-    ]
+    # The table, and figures over several environments
+    parts = [f"# {_plain(results.title)}", table_text(*columns_and_rows(results))]
+    for label, n, *figure in together(results):
+        text = bounded(*figure, digits=2)
+        parts.append(f"{_plain(label)}, {n} environments together on their scales: IQM {text}.")
+    for label, other, n, *figure in improvements(results):
+        text = bounded(*figure, digits=2)
+        plural = "s" * (n > 1)
+        parts.append(f"P({_plain(label)} > {_plain(other)}) = {text} over {n} environment{plural}.")
+    parts += [ABOUT, *(f"- {_plain(note)}" for note in notes_of(results))]
+
+    # What the numbers are compared with, and how they were made
+    sources = []
+    commands = []
+    for row in results.rows:
+        commands.append(f"    {' '.join(row.command.split())}")
+        for x in row.published:
+            texts = [*map(_plain, (x.name, x.algorithm, x.env, x.source))]
+            sources.append("- {}, {} on {}: {}".format(*texts))
     if sources:
-        lines += ["", "Published figures:", "", *sources]
-    commands = (f"    {' '.join(row.command.split())}" for row in results.rows)
-    lines += ["", "Commands:", "", *commands]
-    return "\n".join(lines) + "\n"
+        parts += ["Published figures:", "\n".join(sources)]
+    parts += ["Commands:", "\n".join(commands)]
+    return "\n\n".join(parts) + "\n"
 
 
 def csv_lines(rows: Iterable) -> str:
@@ -356,17 +362,24 @@ def csv_lines(rows: Iterable) -> str:
     return out.getvalue()
 
 
+_COLUMNS = (
+    "environment label algorithm seed state steps "
+    "last best_evaluation best steps_to_threshold seconds resumes"
+).split()
+
+
 def csv_text(results: Results) -> str:
     "A CSV line for each run: algorithm and environment, state and results."
-    names = (
-        "environment label algorithm seed state steps last best_evaluation best steps_to_threshold seconds resumes"
-    ).split()
-    return csv_lines([names, *(_cells(row, run) for row in results.rows for run in row.results)])
+    lines = [_COLUMNS]
+    for row in results.rows:
+        lines += [_cells(row, run) for run in row.results]
+    return csv_lines(lines)
 
 
-def _cells(row: RowResult, run: Any) -> Iterable:
+def _cells(row: RowResult, run: Any) -> list:
+    # A spreadsheet takes what begins so for a formula.
     texts = [
-        f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
+        f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
         for text in (row.env, row.label, row.algorithm)
     ]
     numbers = [math.nan] * 5
@@ -378,21 +391,17 @@ def _cells(row: RowResult, run: Any) -> Iterable:
 
 
 def curves_text(results: Results) -> str:
-    "A JSON line for each evaluation of each run: the run, the steps, and mean and deviation of the returns (null if not finite)."
-    lines = (
-        dict(
-            environment=row.env,
-            label=row.label,
-            algorithm=row.algorithm,
-            seed=run.seed,
-            kind=found["kind"],
-        )
-        | {
-            name: x if math.isfinite(x := found.get(name, math.nan)) else None
-            for name in ("steps", "seconds", "mean", "std")
-        }
-        for row in results.rows
-        for run in row.results
-        for found in run.evaluations
-    )
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    """A JSON line for each evaluation of each run: the run, the steps, and mean and deviation of
+    the returns (null if not finite).
+    """
+    lines = []
+    for row in results.rows:
+        who = dict(environment=row.env, label=row.label, algorithm=row.algorithm)
+        for run in row.results:
+            for record in run.evaluations:
+                line = dict(who, seed=run.seed, kind=record["kind"])
+                for name in ("steps", "seconds", "mean", "std"):
+                    x = record.get(name, math.nan)
+                    line[name] = x if math.isfinite(x) else None
+                lines.append(json.dumps(line) + "\n")
+    return "".join(lines)

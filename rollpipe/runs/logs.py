@@ -356,7 +356,7 @@ def read_evaluations(folder: str | Path) -> list:
 def _record(line: str, where: str) -> dict:
     try:
         found = json.loads(line)
-        int(found.get("resumes", 0))
+        int(found.get("resumes", 0)), int(found.get("cut_off", 0))
         if found["format"] == EVALUATIONS_FORMAT and found["kind"] in KINDS:
             return {
                 **found,

@@ -14,7 +14,9 @@ __all__ = ['SPACES', 'Range', 'Choice', 'space_for']
 
 # %% ../../nbs/tuning/00_spaces.ipynb #0f4b41f8
 class Range(NamedTuple):
-    "Numbers from `low` to `high`, on a logarithmic scale unless `log` is False; integers if `low` is an integer."
+    """Numbers from `low` to `high`, on a logarithmic scale unless `log` is False; integers if `low`
+    is an integer.
+    """
 
     low: float
     high: float
@@ -90,7 +92,8 @@ SPACES: dict = dict(
 
 
 def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
-    """The options to search that have an effect. Raises `DataError` if there is no space for the algorithm, or if none is left.
+    """The options to search that have an effect. Raises `DataError` if there is no space for the
+    algorithm, or if none is left.
 
     Args:
         algorithm: name of an algorithm
@@ -101,17 +104,20 @@ def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
         dict: option -> `Range` or `Choice`
     """
     if algorithm not in SPACES:
+        known = ", ".join(SPACES)
         raise DataError(
             f"no options to search are known for {algorithm}",
-            expected=f"one of {', '.join(SPACES)}, or an entry of "
-            "`rollpipe.tuning.spaces.SPACES`, made by a module of --import",
+            expected=f"one of {known}, or an entry of `rollpipe.tuning.spaces.SPACES`, "
+            "made by a module of --import",
         )
     space = {name: x for name, x in SPACES[algorithm].items() if name not in fixed}
     others = fixed if options is None else options
+
+    # With `tau` the target network is never copied, and a shared network has no critic apart.
     if "tau" not in space and others.get("tau") is not None:
-        space.pop("target_every", None)  # has no effect with `tau`
+        space.pop("target_every", None)
     if others.get("shared"):
-        space.pop("critic_lr", None)  # there is no critic apart
+        space.pop("critic_lr", None)
     if others.get("recurrent") and "state_size" not in fixed:
         space["state_size"] = Choice([32, 64, 128])
     if not space:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,12 +15,12 @@ from typing import Any
 
 from ..pipes.data.files import make_folder, write_atomically
 from ..settings.algorithms import options_for
-from ..runs.commands import Interrupted, asked_by, folder_name
+from ..runs.commands import asked_by, folder_name
 from ..settings.config import RUN_OPTIONS, RunOptions, build, resolve
 from rollpipe.results.experiments import (
+    Outcome,
     check_counts,
     command_line,
-    failures,
     python_words,
     run_all,
     without,
@@ -54,38 +55,37 @@ def _toml(value: Any, key: str) -> str:
             expected="a value without None",
         )
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml(k, key)} = {_toml(x, key)}" for k, x in value.items()) + "}"
+        items = [f"{_toml(name, key)} = {_toml(x, key)}" for name, x in value.items()]
+        return "{" + ", ".join(items) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(x, key) for x in value) + "]"
+    # TOML writes inf and nan as Python does, and all else as JSON does.
     if isinstance(value, float):
-        return repr(float(value))  # TOML writes inf and nan as Python does
+        return repr(float(value))
     return json.dumps(value, ensure_ascii=False)
 
 
 def preset_text(env: str, values: dict, env_kwargs: dict, comments: list) -> str:
-    """A preset for an environment, in TOML. Raises `DataError` for None within another value, because TOML cannot express it.
+    """A preset for an environment, in TOML. Raises `DataError` for None within another value,
+    because TOML cannot express it.
 
     Args:
         env: gymnasium id
         values: option -> value
         comments: lines of the comment
     """
+    # Arguments of the environment, then the table named after it
+    lines = [_MARK]
+    if env_kwargs:
+        lines.append("[env_kwargs]")
+        lines += [f"{json.dumps(key)} = {_toml(x, key)}" for key, x in env_kwargs.items()]
+        lines.append("")
     name = env.rpartition(":")[2]
-    table = [f"[{name if re.fullmatch('[A-Za-z0-9_-]+', name) else json.dumps(name)}]"]
-    kwargs = (
-        [
-            "[env_kwargs]",
-            *(f"{json.dumps(key)} = {_toml(x, key)}" for key, x in env_kwargs.items()),
-            "",
-        ]
-        if env_kwargs
-        else []
-    )
-    lines = [
-        *(f"# {line}" for line in comments),
-        *(f"{key} = {_toml('none' if x is None else x, key)}" for key, x in values.items()),
-    ]
-    return "\n".join([_MARK, *kwargs, *table, *lines, ""])
+    lines.append(f"[{name if re.fullmatch('[A-Za-z0-9_-]+', name) else json.dumps(name)}]")
+    lines += [f"# {comment}" for comment in comments]
+    for key, x in values.items():
+        lines.append(f"{key} = {_toml('none' if x is None else x, key)}")
+    return "\n".join([*lines, ""])
 
 # %% ../../nbs/tuning/03_tune.ipynb #a1c7e3f1
 def complete_values(config: dict, given: Iterable) -> dict:
@@ -98,25 +98,20 @@ def complete_values(config: dict, given: Iterable) -> dict:
     Returns:
         dict: option -> value
     """
-    kept = {*given, "preset"}
     values = {**config, **config["options"], "preset": "none"}
-    known = [
-        option
-        for option in [*RUN_OPTIONS, *options_for(config["algorithm"])]
-        if option.name != "seed"
-    ]
-    found = {
-        option.name: (values.get(option.name, option.default), option.default) for option in known
-    }
-    return {
-        name: x
-        for name, (x, default) in found.items()
-        if name in kept or json.dumps(x) != json.dumps(default)
-    }
+    needed = {*given, "preset"}
+    complete = {}
+    for option in [*RUN_OPTIONS, *options_for(config["algorithm"])]:
+        x = values.get(option.name, option.default)
+        is_default = json.dumps(x) == json.dumps(option.default)
+        if option.name != "seed" and (option.name in needed or not is_default):
+            complete[option.name] = x
+    return complete
 
 # %% ../../nbs/tuning/03_tune.ipynb #8219f28a
 def check_file(path: Path, overwrite: bool) -> None:
-    """Raise `DataError` if the file exists, unless an earlier search has written it, or `overwrite` is True.
+    """Raise `DataError` if the file exists, unless an earlier search has written it, or `overwrite`
+    is True.
 
     Args:
         path: file of the preset
@@ -128,57 +123,50 @@ def check_file(path: Path, overwrite: bool) -> None:
     raise DataError(f"{path} is there already", expected="another --out, or --overwrite")
 
 # %% ../../nbs/tuning/03_tune.ipynb #2783ed05
-_OF_TRIALS = (
-    "seed",
-    "steps",
-    "threads",
-    "device",
-    "intrinsic",
-    "preset",
-)  # the options of a run that a trial follows
-_IN_PROCESS = (
-    "workers",
-    "lag",
-    "order",
-    "restarts",
-    "reading",
-    "address",
-)  # and those of its workers, which a trial does not have
+# The options of a run that a trial follows, and those of its workers, which a trial does not have.
+_OF_TRIALS = ("seed", "steps", "threads", "device", "intrinsic", "preset")
+_OF_WORKERS = ("workers", "lag", "order", "restarts", "reading", "address")
+
+
+def _check_options(args: Namespace, values: dict) -> None:
+    """Raise `DataError` for an option of a run that a trial cannot follow. Only those of workers
+    may not be in a --config file.
+    """
+    for name, default in vars(RunOptions()).items():
+        if name in _OF_TRIALS:
+            continue
+        if name in _OF_WORKERS:
+            x = values.get(name, default)
+            why = "rollpipe tune trains in its own process"
+            way_out = "--jobs N for N trials at a time"
+        else:
+            x = getattr(args, name, default)
+            why = "a trial leaves no run, and ends only after its steps or by its --evaluations"
+            way_out = "the option for rollpipe train"
+        if x != default:
+            raise DataError(
+                why, leaf=name, got=repr(x), expected=f"{name}={default}, and {way_out}"
+            )
 
 
 class Search:
     "A search: its options, and the configurations of its trials."
 
     def __init__(self, args: Namespace):
+        check_counts(args, "trials", "jobs", "evaluations")
         self.args = args
         self.asked = asked_by(args)
-        given = self.asked.values
-        self.seed = given.pop("seed", RunOptions.seed)
-        self.given = [*given]
+        values = self.asked.values
+        self.seed = values.pop("seed", RunOptions.seed)
+        self.given = [*values]
         self.seeds = parse_seeds(args.seeds)
         self.n = args.evaluations
-        self.free = max(
-            1, self.n // 3
-        )  # so many evaluations, at the start of the first training, cannot end a trial
+        # So many evaluations, at the start of the first training, cannot end a trial.
+        self.free = max(1, self.n // 3)
 
-        check_counts(args, "trials", "jobs", "evaluations")
-        for name, fixed in vars(RunOptions()).items():
-            found = (
-                given if name in _IN_PROCESS else vars(args)
-            )  # others may be in a --config file, as that of a run
-            if name in _OF_TRIALS or (got := found.get(name, fixed)) == fixed:
-                continue
-            why, other = (
-                ("rollpipe tune trains in its own process", "--jobs N for N trials at a time")
-                if name in _IN_PROCESS
-                else (
-                    "a trial leaves no run, and ends only after its steps or by its --evaluations",
-                    "the option for rollpipe train",
-                )
-            )
-            raise DataError(why, leaf=name, got=repr(got), expected=f"{name}={fixed}, and {other}")
+        _check_options(args, values)
         options = self.config({}, 0)["options"]
-        self.fixed = {name: x for name, x in given.items() if name in options}
+        self.fixed = {name: x for name, x in values.items() if name in options}
         self.space = space_for(args.algorithm, self.fixed, options)
         self.folder = Path(args.storage or f"tuning/{args.algorithm}-{folder_name(args.env)}")
         self.out = Path(args.out) if args.out else self.folder / "preset.toml"
@@ -190,25 +178,22 @@ class Search:
     def settings(self) -> dict:
         "All settings that must be equal for trials to be comparable."
         config = self.config({}, 0)
-        kept = {
-            name: config[name]
-            for name in ("algorithm", "env", "env_kwargs", "steps", "intrinsic", "preset")
-        }
+        names = ("algorithm", "env", "env_kwargs", "steps", "intrinsic", "preset")
         return dict(
-            kept, given=self.fixed, seeds=self.seeds, evaluations=self.n, space=repr(self.space)
+            {name: config[name] for name in names},
+            given=self.fixed,
+            seeds=self.seeds,
+            evaluations=self.n,
+            space=repr(self.space),
         )
 
     def returns(self, options: dict, report: Any) -> list:
         "The last returns of a trial, one for each seed."
-        place = f"{self.folder.resolve().name}-{(self.args.part or '0').partition(':')[0]}"  # a folder for the replay files of each process
-        return returns_of(
-            [
-                {**self.config(options, seed), "folder": place, "record": False}
-                for seed in self.seeds
-            ],
-            self.n,
-            report,
-        )
+        # Each process has a folder for its replay files.
+        part = (self.args.part or "0").partition(":")[0]
+        more = dict(folder=f"{self.folder.resolve().name}-{part}", record=False)
+        configs = [{**self.config(options, seed), **more} for seed in self.seeds]
+        return returns_of(configs, self.n, report)
 
 # %% ../../nbs/tuning/03_tune.ipynb #1c178a19
 def _try(search, study, n):
@@ -217,110 +202,108 @@ def _try(search, study, n):
         print(try_one(study, search.space, search.returns), flush=True)
 
 
-def _in_processes(search, n):
-    "Distribute `n` trials over processes. Returns the problems, and the number of the signal that stopped the processes."
+def _in_processes(search, n) -> Outcome:
+    "Distribute `n` trials over processes."
+    jobs = search.args.jobs
+    words = [*python_words(), *without(search.args.words, ("--jobs",), ("--overwrite",))]
+    # The first processes get what does not divide evenly.
+    commands = {}
+    for k in range(jobs):
+        share = n // jobs + (k < n % jobs)
+        if share:
+            commands[f"job {k}"] = [*words, "--part", f"{k}:{share}"]
+    return run_all(commands, jobs)
+
+
+def _train_words(search) -> str:
+    "The command that trains with the preset, with seeds that the search has not seen."
     args = search.args
-    python = python_words()
-    shares = [n // args.jobs + (k < n % args.jobs) for k in range(args.jobs)]
-    words = without(args.words, ("--jobs",), ("--overwrite",))
-    runs, stopped = run_all(
-        {f"job {k}": [*python, *words, "--part", f"{k}:{m}"] for k, m in enumerate(shares) if m},
-        args.jobs,
-    )
-    return failures(runs, stopped), stopped
+    # Seeds that begin at 0, or after those of the search
+    first = 0 if min(search.seeds) > 4 else max(search.seeds) + 1
+    words = ["rollpipe", "train", args.algorithm, args.env, "--config", search.out]
+    words += ["--seeds", f"{first}-{first + 4}", *import_words(getattr(args, "imports", ()))]
+    return command_line(*words)
 
 
 def _write(search, study) -> str:
-    "Write the best options so far. Returns a text about it. Raises `WorkerError` if all trials failed."
+    """Write the best options so far. Returns a text about it. Raises `WorkerError` if all trials
+    failed.
+    """
     best = best_of(study)
-    over = finished(study)
-    args = search.args
-    failed = [x.user_attrs["error"] for x in over if "error" in x.user_attrs]
-    if best is None and not over:
+    trials = finished(study)
+    errors = [x.user_attrs["error"] for x in trials if "error" in x.user_attrs]
+    if best is None and not trials:
         return "no trial is complete"
     if best is None:
-        raise WorkerError(
-            f"no trial is complete, {len(failed)} failed{'; the first error: ' + failed[0] if failed else ''}"
-        )
+        first = f"; the first error: {errors[0]}" if errors else ""
+        raise WorkerError(f"no trial is complete, {len(errors)} failed{first}")
+
+    # The preset, with comments that say how good it is
     config = search.config(best.params, 0)
     values = complete_values(config, [*search.given, *best.params, "steps"])
-    first = (
-        0 if min(search.seeds) > 4 else max(search.seeds) + 1
-    )  # seeds that the search has not seen
-    train = command_line(
-        "rollpipe",
-        "train",
-        args.algorithm,
-        args.env,
-        "--config",
-        search.out,
-        "--seeds",
-        f"{first}-{first + 4}",
-        *import_words(getattr(args, "imports", ())),
-    )
-    returns = " ".join(
-        f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in best.user_attrs["returns"]
-    )
+    texts = [f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in best.user_attrs["returns"]]
+    seeds = " ".join(map(str, search.seeds))
+    train = _train_words(search)
     comments = [
-        f"{returns}: mean returns of {EPISODES} episodes after {config['steps']} steps, seeds {' '.join(map(str, search.seeds))}, "
-        f"the best of {len(over)} trials of {args.algorithm}.",
+        f"{' '.join(texts)}: mean returns of {EPISODES} episodes after {config['steps']} steps, "
+        f"seeds {seeds}, the best of {len(trials)} trials of {search.args.algorithm}.",
         f"Measure it afresh, with other seeds: {train}",
     ]
-    said = "replaced" if search.out.exists() else "written"
-    write_atomically(
-        search.out, preset_text(args.env, values, config["env_kwargs"], comments).encode()
+    text = preset_text(search.args.env, values, config["env_kwargs"], comments)
+    how = "replaced" if search.out.exists() else "written"
+    write_atomically(search.out, text.encode())
+    return (
+        f"{len(trials)} trials, {len(errors)} failed; "
+        f"best: trial {best.number}, return {best.value:.1f}; {search.out} {how}\n"
+        f"train with it:  {train}"
     )
-    text = f"{len(over)} trials, {len(failed)} failed; best: trial {best.number}, return {best.value:.1f}; {search.out} {said}"
-    return f"{text}\ntrain with it:  {train}"
 
 # %% ../../nbs/tuning/03_tune.ipynb #87384365
 def tune_command(args: Namespace) -> None:
     "Search for options, and write the best ones as a preset."
     import_optuna()
     search = Search(args)
+
+    # Raise here the errors that every trial would raise, and that of the end.
     config = search.config({}, search.seeds[0])
-    build(config)  # raises here the error that every trial would raise
-    preset_text(
-        args.env, complete_values(config, search.fixed), config["env_kwargs"], []
-    )  # and the error of the end
+    build(config)
+    preset_text(args.env, complete_values(config, search.fixed), config["env_kwargs"], [])
+
     if args.part is not None:
         number, n = map(int, args.part.split(":"))
-        return _try(
-            search,
-            open_study(
-                search.folder, search.settings(), search.seed + 1000 * (number + 1), search.free
-            ),
-            n,
-        )
+        seed = search.seed + 1000 * (number + 1)
+        _try(search, open_study(search.folder, search.settings(), seed, search.free), n)
+        return
     check_file(search.out, args.overwrite)
-    for folder in (search.out.parent, search.folder):
-        make_folder(folder)
+    make_folder(search.out.parent)
+    make_folder(search.folder)
     with locked(search.folder):
         _search(search)
 
 
 def _search(search):
-    study = open_study(search.folder, search.settings(), search.seed, search.free)
+    "Run the trials that the study lacks, and write the best options."
     args = search.args
+    study = open_study(search.folder, search.settings(), search.seed, search.free)
     forget_running(study)
-    over = len(finished(study))
-    problems = []
-    stopped = None
-    left = args.trials - over
-    count = f"{args.trials} trials, of which {over} are over"
-    if left < 0:
-        count = f"{over} trials are over, and --trials asks for {args.trials}"
+    n_over = len(finished(study))
+    n_missing = args.trials - n_over
+    count = f"{args.trials} trials, of which {n_over} are over"
+    if n_missing < 0:
+        count = f"{n_over} trials are over, and --trials asks for {args.trials}"
     print(f"{args.algorithm} on {args.env}: {count}, in {search.folder}", flush=True)
+
+    # After an interruption, the best options so far are written, too.
+    outcome = Outcome([], [], None)
     try:
-        if left > 0 and args.jobs > 1:
-            problems, stopped = _in_processes(search, left)
-        elif left > 0:
-            _try(search, study, left)
+        if n_missing > 0 and args.jobs > 1:
+            outcome = _in_processes(search, n_missing)
+        else:
+            _try(search, study, n_missing)
     except KeyboardInterrupt as e:
-        stopped = int(e.args[0]) if e.args else 2
-    told = _write(search, study)
-    if stopped is not None:
-        raise Interrupted(stopped, f"interrupted; {told}\nthe same command goes on")
-    print(told)
-    if problems:
-        raise WorkerError(f"{'; '.join(problems).rstrip('.')}. The same command goes on")
+        outcome = outcome._replace(stopped=int(e.args[0]) if e.args else int(signal.SIGINT))
+
+    text = _write(search, study)
+    if outcome.stopped is None:
+        print(text)
+    outcome.check(args.jobs, "processes", saved=f"{text}\nthe same command goes on")
