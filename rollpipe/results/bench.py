@@ -160,7 +160,11 @@ def read_bench(folder: Path) -> dict | None:
     if not bench["rows"]:
         raise DataError(f"{where}: has no rows")
     for i, row in enumerate(bench["rows"], 1):
-        check_keys(row, {**_OF_ROW, **_OF_RESULTS}, f"{where}, row {i}", needed=_OF_ROW)
+        at = f"{where}, row {i}"
+        check_keys(row, {**_OF_ROW, **_OF_RESULTS}, at, needed=_OF_ROW)
+        # The name is a folder's, and a file from elsewhere must not lead out of its own.
+        if Path(row["name"]).name != row["name"]:
+            raise DataError(f"{at}: no name of a folder", leaf="name", got=repr(row["name"])[:80])
     pairs = [(row["algorithm"], row["env"]) for row in bench["rows"]]
     published = [
         published_of(x, pairs, f"{where}, published {i}")
