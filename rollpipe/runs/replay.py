@@ -68,8 +68,8 @@ def _collected(folder: Path, update: int, edits: tuple) -> Iterator[NextUpdate]:
                 then.learn(batch)
             return _compared(folder, run.folder, update, metrics or {})
 
-        start = "the start" if then.begun is None else f"the checkpoint of update {then.begun}"
-        known = f"{update - 1 - (then.begun or 0)} updates repeated from {start}"
+        start = "the start" if then.since is None else f"the checkpoint of update {then.since}"
+        known = f"{update - 1 - (then.since or 0)} updates repeated from {start}"
         yield NextUpdate(run.agent, batch, update, f"{known}\n{diff(folder, run.folder)}", outcome)
 
 

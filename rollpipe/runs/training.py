@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,7 +27,7 @@ from ..settings.options import import_words, shown, typed
 from .evaluations import evaluations_of
 from .films import films_of
 from .locks import COSTS, begin_training, unlock
-from .changes import adopt, attended, edit_is_due, made_again
+from .changes import adopt, attended, made_again
 from .mailbox import Mailbox
 from .logs import MetricFiles, records_of
 from ..pipes.graph import torchdata
@@ -267,14 +267,17 @@ class Updates:
         self.is_whole = False
         self.observers.save = False
 
-    def attend(self, mailbox: Mailbox) -> Run:
-        "After an update, make the edits that are due, or answer those who ask. Returns the run that goes on, see `attended`."
-        if self.record and edit_is_due(self.run):
-            self.journal.mark()
-            run = made_again(self.run)
-            self.is_whole = False
-            return run
-        return attended(mailbox, self) if self.record and mailbox.waits() else self.run
+    def attend(self, mailbox: Mailbox | None) -> Run:
+        """After an update, make the edits that are due, or answer those who ask.
+
+        Returns the run that goes on, see `attended`.
+        """
+        if not self.record:
+            return self.run
+        run = made_again(self.run, self)
+        if run is self.run and mailbox is not None and mailbox.waits():
+            run = attended(mailbox, self)
+        return run
 
 # %% ../../nbs/runs/14_training.ipynb #d8e1acf7
 @contextmanager
@@ -349,7 +352,7 @@ def _flight_recorder(run: Run) -> FlightRecorder:
     return FlightRecorder(run.folder, run.config, run.history, run.counters, run.agent, command)
 
 
-def _trained(run: Run, mailbox: Mailbox, callbacks: list, news: dict) -> tuple[dict, Run]:
+def _trained(run: Run, mailbox: Mailbox | None, callbacks: list, news: dict) -> tuple[dict, Run]:
     "Train to the end, or to an edit. Returns the last record, and the run that goes on."
     check_address(run.config, shown(run.folder))
     costs = Costs()
@@ -445,7 +448,8 @@ def train(
     news = {}
     begin_training(run.folder)
     try:
-        with GlobalRandomStates(), Mailbox(None if ranks.rank() else run.folder) as mailbox:
+        asking = nullcontext() if ranks.rank() else Mailbox(run.folder)  # rank 0 keeps the run
+        with GlobalRandomStates(), asking as mailbox:
             while True:
                 run = made_again(run)
                 with torch_threads(run.config["threads"]):
