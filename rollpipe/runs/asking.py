@@ -125,7 +125,10 @@ def _journal(folder: Path) -> str:
 
 
 def view(folder: str | Path) -> str:
-    "The run in a folder as HTML: its state, curves, pipeline, newest numbers, and edits. Errors are told."
+    """The run in a folder as HTML: its state, curves, pipeline, newest numbers, and edits.
+
+    Errors are told.
+    """
     folder = Path(folder)
     parts = {}
     for title, part in {
@@ -163,13 +166,17 @@ class OpenRun(NamedTuple):
         timeout: float = 60.0,
         **options: Any,
     ) -> str:
-        """Ask the training, and wait. Returns its answer. Raises `DataError` if it refuses, or does not answer in time.
+        """Ask the training, and wait.
+
+        Returns its answer. Raises `DataError` if it refuses, or does not answer in time.
 
         Args:
             do: pause, go_on, save (a checkpoint), or stop (as Ctrl-C)
-            insert: an edit `module:function`, with a function `pipe -> pipe`. The training imports the module
+            insert: an edit `module:function`, with a function `pipe -> pipe`. The training imports
+                the module
             timeout: seconds to wait
-            **options: options that change, such as `max_kl=0.01`; with `insert`, arguments of the function
+            **options: options that change, such as `max_kl=0.01`; with `insert`, arguments of the
+                function
         """
         if insert is not None:
             wish: dict = dict(insert=insert, kwargs=options)
@@ -208,7 +215,9 @@ class OpenRun(NamedTuple):
 
 
 def open_run(path: str | Path) -> OpenRun:
-    """A run that another process trains, for a look and an edit. Raises `DataError` if there is none.
+    """A run that another process trains, for a look and an edit.
+
+    Raises `DataError` if there is none.
 
     Args:
         path: folder of the run

@@ -58,7 +58,9 @@ def cores() -> int:
 
 
 def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = None) -> list:
-    """All settings to try: first the defaults, then others in random order. A batch always has as many steps as with the defaults.
+    """All settings to try: first the defaults, then others in random order.
+
+    A batch always has as many steps as with the defaults.
 
     Args:
         algorithm: name in `ALGORITHMS`
@@ -180,7 +182,10 @@ def autotune(
 
 
 def _trial(algorithm, env, env_kwargs, typed, setting, seconds) -> Trial:
-    "The trial of one setting. It measures for half of the time; the start takes about the other half."
+    """The trial of one setting.
+
+    It measures for half of the time; the start takes about the other half.
+    """
     try:
         found = profile_config(
             make_config(algorithm, env, None, env_kwargs, **{**typed, **setting}), seconds / 2
@@ -216,8 +221,8 @@ def ranked(trials: Iterable) -> tuple:
     """The settings that work, the fastest first, and the noise of the measurements.
 
     Returns:
-        tuple: list of `(setting, mean speed)`, and the largest difference between two speeds of the same setting, as a part of their
-            mean; None: no setting was measured twice
+        tuple: list of `(setting, mean speed)`, and the largest difference between two speeds of the
+            same setting, as a part of their mean; None: no setting was measured twice
     """
     speeds = {}
     for x in trials:
@@ -259,7 +264,9 @@ def ranking(trials: Iterable) -> str:
 def command_for(
     algorithm: str, env: str, values: dict, env_kwargs: dict | None = None, imports: Iterable = ()
 ) -> str:
-    """The command line that trains with these options. Raises `DataError` for a keyword argument that it cannot have.
+    """The command line that trains with these options.
+
+    Raises `DataError` for a keyword argument that it cannot have.
 
     Args:
         values: option of the algorithm or of the run -> value
@@ -280,7 +287,10 @@ def command_for(
 
 
 def _kwarg(name, x) -> str:
-    "The word that `parse_env_kwargs` reads as this value. Raises `DataError` if there is none, as for `nan`."
+    """The word that `parse_env_kwargs` reads as this value.
+
+    Raises `DataError` if there is none, as for `nan`.
+    """
     for text in (repr(x), re.sub(r"\binf\b", "1e999", repr(x))):  # `inf` is no literal
         if parse_env_kwargs([word := f"{name}={text}"]) == {name: x}:
             return word

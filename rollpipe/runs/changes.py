@@ -154,7 +154,9 @@ def adopt(run: Any, edited: Any) -> None:
 
 
 def edited_run(run: Run, edit: dict) -> Run:
-    """The run with an edit after its last update. Nothing is written, and `run` may go on as it was.
+    """The run with an edit after its last update.
+
+    Nothing is written, and `run` may go on as it was.
 
     Args:
         run: its stream is between two batches, or has not begun

@@ -40,7 +40,9 @@ def parts_of(item: Any) -> list:
 
 
 def leaf_rows(forms: Iterable[Form]) -> list[tuple[str, str]]:
-    """The path of each leaf in items of these forms, with its dtype and shape. A size that varies is a range, such as `0-3`.
+    """The path of each leaf in items of these forms, with its dtype and shape.
+
+    A size that varies is a range, such as `0-3`.
 
     Args:
         forms: of the items
@@ -60,7 +62,10 @@ def leaf_rows(forms: Iterable[Form]) -> list[tuple[str, str]]:
 
 # %% ../../nbs/runs/19_contents.ipynb #76d6ef6b
 def _about(part: Path, faults: list) -> dict:
-    "The pipes and the environments that `about.json` names, printable texts. A damaged file is one of the faults."
+    """The pipes and the environments that `about.json` names, printable texts.
+
+    A damaged file is one of the faults.
+    """
     try:
         found = json.loads(read_file(part / "about.json"))
         return {
@@ -80,7 +85,9 @@ def spread(x: np.ndarray) -> str:
 
 
 def histogram(x: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many of the numbers are in each of `n` bins, and the borders of the bins. Numbers that are equal but for rounding have one bin.
+    """How many of the numbers are in each of `n` bins, and the borders of the bins.
+
+    Numbers that are equal but for rounding have one bin.
 
     Args:
         x: at least one number
@@ -219,7 +226,9 @@ class Contents:
         yield from (("", line) for line in bars(self.returns))
 
     def draw(self, path: str | Path | None = None) -> Any:
-        """Draw the distribution of the returns: a matplotlib `Figure`. Raises `DataError` if there is no whole episode.
+        """Draw the distribution of the returns: a matplotlib `Figure`.
+
+        Raises `DataError` if there is no whole episode.
 
         Args:
             path: picture to write, its suffix decides the format; None: only return the figure

@@ -30,7 +30,10 @@ __all__ = ['FORMATS', 'PolicyFunction', 'Format', 'export_policy']
 
 # %% ../../nbs/runs/12_export.ipynb #6768e6d8
 def _names(tree, root):
-    "Names for the leaves of `tree` that every format accepts: `obs['image']` becomes `obs_image`. Raises `DataError` if two are equal."
+    """Names for the leaves of `tree` that every format accepts: `obs['image']` becomes `obs_image`.
+
+    Raises `DataError` if two are equal.
+    """
     found = {}
     for path in nested.paths(tree, root):
         name = re.sub(r"\W+", "_", path).strip("_")
@@ -46,7 +49,10 @@ def _names(tree, root):
 
 
 def _samples(space, n, mask=None):
-    "Endless batches of observations [n, ...], drawn from their space; a mask allows some action. Each call gives the same sequence."
+    """Endless batches of observations [n, ...], drawn from their space; a mask allows some action.
+
+    Each call gives the same sequence.
+    """
     space, spec = copy.deepcopy(space), space_spec(space, "obs")
     space.seed(0)
     while True:
@@ -113,7 +119,10 @@ class PolicyFunction(torch.nn.Module):
         ]
 
     def beginning(self, n: int) -> dict:
-        "The inputs for `n` environments at the beginning of their episodes, by name. The caller fills in the observation, which is zeros."
+        """The inputs for `n` environments at the beginning of their episodes, by name.
+
+        The caller fills in the observation, which is zeros.
+        """
         lead = {
             name: (x.shape[0], n, *x.shape[2:]) if name.startswith("hx") else (n, *x.shape[1:])
             for name, x in self.inputs.items()
@@ -270,14 +279,15 @@ def _check(actor, policy, run, n=3, steps=4):
 def export_policy(actor: Any, path: str | Path, to: str = "onnx", note: dict | None = None) -> bool:
     """Write the deterministic policy of an actor to a file that runs without rollpipe.
 
-    Raises `DataError` for an unknown format, if two leaves would have the same name, or if the file would answer differently, and
-    `ImportError` if a package is missing.
+    Raises `DataError` for an unknown format, if two leaves would have the same name, or if the file
+    would answer differently, and `ImportError` if a package is missing.
 
     Args:
         actor: an actor made by `for_env`, or with `observation_space` and `action_space`
         path: file to write
         to: 'onnx', 'torchscript' or 'pt2'
-        note: anything JSON can hold, to be stored in the file beside the names of inputs and outputs
+        note: anything JSON can hold, to be stored in the file beside the names of inputs and
+            outputs
 
     Returns:
         bool: whether the file was run and compared with the actor; False: onnxruntime is missing

@@ -37,7 +37,10 @@ class Films(Observer):
         self._evaluation = None
 
     def begin(self, run: Any) -> None:
-        "Begin the process. Each film shows an episode with the same seed, of the actor in eval mode."
+        """Begin the process.
+
+        Each film shows an episode with the same seed, of the actor in eval mode.
+        """
         self.run = run
         self.folder = Path(run.folder) / "videos"
         self._newest = -1
@@ -73,7 +76,10 @@ class Films(Observer):
             self._film(record["updates"])
 
     def _film(self, updates):
-        "Begin a film, unless this update has one. It first waits for the previous film, so that none is left out."
+        """Begin a film, unless this update has one.
+
+        It first waits for the previous film, so that none is left out.
+        """
         if self._evaluation is None or updates == self._newest:
             return
         self._newest = updates

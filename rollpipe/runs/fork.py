@@ -71,7 +71,10 @@ def _check_place(folder: Path, out: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _replacing(folder: Path, out: Path, overwrite: bool) -> Iterator[Path]:
-    "A path for a fork of the run in `folder`. It takes the place of `out` when the block has ended."
+    """A path for a fork of the run in `folder`.
+
+    It takes the place of `out` when the block has ended.
+    """
     _check_place(folder, out, overwrite)
     place = out.with_name(f".{out.name}.fork")
     place.mkdir(parents=True, exist_ok=True)
@@ -103,7 +106,8 @@ def _clear(place):
 def _copy_past(folder: Path, home: Path, forked: Checkpoint) -> None:
     """Copy what a run has written up to a checkpoint.
 
-    This is its journal, fingerprints, metrics and evaluations, and the best checkpoint of that time.
+    This is its journal, fingerprints, metrics and evaluations, and the best checkpoint of that
+    time.
     """
     at = forked.counters["updates"]
     steps = forked.counters["steps"]

@@ -32,7 +32,9 @@ __all__ = ['divide', 'RankStream', 'Follower', 'joint']
 
 # %% ../../nbs/runs/22_joint.ipynb #f1aa24b2
 def divide(pipe: Any, rank: int, size: int, workers: int) -> None:
-    """Reduce the pipeline to this rank's part of the lanes, see `ranks.divide`. Raises `DataError` also for too few lanes per worker.
+    """Reduce the pipeline to this rank's part of the lanes, see `ranks.divide`.
+
+    Raises `DataError` also for too few lanes per worker.
 
     Args:
         pipe: the pipeline of all lanes
@@ -94,7 +96,10 @@ class RankStream(Stream):
         return dict(ranks=[*names])
 
     def sweep(self, checkpoints: list) -> None:
-        "Remove the parts and the chunks that the checkpoints of rank 0 do not need. They are on disk when it tells what they name."
+        """Remove the parts and the chunks that the checkpoints of rank 0 do not need.
+
+        They are on disk when it tells what they name.
+        """
         named = ranks.gathered_objects(
             [name for path in checkpoints for name in chunk_names(path)]
         )[0]
@@ -196,7 +201,10 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
 
 
 def _agreed(run, folder, *told):
-    "The run of this rank, with its stream, unless a rank has failed. `run` is that of rank 0, and what it told is for the others."
+    """The run of this rank, with its stream, unless a rank has failed.
+
+    `run` is that of rank 0, and what it told is for the others.
+    """
     error = None
     rank = dist.get_rank()
     try:
@@ -224,7 +232,10 @@ def _agreed(run, folder, *told):
 
 
 def _follower(folder, config, history, counters, state, states, _):
-    "The run of another rank. For a new run that is said to go on exactly, this rank tests the environments, too."
+    """The run of another rank.
+
+    For a new run that is said to go on exactly, this rank tests the environments, too.
+    """
     agent, pipe = build(config, counters["resumes"])
     agent.load_state_dict(state)
     load_states(pipe, states)

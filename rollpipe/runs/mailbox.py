@@ -53,7 +53,9 @@ def _write(path: Path, content: dict) -> None:
 
 # %% ../../nbs/runs/10_mailbox.ipynb #1bee7d23
 class Mailbox:
-    """What others ask of a training. What was asked before it began, or when it has ended, is refused.
+    """What others ask of a training.
+
+    What was asked before it began, or when it has ended, is refused.
 
     Args:
         folder: folder of the run

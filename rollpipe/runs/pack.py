@@ -77,12 +77,16 @@ def local_copy(run: Any) -> Any:
 
 
 def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
-    """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
+    """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy.
 
-    Its `repr` tells the environment, the steps and the networks. With `average_policy` its policy is `average.policy` (`policy_of`).
+    Raises as `load_run` and `restore` do.
+
+    Its `repr` tells the environment, the steps and the networks. With `average_policy` its policy
+    is `average.policy` (`policy_of`).
 
     Args:
-        run: folder of a run, a checkpoint file, a folder that `pack` has made, or `hf://OWNER/NAME` on the Hugging Face Hub
+        run: folder of a run, a checkpoint file, a folder that `pack` has made, or `hf://OWNER/NAME`
+            on the Hugging Face Hub
         best: for a folder: the learner with the best evaluation, instead of the last one
         device: device of the learner, see `make_config`; the training may have used another one
     """
@@ -278,7 +282,9 @@ def pack(
 
 
 def push(folder: str | Path, name: str) -> str:
-    """Send a packed folder to the Hugging Face Hub, with the token that its client has. Returns the address of the commit.
+    """Send a packed folder to the Hugging Face Hub, with the token that its client has.
+
+    Returns the address of the commit.
 
     Args:
         folder: see `pack`

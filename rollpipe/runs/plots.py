@@ -28,11 +28,14 @@ __all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'thinned', 
 
 # %% ../../nbs/runs/04_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable, per_env: bool = False) -> dict:
-    """Group the runs that differ only in the seed. The label of a group is its name and the options that differ. Raises `DataError`.
+    """Group the runs that differ only in the seed.
+
+    The label of a group is its name and the options that differ. Raises `DataError`.
 
     Args:
         runs: folders of runs, each with `config.json`
-        per_env: compare the runs of each environment by themselves. So one label can stand for several environments
+        per_env: compare the runs of each environment by themselves. So one label can stand for
+            several environments
 
     Returns:
         dict: label -> list of folders; with `per_env`, (environment, label) -> list of folders
@@ -95,10 +98,13 @@ def _plain(value: Any) -> str:
 
 # %% ../../nbs/runs/04_plots.ipynb #cac02dd2
 def align(curves: Iterable, n_points: int = 200) -> tuple:
-    """Interpolate curves onto a common grid, over the range that every curve covers. Raises `DataError` if there is no such range.
+    """Interpolate curves onto a common grid, over the range that every curve covers.
+
+    Raises `DataError` if there is no such range.
 
     Args:
-        curves: (x [n], y [n]) for each curve, with ascending x; points that are not finite are left out
+        curves: (x [n], y [n]) for each curve, with ascending x; points that are not finite are left
+            out
         n_points: number of points of the common grid
 
     Returns:
@@ -233,13 +239,19 @@ def style(axes: Any, title: str, **labels: str) -> None:
 
 
 def picture(figure: Any, kind: str = "png", **options: Any) -> bytes:
-    "The content of a file of this kind, such as png or pdf, with the figure. The options are those of `Figure.savefig`."
+    """The content of a file of this kind, such as png or pdf, with the figure.
+
+    The options are those of `Figure.savefig`.
+    """
     figure.savefig(file := BytesIO(), format=kind, **options)
     return file.getvalue()
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    "Write the picture atomically; the suffix of `path` decides the format. Raises `OSError`, which names the file."
+    """Write the picture atomically; the suffix of `path` decides the format.
+
+    Raises `OSError`, which names the file.
+    """
     from matplotlib.backend_bases import FigureCanvasBase
 
     path = Path(path) if Path(path).suffix else Path(f"{path}.png")
@@ -265,7 +277,9 @@ def finished(figure: Any, path: str | Path | None) -> Any:
 
 
 def svg(figure: Any, name: str) -> str:
-    """The picture as a part of an HTML page. Texts stay texts, and the same figure always has the same markup.
+    """The picture as a part of an HTML page.
+
+    Texts stay texts, and the same figure always has the same markup.
 
     Args:
         name: name of the picture, which makes its ids unique in the page
@@ -316,14 +330,17 @@ def learning_curve(
     window: int = 1,
     title: str | None = None,
 ) -> Any:
-    """Draw the mean over seeds with a band, one line per experiment: a matplotlib `Figure`. Raises `DataError` for unusable runs.
+    """Draw the mean over seeds with a band, one line per experiment: a matplotlib `Figure`.
+
+    Raises `DataError` for unusable runs.
 
     Args:
         runs: folder of a run, or several folders
         path: picture to write, its suffix decides the format; None: only return the figure
         x: metric along the horizontal axis
         y: metric along the vertical axis
-        band: what the band shows: "range" (min to max of the seeds) or "std" (mean +- one standard deviation)
+        band: what the band shows: "range" (min to max of the seeds) or "std" (mean +- one standard
+            deviation)
         window: number of records in the moving average
         title: title of the picture [the experiment, if there is only one]
     """

@@ -56,7 +56,10 @@ class Progress(Observer):
         self._last = {}
 
     def begin(self, run: Any) -> None:
-        "Show the run, which may have made steps already. Raises `DataError` if nobody has said how many there will be."
+        """Show the run, which may have made steps already.
+
+        Raises `DataError` if nobody has said how many there will be.
+        """
         self.total = self.wanted or run.config.get("steps")
         if not self.total:
             raise DataError(

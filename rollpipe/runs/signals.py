@@ -45,12 +45,16 @@ def _is_noticed(handler) -> bool:
 
 @contextmanager
 def stop_signals(wanted: Callable = _is_noticed) -> Iterator[None]:
-    """In the block, let SIGTERM and SIGHUP raise an exception as Ctrl-C does, here `Stopped`. Ignored signals (`nohup`) stay ignored.
+    """In the block, let SIGTERM and SIGHUP raise an exception as Ctrl-C does, here `Stopped`.
 
-    Signals that follow within 10 seconds are ignored: they express the same wish, and must not interrupt the saving.
+    Ignored signals (`nohup`) stay ignored.
+
+    Signals that follow within 10 seconds are ignored: they express the same wish, and must not
+    interrupt the saving.
 
     Args:
-        wanted: handler -> whether a signal with this handler is taken over; default: every signal that is not ignored
+        wanted: handler -> whether a signal with this handler is taken over; default: every signal
+            that is not ignored
     """
     owner = os.getpid()
     counted = []
@@ -97,7 +101,10 @@ class _Delay:
         )  # when the first signal came; the block before may have left one
 
     def collecting(self) -> None:
-        "From now on a signal waits at most `PATIENCE`. A second one, more than `ONE_WISH` later, does not wait."
+        """From now on a signal waits at most `PATIENCE`.
+
+        A second one, more than `ONE_WISH` later, does not wait.
+        """
         self.waits = True
         if self.received:
             self._wait_for_batch(self.received[0][0])
@@ -114,8 +121,10 @@ class _Delay:
             self.agreed = []
 
     def agree(self, is_due: bool) -> bool:
-        """Whether it is time to save. Several ranks save together: if one of them has to, or has received a signal, which then ends the
-        block in all of them. A signal after this call waits for the next one.
+        """Whether it is time to save.
+
+        Several ranks save together: if one of them has to, or has received a signal, which then
+        ends the block in all of them. A signal after this call waits for the next one.
         """
         if not ranks.active():
             return is_due
@@ -178,7 +187,10 @@ def uninterrupted(received: list | None = None) -> Iterator[_Delay]:
 # %% ../../nbs/runs/09_signals.ipynb #d6e4c457
 @contextmanager
 def signals_wait_for_saving() -> Iterator[None]:
-    "In the block, let SIGTERM and SIGHUP raise `Stopped` if they would end the process at once. They end the process after the block."
+    """In the block, let SIGTERM and SIGHUP raise `Stopped` if they would end the process at once.
+
+    They end the process after the block.
+    """
     try:
         with stop_signals(lambda handler: handler == signal.SIG_DFL):
             yield
@@ -189,7 +201,10 @@ def signals_wait_for_saving() -> Iterator[None]:
 
 # %% ../../nbs/runs/09_signals.ipynb #c1d0f3a2
 def nobody_reads() -> bool:
-    "Has the program ended that reads what this process prints? Windows does not tell, and counts as yes."
+    """Has the program ended that reads what this process prints?
+
+    Windows does not tell, and counts as yes.
+    """
     if not hasattr(select, "poll"):
         return True
     streams = select.poll()
