@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import shlex
 import signal
 from argparse import Namespace
 from functools import partial
@@ -37,7 +36,7 @@ from rollpipe.settings.config import (
 )
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint import Follower, joint
-from ..settings.options import import_words, options_of, parse_env_kwargs, shown, typed
+from ..settings.options import options_of, parse_env_kwargs, shown
 from ..pipes.envs.factories import spaces_of, spare_environments
 from ..pipes.data.errors import DataError, EnvError
 from ..pipes.graph.edits import draw
@@ -46,13 +45,14 @@ from .plots import learning_curve
 from ..settings.files import check_address, settings_in
 from ..settings.resolved import NOT_ASKED, Asked, Resolved
 from .progress import format_duration, format_number
-from ..ranks.launch import launching_words, process_group
+from ..ranks.launch import process_group
 from rollpipe.runs.folder import (
     Run,
     agent_of,
     discard,
     folder_of,
     load_run,
+    command_line,
     needed_modules,
     resume,
     start,
@@ -246,9 +246,8 @@ def _compared(then: Resolved, now: Resolved) -> dict:
 
 def _command_for(command: str, run: Run) -> str:
     "A command line for the folder of a run."
-    n = run.config.get("ranks", 1) if command.startswith("train") else 1
-    words = typed([*launching_words(n), "rollpipe", *command.split(), shown(run.folder)])
-    return shlex.join(words + import_words(needed_modules(run.config)))
+    n_ranks = run.config.get("ranks", 1) if command.startswith("train") else 1
+    return command_line(run.config, *command.split(), shown(run.folder), n_ranks=n_ranks)
 
 
 def run_to_end(run: Run, args: Namespace) -> None:
@@ -264,10 +263,10 @@ def run_to_end(run: Run, args: Namespace) -> None:
     except EnvError as e:
         # The state which the environment had when the run was saved does not fit any more.
         if e.problem.startswith("the state"):
-            words = ["rollpipe", "fork", shown(run.folder), "--new-episodes", "--out", "OUT"]
-            words += import_words(needed_modules(run.config))
+            words = ("fork", shown(run.folder), "--new-episodes", "--out", "OUT")
+            command = command_line(run.config, *words)
             before = f"{e.expected}; or " if e.expected else ""
-            e.expected = f"{before}`{shlex.join(typed(words))}`, which learns on in new episodes"
+            e.expected = f"{before}`{command}`, which learns on in new episodes"
         raise
     except KeyboardInterrupt as e:
         if run.is_new and not run.counters["updates"]:

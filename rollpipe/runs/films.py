@@ -22,9 +22,10 @@ __all__ = ['Films', 'films_of']
 
 # %% ../../nbs/runs/02_films.ipynb #ef508a8c
 class Films(Observer):
-    """Films of the present policy in the folder `videos` of a run: `update-000020.mp4`, or `.gif` without the extra `video`.
+    """Films of the present policy in the folder `videos` of a run.
 
-    The first failure is logged as a warning. After that no more films are made, and the training continues.
+    They are `update-000020.mp4`, or `.gif` without the extra `video`. The first failure is logged
+    as a warning. After that no more films are made, and the training continues.
 
     Args:
         every: updates between two films; the last update of the run has one, too

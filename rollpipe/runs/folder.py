@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.checks import ENDLESS, check_decay, check_room, is_over
 from ..settings.files import check_address, name_address
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
-from ..settings.options import shown
+from ..settings.options import import_words, shown, typed
 from ..settings.resolved import Resolved
 from rollpipe.runs.locks import (
     FORKED,
@@ -55,12 +56,13 @@ from ..pipes.graph.edits import find
 from ..pipes.graph.modules import torch_threads
 from ..pipes.stepper import EnvStepper
 from ..ranks.collectives import check_size
+from ..ranks.launch import launching_words
 from ..traces.differences import JOURNAL
 from ..traces.history import REQUEST, History, check_event, with_event
 
 # %% auto #0
-__all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'restore_agent', 'for_policy',
-           'agent_of', 'rebuilt', 'resume']
+__all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'command_line', 'load_run', 'restore', 'restore_agent',
+           'for_policy', 'agent_of', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
 # Options that decide how much memory networks take
@@ -81,7 +83,8 @@ class Run(NamedTuple):
         waiting: states in the checkpoint, of pipes that are not in the pipeline yet
         stream: the `Stream`; None: a checkpoint has no state of it
         is_new: `start` has made it; False: it goes on, and what its folder has must stay
-        unsettled: the checkpoint from which it goes on, and whether the folder has another one, until `settle`; empty: nothing is due
+        unsettled: the checkpoint from which it goes on, and whether the folder has another one,
+            until `settle`; empty: nothing is due
         history: the events of the run
         due: edits that the run has made before, after later updates, and is going to make again
     """
@@ -107,7 +110,7 @@ class Run(NamedTuple):
         return self.folder / "best.safetensors"
 
     def settle(self) -> None:
-        """Write what `resume` has changed: the history, and the checkpoint that the run goes on from.
+        """Write what `resume` has changed: the history, and the checkpoint where the run goes on.
 
         Later checkpoints are removed. It waits for the first update, so a resume that fails leaves
         the folder as it is. A run that records does not wait.
@@ -326,6 +329,18 @@ def needed_modules(config: dict) -> list:
     if of_env:
         modules.append(of_env)
     return list(dict.fromkeys(modules))
+
+
+def command_line(config: dict, *words: Any, n_ranks: int = 1) -> str:
+    """A command line of rollpipe, with the modules that a run needs.
+
+    Args:
+        config: the configuration of the run
+        *words: the command and what follows it, such as "watch" and a path
+        n_ranks: number of processes that learn together
+    """
+    typed_words = typed([*launching_words(n_ranks), "rollpipe", *words])
+    return shlex.join([*typed_words, *import_words(needed_modules(config))])
 
 # %% ../../nbs/runs/07_folder.ipynb #69a84a62
 def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Checkpoint:

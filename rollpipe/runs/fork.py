@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +22,11 @@ from ..pipes.data.errors import DataError, PipeError, check_integer
 from ..pipes.data.files import read_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.reseeding import reseeded
-from ..ranks.launch import launching_words
 from ..settings.checks import ENDLESS
 from ..settings.config import build, device_of
-from ..settings.options import import_words, shown, typed
+from ..settings.options import shown
 from .changes import changed_run, options_in
-from .folder import folder_of, load_run, needed_modules, rebuilt
+from .folder import command_line, folder_of, load_run, rebuilt
 from .locks import FORKED, files_of_run, lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
 from .states import exactness, lacking_pipes
@@ -368,7 +366,6 @@ def fork_command(args: Namespace) -> None:
     print(text)
 
     # How it goes on
-    ranks = forked.config.get("ranks", 1)
-    words = [*launching_words(ranks), "rollpipe", "train", "--resume", Path(args.out)]
-    words += import_words(needed_modules(forked.config))
-    print(f"train it:     {shlex.join(typed(words))}")
+    n_ranks = forked.config.get("ranks", 1)
+    command = command_line(forked.config, "train", "--resume", Path(args.out), n_ranks=n_ranks)
+    print(f"train it:     {command}")

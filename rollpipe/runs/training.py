@@ -5,7 +5,6 @@
 # %% ../../nbs/runs/14_training.ipynb #0117ae94
 from __future__ import annotations
 
-import shlex
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -23,7 +22,7 @@ from ..agents.schedules import seconds_of
 from ..settings.files import check_address
 from ..settings.checks import is_over
 from ..settings.config import reading_for
-from ..settings.options import import_words, shown, typed
+from ..settings.options import shown
 from .evaluations import evaluations_of
 from .films import films_of
 from .locks import COSTS, begin_training, unlock
@@ -41,7 +40,7 @@ from ..pipes.recording.recorder import Recorder
 from ..pipes.taps import Meter
 from .progress import Progress
 from .signals import Stopped, signals_wait_for_saving, uninterrupted
-from .folder import Run, needed_modules
+from .folder import Run, command_line
 
 # %% auto #0
 __all__ = ['reading', 'Costs', 'Meters', 'save_in_turn', 'StopAfter', 'Updates', 'observed', 'train']
@@ -365,9 +364,7 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
 
 
 def _flight_recorder(run: Run) -> FlightRecorder:
-    again = ["rollpipe", "replay", shown(run.folder), "--crash"]
-    again += import_words(needed_modules(run.config))
-    command = shlex.join(typed(again))
+    command = command_line(run.config, "replay", shown(run.folder), "--crash")
     return FlightRecorder(run.folder, run.config, run.history, run.counters, run.agent, command)
 
 
