@@ -167,19 +167,19 @@ def autotune(
     # Each setting, in three quarters of the time
     trials = []
     for k, setting in enumerate(to_try):
-        left = begin + seconds * 3 / 4 - time.monotonic()
-        if k and left <= 0:
+        remaining = begin + seconds * 3 / 4 - time.monotonic()
+        if k and remaining <= 0:
             trials.append(Trial(setting, error=NO_TIME))
         else:
-            trials.append(trial(setting, max(left, 0.1) / (len(to_try) - k)))
+            trials.append(trial(setting, max(remaining, 0.1) / (len(to_try) - k)))
         yield trials[-1]
 
     # The fastest ones again
     fastest = sorted((x for x in trials if x.speed), key=lambda x: -x.speed)[:AGAIN]
     for k, x in enumerate(fastest):
-        left = begin + seconds - time.monotonic()
-        if left > 0:
-            yield trial(x.setting, left / (len(fastest) - k))
+        remaining = begin + seconds - time.monotonic()
+        if remaining > 0:
+            yield trial(x.setting, remaining / (len(fastest) - k))
 
 
 def _trial(algorithm, env, env_kwargs, typed, setting, seconds) -> Trial:

@@ -176,6 +176,8 @@ def edited_run(run: Run, edit: dict) -> Run:
                 expected="a run that could go on exactly",
                 got=run.history.inexact or "a stream that has no state",
             )
+
+        # The pipeline is that of the configuration.
         before = build({**config, "folder": run.folder}, run.counters["resumes"])[1]
         alien = fingerprint(before).differs(fingerprint(run.pipe), "graph")
         if alien:
@@ -208,7 +210,7 @@ def edited_run(run: Run, edit: dict) -> Run:
 
 
 def _check_pipes(before: Any, run: Run) -> None:
-    "Raise `DataError` if states could go to other pipes, or if a resumed run could not go on exactly."
+    "Raise `DataError` if states could go to other pipes, or if a resume could not go on exactly."
     known = numbered(nodes(before))
     names = numbered(nodes(run.pipe))
     twice = [name for name in names if name not in known and name.rpartition(" ")[0] in known]
@@ -286,7 +288,7 @@ def attended(mailbox: Mailbox, updates: Any) -> Run:
         OSError: the disk is so full that the journal gets no line
     """
     run = updates.run
-    begun = perf_counter()
+    begin = perf_counter()
     state = "go_on"
     while True:
         with uninterrupted(updates.signals):
@@ -308,7 +310,7 @@ def attended(mailbox: Mailbox, updates: Any) -> Run:
         if state == "go_on":
             break
         sleep(0.1)
-    updates.leave_out(perf_counter() - begun)
+    updates.leave_out(perf_counter() - begin)
     return run
 
 

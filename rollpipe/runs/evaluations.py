@@ -303,6 +303,7 @@ class EvaluationsBySteps(Observer):
 
     def _evaluate(self, kind, agent, updates) -> Evaluated:
         "Evaluate the policy of a learner with so many updates, and write a line."
+        # The episodes
         config = self.run.config
         now = self.run.counters
         seed = evaluation_seed(config["seed"], kind, now["steps"])

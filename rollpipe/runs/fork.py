@@ -319,12 +319,12 @@ def fork(
             config.update({name: x for name, x in ENDLESS.items() if name not in options})
 
         # Its history begins with where it comes from, and how its environments are kept.
-        kept = dict(kept=parent.history.kept, inexact=parent.history.inexact)
+        keeping = dict(kept=parent.history.kept, inexact=parent.history.inexact)
         if new_episodes:
-            kept = exactness(build(forked.config)[1], forked.config)
+            keeping = exactness(build(forked.config)[1], forked.config)
         more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
         history = History()
-        history.add("forked", at, run=str(shown(folder)), set=changed, **more, **kept)
+        history.add("forked", at, run=str(shown(folder)), set=changed, **more, **keeping)
         forked = forked._replace(history=history)
 
         # The files. From the checkpoint in `FORKED` it can be repeated.

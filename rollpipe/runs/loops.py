@@ -106,7 +106,7 @@ def _read(path: Path, sources: list) -> Checkpoint | None:
 def resumed(
     path: str | Path, pipe: Any, agent: Any, reading_service: Any = None, exact: bool = True
 ) -> Iterator[tuple]:
-    """A context with `(loader, update)`: the batches of a loop, and how many updates the file counts.
+    """A context with `(loader, update)`: the batches of a loop, and the updates that its file counts.
 
     The graph is copied. If there is a file, the learner, the pipes that learn, the stream and the
     global generators go on from it. If the pipeline or a setting has changed, the log names it.
@@ -192,12 +192,12 @@ def _journal(path: Path, checkpoint: Checkpoint | None, exact: bool, reason: str
     n = checkpoint.counters.get("batches", 0) if checkpoint else 0
 
     def differs(*lines):
-        what = difference_in_words(path, *lines)
+        text = difference_in_words(path, *lines)
         if exact:
             raise DataError(
-                what, leaf="exact", expected="the batches of its journal; or exact=False"
+                text, leaf="exact", expected="the batches of its journal; or exact=False"
             )
-        _log.warning(what)
+        _log.warning(text)
 
     counters = dict(updates=n, steps=0, resumes=0)
     return Journal(file, counters, {}, differs=None if reason else differs)

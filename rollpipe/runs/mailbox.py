@@ -116,8 +116,8 @@ class Mailbox:
 
     def __enter__(self) -> Mailbox:
         lock = self.folder / "lock"
-        begun = lock.stat().st_mtime_ns if lock.exists() else math.inf
-        self._refuse("it was asked before this training began", begun)
+        begin = lock.stat().st_mtime_ns if lock.exists() else math.inf
+        self._refuse("it was asked before this training began", begin)
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -389,8 +389,8 @@ def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDiffer
             difference = diff(shown(folder), then.run.folder)
     if config.get("workers") and (config["lag"] is None or config["order"] == "ready"):
         difference.notes.append(
-            f"with lag={config['lag']} and order={config['order']}, the stream depends on the speed "
-            "of the workers"
+            f"with lag={config['lag']} and order={config['order']}, the stream depends on the "
+            "speed of the workers"
         )
     return difference
 

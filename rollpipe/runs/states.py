@@ -297,7 +297,7 @@ def exactness(pipe: Any, config: dict) -> dict:
 
     Raises `DataError` if `exact` is asked for in vain.
     """
-    kept = {name: keeper.name for name, keeper in keep_environments(pipe).items()}
+    ways = {name: keeper.name for name, keeper in keep_environments(pipe).items()}
     reason = why_inexact(pipe, config)
     if reason and config.get("exact"):
         raise DataError(
@@ -308,7 +308,7 @@ def exactness(pipe: Any, config: dict) -> dict:
         )
     if reason:
         _log.warning(f"When this run is resumed, it will begin new episodes: {reason}")
-    return dict(kept=kept, inexact=reason)
+    return dict(kept=ways, inexact=reason)
 
 
 def newly_inexact(stream: Stream, before: str | None, is_exact: bool) -> str | None:
@@ -485,15 +485,15 @@ def journal_of(run: Any) -> Journal:
         _log.warning(f"{shown(run.folder)} goes on, but not as it was: {changed}")
 
     def differs(*lines):
-        what = difference_in_words(run.folder, *lines)
+        text = difference_in_words(run.folder, *lines)
         if config.get("exact") and not changed:
             raise DataError(
-                what,
+                text,
                 leaf="exact",
                 expected="the numbers of its journal; or in Python, a run with "
                 "config['exact'] = False",
             )
-        _log.warning(what)
+        _log.warning(text)
         run.counters["inexact"] = 1
 
     journal = Journal(

@@ -320,17 +320,17 @@ def observed(
     counters = dict(steps=steps, updates=updates, episodes=0, seconds=0.0, resumes=0)
     run = Run(Path(), {}, agent, pipe, counters)
     watching = Observers([Meters(), *observers])
-    made = Updates(run, watching)
+    loop = Updates(run, watching)
 
     def learn(batch):
         watching.save = False
-        record = made.learn(batch)
-        made.look_when_saved()
+        record = loop.learn(batch)
+        loop.look_when_saved()
         return record
 
     with watching.begun(run, "saved", "update", "record"):
-        made.make = watching.around(made.make)
-        made.start_clock()
+        loop.make = watching.around(loop.make)
+        loop.start_clock()
         yield learn, watching
         watching.end(counters)
 
