@@ -177,7 +177,7 @@ def test_a_recording_need_not_fit_into_memory(tmp_path):
     list(Recorder(IterList([np.zeros(500_000) for _ in range(12)]), tmp_path, chunk=1))
     tracemalloc.start()
     assert (
-        sum(size for size, _ in Contents(tmp_path).sizes) > 48e6
+        sum(path.stat().st_size for path in Contents(tmp_path).files) > 48e6
         and tracemalloc.get_traced_memory()[1] < 16e6
     )
     tracemalloc.stop()

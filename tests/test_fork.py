@@ -195,15 +195,15 @@ def test_chunks_that_the_training_removes_meanwhile(tmp_path, monkeypatch):
     "The parent saves between the reading of its checkpoint and the naming of the chunks."
     module = sys.modules["rollpipe.runs.moments"]
     parent = trained(tmp_path / "run", "dqn", 400)
-    linked = module._linked
+    link = module._hard_link
     moved = []
 
     def moving(source, path):
         if not moved:
             moved.append(gone_on(parent.folder, steps=480))
-        linked(source, path)
+        link(source, path)
 
-    monkeypatch.setattr(module, "_linked", moving)
+    monkeypatch.setattr(module, "_hard_link", moving)
     out = fork(parent.folder, tmp_path / "fork")
     assert load_run(out).counters["updates"] == parent.counters["updates"] + 5
     gone_on(out, steps=800), gone_on(parent.folder, steps=800)

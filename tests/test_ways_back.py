@@ -191,11 +191,11 @@ def test_a_fork_of_the_newest_checkpoint_is_not_made_from_the_start(
             moved.append(gone_on(parent.folder, steps=720))
         return checkpoint_before(*args, **kwargs)
 
-    def from_the_start(*args):
+    def from_the_start(*args, **kwargs):
         raise AssertionError("the run is repeated")
 
     monkeypatch.setattr(moments, "checkpoint_before", moving)
-    monkeypatch.setattr(sys.modules["rollpipe.runs.fork"], "_repeated_to", from_the_start)
+    monkeypatch.setattr(sys.modules["rollpipe.runs.fork"], "moment", from_the_start)
     made = parent.counters["updates"]
     path = parent.folder / "checkpoint.safetensors" if by_file else parent.folder
     if by_file and name == "dqn":

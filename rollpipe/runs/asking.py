@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 from argparse import Namespace
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -39,42 +40,50 @@ __all__ = ['view', 'OpenRun', 'open_run', 'add_edit', 'edit_command']
 # %% ../../nbs/runs/21_asking.ipynb #e1e28e90
 def _state(folder: Path) -> str:
     "How far a run is, in words."
-    found = load_run(folder, builds=False)
-    last = read_records(folder)[-1:]
-    steps, updates = (int(last[0].get(name, 0)) if last else 0 for name in ("steps", "updates"))
-    algorithm, env, most = (found.config[name] for name in ("algorithm", "env", "steps"))
-    words = [f"{algorithm} on {env}", f"{steps:,} of {most:,} steps", f"{updates:,} updates"]
-    if found.history.stopped:
-        words.append(f"stopped: {found.history.stopped}")
-    process = "a process trains it" + ", and is paused" * (folder / PAUSED).exists()
-    words.append(process if owner_of(folder) else "no process trains it")
+    checkpoint = load_run(folder, builds=False)
+    config = checkpoint.config
+    records = read_records(folder)
+    last = records[-1] if records else {}
+    texts = [
+        f"{config['algorithm']} on {config['env']}",
+        f"{int(last.get('steps', 0)):,} of {config['steps']:,} steps",
+        f"{int(last.get('updates', 0)):,} updates",
+    ]
+    if checkpoint.history.stopped:
+        texts.append(f"stopped: {checkpoint.history.stopped}")
+    if not owner_of(folder):
+        texts.append("no process trains it")
+    elif (folder / PAUSED).exists():
+        texts.append("a process trains it, and is paused")
+    else:
+        texts.append("a process trains it")
     age = time() - (folder / "metrics.jsonl").stat().st_mtime
-    return f"<p>{html.escape('; '.join(words))}; last record {format_duration(max(age, 0))} ago</p>"
+    return f"<p>{html.escape('; '.join(texts))}; last record {format_duration(max(age, 0))} ago</p>"
 
 
 def _curves(folder: Path) -> str:
-    found = (folder / "metrics.jsonl").stat() if (folder / "metrics.jsonl").exists() else None
-    return _drawn_curves(folder, found and (found.st_mtime_ns, found.st_size))
+    path = folder / "metrics.jsonl"
+    changed = None
+    if path.exists():
+        stat = path.stat()
+        changed = stat.st_mtime_ns, stat.st_size
+    return _drawn_curves(folder, changed)
 
 
 @lru_cache(16)
 def _drawn_curves(folder: Path, changed: Any) -> str:
     "The curves of the returns and of the certificate, which stand side by side if there is room."
     metrics = read_metrics(folder)
-    names = {
-        "return_mean": LABELS["return_mean"],
-        "eval_return_mean": LABELS["eval_return_mean"],
-        **CERTIFICATE,
-    }
+    labels = {name: LABELS[name] for name in ("return_mean", "eval_return_mean")} | CERTIFICATE
     charts = [
         _chart(folder, metrics, name, text)
-        for name, text in names.items()
+        for name, text in labels.items()
         if name in metrics and np.isfinite(metrics[name]).any()
     ]
     return _beside(charts) if charts else "<p>No episode has ended.</p>"
 
 
-def _beside(parts: list) -> str:
+def _beside(parts: Iterable) -> str:
     return f'<div style="display:flex;flex-wrap:wrap;gap:8px 24px">{"".join(parts)}</div>'
 
 
@@ -83,7 +92,8 @@ def _chart(folder: Path, metrics: dict, name: str, text: str) -> str:
     from matplotlib.figure import Figure
 
     x, y = thinned(metrics["steps"], metrics[name], 300)
-    axes = (figure := Figure(figsize=(3.8, 2.4), layout="constrained")).add_subplot()
+    figure = Figure(figsize=(3.8, 2.4), layout="constrained")
+    axes = figure.add_subplot()
     axes.plot(x, y, linewidth=1.2, marker="." if len(x) < 20 else None)
     if name == "accepted":
         axes.set_ylim(0, 1.05)
@@ -107,13 +117,13 @@ def _drawn_graph(folder: Path, config: str) -> str:
 
 def _numbers(folder: Path) -> str:
     "The newest numbers about speed, processes and memory."
-    names = "steps_per_s", "seconds", "lag", "workers", "restarts", "replay_"
-    last = {
-        name: x[np.isfinite(x)][-1]
-        for name, x in read_metrics(folder).items()
-        if name.startswith(names) and np.isfinite(x).any()
-    }
-    rows = {name: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}" for name, x in last.items()}
+    prefixes = "steps_per_s", "seconds", "lag", "workers", "restarts", "replay_"
+    rows = {}
+    for name, values in read_metrics(folder).items():
+        finite = values[np.isfinite(values)]
+        if name.startswith(prefixes) and len(finite):
+            x = finite[-1]
+            rows[name] = f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}"
     capacity = load_run(folder, builds=False).config["options"].get("capacity")
     if capacity and "replay_size" in rows:
         rows["replay_size"] += f" of {capacity:,}"
@@ -125,26 +135,24 @@ def _journal(folder: Path) -> str:
 
 
 def view(folder: str | Path) -> str:
-    "The run in a folder as HTML: its state, curves, pipeline, newest numbers, and edits. Errors are told."
+    "The run in a folder as HTML: state, curves, pipeline, numbers, and edits. Errors are told."
     folder = Path(folder)
-    parts = {}
-    for title, part in {
+    parts = {
         "": _state,
         "Curves": _curves,
         "Pipeline": _graph,
         "Numbers": _numbers,
         "Journal": _journal,
-    }.items():
+    }
+    sections = []
+    for title, part in parts.items():
         try:
             body = part(folder)
         except Exception as e:
             body = f"<p>{html.escape(describe_exception(e))}</p>"  # perhaps not yet written
-        parts[title] = section(title, body, 3) if title else body
-    rest = [
-        f'<div style="max-width:100%">{parts.pop(title)}</div>'
-        for title in ("Pipeline", "Numbers", "Journal")
-    ]
-    return "".join([*parts.values(), _beside(rest)])
+        sections.append(section(title, body, 3) if title else body)
+    state, curves, *others = sections
+    return state + curves + _beside(f'<div style="max-width:100%">{x}</div>' for x in others)
 
 # %% ../../nbs/runs/21_asking.ipynb #4a983ce4
 class OpenRun(NamedTuple):
@@ -163,13 +171,17 @@ class OpenRun(NamedTuple):
         timeout: float = 60.0,
         **options: Any,
     ) -> str:
-        """Ask the training, and wait. Returns its answer. Raises `DataError` if it refuses, or does not answer in time.
+        """Ask the training, and wait.
+
+        Returns its answer. Raises `DataError` if it refuses, or does not answer in time.
 
         Args:
             do: pause, go_on, save (a checkpoint), or stop (as Ctrl-C)
-            insert: an edit `module:function`, with a function `pipe -> pipe`. The training imports the module
+            insert: an edit `module:function`, with a function `pipe -> pipe`. The training imports
+                the module
             timeout: seconds to wait
-            **options: options that change, such as `max_kl=0.01`; with `insert`, arguments of the function
+            **options: options that change, such as `max_kl=0.01`; with `insert`, arguments of the
+                function
         """
         if insert is not None:
             wish: dict = dict(insert=insert, kwargs=options)
@@ -180,17 +192,22 @@ class OpenRun(NamedTuple):
         return ask(self.folder, wish, timeout)
 
     def journal(self, n: int = 5) -> list:
-        "The last `n` lines of its journal, and those of edits, at most 20: updates, steps, and the edits in words."
+        """The last `n` lines of its journal, and those of edits, at most 20.
+
+        Each has its updates, its steps, and its edits in words.
+        """
         lines = read_journal(self.folder / JOURNAL)
-        found = [
-            (e.updates, e.steps, "; ".join(map(in_words, e.edits or [])))
-            for k, e in enumerate(lines)
-            if e.edits or k >= len(lines) - n
+        rows = [
+            (line.updates, line.steps, "; ".join(map(in_words, line.edits or [])))
+            for k, line in enumerate(lines)
+            if line.edits or k >= len(lines) - n
         ]
-        return found[-20:]
+        return rows[-20:]
 
     def live(self, every: float = 5.0) -> None:
-        """Draw the run in a notebook, again and again, until no process trains it, or until Ctrl-C (in a notebook, "interrupt").
+        """Draw the run in a notebook, again and again, until no process trains it.
+
+        Ctrl-C ends it, too; in a notebook, this is "interrupt".
 
         Args:
             every: seconds between pictures
@@ -208,7 +225,9 @@ class OpenRun(NamedTuple):
 
 
 def open_run(path: str | Path) -> OpenRun:
-    """A run that another process trains, for a look and an edit. Raises `DataError` if there is none.
+    """A run that another process trains, for a look and an edit.
+
+    Raises `DataError` if there is none.
 
     Args:
         path: folder of the run
@@ -222,6 +241,8 @@ def open_run(path: str | Path) -> OpenRun:
 def add_edit(parser: Parser) -> None:
     "Add the options of the command."
     parser.add_argument("run", metavar="RUN", help="folder of a run that trains")
+
+    # Edits
     parser.add_argument(
         "--set",
         action="append",
@@ -234,12 +255,15 @@ def add_edit(parser: Parser) -> None:
         metavar="MODULE:EDIT[,NAME=VALUE]",
         help="a function pipe -> pipe, with arguments, of an --import MODULE",
     )
-    for name, text in dict(
+
+    # Other wishes
+    texts = dict(
         pause="wait after this update",
         go_on="end the pause",
         save="write a checkpoint",
         stop="save and end",
-    ).items():
+    )
+    for name, text in texts.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
     parser.add_argument(
         "--timeout",
@@ -253,19 +277,21 @@ def add_edit(parser: Parser) -> None:
 def edit_command(args: Namespace) -> None:
     "Ask a training, and print its answers. Raises `DataError` for the first wish that is refused."
     run = open_run(args.run)
-    wishes = [dict[str, Any](do=name) for name in WISHES if getattr(args, name)]
+    wishes: list[dict[str, Any]] = []
+    if args.set:
+        wishes.append(dict(set=options_in(args.set, args.run)))
     if args.insert:
         name, *words = args.insert.split(",")
-        if (module := name.partition(":")[0]) not in getattr(args, "imports", ()):
+        module = name.partition(":")[0]
+        if module not in getattr(args, "imports", ()):
             raise DataError(
                 f"the edit {name!r} needs its module",
                 leaf="--insert",
                 expected=f"--import {module}",
                 got="no such --import",
             )
-        wishes.insert(0, dict(insert=name, kwargs=parse_env_kwargs(words)))
-    if args.set:
-        wishes.insert(0, dict(set=options_in(args.set, args.run)))
+        wishes.append(dict(insert=name, kwargs=parse_env_kwargs(words)))
+    wishes += [dict(do=name) for name in WISHES if getattr(args, name)]
     if not wishes:
         raise DataError(
             "nothing is asked", expected="--set, --insert, --pause, --go-on, --save or --stop"

@@ -48,8 +48,10 @@ GRID: dict = dict(
     workers=(0, 1, 2, 4),
     engine=("auto", "torch"),
 )
-SHORTEST = 16  # fewest steps of a fragment, unless the algorithm has fewer: advantages look ahead only within a fragment
-AGAIN = 3  # number of the fastest settings that are measured a second time, in the last quarter of the time
+# Fewest steps of a fragment, unless the algorithm has fewer: advantages look ahead only within one
+SHORTEST = 16
+# Number of the fastest settings that are measured a second time, in the last quarter of the time
+AGAIN = 3
 
 
 def cores() -> int:
@@ -58,7 +60,9 @@ def cores() -> int:
 
 
 def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = None) -> list:
-    """All settings to try: first the defaults, then others in random order. A batch always has as many steps as with the defaults.
+    """All settings to try: first the defaults, then others in random order.
+
+    A batch always has as many steps as with the defaults.
 
     Args:
         algorithm: name in `ALGORITHMS`
@@ -78,28 +82,24 @@ def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = No
             expected="an algorithm that steps environments",
         )
     steps = defaults["n_steps"] * defaults["n_envs"] * defaults["lanes"]
-    found = []
-    given = tuple(defaults[name] for name in names)
-    for values in (
-        given,
-        *itertools.product(*([typed[name]] if name in typed else GRID[name] for name in names)),
-    ):
+    possible = []
+    grid = [[typed[name]] if name in typed else GRID[name] for name in names]
+    for values in (tuple(defaults[name] for name in names), *itertools.product(*grid)):
         setting = dict(zip(names, values))
-        n_envs, lanes, workers = (setting[name] for name in ("n_envs", "lanes", "workers"))
-        setting["n_steps"], rest = divmod(steps, n_envs * lanes)
-        if setting["n_steps"] != typed.get("n_steps", setting["n_steps"]):
-            continue
-        if (
-            rest
-            or setting["n_steps"] < min(SHORTEST, defaults["n_steps"])
-            or workers > min(lanes, n_cores)
-        ):
-            continue
-        if setting not in found:
-            found.append(setting)
-    others = found[1:]
-    random.Random(0).shuffle(others)  # so a small budget reaches settings of all kinds
-    return found[:1] + others
+        n_copies = setting["n_envs"] * setting["lanes"]
+        n_steps, rest = divmod(steps, n_copies)
+        setting["n_steps"] = n_steps
+        is_typed = n_steps == typed.get("n_steps", n_steps)
+        is_long = n_steps >= min(SHORTEST, defaults["n_steps"])
+        has_cores = setting["workers"] <= min(setting["lanes"], n_cores)
+        is_possible = is_typed and is_long and has_cores and not rest
+        if is_possible and setting not in possible:
+            possible.append(setting)
+
+    # In random order a small budget reaches possible of all kinds.
+    others = possible[1:]
+    random.Random(0).shuffle(others)
+    return possible[:1] + others
 
 # %% ../../nbs/runs/13_autotune.ipynb #2d38f62d
 NO_TIME = "no time was left"
@@ -133,7 +133,9 @@ def autotune(
     seconds: float = 60.0,
     **given: Any,
 ) -> Iterator[Trial]:
-    """Yield a `Trial` for each setting, as soon as it is measured, and then a second one for the fastest settings, for `ranked`.
+    """Yield a `Trial` for each setting, as soon as it is measured.
+
+    Then there is a second one for the fastest settings, for `ranked`.
 
     Raises `DataError` for options that are wrong in every setting.
 
@@ -146,7 +148,8 @@ def autotune(
         **given: see `make_config`
     """
     check_seconds(seconds, "autotune")
-    if (reading := given.get("reading", RunOptions.reading)) != "processes":
+    reading = given.get("reading", RunOptions.reading)
+    if reading != "processes":
         raise DataError(
             "only worker processes are measured",
             pipe="autotune",
@@ -154,112 +157,104 @@ def autotune(
             expected="processes",
             got=repr(reading),
         )
-    base = make_config(
-        algorithm,
-        env,
-        options,
-        env_kwargs,
-        **{name: value for name, value in given.items() if name != "workers"},
-    )
+    of_base = {name: value for name, value in given.items() if name != "workers"}
+    base = make_config(algorithm, env, options, env_kwargs, **of_base)
     typed = {**(options or {}), **given}
-    found = settings(algorithm, typed, cores(), base["options"])
-    begun = time.monotonic()
+    to_try = settings(algorithm, typed, cores(), base["options"])
+    begin = time.monotonic()
     trial = partial(_trial, algorithm, env, env_kwargs, typed)
+
+    # Each setting, in three quarters of the time
     trials = []
-    for k, setting in enumerate(found):
-        left = begun + seconds * 3 / 4 - time.monotonic()
-        if k and left <= 0:
+    for k, setting in enumerate(to_try):
+        remaining = begin + seconds * 3 / 4 - time.monotonic()
+        if k and remaining <= 0:
             trials.append(Trial(setting, error=NO_TIME))
         else:
-            trials.append(trial(setting, max(left, 0.1) / (len(found) - k)))
+            trials.append(trial(setting, max(remaining, 0.1) / (len(to_try) - k)))
         yield trials[-1]
+
+    # The fastest ones again
     fastest = sorted((x for x in trials if x.speed), key=lambda x: -x.speed)[:AGAIN]
     for k, x in enumerate(fastest):
-        if (left := begun + seconds - time.monotonic()) > 0:
-            yield trial(x.setting, left / (len(fastest) - k))
+        remaining = begin + seconds - time.monotonic()
+        if remaining > 0:
+            yield trial(x.setting, remaining / (len(fastest) - k))
 
 
 def _trial(algorithm, env, env_kwargs, typed, setting, seconds) -> Trial:
-    "The trial of one setting. It measures for half of the time; the start takes about the other half."
+    "The trial of one setting. It measures for half of the time; the start takes about the rest."
     try:
-        found = profile_config(
-            make_config(algorithm, env, None, env_kwargs, **{**typed, **setting}), seconds / 2
-        )
+        config = make_config(algorithm, env, None, env_kwargs, **{**typed, **setting})
+        profile = profile_config(config, seconds / 2)
     except Exception as e:
         return Trial(setting, error=f"{type(e).__name__}: {e}")
-    if found.error is not None:
-        return Trial(setting, error=f"{type(found.error).__name__}: {found.error}")
-    return Trial(setting, found)
+    if profile.error is not None:
+        return Trial(setting, error=f"{type(profile.error).__name__}: {profile.error}")
+    return Trial(setting, profile)
 
 # %% ../../nbs/runs/13_autotune.ipynb #735edf9a
 def table_row(setting: dict, *cells: str) -> str:
     "A line of the table: the values of a setting, then `cells`."
-    return (
-        "".join(f"{x!s:>9}" for x in setting.values())
-        + "".join(f"{x:>13}" for x in cells[:-1])
-        + f"  {cells[-1]}"
-    )
+    *numbers, text = cells
+    values = [f"{x!s:>9}" for x in setting.values()]
+    return "".join([*values, *(f"{x:>13}" for x in numbers), f"  {text}"])
 
 
 def trial_row(trial: Trial) -> str:
     "The line of a trial, with its slowest stage."
-    found = trial.profile
-    if found is None:
+    profile = trial.profile
+    if profile is None:
         return table_row(trial.setting, "-", "-", trial.error.splitlines()[0])
-    name = "" if found.slowest is None else found.stages[found.slowest].label.partition("(")[0]
-    return table_row(
-        trial.setting, f"{trial.speed:,.0f}", share_text(1 - (found.learner or 0.0)), name
-    )
+    stage = ""
+    if profile.slowest is not None:
+        stage = profile.stages[profile.slowest].label.partition("(")[0]
+    collecting = share_text(1 - (profile.learner or 0.0))
+    return table_row(trial.setting, f"{trial.speed:,.0f}", collecting, stage)
 
 
 def ranked(trials: Iterable) -> tuple:
     """The settings that work, the fastest first, and the noise of the measurements.
 
     Returns:
-        tuple: list of `(setting, mean speed)`, and the largest difference between two speeds of the same setting, as a part of their
-            mean; None: no setting was measured twice
+        tuple: list of `(setting, mean speed)`, and the largest difference between two speeds of the
+            same setting, as a part of their mean; None: no setting was measured twice
     """
     speeds = {}
     for x in trials:
         if x.speed:
             speeds.setdefault(tuple(x.setting.items()), []).append(x.speed)
     noise = [(max(x) - min(x)) / fmean(x) for x in speeds.values() if len(x) > 1]
-    found = [(dict(setting), fmean(x)) for setting, x in speeds.items()]
-    return sorted(found, key=lambda x: -x[1]), max(noise, default=None)
+    means = [(dict(setting), fmean(x)) for setting, x in speeds.items()]
+    return sorted(means, key=lambda x: -x[1]), max(noise, default=None)
 
 
 def ranking(trials: Iterable) -> str:
     "The five fastest settings as a table, with what the noise of the measurements means for them."
-    found, noise = ranked(trials)
-    alike = sum(speed >= found[0][1] * (1 - (noise or 0)) for _, speed in found)
+    means, noise = ranked(trials)
+    best_setting, best = means[0]
     rows = [
-        table_row(setting, f"{speed:,.0f}", share_text(speed / found[0][1]))
-        for setting, speed in found[:5]
+        table_row(setting, f"{speed:,.0f}", share_text(speed / best))
+        for setting, speed in means[:5]
     ]
-    which = (
-        f"the {alike} fastest settings are alike"
-        if alike > 1
-        else "the fastest setting is faster than the others"
-    )
-    told = (
-        f"two measurements of one setting are up to {share_text(noise)} apart, so {which}"
-        if noise is not None
-        else "unknown, because no setting was measured twice"
-    )
-    return "\n".join(
-        [
-            "",
-            table_row({name: name for name in found[0][0]}, "steps/s", "of the best"),
-            *rows,
-            f"noise: {told}",
-        ]
-    )
+    text = "unknown, because no setting was measured twice"
+    if noise is not None:
+        alike = sum(speed >= best * (1 - noise) for _, speed in means)
+        which = "the fastest setting is faster than the others"
+        if alike > 1:
+            which = f"the {alike} fastest settings are alike"
+        apart = share_text(noise)
+        text = f"two measurements of one setting are up to {apart} apart, so {which}"
+    head = table_row({name: name for name in best_setting}, "steps/s", "of the best")
+    return "\n".join(["", head, *rows, f"noise: {text}"])
 
 
 def command_for(
     algorithm: str, env: str, values: dict, env_kwargs: dict | None = None, imports: Iterable = ()
 ) -> str:
-    """The command line that trains with these options. Raises `DataError` for a keyword argument that it cannot have.
+    """The command line that trains with these options.
+
+    Raises `DataError` for a keyword argument that it cannot have.
 
     Args:
         values: option of the algorithm or of the run -> value
@@ -280,9 +275,13 @@ def command_for(
 
 
 def _kwarg(name, x) -> str:
-    "The word that `parse_env_kwargs` reads as this value. Raises `DataError` if there is none, as for `nan`."
+    """The word that `parse_env_kwargs` reads as this value.
+
+    Raises `DataError` if there is none, as for `nan`.
+    """
     for text in (repr(x), re.sub(r"\binf\b", "1e999", repr(x))):  # `inf` is no literal
-        if parse_env_kwargs([word := f"{name}={text}"]) == {name: x}:
+        word = f"{name}={text}"
+        if parse_env_kwargs([word]) == {name: x}:
             return word
     raise DataError(
         "cannot be typed on a command line",
@@ -296,13 +295,11 @@ def _words(option: Option, value) -> list:
     "An option and its value, as words of a command line."
     if isinstance(option.default, bool):
         return [option.flag if value else option.flag.replace("--", "--no-", 1)]
-    text = (
-        ",".join(map(str, value))
-        if isinstance(value, (tuple, list))
-        else "none"
-        if value is None
-        else str(value)
-    )
-    return (
-        [f"{option.flag}={text}"] if text.startswith("-") else [option.flag, text]
-    )  # -1e-05 alone would be an option
+    if value is None:
+        text = "none"
+    elif isinstance(value, (tuple, list)):
+        text = ",".join(map(str, value))
+    else:
+        text = str(value)
+    # -1e-05 alone would be an option.
+    return [f"{option.flag}={text}"] if text.startswith("-") else [option.flag, text]

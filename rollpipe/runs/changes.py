@@ -33,81 +33,88 @@ from ..traces.fingerprint import fingerprint
 from ..traces.history import History, in_words, with_event
 
 # %% auto #0
-__all__ = ['options_in', 'changed_run', 'adopt', 'edited_run', 'attended', 'save_edited', 'edit_is_due', 'made_again']
+__all__ = ['options_in', 'changed_run', 'adopt', 'edited_run', 'make_edit', 'made_again', 'attended']
 
 # %% ../../nbs/runs/11_changes.ipynb #8c52bf5e
 def options_in(words: Sequence, run: str | Path, several: bool = False) -> dict:
-    """The options that are typed for a run, see `parse_options`. Raises `DataError` for one that cannot be read, or is not there.
+    """The options that are typed for a run, see `parse_options`.
 
-    The modules that the run needs are not imported. If its algorithm is not known here, its options are read as Python's values, and who
-    builds the run checks them.
+    The modules that the run needs are not imported. If its algorithm is not known here, its options
+    are read as Python's values, and who builds the run checks them.
 
     Args:
         words: texts `NAME=VALUE`
         run: folder of the run
         several: whether there may be several values, with commas between them
+
+    Raises:
+        DataError: an option cannot be read, or is not there
     """
     algorithm = load_run(run, builds=False).config["algorithm"]
-    of_algorithm = options_for(algorithm) if is_algorithm(algorithm) else []
-    known = [*of_algorithm, *RUN_OPTIONS]
-    if not of_algorithm:
+    known = [*RUN_OPTIONS]
+    if is_algorithm(algorithm):
+        known = [*options_for(algorithm), *known]
+    else:
         names = parse_options(words, (), several).keys() - {option.name for option in known}
         known += [Option(name, "algorithm", name, None, "", ("value",)) for name in names]
-    found = parse_options(words, known, several)
-    checked({name: x[0] if several else x for name, x in found.items()}, known, str(run))
-    return found
+    options = parse_options(words, known, several)
+    checked({name: x[0] if several else x for name, x in options.items()}, known, str(run))
+    return options
 
 
-def changed_run(who: str, found: Checkpoint, options: dict) -> tuple[Checkpoint, dict]:
-    """The checkpoint of a run with other options, and those that are others. Raises `DataError` for one that cannot change any more.
+def changed_run(who: str, checkpoint: Checkpoint, options: dict) -> tuple[Checkpoint, dict]:
+    """The checkpoint of a run with other options, and those that are others.
 
-    Where an option is declared, it says when it may change, see `Change`. Whether a run can go on with a value, it tells when it goes on.
+    Where an option is declared, it says when it may change, see `Change`. Whether a run can go on
+    with a value, it tells when it goes on.
 
     Args:
         who: the run, for messages
-        found: its checkpoint; with a `stream` None, the run begins new episodes
+        checkpoint: one of it; with a `stream` None, the run begins new episodes
         options: name -> value, of the algorithm or of the run
+
+    Raises:
+        DataError: an option cannot change any more
     """
-    config = _complete(found.config)
-    algorithm = config["algorithm"]
+    # The present values, with the defaults of the options that came later.
+    algorithm = checkpoint.config["algorithm"]
+    defaults = {option.name: option.default for option in options_for(algorithm)}
+    present = {**as_json(defaults, "options"), **checkpoint.config["options"]}
+    config = Resolved({**checkpoint.config, "options": present})
+
+    # Those that are others
     of_run = [option for option in RUN_OPTIONS if option.name != "preset"]
     known = {option.name: option for option in [*options_for(algorithm), *of_run]}
     options = as_json(checked(options, known.values(), who), who)
     options = with_steps(algorithm, options, options.get("steps", config["steps"]))
-    has = {**config, **config["options"]}
-    changed = {name: x for name, x in options.items() if x != has.get(name)}
+    values = {**config, **present}
+    changed = {name: x for name, x in options.items() if x != values.get(name)}
     if not changed:
-        return found, {}
+        return checkpoint, {}
 
+    # Each of them by itself, and then all of them together.
     for name, x in changed.items():
-        _check_change(who, known[name], has[name], x, found.stream is None)
+        _check_change(who, known[name], values[name], x, checkpoint.stream is None)
         if known[name].part == "learner":
             check_value(ALGORITHMS[algorithm].learner, known[name].param, x)
         config = config.having(**{name: x})
-        _check_order(who, name, found.config, config)
+        _check_order(who, name, checkpoint.config, config)
     run_options({option.name: config[option.name] for option in of_run})
     check_config(config)
-    if config["steps"] <= found.counters["steps"]:
+    if config["steps"] <= checkpoint.counters["steps"]:
         raise DataError(
             f"{who} would be complete",
             leaf="steps",
-            expected=f"more than {found.counters['steps']}",
+            expected=f"more than {checkpoint.counters['steps']}",
             got=str(config["steps"]),
         )
-    return found._replace(config=config), changed
+    return checkpoint._replace(config=config), changed
 
 
-def _complete(config: dict) -> Resolved:
-    "The configuration of a run, with the defaults of the options that came later."
-    defaults = {option.name: option.default for option in options_for(config["algorithm"])}
-    options = {**as_json(defaults, "options"), **config["options"]}
-    return Resolved({**config, "options": options})
-
-
-def _check_change(who: str, option: Option, old: Any, new: Any, is_begun_anew: bool) -> None:
+def _check_change(who: str, option: Option, old: Any, new: Any, has_new_episodes: bool) -> None:
     "Raise `DataError` if an option of a run cannot get another value."
     needs_new_episodes = option.changes == "with new episodes"
-    if option.changes != "never" and (is_begun_anew or not needs_new_episodes):
+    if option.changes != "never" and (has_new_episodes or not needs_new_episodes):
         return
     way_out = "a fork with --new-episodes" if needs_new_episodes else "a new run"
     raise DataError(
@@ -130,34 +137,35 @@ def _check_order(who: str, name: str, before: dict, now: dict) -> None:
 
 # %% ../../nbs/runs/11_changes.ipynb #f5c8acc4
 def adopt(run: Any, edited: Any) -> None:
-    """Give the learner of a run the options and the state of that of its edited run, and the run its configuration.
+    """Give a run the configuration of its edited run, and its learner the options and the state.
 
     Args:
         run: a `Run`, such as the one that the caller of `train` has
         edited: the `Run` that has gone on with its edits
     """
-    mine = vars(run.agent)
-    new = vars(edited.agent)
-    mine.update(
-        {
-            name: new[name]
-            for name in ("schedules", *edited.config["options"])
-            if name in mine and name in new
-        }
-    )
+    attributes = vars(run.agent)
+    edited_attributes = vars(edited.agent)
+    for name in ("schedules", *edited.config["options"]):
+        if name in attributes and name in edited_attributes:
+            attributes[name] = edited_attributes[name]
     run.agent.load_state_dict(edited.agent.state_dict())
     run.config.update(edited.config)
     run.history[:] = edited.history
 
 
 def edited_run(run: Run, edit: dict) -> Run:
-    """The run with an edit after its last update. Nothing is written, and `run` may go on as it was.
+    """The run with an edit after its last update.
 
-    Raises `DataError`, which names the reason, for an edit that is refused, and the errors of a function that inserts a pipe.
+    Nothing is written, and `run` may go on as it was.
 
     Args:
         run: its stream is between two batches, or has not begun
-        edit: `set`: option -> value; or `insert`: the name `module:function` in an imported module, and `kwargs`, its arguments
+        edit: `set`: option -> value; or `insert`: the name `module:function` in an imported module,
+            and `kwargs`, its arguments
+
+    Raises:
+        DataError: the edit is refused; the reason is named. And the errors of a function that
+            inserts a pipe
     """
     with GlobalRandomStates(), torch_threads(run.config["threads"]):
         config = run.config
@@ -168,45 +176,59 @@ def edited_run(run: Run, edit: dict) -> Run:
                 expected="a run that could go on exactly",
                 got=run.history.inexact or "a stream that has no state",
             )
+
+        # The pipeline is that of the configuration.
         before = build({**config, "folder": run.folder}, run.counters["resumes"])[1]
-        if alien := fingerprint(before).differs(fingerprint(run.pipe), "graph"):
+        alien = fingerprint(before).differs(fingerprint(run.pipe), "graph")
+        if alien:
             raise DataError(
                 f"{run.folder} has a pipeline that Python has edited",
                 got=str(alien),
                 expected="that of its configuration",
             )
 
-        # No tensor is that of the learner that may go on.
+        # A checkpoint of this moment, in memory. No tensor is that of the learner that may go on.
         copy = Snapshot(run.agent, kept_states(run))
-        moment = Checkpoint(config, run.counters, copy.state, None, copy.pipes, state, run.history)
-        says = dict(insert=edit["insert"], kwargs=edit["kwargs"]) if "insert" in edit else {}
-        if not says:
-            moment, changed = changed_run(str(shown(run.folder)), moment, edit["set"])
-            says = dict(set=changed)
+        checkpoint = Checkpoint(
+            config, run.counters, copy.state, None, copy.pipes, state, run.history
+        )
+
+        # The edit is an event of the history, and the run is built from the checkpoint with it.
+        if "insert" in edit:
+            event = dict(insert=edit["insert"], kwargs=edit["kwargs"])
+        else:
+            checkpoint, changed = changed_run(str(shown(run.folder)), checkpoint, edit["set"])
+            event = dict(set=changed)
+            if not changed:
+                raise DataError("it changes nothing", got=in_words(edit))
         history = History(run.history)
-        history.add("edited", run.counters["updates"], **says)
-        now = with_event(config, history[-1])
-        after = rebuilt(run.folder, moment, now, run.counters, history)._replace(due=run.due)
-        _check_pipes(before, after)
-    return after
+        history.add("edited", run.counters["updates"], **event)
+        config = with_event(config, history[-1])
+        edited = rebuilt(run.folder, checkpoint, config, run.counters, history)
+        _check_pipes(before, edited)
+    return edited._replace(due=run.due)
 
 
 def _check_pipes(before: Any, run: Run) -> None:
-    "Raise `DataError` if states could go to other pipes, or if a resumed run could not go on exactly."
-    known, now = (numbered(nodes(pipe)) for pipe in (before, run.pipe))
-    if twice := [name for name in now if name not in known and name.rpartition(" ")[0] in known]:
+    "Raise `DataError` if states could go to other pipes, or if a resume could not go on exactly."
+    known = numbered(nodes(before))
+    names = numbered(nodes(run.pipe))
+    twice = [name for name in names if name not in known and name.rpartition(" ")[0] in known]
+    if twice:
         raise DataError(
             "the pipeline has such a pipe, and their states have one name",
             got=", ".join(twice),
             expected="another class",
         )
-    if gone := lacking_pipes(run.pipe, run.stream.restored):
+    lacking = lacking_pipes(run.pipe, run.stream.restored)
+    if lacking:
         raise DataError(
             "the pipeline lacks pipes that kept something",
-            expected=", ".join(gone),
-            got=", ".join(now),
+            expected=", ".join(lacking),
+            got=", ".join(names),
         )
-    if reason := why_inexact(run.pipe, run.config):
+    reason = why_inexact(run.pipe, run.config)
+    if reason:
         raise DataError(
             f"{run.folder} could not go on exactly with this pipe",
             got=reason,
@@ -214,99 +236,106 @@ def _check_pipes(before: Any, run: Run) -> None:
         )
 
 # %% ../../nbs/runs/11_changes.ipynb #11ve0001
-def attended(mailbox: Mailbox, updates: Any) -> Run:
-    """Answer those who ask, and wait while the training is paused. Returns the run that goes on; it is another one if it was edited.
+def make_edit(run: Run, edit: dict, updates: Any = None) -> Run:
+    """The run with an edit after its last update, which is saved. Raises as `edited_run` does.
 
-    Raises `Stopped`, as Ctrl-C does, if somebody asks to stop; and `OSError` if the disk is so full that the journal gets no line.
+    If it raises, also because the disk is full, the run can go on as if nothing had been asked.
+
+    Args:
+        run: see `edited_run`
+        edit: see `edited_run`
+        updates: the `Updates` of a run that trains; None: it does not train yet
+    """
+    edited = edited_run(run, edit)
+    check_address(edited.config, shown(run.folder))
+    if updates is not None:
+        updates.journal.mark()
+    try:
+        edited.save()
+    except OSError:  # perhaps only the copy in `checkpoints` is lacking
+        if load_checkpoint(edited.checkpoint).history != edited.history:
+            raise
+    if updates is not None:
+        updates.is_whole = False
+    with suppress(OSError):
+        edited.history.write(edited.folder, edited.due)  # a resume writes it again
+    return edited
+
+
+def made_again(run: Run, updates: Any = None) -> Run:
+    """The run with the edits that it has made before after its last update; see `make_edit`.
+
+    A run that has gone back to an earlier checkpoint makes them again.
+    """
+    while run.due and run.due[0]["at"] <= run.counters["updates"]:
+        run.settle()
+        edit, *later = run.due
+        run = make_edit(run._replace(due=later), edit, updates)
+    return run
+
+
+def attended(mailbox: Mailbox, updates: Any) -> Run:
+    """Answer those who ask, and wait while the training is paused.
+
+    Returns the run that goes on; it is another one if it was edited.
 
     Args:
         mailbox: the mailbox of the training
         updates: its `Updates`
+
+    Raises:
+        Stopped: somebody asks to stop, as Ctrl-C does
+        OSError: the disk is so full that the journal gets no line
     """
     run = updates.run
-    begun = perf_counter()
+    begin = perf_counter()
     state = "go_on"
     while True:
         with uninterrupted(updates.signals):
-            for asked, wish in mailbox.take():
+            for question, wish in mailbox.take():
                 try:
-                    after = _with_wish(run, wish, updates)
+                    run = _with_wish(run, wish, updates)
                 except (Exception, SystemExit) as e:  # a script may end while it is imported
                     is_ours = isinstance(e, (PipeError, OSError))
-                    mailbox.answer(asked, str(e) if is_ours else describe_exception(e), False)
+                    mailbox.answer(question, str(e) if is_ours else describe_exception(e), False)
                     continue
-                run = after
                 do = wish.get("do")
                 if do in ("pause", "go_on", "stop"):
                     state = do
                 mailbox.show(state == "pause")
-                mailbox.answer(asked, _done(run, do), True)
+                mailbox.answer(question, _done(run, do), True)
             if state == "stop":
                 updates.journal.edited(run.history.edits)
                 raise Stopped(signal.SIGINT)
         if state == "go_on":
             break
         sleep(0.1)
-    updates.leave_out(perf_counter() - begun)
+    updates.leave_out(perf_counter() - begin)
     return run
 
 
 def _with_wish(run: Run, wish: Any, updates: Any) -> Run:
-    "The run with what is wished, saved if that is an edit, or to save or to stop. If it is refused, nothing is written."
+    "The run with what is wished, saved if that is an edit, or to save or to stop."
     if isinstance(wish, Exception):
         raise wish
     if run.config.get("ranks", 1) > 1:
         raise DataError("several ranks learn together", expected="a run of one rank")
-    do = wish.get("do")
-    if do in ("pause", "go_on"):
-        return run
-    if do in ("save", "stop"):
+    if "do" not in wish:
+        if "insert" in wish:
+            allow_edits(wish["insert"].partition(":")[0])
+        return make_edit(run, wish, updates)
+    if wish["do"] in ("save", "stop"):
         updates.journal.mark()
         if run is updates.run:
             updates.save()  # an edited run has been saved
-        return run
-    if "insert" in wish:
-        allow_edits(wish["insert"].partition(":")[0])
-    after = edited_run(run, wish)
-    check_address(after.config, shown(run.folder))
-    if not after.history[-1].get("set", True):
-        raise DataError("it changes nothing", got=in_words(wish))
-    updates.journal.mark()
-    save_edited(after)
-    updates.is_whole = False
-    return after
+    return run
 
 
 def _done(run: Run, do: str | None) -> str:
+    "What was done, as an answer."
     n = run.counters["updates"]
     folder = shown(run.folder)
     if do is None:
         return f"{folder} has {in_words(run.history.edits[-1])} after update {n}"
-    done = dict(pause="is paused", go_on="goes on", save="is saved", stop="is saved, and stops,")
-    return f"{folder} {done[do]} after update {n}"
-
-
-def save_edited(run: Run) -> None:
-    "Save an edited run. Raises `OSError` if its edit is not on disk."
-    try:
-        run.save()
-    except OSError:  # perhaps only the copy in `checkpoints` is lacking
-        if load_checkpoint(run.checkpoint).history != run.history:
-            raise
-    with suppress(OSError):
-        run.history.write(run.folder, run.due)  # a resume writes it again
-
-
-def edit_is_due(run: Run) -> bool:
-    "Did a run that is repeated get an edit after its last update?"
-    return bool(run.due) and run.due[0]["at"] <= run.counters["updates"]
-
-
-def made_again(run: Run) -> Run:
-    "The run with the edits that are due, which is saved if there are any."
-    while edit_is_due(run):
-        run.settle()
-        edit, *later = run.due
-        run = edited_run(run, edit)._replace(due=later)
-        save_edited(run)
-    return run
+    texts = dict(pause="is paused", go_on="goes on", save="is saved", stop="is saved, and stops,")
+    return f"{folder} {texts[do]} after update {n}"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import shlex
 import signal
 from argparse import Namespace
 from functools import partial
@@ -37,7 +36,7 @@ from rollpipe.settings.config import (
 )
 from .export import FORMATS, PolicyFunction, export_policy
 from .joint import Follower, joint
-from ..settings.options import import_words, options_of, parse_env_kwargs, shown, typed
+from ..settings.options import options_of, parse_env_kwargs, shown
 from ..pipes.envs.factories import spaces_of, spare_environments
 from ..pipes.data.errors import DataError, EnvError
 from ..pipes.graph.edits import draw
@@ -46,13 +45,14 @@ from .plots import learning_curve
 from ..settings.files import check_address, settings_in
 from ..settings.resolved import NOT_ASKED, Asked, Resolved
 from .progress import format_duration, format_number
-from ..ranks.launch import launching_words, process_group
+from ..ranks.launch import process_group
 from rollpipe.runs.folder import (
     Run,
     agent_of,
     discard,
     folder_of,
     load_run,
+    command_line,
     needed_modules,
     resume,
     start,
@@ -79,7 +79,10 @@ class UsageError(Exception):
 
 
 class Interrupted(Exception):
-    "A signal has ended the training, and everything has been saved. `args` are the number of the signal and a text."
+    """A signal has ended the training, and everything has been saved.
+
+    `args` are the number of the signal and a text.
+    """
 
 
 def asked_by(args: Namespace) -> Asked:
@@ -134,31 +137,37 @@ def train_command(args: Namespace) -> None:
 
 @spare_environments()
 def _run_for(args, launch):
-    "The run that the command line asks for; None if it is complete. After a restart of the ranks, continue from its newest checkpoint."
+    """The run that the command line asks for; None if it is complete.
+
+    After a restart of the ranks, it goes on from its newest checkpoint.
+    """
     is_again = launch and launch.restarts
     if args.resume:
         if args.algorithm:
             raise UsageError("rollpipe train: either --resume RUN or ALGO ENV, not both")
-        return resume(
-            folder_of(args.resume) if is_again else args.resume,
-            *map(vars(args).get, ("steps", "device", "workers", "address")),
-        )
+        path = folder_of(args.resume) if is_again else args.resume
+        names = ("steps", "device", "workers", "address")
+        return resume(path, *(getattr(args, name, None) for name in names))
+
+    # A new run, or one that goes on
     config = config_from(args)
     if launch:
         config = config.having(ranks=launch.size)
     folder = Path(args.out or default_folder(config))
-    found = find_run(folder, config) if args.proceed or is_again else None
-    if not found:
+    earlier = find_run(folder, config) if args.proceed or is_again else None
+    if not earlier:
         return start(folder, config, args.overwrite)
+
     # The edits of the run may have set its steps and its evaluations.
     newest = load_run(folder)
     stopped = newest.history.stopped
-    is_as_before = found.config["steps"] == config["steps"]
+    is_as_before = earlier.config["steps"] == config["steps"]
     steps = newest.config["steps"] if is_as_before else config["steps"]
-    if not is_complete(folder, {**newest.config, "steps": steps}, found.counters, stopped):
+    if not is_complete(folder, {**newest.config, "steps": steps}, earlier.counters, stopped):
         return resume(folder, None if stopped else steps)  # what was stopped stays so
     why = f", and was stopped: {stopped}" if stopped else ""
-    print(f"{folder} is complete, with {format_number(found.counters['steps'])} steps{why}")
+    print(f"{folder} is complete, with {format_number(earlier.counters['steps'])} steps{why}")
+    return None
 
 
 def folder_name(env: str) -> str:
@@ -171,21 +180,26 @@ def default_folder(config: dict) -> Path:
 
 
 def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoint | None:
-    """The run in a folder, None if there is none. Raises `DataError` if it was made with another configuration.
+    """The run in a folder, None if there is none.
 
-    The number of steps and the versions of packages may differ, and so may what comes from a preset, unless the preset was typed: the run
-    keeps its values.
+    The number of steps and the versions of packages may differ, and so may what comes from a
+    preset, unless the preset was typed: the run keeps its values.
 
     Args:
+        folder: folder of the run
         config: required configuration
         is_exact: whether a run of more steps counts as another run
+
+    Raises:
+        DataError: it was made with another configuration
     """
     if not files_of_run(folder):
         return None
     for module in needed_modules(config):
         importlib.import_module(module)  # naming the environment permits the import of its module
-    found = load_run(folder)
-    if origin := found.history.origin:
+    checkpoint = load_run(folder)
+    origin = checkpoint.history.origin
+    if origin:
         raise DataError(
             f"{folder}: its run is a fork of {origin['run']}",
             expected=f"rollpipe train --resume {folder}, or another folder",
@@ -193,9 +207,10 @@ def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoi
 
     # It is compared by what was asked for, and by how far it was extended since.
     request = read_request(folder)
-    extensions = [x["set"]["steps"] for x in found.history if x["event"] == "extended"]
+    extensions = [x["set"]["steps"] for x in checkpoint.history if x["event"] == "extended"]
     then = Resolved({**request, "steps": [request["steps"], *extensions][-1]})
 
+    # These may differ.
     free = {"preset"}
     if not is_exact or then["steps"] <= config["steps"]:
         free.add("steps")
@@ -205,11 +220,10 @@ def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoi
     if config["options"].get("engine") == "auto":
         free.add("engine")  # of which the run knows the outcome
 
-    both = _compared(then, config)
     changed = [
-        f"{name}={has!r} instead of {x!r}"
-        for name, (has, x) in both.items()
-        if name not in free and has != x
+        f"{name}={old!r} instead of {new!r}"
+        for name, (old, new) in _compared(then, config).items()
+        if name not in free and old != new
     ]
     if changed:
         raise DataError(
@@ -217,7 +231,7 @@ def find_run(folder: Path, config: Resolved, is_exact: bool = False) -> Checkpoi
             expected="the same, or another folder",
             got=", ".join(changed),
         )
-    return found._replace(config=then)
+    return checkpoint._replace(config=then)
 
 
 def _compared(then: Resolved, now: Resolved) -> dict:
@@ -232,34 +246,13 @@ def _compared(then: Resolved, now: Resolved) -> dict:
 
 def _command_for(command: str, run: Run) -> str:
     "A command line for the folder of a run."
-    n = run.config.get("ranks", 1) if command.startswith("train") else 1
-    words = typed([*launching_words(n), "rollpipe", *command.split(), shown(run.folder)])
-    return shlex.join(words + import_words(needed_modules(run.config)))
+    n_ranks = run.config.get("ranks", 1) if command.startswith("train") else 1
+    return command_line(run.config, *command.split(), shown(run.folder), n_ranks=n_ranks)
 
 
 def run_to_end(run: Run, args: Namespace) -> None:
     "Train, and print where the results are, also after Ctrl-C."
-    config = run.config
-    preset = f", preset {config['preset']}" if config.get("preset") else ""
-    print(
-        f"{config['algorithm']} on {config['env']}, seed {config['seed']}{preset}: "
-        f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps in {shown(run.folder)}",
-        flush=True,
-    )
-    idle = (
-        []
-        if config["workers"]
-        else [
-            f"{x}={config[x]}"
-            for x in ("lag", "order", "restarts")
-            if config[x] != getattr(RunOptions, x)
-        ]
-    )
-    if idle:
-        print(
-            f"no workers (--workers N), so these options change nothing: {', '.join(idle)}",
-            flush=True,
-        )
+    _print_begin(run)
     try:
         train(
             run,
@@ -268,47 +261,72 @@ def run_to_end(run: Run, args: Namespace) -> None:
             wandb=getattr(args, "wandb", None),
         )
     except EnvError as e:
-        if e.problem.startswith("the state"):  # which the environment had when the run was saved
-            words = typed(
-                [
-                    "rollpipe",
-                    "fork",
-                    shown(run.folder),
-                    "--new-episodes",
-                    "--out",
-                    "OUT",
-                    *import_words(needed_modules(config)),
-                ]
-            )
-            e.expected = f"{f'{e.expected}; or ' if e.expected else ''}`{shlex.join(words)}`, which learns on in new episodes"
+        # The state which the environment had when the run was saved does not fit any more.
+        if e.problem.startswith("the state"):
+            words = ("fork", shown(run.folder), "--new-episodes", "--out", "OUT")
+            command = command_line(run.config, *words)
+            before = f"{e.expected}; or " if e.expected else ""
+            e.expected = f"{before}`{command}`, which learns on in new episodes"
         raise
     except KeyboardInterrupt as e:
         if run.is_new and not run.counters["updates"]:
             raise
         steps = run.counters["steps"]
-        saved = load_checkpoint(run.checkpoint).counters["steps"]
+        saved_steps = load_checkpoint(run.checkpoint).counters["steps"]
+        after = "" if saved_steps == steps else f" after {saved_steps}"
         raise Interrupted(
             *e.args,
-            f"interrupted after {steps} steps and saved{f' after {saved}' * (saved != steps)}; "
+            f"interrupted after {steps} steps and saved{after}; "
             f"continue with: {_command_for('train --resume', run)}",
         ) from None
     finally:
         if run.is_new and not run.counters["updates"] and not run.folder.joinpath(*CRASH).exists():
             discard(run)
+    _print_end(run)
+
+
+def _print_begin(run: Run) -> None:
+    "Say what is trained, and which options change nothing."
+    config = run.config
+    preset = f", preset {config['preset']}" if config.get("preset") else ""
+    steps = f"{format_number(run.counters['steps'])} -> {format_number(config['steps'])} steps"
+    print(
+        f"{config['algorithm']} on {config['env']}, seed {config['seed']}{preset}: "
+        f"{steps} in {shown(run.folder)}",
+        flush=True,
+    )
+    if config["workers"]:
+        return
+    idle = [
+        f"{name}={config[name]}"
+        for name in ("lag", "order", "restarts")
+        if config[name] != getattr(RunOptions, name)
+    ]
+    if idle:
+        print(
+            f"no workers (--workers N), so these options change nothing: {', '.join(idle)}",
+            flush=True,
+        )
+
+
+def _print_end(run: Run) -> None:
+    "Say how far the run is, and how good its best policy was."
+    counters = run.counters
     if run.history.stopped:
         print(f"stopped: {run.history.stopped}")
+    steps = f"{format_number(counters['steps'])} steps"
+    print(f"{steps} in {format_duration(counters['seconds'])}, saved in {shown(run.checkpoint)}")
+    if not (run.config.get("eval_every") and run.best.exists()):
+        return
+    best = load_run(run.folder, best=True)
+    evaluated = best.evaluated or {}
+    n_cut = int(evaluated.get("eval_cut_off", 0))
+    cut = f", {n_cut} of which were cut off" if n_cut else ""
     print(
-        f"{format_number(run.counters['steps'])} steps in {format_duration(run.counters['seconds'])}, saved in {shown(run.checkpoint)}"
+        f"best evaluation: return {evaluated['eval_return_mean']:.1f} "
+        f"(mean of {evaluated['episodes']} episodes{cut}) after "
+        f"{format_number(best.counters['steps'])} steps, saved in {shown(run.best)} (--best)"
     )
-    if config.get("eval_every") and run.best.exists():
-        best = load_run(run.folder, best=True)
-        found = best.evaluated or {}
-        n_cut = int(found.get("eval_cut_off", 0))
-        cut = f", {n_cut} of which were cut off" if n_cut else ""
-        print(
-            f"best evaluation: return {found['eval_return_mean']:.1f} (mean of {found['episodes']} episodes{cut}) after "
-            f"{format_number(best.counters['steps'])} steps, saved in {shown(run.best)} (--best)"
-        )
 
 # %% ../../nbs/runs/23_commands.ipynb #2dda40a6
 def evaluate_command(args: Namespace) -> None:
@@ -350,22 +368,25 @@ def watch_command(args: Namespace) -> None:
         seed=args.seed,
         on_episode=tell,
     )
-    n_episodes = args.episodes if args.episodes is not None else 1 if args.record else _FOREVER
+    n_episodes = args.episodes
+    if n_episodes is None:
+        n_episodes = 1 if args.record else _FOREVER
     if args.record:
         options.update(record=args.record, record_episodes=n_episodes)
     else:
         options.update(render="human", max_steps=_FOREVER)
+
+    # Ctrl-C ends a window, and what was seen so far is told.
     try:
         evaluate(actor=policy_of(agent), n_episodes=n_episodes, **options)
     except KeyboardInterrupt as e:
         if args.record or e.args and e.args[0] != signal.SIGINT:
             raise
-    plural = "s" * (len(returns) != 1)
-    print(
-        f"mean return of {len(returns)} episode{plural}: {sum(returns) / len(returns):.1f}"
-        if returns
-        else "no whole episode"
-    )
+    n = len(returns)
+    if n:
+        print(f"mean return of {n} episode{'s' * (n != 1)}: {sum(returns) / n:.1f}")
+    else:
+        print("no whole episode")
     if args.record:
         print(f"film: {args.record}")
 
@@ -378,33 +399,27 @@ def export_command(args: Namespace) -> None:
     note = {name: checkpoint.config[name] for name in ("algorithm", "env", "env_kwargs")}
     is_checked = export_policy(actor, path, args.to, note)
     policy = PolicyFunction(actor)
-    print(
-        f"{path}: {', '.join(policy.inputs)} -> {', '.join(policy.outputs)} ("
-        + (
-            "compared with the policy)"
-            if is_checked
-            else "not compared with the policy, because onnxruntime is missing)"
-        )
-    )
+    compared = "compared with the policy"
+    if not is_checked:
+        compared = "not compared with the policy, because onnxruntime is missing"
+    print(f"{path}: {', '.join(policy.inputs)} -> {', '.join(policy.outputs)} ({compared})")
 
 
 def plot_command(args: Namespace) -> None:
     "Draw learning curves."
-    options = {
-        option.name: getattr(args, option.name)
-        for option in PLOT_OPTIONS
-        if hasattr(args, option.name)
-    }
-    of = [
-        x.replace("/", "-")
-        for k in "yx"
-        if (x := options.get(k, "steps")) not in ("return_mean", "steps")
-    ]
-    out = args.out or str(
-        Path(args.runs[0] if len(args.runs) == 1 else "") / f"{'-'.join(['curve', *of])}.png"
-    )
+    names = [option.name for option in PLOT_OPTIONS if hasattr(args, option.name)]
+    options = {name: getattr(args, name) for name in names}
+    out = args.out or _picture_of(args.runs, options)
     learning_curve(args.runs, out, **options)
     print(out)
+
+
+def _picture_of(runs: list, options: dict) -> str:
+    "The file of a picture. Its name says which metrics it shows, unless they are the default."
+    metrics = [options.get(axis, "steps").replace("/", "-") for axis in "yx"]
+    shown_metrics = [name for name in metrics if name not in ("return_mean", "steps")]
+    folder = Path(runs[0] if len(runs) == 1 else "")
+    return str(folder / f"{'-'.join(['curve', *shown_metrics])}.png")
 
 
 def graph_command(args: Namespace) -> None:
@@ -415,41 +430,35 @@ def graph_command(args: Namespace) -> None:
 def demo_command(args: Namespace) -> None:
     "Train from scratch, and compare the trained policy with a random one."
     device = getattr(args, "device", "cpu")
-    config = make_config(
-        "trpo", "Pendulum-v1", steps=getattr(args, "steps", 100_000), seed=args.seed, device=device
-    )
+    steps = getattr(args, "steps", 100_000)
+    config = make_config("trpo", "Pendulum-v1", steps=steps, seed=args.seed, device=device)
     run = start(args.out, config, overwrite=True)
     run_to_end(run, args)
     learning_curve(run.folder, run.folder / "curve.png")
+
     print("\n20 fresh episodes              return (mean +- standard error)      min      max")
     random = RandomActor(spaces_of(config["env"])[1])
-    for name, actor in (
-        ("random policy", random),
-        ("trained policy, no exploration", run.agent.actor),
-    ):
-        found = evaluate(
-            config["env"], actor, device=None if actor is random else device_of(device)
-        )
+    policies = {"random policy": random, "trained policy, no exploration": run.agent.actor}
+    for name, actor in policies.items():
+        on_device = None if actor is random else device_of(device)
+        result = evaluate(config["env"], actor, device=on_device)
         print(
-            f"{name:<31}{found.mean:>10.1f} +- {found.stderr:<18.1f}{found.returns.min():>9.1f}{found.returns.max():>9.1f}"
+            f"{name:<31}{result.mean:>10.1f} +- {result.stderr:<18.1f}"
+            f"{result.returns.min():>9.1f}{result.returns.max():>9.1f}"
         )
-    print(
-        "\n"
-        + "  ".join(
-            str(shown(run.folder / name)) for name in RUN_FILES if (run.folder / name).is_file()
-        )
-    )
+    paths = [run.folder / name for name in RUN_FILES]
+    print("\n" + "  ".join(str(shown(path)) for path in paths if path.is_file()))
 
 # %% ../../nbs/runs/23_commands.ipynb #b21bb5d9
 def profile_command(args: Namespace) -> None:
     "Run a pipeline and its learner for some seconds, and draw where the time goes."
-    found = profile_config(config_from(args), args.seconds)
-    print(found)
+    profile = profile_config(config_from(args), args.seconds)
+    print(profile)
     if args.svg:
-        write_atomically(args.svg, found.svg().encode())
+        write_atomically(args.svg, profile.svg().encode())
         print(f"picture: {args.svg}")
-    if found.error is not None:
-        raise found.error
+    if profile.error is not None:
+        raise profile.error
 
 
 def autotune_command(args: Namespace) -> None:
@@ -468,23 +477,23 @@ def autotune_command(args: Namespace) -> None:
     try:
         for trial in measuring:
             if not trials:
-                print(
-                    table_row(
-                        {name: name for name in trial.setting}, "steps/s", "collecting", "slowest"
-                    )
-                )
+                names = {name: name for name in trial.setting}
+                print(table_row(names, "steps/s", "collecting", "slowest"))
             trials.append(trial)
             if trial.error != NO_TIME:
                 print(trial_row(trial), flush=True)
-        if n := sum(x.error == NO_TIME for x in trials):
+        n = sum(trial.error == NO_TIME for trial in trials)
+        if n:
             print(f"{n} settings were not tried in {args.seconds:g} s")
     finally:
-        if found := ranked(trials)[0]:
-            setting, speed = found[0]
+        # Also after Ctrl-C
+        fastest = ranked(trials)[0]
+        if fastest:
+            setting, speed = fastest[0]
             values = {**asked.values, **setting}
             command = command_for(
                 asked.algorithm, asked.env, values, asked.env_kwargs, asked.imports
             )
             print(f"{ranking(trials)}\nbest: {speed:,.0f} steps/s\n{command}", flush=True)
-    if not found:
+    if not fastest:
         raise UsageError("rollpipe autotune: no setting worked")

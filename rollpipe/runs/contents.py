@@ -34,42 +34,51 @@ def parts_of(item: Any) -> list:
     "The ticks and fragments in an item, also those in a list of them. Other items have none."
     if isinstance(item, Replayed):
         return parts_of(item.fresh)
-    return [
-        x for x in (item if isinstance(item, list) else [item]) if isinstance(x, (Tick, Fragment))
-    ]
+    items = item if isinstance(item, list) else [item]
+    return [x for x in items if isinstance(x, (Tick, Fragment))]
 
 
 def leaf_rows(forms: Iterable[Form]) -> list[tuple[str, str]]:
-    """The path of each leaf in items of these forms, with its dtype and shape. A size that varies is a range, such as `0-3`.
+    """The path of each leaf in items of these forms, with its dtype and shape.
+
+    A size that varies is a range, such as `0-3`.
 
     Args:
         forms: of the items
     """
-    found: dict = {}
+    # (path, dtype, number of dimensions) -> the shapes
+    shapes_of: dict = {}
     for form in forms:
         for (path, text), (_, shape) in zip(form.texts().items(), form.specs):
-            found.setdefault((path, text.split()[0], len(shape)), []).append(shape)
-    spans = {
-        key: [str(min(n)) if min(n) == max(n) else f"{min(n)}-{max(n)}" for n in zip(*shapes)]
-        for key, shapes in found.items()
-    }
-    return [
-        (path or "the item", f"{dtype} [{', '.join(sizes)}]")
-        for (path, dtype, _), sizes in spans.items()
-    ]
+            shapes_of.setdefault((path, text.split()[0], len(shape)), []).append(shape)
+    rows = []
+    for (path, dtype, _), shapes in shapes_of.items():
+        sizes = ", ".join(_span(n) for n in zip(*shapes))
+        rows.append((path or "the item", f"{dtype} [{sizes}]"))
+    return rows
+
+
+def _span(sizes: tuple) -> str:
+    low = min(sizes)
+    high = max(sizes)
+    return str(low) if low == high else f"{low}-{high}"
 
 # %% ../../nbs/runs/19_contents.ipynb #76d6ef6b
 def _about(part: Path, faults: list) -> dict:
-    "The pipes and the environments that `about.json` names, printable texts. A damaged file is one of the faults."
+    """The pipes and the environments that `about.json` names, printable texts.
+
+    A damaged file is one of the faults.
+    """
     try:
-        found = json.loads(read_file(part / "about.json"))
-        return {
-            name: [x if x.isprintable() else repr(x) for x in map(str, found[name])]
-            for name in ("pipes", "envs")
-        }
+        about = json.loads(read_file(part / "about.json"))
+        return {name: [_printable(x) for x in map(str, about[name])] for name in ("pipes", "envs")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         faults.append(f"{part / 'about.json'}: damaged or missing ({type(e).__name__})")
         return dict(pipes=[], envs=[])
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else repr(text)
 
 # %% ../../nbs/runs/19_contents.ipynb #f4b9df64
 def spread(x: np.ndarray) -> str:
@@ -80,12 +89,15 @@ def spread(x: np.ndarray) -> str:
 
 
 def histogram(x: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many of the numbers are in each of `n` bins, and the borders of the bins. Numbers that are equal but for rounding have one bin.
+    """How many of the numbers are in each of `n` bins, and the borders of the bins.
+
+    Numbers that are equal but for rounding have one bin.
 
     Args:
         x: at least one number
     """
-    return np.histogram(x, n if x.max() - x.min() > 2 * n * np.spacing(np.abs(x).max()) else 1)
+    is_spread = x.max() - x.min() > 2 * n * np.spacing(np.abs(x).max())
+    return np.histogram(x, n if is_spread else 1)
 
 
 def bars(x: np.ndarray, n: int = 10) -> list[str]:
@@ -114,48 +126,52 @@ class Contents:
     def __init__(self, path: str | Path):
         self.folder = folder_in(path)
         parts = parts_in(path)
+
+        # The files, and what each part says about itself
         self.faults = [f"{part}: no items" for part in parts if not item_files(part)]
         abouts = [_about(part, self.faults) for part in parts]
-        self.envs = sorted({env for about in abouts for env in about["envs"]})
-        self.is_shuffled = any(
-            pipe.startswith(SHUFFLING) for about in abouts for pipe in about["pipes"]
-        )
-        self.sizes = [
-            (file.path.stat().st_size, file.path.suffix == ".gz")
-            for part in parts
-            for file in item_files(part)
-        ]
+        envs = set()
+        pipes = set()
+        for about in abouts:
+            envs.update(about["envs"])
+            pipes.update(about["pipes"])
+        self.envs = sorted(envs)
+        self.is_shuffled = any(pipe.startswith(SHUFFLING) for pipe in pipes)
+        self.files = []
+        for part in parts:
+            self.files += [file.path for file in item_files(part)]
+
+        # The items
         self.kinds: Counter = Counter()  # class of items -> their number
         self.forms: dict = {}
-        self.steps = self.n_ends = 0
+        self.steps = 0
+        self.n_ends = 0
         self.account = EpisodeAccount()
-        whole = []
+        ends = []
         for part in parts:
             for record in records_of(part, 0, lambda error: self.faults.append(str(error))):
-                whole += self._see(record.item)
-        self.episodes = np.array([end[2:] for end in whole], float).reshape(
-            -1, 3
-        )  # return, length, terminated
+                ends += self._see(record.item)
+        rows = [end[2:] for end in ends]
+        self.episodes = np.array(rows, float).reshape(-1, 3)  # return, length, terminated
 
     def _see(self, item) -> list:
         "Count an item. Returns the whole episodes that end in it."
-        found = []
         inner = item if isinstance(item, list) else [item]
         self.kinds[" of ".join(dict.fromkeys(type(x).__name__ for x in (item, *inner)))] += 1
         self.forms |= {Form(x): None for x in inner}
+        episodes = []
         for x in parts_of(item):
             self.steps += int(x.valid.sum())
             if self.is_shuffled:
                 continue
             if isinstance(x, Tick):
                 fin = x.next.fin
-                ends = self.account.see_tick(x)
+                episodes += self.account.see_tick(x)
             else:
                 fin = x.state.fin[1:]
-                ends = self.account.see_fragment(x)
+                episodes += self.account.see_fragment(x)
             self.n_ends += int((fin & x.valid).sum())
-            found += ends
-        return found
+        return episodes
 
     @property
     def returns(self) -> np.ndarray:
@@ -163,36 +179,32 @@ class Contents:
         return self.episodes[np.isfinite(self.episodes[:, 0]), 0]
 
     def __str__(self) -> str:
-        n_lanes = len(self.account.lanes)
-        packed = sum(is_packed for _, is_packed in self.sizes)
         items = ", ".join(f"{n:,} {kind}" for kind, n in self.kinds.items()) or "none"
-        where = f" in {n_lanes} lane{'s' * (n_lanes > 1)}" if n_lanes else ""
-        how = (
-            "not compressed"
-            if not packed
-            else "compressed"
-            if packed == len(self.sizes)
-            else f"{packed} of them compressed"
-        )
-        rows = [("recording", str(self.folder)), ("items", items + where)]
+        n_lanes = len(self.account.lanes)
+        if n_lanes:
+            items += f" in {n_lanes} lane{'s' * (n_lanes > 1)}"
+        rows = [("recording", str(self.folder)), ("items", items)]
         if self.steps:
             rows.append(("steps", f"{self.steps:,}"))
         if self.envs:
             rows.append(("environments", ", ".join(self.envs)))
-        rows.append(
-            (
-                "files",
-                f"{len(self.sizes):,}, {format_number(sum(size for size, _ in self.sizes))}B, {how}",
-            )
-        )
-        rows += [("fault", fault) for fault in self.faults[:9]] + [
-            ("fault", f"and {len(self.faults) - 9:,} more")
-        ] * (len(self.faults) > 9)
-        return "\n\n".join(
-            "\n".join(lines)
-            for x in (rows, leaf_rows(self.forms), self._of_episodes())
-            if (lines := aligned(x))
-        )
+        rows.append(("files", self._of_files()))
+        rows += [("fault", fault) for fault in self.faults[:9]]
+        if len(self.faults) > 9:
+            rows.append(("fault", f"and {len(self.faults) - 9:,} more"))
+        tables = [aligned(x) for x in (rows, leaf_rows(self.forms), self._of_episodes())]
+        return "\n\n".join("\n".join(lines) for lines in tables if lines)
+
+    def _of_files(self) -> str:
+        "The number of the files, their size, and whether they are compressed."
+        size = sum(path.stat().st_size for path in self.files)
+        n_packed = sum(path.suffix == ".gz" for path in self.files)
+        how = f"{n_packed} of them compressed"
+        if not n_packed:
+            how = "not compressed"
+        elif n_packed == len(self.files):
+            how = "compressed"
+        return f"{len(self.files):,}, {format_number(size)}B, {how}"
 
     def _of_episodes(self) -> Iterator:
         "The rows about episodes: `(name, text)`."
@@ -201,25 +213,27 @@ class Contents:
         n = len(self.episodes)
         n_terminated = int(self.episodes[:, 2].sum())
         unfinished = sum(int((sums.length > 0).sum()) for sums, _ in self.account.lanes.values())
-        yield (
-            "episodes",
-            f"{n:,} whole: {n_terminated:,} terminated, {n - n_terminated:,} truncated; {unfinished:,} unfinished",
-        )
-        if others := self.n_ends - n:
-            yield (
-                "",
-                f"{others:,} more end here, but lack their first steps, or have a reward that is nan",
-            )
-        if infinite := n - len(self.returns):
+        text = f"{n:,} whole: {n_terminated:,} terminated, {n - n_terminated:,} truncated"
+        yield "episodes", f"{text}; {unfinished:,} unfinished"
+
+        # Episodes that are not in the distribution
+        others = self.n_ends - n
+        if others:
+            why = "lack their first steps, or have a reward that is nan"
+            yield "", f"{others:,} more end here, but {why}"
+        infinite = n - len(self.returns)
+        if infinite:
             yield "", f"{infinite:,} have a return that is not finite"
-        if not len(self.returns):
-            return
-        yield "lengths", spread(self.episodes[:, 1])
-        yield "returns", spread(self.returns)
-        yield from (("", line) for line in bars(self.returns))
+
+        if len(self.returns):
+            yield "lengths", spread(self.episodes[:, 1])
+            yield "returns", spread(self.returns)
+            yield from (("", line) for line in bars(self.returns))
 
     def draw(self, path: str | Path | None = None) -> Any:
-        """Draw the distribution of the returns: a matplotlib `Figure`. Raises `DataError` if there is no whole episode.
+        """Draw the distribution of the returns: a matplotlib `Figure`.
+
+        Raises `DataError` if there is no whole episode.
 
         Args:
             path: picture to write, its suffix decides the format; None: only return the figure
@@ -246,8 +260,8 @@ class Contents:
 # %% ../../nbs/runs/19_contents.ipynb #7fefb397
 def data_command(args: Namespace) -> None:
     "Print what a recording holds, and draw the distribution of its returns."
-    print(found := Contents(args.recording))
-    if not args.plot:
-        return
-    found.draw(args.plot)
-    print(f"picture: {args.plot}")
+    contents = Contents(args.recording)
+    print(contents)
+    if args.plot:
+        contents.draw(args.plot)
+        print(f"picture: {args.plot}")

@@ -51,14 +51,17 @@ def evaluation_seed(seed: int, kind: str, steps: int) -> int:
 
 # %% ../../nbs/runs/08_evaluations.ipynb #e88f6c71
 def best_return(folder: Path) -> float:
-    "The best mean return of the evaluations of a run so far, `-inf` if there is none. Raises `CheckpointError`."
-    if not (path := folder / "best.safetensors").exists():
+    """The best mean return of the evaluations of a run so far, `-inf` if there is none.
+
+    Raises `CheckpointError` if its file does not say how its evaluation was.
+    """
+    path = folder / "best.safetensors"
+    if not path.exists():
         return -math.inf
     evaluated = load_checkpoint(path).evaluated
-    if isinstance(evaluated, dict) and isinstance(
-        found := evaluated.get("eval_return_mean"), (int, float)
-    ):
-        return found
+    mean = evaluated.get("eval_return_mean") if isinstance(evaluated, dict) else None
+    if isinstance(mean, (int, float)):
+        return mean
     raise CheckpointError(
         f"{path}: does not say how its evaluation was",
         expected="the file that training has written, or none",
@@ -76,10 +79,13 @@ def why_enough(config: dict, means: list) -> str | None:
     patience = config.get("patience")
     if means and goal is not None and means[-1] >= goal:
         return f"the mean return {means[-1]:g} has reached stop_at_return={goal:g}"
-    best = max(
-        range(len(means)), key=lambda k: -math.inf if math.isnan(means[k]) else means[k], default=0
-    )  # the first of equal ones
-    if not patience or len(means) - 1 - best < patience:
+    if not means or not patience:
+        return None
+
+    # The first of equal ones is the best.
+    values = [-math.inf if math.isnan(mean) else mean for mean in means]
+    best = values.index(max(values))
+    if len(means) - 1 - best < patience:
         return None
     return f"patience={patience}: no evaluation since the mean return {means[best]:g} was better"
 
@@ -103,7 +109,7 @@ class BestLearner:
         self.snapshot = Snapshot(self.run.agent, kept_states(self.run))
 
     def compare(self, answer: Evaluated, seed: int | None) -> None:
-        "Keep the noted learner if its evaluation, whose episodes had this seed, is the best so far."
+        "Keep the noted learner if its evaluation is the best so far. `seed` is that of its episodes."
         self._tell_cuts(answer.evaluation)
         mean = answer.evaluation.mean
         if mean > self.mean or not self.run.best.exists():
@@ -118,13 +124,14 @@ class BestLearner:
             return
         self.has_told = True
         logging.getLogger("rollpipe").warning(
-            f"evaluation: {n_cut} of {len(evaluation.cut_off)} episodes were cut off after {evaluation.lengths.max():,} steps, "
-            "so their returns are partial (--max-episode-steps sets another limit, in training and evaluation)"
+            f"evaluation: {n_cut} of {len(evaluation.cut_off)} episodes were cut off after "
+            f"{evaluation.lengths.max():,} steps, so their returns are partial "
+            "(--max-episode-steps sets another limit, in training and evaluation)"
         )
 
 # %% ../../nbs/runs/08_evaluations.ipynb #3b28cf1a
 class EvaluationsByUpdates(Observer):
-    """Evaluates in a process of its own every `eval_every` updates of a run, and after the last one.
+    """Evaluates in a process of its own every `eval_every` updates, and after the last one.
 
     Args:
         evaluator: answers as a `ParallelEvaluation`; None: one is made for the actor of the run
@@ -154,7 +161,10 @@ class EvaluationsByUpdates(Observer):
             )
 
     def after(self, record: Mapping) -> dict:
-        "Ask for an evaluation if one is due and none is under way. Returns the metrics of the newest one that has ended meanwhile."
+        """Ask for an evaluation if one is due and none is under way.
+
+        Returns the metrics of the newest one that has ended meanwhile.
+        """
         counters = self.run.counters
         is_due = self.every.is_due(self.last, counters) and not is_over(
             self.run.config, counters, self.run.history.stopped
@@ -192,7 +202,7 @@ class EvaluationsByUpdates(Observer):
 
 # %% ../../nbs/runs/08_evaluations.ipynb #88ee0cf9
 class EvaluationsBySteps(Observer):
-    "Evaluates at given steps of a run, while the training waits, with a line in `evaluations.jsonl` for each."
+    "Evaluates at given steps of a run while the training waits, each with a line in a file."
 
     when = "saved"
     taken = ()  # its metrics are those of `METRICS`
@@ -231,7 +241,7 @@ class EvaluationsBySteps(Observer):
         return Wish(self._evaluated_if_due(), stop=self._why_enough())
 
     def end(self) -> None:
-        "If the run is over, evaluate the last policy and the best one on `final_episodes` episodes each, unless that is done."
+        "If the run is over, evaluate the last policy and the best one, unless that is done."
         run = self.run
         counters = run.counters
         if not is_over(run.config, counters, run.history.stopped):
@@ -239,10 +249,10 @@ class EvaluationsBySteps(Observer):
         self.records = [
             r for r in self.records if r["kind"] == "training" or r["steps"] == counters["steps"]
         ]
-        made = {r["kind"] for r in self.records}
-        if "last" not in made:
+        kinds = {r["kind"] for r in self.records}
+        if "last" not in kinds:
             self._evaluate("last", run.agent, counters["updates"])
-        if "best" not in made:
+        if "best" not in kinds:
             best = load_run(run.folder, best=True)
             agent = agent_of(best, run.config.get("device", "cpu"))
             self._evaluate("best", agent, best.counters["updates"])
@@ -261,11 +271,15 @@ class EvaluationsBySteps(Observer):
         return why_enough(self.run.config, [r["mean"] for r in self._of_training()])
 
     def _untold(self):
-        "The metrics of an evaluation at this step that no record tells yet. At the end of a run, a second record of the last update does."
+        """The metrics of an evaluation at this step that no record tells yet.
+
+        At the end of a run, a second record of the last update does.
+        """
         run = self.run
-        told = [r for r in records_of(run.folder) if r.get("updates") == run.counters["updates"]]
-        now = [r for r in self._of_training() if r["steps"] == run.counters["steps"]]
-        if not now or len(told) > 1:
+        counters = run.counters
+        records = [r for r in records_of(run.folder) if r.get("updates") == counters["updates"]]
+        now = [r for r in self._of_training() if r["steps"] == counters["steps"]]
+        if not now or len(records) > 1:
             return {}
         returns = np.array(now[-1]["returns"])
         lengths = np.array(now[-1]["lengths"])
@@ -281,13 +295,15 @@ class EvaluationsBySteps(Observer):
             self.last = dict(run.counters)
             self.best.note()
             metrics = self._evaluate("training", run.agent, run.counters["updates"]).metrics
-        # A checkpoint tells how many there were, so a run that goes on notices if some are lost. At the end the last one is saved already.
+        # A checkpoint tells how many there were, so a run that goes on notices if some are lost.
+        # At the end the last one is saved already.
         if not is_over(run.config, run.counters, run.history.stopped):
             run.counters["evaluations"] = len(self._of_training())
         return metrics
 
     def _evaluate(self, kind, agent, updates) -> Evaluated:
         "Evaluate the policy of a learner with so many updates, and write a line."
+        # The episodes
         config = self.run.config
         now = self.run.counters
         seed = evaluation_seed(config["seed"], kind, now["steps"])
@@ -295,9 +311,11 @@ class EvaluationsBySteps(Observer):
         device = device_of(config.get("device", "cpu"))
         options = dict(playing(config), n_episodes=n_episodes, seed=seed, device=device)
         answer = self.evaluate(policy_of(agent), options)
+
         # The best one is kept first, because an evaluation that has a line is not made again.
         if kind == "training":
             self.best.compare(answer, seed)
+
         evaluation = answer.evaluation
         record = dict(
             kind=kind,

@@ -30,29 +30,35 @@ __all__ = ['FORMATS', 'PolicyFunction', 'Format', 'export_policy']
 
 # %% ../../nbs/runs/12_export.ipynb #6768e6d8
 def _names(tree, root):
-    "Names for the leaves of `tree` that every format accepts: `obs['image']` becomes `obs_image`. Raises `DataError` if two are equal."
-    found = {}
+    """Names for the leaves of `tree` that every format accepts: `obs['image']` becomes `obs_image`.
+
+    Raises `DataError` if two are equal.
+    """
+    path_of = {}
     for path in nested.paths(tree, root):
         name = re.sub(r"\W+", "_", path).strip("_")
-        if name in found:
+        if name in path_of:
             raise DataError(
                 "in a file each leaf needs a name of its own",
                 leaf=path,
                 expected="keys that differ in letters or digits",
-                got=f"{name}, the name of {found[name]} too",
+                got=f"{name}, the name of {path_of[name]} too",
             )
-        found[name] = path
-    return list(found)
+        path_of[name] = path
+    return list(path_of)
 
 
 def _samples(space, n, mask=None):
-    "Endless batches of observations [n, ...], drawn from their space; a mask allows some action. Each call gives the same sequence."
-    space, spec = copy.deepcopy(space), space_spec(space, "obs")
+    """Endless batches of observations [n, ...], drawn from their space; a mask allows some action.
+
+    Each call gives the same sequence.
+    """
+    space = copy.deepcopy(space)
+    spec = space_spec(space, "obs")
     space.seed(0)
     while True:
-        obs = nested.stack(
-            [nested.map(np.asarray, in_containers(space.sample(), spec)) for _ in range(n)]
-        )
+        drawn = [in_containers(space.sample(), spec) for _ in range(n)]
+        obs = nested.stack([nested.map(np.asarray, x) for x in drawn])
         yield obs if mask is None else mask.opened(obs)
 
 
@@ -68,17 +74,25 @@ def _bounded(space, act):
 
 # %% ../../nbs/runs/12_export.ipynb #98aebba3
 class PolicyFunction(torch.nn.Module):
-    """The deterministic policy of an actor as a function of tensors: `(*inputs) -> (*outputs)`, see these two attributes.
+    """The deterministic policy of an actor as a function of tensors: `(*inputs) -> (*outputs)`.
 
-    The first dimension of a tensor is the number of observations `n`. For the recurrent state it is the second. Raises `ActorError`
-    if the actor does not know its spaces, and `DataError` if two leaves would have the same name.
+    The first dimension of a tensor is the number of observations `n`. For the recurrent state it is
+    the second. What `next_NAME` gives is what the input NAME has to get with the next observation.
+    `next_last_act` of an actor that sees its past is the action before it is clipped to the bounds
+    of its space.
 
-    What `next_NAME` gives is what the input NAME has to get with the next observation. `next_last_act` of an actor that sees its past is
-    the action before it is clipped to the bounds of its space.
+    Args:
+        actor: an actor that knows its spaces
+
+    Raises:
+        ActorError: the actor does not know its spaces
+        DataError: two leaves would have the same name
     """
 
-    inputs: dict  # name -> example with n=2. At the beginning of an episode all but the observation and `start` are zeros.
-    outputs: list  # names: the action, then the new recurrent state, and the action that an actor sees as its past
+    # name -> example with n=2. All but the observation and `start` are zeros where episodes begin.
+    inputs: dict
+    # The action, then the new recurrent state, and the action that an actor sees as its past
+    outputs: list
 
     def __init__(self, actor: Any):
         super().__init__()
@@ -90,64 +104,73 @@ class PolicyFunction(torch.nn.Module):
         obs = next(_samples(actor.observation_space, 2, actor.action_mask))
         act = space_spec(actor.action_space, "act")
         state = actor.predict(obs)[1]
+
+        # What it gets: the observation, what an actor sees of its past, and the recurrent state
         parts = {"obs": nested.torchify(obs)}
-        if actor.uses_past or nested.leaves(state.hx):
+        has_memory = bool(nested.leaves(state.hx))
+        if actor.uses_past or has_memory:
             parts["start"] = torch.ones(2, dtype=torch.bool)
         if actor.uses_past:
-            parts.update(
-                last_act=nested.map(lambda x: torch.zeros_like(x[0]), state.act),
-                last_rew=torch.zeros(2),
-            )
-        if nested.leaves(state.hx):
+            parts["last_act"] = nested.map(lambda x: torch.zeros_like(x[0]), state.act)
+            parts["last_rew"] = torch.zeros(2)
+        if has_memory:
             parts["hx"] = nested.map(torch.zeros_like, state.hx)
         self.actor = actor
         self.parts = {name: nested.flatten(tree) for name, tree in parts.items()}
         self.no_act = nested.map(lambda x: torch.zeros_like(x[0, 0]), state.act)
-        self.inputs = {
-            k: x
-            for part, tree in parts.items()
-            for k, x in zip(_names(tree, part), nested.leaves(tree))
-        }
-        self.outputs = _names(act, "act") + [
-            f"next_{name}" for name in self.inputs if name.startswith(("hx", "last_act"))
-        ]
+        self.inputs = {}
+        for part, tree in parts.items():
+            self.inputs.update(zip(_names(tree, part), nested.leaves(tree)))
+
+        # What it returns
+        memory = [name for name in self.inputs if name.startswith(("hx", "last_act"))]
+        self.outputs = _names(act, "act") + [f"next_{name}" for name in memory]
 
     def beginning(self, n: int) -> dict:
-        "The inputs for `n` environments at the beginning of their episodes, by name. The caller fills in the observation, which is zeros."
-        lead = {
-            name: (x.shape[0], n, *x.shape[2:]) if name.startswith("hx") else (n, *x.shape[1:])
-            for name, x in self.inputs.items()
-        }
-        return {name: x.new_full(lead[name], name == "start") for name, x in self.inputs.items()}
+        """The inputs for `n` environments at the beginning of their episodes, by name.
+
+        The caller fills in the observation, which is zeros.
+        """
+        inputs = {}
+        for name, x in self.inputs.items():
+            is_state = name.startswith("hx")
+            shape = (x.shape[0], n, *x.shape[2:]) if is_state else (n, *x.shape[1:])
+            inputs[name] = x.new_full(shape, name == "start")
+        return inputs
 
     def forward(self, *inputs: Tensor) -> tuple:
         actor = self.actor
-        left = iter(inputs)
         n = inputs[0].shape[0]
-        given: dict = {
-            part: spec.unflatten([next(left) for _ in leaves])
+
+        # The trees of the inputs. What an actor does not see of its past is zeros.
+        remaining = iter(inputs)
+        trees: dict = {
+            part: spec.unflatten([next(remaining) for _ in leaves])
             for part, (leaves, spec) in self.parts.items()
         }
-        start = given.get("start", torch.ones(n, dtype=torch.bool))
-        act = given.get(
-            "last_act", nested.map(lambda x: torch.zeros(n, *x.shape, dtype=x.dtype), self.no_act)
-        )
-        hx = actor.reset(given["hx"], start) if "hx" in given else None
-        seen = nested.as_seen(given["obs"]), act, given.get("last_rew", torch.zeros(n)), start
+        start = trees.get("start", torch.ones(n, dtype=torch.bool))
+        no_act = nested.map(lambda x: torch.zeros(n, *x.shape, dtype=x.dtype), self.no_act)
+        act = trees.get("last_act", no_act)
+        rew = trees.get("last_rew", torch.zeros(n))
+        hx = actor.reset(trees["hx"], start) if "hx" in trees else None
+
+        # A step of the actor, without noise
+        seen = nested.as_seen(trees["obs"]), act, rew, start
         noise = {"noise": None} if hasattr(actor, "draw_noise") else {}
         stepno = torch.zeros(1, n, dtype=torch.int64)
-        act, hx, _ = actor.step(
-            stepno, *nested.map(lambda x: x.unsqueeze(0), seen), hx=hx, virtual=False, **noise
-        )
+        rows = nested.map(lambda x: x.unsqueeze(0), seen)
+        act, hx, _ = actor.step(stepno, *rows, hx=hx, virtual=False, **noise)
+
+        # In the order of the inputs
         bounded = _bounded(actor.action_space, nested.map(lambda x: x[0], act))
-        seen_next = (
-            nested.leaves(nested.map(lambda x: x[0].clone(), act)) if actor.uses_past else ()
-        )
-        return (*nested.leaves(bounded), *seen_next, *nested.leaves(hx))  # the order of the inputs
+        next_past = ()
+        if actor.uses_past:
+            next_past = nested.leaves(nested.map(lambda x: x[0].clone(), act))
+        return (*nested.leaves(bounded), *next_past, *nested.leaves(hx))
 
 # %% ../../nbs/runs/12_export.ipynb #43e7b88f
 def _dynamic(policy):
-    "The dimensions of the inputs that may change: `n` is the first one, and for the recurrent state the second one."
+    "The dimensions of the inputs that may change: the first one, of the recurrent state the second."
     n = torch.export.Dim("n", min=1)
     return {"inputs": tuple({1 if name.startswith("hx") else 0: n} for name in policy.inputs)}
 
@@ -234,10 +257,14 @@ FORMATS = {
 
 # %% ../../nbs/runs/12_export.ipynb #9a994fc0
 def _check(actor, policy, run, n=3, steps=4):
-    "Raise `DataError` unless `run` answers as `actor.predict` does, also late in an episode, for rewards, and where one begins."
+    """Raise `DataError` unless `run` answers as `actor.predict` does.
+
+    It is compared also late in an episode, for rewards, and where an episode begins.
+    """
     state = None
     samples = _samples(actor.observation_space, n, actor.action_mask)
-    n_act = len(_names(space_spec(actor.action_space, "act"), "act"))
+    spec = space_spec(actor.action_space, "act")
+    n_act = len(_names(spec, "act"))
     memory = ()
     for t in range(steps):
         obs = next(samples)
@@ -245,19 +272,20 @@ def _check(actor, policy, run, n=3, steps=4):
         start = np.arange(n) < {0: n, 3: 1}.get(t, 0)
         if t == 2:
             state = state._replace(stepno=torch.tensor([[30, 1000, 1_000_000]]))
+
+        # The inputs: the observation, what the file has returned before, reward and start
         inputs = policy.beginning(n)
         inputs.update(zip(inputs, nested.leaves(nested.torchify(obs))))
-        inputs.update(zip([name.removeprefix("next_") for name in policy.outputs[n_act:]], memory))
-        known = dict(start=torch.from_numpy(start), last_rew=torch.from_numpy(rew).float())
-        inputs.update({name: x for name, x in known.items() if name in inputs})
+        names = [name.removeprefix("next_") for name in policy.outputs[n_act:]]
+        inputs.update(zip(names, memory))
+        more = dict(start=torch.from_numpy(start), last_rew=torch.from_numpy(rew).float())
+        inputs.update({name: x for name, x in more.items() if name in inputs})
+
+        # Both answers
         act, state = actor.predict(obs, state, episode_start=start, reward=rew)
         answer = list(run(*inputs.values()))
         memory = answer[n_act:]
-        for name, x, y in zip(
-            policy.outputs,
-            answer,
-            nested.leaves(in_containers(act, space_spec(actor.action_space, "act"))),
-        ):
+        for name, x, y in zip(policy.outputs, answer, nested.leaves(in_containers(act, spec))):
             if not np.allclose(np.asarray(x), y, rtol=1e-3, atol=1e-4):
                 raise DataError(
                     f"the exported policy answers differently at step {t}",
@@ -270,36 +298,36 @@ def _check(actor, policy, run, n=3, steps=4):
 def export_policy(actor: Any, path: str | Path, to: str = "onnx", note: dict | None = None) -> bool:
     """Write the deterministic policy of an actor to a file that runs without rollpipe.
 
-    Raises `DataError` for an unknown format, if two leaves would have the same name, or if the file would answer differently, and
-    `ImportError` if a package is missing.
+    Raises `DataError` for an unknown format, if two leaves would have the same name, or if the file
+    would answer differently, and `ImportError` if a package is missing.
 
     Args:
         actor: an actor made by `for_env`, or with `observation_space` and `action_space`
         path: file to write
         to: 'onnx', 'torchscript' or 'pt2'
-        note: anything JSON can hold, to be stored in the file beside the names of inputs and outputs
+        note: anything JSON can hold, to be stored in the file beside the names of inputs and
+            outputs
 
     Returns:
         bool: whether the file was run and compared with the actor; False: onnxruntime is missing
     """
     if to not in FORMATS:
         raise DataError("unknown format", expected=", ".join(FORMATS), got=repr(to))
-    if not (path := Path(path)).absolute().parent.is_dir():
+    path = Path(path)
+    if not path.absolute().parent.is_dir():
         raise DataError(f"{path}: there is no such folder")
     if path.is_dir():
         raise DataError(f"{path}: this is a folder", expected="a file to write")
+
+    # The file says what its inputs and outputs are.
     actor = copy.deepcopy(actor).cpu().requires_grad_(False)
     policy = PolicyFunction(actor).eval()
-    names = dict(
-        inputs={
-            k: [str(x.dtype).removeprefix("torch."), *x.shape] for k, x in policy.inputs.items()
-        },
-        outputs=policy.outputs,
-    )
+    inputs = {
+        name: [str(x.dtype).removeprefix("torch."), *x.shape] for name, x in policy.inputs.items()
+    }
+    text = json.dumps({**(note or {}), "inputs": inputs, "outputs": policy.outputs})
     with torch.no_grad():
-        data = FORMATS[to].write(
-            policy, tuple(policy.inputs.values()), json.dumps({**(note or {}), **names})
-        )
+        data = FORMATS[to].write(policy, tuple(policy.inputs.values()), text)
         run = FORMATS[to].run(data)
         if run is not None:
             _check(actor, policy, run)

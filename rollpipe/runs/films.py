@@ -22,9 +22,10 @@ __all__ = ['Films', 'films_of']
 
 # %% ../../nbs/runs/02_films.ipynb #ef508a8c
 class Films(Observer):
-    """Films of the present policy in the folder `videos` of a run: `update-000020.mp4`, or `.gif` without the extra `video`.
+    """Films of the present policy in the folder `videos` of a run.
 
-    The first failure is logged as a warning. After that no more films are made, and the training continues.
+    They are `update-000020.mp4`, or `.gif` without the extra `video`. The first failure is logged
+    as a warning. After that no more films are made, and the training continues.
 
     Args:
         every: updates between two films; the last update of the run has one, too
@@ -37,7 +38,10 @@ class Films(Observer):
         self._evaluation = None
 
     def begin(self, run: Any) -> None:
-        "Begin the process. Each film shows an episode with the same seed, of the actor in eval mode."
+        """Begin the process.
+
+        Each film shows an episode with the same seed, of the actor in eval mode.
+        """
         self.run = run
         self.folder = Path(run.folder) / "videos"
         self._newest = -1
@@ -73,7 +77,10 @@ class Films(Observer):
             self._film(record["updates"])
 
     def _film(self, updates):
-        "Begin a film, unless this update has one. It first waits for the previous film, so that none is left out."
+        """Begin a film, unless this update has one.
+
+        It first waits for the previous film, so that none is left out.
+        """
         if self._evaluation is None or updates == self._newest:
             return
         self._newest = updates

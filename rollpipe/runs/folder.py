@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.checks import ENDLESS, check_decay, check_room, is_over
 from ..settings.files import check_address, name_address
 from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
-from ..settings.options import shown
+from ..settings.options import import_words, shown, typed
 from ..settings.resolved import Resolved
 from rollpipe.runs.locks import (
     FORKED,
@@ -55,25 +56,24 @@ from ..pipes.graph.edits import find
 from ..pipes.graph.modules import torch_threads
 from ..pipes.stepper import EnvStepper
 from ..ranks.collectives import check_size
+from ..ranks.launch import launching_words
 from ..traces.differences import JOURNAL
 from ..traces.history import REQUEST, History, check_event, with_event
 
 # %% auto #0
-__all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'load_run', 'restore', 'restore_agent', 'for_policy',
-           'agent_of', 'rebuilt', 'resume']
+__all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'command_line', 'load_run', 'restore', 'restore_agent',
+           'for_policy', 'agent_of', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/07_folder.ipynb #318476a9
-_SIZES = (
-    "hidden",
-    "state_size",
-    "n_critics",
-    "n_quantiles",
-)  # options that decide how much memory networks take
+# Options that decide how much memory networks take
+_SIZES = ("hidden", "state_size", "n_critics", "n_quantiles")
 _COUNTERS = dict(steps=0, updates=0, episodes=0, seconds=0.0, resumes=0)
 
 
 class Run(NamedTuple):
-    """A run in progress; its files are those of `RUN_FILES`, and the `kept_checkpoints` in its folder `checkpoints`.
+    """A run in progress.
+
+    Its files are those of `RUN_FILES`, and the `kept_checkpoints` in its folder `checkpoints`.
 
     Args:
         config: the configuration that holds now, see `make_config` and `History.config`
@@ -83,7 +83,8 @@ class Run(NamedTuple):
         waiting: states in the checkpoint, of pipes that are not in the pipeline yet
         stream: the `Stream`; None: a checkpoint has no state of it
         is_new: `start` has made it; False: it goes on, and what its folder has must stay
-        unsettled: the checkpoint from which it goes on, and whether the folder has another one, until `settle`; empty: nothing is due
+        unsettled: the checkpoint from which it goes on, and whether the folder has another one,
+            until `settle`; empty: nothing is due
         history: the events of the run
         due: edits that the run has made before, after later updates, and is going to make again
     """
@@ -109,35 +110,36 @@ class Run(NamedTuple):
         return self.folder / "best.safetensors"
 
     def settle(self) -> None:
-        """Write what `resume` has changed: the history, and the checkpoint from which the run goes on. Later ones are removed.
+        """Write what `resume` has changed: the history, and the checkpoint where the run goes on.
 
-        It waits for the first update, so a resume that fails leaves the folder as it is. A run that records does not wait.
+        Later checkpoints are removed. It waits for the first update, so a resume that fails leaves
+        the folder as it is. A run that records does not wait.
         """
         if not self.unsettled:
             return
-        found, is_other = self.unsettled
+        checkpoint, is_other = self.unsettled
         if is_other:  # or else a kill before the next checkpoint would lose it
-            data = found._replace(config=self.config, history=self.history).data()
+            data = checkpoint._replace(config=self.config, history=self.history).data()
             files.write_atomically(self.checkpoint, data)
         if not (self.folder / REQUEST).exists():
-            files.write_json(self.folder / REQUEST, found.config)  # a kill came before it
+            files.write_json(self.folder / REQUEST, checkpoint.config)  # a kill came before it
         self.history.write(self.folder, self.due)
         for steps, path in kept_checkpoints(self.folder / "checkpoints").items():
-            if steps > found.counters["steps"]:
+            if steps > checkpoint.counters["steps"]:
                 path.unlink(missing_ok=True)
         self.unsettled.clear()
 
     def save(self) -> None:
-        "Write the checkpoint. After the first update, also keep it among the newest `config['keep']` checkpoints."
-        stream = None if self.stream is None else self.stream.state()
+        "Write the checkpoint. The newest `config['keep']` ones after an update are also kept."
+        stream = None
         if self.stream is not None:
+            stream = self.stream.state()
             before = self.history.inexact
             why = newly_inexact(self.stream, before, self.config.get("exact", False))
             if why:
                 self.history.add("inexact", self.counters["updates"], why=why)
                 self.history.write(self.folder, self.due)
-        n = self.config.get("keep", 0)
-        data = Checkpoint(
+        checkpoint = Checkpoint(
             self.config,
             self.counters,
             self.agent.state_dict(),
@@ -145,22 +147,19 @@ class Run(NamedTuple):
             kept_states(self),
             stream,
             self.history,
-        ).data()
+        )
+        data = checkpoint.data()
+
+        # A power cut must not leave fewer updates in these files than in the checkpoint.
         for name in ("metrics.jsonl", JOURNAL):
-            files.sync(
-                self.folder / name
-            )  # a power cut must not leave fewer updates there than here
+            files.sync(self.folder / name)
         files.write_atomically(self.checkpoint, data)
+        n = self.config.get("keep", 0)
         if n and self.counters["updates"]:
             keep_checkpoint(self.folder / "checkpoints", data, self.counters["steps"], n)
         if stream:
-            self.stream.sweep(
-                [
-                    self.checkpoint,
-                    *self.folder.glob(FORKED),
-                    *kept_checkpoints(self.folder / "checkpoints").values(),
-                ]
-            )
+            earlier = kept_checkpoints(self.folder / "checkpoints").values()
+            self.stream.sweep([self.checkpoint, *self.folder.glob(FORKED), *earlier])
 
     def save_best(self, snapshot: Snapshot, counters: dict, evaluated: dict) -> None:
         """Write the best checkpoint.
@@ -182,20 +181,21 @@ class Run(NamedTuple):
 
 # %% ../../nbs/runs/07_folder.ipynb #aa81c595
 def folder_of(path: str | Path) -> Path:
-    "The folder of the run that a path stands for: the path itself, or the folder of the run with this checkpoint."
+    "The folder of a run, which is the path itself or has this checkpoint."
     path = Path(path)
     if path.is_dir():
         return path
-    return (
-        path.parents[1]
-        if path.parent.name == "checkpoints" and path.name not in RUN_FILES
-        else path.parent
-    )
+    is_kept = path.parent.name == "checkpoints" and path.name not in RUN_FILES
+    return path.parents[1] if is_kept else path.parent
 
 # %% ../../nbs/runs/07_folder.ipynb #c4515767
-def _check_stored(found: Checkpoint) -> None:
-    "Raise `DataError` for values of the wrong type, and for sizes that do not agree with the rest of the file."
-    config, counters = found.config, found.counters
+def _check_stored(checkpoint: Checkpoint) -> None:
+    """Raise `DataError` for values of the wrong type.
+
+    So it does for sizes that do not agree with the rest of the file.
+    """
+    config = checkpoint.config
+    counters = checkpoint.counters
     if not all(type(x) in (int, float) and 0 <= x < math.inf for x in counters.values()):
         raise DataError("counters", got=str(counters))
     if not isinstance(config["env"], str):
@@ -208,51 +208,60 @@ def _check_stored(found: Checkpoint) -> None:
     origins = config.get("origins", {})
     if not isinstance(origins, dict) or not all(isinstance(x, str) for x in origins.values()):
         raise DataError("origins", expected="names with texts", got=repr(origins))
-    if not isinstance(found.history, list) or not found.history:
-        raise DataError("history", expected="its events", got=repr(found.history)[:80])
-    for event in found.history:
+    if not isinstance(checkpoint.history, list) or not checkpoint.history:
+        raise DataError("history", expected="its events", got=repr(checkpoint.history)[:80])
+    for event in checkpoint.history:
         check_event(event, "its history")
-    algorithm = config["algorithm"]
-    options = {
-        option: config["options"].get(option.name, option.default)
-        for option in (options_for(algorithm) if is_algorithm(algorithm) else ())
-    }
-    shapes = [x.shape for x in nested.leaves(found.agent_state) if isinstance(x, torch.Tensor)]
-    sizes = {n for shape in shapes for n in shape}
+    options = [option for option in RUN_OPTIONS if option.name != "preset"]
+    if is_algorithm(config["algorithm"]):
+        _check_sizes(checkpoint)
+    run_options({option.name: config[option.name] for option in options})
+
+
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    "Raise `DataError` for an option that cannot be, or for networks that the file does not have."
+    config = checkpoint.config
+    tensors = [x for x in nested.leaves(checkpoint.agent_state) if isinstance(x, torch.Tensor)]
+    sizes = {n for x in tensors for n in x.shape}
     has = config["options"].get
     absent = {"critic" if has("shared") else "", "" if has("recurrent") else "recurrence"}
-    for option, value in options.items():
+    values = {}
+    for option in options_for(config["algorithm"]):
+        value = has(option.name, option.default)
         option.check(value)
-        if (
-            option.param not in _SIZES
-            or option.kinds not in (("int,...",), ("int",))
-            or option.part in absent
-        ):
+        values[option.name] = value
+        is_size = option.param in _SIZES and option.kinds in (("int,...",), ("int",))
+        if not is_size or option.part in absent:
             continue
-        layers = (
-            value
-            if option.param == "hidden"
-            else [n for n in sizes if 0 < value <= n and n % value == 0][:1] or [value]
-        )
-        if not (set(layers) <= sizes and len(layers) <= len(shapes)):
+
+        # A tensor has the width of a layer, or several of them side by side.
+        widths = value
+        if option.param != "hidden":
+            multiples = [n for n in sizes if 0 < value <= n and n % value == 0]
+            widths = multiples[:1] or [value]
+        if not (set(widths) <= sizes and len(widths) <= len(tensors)):
             raise DataError(
                 "there are no such layers in the file", leaf=option.flag, got=str(value)
             )
-    run_options(
-        {option.name: config[option.name] for option in RUN_OPTIONS if option.name != "preset"}
-    )
-    check_room({option.name: value for option, value in options.items()})
+    check_room(values)
 
 
 @spare_environments()
 def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
-    """A new run. Raises `DataError` if there is a run in the folder, or what may be somebody else's under the names of its files, and for a
-    value that an option cannot have, and the errors of `build`, before anything is written.
+    """A new run, which `train` trains.
+
+        run = start("runs/pole", make_config("ppo", "CartPole-v1", steps=100_000))
+        train(run)
 
     Args:
         folder: created if needed
         config: see `make_config`
         overwrite: remove the files of a run in that folder, and nothing else
+
+    Raises:
+        DataError: there is a run in the folder, or what may be somebody else's under the names of
+            its files; or an option cannot have its value. And the errors of `build`, before
+            anything is written
     """
     folder = Path(folder).absolute()  # an environment may change the current folder
     check_free(folder, overwrite)
@@ -263,29 +272,24 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     history.add("began", 0, **exactness(pipe, config))
     # A wrong value would make a run that cannot be loaded.
     _check_stored(Checkpoint(config, _COUNTERS, agent.state_dict(), history=history))
+
+    # Another run may have begun there meanwhile.
     files.make_folder(folder)
     lock(folder)
     try:
-        check_free(folder, overwrite)  # another run may have begun there meanwhile
+        check_free(folder, overwrite)
     except BaseException:
         unlock(folder)
         raise
     remove_run(folder)
-    run = Run(
-        folder,
-        config,
-        agent,
-        pipe,
-        dict(_COUNTERS),
-        {},
-        Stream(
-            history.inexact, None, ChunkFolder(folder / "replay"), global_seed(config, _COUNTERS)
-        ),
-        is_new=True,
-        history=history,
-    )
+
+    # It is saved first, so each run in a folder can be resumed, whenever the process ends.
+    chunks = ChunkFolder(folder / "replay")
+    stream = Stream(history.inexact, None, chunks, global_seed(config, _COUNTERS))
+    counters = dict(_COUNTERS)
+    run = Run(folder, config, agent, pipe, counters, {}, stream, is_new=True, history=history)
     try:
-        run.save()  # first, so that each run in a folder can be resumed, whenever the process ends
+        run.save()
         files.write_json(folder / REQUEST, config)
         history.write(folder)
     except BaseException:
@@ -295,7 +299,10 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
 
 
 def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
-    "The configuration with the engine that 'auto' selects on this machine. The pipeline gets the same engine."
+    """The configuration with the engine that 'auto' selects on this machine.
+
+    The pipeline gets the same engine.
+    """
     options = config["options"]
     actor = agent.actor
     on_host = device_of(config.get("device", "cpu")).type == "cpu"
@@ -316,55 +323,78 @@ def discard(run: Run) -> None:
 
 # %% ../../nbs/runs/07_folder.ipynb #c8b29057
 def needed_modules(config: dict) -> list:
-    "The modules that must be imported before the environment of a run can be made, and its algorithm is known."
-    return list(
-        dict.fromkeys(
-            [*config.get("imports", ()), *filter(None, [str(config["env"]).rpartition(":")[0]])]
-        )
-    )
+    "The modules that a run needs to know its algorithm and to make its environment."
+    modules = list(config.get("imports", ()))
+    of_env = str(config["env"]).rpartition(":")[0]
+    if of_env:
+        modules.append(of_env)
+    return list(dict.fromkeys(modules))
+
+
+def command_line(config: dict, *words: Any, n_ranks: int = 1) -> str:
+    """A command line of rollpipe, with the modules that a run needs.
+
+    Args:
+        config: the configuration of the run
+        *words: the command and what follows it, such as "watch" and a path
+        n_ranks: number of processes that learn together
+    """
+    typed_words = typed([*launching_words(n_ranks), "rollpipe", *words])
+    return shlex.join([*typed_words, *import_words(needed_modules(config))])
 
 # %% ../../nbs/runs/07_folder.ipynb #69a84a62
 def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Checkpoint:
-    """The checkpoint of a run. Raises `DataError` if there is none, naming similar folders, or `CheckpointError`.
+    """The checkpoint of a run.
 
     Args:
         path: folder of a run, or a checkpoint file
         best: for a folder: the checkpoint with the best evaluation, instead of the last one
-        builds: False: modules that its environment and its algorithm need may be missing, because nothing is built
+        builds: False: modules that its environment and its algorithm need may be missing, because
+            nothing is built
+
+    Raises:
+        DataError: there is none; similar folders are named
+        CheckpointError: the file is damaged, or is not that of a run
     """
     path = Path(path)
     if best and path.exists():
         path = _best_of(path)
     file = path / "checkpoint.safetensors" if path.is_dir() else path
-    is_there = (
-        file.exists() or path.is_dir() and files_of_run(path)
-    )  # perhaps with the rest of a run, but without this file
-    if not is_there or file.name in RUN_FILES and file.suffix != ".safetensors":
+    # Perhaps the folder has the rest of a run, but not this file.
+    is_run = file.exists() or path.is_dir() and files_of_run(path)
+    if not is_run or file.name in RUN_FILES and file.suffix != ".safetensors":
         raise no_run(path)
-    found = load_checkpoint(file)
-    has = lambda part, *keys: isinstance(part, dict) and set(keys) <= set(part)
-    if (
-        not has(found.config, "algorithm", "env", "env_kwargs", "options", *vars(RunOptions()))
-        or not has(found.counters, *_COUNTERS)
-        or not has(found.config["options"])
-    ):
+
+    # What it has
+    checkpoint = load_checkpoint(file)
+    config = checkpoint.config
+    names = ("algorithm", "env", "env_kwargs", "options", *vars(RunOptions()))
+    is_complete = _has(config, *names) and _has(config["options"])
+    if not (is_complete and _has(checkpoint.counters, *_COUNTERS)):
         raise CheckpointError(
             f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}"
         )
     if builds:
-        _check_algorithm(path, found.config)
+        _check_algorithm(path, config)
     try:
-        _check_stored(found)
+        _check_stored(checkpoint)
     except DataError as e:
         raise CheckpointError(f"{path}: not a configuration that was saved ({e})") from None
-    missing = [module for module in needed_modules(found.config) if module not in sys.modules]
+
+    # What it needs
+    missing = [module for module in needed_modules(config) if module not in sys.modules]
     if builds and missing:
+        words = " ".join(f"--import {module}" for module in missing)
         raise CheckpointError(
-            f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot make us import",
-            expected=" ".join(f"--import {module}" for module in missing)
-            + " (in Python: import it)",
+            f"{path}: its environment needs the module {missing[0]!r}, which a file alone cannot "
+            "make us import",
+            expected=f"{words} (in Python: import it)",
         )
-    return found._replace(config=Resolved(found.config), history=History(found.history or ()))
+    return checkpoint._replace(config=Resolved(config), history=History(checkpoint.history or ()))
+
+
+def _has(part: Any, *names: str) -> bool:
+    return isinstance(part, dict) and set(names) <= set(part)
 
 
 def _check_algorithm(path: Path, config: dict) -> None:
@@ -373,12 +403,11 @@ def _check_algorithm(path: Path, config: dict) -> None:
     if is_algorithm(name):
         return
     imports = config.get("imports", [])
-    is_list = isinstance(imports, list)
-    missing = [x for x in imports if isinstance(x, str) and x not in sys.modules] if is_list else []
-    hint = (
-        " ".join(f"--import {module}" for module in missing)
-        or "an installed package, or --import of a module, that registers it"
-    )
+    missing = []
+    if isinstance(imports, list):
+        missing = [x for x in imports if isinstance(x, str) and x not in sys.modules]
+    hint = " ".join(f"--import {module}" for module in missing)
+    hint = hint or "an installed package, or --import of a module, that registers it"
     raise CheckpointError(
         f"{path}: the algorithm {str(name)[:80]!r} is not known here",
         expected=f"{', '.join(ALGORITHMS)}, or {hint}",
@@ -401,7 +430,9 @@ def _best_of(path: Path) -> Path:
 
 
 def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None) -> tuple:
-    """Build the learner and the pipeline, and load the learner's state. Raises `CheckpointError` if it does not fit.
+    """Build the learner and the pipeline, and load the learner's state.
+
+    Raises `CheckpointError` if it does not fit.
 
     Args:
         checkpoint: see `load_run`
@@ -425,7 +456,9 @@ def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None)
 
 
 def restore_agent(agent: Any, state: dict, who: str) -> None:
-    """Let a learner go on from the state of another one. Raises `CheckpointError` if its networks have other sizes, or parts.
+    """Let a learner go on from the state of another one.
+
+    Raises `CheckpointError` if its networks have other sizes, or parts.
 
     Args:
         agent: the learner
@@ -445,18 +478,18 @@ def restore_agent(agent: Any, state: dict, who: str) -> None:
 
 # %% ../../nbs/runs/07_folder.ipynb #bd6c05b6
 def for_policy(checkpoint: Checkpoint) -> Checkpoint:
-    "The checkpoint without what only a training needs: its engine, and its edits, which may be a stranger's."
-    return checkpoint._replace(
-        config={
-            **checkpoint.config,
-            "inserts": [],
-            "options": {**checkpoint.config["options"], "engine": "torch"},
-        }
-    )
+    """The checkpoint without what only a training needs.
+
+    That is its engine, and its edits, which may be a stranger's.
+    """
+    options = {**checkpoint.config["options"], "engine": "torch"}
+    return checkpoint._replace(config={**checkpoint.config, "inserts": [], "options": options})
 
 
 def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
-    """The learner alone. It needs neither the device, the engine nor the edits of its training. Raises as `restore` does.
+    """The learner alone.
+
+    It needs neither the device, the engine nor the edits of its training. Raises as `restore` does.
 
     Args:
         checkpoint: see `load_run`
@@ -465,19 +498,25 @@ def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
     return restore(for_policy(checkpoint), device=device)[0]
 
 # %% ../../nbs/runs/07_folder.ipynb #77254847
-def rebuilt(folder: Path, found: Checkpoint, config: dict, counters: dict, history: History) -> Run:
-    """The run that goes on from a checkpoint. Nothing is written. Raises the errors of `restore`, and `CheckpointError`.
+def rebuilt(
+    folder: Path, checkpoint: Checkpoint, config: dict, counters: dict, history: History
+) -> Run:
+    """The run that goes on from a checkpoint. Nothing is written.
 
     Args:
         folder: folder of the run
-        found: its checkpoint
+        checkpoint: where it goes on
         config: the configuration with which it goes on
         counters: see `Run`
         history: that with which it goes on
+
+    Raises:
+        CheckpointError: the checkpoint does not fit. And the errors of `restore`
     """
-    agent, pipe = restore(found._replace(config={**config, "folder": folder}), counters["resumes"])
-    waiting = load_states(pipe, found.pipes)
-    stream = resumed_stream(folder, pipe, found, config, counters)
+    in_folder = checkpoint._replace(config={**config, "folder": folder})
+    agent, pipe = restore(in_folder, counters["resumes"])
+    waiting = load_states(pipe, checkpoint.pipes)
+    stream = resumed_stream(folder, pipe, checkpoint, config, counters)
     return Run(folder, dict(config), agent, pipe, counters, waiting, stream, history=history)
 
 
@@ -488,72 +527,81 @@ def resume(
     workers: int | None = None,
     address: str | None = None,
 ) -> Run:
-    """Continue a run from its checkpoint: exactly as it would have gone on, or with new episodes if its configuration says why.
+    """Continue a run from its checkpoint, which `train` trains.
 
-    Raises `DataError` if it is complete, and for a value that an option cannot have. A run that was stopped goes on if `steps` are given,
-    without the rules that could stop it.
+    It goes on exactly as it would have gone on, or with new episodes if its configuration says why.
+    A run that was stopped goes on if `steps` are given, without the rules that could stop it.
 
-    From an earlier checkpoint, the training after it is repeated, and its records and checkpoints are replaced. The best checkpoint stays.
-    Nothing is written before the first update, unless the run records.
+    From an earlier checkpoint, the training after it is repeated, and its records and checkpoints
+    are replaced. The best checkpoint stays. Nothing is written before the first update, unless the
+    run records.
 
     Args:
         folder: folder of a run that has a checkpoint, or one of its checkpoints
         steps: new total number of steps; None: as before
         device: see `make_config`; None: as before
         workers: number of worker processes, which changes no number; None: as before
-        address: address of a Ray cluster; None: as before, if this process has named it, see `name_address`
+        address: address of a Ray cluster; None: as before, if this process has named it, see
+            `name_address`
+
+    Raises:
+        DataError: the run is complete, or an option cannot have its value
     """
     path = Path(folder)
     folder = folder_of(folder).absolute()
     is_new = path.exists() and lock(folder)  # a run that this process has begun here keeps its lock
     try:
-        found = load_run(path)
-        given = dict(steps=steps, device=device, workers=workers, address=address)
-        given = {name: x for name, x in given.items() if x is not None}
-        run_options(given)  # a checkpoint with other values could not be read
-        name_address(address)
-        counters = dict(
-            found.counters,
-            resumes=found.counters["resumes"]
-            + (found.stream is None and found.counters["updates"] > 0),
-        )
-
-        # What is given from here on is an event, like everything that happens to a run.
-        history = History(found.history)
-        if history.stopped and steps:
-            given |= ENDLESS
-        event = "extended" if steps else "resumed"
-        history.add(event, counters["updates"], set=given)
-        config = with_event(found.config, history[-1])
-        check_address(config, shown(folder))
-
-        # An earlier checkpoint lacks last evaluations if the run was extended since. To make these would end the training after it.
-        stopped = history.stopped
-        is_end = (
-            is_over(config, counters, stopped)
-            if path.is_file()
-            else is_complete(folder, config, counters, stopped)
-        )
-        if is_end:
-            raise DataError(
-                f"{shown(folder)} is complete",
-                expected=f"--steps above {counters['steps']} to train it further",
-            )
-        check_size(
-            config.get("ranks", 1),
-            torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
-        )
-        check_decay(config["steps"], found.config["options"])
-        due = edits_due(folder, found.history)
-        if found.stream is None and any(edit["at"] == counters["updates"] for edit in due):
-            raise DataError(
-                f"{path} lacks an edit of its update, which cannot be made again without a state of the stream",
-                expected="another checkpoint of the run",
-            )
-        run = rebuilt(folder, found, config, counters, history)
-        is_other = path.is_file() or config != found.config
-        return run._replace(unsettled=[found, is_other], due=due)
+        options = dict(steps=steps, device=device, workers=workers, address=address)
+        options = {name: x for name, x in options.items() if x is not None}
+        return _resumed(path, folder, options)
     except BaseException:
         if is_new:
             unlock(folder)
         raise
+
+
+def _resumed(path: Path, folder: Path, options: dict) -> Run:
+    "The run that goes on from its checkpoint in `path` with other options. The folder is locked."
+    checkpoint = load_run(path)
+    run_options(options)  # a checkpoint with other values could not be read
+    name_address(options.get("address"))
+    counters = dict(checkpoint.counters)
+    if checkpoint.stream is None and counters["updates"] > 0:
+        counters["resumes"] += 1  # new episodes begin
+
+    # What is given from here on is an event, like everything that happens to a run.
+    history = History(checkpoint.history)
+    is_extended = "steps" in options
+    if is_extended and history.stopped:
+        options = {**options, **ENDLESS}
+    history.add("extended" if is_extended else "resumed", counters["updates"], set=options)
+    config = with_event(checkpoint.config, history[-1])
+    stopped = history.stopped
+    check_address(config, shown(folder))
+
+    # An earlier checkpoint lacks last evaluations if the run was extended since. To make these
+    # would end the training after it.
+    if path.is_file():
+        is_end = is_over(config, counters, stopped)
+    else:
+        is_end = is_complete(folder, config, counters, stopped)
+    if is_end:
+        raise DataError(
+            f"{shown(folder)} is complete",
+            expected=f"--steps above {counters['steps']} to train it further",
+        )
+    is_joint = torch.distributed.is_initialized()
+    check_size(config.get("ranks", 1), torch.distributed.get_world_size() if is_joint else 1)
+    check_decay(config["steps"], checkpoint.config["options"])
+
+    # Edits that the run has made after this checkpoint are made again.
+    due = edits_due(folder, checkpoint.history)
+    if checkpoint.stream is None and any(edit["at"] == counters["updates"] for edit in due):
+        raise DataError(
+            f"{path} lacks an edit of its update, which cannot be made again without a state of "
+            "the stream",
+            expected="another checkpoint of the run",
+        )
+    run = rebuilt(folder, checkpoint, config, counters, history)
+    is_other = path.is_file() or config != checkpoint.config
+    return run._replace(unsettled=[checkpoint, is_other], due=due)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
@@ -23,18 +22,23 @@ from ..pipes.data.errors import DataError, PipeError, check_integer
 from ..pipes.data.files import read_file, write_atomically, write_json
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.data.reseeding import reseeded
-from ..ranks.launch import launching_words
 from ..settings.checks import ENDLESS
 from ..settings.config import build, device_of
-from ..settings.options import import_words, shown, typed
+from ..settings.options import shown
 from .changes import changed_run, options_in
-from .folder import folder_of, load_run, needed_modules, rebuilt
+from .folder import command_line, folder_of, load_run, rebuilt
 from .locks import FORKED, files_of_run, lock, locked, unlock
 from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
-from .states import edits_due, exactness, lacking_pipes
-from .moments import extended_steps, kept_of, moment, stored, with_chunks
+from .states import exactness, lacking_pipes
+from rollpipe.runs.moments import (
+    checkpoints_of,
+    extended_steps,
+    moment,
+    placed_checkpoint,
+    write_checkpoint,
+)
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
-from ..traces.history import REQUEST, History, read_request
+from ..traces.history import REQUEST, History, in_words, read_request
 from ..traces.journal import cut
 
 # %% auto #0
@@ -42,6 +46,7 @@ __all__ = ['fork', 'fork_command']
 
 # %% ../../nbs/runs/18_fork.ipynb #faedf131
 def _check_place(folder: Path, out: Path, overwrite: bool) -> None:
+    "Raise `DataError` if a fork of the run in `folder` may not be made in `out`."
     if folder.resolve() in (out.resolve(), *out.resolve().parents):
         raise DataError(
             f"{out} is the run itself, or in its folder", expected="another folder for the fork"
@@ -50,12 +55,10 @@ def _check_place(folder: Path, out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise DataError(f"{out} exists already", expected="another folder, or --overwrite")
-    mine = {path.name for path in files_of_run(out)} | {"lock", "checkpoints"}
-    others = (
-        [path.name for path in out.iterdir() if path.name not in mine]
-        if out.is_dir() and not out.is_symlink()
-        else ["no folder"]
-    )
+    others = ["no folder"]
+    if out.is_dir() and not out.is_symlink():
+        of_run = {path.name for path in files_of_run(out)} | {"lock", "checkpoints"}
+        others = [path.name for path in out.iterdir() if path.name not in of_run]
     if others:
         raise DataError(
             f"{out} cannot be replaced",
@@ -66,7 +69,10 @@ def _check_place(folder: Path, out: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _replacing(folder: Path, out: Path, overwrite: bool) -> Iterator[Path]:
-    "A path for a fork of the run in `folder`. It takes the place of `out` when the block has ended."
+    """A path for a fork of the run in `folder`.
+
+    It takes the place of `out` when the block has ended.
+    """
     _check_place(folder, out, overwrite)
     place = out.with_name(f".{out.name}.fork")
     place.mkdir(parents=True, exist_ok=True)
@@ -75,7 +81,9 @@ def _replacing(folder: Path, out: Path, overwrite: bool) -> Iterator[Path]:
         _clear(place)  # of a fork that was killed
         (place / "run").mkdir()
         yield place / "run"
-        _check_place(folder, out, overwrite)  # another run may have begun there meanwhile
+
+        # Another run may have begun there meanwhile.
+        _check_place(folder, out, overwrite)
         if out.exists():
             with locked(out):
                 os.replace(out, place / "old")
@@ -93,87 +101,144 @@ def _clear(place):
             shutil.rmtree(path)
 
 # %% ../../nbs/runs/18_fork.ipynb #97d4be29
-def _foreseen(at: int, folder: Path, found: Checkpoint) -> Checkpoint:
-    "What is known of the checkpoint after an update before the run is repeated up to there: all but the state of its learner."
-    history = History(
-        [*found.history, *[edit for edit in edits_due(folder, found.history) if edit["at"] <= at]]
+def _copy_past(folder: Path, home: Path, forked: Checkpoint) -> None:
+    """Copy what a run has written up to a checkpoint.
+
+    This is its journal, fingerprints, metrics and evaluations, and the best checkpoint of that
+    time.
+    """
+    at = forked.counters["updates"]
+    steps = forked.counters["steps"]
+
+    # A run that was repeated up to here has a journal of its own; a pack has none.
+    for name in ("metrics.jsonl", JOURNAL):
+        if (folder / name).exists() and not (home / name).exists():
+            write_atomically(home / name, read_file(folder / name))
+    cut(home / JOURNAL, at)
+    fingerprints = {n: x.leaves for n, x in read_fingerprints(folder).items() if n < at}
+    write_json(home / FINGERPRINTS, fingerprints, indent=1)
+    MetricWriter(home, tensorboard=False, wandb=False, updates=at).close()
+
+    # At the end of a run the last policy and the best one are evaluated, and the fork goes on.
+    evaluations = [
+        record
+        for record in read_evaluations(folder)
+        if record["steps"] < steps or record["steps"] == steps and record["kind"] == "training"
+    ]
+    if evaluations:
+        write_evaluations(home, evaluations)
+
+    # The best policy so far may be an earlier one than that of the run.
+    best = home / "best.safetensors"
+    if not (folder / best.name).exists():
+        return
+    write_atomically(best, read_file(folder / best.name))
+    if load_checkpoint(best).counters["updates"] <= at:
+        return
+    best.unlink()
+    in_training = [record for record in evaluations if record["kind"] == "training"]
+    if in_training:
+        write_atomically(best, _best_of(folder, forked, in_training).data())
+
+
+def _best_of(folder: Path, forked: Checkpoint, evaluations: list) -> Checkpoint:
+    """The policy that was best in these evaluations, if the run keeps it.
+
+    If not, it is that of `forked`, which the next evaluation replaces.
+    """
+    means = [-math.inf if math.isnan(record["mean"]) else record["mean"] for record in evaluations]
+    best = evaluations[means.index(max(means))]
+    evaluated = dict(
+        eval_return_mean=best["mean"], episodes=len(best["returns"]), seed=best["seed"]
     )
-    config = history.config(read_request(folder))
-    steps = next((r["steps"] for r in records_of(folder) if r["updates"] == at), 0)
-    stream = found.stream or load_run(folder).stream  # of which the names of the pipes count
-    return found._replace(
-        config=config,
-        counters={**found.counters, "steps": steps},
+    for checkpoint in (forked, *checkpoints_of(folder)):
+        if checkpoint.counters["updates"] == best["updates"]:
+            return checkpoint._replace(evaluated=evaluated, stream=None)
+    return forked._replace(evaluated=dict(eval_return_mean=math.nan, episodes=0), stream=None)
+
+# %% ../../nbs/runs/18_fork.ipynb #e218e38f
+def _planned(folder: Path, at: int, begin: Checkpoint) -> Checkpoint:
+    """The checkpoint after an update before the run is repeated up to there.
+
+    It has no state of the learner, and an earlier or later one of the stream: what there is in it
+    tells whether the options of a fork fit.
+    """
+    history = History.read(folder).until(at) or begin.history  # a pack has none
+    steps = next((record["steps"] for record in records_of(folder) if record["updates"] == at), 0)
+    return begin._replace(
+        config=history.config(read_request(folder)),
+        counters={**begin.counters, "updates": at, "steps": steps},
         agent_state={},
-        stream=stream,
+        stream=begin.stream or load_run(folder).stream,
         history=history,
     )
 
 
-def _repeated_to(
-    at: int, folder: Path, found: Checkpoint, ahead: Checkpoint, edits: Iterable, home: Path
-) -> Checkpoint:
-    "The checkpoint after an update, with the configuration that it has. The run is repeated up to there in `home`."
-    with moment(folder, at, *edits, home=home, begin=found) as then:
-        then.updates.save()
-    again = diff(folder, home)
-    if again.parting is not None:
-        raise DataError(f"{folder} does not repeat here\n{again}")
-    spent = [r["seconds"] for r in records_of(folder) if r["updates"] == at and "seconds" in r]
+def _repeated(planned: Checkpoint, folder: Path, home: Path) -> Checkpoint:
+    "The planned checkpoint with the states of the run that was repeated in `home`, and saved."
+    difference = diff(folder, home)
+    if difference.parting is not None:
+        raise DataError(f"{folder} does not repeat here\n{difference}")
     if (home / "recording").exists():
         shutil.rmtree(home / "recording")
-    made = load_run(home)
-    counters = {**made.counters, "seconds": spent[0] if spent else made.counters["seconds"]}
+    saved = load_run(home)
+    counters = dict(saved.counters)
+    for record in records_of(folder):
+        if record["updates"] == counters["updates"]:
+            counters["seconds"] = record.get("seconds", counters["seconds"])
 
     # The state is that of environments which are kept as the repetition has tested it.
-    first, *later = ahead.history
-    history = History([{**first, "kept": made.history.kept}, *later])
-    return made._replace(config=ahead.config, history=history, counters=counters)
+    first, *later = planned.history
+    history = History([{**first, "kept": saved.history.kept}, *later])
+    return saved._replace(config=planned.config, history=history, counters=counters)
 
 
-def _copy_past(folder: Path, home: Path, found: Checkpoint) -> None:
-    "Copy what a run has written up to a checkpoint: journal, fingerprints, metrics, evaluations, and the best checkpoint of that time."
-    at = found.counters["updates"]
-    steps = found.counters["steps"]
-    for name in ("metrics.jsonl", JOURNAL)[: 1 if (home / JOURNAL).exists() else 2]:
-        if (folder / name).exists():
-            write_atomically(home / name, read_file(folder / name))  # a pack has neither
-    cut(home / JOURNAL, at)
-    write_json(
-        home / FINGERPRINTS,
-        {n: x.leaves for n, x in read_fingerprints(folder).items() if n < at},
-        indent=1,
-    )
-    MetricWriter(home, tensorboard=False, wandb=False, updates=at).close()
-    evaluations = [
-        r
-        for r in read_evaluations(folder)
-        if r["steps"] < steps or r["steps"] == steps and r["kind"] == "training"
-    ]
-    if evaluations:
-        write_evaluations(home, evaluations)
-    if (best := folder / "best.safetensors").exists():
-        write_atomically(home / best.name, read_file(best))
-        if load_checkpoint(home / best.name).counters["updates"] <= at:
-            return
-        (home / best.name).unlink()
-        made = [r for r in evaluations if r["kind"] == "training"]
-        if made:
-            write_atomically(home / best.name, _best_of(folder, found, made).data())
+def _with_noise(checkpoint: Checkpoint, folder: Path, noise: int) -> Checkpoint:
+    "The checkpoint with other states of all random generators; 0: with the same ones."
+    if not noise:
+        return checkpoint
+    config = checkpoint.config
+    device = device_of(config["device"])
+    if device.type != "cpu":
+        raise DataError(
+            f"a fork of {folder} cannot have other noise",
+            leaf="noise",
+            expected="a run on the CPU",
+            got=str(device),
+        )
+    seed = np.random.SeedSequence([config["seed"], int(checkpoint.counters["updates"]), noise])
+    states = [checkpoint.stream, checkpoint.agent_state, checkpoint.pipes]
+    stream, agent_state, pipes = reseeded(states, seed)
+    return checkpoint._replace(stream=stream, agent_state=agent_state, pipes=pipes)
 
 
-def _best_of(folder: Path, found: Checkpoint, made: list) -> Checkpoint:
-    "The policy that was best in these evaluations, if the run has kept it; or else that of `found`, which the next evaluation replaces."
-    best = max(
-        made, key=lambda r: -math.inf if math.isnan(r["mean"]) else r["mean"]
-    )  # the first of equal ones
-    known = dict(eval_return_mean=best["mean"], episodes=len(best["returns"]), seed=best["seed"])
-    for x in (found, *kept_of(folder)):
-        if x.counters["updates"] == best["updates"]:
-            return x._replace(evaluated=known, stream=None)
-    return found._replace(evaluated=dict(eval_return_mean=math.nan, episodes=0), stream=None)
+def _check_resumed(folder: Path, home: Path, before: dict, changed: dict) -> None:
+    """Raise `DataError` if a run with other options cannot be resumed.
 
-# %% ../../nbs/runs/18_fork.ipynb #e218e38f
+    Args:
+        folder: folder of the parent
+        home: folder of the fork
+        before: the configuration without the other options
+        changed: name -> value of the other options
+    """
+    forked = load_run(home)
+
+    def lacking(config):
+        run = rebuilt(home, forked, config, forked.counters, forked.history)
+        return {*run.waiting, *lacking_pipes(run.pipe, run.stream.restored)}
+
+    try:
+        # Pipes that are also lacking without the options are those of edits in Python.
+        gone = lacking(forked.config)
+        gone = gone and gone - lacking(before)
+        if gone:
+            raise DataError("pipes that keep something are missing", got=", ".join(sorted(gone)))
+    except PipeError as e:
+        raise DataError(
+            f"a fork of {folder} cannot have these options", leaf=", ".join(changed), got=str(e)
+        ) from None
+
+
 def fork(
     run: str | Path,
     out: str | Path,
@@ -184,151 +249,123 @@ def fork(
     new_episodes: bool = False,
     **options: Any,
 ) -> Path:
-    """Make a run that stands exactly where another one stood after an update. `train(resume(out))` goes on from there.
+    """Make a run that stands exactly where another one stood after an update.
 
-    Without other options it equals the other run from there on, bit for bit. That run is not changed, and may be in training meanwhile.
-    An edit of the pipeline from there on: `train(edited(resume(out), edit))`.
+    `train(resume(out))` goes on from there. Without other options it equals the other run from
+    there on, bit for bit. That run is not changed, and may be in training meanwhile. An edit of the
+    pipeline from there on: `train(edited(resume(out), edit))`.
 
-    Raises `DataError`, which names the reason, if the run cannot be repeated exactly or has not made so many updates, and for an option
-    that does not fit its state; and `OSError`, which names the file, if the disk is full.
+        out = fork("runs/pole", "runs/pole-2", at=100, clip=0.1)
+        train(resume(out))
 
     Args:
         run: folder of the run, or one of its checkpoints
         out: folder of the fork
-        at: number of updates after which the fork begins; None: those of the checkpoint, or of the run's newest one
+        at: number of updates after which the fork begins; None: those of the checkpoint, or of the
+            run's newest one
         edits: functions `pipe -> pipe` that changed the pipeline of the run in Python, in turn
         overwrite: replace the run in `out`
-        noise: 0: the run's own random numbers from there on; 1, 2, ...: others, of the environments, the exploration, the replay memory and
-            the learner. Two forks with the same number have the same ones
-        new_episodes: begin new episodes, and a replay memory anew. The environment may be another one then
-        **options: options that change from there on, of the algorithm or of the run, such as `max_kl=0.02` or `steps=100_000`
+        noise: 0: the run's own random numbers from there on; 1, 2, ...: others, of the
+            environments, the exploration, the replay memory and the learner. Two forks with the
+            same number have the same ones
+        new_episodes: begin new episodes, and a replay memory anew. The environment may be another
+            one then
+        **options: options that change from there on, of the algorithm or of the run, such as
+            `max_kl=0.02` or `steps=100_000`
 
     Returns:
         Path: `out`
+
+    Raises:
+        DataError: the run cannot be repeated exactly, or has not made so many updates, or an option
+            does not fit its state; the reason is named
+        OSError: the disk is full; the file is named
     """
     named = load_run(run)
     folder = folder_of(run).absolute()
     out = Path(out).absolute()
-    is_at = int(named.counters["updates"])
-    if at is None and Path(run).is_file():
-        at = is_at
     noise = check_integer("noise", noise, 0)
+    updates = int(named.counters["updates"])
+    if at is None and Path(run).is_file():
+        at = updates
+    is_named = at in (None, updates)
 
-    def asked(found):
-        # the steps of the run, also if it was extended since; the edits that it makes again are not those of the fork
-        found = found._replace(config={**found.config, "steps": extended_steps(folder, found)})
-        who = f"a fork of {shown(folder)}"
-        return changed_run(who, _with_noise(found, folder, noise), options)
+    def with_options(checkpoint):
+        "The checkpoint with what is other in the fork, and the options that are."
+        if new_episodes:
+            checkpoint = checkpoint._replace(stream=None)
+        config = {**checkpoint.config, "steps": extended_steps(folder, checkpoint)}
+        checkpoint = _with_noise(checkpoint._replace(config=config), folder, noise)
+        return changed_run(f"a fork of {shown(folder)}", checkpoint, options)
 
     with GlobalRandomStates(), _replacing(folder, out, overwrite) as home:
-        is_there = new_episodes and at in (None, is_at)
-        newest = named if at in (None, is_at) else None
-        if is_there:
-            found, at = named, is_at
+        # The parent after the update: a checkpoint of the run, or the run repeated up to there.
+        if new_episodes and is_named:
+            parent, at = named, updates
         else:
-            found, at = with_chunks(folder, at, home, newest=newest, is_lasting=True)
-        if not is_there and (found.stream is None or found.counters["updates"] < at):
-            ahead = _foreseen(at, folder, found)
-            foreseen, _ = asked(ahead._replace(stream=None) if new_episodes else ahead)
-            build(foreseen.config)  # to repeat a run may take hours
-            found = _repeated_to(at, folder, found, ahead, edits, home)
-        before = found.config
-        found, changed = asked(found._replace(stream=None) if new_episodes else found)
-        history = found.history
-        begins = dict(kept=history.kept, inexact=history.inexact)
-        if new_episodes:
-            begins = exactness(build(found.config)[1], found.config)
+            newest = named if is_named else None
+            parent, at = placed_checkpoint(folder, at, home, newest=newest, is_lasting=True)
+            if parent.stream is None or parent.counters["updates"] < at:
+                planned = _planned(folder, at, parent)
+                build(with_options(planned)[0].config)
+                with moment(folder, at, *edits, home=home, begin=parent) as then:
+                    then.updates.save()
+                parent = _repeated(planned, folder, home)
 
-        # What stopped the run would stop its fork at once.
-        endless = {name: x for name, x in ENDLESS.items() if name not in options}
-        config = {**found.config, **(endless if history.stopped else {})}
+        # The fork: the parent with other options. What stopped the run would stop it at once.
+        forked, changed = with_options(parent)
+        config = dict(forked.config)
+        if parent.history.stopped:
+            config.update({name: x for name, x in ENDLESS.items() if name not in options})
+
+        # Its history begins with where it comes from, and how its environments are kept.
+        keeping = dict(kept=parent.history.kept, inexact=parent.history.inexact)
+        if new_episodes:
+            keeping = exactness(build(forked.config)[1], forked.config)
         more = {name: x for name, x in dict(noise=noise, new_episodes=new_episodes).items() if x}
-        past = History()
-        past.add("forked", at, run=str(shown(folder)), set=changed, **more, **begins)
-        found = found._replace(history=past)
-        for name in ("checkpoint.safetensors", *[FORKED] * (not new_episodes)):
-            stored(home / name, found, config)
+        history = History()
+        history.add("forked", at, run=str(shown(folder)), set=changed, **more, **keeping)
+        forked = forked._replace(history=history)
+
+        # The files. From the checkpoint in `FORKED` it can be repeated.
+        names = ["checkpoint.safetensors"] if new_episodes else ["checkpoint.safetensors", FORKED]
+        for name in names:
+            write_checkpoint(home / name, forked, config)
         write_json(home / REQUEST, config)
-        past.write(home)
-        _copy_past(folder, home, found._replace(config=config))
+        history.write(home)
+        _copy_past(folder, home, forked._replace(config=config))
         if changed:
-            _check_resumed(folder, home, before, changed)
+            _check_resumed(folder, home, parent.config, changed)
         ChunkFolder(home / "replay").sweep([home / "checkpoint.safetensors"])
     return out
-
-
-def _with_noise(found: Checkpoint, folder: Path, noise: int) -> Checkpoint:
-    "The checkpoint with other states of all random generators; 0: with the same ones."
-    if not noise:
-        return found
-    if (device := device_of(found.config["device"])).type != "cpu":
-        raise DataError(
-            f"a fork of {folder} cannot have other noise",
-            leaf="noise",
-            expected="a run on the CPU",
-            got=str(device),
-        )
-    seed = np.random.SeedSequence([found.config["seed"], int(found.counters["updates"]), noise])
-    stream, agent_state, pipes = reseeded([found.stream, found.agent_state, found.pipes], seed)
-    return found._replace(stream=stream, agent_state=agent_state, pipes=pipes)
-
-
-def _check_resumed(folder: Path, home: Path, before: dict, changed: dict) -> None:
-    """Raise `DataError` if a run with other options cannot be resumed.
-
-    Args:
-        before: the configuration without the other options
-        changed: name -> value of the other options
-    """
-    found = load_run(home)
-
-    def lacking(config):
-        run = rebuilt(home, found, config, found.counters, found.history)
-        return {*run.waiting, *lacking_pipes(run.pipe, run.stream.restored)}
-
-    try:
-        gone = lacking(found.config)
-        if gone and (gone := gone - lacking(before)):  # the others are those of edits in Python
-            raise DataError("pipes that keep something are missing", got=", ".join(sorted(gone)))
-    except PipeError as e:
-        raise DataError(
-            f"a fork of {folder} cannot have these options", leaf=", ".join(changed), got=str(e)
-        ) from None
 
 # %% ../../nbs/runs/18_fork.ipynb #a1ca2dd4
 def fork_command(args: Namespace) -> None:
     "Make a fork, and print how to train it. Raises `DataError` for an option that cannot be read."
-    options = options_in(
-        [*args.set, *([] if args.steps is None else [f"steps={args.steps}"])], args.run
+    words = args.set if args.steps is None else [*args.set, f"steps={args.steps}"]
+    out = fork(
+        args.run,
+        args.out,
+        args.at,
+        overwrite=args.overwrite,
+        noise=args.noise,
+        new_episodes=args.new_episodes,
+        **options_in(words, args.run),
     )
-    made = load_run(
-        fork(
-            args.run,
-            args.out,
-            args.at,
-            overwrite=args.overwrite,
-            noise=args.noise,
-            new_episodes=args.new_episodes,
-            **options,
-        )
-    )
-    config = made.config
-    origin = made.history.origin
-    at = origin["at"]
-    changed = ", ".join(f"{name}={x}" for name, x in origin["set"].items())
-    other = (
-        f", with other noise ({args.noise})" * bool(args.noise)
-        + ", and begins new episodes" * args.new_episodes
-    )
-    print(
-        f"{args.out} stands where {args.run} stood after update {at}{other}"
-        + f", and has {changed}" * bool(changed)
-    )
-    words = [
-        *launching_words(config.get("ranks", 1)),
-        "rollpipe",
-        "train",
-        "--resume",
-        Path(args.out),
-    ]
-    print("train it:     " + shlex.join(typed([*words, *import_words(needed_modules(config))])))
+    forked = load_run(out)
+    origin = forked.history.origin
+
+    # Where it stands
+    text = f"{args.out} stands where {args.run} stood after update {origin['at']}"
+    if args.noise:
+        text += f", with other noise ({args.noise})"
+    if args.new_episodes:
+        text += ", and begins new episodes"
+    if origin["set"]:
+        text += f", and has {in_words(origin)}"
+    print(text)
+
+    # How it goes on
+    n_ranks = forked.config.get("ranks", 1)
+    command = command_line(forked.config, "train", "--resume", Path(args.out), n_ranks=n_ranks)
+    print(f"train it:     {command}")

@@ -32,7 +32,9 @@ __all__ = ['divide', 'RankStream', 'Follower', 'joint']
 
 # %% ../../nbs/runs/22_joint.ipynb #f1aa24b2
 def divide(pipe: Any, rank: int, size: int, workers: int) -> None:
-    """Reduce the pipeline to this rank's part of the lanes, see `ranks.divide`. Raises `DataError` also for too few lanes per worker.
+    """Reduce the pipeline to this rank's part of the lanes, see `ranks.divide`.
+
+    Raises `DataError` also for too few lanes per worker.
 
     Args:
         pipe: the pipeline of all lanes
@@ -75,13 +77,15 @@ class RankStream(Stream):
         self.is_joint = reason is None
         if restored is None:
             return
-        data = chunks.read(
-            name := restored["ranks"][rank]
-        )  # which compares the content with the name
+        name = restored["ranks"][rank]
+        data = chunks.read(name)  # which compares the content with the name
         self.restored = unpack(chunks.path / name, "part", 1, data.tobytes())["stream"]
 
     def state(self) -> dict | None:
-        "The names of the parts of all ranks, which are on disk; None if a resumed run begins new episodes."
+        """The names of the parts of all ranks, which are on disk.
+
+        None, if a resumed run begins new episodes.
+        """
         if self.pipe is None or self.reason:
             return None
         data = pack("part", 1, dict(stream=super().state()))
@@ -94,13 +98,16 @@ class RankStream(Stream):
         return dict(ranks=[*names])
 
     def sweep(self, checkpoints: list) -> None:
-        "Remove the parts and the chunks that the checkpoints of rank 0 do not need. They are on disk when it tells what they name."
-        named = ranks.gathered_objects(
-            [name for path in checkpoints for name in chunk_names(path)]
-        )[0]
-        self.chunks.sweep(
-            [self.chunks.path / name for name in named if name in self.chunks.names], named
-        )
+        """Remove the parts and the chunks that the checkpoints of rank 0 do not need.
+
+        They are on disk when it tells what they name.
+        """
+        names = []
+        for path in checkpoints:
+            names += chunk_names(path)
+        needed = ranks.gathered_objects(names)[0]
+        parts = [self.chunks.path / name for name in needed if name in self.chunks.names]
+        self.chunks.sweep(parts, needed)
 
 # %% ../../nbs/runs/22_joint.ipynb #2837e335
 class Follower(Run):
@@ -114,16 +121,8 @@ class Follower(Run):
         "Nothing: rank 0 saves."
 
 
-_OF_ONE = (
-    "quiet",
-    "debug",
-    "function",
-    "parser",
-    "words",
-    "options",
-    "versions",
-    "origins",
-)  # settings that may differ between ranks
+# Settings that may differ between ranks
+_OF_ONE = ("quiet", "debug", "function", "parser", "words", "options", "versions", "origins")
 
 
 def _call(collective: Callable, *args: Any, **kwargs: Any) -> None:
@@ -138,9 +137,9 @@ def _call(collective: Callable, *args: Any, **kwargs: Any) -> None:
 
 def _gathered(x: Any) -> list:
     "The `x` of each rank, before the run begins."
-    found: list = [None] * dist.get_world_size()
-    _call(dist.all_gather_object, found, x)
-    return found
+    of_ranks: list = [None] * dist.get_world_size()
+    _call(dist.all_gather_object, of_ranks, x)
+    return of_ranks
 
 
 def _check_asked(typed: dict, configured: Callable) -> None:
@@ -150,12 +149,9 @@ def _check_asked(typed: dict, configured: Callable) -> None:
         config = configured()
     except Exception as e:
         config = dict(error=describe_exception(e))
-    mine = {**typed, **config, **config.get("options", {})}
-    check_alike(
-        _gathered({name: repr(x) for name, x in mine.items() if name not in _OF_ONE}),
-        "another option than on rank 0",
-        missing="nothing",
-    )
+    settings = {**typed, **config, **config.get("options", {})}
+    texts = {name: repr(x) for name, x in settings.items() if name not in _OF_ONE}
+    check_alike(_gathered(texts), "another option than on rank 0", missing="nothing")
 
 
 def _on_host(state: Any) -> Any:
@@ -164,67 +160,75 @@ def _on_host(state: Any) -> Any:
 
 
 def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
-    """The run that `make` starts or resumes, with this rank's part of its pipeline and stream; a `Follower` in ranks other than 0.
+    """The run that `make` starts or resumes, with this rank's part of its pipeline and stream.
 
-    Without a process group, it returns `make()`. An error of `make` is raised in rank 0, and the other ranks get None. Raises
-    `DataError` in all ranks if their settings differ, if a rank cannot read its part of the stream, and for a new run if the ranks keep
-    their environments in different ways.
+    In ranks other than 0 it is a `Follower`. Without a process group, it is that of `make()`. An
+    error of `make` is raised in rank 0, and the other ranks get None.
 
     Args:
         make: () -> `Run`, or None if there is nothing to do; called in rank 0
         typed: option -> value, from this rank's command line
         configured: () -> the configuration for these options, see `make_config`; or an empty dict
+
+    Raises:
+        DataError: in all ranks, if their settings differ, if a rank cannot read its part of the
+            stream, and for a new run if the ranks keep their environments in different ways
     """
     if not dist.is_initialized():
         return make()
     _check_asked(typed, configured)
     run = None
-    told = list[Any]([None])
+    shared = list[Any]([None])  # what rank 0 tells the others
     try:
         try:
-            if dist.get_rank() == 0 and (run := make()) is not None:
+            run = make() if dist.get_rank() == 0 else None
+            if run is not None:
                 divide(run.pipe, 0, dist.get_world_size(), run.config["workers"])
                 states = _on_host(run.agent.state_dict()), states_of(run.pipe), run.stream.restored
-                told[0] = run.folder.resolve(), run.config, run.history, run.counters, *states
+                shared[0] = run.folder.resolve(), run.config, run.history, run.counters, *states
         finally:
-            _call(dist.broadcast_object_list, told, src=0)
-        return None if told[0] is None else _agreed(run, *told[0])
+            _call(dist.broadcast_object_list, shared, src=0)
+        return None if shared[0] is None else _agreed(run, *shared[0])
     except BaseException:
         if run is not None:
             (discard(run) if run.is_new else unlock(run.folder))
         raise
 
 
-def _agreed(run, folder, *told):
-    "The run of this rank, with its stream, unless a rank has failed. `run` is that of rank 0, and what it told is for the others."
+def _agreed(run, folder, *parts):
+    """The run of this rank, with its stream, unless a rank has failed.
+
+    Args:
+        run: that of rank 0; None in the others
+        folder: its folder
+        *parts: what `_follower` makes a run of, and the restored state of its stream
+    """
     error = None
     rank = dist.get_rank()
     try:
-        run = run or _follower(folder, *told)
-        run = run._replace(
-            stream=RankStream(
-                run.stream.reason,
-                told[-1],
-                ChunkFolder(folder / "ranks" / str(rank)),
-                rank,
-                global_seed(run.config, run.counters, rank),
-            )
-        )
+        run = run or _follower(folder, *parts)
+        seed = global_seed(run.config, run.counters, rank)
+        chunks = ChunkFolder(folder / "ranks" / str(rank))
+        stream = RankStream(run.stream.reason, parts[-1], chunks, rank, seed)
+        run = run._replace(stream=stream)
         run.stream.open(run.pipe)
-        mine = dict(inexact=run.stream.reason, kept=run.history.kept)
+        state = dict(inexact=run.stream.reason, kept=run.history.kept)
     except Exception as e:
         error = e
-        mine = dict(error=describe_exception(e))
-    found = _gathered(mine)
-    for k, x in enumerate(found):
+        state = dict(error=describe_exception(e))
+    states = _gathered(state)
+    for k, x in enumerate(states):
         if "error" in x:
             raise DataError(f"rank {k}: {x['error']}") from error
-    check_alike(found, "environments that are kept in another way")
+    check_alike(states, "environments that are kept in another way")
     return run
 
 
 def _follower(folder, config, history, counters, state, states, _):
-    "The run of another rank. For a new run that is said to go on exactly, this rank tests the environments, too."
+    """The run of another rank.
+
+    For a new run that is said to go on exactly, this rank tests the environments, too.
+    """
     agent, pipe = build(config, counters["resumes"])
     agent.load_state_dict(state)
     load_states(pipe, states)

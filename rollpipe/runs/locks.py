@@ -28,7 +28,7 @@ __all__ = ['FORKED', 'COSTS', 'RUN_FILES', 'lock', 'begin_training', 'unlock', '
 
 # %% ../../nbs/runs/05_locks.ipynb #cc5f633b
 _locks = {}  # (process, folder) -> the open lock file
-_trained = set()  # `(process, folder)` of the trainings that run
+_trained = set()  # (process, folder) of the trainings that run
 
 
 def _key(folder):
@@ -36,8 +36,12 @@ def _key(folder):
 
 
 def _untrained(folder):
-    "The key of a folder. Raises `DataError` if this process trains there: a cell of a notebook may have begun a thread."
-    if (key := _key(folder)) not in _trained:
+    """The key of a folder. Raises `DataError` if this process trains there.
+
+    A cell of a notebook may have begun a thread.
+    """
+    key = _key(folder)
+    if key not in _trained:
         return key
     raise DataError(
         f"this process is training in {folder}",
@@ -50,7 +54,10 @@ def _lock_file(folder):
 
 
 def _plain(path: str, flags: int) -> int:
-    "An opener for a plain file alone. The folder may be a stranger's: a link leads to any file, and a named pipe waits for ever."
+    """An opener for a plain file alone.
+
+    The folder may be a stranger's: a link leads to any file, and a named pipe waits for ever.
+    """
     try:
         number = no_wait(path, flags)
     except OSError as e:
@@ -68,12 +75,19 @@ def _plain(path: str, flags: int) -> int:
 
 
 def lock(folder: Path) -> bool:
-    """Keep other processes from training in the folder. Raises `DataError` if another process trains there, if the folder's name is
-    not UTF-8, because checkpoints in it could not be read, and if a link would lead the training to the files of another folder.
-    The same process may lock it again, unless it trains there now. Returns whether it had not locked it before.
+    """Keep other processes from training in the folder.
+
+    The same process may lock it again, unless it trains there now. Returns whether it had not
+    locked it before.
 
     Args:
-        folder: folder of a run; or the file of a loop, which need not exist: then the lock is beside it
+        folder: folder of a run; or the file of a loop, which need not exist: then the lock is
+            beside it
+
+    Raises:
+        DataError: another process trains there; or the name of the folder is not UTF-8, because
+            checkpoints in it could not be read; or a link would lead the training to the files of
+            another folder
     """
     try:
         str(folder).encode()
@@ -81,7 +95,8 @@ def lock(folder: Path) -> bool:
         raise DataError(
             "the name of a folder is not UTF-8", expected="another name", got=ascii(str(folder))
         ) from None
-    for path in (Path(folder, name) for name in ("checkpoints", "replay", "recording")):
+    for name in ("checkpoints", "replay", "recording"):
+        path = Path(folder, name)
         if path.is_symlink():
             raise DataError(
                 f"{path} is a link", expected="a folder, because a training removes files in it"
@@ -93,6 +108,8 @@ def lock(folder: Path) -> bool:
         return False  # this system has no such locks
     if key in _locks:
         return False
+
+    # The owner of a lock removes its file at the end. Then it is tried again.
     path = _lock_file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -100,20 +117,12 @@ def lock(folder: Path) -> bool:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
-            file.seek(0)
-            owner = file.read().strip() or "unknown"
-            file.close()
-            if e.errno not in (errno.EACCES, errno.EAGAIN):
-                raise OSError(e.errno, f"{e.strerror} (to lock the folder)", str(path)) from e
-            where, other = ("in", "folder") if path.name == "lock" else ("with", "file")
-            raise DataError(
-                f"another process is training {where} {folder}",
-                expected=f"another {other}",
-                got=f"process {owner}",
-            ) from None
+            raise _not_locked(path, folder, file, e) from None
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             break
-        file.close()  # its owner has just removed the file: try again
+        file.close()
+
+    # It says which process that is.
     file.truncate(0)
     try:
         print(os.getpid(), file=file, flush=True)
@@ -124,9 +133,27 @@ def lock(folder: Path) -> bool:
     _locks[key] = file
     return True
 
+
+def _not_locked(path, folder, file, e):
+    "The error for a file that could not be locked, which is closed."
+    file.seek(0)
+    owner = file.read().strip() or "unknown"
+    file.close()
+    if e.errno not in (errno.EACCES, errno.EAGAIN):
+        return OSError(e.errno, f"{e.strerror} (to lock the folder)", str(path))
+    where, other = ("in", "folder") if path.name == "lock" else ("with", "file")
+    return DataError(
+        f"another process is training {where} {folder}",
+        expected=f"another {other}",
+        got=f"process {owner}",
+    )
+
 # %% ../../nbs/runs/05_locks.ipynb #a581544e
 def begin_training(folder: Path) -> None:
-    "Keep this process, too, from another training in the folder, until `unlock`. Raises `DataError` if it trains there already."
+    """Keep this process, too, from another training in the folder, until `unlock`.
+
+    Raises `DataError` if it trains there already.
+    """
     _trained.add(_untrained(folder))
 
 
@@ -142,7 +169,9 @@ def unlock(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A context in which no other process trains in the folder. Raises as `lock` does. Contexts may be nested.
+    """A context in which no other process trains in the folder.
+
+    Raises as `lock` does. Contexts may be nested.
 
     Args:
         folder: see `lock`
@@ -156,35 +185,37 @@ def locked(folder: Path) -> Iterator[None]:
             unlock(folder)
 
 
-_FLOCK, _TYPE = (
-    ("qqihh4x", 3) if sys.platform == "darwin" or "bsd" in sys.platform else ("hhqqi4x", 0)
-)  # `struct flock`, its `l_type`
+# `struct flock`, and the index of its `l_type`
+_IS_BSD = sys.platform == "darwin" or "bsd" in sys.platform
+_FLOCK, _TYPE = ("qqihh4x", 3) if _IS_BSD else ("hhqqi4x", 0)
 
 
 def owner_of(folder: Path) -> str:
-    "The number of the process that trains in the folder; empty if none does. The lock that a killed one has left does not count."
+    """The number of the process that trains in the folder; empty if none does.
+
+    The lock that a killed one has left does not count.
+    """
     if _key(folder) in _locks:
         return str(os.getpid())  # to close the file would end this lock
     try:
         import fcntl
 
+        # The system is asked about a lock of the whole file. Our own could refuse a training.
         with open(_lock_file(folder), opener=_plain) as file:
-            asked = struct.pack(
-                _FLOCK, *[fcntl.F_WRLCK if k == _TYPE else 0 for k in range(5)]
-            )  # of the whole file
-            found = struct.unpack(
-                _FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked)
-            )  # a lock of ours could refuse a training
-            return "" if found[_TYPE] == fcntl.F_UNLCK else file.read().strip() or "unknown"
+            fields = [0] * 5
+            fields[_TYPE] = fcntl.F_WRLCK
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *fields))
+            if struct.unpack(_FLOCK, answer)[_TYPE] == fcntl.F_UNLCK:
+                return ""
+            return file.read().strip() or "unknown"
     except (ImportError, FileNotFoundError, DataError):
         return ""  # there is none, or what no training can have locked
     except OSError:
         return "unknown"  # another user, say
 
 # %% ../../nbs/runs/05_locks.ipynb #7e2b90c4
-# the checkpoint with which a fork begins; a `Profile` of the last seconds of training
-FORKED = "fork.safetensors"
-COSTS = "costs.json"
+FORKED = "fork.safetensors"  # the checkpoint with which a fork begins
+COSTS = "costs.json"  # a `Profile` of the last seconds of training
 RUN_FILES = (
     FINGERPRINTS,
     JOURNAL,
@@ -196,26 +227,39 @@ RUN_FILES = (
     "metrics.jsonl",
     "evaluations.jsonl",
     "best.safetensors",
-    *"checkpoint.safetensors paused replay ranks recording crash inbox curve.png tensorboard wandb wandb.json videos pack".split(),
+    "checkpoint.safetensors",
+    "paused",
+    "replay",
+    "ranks",
+    "recording",
+    "crash",
+    "inbox",
+    "curve.png",
+    "tensorboard",
+    "wandb",
+    "wandb.json",
+    "videos",
+    "pack",
 )
 
 
 def files_of_run(folder: str | Path) -> list:
     """The paths of the files of a run that are in a folder.
 
-    A run has a checkpoint, or at least its configuration. Without them there is no run, and files with such names are somebody else's.
+    A run has a checkpoint, or at least its configuration. Without them there is no run, and files
+    with such names are somebody else's.
     """
-    found = _named(folder)
-    return (
-        found
-        if any(path.suffix == ".safetensors" for path in found) or _is_configured(folder)
-        else []
-    )
+    paths = _named(folder)
+    has_checkpoint = any(path.suffix == ".safetensors" for path in paths)
+    return paths if has_checkpoint or _is_configured(folder) else []
 
 
 def _named(folder: str | Path) -> list:
-    found = [path for name in (*RUN_FILES, "curve-*.png") for path in Path(folder).glob(name)]
-    return [*found, *kept_checkpoints(Path(folder, "checkpoints")).values()]
+    "What is in the folder under the names of the files of a run."
+    paths = []
+    for name in (*RUN_FILES, "curve-*.png"):
+        paths += Path(folder).glob(name)
+    return [*paths, *kept_checkpoints(Path(folder, "checkpoints")).values()]
 
 
 def _is_configured(folder: str | Path) -> bool:
@@ -247,11 +291,11 @@ def check_free(folder: Path, overwrite: bool) -> None:
 
 def remove_run(folder: Path) -> None:
     "Remove the files of a run. Its checkpoints come last, or a kill would leave files of no run."
-    kept = folder / "checkpoints"
+    checkpoints = folder / "checkpoints"
     for path in sorted(_named(folder), key=lambda path: path.suffix == ".safetensors"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    if kept.is_dir() and not any(kept.iterdir()):
-        kept.rmdir()
+    if checkpoints.is_dir() and not any(checkpoints.iterdir()):
+        checkpoints.rmdir()

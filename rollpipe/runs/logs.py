@@ -35,7 +35,9 @@ __all__ = ['KINDS', 'EVALUATIONS', 'EVALUATIONS_FORMAT', 'read_records', 'record
 
 # %% ../../nbs/runs/01_logs.ipynb #258786bb
 def read_records(folder: str | Path) -> list:
-    """The records of `metrics.jsonl`. An incomplete last line is ignored; a damaged line before it raises `DataError`.
+    """The records of `metrics.jsonl`.
+
+    An incomplete last line is ignored; a damaged line before it raises `DataError`.
 
     Args:
         folder: folder of a run
@@ -64,7 +66,9 @@ def records_of(folder: str | Path) -> list:
 
 
 def read_metrics(folder: str | Path) -> dict:
-    """The metrics of a run as columns, `nan` where a record does not have them; metrics that no record has are left out.
+    """The metrics of a run as columns, `nan` where a record does not have them.
+
+    Metrics that no record has are left out.
 
     Args:
         folder: folder of a run
@@ -73,8 +77,8 @@ def read_metrics(folder: str | Path) -> dict:
         dict: metric name -> float64 [n records]
     """
     records = read_records(folder)
-    found = {name for r in records for name in r}
-    names = [name for name in METRICS if name in found] + sorted(found - set(METRICS))
+    present = {name for r in records for name in r}
+    names = [name for name in METRICS if name in present] + sorted(present - set(METRICS))
     return {name: np.array([r.get(name, math.nan) for r in records]) for name in names}
 
 # %% ../../nbs/runs/01_logs.ipynb #6b1a1a35
@@ -85,67 +89,49 @@ def _json_line(record: dict) -> str:
 def _plain(x: Any) -> Any:
     if isinstance(x, list):
         return [_plain(item) for item in x]
-    return x if not isinstance(x, float) or math.isfinite(x) else None if math.isnan(x) else str(x)
+    if not isinstance(x, float) or math.isfinite(x):
+        return x
+    return None if math.isnan(x) else str(x)
 
 
 def _csv_row(record: dict, columns: Iterable) -> str:
-    return _csv_line("" if (x := record.get(k, math.nan)) != x else f"{x:.10g}" for k in columns)
+    values = [record.get(name, math.nan) for name in columns]
+    return _csv_line("" if math.isnan(x) else f"{x:.10g}" for x in values)
 
 
 def _csv_line(cells: Iterable) -> str:
-    csv.writer(line := io.StringIO(), lineterminator="\n").writerow(cells)
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(cells)
     return line.getvalue()
 
 # %% ../../nbs/runs/01_logs.ipynb #91132f1e
-def _lost(path: Path, records: list, updates: float) -> list:
-    "The rows of a CSV file up to so many updates that `metrics.jsonl` has lost."
-    known = {r.get("updates") for r in records}
-    found = []
-    with suppress(OSError, csv.Error, DataError):
-        for row in csv.DictReader(read_file(path).decode(errors="replace").split("\n")[:-1]):
-            try:
-                record = {name: float(x) for name, x in row.items() if x}
-            except (TypeError, ValueError):
-                continue  # a damaged row
-            if record.get("updates", math.nan) <= updates and record["updates"] not in known:
-                found.append(record)
-    return found
-
-
 class _Table:
-    """The sink `metrics.csv`. `records()` reads `metrics.jsonl`, to which each record is written before this sink gets it.
+    """The sink `metrics.csv`.
 
-    Earlier rows up to so many `updates` stay, also if `metrics.jsonl` has lost them.
+    Args:
+        path: the file
+        records: reads `metrics.jsonl`, to which each record is written before this sink gets it
     """
 
     name = "metrics.csv"
 
-    def __init__(self, path: Path, records: Callable, updates: float = math.inf):
+    def __init__(self, path: Path, records: Callable):
         self.path = path
         self.records = records
         self.columns = list(METRICS)
         self.file = None
         self.is_whole = True
-        self.lost = _lost(path, records(), updates)
         self.make()
 
     def make(self) -> None:
         "Replace the file by one with a row for every record."
         self.stop()
         records = self.records()
-        own = list(METRICS)
-        if self.lost:
-            records = sorted(records + self.lost, key=lambda r: r.get("updates", 0))
-        own += [
-            name
-            for name in dict.fromkeys(name for r in records for name in r)
-            if name not in METRICS
-        ]
-        write_atomically(
-            self.path, (_csv_line(own) + "".join(_csv_row(r, own) for r in records)).encode()
-        )
+        columns = list(dict.fromkeys([*METRICS, *(name for r in records for name in r)]))
+        rows = "".join(_csv_row(r, columns) for r in records)
+        write_atomically(self.path, (_csv_line(columns) + rows).encode())
         self.file = open(self.path, "a", encoding="utf-8")
-        self.columns = own
+        self.columns = columns
 
     def write(self, record: dict) -> None:
         self.is_whole = False
@@ -158,7 +144,8 @@ class _Table:
         self.is_whole = True
 
     def stop(self) -> None:
-        file, self.file = self.file, None
+        file = self.file
+        self.file = None
         if file is not None:
             file.close()
 
@@ -177,11 +164,13 @@ _log = logging.getLogger("rollpipe")
 
 
 class MetricWriter:
-    """Append records to `metrics.jsonl`, and give them to the sinks: `metrics.csv` and, if wanted, TensorBoard and Weights & Biases.
+    """Append records to `metrics.jsonl`, and give them to the sinks.
 
-    A folder that already has records keeps those up to `updates` (by default all of them), loses an incomplete last line,
-    and gets a CSV file with the present columns. If records before `updates` are missing, the log says so, and rows of the CSV file stay.
-    Raises the error of a sink that cannot be started.
+    These are `metrics.csv` and, if wanted, TensorBoard and Weights & Biases.
+
+    A folder that already has records keeps those up to `updates` (by default all of them), loses an
+    incomplete last line, and gets a CSV file with the present columns. If records before `updates`
+    are missing, the log says so. Raises the error of a sink that cannot be started.
 
     Args:
         folder: created if needed
@@ -203,34 +192,45 @@ class MetricWriter:
         self.folder = Path(folder)
         self._told = set()
         self.folder.mkdir(parents=True, exist_ok=True)
+
+        # The records that stay
         old = [r for r in records_of(folder) if r.get("updates", 0) <= updates]
-        if (last := old[-1].get("updates", updates) if old else 0) < updates < math.inf:
-            self._tell_lost(last, updates, old[-1]["steps"] if old else 0)
+        last = old[-1] if old else dict(updates=0, steps=0)
+        if last.get("updates", updates) < updates < math.inf:
+            self._tell_lost(last, updates)
         write_atomically(self.folder / "metrics.jsonl", "".join(map(_json_line, old)).encode())
         self._record = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
+
+        # The sinks
+        if tensorboard == "auto":
+            tensorboard = find_spec("tensorboard") is not None
+        if wandb is None:
+            wandb = (self.folder / "wandb.json").is_file()
         self._sinks = []
         self._failed = []
         try:
-            self._sinks.append(
-                _Table(self.folder / "metrics.csv", lambda: read_records(folder), updates)
-            )
-            if find_spec("tensorboard") if tensorboard == "auto" else tensorboard:
-                self._sinks.append(TensorBoard(folder, old[-1].get("steps", 0) if old else 0))
-            if (self.folder / "wandb.json").is_file() if wandb is None else wandb:
+            self._sinks.append(_Table(self.folder / "metrics.csv", lambda: read_records(folder)))
+            if tensorboard:
+                self._sinks.append(TensorBoard(folder, last.get("steps", 0)))
+            if wandb:
                 self._sinks.append(WandB(folder, wandb if isinstance(wandb, str) else None, config))
         except BaseException:
             self.close()
             raise
 
-    def _tell_lost(self, last, updates, steps):
-        again = last_kept(self.folder / "checkpoints", steps)
-        _log.warning(
-            f"{self.folder / 'metrics.jsonl'} has lost the updates {last + 1:.0f} to {updates:.0f}"
-            + (f"; `rollpipe train --resume {again}` makes them again" if again else "")
-        )
+    def _tell_lost(self, last, updates):
+        checkpoint = last_kept(self.folder / "checkpoints", last["steps"])
+        path = self.folder / "metrics.jsonl"
+        text = f"{path} has lost the updates {last['updates'] + 1:.0f} to {updates:.0f}"
+        if checkpoint:
+            text += f"; `rollpipe train --resume {checkpoint}` makes them again"
+        _log.warning(text)
 
     def write(self, metrics: dict) -> None:
-        "Add one record, which may hold own metrics. Raises as `check_metrics` does, if there is no `steps`, and if the disk is full."
+        """Add one record, which may hold own metrics.
+
+        Raises as `check_metrics` does, if there is no `steps`, and if the disk is full.
+        """
         metrics = check_metrics(metrics, own=True)
         if "steps" not in metrics:
             raise DataError("a record needs its steps", leaf="steps", got=", ".join(metrics))
@@ -248,16 +248,19 @@ class MetricWriter:
             action(*args)
         except Exception as e:
             _log.warning(
-                f"{sink.name} failed and gets no more metrics, {self._record.name} has them all: {type(e).__name__}: {e}"
+                f"{sink.name} failed and gets no more metrics, {self._record.name} has them all: "
+                f"{type(e).__name__}: {e}"
             )
             self._sinks.remove(sink)
             self._failed.append(sink)
 
     def _warn_of_slip(self, name):
         self._told.add(name)
-        if near := near_metric(name):
+        near = near_metric(name)
+        if near:
             _log.warning(
-                f"the metric {name!r} is recorded, but is {near!r} meant? A name such as 'my/{name}' is surely one of your own"
+                f"the metric {name!r} is recorded, but is {near!r} meant? A name such as "
+                f"'my/{name}' is surely one of your own"
             )
 
     def close(self) -> None:
@@ -298,7 +301,7 @@ class MetricFiles(Observer):
         self.writer: MetricWriter | None = None
 
     def begin(self, run: Any) -> None:
-        "Begin the files of a new run; those of a run that goes on keep the records of its updates so far."
+        "Begin the files of a new run. Those of a run that goes on keep the records so far."
         self.make = None
         if ranks.rank():
             return
@@ -328,23 +331,24 @@ class MetricFiles(Observer):
             writer.close()
 
 # %% ../../nbs/runs/01_logs.ipynb #f6ac5633
-KINDS = (
-    "training",
-    "last",
-    "best",
-)  # evaluations while the run learns, of the last policy, and of the best one
-EVALUATIONS, EVALUATIONS_FORMAT = "evaluations.jsonl", 1
+# Evaluations while the run learns, of the last policy, and of the best one
+KINDS = ("training", "last", "best")
+EVALUATIONS = "evaluations.jsonl"
+EVALUATIONS_FORMAT = 1
 _NUMBERS = ("steps", "updates", "seconds", "mean", "std")
 
 
 def read_evaluations(folder: str | Path) -> list:
-    """The evaluations of a run, none if there is no file. Raises `DataError` for a damaged line, and for a file of another version.
+    """The evaluations of a run, none if there is no file.
+
+    Raises `DataError` for a damaged line, and for a file of another version.
 
     Args:
         folder: folder of a run
 
     Returns:
-        list: dicts with `kind`, `steps` and `seconds` of training, `updates` of the policy, `mean`, `std`, `returns`, `lengths`, `seed`
+        list: dicts with `kind`, `steps` and `seconds` of training, `updates` of the policy, `mean`,
+            `std`, `returns`, `lengths`, `seed`
     """
     path = Path(folder) / EVALUATIONS
     if not path.is_file():
@@ -355,15 +359,12 @@ def read_evaluations(folder: str | Path) -> list:
 
 def _record(line: str, where: str) -> dict:
     try:
-        found = json.loads(line)
-        int(found.get("resumes", 0)), int(found.get("cut_off", 0))
-        if found["format"] == EVALUATIONS_FORMAT and found["kind"] in KINDS:
-            return {
-                **found,
-                **{name: _number(found[name]) for name in _NUMBERS},
-                "returns": [_number(x) for x in found["returns"]],
-            }
-        version = found["format"]
+        record = json.loads(line)
+        int(record.get("resumes", 0)), int(record.get("cut_off", 0))
+        version = record["format"]
+        if version == EVALUATIONS_FORMAT and record["kind"] in KINDS:
+            numbers = {name: _number(record[name]) for name in _NUMBERS}
+            return {**record, **numbers, "returns": [_number(x) for x in record["returns"]]}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise DataError(f"{where}: damaged", got=line[:80]) from None
     raise DataError(
@@ -382,7 +383,9 @@ def _number(x: Any) -> float | int:
 
 # %% ../../nbs/runs/01_logs.ipynb #9e68475d
 def write_evaluations(folder: str | Path, records: list) -> None:
-    """Replace the evaluations of a run. Raises `OSError`, which names the file; then the old file is unchanged.
+    """Replace the evaluations of a run.
+
+    Raises `OSError`, which names the file; then the old file is unchanged.
 
     Args:
         folder: folder of a run
@@ -393,7 +396,7 @@ def write_evaluations(folder: str | Path, records: list) -> None:
 
 # %% ../../nbs/runs/01_logs.ipynb #bab9bc2b
 def is_evaluated(folder: str | Path, steps: int) -> bool:
-    """Whether the final evaluations of the last policy and of the best one exist, after `steps` steps.
+    """Whether the final evaluations of the last policy and of the best one exist.
 
     Args:
         folder: folder of a run
@@ -403,7 +406,9 @@ def is_evaluated(folder: str | Path, steps: int) -> bool:
 
 
 def is_complete(folder: str | Path, config: dict, counters: dict, stopped: str | None) -> bool:
-    """Whether a run has come to its end, and has made its last evaluations, if it evaluates by steps.
+    """Whether a run has come to its end.
+
+    If it evaluates by steps, its last evaluations belong to it.
 
     Args:
         folder: folder of the run
@@ -418,17 +423,21 @@ def is_complete(folder: str | Path, config: dict, counters: dict, stopped: str |
 
 
 def no_run(path: Path) -> DataError:
-    "The error for a path without a run. It names some that are in this folder, or beside it with a similar name."
+    """The error for a path without a run.
+
+    It names some that are in this folder, or beside it with a similar name.
+    """
     if path.is_file():
         return DataError(
             f"{path}: not a checkpoint", expected=f"the folder of the run, {path.parent}"
         )
-    inside, beside = (
-        [str(file.parent) for file in sorted(x.glob("*/checkpoint.safetensors"))]
-        for x in (path, path.parent)
-    )
-    near = inside[:3] or similar(path, beside)
+    near = _runs_in(path)[:3] or similar(path, _runs_in(path.parent))
+    why = "there is no run in this folder" if path.is_dir() else "there is no such run"
     return DataError(
-        f"{path}: {'there is no run in this folder' if path.is_dir() else 'there is no such run'}",
+        f"{path}: {why}",
         expected=f"for example {', '.join(near)}" if near else "a path, or hf://OWNER/NAME",
     )
+
+
+def _runs_in(folder: Path) -> list:
+    return [str(file.parent) for file in sorted(folder.glob("*/checkpoint.safetensors"))]

@@ -26,7 +26,7 @@ from rollpipe.runs.states import (
     newly_inexact,
     ordering,
     states_of,
-    told_difference,
+    difference_in_words,
     why_inexact,
 )
 from ..traces.fingerprint import Fingerprint, fingerprint
@@ -36,6 +36,9 @@ from ..traces.journal import Journal
 __all__ = ['ResumedLoader', 'resumed', 'saved']
 
 # %% ../../nbs/runs/15_loops.ipynb #e2086e4e
+_log = logging.getLogger("rollpipe")
+
+
 class ResumedLoader:
     """The batches of a loop that goes on. There is one iteration, with which each `for` goes on.
 
@@ -75,55 +78,57 @@ class ResumedLoader:
 def _ordered(service: Any) -> dict:
     "What of a reading service decides the order of the stream."
     workers = 0 if service is None else service.num_workers
-    return dict(
-        workers=workers,
-        **ordering(
-            dict(
-                workers=workers,
-                lag=getattr(service, "lag", 0),
-                order=getattr(service, "order", None),
-            )
-        ),
-    )
+    lag = getattr(service, "lag", 0)
+    order = getattr(service, "order", None)
+    return dict(workers=workers, **ordering(dict(workers=workers, lag=lag, order=order)))
 
 
-def _found(path: Path, kept: list) -> Checkpoint | None:
-    "What `saved` wrote for such environments; None if there is no file."
+def _read(path: Path, sources: list) -> Checkpoint | None:
+    "What `saved` wrote for such sources of ticks; None if there is no file."
     if not path.exists():
         return None
-    found = load_checkpoint(path)
-    if not isinstance(found.config, dict) or not isinstance(found.config.get("loop"), list):
+    checkpoint = load_checkpoint(path)
+    config = checkpoint.config
+    if not isinstance(config, dict) or not isinstance(config.get("loop"), list):
         raise CheckpointError(
             f"{path}: not the file of a loop", expected="a file that `saved` has written"
         )
-    if len(found.config["loop"]) != len(kept):
+    if len(config["loop"]) != len(sources):
         raise CheckpointError(
             f"{path}: the file of another pipeline",
-            expected=f"{len(kept)} sources of ticks",
-            got=found.config["loop"],
+            expected=f"{len(sources)} sources of ticks",
+            got=config["loop"],
         )
-    return found
+    return checkpoint
 
 # %% ../../nbs/runs/15_loops.ipynb #f2f1de39
 @contextmanager
 def resumed(
     path: str | Path, pipe: Any, agent: Any, reading_service: Any = None, exact: bool = True
 ) -> Iterator[tuple]:
-    """A context with `(loader, update)`: the batches of a loop, and the number of updates that the file counts; 0 if there is none.
+    """A context with `(loader, update)`: the batches of a loop, and the updates that its file counts.
 
-    The graph is copied. If there is a file, the learner, the pipes that learn, the stream and the global generators go on from it.
+    The graph is copied. If there is a file, the learner, the pipes that learn, the stream and the
+    global generators go on from it. If the pipeline or a setting has changed, the log names it.
 
-    If the pipeline or a setting has changed, the log names it. Raises `DataError`, which names the reason, for a loop that cannot go on
-    exactly, and if another process goes on with the file; and `CheckpointError` for a damaged file, or one that does not fit. The loader
-    compares the batches that a killed process had after the file with those of today, and raises `DataError` for the first that differs.
+        with resumed("loop.safetensors", pipe, agent) as (loader, update):
+            for update, batch in enumerate(loader, update + 1):
+                agent.update(batch)
+                saved("loop.safetensors", loader, agent, update)
 
     Args:
-        path: the file that `saved` writes; beside it are the chunks of a replay memory, in a folder with `.replay` after its name, and the
-            checksums of the batches, with `.journal`
+        path: the file that `saved` writes; beside it are the chunks of a replay memory, in a folder
+            with `.replay` after its name, and the checksums of the batches, with `.journal`
         pipe: the last pipe of a graph
         agent: the learner of the loop
         reading_service: runs the graph; the number of its workers may be another one than before
         exact: refuse a loop that cannot go on exactly; False: such a loop begins new episodes
+
+    Raises:
+        DataError: the loop cannot go on exactly, and the reason is named; or another process goes
+            on with the file; or a batch that a killed process had after the file is another one
+            today
+        CheckpointError: the file is damaged, or does not fit
     """
     path = Path(path)
     with locked(path):
@@ -133,12 +138,15 @@ def resumed(
 def _opened(path, pipe, agent, reading_service, exact):
     ordered = _ordered(reading_service)
     sources = find(pipe, Acting)
-    found = _found(path, sources)
-    if found is None:
+    checkpoint = _read(path, sources)
+
+    # How the environments are kept decides whether the loop goes on exactly.
+    if checkpoint is None:
         keep_environments(pipe)
+        reason = why_inexact(pipe, ordered)
     else:
-        keep_as(pipe, found.config["loop"])
-    reason = why_inexact(pipe, ordered) if found is None else _why_other(found, pipe, ordered)
+        keep_as(pipe, checkpoint.config["loop"])
+        reason = _why_other(checkpoint, pipe, ordered)
     if reason and exact:
         raise DataError(
             "the loop cannot go on exactly",
@@ -146,73 +154,78 @@ def _opened(path, pipe, agent, reading_service, exact):
             expected="exact=False, or other settings",
             got=reason,
         )
-    stream = Stream(
-        reason,
-        found.stream if found and not reason else None,
-        ChunkFolder(path.with_name(f"{path.name}.replay")),
-    )
-    if found is not None:
-        _load(path, found, pipe, agent)
-    mine = fingerprint(pipe, agent, lag=ordered["lag"], order=ordered["order"])
-    if found is not None:
-        _warn(path, Fingerprint(found.config["fingerprint"]), mine)
+    restored = checkpoint.stream if checkpoint and not reason else None
+    stream = Stream(reason, restored, ChunkFolder(path.with_name(f"{path.name}.replay")))
+
+    # The learner and the pipes that learn, before the fingerprint, which has their weights
+    if checkpoint is not None:
+        _load(path, checkpoint, pipe, agent)
+    present = fingerprint(pipe, agent, lag=ordered["lag"], order=ordered["order"])
+    if checkpoint is not None:
+        _warn(path, Fingerprint(checkpoint.config["fingerprint"]), present)
     config = dict(
         ordered,
         loop=[source.keeper.name for source in sources],
         exact=exact,
         inexact=reason,
-        fingerprint={place: str(text) for place, text in mine.leaves.items()},
+        fingerprint={place: str(text) for place, text in present.leaves.items()},
     )
+    updates = 0 if checkpoint is None else checkpoint.counters["updates"]
     with (
-        _journal(path, found, exact, reason) as journal,
+        _journal(path, checkpoint, exact, reason) as journal,
         torchdata.DataLoader2(stream.open(pipe), reading_service=reading_service) as loader,
     ):
         try:
-            yield (
-                ResumedLoader(loader, pipe, stream, config, journal),
-                0 if found is None else found.counters["updates"],
-            )
+            yield ResumedLoader(loader, pipe, stream, config, journal), updates
         finally:
             stream.end()
 
 
-def _journal(path: Path, found: Checkpoint | None, exact: bool, reason: str | None) -> Journal:
-    "The journal of a loop, which goes on after the batches that its file counts. That of an exact one is compared."
+def _journal(path: Path, checkpoint: Checkpoint | None, exact: bool, reason: str | None) -> Journal:
+    """The journal of a loop, which goes on after the batches that its file counts.
+
+    That of an exact one is compared.
+    """
     file = path.with_name(f"{path.name}.journal")
-    if found is None:
+    if checkpoint is None:
         file.unlink(missing_ok=True)  # that of another loop
-    n = found.counters.get("batches", 0) if found else 0
+    n = checkpoint.counters.get("batches", 0) if checkpoint else 0
 
     def differs(*lines):
-        what = told_difference(path, *lines)
+        text = difference_in_words(path, *lines)
         if exact:
             raise DataError(
-                what, leaf="exact", expected="the batches of its journal; or exact=False"
+                text, leaf="exact", expected="the batches of its journal; or exact=False"
             )
-        logging.getLogger("rollpipe").warning(what)
+        _log.warning(text)
 
     counters = dict(updates=n, steps=0, resumes=0)
     return Journal(file, counters, {}, differs=None if reason else differs)
 
 
-def _why_other(found: Checkpoint, pipe: Any, ordered: dict) -> str | None:
+def _why_other(checkpoint: Checkpoint, pipe: Any, ordered: dict) -> str | None:
     "Why the stream of a file cannot go on in this graph and order; None: it can."
+    config = checkpoint.config
+    reason = config["inexact"] or why_inexact(pipe, ordered)
+    if reason:
+        return reason
     changed = [
-        f"{name}={found.config[name]!r} when it was saved, and now {ordered[name]!r}"
+        f"{name}={config[name]!r} when it was saved, and now {ordered[name]!r}"
         for name in ("lag", "order")
-        if found.config[name] != ordered[name]
+        if config[name] != ordered[name]
     ]
-    if found.config["inexact"] is None and found.stream is None:
+    if checkpoint.stream is None:
         changed.append("it was saved when it had been stopped within a batch")
-    return found.config["inexact"] or why_inexact(pipe, ordered) or ", ".join(changed) or None
+    return ", ".join(changed) or None
 
 
-def _load(path: Path, found: Checkpoint, pipe: Any, agent: Any) -> None:
-    restore_agent(agent, found.agent_state, str(path))
-    if left := load_states(pipe, found.pipes):
+def _load(path: Path, checkpoint: Checkpoint, pipe: Any, agent: Any) -> None:
+    restore_agent(agent, checkpoint.agent_state, str(path))
+    lacking = load_states(pipe, checkpoint.pipes)
+    if lacking:
         raise CheckpointError(
             f"{path}: the pipeline lacks pipes that learned",
-            expected=", ".join(left),
+            expected=", ".join(lacking),
             got="none of them",
         )
 
@@ -221,36 +234,39 @@ def _warn(path: Path, before: Fingerprint, now: Fingerprint) -> None:
     "Say in the log what of a training is not as it was, but for its weights and seeds."
     changed = before.differs(now, *Fingerprint.FIXED)
     if changed:
-        logging.getLogger("rollpipe").warning(f"{path} goes on, but not as it was: {changed}")
+        _log.warning(f"{path} goes on, but not as it was: {changed}")
 
 
 def saved(path: str | Path, loader: ResumedLoader, agent: Any, update: int) -> None:
-    """Write the file of a loop, between two batches. It holds either its old content or all of the new one.
+    """Write the file of a loop, between two batches.
 
-    Raises `DataError` if the stream has no state, because its context is over or an error stopped it within a batch; then the file stays.
+    It holds either its old content or all of the new one.
 
     Args:
         path: the file that `resumed` got
         loader: the loader of `resumed`
         agent: the learner of the loop
         update: number of updates so far
+
+    Raises:
+        DataError: the stream has no state, because its context is over or an error stopped it
+            within a batch; then the file stays
     """
     stream = loader.stream
-    if stream.pipe is None and loader.config["exact"]:
+    config = loader.config
+    if stream.pipe is None and config["exact"]:
         raise DataError(
             f"{path}: the stream has no state",
             expected="`saved` between two batches of `resumed`",
             got="a loop that is over, or that was stopped within a batch",
         )
     state = stream.state() if stream.pipe is not None else None
-    why = newly_inexact(stream, loader.config["inexact"], loader.config["exact"])
-    loader.config["inexact"] = why or loader.config["inexact"]
+    why = newly_inexact(stream, config["inexact"], config["exact"])
+    config["inexact"] = why or config["inexact"]
+
+    # The journal and the chunks come first, because the file counts on them.
     loader.journal.mark()
-    if stream.chunks is not None:
-        stream.chunks.sync()
+    stream.chunks.sync()
     counters = dict(updates=update, batches=loader.journal.counters["updates"])
-    save_checkpoint(
-        path, agent, loader.config, counters, pipes=states_of(loader.pipe), stream=state
-    )
-    if stream.chunks is not None:
-        stream.chunks.sweep([path])
+    save_checkpoint(path, agent, config, counters, pipes=states_of(loader.pipe), stream=state)
+    stream.chunks.sweep([path])

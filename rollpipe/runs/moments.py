@@ -39,8 +39,8 @@ from ..traces.history import History, read_request
 from ..traces.journal import cut, read_journal
 
 # %% auto #0
-__all__ = ['first_checkpoint', 'kept_of', 'checkpoint_before', 'extended_steps', 'with_chunks', 'stored', 'Moment', 'moment',
-           'verify', 'numbers', 'diff_command', 'verify_command']
+__all__ = ['first_checkpoint', 'checkpoints_of', 'checkpoint_before', 'extended_steps', 'placed_checkpoint', 'write_checkpoint',
+           'Moment', 'moment', 'verify', 'numbers', 'diff_command', 'verify_command']
 
 # %% ../../nbs/runs/16_moments.ipynb #798f3a9c
 def first_checkpoint(folder: Path, newest: Checkpoint) -> Checkpoint:
@@ -52,12 +52,12 @@ def first_checkpoint(folder: Path, newest: Checkpoint) -> Checkpoint:
     """
     if (folder / FORKED).exists():
         return load_run(folder / FORKED)
-    began = History(newest.history[:1])
-    return newest._replace(stream=None, config=read_request(folder), history=began)
+    start_alone = History(newest.history[:1])
+    return newest._replace(stream=None, config=read_request(folder), history=start_alone)
 
 
-def kept_of(folder: Path) -> Iterator[Checkpoint]:
-    "The checkpoints that a run has kept, the newest first, without those that its training removes meanwhile."
+def checkpoints_of(folder: Path) -> Iterator[Checkpoint]:
+    "The checkpoints that a run keeps, the newest first. Its training may remove some meanwhile."
     for path in reversed(kept_checkpoints(folder / "checkpoints").values()):
         try:
             yield load_run(path)
@@ -69,15 +69,18 @@ def kept_of(folder: Path) -> Iterator[Checkpoint]:
 def checkpoint_before(
     folder: Path, update: int, is_next: bool = False, newest: Checkpoint | None = None
 ) -> Checkpoint:
-    """The newest exact checkpoint of a run after an update or before it; one without a stream: the run has to begin at its start.
+    """The newest exact checkpoint of a run that an update is repeated from.
 
-    Raises `DataError`, which names the reason, if the run has not made so many updates, or cannot be repeated.
+    One without a stream stands for the start of the run.
 
     Args:
         folder: folder of the run
         update: number of the update
-        is_next: whether the next update is meant, which may be one that failed
+        is_next: whether the update after it is meant, which may be one that failed
         newest: its newest checkpoint, if that has been read; a training may replace it meanwhile
+
+    Raises:
+        DataError: the run has not made so many updates, or cannot be repeated; the reason is named
     """
     newest = newest or load_run(folder)
     counters = newest.counters
@@ -89,9 +92,9 @@ def checkpoint_before(
         way = "an exact run; or --crash, if an update of it failed" if is_next else "an exact run"
         raise DataError(f"{folder} cannot be repeated", expected=way, got=reason)
 
-    # The last update is in the checkpoint, or only in the journal or the metrics, if the run was killed.
+    # The last update is in the checkpoint, or only in the journal or the metrics after a kill.
     lines = read_journal(folder / JOURNAL)
-    last_lines = [entry.updates for entry in lines[-1:]]
+    last_lines = [line.updates for line in lines[-1:]]
     last_records = [record["updates"] for record in records_of(folder)[-1:]]
     last = int(max([counters["updates"], *last_lines, *last_records]))
     if is_next and not is_over(newest.config, counters, history.stopped):
@@ -102,13 +105,15 @@ def checkpoint_before(
             f"{folder} has no such update", leaf="update", expected=f"1 to {last}", got=str(n)
         )
 
-    # New episodes began with each resume that was counted, so the checkpoint has to come from the same stretch.
-    resumes = next((e.resumes for e in lines if e.updates >= n), counters["resumes"])
+    # A resume may have begun new episodes. The checkpoint is one of the same stretch.
+    resumes = next((line.resumes for line in lines if line.updates >= n), counters["resumes"])
     first = first_checkpoint(folder, newest)
-    for checkpoint in chain([newest], kept_of(folder), [first]):
+    for checkpoint in chain([newest], checkpoints_of(folder), [first]):
         is_before = checkpoint.counters["updates"] <= update
         if checkpoint.stream and is_before and checkpoint.counters["resumes"] == resumes:
             return checkpoint
+
+    # There is none, so the run is repeated from its start, if that is possible.
     if first.stream:
         origin = first.history.origin
         raise DataError(
@@ -127,7 +132,9 @@ def checkpoint_before(
 
 # %% ../../nbs/runs/16_moments.ipynb #7b81a497
 def extended_steps(folder: Path, checkpoint: Checkpoint) -> int:
-    """The steps that a run was to make as it was at a checkpoint, also if it was extended since. Later edits do not count.
+    """The steps that a run was to make when a checkpoint was written, with its later extensions.
+
+    Edits that set the steps after the checkpoint do not count.
 
     Args:
         folder: folder of the run
@@ -144,7 +151,7 @@ def extended_steps(folder: Path, checkpoint: Checkpoint) -> int:
     return steps
 
 
-def with_chunks(
+def placed_checkpoint(
     folder: Path,
     update: int | None,
     home: Path,
@@ -152,7 +159,10 @@ def with_chunks(
     newest: Checkpoint | None = None,
     is_lasting: bool = False,
 ) -> tuple[Checkpoint, int]:
-    """See `checkpoint_before`; its chunks are then in the folder `home`. Returns the number of the update, too.
+    """The checkpoint of `checkpoint_before`, and the number of the update.
+
+    The chunks of its replay memory get a second name in the folder `home`, so the training of the
+    run may remove their first one.
 
     Args:
         folder: folder of the run
@@ -162,7 +172,8 @@ def with_chunks(
         newest: see `checkpoint_before`
         is_lasting: whether `home` is to last longer than the run
     """
-    known = None
+    link = _hard_link if is_lasting else _symbolic_link
+    counters_before = None
     while True:
         newest = newest or load_run(folder)
         n = int(newest.counters["updates"]) if update is None else update
@@ -171,28 +182,26 @@ def with_chunks(
             shutil.rmtree(home / "replay", ignore_errors=True)
             return checkpoint, n
         with suppress(FileNotFoundError):
-            name_again = _linked if is_lasting else _pointed
             shutil.copytree(
-                folder / "replay", home / "replay", dirs_exist_ok=True, copy_function=name_again
+                folder / "replay", home / "replay", dirs_exist_ok=True, copy_function=link
             )
 
-        # The training may have removed some of them meanwhile. Then it has saved, so there is another checkpoint.
-        has = ChunkFolder(home / "replay").names
+        # The training may have removed a chunk before. Then it has saved another checkpoint.
         leaves = nested.leaves(checkpoint.stream)
-        needs = {x for x in leaves if isinstance(x, str) and x.endswith(".chunk")}
-        if checkpoint.counters == known or needs <= has:
+        needed = {x for x in leaves if isinstance(x, str) and x.endswith(".chunk")}
+        is_same = checkpoint.counters == counters_before
+        if is_same or needed <= ChunkFolder(home / "replay").names:
             return checkpoint, n
-        known = checkpoint.counters
+        counters_before = checkpoint.counters
         newest = None
 
 
-def _pointed(source, path):
-    "A symbolic link to a file of the run, for a repetition that it outlasts."
+def _symbolic_link(source, path):
     with suppress(FileExistsError):
         os.symlink(os.path.abspath(source), path)
 
 
-def _linked(source, path):
+def _hard_link(source, path):
     "One more name for a file that is never written again; a copy where the file system has none."
     if os.path.exists(path):
         return
@@ -205,24 +214,25 @@ def _linked(source, path):
             shutil.copyfile(source, path)
 
 
-def stored(path: Path, checkpoint: Checkpoint, config: dict) -> None:
-    """Write a checkpoint with another configuration. The run that goes on from it has a recording of its own.
+def write_checkpoint(path: Path, checkpoint: Checkpoint, config: dict) -> None:
+    """Write a checkpoint with another configuration. Its run gets a recording of its own.
 
     Args:
         path: file to write
         checkpoint: what is written
         config: the configuration
     """
-    pipes = dict((checkpoint.stream or {}).get("pipes", {}))
-    if config.get("record"):
-        pipes.pop("Recorder", None)
-    stream = checkpoint.stream and {**checkpoint.stream, "pipes": pipes}
+    stream = checkpoint.stream
+    if stream and config.get("record"):
+        pipes = {name: x for name, x in stream["pipes"].items() if name != "Recorder"}
+        stream = {**stream, "pipes": pipes}
     other = checkpoint._replace(config=config, evaluated=None, stream=stream)
     write_atomically(path, other.data())
 
 
-def _begun(folder: Path, checkpoint: Checkpoint, home: Path, replays: Path) -> Run:
-    "The run that makes again in `home` what a run has made since a checkpoint."
+def _repetition(folder: Path, checkpoint: Checkpoint, home: Path, memory: Path) -> Run:
+    "The run in `home` that repeats what a run has made since a checkpoint."
+    # It only learns, in processes of this machine. A replay memory on disk has a place of its own.
     config = {
         **checkpoint.config,
         "eval_every": 0,
@@ -233,20 +243,22 @@ def _begun(folder: Path, checkpoint: Checkpoint, home: Path, replays: Path) -> R
         "steps": extended_steps(folder, checkpoint),
     }
     if config["options"].get("path"):
-        config["options"] = {**config["options"], "path": str(replays)}
+        config["options"] = {**config["options"], "path": str(memory)}
     if checkpoint.stream is None:
         return start(home, config)
+
+    # What the run has said of itself up to the checkpoint; without a fingerprint `diff` says so.
     home.mkdir(exist_ok=True)
     for name in (JOURNAL, FINGERPRINTS):
         if (folder / name).exists():
-            shutil.copy(folder / name, home)  # `diff` tells that there is no fingerprint
+            shutil.copy(folder / name, home)
     cut(home / JOURNAL, checkpoint.counters["updates"])
 
-    # Where the run came from is not where its repetition comes from, and what stopped it does not stop that.
+    # The repetition is no fork, and what has stopped the run does not stop it.
     first, *later = (event for event in checkpoint.history if event["event"] != "stopped")
     began = dict(event="began", at=first["at"], kept=first["kept"], inexact=first["inexact"])
     same = checkpoint._replace(history=History([began, *later]))
-    stored(home / "checkpoint.safetensors", same, config)
+    write_checkpoint(home / "checkpoint.safetensors", same, config)
     return resume(home)
 
 # %% ../../nbs/runs/16_moments.ipynb #b9ed7190
@@ -257,13 +269,13 @@ class Moment(NamedTuple):
         updates: its `Updates`; `updates.run` is the run
         batches: the batches that follow
         learn: `learn(batch)` makes the next update
-        begun: number of the update from which the run was repeated; None: its start
+        since: number of the update from which the run was repeated; None: its start
     """
 
     updates: Updates
     batches: Iterator
     learn: Callable
-    begun: int | None
+    since: int | None
 
     @property
     def run(self) -> Run:
@@ -279,51 +291,54 @@ def moment(
     begin: Checkpoint | None = None,
     is_next: bool = False,
 ) -> Iterator[Moment]:
-    """A context with a run as it stood after an update, bit for bit. The folder of the run stays as it is, also in training.
+    """A context with a run as it stood after an update, bit for bit.
 
-    Raises `DataError` as `checkpoint_before` does.
+    The folder of the run stays as it is, and the run may be in training.
 
     Args:
         folder: folder of the run
         update: number of the update; 0: before the first
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
         home: a folder in which it may be saved; None: a temporary one
-        begin: the checkpoint from which it is repeated, whose chunks are in `home`; None: see `checkpoint_before`
+        begin: the checkpoint from which it is repeated, whose chunks are in `home`; None: that of
+            `checkpoint_before`
         is_next: see `checkpoint_before`
+
+    Raises:
+        DataError: as `checkpoint_before`
     """
-    with GlobalRandomStates(), tempfile.TemporaryDirectory() as place:
-        home = home or Path(place, "run")
+    with GlobalRandomStates(), tempfile.TemporaryDirectory() as scratch:
+        home = home or Path(scratch, "run")
         if begin is None:
             home.mkdir()
-            begin, _ = with_chunks(folder, update, home, is_next)
-        lines = {entry.updates for entry in read_journal(folder / JOURNAL)}
-        run = edited(_begun(folder, begin, home, Path(place)), *edits)
-        begun = begin.counters["updates"] if begin.stream else None
+            begin, _ = placed_checkpoint(folder, update, home, is_next)
+        since = begin.counters["updates"] if begin.stream else None
         due = [edit for edit in edits_due(folder, begin.history) if edit["at"] <= update]
+        run = edited(_repetition(folder, begin, home, Path(scratch)), *edits)
+        lines = {line.updates for line in read_journal(folder / JOURNAL)}
         try:
             # An edit ends an iteration of the graph, and the next one begins with the edited run.
             for edit in due:
-                with _iterated(run, lines) as (updates, batches, learn):
-                    while run.counters["updates"] < edit["at"]:
-                        learn(next(batches))
-                    updates.journal.mark()
+                with _iterated(run, lines, since) as then:
+                    _learn_until(edit["at"], then)
+                    then.updates.journal.mark()
                     run = edited_run(run, edit)
 
                 # An edit may have named a cluster, or a number of steps that was extended since.
                 so_far = begin._replace(config=run.config, history=run.history)
                 steps = extended_steps(folder, so_far)
                 run.config.update(reading="processes", address=None, steps=steps)
-            with _iterated(run, lines) as (updates, batches, learn):
-                while run.counters["updates"] < update:
-                    learn(next(batches))
-                yield Moment(updates, batches, learn, begun)
+
+            with _iterated(run, lines, since) as then:
+                _learn_until(update, then)
+                yield then
         finally:
             unlock(home)
 
 
 @contextmanager
-def _iterated(run: Run, lines: set) -> Iterator[tuple]:
-    "The `Updates` of a run, its batches, and a function that learns from one. The journal gets the `lines` that the run has."
+def _iterated(run: Run, lines: set, since: int | None) -> Iterator[Moment]:
+    "A context in which a run is iterated. Its journal gets a line after each update of `lines`."
     updates = Updates(run)
     with (
         torch_threads(run.config["threads"]),
@@ -339,91 +354,113 @@ def _iterated(run: Run, lines: set) -> Iterator[tuple]:
             if run.counters["updates"] in lines:
                 updates.journal.mark()
 
-        yield updates, batches, learn
+        yield Moment(updates, batches, learn, since)
+
+
+def _learn_until(update: int, then: Moment) -> None:
+    while then.run.counters["updates"] < update:
+        then.learn(next(then.batches))
 
 # %% ../../nbs/runs/16_moments.ipynb #8a44e1aa
 def verify(folder: str | Path, updates: int = 20, *edits: Callable) -> RunDifference:
-    """Train again what a run has trained, and compare. Raises `DataError` if the run cannot be repeated from its start, or if its journal
-    lacks some of these updates.
+    """Train again what a run has trained, and compare.
 
     Args:
         folder: folder of a run
-        updates: number of updates to repeat, in a fork of its own ones; or a few more: up to the next line of the journal, at most to
-            where the run was resumed
+        updates: number of updates to repeat, in a fork of its own ones; or a few more: up to the
+            next line of the journal, at most to where the run was resumed
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
+
+    Raises:
+        DataError: the run cannot be repeated from its start, or its journal lacks some of these
+            updates
     """
     folder = Path(folder).absolute()
     check_integer("updates", updates)
     newest = load_run(folder)
     config = newest.config
     first = first_checkpoint(folder, newest)
-    begun = first.counters["updates"] if first.stream else 0
+    last = _last_verified(folder, newest, first, updates)
+    with tempfile.TemporaryDirectory() as scratch:
+        home = Path(scratch, "run")
+        if first.stream is not None and (folder / "replay").exists():
+            shutil.copytree(folder / "replay", home / "replay", copy_function=_symbolic_link)
+        with moment(folder, last, *edits, home=home, begin=first) as then:
+            difference = diff(shown(folder), then.run.folder)
+    if config.get("workers") and (config["lag"] is None or config["order"] == "ready"):
+        difference.notes.append(
+            f"with lag={config['lag']} and order={config['order']}, the stream depends on the "
+            "speed of the workers"
+        )
+    return difference
+
+
+def _last_verified(folder: Path, newest: Checkpoint, first: Checkpoint, updates: int) -> int:
+    "The update up to which `verify` repeats a run. Raises `DataError` as it does."
+    since = first.counters["updates"] if first.stream else 0
     resumes = first.counters["resumes"] if first.stream else 0
 
-    # Lines of the stretch from the start to the first resume with new episodes, and those whose checksums begin there.
+    # Lines before the first resume with new episodes, and those whose checksums begin at the start.
     stretch = [
-        e for e in read_journal(folder / JOURNAL) if e.resumes == resumes and e.updates > begun
+        line
+        for line in read_journal(folder / JOURNAL)
+        if line.resumes == resumes and line.updates > since
     ]
-    lines = [e for e in stretch if not e.since]
+    lines = [line for line in stretch if not line.since]
     if not lines:
         raise DataError(
             f"{folder} cannot be repeated", expected="a journal from the first update on"
         )
-    if config.get("ranks", 1) > 1:
+    if newest.config.get("ranks", 1) > 1:
         raise DataError(
             f"{folder} cannot be repeated in one process",
             expected="a run of one rank",
-            got=f"ranks={config['ranks']}",
+            got=f"ranks={newest.config['ranks']}",
         )
-    last = next((e for e in lines if e.updates >= begun + updates), lines[-1])
+
+    last = next((line for line in lines if line.updates >= since + updates), lines[-1]).updates
     is_stretch = newest.counters["resumes"] == resumes
-    made = max(stretch[-1].updates, newest.counters["updates"] if is_stretch else 0)
-    if last.updates < min(begun + updates, made):
+    most = max(stretch[-1].updates, newest.counters["updates"] if is_stretch else 0)
+    if last < min(since + updates, most):
         raise DataError(
             f"{folder} has lost lines of its journal",
             leaf="updates",
-            expected=f"at most {last.updates - begun}",
-            got=f"{updates}, and checksums of the updates up to {last.updates} of {made}",
+            expected=f"at most {last - since}",
+            got=f"{updates}, and checksums of the updates up to {last} of {most}",
         )
-    with tempfile.TemporaryDirectory() as place:
-        if first.stream is not None and (folder / "replay").exists():
-            replay = Path(place, "run", "replay")
-            shutil.copytree(folder / "replay", replay, copy_function=_pointed)
-        with moment(folder, last.updates, *edits, home=Path(place, "run"), begin=first) as then:
-            difference = diff(shown(folder), then.run.folder)
-    if config.get("workers") and (config["lag"] is None or config["order"] == "ready"):
-        difference.notes.append(
-            f"with lag={config['lag']} and order={config['order']}, the stream depends on the speed of the workers"
-        )
-    return difference
+    return last
 
 # %% ../../nbs/runs/16_moments.ipynb #a92ccc75
-def _again(folder: Path, at: Parting) -> list:
-    "What a run has in the updates in which two journals part, made once more: the batch of each, and then the weights."
+def _made_once_more(folder: Path, at: Parting) -> list:
+    "What a run makes in the updates in which two journals part: their batches, then the weights."
     with moment(folder, at.after, is_next=True) as then:
-        learned = []
+        batches = []
         for _ in range(at.after, at.by):
             batch = next(then.batches)
-            learned.append(copy.deepcopy(getattr(batch, "fresh", batch)))
+            batches.append(copy.deepcopy(getattr(batch, "fresh", batch)))
             then.learn(batch)
-        again = diff(folder, then.run.folder)
-        if again.parting is not None:
-            raise DataError(f"{folder} does not repeat here\n{again}")
+        difference = diff(folder, then.run.folder)
+        if difference.parting is not None:
+            raise DataError(f"{folder} does not repeat here\n{difference}")
         networks = networks_of(then.run.agent)
-        return [*learned, {name: dict(x.state_dict()) for name, x in networks.items()}]
+        return [*batches, {name: dict(x.state_dict()) for name, x in networks.items()}]
 
 
 def numbers(a: str | Path, b: str | Path, at: Parting) -> str:
-    """The first number of their batches in which two runs differ, and both of its values; or of the weights, if the batches are equal.
+    """The first number of their batches in which two runs differ, and both of its values.
 
-    Both make the updates once more in which their journals part. Raises `DataError`, which names the reason, if one cannot be repeated.
+    If the batches are equal, it is a number of the weights. Both runs make the updates once more in
+    which their journals part.
 
     Args:
         a: folder of a run
         b: folder of another one
         at: where they part, see `diff`
+
+    Raises:
+        DataError: one of them cannot be repeated; the reason is named
     """
-    both = [_again(Path(x).absolute(), at) for x in (a, b)]
+    both = [_made_once_more(Path(folder).absolute(), at) for folder in (a, b)]
     for n, pair in enumerate(zip(*both), at.after + 1):
         x, y = map(named_leaves, pair)
         for path in dict.fromkeys([*at.leaves, *x, *y]):

@@ -19,10 +19,18 @@ from ..pipes.data.errors import DataError, describe_exception
 from ..pipes.data.files import make_folder, write_atomically, write_json
 from ..pipes.graph.edits import draw
 from .export import export_policy
-from .folder import agent_of, folder_of, for_policy, load_run, needed_modules, restore
+from rollpipe.runs.folder import (
+    agent_of,
+    command_line,
+    folder_of,
+    for_policy,
+    load_run,
+    needed_modules,
+    restore,
+)
 from .plots import learning_curve
 from ..settings.config import playing
-from ..settings.options import import_words, shown, typed
+from ..settings.options import shown, typed
 from ..traces.differences import FINGERPRINTS
 from ..traces.history import REQUEST, past_in_words
 
@@ -77,35 +85,42 @@ def local_copy(run: Any) -> Any:
 
 
 def load_agent(run: str | Path, best: bool = False, device: str = "cpu") -> Any:
-    """The learner of a run as it was saved; `load_agent(run).actor.predict(obs)` is its policy. Raises as `load_run` and `restore` do.
+    """The learner of a run as it was saved.
 
-    Its `repr` tells the environment, the steps and the networks. With `average_policy` its policy is `average.policy` (`policy_of`).
+    Its `repr` tells the environment, the steps and the networks. With `average_policy` its policy
+    is `average.policy` (`policy_of`).
+
+        actor = load_agent("runs/pole").actor
+        action, state = actor.predict(obs)
 
     Args:
-        run: folder of a run, a checkpoint file, a folder that `pack` has made, or `hf://OWNER/NAME` on the Hugging Face Hub
+        run: folder of a run, a checkpoint file, a folder that `pack` has made, or `hf://OWNER/NAME`
+            on the Hugging Face Hub
         best: for a folder: the learner with the best evaluation, instead of the last one
         device: device of the learner, see `make_config`; the training may have used another one
+
+    Raises:
+        DataError, CheckpointError: as `load_run` and `restore`
     """
-    found = load_run(local_copy(run), best)
-    agent = agent_of(found, device)
+    checkpoint = load_run(local_copy(run), best)
+    agent = agent_of(checkpoint, device)
     if isinstance(agent, LearnerState):
-        agent.trained = f"{found.config['env']}, {found.counters['steps']:,} steps"
+        agent.trained = f"{checkpoint.config['env']}, {checkpoint.counters['steps']:,} steps"
     return agent
 
 # %% ../../nbs/runs/20_pack.ipynb #7db84954
-def _front_matter(config: dict, found: Evaluation) -> list:
+def _front_matter(config: dict, evaluation: Evaluation) -> list:
     "The lines about a policy that a model hub reads."
     kind = "reinforcement-learning"
     env = config["env"]
     score = dict(
         type="mean_reward",
         name="mean_reward",
-        value=f"{found.mean:.2f} +/- {found.std:.2f}",
+        value=f"{evaluation.mean:.2f} +/- {evaluation.std:.2f}",
         verified=False,
     )
-    result = dict(
-        task=dict(type=kind, name=kind), dataset=dict(name=env, type=env), metrics=[score]
-    )
+    task = dict(type=kind, name=kind)
+    result = dict(task=task, dataset=dict(name=env, type=env), metrics=[score])
     tags = [kind, "deep-reinforcement-learning", "rollpipe", config["algorithm"], env]
     about = {
         "library_name": "rollpipe",
@@ -118,7 +133,7 @@ def _front_matter(config: dict, found: Evaluation) -> list:
 
 def card(
     checkpoint: Checkpoint,
-    found: Evaluation,
+    evaluation: Evaluation,
     pipeline: str,
     has: set,
     repo: str = "OWNER/NAME",
@@ -128,75 +143,61 @@ def card(
 
     Args:
         checkpoint: see `load_run`
-        found: evaluation of the policy
+        evaluation: evaluation of the policy
         pipeline: drawing of the pipeline of the training
         has: names of the files in the folder
         repo: where the folder will be on the hub
         film: what the film shows
     """
     config = checkpoint.config
-    modules = needed_modules(checkpoint.config)
     name = config["algorithm"]
     env = config["env"]
+    modules = needed_modules(config)
+    lines = [*_front_matter(config, evaluation), f"# {name} on {env}", ""]
+
+    # What it is
+    preset = f", with the preset {config['preset']}" if config.get("preset") else ""
+    steps = f"{checkpoint.counters['steps']:,} steps"
+    lines.append(
+        f"Trained by rollpipe with {steps}{preset}. The policy without exploration: {evaluation}."
+    )
+    for file, text in {"replay.gif": film, "curve.png": "the learning curve"}.items():
+        if file in has:
+            lines += ["", f"![{text}]({file})"]
+
+    # How it is used
     actor = "average.policy" if config["options"].get("average_policy") else "actor"
-    command = shlex.join(["rollpipe", "evaluate", f"{HUB}{repo}", *import_words(modules)])
-    code = [
-        *(f"import {module}" for module in modules),
+    lines += ["", "## Use it", "", "```python"]
+    lines += [f"import {module}" for module in modules]
+    lines += [
         "from rollpipe.runs import load_agent",
         "",
         f'actor = load_agent("{HUB}{repo}").{actor}      # or the path of this folder',
         "action, state = actor.predict(obs)",
+        "```",
+        "```sh",
+        command_line(config, "evaluate", f"{HUB}{repo}"),
+        "```",
+        "",
     ]
-    pictures = [
-        f"![{what}]({file})"
-        for what, file in ((film, "replay.gif"), ("the learning curve", "curve.png"))
-        if file in has
-    ]
-    again = f"`rollpipe train {name} {env} --config config.json` trains it again."
-    if past := past_in_words(checkpoint.history):
-        again = f"These options alone do not train it again: {'; '.join(past)}."
-    preset = f", with the preset {config['preset']}" if config.get("preset") else ""
-    return (
-        "\n".join(
-            [
-                *_front_matter(config, found),
-                f"# {name} on {env}",
-                "",
-                f"Trained by rollpipe with {checkpoint.counters['steps']:,} steps{preset}. The policy without exploration: {found}.",
-                *(line for picture in pictures for line in ("", picture)),
-                "",
-                "## Use it",
-                "",
-                "```python",
-                *code,
-                "```",
-                "```sh",
-                command,
-                "```",
-                "",
-                "`checkpoint.safetensors` is the learner, `config.json` its configuration, and `fingerprint.json` what decided its "
-                "numbers: versions, code, seeds, the machine."
-                + " `policy.onnx` is the policy from observation to action, for ONNX Runtime."
-                * ("policy.onnx" in has),
-                "",
-                "## How it was trained",
-                "",
-                "```",
-                pipeline,
-                "```",
-                "",
-                again,
-                "",
-                "| option | value |",
-                "| --- | --- |",
-                *(
-                    f"| `{option}` | `{json.dumps(value)}` |"
-                    for option, value in config["options"].items()
-                ),
-            ]
-        )
-        + "\n"
+    files = (
+        "`checkpoint.safetensors` is the learner, `config.json` its configuration, and "
+        "`fingerprint.json` what decided its numbers: versions, code, seeds, the machine."
     )
+    if "policy.onnx" in has:
+        files += " `policy.onnx` is the policy from observation to action, for ONNX Runtime."
+    lines += [files, ""]
+
+    # How it came
+    again = f"`rollpipe train {name} {env} --config config.json` trains it again."
+    past = past_in_words(checkpoint.history)
+    if past:
+        again = f"These options alone do not train it again: {'; '.join(past)}."
+    lines += ["## How it was trained", "", "```", pipeline, "```", "", again, ""]
+    lines += ["| option | value |", "| --- | --- |"]
+    for option, value in config["options"].items():
+        lines.append(f"| `{option}` | `{json.dumps(value)}` |")
+    return "\n".join(lines) + "\n"
 
 # %% ../../nbs/runs/20_pack.ipynb #9a406328
 def pack(
@@ -207,11 +208,11 @@ def pack(
     seed: int | None = None,
     repo: str = "OWNER/NAME",
 ) -> Path:
-    """Write all that others need of a run into one folder, evaluate its policy for the card, and return the path of the folder.
+    """Write all that others need of a run into one folder. Returns its path.
 
-    What cannot be there is left out: `policy.onnx` without the extra `onnx`, or of a policy that ONNX cannot express; the film of a run
-    without films; a curve without finished episodes. Raises `DataError` if the folder has other files than those of a pack, and as
-    `load_run` does.
+    The policy is evaluated for the card. What cannot be there is left out: `policy.onnx` without
+    the extra `onnx`, or of a policy that ONNX cannot express; the film of a run without films; a
+    curve without finished episodes.
 
     Args:
         run: folder of a run, or a checkpoint file
@@ -220,65 +221,88 @@ def pack(
         episodes: number of fresh episodes of the evaluation
         seed: seed of these episodes; None: different ones each time
         repo: where the folder will be on the hub, for the card
+
+    Raises:
+        DataError: the folder has other files than those of a pack. And the errors of `load_run`
     """
-    found = load_run(run, best)
+    checkpoint = load_run(run, best)
     folder = folder_of(run).absolute()
     out = Path(out or folder / "pack").absolute()
-    there = {path.name for path in out.glob("*")}
-    # Other files are a run that has just begun, for example, or a README alone.
-    is_other = (
-        there and not {"README.md", "checkpoint.safetensors"} <= there and out != folder / "pack"
-    )
-    if others := sorted(
-        there if is_other or out.resolve() == folder.resolve() else there - {*PACK_FILES}
-    ):
-        raise DataError(
-            f"{out} has other files",
-            expected="a new folder, or one that `rollpipe pack` has written",
-            got=others[0],
-        )
-    agent, pipe = restore(for_policy(found), device="cpu")
-    config = found.config
-    scores = evaluate(actor=policy_of(agent), n_episodes=episodes, seed=seed, **playing(config))
+    _check_out(folder, out)
+    agent, pipe = restore(for_policy(checkpoint), device="cpu")
+    config = checkpoint.config
+    actor = policy_of(agent)
+    evaluation = evaluate(actor=actor, n_episodes=episodes, seed=seed, **playing(config))
+
+    # The files that are always there
     make_folder(out)
     for name in PACK_FILES[1:]:
         (out / name).unlink(missing_ok=True)
-    write_atomically(out / "checkpoint.safetensors", found._replace(pipes=None, stream=None).data())
+    policy_alone = checkpoint._replace(pipes=None, stream=None)
+    write_atomically(out / "checkpoint.safetensors", policy_alone.data())
     write_json(out / REQUEST, config)
-    films = {
-        int(path.stem[7:]): path
-        for path in folder.glob("videos/update-*.*")
-        if path.stem[7:].isdecimal()
-    }
-    at = found.counters["updates"]
-    filmed = max(
-        (n for n in films if n <= at), default=min(films, default=at)
-    )  # of this policy, or else of one before it
-    for path, name in [
-        (folder / FINGERPRINTS, FINGERPRINTS),
-        *((films[n], f"replay{films[n].suffix}") for n in films if n == filmed),
-    ]:
-        if path.is_file() and not path.is_symlink():
-            write_atomically(out / name, path.read_bytes())
+    if (folder / FINGERPRINTS).is_file() and not (folder / FINGERPRINTS).is_symlink():
+        write_atomically(out / FINGERPRINTS, (folder / FINGERPRINTS).read_bytes())
+
+    # A film, of this policy or of one before it, and what may fail
+    at = checkpoint.counters["updates"]
+    film = "an episode"
+    filmed = _film_of(folder, at)
+    if filmed is not None:
+        n, path = filmed
+        write_atomically(out / f"replay{path.suffix}", path.read_bytes())
+        if n != at:
+            film += f" of the policy after update {n:,}"
     note = {name: config[name] for name in ("algorithm", "env", "env_kwargs")}
     for write in (
-        lambda: export_policy(policy_of(agent), out / "policy.onnx", note=note),
+        lambda: export_policy(actor, out / "policy.onnx", note=note),
         lambda: learning_curve(folder, out / "curve.png"),
     ):
         try:
             write()
         except Exception as e:
             print(f"left out: {describe_exception(e, 300)}")
+
     has = {path.name for path in out.iterdir()}
-    film = "an episode" + f" of the policy after update {filmed:,}" * (filmed != at)
-    write_atomically(
-        out / "README.md", card(found, scores, str(draw(pipe)), has, repo, film).encode()
-    )
+    text = card(checkpoint, evaluation, str(draw(pipe)), has, repo, film)
+    write_atomically(out / "README.md", text.encode())
     return out
 
 
+def _check_out(folder: Path, out: Path) -> None:
+    "Raise `DataError` if a pack of the run in `folder` would replace other files in `out`."
+    names = {path.name for path in out.glob("*")}
+    others = names - {*PACK_FILES}
+
+    # Without these two, it is a run that has just begun, for example, or a README alone.
+    is_pack = {"README.md", "checkpoint.safetensors"} <= names or out == folder / "pack"
+    if names and not is_pack or out.resolve() == folder.resolve():
+        others = names
+    if others:
+        raise DataError(
+            f"{out} has other files",
+            expected="a new folder, or one that `rollpipe pack` has written",
+            got=min(others),
+        )
+
+
+def _film_of(folder: Path, at: int) -> tuple | None:
+    "The newest film of a run up to an update, or else its first one: the update, and the path."
+    films = {
+        int(path.stem[7:]): path
+        for path in folder.glob("videos/update-*.*")
+        if path.stem[7:].isdecimal() and path.is_file() and not path.is_symlink()
+    }
+    if not films:
+        return None
+    n = max((n for n in films if n <= at), default=min(films))
+    return n, films[n]
+
+
 def push(folder: str | Path, name: str) -> str:
-    """Send a packed folder to the Hugging Face Hub, with the token that its client has. Returns the address of the commit.
+    """Send a packed folder to the Hugging Face Hub, with the token that its client has.
+
+    Returns the address of the commit.
 
     Args:
         folder: see `pack`
@@ -301,8 +325,8 @@ def pack_command(args: Namespace) -> None:
         _client()  # which may be missing
     out = pack(args.run, args.out, args.best, args.episodes, args.seed, args.push or "OWNER/NAME")
     print(f"{shown(out)}: {', '.join(sorted(path.name for path in out.iterdir()))}")
-    print(
-        push(out, args.push)
-        if args.push
-        else f"push it: {shlex.join(typed(['hf', 'upload', 'OWNER/NAME', shown(out)]))}"
-    )
+    if args.push:
+        print(push(out, args.push))
+    else:
+        words = typed(["hf", "upload", "OWNER/NAME", shown(out)])
+        print(f"push it: {shlex.join(words)}")

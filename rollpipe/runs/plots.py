@@ -28,34 +28,38 @@ __all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'thinned', 
 
 # %% ../../nbs/runs/04_plots.ipynb #88c3ba0d
 def group_runs(runs: Iterable, per_env: bool = False) -> dict:
-    """Group the runs that differ only in the seed. The label of a group is its name and the options that differ. Raises `DataError`.
+    """Group the runs that differ only in the seed.
+
+    The label of a group is its name and the options that differ. Raises `DataError`.
 
     Args:
         runs: folders of runs, each with `config.json`
-        per_env: compare the runs of each environment by themselves. So one label can stand for several environments
+        per_env: compare the runs of each environment by themselves. So one label can stand for
+            several environments
 
     Returns:
         dict: label -> list of folders; with `per_env`, (environment, label) -> list of folders
     """
     configs = [_config(run) for run in runs]
-    parts = [(str(c.get("algorithm", "?")), str(c.get("env", "?"))) for c in configs]
-    names = [
-        (env if per_env else "", c.get("name") or (algorithm if per_env else f"{algorithm} {env}"))
-        for c, (algorithm, env) in zip(configs, parts)
-    ]
-    differing = {}  # name -> options that are not the same in all runs of this name
+    names = []
+    for config in configs:
+        algorithm = str(config.get("algorithm", "?"))
+        env = str(config.get("env", "?"))
+        label = algorithm if per_env else f"{algorithm} {env}"
+        names.append((env if per_env else "", config.get("name") or label))
+
+    # name -> options that are not the same in all runs of this name
+    differing = {}
     for name in dict.fromkeys(names):
-        same_name = [c["options"] for n, c in zip(names, configs) if n == name]
-        differing[name] = [
-            k
-            for k in dict.fromkeys(k for o in same_name for k in o)
-            if any(o.get(k) != same_name[0].get(k) for o in same_name)
-        ]
+        same_name = [config["options"] for n, config in zip(names, configs) if n == name]
+        known = dict.fromkeys(option for options in same_name for option in options)
+        first = same_name[0]
+        differing[name] = [x for x in known if any(o.get(x) != first.get(x) for o in same_name)]
+
     groups = {}
     for run, name, config in zip(runs, names, configs):
-        label = ", ".join(
-            [name[1]] + [f"{k}={_plain(config['options'].get(k))}" for k in differing[name]]
-        )
+        texts = [f"{x}={_plain(config['options'].get(x))}" for x in differing[name]]
+        label = ", ".join([name[1], *texts])
         groups.setdefault((name[0], label) if per_env else label, []).append(Path(run))
     return groups
 
@@ -71,6 +75,8 @@ def _config(run: str | Path) -> dict:
             raise DataError(
                 f"{path}: damaged", leaf=name, expected=kind.__name__, got=repr(config[name])[:80]
             )
+
+    # What else may differ between runs counts as an option, too.
     history = History.read(run)
     config = history.config(config)
     more = dict(
@@ -82,11 +88,9 @@ def _config(run: str | Path) -> dict:
         lag=config.get("lag", 0) if config.get("workers") else 0,
     )
     options = config.get("options") or {}
+    known = {**options, **more}
     kwargs = config.get("env_kwargs") or {}
-    kwargs = {
-        f"env_kwargs {name}" if name in {**options, **more} else name: x
-        for name, x in kwargs.items()
-    }
+    kwargs = {f"env_kwargs {name}" if name in known else name: x for name, x in kwargs.items()}
     return dict(config, options={**options, **kwargs, **more})
 
 
@@ -95,20 +99,23 @@ def _plain(value: Any) -> str:
 
 # %% ../../nbs/runs/04_plots.ipynb #cac02dd2
 def align(curves: Iterable, n_points: int = 200) -> tuple:
-    """Interpolate curves onto a common grid, over the range that every curve covers. Raises `DataError` if there is no such range.
+    """Interpolate curves onto a common grid, over the range that every curve covers.
+
+    Raises `DataError` if there is no such range.
 
     Args:
-        curves: (x [n], y [n]) for each curve, with ascending x; points that are not finite are left out
+        curves: (x [n], y [n]) for each curve, with ascending x; points that are not finite are left
+            out
         n_points: number of points of the common grid
 
     Returns:
         tuple: x [n_points], y [len(curves), n_points]
     """
-    curves = [
-        (np.asarray(x)[ok], np.asarray(y)[ok])
-        for x, y in curves
-        for ok in [np.isfinite(x) & np.isfinite(y)]
-    ]
+    finite = []
+    for x, y in curves:
+        ok = np.isfinite(x) & np.isfinite(y)
+        finite.append((np.asarray(x)[ok], np.asarray(y)[ok]))
+    curves = finite
     if any(len(x) == 0 for x, _ in curves):
         raise DataError("a curve without a finite value cannot be drawn")
     low = max(x[0] for x, _ in curves)
@@ -134,52 +141,61 @@ def smooth(y: np.ndarray, window: int) -> np.ndarray:
         np.ndarray: [..., n]
     """
     window = max(1, min(window, y.shape[-1]))
-    parts = np.lib.stride_tricks.sliding_window_view(
-        np.concatenate([np.zeros((*y.shape[:-1], window)), y], -1), window, -1
-    )
-    return parts[..., 1:, :].sum(-1) / np.minimum(np.arange(1, y.shape[-1] + 1), window)
+    zeros = np.zeros((*y.shape[:-1], window))
+    padded = np.concatenate([zeros, y], -1)
+    parts = np.lib.stride_tricks.sliding_window_view(padded, window, -1)
+    n_points = np.minimum(np.arange(1, y.shape[-1] + 1), window)
+    return parts[..., 1:, :].sum(-1) / n_points
 
 
 def thinned(x: np.ndarray, y: np.ndarray, n: int) -> list:
-    "The points of a curve whose `y` is finite, averaged over neighbours down to `n` points: x and y."
+    """The points of a curve whose `y` is finite: x and y.
+
+    They are averaged over neighbours down to `n` points.
+    """
     ok = np.isfinite(y)
-    return [
-        [part.mean() for part in np.array_split(of[ok], min(n, int(ok.sum())))] for of in (x, y)
-    ]
+    n = min(n, int(ok.sum()))
+    return [[part.mean() for part in np.array_split(values[ok], n)] for values in (x, y)]
 
 # %% ../../nbs/runs/04_plots.ipynb #78eb91d7
 def _curve(folder: Path, x: str, y: str, window: int) -> tuple:
-    "The metrics `x` and `y` of a run where both are finite, with `y` averaged over `window` records, and then ascending `x`."
+    """The metrics `x` and `y` of a run where both are finite, with ascending `x`.
+
+    `y` is averaged over `window` records before.
+    """
     metrics = read_metrics(folder)
     missing = [name for name in (x, y) if name not in metrics]
     if missing:
-        known = (
-            ""
-            if missing[0] in METRICS or not metrics
-            else "a name of `METRICS`, or a metric of your own that is in the run: "
-        )
+        known = ", ".join(metrics) or "the metrics of an update"
+        if missing[0] not in METRICS and metrics:
+            known = f"a name of `METRICS`, or a metric of your own that is in the run: {known}"
         raise DataError(
             f"{folder}: no such metric in this run",
             leaf=missing[0],
             got=None if metrics else "a run without an update",
-            expected=known + (", ".join(metrics) or "the metrics of an update"),
+            expected=known,
         )
     ok = np.isfinite(metrics[x]) & np.isfinite(metrics[y])
-    order = np.argsort(metrics[x][ok], kind="stable")
-    return metrics[x][ok][order], smooth(metrics[y][ok], window)[order]
+    xs = metrics[x][ok]
+    ys = smooth(metrics[y][ok], window)
+    order = np.argsort(xs, kind="stable")
+    return xs[order], ys[order]
 
 
 def _draw_group(axes: Any, curves: list, label: str, color: str, band: str) -> None:
     "Draw the mean of curves and, if there are several, their band."
     xs, ys = align(curves)
-    middle = ys.mean(0)
-    spread = ys.std(0, ddof=min(len(curves) - 1, 1))
-    low, high = (ys.min(0), ys.max(0)) if band == "range" else (middle - spread, middle + spread)
+    mean = ys.mean(0)
     if len(curves) > 1:
+        low = ys.min(0)
+        high = ys.max(0)
+        if band == "std":
+            deviation = ys.std(0, ddof=1)
+            low = mean - deviation
+            high = mean + deviation
         axes.fill_between(xs, low, high, color=color, alpha=0.2, linewidth=0)
-    axes.plot(
-        xs, middle, color=color, linewidth=1.6, label=label, marker="." if len(xs) == 1 else None
-    )
+    marker = "." if len(xs) == 1 else None
+    axes.plot(xs, mean, color=color, linewidth=1.6, label=label, marker=marker)
 
 # %% ../../nbs/runs/04_plots.ipynb #52077d70
 LABELS = dict(
@@ -197,13 +213,14 @@ LABELS = dict(
     eval_return_max="return of evaluations, largest",
     eval_return_std="return of evaluations, deviation",
 )
+# What shows whether the steps of a learner were sound
 CERTIFICATE = dict(
     kl="KL(old || new) of each step [nat]",
     accepted="share of steps that the line search kept",
     approx_kl="estimated KL(old || new) [nat]",
     clip_fraction="share of rows beyond the clip",
     explained_variance="explained variance of the critic",
-)  # what shows whether the steps of a learner were sound
+)
 
 
 def _common_name(labels: Iterable) -> str:
@@ -213,7 +230,10 @@ def _common_name(labels: Iterable) -> str:
 
 
 def plain(text: str) -> str:
-    "The text, escaped for matplotlib: `$` begins no formula, and a legend does not leave out a label with a leading `_`."
+    """The text, escaped for matplotlib.
+
+    `$` begins no formula, and a legend does not leave out a label with a leading `_`.
+    """
     return " " * text.startswith("_") + text.replace("$", r"\$")
 
 
@@ -233,13 +253,20 @@ def style(axes: Any, title: str, **labels: str) -> None:
 
 
 def picture(figure: Any, kind: str = "png", **options: Any) -> bytes:
-    "The content of a file of this kind, such as png or pdf, with the figure. The options are those of `Figure.savefig`."
-    figure.savefig(file := BytesIO(), format=kind, **options)
+    """The content of a file of this kind, such as png or pdf, with the figure.
+
+    The options are those of `Figure.savefig`.
+    """
+    file = BytesIO()
+    figure.savefig(file, format=kind, **options)
     return file.getvalue()
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    "Write the picture atomically; the suffix of `path` decides the format. Raises `OSError`, which names the file."
+    """Write the picture atomically; the suffix of `path` decides the format.
+
+    Raises `OSError`, which names the file.
+    """
     from matplotlib.backend_bases import FigureCanvasBase
 
     path = Path(path) if Path(path).suffix else Path(f"{path}.png")
@@ -257,48 +284,51 @@ def finished(figure: Any, path: str | Path | None) -> Any:
         figure: a matplotlib `Figure`
         path: picture to write, its suffix decides the format; None: none is written
     """
-    # By itself, a notebook shows a figure only after an import of `pyplot`, which is not needed here.
-    setattr(figure, "_repr_png_", partial(picture, figure, dpi=100))  # noqa: B010  a `Figure` declares no such attribute
+    # By itself, a notebook shows a figure only after an import of `pyplot`, which is not needed.
+    # A `Figure` declares no such attribute.
+    setattr(figure, "_repr_png_", partial(picture, figure, dpi=100))  # noqa: B010
     if path is not None:
         save_figure(figure, path)
     return figure
 
 
 def svg(figure: Any, name: str) -> str:
-    """The picture as a part of an HTML page. Texts stay texts, and the same figure always has the same markup.
+    """The picture as a part of an HTML page.
+
+    Texts stay texts, and the same figure always has the same markup.
 
     Args:
         name: name of the picture, which makes its ids unique in the page
     """
     from matplotlib import rc_context
 
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        markup = picture(
-            figure, "svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        ).decode()
-    return re.sub(
-        '<g id="[^"]*"', "<g", markup[markup.index("<svg") :]
-    )  # without doctype and unused ids of groups
+        markup = picture(figure, "svg", metadata=metadata).decode()
+    # Without doctype and unused ids of groups
+    return re.sub('<g id="[^"]*"', "<g", markup[markup.index("<svg") :])
 
 
 def table_html(columns: Iterable, rows: Iterable) -> str:
     """A table as a part of an HTML page. All texts are escaped.
 
     Args:
+        columns: the texts of its head
         rows: rows, each a list of the texts of its cells
     """
-    cells = lambda tag, texts: (
-        "<tr>" + "".join(f"<{tag}>{html.escape(str(x))}</{tag}>" for x in texts) + "</tr>"
-    )
-    return wide(
-        f"<table><thead>{cells('th', columns)}</thead><tbody>{''.join(cells('td', row) for row in rows)}</tbody></table>"
-    )
+    head = _row_html("th", columns)
+    body = "".join(_row_html("td", row) for row in rows)
+    return wide(f"<table><thead>{head}</thead><tbody>{body}</tbody></table>")
+
+
+def _row_html(tag: str, texts: Iterable) -> str:
+    cells = [f"<{tag}>{html.escape(str(x))}</{tag}>" for x in texts]
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def wide(part: str) -> str:
-    return (
-        f'<div class="wide">{part}</div>'  # a narrow window scrolls it, and its texts stay legible
-    )
+    "The part in a box of its own: a narrow window scrolls it, and its texts stay legible."
+    return f'<div class="wide">{part}</div>'
 
 
 def section(title: str, body: str, level: int = 2) -> str:
@@ -316,14 +346,17 @@ def learning_curve(
     window: int = 1,
     title: str | None = None,
 ) -> Any:
-    """Draw the mean over seeds with a band, one line per experiment: a matplotlib `Figure`. Raises `DataError` for unusable runs.
+    """Draw the mean over seeds with a band, one line per experiment: a matplotlib `Figure`.
+
+    Raises `DataError` for unusable runs.
 
     Args:
         runs: folder of a run, or several folders
         path: picture to write, its suffix decides the format; None: only return the figure
         x: metric along the horizontal axis
         y: metric along the vertical axis
-        band: what the band shows: "range" (min to max of the seeds) or "std" (mean +- one standard deviation)
+        band: what the band shows: "range" (min to max of the seeds) or "std" (mean +- one standard
+            deviation)
         window: number of records in the moving average
         title: title of the picture [the experiment, if there is only one]
     """
@@ -335,32 +368,25 @@ def learning_curve(
     groups = group_runs([runs] if isinstance(runs, (str, Path)) else list(runs))
     if not groups:
         raise DataError("no runs to draw", expected="at least one folder")
+
+    # A line for each group. Its label leaves out what stands in the title.
     figure = Figure(figsize=(6.4, 4.0), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     common = _common_name(groups)
-    for i, (label, folders) in enumerate(groups.items()):
-        label = label.removeprefix(f"{title or common}, ") + (
-            f" ({len(folders)} seeds)" if len(folders) > 1 else ""
-        )
-        _draw_group(
-            axes,
-            [_curve(folder, x, y, window) for folder in folders],
-            plain(label),
-            f"C{i % 10}",
-            band,
-        )
+    for i, (name, folders) in enumerate(groups.items()):
+        label = name.removeprefix(f"{title or common}, ")
+        if len(folders) > 1:
+            label += f" ({len(folders)} seeds)"
+        curves = [_curve(folder, x, y, window) for folder in folders]
+        _draw_group(axes, curves, plain(label), f"C{i % 10}", band)
+
     seeds = max(map(len, groups.values()))
-    over = (
-        f"mean and {'range' if band == 'range' else 'standard deviation'} over seeds"
-        if seeds > 1
-        else ""
-    )
-    style(
-        axes,
-        ": ".join(filter(None, [title or plain(common), over])),
-        xlabel=LABELS.get(x, x),
-        ylabel=LABELS.get(y, y),
-    )
+    titles = [title or plain(common)]
+    if seeds > 1:
+        spread = "range" if band == "range" else "standard deviation"
+        titles.append(f"mean and {spread} over seeds")
+    text = ": ".join(filter(None, titles))
+    style(axes, text, xlabel=LABELS.get(x, x), ylabel=LABELS.get(y, y))
     if len(groups) > 1 or seeds > 1:
         axes.legend(frameon=False)
     return finished(figure, path)

@@ -34,11 +34,15 @@ def format_duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "?"
     m, s = divmod(round(seconds), 60)
-    return f"{m}:{s:02}" if m < 60 else f"{m // 60}:{m % 60:02}:{s:02}"
+    if m < 60:
+        return f"{m}:{s:02}"
+    return f"{m // 60}:{m % 60:02}:{s:02}"
 
 # %% ../../nbs/runs/03_progress.ipynb #c42ad599
 class Progress(Observer):
-    """Steps, speed, return, KL and remaining time, on one line of a terminal, or as a line every few seconds in a file.
+    """Steps, speed, return, KL and remaining time.
+
+    They are on one line of a terminal, or on a line every few seconds in a file.
 
     Args:
         total: number of steps at the end of the training; None: that of the run
@@ -49,15 +53,18 @@ class Progress(Observer):
     when = "record"
 
     def __init__(self, total: int | None = None, every: float = 15, file: Any = None):
-        self.wanted = total
+        self.asked_total = total
         self.every = every
         self.file = file or sys.stderr
         self._bar = None
         self._last = {}
 
     def begin(self, run: Any) -> None:
-        "Show the run, which may have made steps already. Raises `DataError` if nobody has said how many there will be."
-        self.total = self.wanted or run.config.get("steps")
+        """Show the run, which may have made steps already.
+
+        Raises `DataError` if nobody has said how many there will be.
+        """
+        self.total = self.asked_total or run.config.get("steps")
         if not self.total:
             raise DataError(
                 "the progress needs to know the end", leaf="total", expected="Progress(total=STEPS)"
@@ -78,7 +85,7 @@ class Progress(Observer):
             )
 
     def after(self, record: Mapping) -> None:
-        "Show the state after `record['steps']` steps; the last return is shown until there is a newer one."
+        "Show the state after a record. The last return is shown until there is a newer one."
         self._last.update(record)
         self.steps = int(record["steps"])
         if self._bar is not None:
@@ -89,27 +96,26 @@ class Progress(Observer):
 
     def text(self) -> str:
         "The text beside the bar."
-        speed = (self.steps - self.initial) / max(time.monotonic() - self.begun, 1e-9)
-        left = max(self.total - self.steps, 0) / speed if speed else math.inf
+        seconds = max(time.monotonic() - self.begun, 1e-9)
+        speed = (self.steps - self.initial) / seconds
         parts = [
             f"{format_number(self.steps)}/{format_number(self.total)} steps",
             f"{format_number(speed)}/s",
         ]
-        shown = (
+        metrics = (
             ("return", "return_mean", ".4g"),
             ("evaluated", "eval_return_mean", ".4g"),
             ("kl", "kl", ".2g"),
         )
-        parts += [
-            f"{label} {self._last[name]:{form}}"
-            for label, name, form in shown
-            if name in self._last
-        ]
+        for label, name, form in metrics:
+            if name in self._last:
+                parts.append(f"{label} {self._last[name]:{form}}")
         if "workers" in self._last:
             parts.append(self._workers())
-        return "  ".join(
-            parts + ([f"{format_duration(left)} left"] if self.steps < self.total else [])
-        )
+        if self.steps < self.total:
+            left = (self.total - self.steps) / speed if speed else math.inf
+            parts.append(f"{format_duration(left)} left")
+        return "  ".join(parts)
 
     def _workers(self) -> str:
         alive, lag, lost = (self._last.get(name) for name in ("workers", "lag", "restarts"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import pdb
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,8 +40,9 @@ class NextUpdate(NamedTuple):
         batch: what it learned from then, and has not yet learned from
         update: number of the update
         known: a text about what led here
-        outcome: `outcome(metrics, error)` is a text about whether the update has made again what it made then. Call it once, after
-            `agent.update(batch)`, with its metrics, or with the error. It raises `DataError` if something else has come
+        outcome: `outcome(metrics, error)` is a text about whether the update has made again what it
+            made then. Call it once, after `agent.update(batch)`, with its metrics, or with the
+            error. It raises `DataError` if something else has come
     """
 
     agent: Any
@@ -57,103 +59,112 @@ def _collected(folder: Path, update: int, edits: tuple) -> Iterator[NextUpdate]:
         run = then.run
         batch = next(then.batches)
 
-        def outcome(metrics=None, error=None):
-            lines = (entry.updates for entry in read_journal(folder / JOURNAL))
-            if error is not None and update <= max(lines, default=0):
+        def outcome(metrics: dict | None = None, error: Exception | None = None) -> str:
+            if error is not None:
+                last = max((line.updates for line in read_journal(folder / JOURNAL)), default=0)
+                if update > last:
+                    return _compared(folder, run.folder, update, {})
                 raise DataError(
                     f"{folder} does not repeat here: then, update {update} did not fail"
                 )
-            then.updates.make = lambda _: metrics
-            if error is None:
-                then.learn(batch)
+            then.updates.make = lambda _: metrics  # the caller has made it
+            then.learn(batch)
             return _compared(folder, run.folder, update, metrics or {})
 
-        start = "the start" if then.begun is None else f"the checkpoint of update {then.begun}"
-        known = f"{update - 1 - (then.begun or 0)} updates repeated from {start}"
+        start = "the start" if then.since is None else f"the checkpoint of update {then.since}"
+        known = f"{update - 1 - (then.since or 0)} updates repeated from {start}"
         yield NextUpdate(run.agent, batch, update, f"{known}\n{diff(folder, run.folder)}", outcome)
 
 
-def _compared(folder, again, update, metrics):
-    "A text about the journals, and the metrics of an update. Raises `DataError` if they are not equal."
-    found = diff(folder, again)
-    if found.parting is not None:
-        raise DataError(f"{folder} does not repeat here\n{found}")
-    known = {
-        name: x
-        for record in records_of(folder)
-        if record["updates"] == update
-        for name, x in record.items()
-    }
-    both = {
-        name: (repr(known[name]), repr(float(x)))
-        for name, x in metrics.items()
-        if name in known and not name.startswith("seconds")
-    }
-    for name, (then, now) in both.items():
+def _compared(folder: Path, again: Path, update: int, metrics: dict) -> str:
+    "A text about the journals, and the metrics of an update. Raises `DataError` if they differ."
+    difference = diff(folder, again)
+    if difference.parting is not None:
+        raise DataError(f"{folder} does not repeat here\n{difference}")
+
+    # The metrics that both have, but for those of the clock
+    known = {}
+    for record in records_of(folder):
+        if record["updates"] == update:
+            known.update(record)
+    names = [name for name in metrics if name in known and not name.startswith("seconds")]
+    for name in names:
+        then = repr(known[name])
+        now = repr(float(metrics[name]))
         if then != now:
             raise DataError(f"{folder} does not repeat here", leaf=name, expected=then, got=now)
-    equal = f"{len(both)} metrics of update {update} are equal"
-    return "\n".join(
-        [*str(found).splitlines()[-1:] * bool(found.common or not both), *[equal] * bool(both)]
-    )
+
+    lines = []
+    if difference.common or not names:
+        lines += str(difference).splitlines()[-1:]
+    if names:
+        lines.append(f"{len(names)} metrics of update {update} are equal")
+    return "\n".join(lines)
 
 # %% ../../nbs/runs/17_replay.ipynb #9cb97dca
 @contextmanager
 def _failed(folder: Path) -> Iterator[NextUpdate]:
     "The moment before the update that failed."
-    if not (path := folder.joinpath(*CRASH)).exists():
+    path = folder.joinpath(*CRASH)
+    if not path.exists():
         raise DataError(
             f"{folder} has no update that failed",
             expected=f"{'/'.join(CRASH)}, which its training writes",
         )
-    found = load_run(path)
+
+    # The learner, the generators and the last batches, as they were
+    checkpoint = load_run(path)
     crash = read_crash(folder)
     random = GlobalRandomStates()
     random.set_state(restore(crash["random"]))
-    device = found.config.get("device", "cpu")
-    ranks = found.config.get("ranks", 1)
-    agent = agent_of(found, device)
+    device = checkpoint.config.get("device", "cpu")
+    agent = agent_of(checkpoint, device)
     batches = IterableWrapper(crash["batches"], deepcopy=False)
     if device_of(device).type != "cpu":
         batches = ToDevice(batches, device_of(device))
-    with torch_threads(found.config["threads"]):
+
+    def outcome(metrics=None, error=None):
+        then = crash["error"], crash["state"]
+        now = describe_exception(error) if error else "no error", checksum(agent.state_dict())
+        if now == then:
+            return "the error and the learner after it are the same as then"
+        ranks = checkpoint.config.get("ranks", 1)
+        if ranks > 1:
+            return (
+                f"{ranks} ranks learned together, and this is the part of one, so its numbers are "
+                f"others: then {then[0]}"
+            )
+        text = "{} (learner {})"
+        raise DataError(
+            f"{folder}: the update does not repeat here",
+            expected=text.format(*then),
+            got=text.format(*now),
+        )
+
+    with torch_threads(checkpoint.config["threads"]):
         random.put()
         *before, last = batches
         for batch in before:
             agent.update(batch)
-
-        def outcome(metrics=None, error=None):
-            got = describe_exception(error) if error else "no error", checksum(agent.state_dict())
-            if got == (then := (crash["error"], crash["state"])):
-                return "the error and the learner after it are the same as then"
-            if ranks > 1:
-                return f"{ranks} ranks learned together, and this is the part of one, so its numbers are others: then {then[0]}"
-            raise DataError(
-                f"{folder}: the update does not repeat here",
-                expected="{} (learner {})".format(*then),
-                got="{} (learner {})".format(*got),
-            )
-
-        yield NextUpdate(
-            agent,
-            last,
-            crash["update"],
-            f"the last {len(before) + 1} of {crash['update']} updates were in memory",
-            outcome,
-        )
+        known = f"the last {len(before) + 1} of {crash['update']} updates were in memory"
+        yield NextUpdate(agent, last, crash["update"], known, outcome)
 
 # %% ../../nbs/runs/17_replay.ipynb #c91b5a5c
 @contextmanager
 def replayed_run(
     folder: str | Path, update: int | None = None, *edits: Callable
 ) -> Iterator[NextUpdate]:
-    """A context with the `NextUpdate` of a run, bit for bit. Nothing in its folder is changed; the run may go on meanwhile.
+    """A context with the `NextUpdate` of a run, bit for bit.
 
-    Raises `DataError`, which names the reason, if the run has no such update, or cannot be repeated.
+    Nothing in its folder is changed; the run may go on meanwhile.
+
+    Raises `DataError`, which names the reason, if the run has no such update, or cannot be
+    repeated.
 
     Args:
         folder: folder of a run
-        update: number of the update, from 1 on; None: the one that failed, which works for runs that cannot be repeated, too
+        update: number of the update, from 1 on; None: the one that failed, which works for runs
+            that cannot be repeated, too
         *edits: functions `pipe -> pipe` that changed its pipeline in Python, in turn
     """
     if not Path(folder).exists():
@@ -167,43 +178,47 @@ def replayed_run(
 
 # %% ../../nbs/runs/17_replay.ipynb #2c03a7c9
 def _update_of(agent):
-    "The method `update` as its class has written it, into which a debugger steps at once. The threads are those of the run already."
+    """The method `update` as its class has written it, into which a debugger steps at once.
+
+    The threads are those of the run already.
+    """
     return inspect.unwrap(type(agent).update).__get__(agent)
 
 
 def replay_command(args: Namespace) -> None:
-    "Make an update again. Its metrics or its error are printed. Raises `DataError` if it is not as it was."
+    """Make an update again, and print its metrics or its error.
+
+    Raises `DataError` if it is not as it was.
+    """
     with replayed_run(args.run, args.update) as before:
         agent, batch, n, known, outcome = before
+
+        # What the learner gets
+        print(known)
+        state = checksum(agent.state_dict())
+        kind = type(batch).__name__
+        print(f"update {n}: a learner with the checksum {state} gets a {kind}")
         item = getattr(batch, "fresh", batch)
-        form = (
-            [f"  {name}: {describe(x)}" for name, x in zip(item._fields, item) if x is not None]
-            if hasattr(item, "_fields")
-            else []
-        )
-        print(
-            known,
-            f"update {n}: a learner with the checksum {checksum(agent.state_dict())} gets a {type(batch).__name__}",
-            *form,
-            sep="\n",
-            flush=True,
-        )
+        for name in getattr(item, "_fields", ()):
+            if getattr(item, name) is not None:
+                print(f"  {name}: {describe(getattr(item, name))}")
+        sys.stdout.flush()
+
+        # What becomes of it
         try:
-            metrics = (
-                pdb.runeval("update(batch)", {}, dict(update=_update_of(agent), batch=batch))
-                if args.pdb
-                else agent.update(batch)
-            )
+            if args.pdb:
+                names = dict(update=_update_of(agent), batch=batch)
+                metrics = pdb.runeval("update(batch)", {}, names)
+            else:
+                metrics = agent.update(batch)
         except Exception as e:
             print(f"update {n} raises {describe_exception(e)}", flush=True)
             if args.pdb:
                 pdb.post_mortem(e.__traceback__)
             print(outcome(error=e))
-        else:
-            if metrics is None:
-                return  # the debugger was left
-            print(
-                *(f"{name:<24}{value:.10g}" for name, value in metrics.items()),
-                outcome(metrics),
-                sep="\n",
-            )
+            return
+        if metrics is None:
+            return  # the debugger was left
+        for name, value in metrics.items():
+            print(f"{name:<24}{value:.10g}")
+        print(outcome(metrics))

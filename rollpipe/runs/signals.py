@@ -23,20 +23,26 @@ __all__ = ['STOP_SIGNALS', 'PATIENCE', 'ONE_WISH', 'Stopped', 'stop_signals', 'u
            'nobody_reads']
 
 # %% ../../nbs/runs/09_signals.ipynb #1e181bad
-STOP_SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-]  # Windows has no SIGHUP
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+STOP_SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 class Stopped(KeyboardInterrupt):
-    "A signal asks the process to end: Ctrl-C, or a signal of a scheduler, a container or a closing terminal. `args` holds its number."
+    """A signal asks the process to end. `args` holds its number.
+
+    It comes from Ctrl-C, a scheduler, a container or a closing terminal.
+    """
 
 
-def _handlers(wanted: Callable) -> dict:
-    "Signal -> handler, for those of `STOP_SIGNALS` whose handler `wanted` accepts; empty outside the main thread."
+def _handlers(accepts: Callable) -> dict:
+    """Signal -> handler, for those of `STOP_SIGNALS` whose handler is accepted.
+
+    Outside the main thread there are none.
+    """
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {s: handler for s in STOP_SIGNALS if wanted(handler := signal.getsignal(s))}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    return {number: handler for number, handler in handlers.items() if accepts(handler)}
 
 
 def _is_noticed(handler) -> bool:
@@ -44,28 +50,31 @@ def _is_noticed(handler) -> bool:
 
 
 @contextmanager
-def stop_signals(wanted: Callable = _is_noticed) -> Iterator[None]:
-    """In the block, let SIGTERM and SIGHUP raise an exception as Ctrl-C does, here `Stopped`. Ignored signals (`nohup`) stay ignored.
+def stop_signals(accepts: Callable = _is_noticed) -> Iterator[None]:
+    """In the block, let SIGTERM and SIGHUP raise an exception as Ctrl-C does, here `Stopped`.
 
-    Signals that follow within 10 seconds are ignored: they express the same wish, and must not interrupt the saving.
+    Ignored signals (`nohup`) stay ignored.
+
+    Signals that follow within 10 seconds are ignored: they express the same wish, and must not
+    interrupt the saving.
 
     Args:
-        wanted: handler -> whether a signal with this handler is taken over; default: every signal that is not ignored
+        accepts: handler -> whether a signal with this handler is taken over; default: every signal
+            that is not ignored
     """
     owner = os.getpid()
     counted = []
 
     def stop(number, frame):
-        if (
-            os.getpid() != owner
-        ):  # a process that was forked from this one ends as if there were no handler
+        # A process that was forked from this one ends as if there were no handler.
+        if os.getpid() != owner:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif not counted or monotonic() - counted[-1] > 10:
             counted.append(monotonic())
             raise Stopped(number)
 
-    before = _handlers(wanted)
+    before = _handlers(accepts)
     for s in before:
         signal.signal(s, stop)
     try:
@@ -76,7 +85,9 @@ def stop_signals(wanted: Callable = _is_noticed) -> Iterator[None]:
 
 # %% ../../nbs/runs/09_signals.ipynb #5a1c7e0c
 PATIENCE = 5.0  # seconds for which a signal waits for the end of a batch
-ONE_WISH = 2.0  # seconds within which signals count as one: Ctrl-C in a terminal reaches a run, and its parent, which passes it on
+# Seconds within which signals count as one: Ctrl-C in a terminal reaches a run, and its parent,
+# which passes it on.
+ONE_WISH = 2.0
 
 
 class _Delay:
@@ -92,12 +103,14 @@ class _Delay:
         self.timer = None
         self.waits = False
         self.agreed = None
-        self.begun = (
-            monotonic() if received else -inf
-        )  # when the first signal came; the block before may have left one
+        # When the first signal came; the block before may have left one.
+        self.begun = monotonic() if received else -inf
 
     def collecting(self) -> None:
-        "From now on a signal waits at most `PATIENCE`. A second one, more than `ONE_WISH` later, does not wait."
+        """From now on a signal waits at most `PATIENCE`.
+
+        A second one, more than `ONE_WISH` later, does not wait.
+        """
         self.waits = True
         if self.received:
             self._wait_for_batch(self.received[0][0])
@@ -114,14 +127,17 @@ class _Delay:
             self.agreed = []
 
     def agree(self, is_due: bool) -> bool:
-        """Whether it is time to save. Several ranks save together: if one of them has to, or has received a signal, which then ends the
-        block in all of them. A signal after this call waits for the next one.
+        """Whether it is time to save.
+
+        Several ranks save together: if one of them has to, or has received a signal, which then
+        ends the block in all of them. A signal after this call waits for the next one.
         """
         if not ranks.active():
             return is_due
-        found = ranks.gathered_objects(([number for number, _ in self.received[:1]], is_due))
-        self.agreed = [(number, None) for numbers, _ in found for number in numbers][:1]
-        return bool(self.agreed) or any(due for _, due in found)
+        number = self.received[0][0] if self.received else None
+        of_ranks = ranks.gathered_objects((number, is_due))
+        self.agreed = [(n, None) for n, _ in of_ranks if n is not None][:1]
+        return bool(self.agreed) or any(due for _, due in of_ranks)
 
     def receive(self, *args: Any) -> None:
         "The handler of signals."
@@ -150,7 +166,9 @@ class _Delay:
 
 @contextmanager
 def uninterrupted(received: list | None = None) -> Iterator[_Delay]:
-    """Delay Ctrl-C (SIGINT), SIGTERM and SIGHUP until the end of the block, if Python has handlers for them. Main thread only.
+    """Delay Ctrl-C (SIGINT), SIGTERM and SIGHUP until the end of the block.
+
+    This is done in the main thread alone, for signals that have a handler in Python.
 
     Args:
         received: the signals that no block has passed on yet
@@ -168,8 +186,11 @@ def uninterrupted(received: list | None = None) -> Iterator[_Delay]:
         delay.learning()
         for s, handler in delay.handlers.items():
             signal.signal(s, handler)
-    if stop := delay.received[:1] if delay.agreed is None else delay.agreed:
-        (number, frame), *_ = stop
+
+    # The first signal counts, or the one that the ranks have agreed on.
+    stop = delay.received[:1] if delay.agreed is None else delay.agreed
+    if stop:
+        number, frame = stop[0]
         delay.received.clear()
         if number not in delay.handlers:
             raise Stopped(number)  # another rank has received it
@@ -178,7 +199,10 @@ def uninterrupted(received: list | None = None) -> Iterator[_Delay]:
 # %% ../../nbs/runs/09_signals.ipynb #d6e4c457
 @contextmanager
 def signals_wait_for_saving() -> Iterator[None]:
-    "In the block, let SIGTERM and SIGHUP raise `Stopped` if they would end the process at once. They end the process after the block."
+    """In the block, let SIGTERM and SIGHUP raise `Stopped` if they would end the process at once.
+
+    They end the process after the block.
+    """
     try:
         with stop_signals(lambda handler: handler == signal.SIG_DFL):
             yield
@@ -189,7 +213,10 @@ def signals_wait_for_saving() -> Iterator[None]:
 
 # %% ../../nbs/runs/09_signals.ipynb #c1d0f3a2
 def nobody_reads() -> bool:
-    "Has the program ended that reads what this process prints? Windows does not tell, and counts as yes."
+    """Has the program ended that reads what this process prints?
+
+    Windows does not tell, and counts as yes.
+    """
     if not hasattr(select, "poll"):
         return True
     streams = select.poll()

@@ -18,7 +18,9 @@ __all__ = ['TensorBoard', 'wandb_run', 'WandB']
 
 # %% ../../nbs/runs/00_sinks.ipynb #010da5c8
 class TensorBoard:
-    """Event files in the folder `tensorboard`. Raises `ImportError` if TensorBoard is not installed.
+    """Event files in the folder `tensorboard`.
+
+    Raises `ImportError` if TensorBoard is not installed.
 
     Args:
         folder: folder of the run
@@ -46,7 +48,9 @@ class TensorBoard:
 
 # %% ../../nbs/runs/00_sinks.ipynb #7ecacb7d
 def wandb_run(folder: str | Path, project: str | None = None) -> dict:
-    """The `project` and `id` of the run in W&B, from `wandb.json`, which is made if needed. Raises `DataError` if it names another project.
+    """The `project` and `id` of the run in W&B, from `wandb.json`, which is made if needed.
+
+    Raises `DataError` if it names another project.
 
     Args:
         folder: folder of the run
@@ -72,7 +76,9 @@ def wandb_run(folder: str | Path, project: str | None = None) -> dict:
 
 # %% ../../nbs/runs/00_sinks.ipynb #24ce9cf3
 class WandB:
-    """A run of Weights & Biases. Raises `ImportError` if wandb is not installed, and the errors of `wandb.init`.
+    """A run of Weights & Biases.
+
+    Raises `ImportError` if wandb is not installed, and the errors of `wandb.init`.
 
     Args:
         folder: folder of the run; wandb keeps its files in the folder `wandb` there

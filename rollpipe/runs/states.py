@@ -47,7 +47,7 @@ _log = logging.getLogger("rollpipe")
 # %% auto #0
 __all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'lacking_pipes', 'check_taken', 'ordering', 'why_inexact',
            'Stream', 'global_seed', 'exactness', 'newly_inexact', 'check_evaluations', 'resumed_stream', 'edits_due',
-           'told_difference', 'journal_of']
+           'difference_in_words', 'journal_of']
 
 # %% ../../nbs/runs/06_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -56,7 +56,7 @@ def states_of(pipe: IterDataPipe) -> dict:
 
 # %% ../../nbs/runs/06_states.ipynb #fe4c3448
 def load_states(pipe: IterDataPipe, states: Any) -> dict:
-    """Restore the states of the pipes of a graph. Raises `CheckpointError` for a state that does not fit its pipe.
+    """Restore the states of the pipes of a graph.
 
     Args:
         pipe: the last pipe of a graph
@@ -64,48 +64,53 @@ def load_states(pipe: IterDataPipe, states: Any) -> dict:
 
     Returns:
         dict: the states whose pipes are not in the graph
+
+    Raises:
+        CheckpointError: a state does not fit its pipe
     """
     if not isinstance(states, dict | None):
         raise CheckpointError("not the states of pipes", leaf="pipes", got=type(states).__name__)
-    left = dict(states or {})
+    remaining = dict(states or {})
     for name, p in learning_pipes(pipe).items():
-        if name not in left:
+        if name not in remaining:
             continue
         try:
-            p.load_state_dict(left.pop(name))
+            p.load_state_dict(remaining.pop(name))
         except Exception as e:
             raise CheckpointError(
                 f"the checkpoint does not fit the pipe {name} ({describe_exception(e)})"
             ) from e
-    return left
+    return remaining
 
 # %% ../../nbs/runs/06_states.ipynb #ee982f40
 def edited(run: Any, *edits: Callable) -> Any:
-    """The run with an edited pipeline. The new pipes start from their states in the run's checkpoint.
+    """The run with an edited pipeline.
+
+    The new pipes start from their states in the run's checkpoint.
 
     Raises the errors of the edits, and `CheckpointError` for a state that does not fit.
 
     Args:
-        run: a `Run`: its `pipe`, its `counters`, and the states in its checkpoint that are `waiting` for their pipes
+        run: a `Run`: its `pipe`, its `counters`, and the states in its checkpoint that are
+            `waiting` for their pipes
         *edits: functions `pipe -> pipe`, such as `RND.inserter(after=Lanes, ...)`
     """
     pipe = run.pipe
     for edit in edits:
         pipe = edit(pipe)
-    fresh = [
-        name
-        for name in learning_pipes(pipe)
-        if name not in learning_pipes(run.pipe) and name not in run.waiting
-    ]
+    known = {*learning_pipes(run.pipe), *run.waiting}
+    fresh = [name for name in learning_pipes(pipe) if name not in known]
     if fresh and run.counters["updates"]:
-        logging.getLogger("rollpipe").warning(
+        _log.warning(
             f"{', '.join(fresh)}: the checkpoint has no state of this pipe, which begins anew"
         )
     return run._replace(pipe=pipe, waiting=load_states(pipe, run.waiting))
 
 
 def kept_states(run: Any) -> dict:
-    """The states that a checkpoint of a run keeps: those of its pipes that learn, and those whose pipes are not yet in the pipeline.
+    """The states of pipes that a checkpoint of a run keeps.
+
+    They are those of its pipes that learn, and those whose pipes are not yet in the pipeline.
 
     Args:
         run: a `Run`
@@ -117,7 +122,7 @@ def kept_states(run: Any) -> dict:
 
 
 def lacking_pipes(pipe: IterDataPipe, stream: dict | None) -> list:
-    """The names of the pipes, also of those in lanes, that kept something and are not in a pipeline.
+    """The names of pipes, also in lanes, that kept something and are not in a pipeline.
 
     Args:
         pipe: the last pipe of the pipeline
@@ -143,7 +148,9 @@ def check_taken(run: Any) -> None:
 
 # %% ../../nbs/runs/06_states.ipynb #b0a5d8ca
 def ordering(config: dict) -> dict:
-    """The `lag` and the `order` of the stream of a run. Without workers there is no lag, and the lanes come in turn.
+    """The `lag` and the `order` of the stream of a run.
+
+    Without workers there is no lag, and the lanes come in turn.
 
     Args:
         config: `workers`, `lag` and `order`, see `make_config`
@@ -154,7 +161,9 @@ def ordering(config: dict) -> dict:
 
 
 def why_inexact(pipe: IterDataPipe, config: dict) -> str | None:
-    """Why a resumed run begins new episodes; None: it goes on exactly. `keep_environments` comes first.
+    """Why a resumed run begins new episodes; None: it goes on exactly.
+
+    `keep_environments` comes first.
 
     Args:
         pipe: the pipeline of the run
@@ -177,7 +186,8 @@ class Stream:
         reason: why a resumed run begins new episodes; None: it goes on exactly
         restored: what `state` returned when the run was saved; None: the stream begins
         chunks: gets the large arrays of a replay memory; None: they are part of the state
-        seed: of the global generators, where the stream begins; None: they go on from their present states
+        seed: of the global generators, where the stream begins; None: they go on from their present
+            states
     """
 
     is_joint = has_ended = False
@@ -198,11 +208,9 @@ class Stream:
 
     def open(self, pipe: IterDataPipe) -> IterDataPipe:
         "Let the next iteration of a graph go on from the restored state. Returns the graph."
-        return (
-            pipe
-            if self.restored is None
-            else restore_stream(pipe, self.restored["pipes"], self.chunks)
-        )
+        if self.restored is None:
+            return pipe
+        return restore_stream(pipe, self.restored["pipes"], self.chunks)
 
     def begin(self, pipe: IterDataPipe, *accounts: Any) -> None:
         """The iteration begins.
@@ -214,12 +222,16 @@ class Stream:
         self.pipe = pipe
         self.accounts = accounts
         restored = self.restored
+
+        # It begins: the generators begin with the seed.
         if restored is None:
             if self.seed is not None:
                 GlobalRandomStates(self.seed).put()
                 if torch.cuda.is_initialized():
                     torch.cuda.manual_seed_all(int(self.seed.generate_state(4)[3]))
             return
+
+        # It goes on: so do the generators and the accounts.
         states = GlobalRandomStates()
         states.set_state(restore(restored["random"]))
         restore(restored["accounts"], list(accounts), "accounts")
@@ -228,7 +240,7 @@ class Stream:
             torch.cuda.set_rng_state(x, k)
 
     def end(self) -> None:
-        "The iteration has ended, or an error has stopped it within a batch: it has no state any more."
+        "The iteration has ended, or was stopped within a batch: the stream has no state any more."
         self.pipe = None
         self.restored = None
         self.has_ended = True
@@ -255,19 +267,18 @@ class Stream:
         except EnvError as e:
             self.give_up(str(e))
             return None
-        gpus = (
-            dict(gpus=torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else {}
-        )  # for dropout in a learner, say
-        return dict(
+        state: dict[str, Any] = dict(
             pipes=pipes,
             random=capture(GlobalRandomStates().get_state()),
             accounts=capture(list(self.accounts)),
-            **gpus,
         )
+        if torch.cuda.is_initialized():  # dropout in a learner draws there, for example
+            state["gpus"] = torch.cuda.get_rng_state_all()
+        return state
 
 # %% ../../nbs/runs/06_states.ipynb #cf32c5e0
 def global_seed(config: dict, counters: dict, rank: int = 0) -> np.random.SeedSequence:
-    """The seed of the global generators where the stream of a run begins: at its start, or with new episodes.
+    """The seed of the global generators at the start of a run, or where new episodes begin.
 
     So a run that is repeated from its start begins with the same states, in any process.
 
@@ -280,11 +291,13 @@ def global_seed(config: dict, counters: dict, rank: int = 0) -> np.random.SeedSe
 
 # %% ../../nbs/runs/06_states.ipynb #e5de7dcf
 def exactness(pipe: Any, config: dict) -> dict:
-    """The ways in which the environments of a new run are `kept`, and why it is `inexact`, or None. Each environment is tested.
+    """The ways in which the environments of a new run are `kept`, and why it is `inexact`, or None.
+
+    Each environment is tested.
 
     Raises `DataError` if `exact` is asked for in vain.
     """
-    kept = {name: keeper.name for name, keeper in keep_environments(pipe).items()}
+    ways = {name: keeper.name for name, keeper in keep_environments(pipe).items()}
     reason = why_inexact(pipe, config)
     if reason and config.get("exact"):
         raise DataError(
@@ -295,17 +308,19 @@ def exactness(pipe: Any, config: dict) -> dict:
         )
     if reason:
         _log.warning(f"When this run is resumed, it will begin new episodes: {reason}")
-    return dict(kept=kept, inexact=reason)
+    return dict(kept=ways, inexact=reason)
 
 
 def newly_inexact(stream: Stream, before: str | None, is_exact: bool) -> str | None:
-    """Why a stream became inexact since it was last saved, which the log says, too; None: it did not.
-
-    Raises `DataError` for a run that has to be exact, whose last checkpoint stays.
+    """Why a stream became inexact since it was last saved; None: it did not. The log says it, too.
 
     Args:
-        before: why it was inexact then
+        stream: the stream of a run or a loop
+        before: why it was inexact when it was last saved
         is_exact: whether it has to be exact
+
+    Raises:
+        DataError: it has to be exact; the last checkpoint stays
     """
     if stream.reason == before:
         return None
@@ -321,94 +336,105 @@ def newly_inexact(stream: Stream, before: str | None, is_exact: bool) -> str | N
 
 
 def check_evaluations(folder: Path, config: dict, counters: dict) -> None:
-    """Raise `DataError` if a run has lost evaluations up to a checkpoint, and `patience` counts them. Without it, the log tells of them.
+    """Look whether a run has lost evaluations up to a checkpoint. If so, the log says it.
 
     Args:
         folder: folder of the run
         config: the configuration with which it goes on
-        counters: those of the checkpoint; `evaluations`, if it evaluates by steps: how many there were before the last update
+        counters: those of the checkpoint; `evaluations`, if it evaluates by steps: how many there
+            were before the last update
+
+    Raises:
+        DataError: some are lost, and `patience` counts them
     """
-    if not config.get("eval_every") or not (n := counters.get("evaluations", 0)):
+    n = counters.get("evaluations", 0)
+    if not config.get("eval_every") or not n:
         return
-    found = [
-        r
-        for r in read_evaluations(folder)
-        if r["kind"] == "training" and r["steps"] <= counters["steps"]
+    steps = [
+        record["steps"]
+        for record in read_evaluations(folder)
+        if record["kind"] == "training" and record["steps"] <= counters["steps"]
     ]
-    if len(found) >= n:
+    if len(steps) >= n:
         return
-    lost = f"{folder / EVALUATIONS} has lost {n - len(found)} of {n:.0f} evaluations"
+    text = f"{folder / EVALUATIONS} has lost {n - len(steps)} of {n:.0f} evaluations"
     if not config.get("patience"):
-        return _log.warning(lost)
-    kept = last_kept(folder / "checkpoints", found[-1]["steps"] if found else -1)
-    words = (
-        ["train", "--resume", str(kept)]
-        if kept
-        else ["fork", str(folder), *"--out OUT --set patience=0".split()]
-    )
+        _log.warning(text)
+        return
+
+    # A checkpoint before the lost ones, or no patience
+    checkpoint = last_kept(folder / "checkpoints", steps[-1] if steps else -1)
+    words = ["rollpipe", "fork", str(folder), "--out", "OUT", "--set", "patience=0"]
+    if checkpoint:
+        words = ["rollpipe", "train", "--resume", str(checkpoint)]
     raise DataError(
-        lost,
+        text,
         leaf="patience",
-        expected=f"all of them, because it counts them; or `{shlex.join(['rollpipe', *words])}`",
+        expected=f"all of them, because it counts them; or `{shlex.join(words)}`",
     )
 
 
 def resumed_stream(
-    folder: Path, pipe: IterDataPipe, found: Any, config: dict, counters: dict
+    folder: Path, pipe: IterDataPipe, checkpoint: Any, config: dict, counters: dict
 ) -> Stream:
-    """The stream that goes on in a pipeline, which `open` restores. Environments are kept as the run has tested it when it started.
+    """The stream that goes on in a pipeline, which `open` restores.
 
-    Raises `DataError` as `check_evaluations` does, for more workers than lanes, if the number of workers would change an exact stream, and
-    if a run that is to be `exact` would begin new episodes.
+    Environments are kept as the run has tested it when it started.
 
     Args:
         folder: folder of the run
         pipe: its pipeline, which is changed in place
-        found: its `Checkpoint`
+        checkpoint: its `Checkpoint`
         config: the configuration with which it goes on
         counters: the counters with which it goes on
+
+    Raises:
+        DataError: as `check_evaluations`; there are more workers than lanes, or their number would
+            change an exact stream; or a run that is to be `exact` would begin new episodes
     """
     check_lanes(config["workers"], config["options"])
-    check_evaluations(folder, config, found.counters)
-    if not found.counters["updates"]:
+    check_evaluations(folder, config, checkpoint.counters)
+    if not checkpoint.counters["updates"]:
         shutil.rmtree(folder / "recording", ignore_errors=True)  # the run begins again
-    if found.stream is not None and (now := ordering(config)) != (before := ordering(found.config)):
+    before = ordering(checkpoint.config)
+    now = ordering(config)
+    if checkpoint.stream is not None and now != before:
         raise DataError(
-            f"workers={config['workers']} would change the stream, because lag and order count with workers alone",
+            f"workers={config['workers']} would change the stream, because lag and order count "
+            "with workers alone",
             leaf="workers",
             expected=str(before),
             got=str(now),
         )
-    history = found.history
+    if checkpoint.stream is None and checkpoint.counters["updates"]:
+        _tell_new_episodes(folder, checkpoint, config)
+    history = checkpoint.history
     keep_as(pipe, history.kept.values())
-    reason = history.inexact
-    if found.stream is None and found.counters["updates"]:
-        origin = history.origin or {}
-        is_fork = (
-            origin.get("new_episodes")
-            and origin["at"] == found.counters["updates"]
-            and not found.evaluated
-        )
-        why = reason or (
-            "it is a fork that was made so"
-            if is_fork
-            else "the best checkpoint has no state of the stream"
-            if found.evaluated
-            else "it was interrupted within a batch"
-        )
-        if config.get("exact") and not is_fork:
-            words = shlex.join(
-                ["rollpipe", "fork", str(folder / "best.safetensors"), "--out", "OUT"]
-            )
-            raise DataError(
-                f"{shown(folder)} cannot go on exactly from this checkpoint",
-                leaf="exact",
-                got=why,
-                expected=f"another one; or `{words}`, to go on from the best one",
-            )
-        _log.warning(f"The run begins new episodes: {why}")
     chunks = ChunkFolder(folder / "replay")
-    return Stream(reason, found.stream, chunks, global_seed(config, counters))
+    return Stream(history.inexact, checkpoint.stream, chunks, global_seed(config, counters))
+
+
+def _tell_new_episodes(folder: Path, checkpoint: Any, config: dict) -> None:
+    "Say why a run begins new episodes. Raise `DataError` if it is to be exact, and is no fork."
+    origin = checkpoint.history.origin or {}
+    is_at_origin = origin.get("at") == checkpoint.counters["updates"]
+    is_fork = bool(origin.get("new_episodes") and is_at_origin and not checkpoint.evaluated)
+    why = checkpoint.history.inexact
+    if not why and is_fork:
+        why = "it is a fork that was made so"
+    elif not why and checkpoint.evaluated:
+        why = "the best checkpoint has no state of the stream"
+    elif not why:
+        why = "it was interrupted within a batch"
+    if config.get("exact") and not is_fork:
+        words = ["rollpipe", "fork", str(folder / "best.safetensors"), "--out", "OUT"]
+        raise DataError(
+            f"{shown(folder)} cannot go on exactly from this checkpoint",
+            leaf="exact",
+            got=why,
+            expected=f"another one; or `{shlex.join(words)}`, to go on from the best one",
+        )
+    _log.warning(f"The run begins new episodes: {why}")
 
 # %% ../../nbs/runs/06_states.ipynb #4d45078b
 def edits_due(folder: Path, history: History) -> list:
@@ -421,7 +447,7 @@ def edits_due(folder: Path, history: History) -> list:
     return History.read(folder).edits[len(history.edits) :]
 
 # %% ../../nbs/runs/06_states.ipynb #bd50d897
-def told_difference(path: Path, before: Entry, now: Entry, after: int) -> str:
+def difference_in_words(path: Path, before: Entry, now: Entry, after: int) -> str:
     """How a training that makes an update once more differs from its first attempt.
 
     Args:
@@ -430,36 +456,44 @@ def told_difference(path: Path, before: Entry, now: Entry, after: int) -> str:
         now: the line of the same update today
         after: the last update after which the weights are known to be equal
     """
-    found = parting([before], [now])
-    where = "" if found is None else found._replace(after=after, is_known=True)
+    difference = parting([before], [now])
+    where = "" if difference is None else difference._replace(after=after, is_known=True)
     return f"{shown(path)} does not go on as it did before: {where}"
 
 
 def journal_of(run: Any) -> Journal:
-    """The journal of a run, in rank 0. The fingerprint is kept before its first line; if a resumed run has another one, the log says so.
+    """The journal of a run, in rank 0.
 
-    If it ends before the checkpoint, the log says so. It compares the updates that an exact resume makes once more. If their numbers are
-    others, `train` raises `DataError` for a run that is to be `exact` and has the same fingerprint; otherwise the log says so, and the
-    metric `inexact`.
+    The fingerprint is kept before its first line; if a resumed run has another one, the log says
+    so. If it ends before the checkpoint, the log says so, too.
+
+    It compares the updates that an exact resume makes once more. If their numbers are others,
+    `train` raises `DataError` for a run that is to be `exact` and has the same fingerprint;
+    otherwise the log says so, and the metric `inexact`.
     """
     if ranks.rank():
         return Journal(None, run.counters, {})
     config = run.config
-    found = fingerprint(run.pipe, run.agent, ranks=config.get("ranks", 1), **ordering(config))
-    keep = partial(keep_fingerprint, run.folder, run.counters["updates"], found)
+    n = run.counters["updates"]
+
+    # What decides the numbers of the run: its versions, code, seeds, and the machine
+    n_ranks = config.get("ranks", 1)
+    present = fingerprint(run.pipe, run.agent, ranks=n_ranks, **ordering(config))
+    keep = partial(keep_fingerprint, run.folder, n, present)
     changed = keep(is_written=False)
     if changed:
         _log.warning(f"{shown(run.folder)} goes on, but not as it was: {changed}")
 
     def differs(*lines):
-        what = told_difference(run.folder, *lines)
+        text = difference_in_words(run.folder, *lines)
         if config.get("exact") and not changed:
             raise DataError(
-                what,
+                text,
                 leaf="exact",
-                expected="the numbers of its journal; or in Python, a run with config['exact'] = False",
+                expected="the numbers of its journal; or in Python, a run with "
+                "config['exact'] = False",
             )
-        _log.warning(what)
+        _log.warning(text)
         run.counters["inexact"] = 1
 
     journal = Journal(
@@ -470,11 +504,11 @@ def journal_of(run: Any) -> Journal:
         differs,
         opens=keep,
     )
-    n = run.counters["updates"]
     if n == 0 and not journal.path.exists():
         journal.open()  # also if the first update fails
     if journal.ends < n:
         _log.warning(
-            f"{journal.path} has lost what comes after update {journal.ends}; its checksums begin anew after update {n}"
+            f"{journal.path} has lost what comes after update {journal.ends}; its checksums begin "
+            f"anew after update {n}"
         )
     return journal

@@ -5,10 +5,9 @@
 # %% ../../nbs/runs/14_training.ipynb #0117ae94
 from __future__ import annotations
 
-import shlex
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,11 +22,11 @@ from ..agents.shared_options import seconds_of
 from ..settings.files import check_address
 from ..settings.checks import is_over
 from ..settings.config import reading_for
-from ..settings.options import import_words, shown, typed
+from ..settings.options import shown
 from .evaluations import evaluations_of
 from .films import films_of
 from .locks import COSTS, begin_training, unlock
-from .changes import adopt, attended, edit_is_due, made_again
+from .changes import adopt, attended, made_again
 from .mailbox import Mailbox
 from .logs import MetricFiles, records_of
 from ..pipes.graph import torchdata
@@ -41,7 +40,7 @@ from ..pipes.recording.recorder import Recorder
 from ..pipes.taps import Meter
 from .progress import Progress
 from .signals import Stopped, signals_wait_for_saving, uninterrupted
-from .folder import Run, needed_modules
+from .folder import Run, command_line
 
 # %% auto #0
 __all__ = ['reading', 'Costs', 'Meters', 'save_in_turn', 'StopAfter', 'Updates', 'observed', 'train']
@@ -49,7 +48,11 @@ __all__ = ['reading', 'Costs', 'Meters', 'save_in_turn', 'StopAfter', 'Updates',
 # %% ../../nbs/runs/14_training.ipynb #c1e054ea
 @contextmanager
 def reading(run: Run) -> Iterator[tuple]:
-    "The batches of a run, collected in this process or by workers, a function that returns metrics about the workers, and the graph."
+    """A context with the batches of a run, collected in this process or by workers.
+
+    Yields:
+        tuple: the batches, a function that returns metrics about the workers, and the graph
+    """
     check_taken(run)
     if find(run.pipe, Recorder):
         run.settle()  # where the stream begins, it removes what was recorded after the checkpoint
@@ -73,7 +76,7 @@ def reading(run: Run) -> Iterator[tuple]:
 
 # %% ../../nbs/runs/14_training.ipynb #b542d966
 class Costs(Observer):
-    "Writes where the time of a training goes into `costs.json` in the folder of its run, again and again."
+    "Writes where the time of a training goes into `costs.json` in the folder of its run."
 
     measured: Ongoing
 
@@ -169,14 +172,21 @@ class Updates:
         self.waiting = self.waiting + seconds
 
     def update(self, batch: Any) -> dict:
-        "Learn from a batch. Returns the record, with what the observers have reported since the last one."
+        """Learn from a batch.
+
+        Returns the record, with what the observers have reported since the last one.
+        """
+        # Collected: the new steps, of which a replayed batch is only a part
         counters = self.run.counters
         collected = perf_counter() - self.waiting
-        fresh = getattr(batch, "fresh", batch)  # of a replayed batch, only the new steps count
-        new_steps = (
-            self.episodes.add(fresh) if self.is_live else int(ranks.total(fresh.valid.sum()))
-        )
+        fresh = getattr(batch, "fresh", batch)
+        if self.is_live:
+            new_steps = self.episodes.add(fresh)
+        else:
+            new_steps = int(ranks.total(fresh.valid.sum()))
         self.journal.saw(batch, counters["steps"] + new_steps)
+
+        # Learn
         metrics = self.make(batch)
         now = perf_counter()
         duration = now - self.begun
@@ -189,6 +199,7 @@ class Updates:
         )
         self.journal.learned(counters)
         self.run.settle()
+
         record = {
             **counters,
             **self.episodes.metrics(),
@@ -202,7 +213,7 @@ class Updates:
         return added(record, metrics, "the learner", OF_THE_LOOP)
 
     def learn(self, batch: Any) -> dict:
-        "Call `update`, and show the record to the observers, who write it, also if one of them fails."
+        "Call `update`, and show the record to the observers, who write it, even if one fails."
         self.is_whole = False
         record = self.update(batch)
         try:
@@ -223,7 +234,8 @@ class Updates:
     def goes_on(self) -> bool:
         """Whether there is another update. Several ranks stop together.
 
-        A run that is stopped before it has made all of its steps is saved as complete, with the reason.
+        A run that is stopped before it has made all of its steps is saved as complete, with the
+        reason.
         """
         run = self.run
         if is_over(run.config, run.counters, run.history.stopped):
@@ -253,7 +265,8 @@ class Updates:
             delay.learning()
             return batch
         except BaseException:
-            # Within a batch the stream has no state, and an inexact checkpoint must not replace an exact one.
+            # Within a batch the stream has no state, and an inexact checkpoint must not replace
+            # an exact one.
             if self.run.stream:
                 self.run.stream.end()
             self.is_whole = self.is_whole and not self.run.config.get("exact")
@@ -267,21 +280,28 @@ class Updates:
         self.is_whole = False
         self.observers.save = False
 
-    def attend(self, mailbox: Mailbox) -> Run:
-        "After an update, make the edits that are due, or answer those who ask. Returns the run that goes on, see `attended`."
-        if self.record and edit_is_due(self.run):
-            self.journal.mark()
-            run = made_again(self.run)
-            self.is_whole = False
-            return run
-        return attended(mailbox, self) if self.record and mailbox.waits() else self.run
+    def attend(self, mailbox: Mailbox | None) -> Run:
+        """After an update, make the edits that are due, or answer those who ask.
+
+        Returns the run that goes on, see `attended`.
+        """
+        if not self.record:
+            return self.run
+        run = made_again(self.run, self)
+        if run is self.run and mailbox is not None and mailbox.waits():
+            run = attended(mailbox, self)
+        return run
 
 # %% ../../nbs/runs/14_training.ipynb #d8e1acf7
 @contextmanager
 def observed(
     agent: Any, observers: Iterable, *, pipe: Any = None, updates: int = 0
 ) -> Iterator[tuple]:
-    """A context for a loop of one's own: a function that learns from a batch and shows the record to observers, and what they wish.
+    """A context for a loop of one's own, with `(learn, wishes)`.
+
+    `learn` learns from a batch and shows the record to observers, and `wishes` is what they wish:
+    `wishes.stop` is why the loop should stop, and `wishes.save` is True after an update that should
+    be saved. If the block is left without an error, the observers end.
 
         with observed(agent, [callback]) as (learn, wishes):
             for batch in pipe:
@@ -289,12 +309,10 @@ def observed(
                 if wishes.stop:
                     break
 
-    `wishes.stop` is why the loop should stop, and `wishes.save` is True after an update that should be saved. If the block is left without
-    an error, the observers end.
-
     Args:
         agent: the learner
-        observers: each is an `Observer`, or a function `(run, record)`; `run` has `agent`, `pipe` and `counters`
+        observers: each is an `Observer`, or a function `(run, record)`; `run` has `agent`, `pipe`
+            and `counters`
         pipe: the pipeline, if its meters belong to the record
         updates: number of updates that were made before
     """
@@ -302,27 +320,30 @@ def observed(
     counters = dict(steps=steps, updates=updates, episodes=0, seconds=0.0, resumes=0)
     run = Run(Path(), {}, agent, pipe, counters)
     watching = Observers([Meters(), *observers])
-    made = Updates(run, watching)
+    loop = Updates(run, watching)
 
     def learn(batch):
         watching.save = False
-        record = made.learn(batch)
-        made.look_when_saved()
+        record = loop.learn(batch)
+        loop.look_when_saved()
         return record
 
     with watching.begun(run, "saved", "update", "record"):
-        made.make = watching.around(made.make)
-        made.start_clock()
+        loop.make = watching.around(loop.make)
+        loop.start_clock()
         yield learn, watching
         watching.end(counters)
 
 # %% ../../nbs/runs/14_training.ipynb #834b70b8
 @contextmanager
 def _saved(updates: Updates, graph: Any) -> Iterator[None]:
-    """In the block the graph is iterated. At its end, the last complete update is saved, with the stream unless a batch was stopped,
-    or a worker has ended.
+    """In the block the graph is iterated.
 
-    Several ranks may be stopped at different moments, so what they saved together last is left as it is.
+    At its end, the last complete update is saved, with the stream unless a batch was stopped, or a
+    worker has ended.
+
+    Several ranks may be stopped at different moments, so what they saved together last is left as
+    it is.
     """
     run = updates.run
     if run.stream:
@@ -343,13 +364,11 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
 
 
 def _flight_recorder(run: Run) -> FlightRecorder:
-    again = ["rollpipe", "replay", shown(run.folder), "--crash"]
-    again += import_words(needed_modules(run.config))
-    command = shlex.join(typed(again))
+    command = command_line(run.config, "replay", shown(run.folder), "--crash")
     return FlightRecorder(run.folder, run.config, run.history, run.counters, run.agent, command)
 
 
-def _trained(run: Run, mailbox: Mailbox, callbacks: list, news: dict) -> tuple[dict, Run]:
+def _trained(run: Run, mailbox: Mailbox | None, callbacks: list, news: dict) -> tuple[dict, Run]:
     "Train to the end, or to an edit. Returns the last record, and the run that goes on."
     check_address(run.config, shown(run.folder))
     costs = Costs()
@@ -409,25 +428,33 @@ def train(
     wandb: bool | str | None = None,
     callbacks: Sequence = (),
 ) -> dict:
-    """Train until `config['steps']`, or until an option or a callback stops the run. Metrics and checkpoints are in its folder.
+    """Train until `config['steps']`, or until an option or a callback stops the run.
 
-    Python's, numpy's and torch's global generators begin with the seed of the run, and have their old states afterwards.
+    Metrics and checkpoints are in its folder. Python's, numpy's and torch's global generators begin
+    with the seed of the run, and have their old states afterwards.
 
-    Meanwhile it can be edited, see `ask`. Then `run` is not the run that goes on, but at the end its learner and its configuration are.
+    Meanwhile it can be edited, see `ask`. Then `run` is not the run that goes on, but at the end
+    its learner and its configuration are.
 
-    If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of the last update is saved first.
-    An `exact` run that is stopped within a batch keeps its last checkpoint, and so do several ranks of which one fails.
+    If training is interrupted, also by SIGTERM or SIGHUP, or the environment fails, a checkpoint of
+    the last update is saved first. An `exact` run that is stopped within a batch keeps its last
+    checkpoint, and so do several ranks of which one fails.
 
     Args:
         run: a run from `start` or `resume`, which is trained once; its counters are updated
         progress: show the progress on stderr
         tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
-        wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: only if the run is already there
-        callbacks: each is an `Observer`, or a function `(run, record)` that is called after each update; it returns a dict of metrics of
-            your own, a `Wish` to save or to stop, or None
+        wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: only if the run
+            is already there
+        callbacks: each is an `Observer`, or a function `(run, record)` that is called after each
+            update; it returns a dict of metrics of your own, a `Wish` to save or to stop, or None
 
     Returns:
-        dict: the last record. In the main thread a request to stop raises `Stopped`, as Ctrl-C does; any other thread returns
+        dict: the last record. In the main thread a request to stop raises `Stopped`, as Ctrl-C
+            does; any other thread returns
+
+    Raises:
+        DataError: this training has ended already, or the pipeline ends before it does
     """
     if run.stream and run.stream.has_ended:
         raise DataError(
@@ -445,7 +472,8 @@ def train(
     news = {}
     begin_training(run.folder)
     try:
-        with GlobalRandomStates(), Mailbox(None if ranks.rank() else run.folder) as mailbox:
+        asking = nullcontext() if ranks.rank() else Mailbox(run.folder)  # rank 0 keeps the run
+        with GlobalRandomStates(), asking as mailbox:
             while True:
                 run = made_again(run)
                 with torch_threads(run.config["threads"]):
