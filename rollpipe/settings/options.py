@@ -40,24 +40,23 @@ def kinds_of(annotation: Any, default: Any) -> tuple:
         default: its default, which decides if there is no annotation
 
     Returns:
-        tuple: of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or of "value": anything. `options_of` adds
-            "schedule" for an option that may follow one
+        tuple: of "bool", "int", "float", "str", "dict", "None", "int,..." (a tuple of integers), or
+            of "value": anything. `options_of` adds "schedule" for an option that may follow one
     """
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    items = f"{type(default[0]).__name__ if isinstance(default, tuple) and default else 'int'},..."
-    parts = [
-        items if part.startswith("tuple") else part for part in map(str.strip, text.split("|"))
-    ]
+    is_tuple = isinstance(default, tuple)
+    items = f"{type(default[0]).__name__ if is_tuple and default else 'int'},..."
+
+    # What the annotation says; None alone does not say which values there are besides it.
+    parts = [items if part.startswith("tuple") else part for part in re.split(r" *\| *", text)]
     kinds = tuple(part for part in parts if part in (*_TYPES, items, "None"))
     if set(kinds) - {"None"}:
         return kinds
-    return (
-        (items,)
-        if isinstance(default, tuple)
-        else ("value",)
-        if default is None
-        else (type(default).__name__,)
-    )
+
+    # What the default says
+    if is_tuple:
+        return (items,)
+    return ("value",) if default is None else (type(default).__name__,)
 
 
 def _is_kind(value: Any, kind: str) -> bool:
@@ -67,9 +66,8 @@ def _is_kind(value: Any, kind: str) -> bool:
         return isinstance(value, str) and ":" in value and Schedule.of(value, steps=1) is not None
     if kind.endswith(",..."):
         return isinstance(value, (tuple, list)) and all(_is_kind(x, kind[:-4]) for x in value)
-    return isinstance(value, _TYPES[kind]) and (
-        kind in ("bool", "value") or not isinstance(value, bool)
-    )
+    is_other_bool = isinstance(value, bool) and kind not in ("bool", "value")
+    return isinstance(value, _TYPES[kind]) and not is_other_bool
 
 
 def _in_words(kinds: Iterable) -> str:
@@ -105,6 +103,12 @@ class Option(NamedTuple):
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def default_text(self) -> str:
+        "The default as it is typed."
+        is_tuple = isinstance(self.default, tuple)
+        return ",".join(map(str, self.default)) if is_tuple else str(self.default)
+
     def check(self, value: Any) -> None:
         "Raise `DataError`, which names the option, unless `value` is of one of its kinds."
         try:
@@ -120,55 +124,58 @@ class Option(NamedTuple):
 def options_of(
     parts: dict, skip: Iterable = (), undeclared: Mapping[str, Change] = MappingProxyType({})
 ) -> list[Option]:
-    """An option for every parameter with a plain default. If its name is taken, the name of the part precedes it: `critic_hidden`.
+    """An option for every parameter with a plain default.
 
-    A class whose `__init__` passes `**options` on has the parameters of its base, too.
+    If its name is taken, the name of the part precedes it: `critic_hidden`. A class whose
+    `__init__` passes `**options` on has the parameters of its base, too.
 
     Args:
-        parts: part -> function or class; if two parts have a parameter of the same name, the first one gets the plain name
+        parts: part -> function or class; if two parts have a parameter of the same name, the first
+            one gets the plain name
         skip: parameters that do not become options
-        undeclared: part -> when its parameters may change that do not say so; all others never change
+        undeclared: part -> when its parameters may change that do not say so; all others never
+            change
     """
-    found = {}
+    options = {}
     for part, function in parts.items():
         help_texts = meanings(function)
         changes = may_change(function)
-        for x in _parameters(function):
-            param = x.name
-            if param in skip or not _is_plain(x.default):
+        for parameter in _parameters(function):
+            param = parameter.name
+            default = parameter.default
+            if param in skip or not _is_plain(default):
                 continue
-            name = param if param not in found else f"{part}_{param}"
             when = changes.get(param, undeclared.get(part, "never"))
-            annotation, _ = split_annotation(x)
-            kinds = kinds_of(annotation, x.default) + ("schedule",) * (when == "by schedule")
+            annotation, _ = split_annotation(parameter)
+            kinds = kinds_of(annotation, default) + ("schedule",) * (when == "by schedule")
+            name = param if param not in options else f"{part}_{param}"
             text = help_texts.get(param, "")
-            found[name] = Option(name, part, param, x.default, text, kinds, when)
-    return list(found.values())
+            options[name] = Option(name, part, param, default, text, kinds, when)
+    return list(options.values())
 
 
 def _parameters(function: Callable) -> list:
-    "The parameters of a function or a class. What a class itself declares comes before what it inherits."
+    "The parameters of a function or a class. What a class declares precedes what it inherits."
     owners = function.__mro__ if inspect.isclass(function) else ()
-    first = {
-        name: k for k, owner in enumerate(owners) for name in inspect.get_annotations(owner)
-    }  # the number of the farthest base
-    found = dict(inspect.signature(function).parameters)
+    parameters = dict(inspect.signature(function).parameters)
+
     # What an `__init__` takes as `**options` goes to that of the next base.
     for init in [vars(owner)["__init__"] for owner in owners if "__init__" in vars(owner)]:
-        taken = inspect.signature(init).parameters
-        found = {**taken, **found}
-        if not any(x.kind is x.VAR_KEYWORD for x in taken.values()):
+        of_init = inspect.signature(init).parameters
+        parameters = {**of_init, **parameters}
+        if not any(x.kind is x.VAR_KEYWORD for x in of_init.values()):
             break
-    return sorted(found.values(), key=lambda x: first.get(x.name, 0))
+
+    # name -> the number of the farthest base that declares it
+    distance = {}
+    for k, owner in enumerate(owners):
+        distance.update(dict.fromkeys(inspect.get_annotations(owner), k))
+    return sorted(parameters.values(), key=lambda x: distance.get(x.name, 0))
 
 
 def _is_plain(default: Any) -> bool:
-    plain = (bool, int, float, str, type(None))
-    return (
-        isinstance(default, plain)
-        or isinstance(default, tuple)
-        and all(isinstance(x, plain) for x in default)
-    )
+    items = default if isinstance(default, tuple) else (default,)
+    return all(isinstance(x, (bool, int, float, str, type(None))) for x in items)
 
 # %% ../../nbs/settings/00_options.ipynb #1a32e825
 # ours -> the names of Stable-Baselines3 and CleanRL
@@ -225,17 +232,17 @@ _ELSEWHERE = dict(
 
 
 def nearest(name: str, known: Iterable[str], n: int = 3) -> list:
-    """The options that a user may mean by an unknown name: those that other libraries call so, or else the most similar names.
+    """The options that a user may mean by an unknown name.
+
+    They are those that other libraries call so, or else the most similar names.
 
     Args:
         known: names of the options that there are
         n: largest number of similar names
     """
     known = list(known)
-    found = [
-        ours for ours, theirs in _ELSEWHERE.items() if name in theirs.split() and ours in known
-    ]
-    return found or similar(name, known, n)
+    ours = [x for x, theirs in _ELSEWHERE.items() if x in known and name in theirs.split()]
+    return ours or similar(name, known, n)
 
 # %% ../../nbs/settings/00_options.ipynb #d9e5c44e
 def parse_value(text: str, kinds: tuple) -> Any:
@@ -258,17 +265,10 @@ def parse_value(text: str, kinds: tuple) -> Any:
 def _read(text: str, kind: str) -> Any:
     if kind.endswith(",..."):
         return tuple(_read(x, kind[:-4]) for x in text.strip("()[] ").split(",") if x.strip())
-    if kind == "float":
-        return float(text)
-    if kind == "int":
-        return _integer(text)
-    if kind == "str":
-        return text
-    if kind == "schedule":
-        return Schedule.of(text, steps=1) and text
-    value = _literal(text)
     if kind == "dict" and re.match(r"\w+=", text):
-        value = parse_env_kwargs(text.split(","))
+        return parse_env_kwargs(text.split(","))
+    readers: dict[str, Callable] = dict(float=float, int=_integer, str=str)
+    value = readers.get(kind, _literal)(text)
     if not _is_kind(value, kind):
         raise ValueError(f"{text!r} is no {kind}")
     return value
@@ -295,7 +295,9 @@ def _literal(text: str) -> Any:
 
 # %% ../../nbs/settings/00_options.ipynb #0e7fd1b5
 def parse_options(words: Iterable, known: Iterable, several: bool = False) -> dict:
-    """Options that are typed as `NAME=VALUE`. Raises `DataError` for one that cannot be read, or that is there twice.
+    """Options that are typed as `NAME=VALUE`.
+
+    Raises `DataError` for one that cannot be read, or that is there twice.
 
     Args:
         words: the texts
@@ -306,29 +308,24 @@ def parse_options(words: Iterable, known: Iterable, several: bool = False) -> di
         dict: name -> value, or a list of values
     """
     kinds_by_name = {option.name: option.kinds for option in known}
-    found = {}
+    parsed = {}
     for word in words:
+        # The name
         name, equals, text = word.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
-        if not equals or name in found:
-            raise DataError(
-                "an option is there twice" if equals else "not an option",
-                leaf="--set",
-                expected="NAME=VALUE",
-                got=word,
-            )
+        if not equals or name in parsed:
+            problem = "an option is there twice" if equals else "not an option"
+            raise DataError(problem, leaf="--set", expected="NAME=VALUE", got=word)
+
+        # Its value or values; the commas of a tuple separate its items.
         kinds = kinds_by_name.get(name, ("str",))
-        texts = (
-            text.split(",")
-            if several and not any(kind.endswith(",...") for kind in kinds)
-            else [text]
-        )
+        is_list = several and not any(kind.endswith(",...") for kind in kinds)
         try:
-            values = [parse_value(text, kinds) for text in texts]
+            values = [parse_value(x, kinds) for x in (text.split(",") if is_list else [text])]
         except ValueError as e:
             raise DataError("wrong type of value", leaf=name, got=str(e)) from None
-        found[name] = values if several else values[0]
-    return found
+        parsed[name] = values if several else values[0]
+    return parsed
 
 # %% ../../nbs/settings/00_options.ipynb #5e6b1873
 def parse_env_kwargs(items: Iterable) -> dict:
@@ -337,16 +334,19 @@ def parse_env_kwargs(items: Iterable) -> dict:
     Args:
         items: texts `key=value`
     """
-    pairs = [item.partition("=") for item in items]
-    for key, equals, _ in pairs:
+    values = {}
+    twice = set()
+    for item in items:
+        key, equals, text = item.partition("=")
         if not equals or not key.isidentifier():
-            raise DataError(
-                "not a keyword argument of the environment", expected="key=value", got=key + equals
-            )
-    keys = [key for key, *_ in pairs]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise DataError("a keyword is there twice", got=", ".join(twice))
-    return {key: _literal(value) for key, _, value in pairs}
+            problem = "not a keyword argument of the environment"
+            raise DataError(problem, expected="key=value", got=key + equals)
+        if key in values:
+            twice.add(key)
+        values[key] = _literal(text)
+    if twice:
+        raise DataError("a keyword is there twice", got=", ".join(sorted(twice)))
+    return values
 
 
 def import_words(modules: Iterable) -> list:
@@ -355,32 +355,37 @@ def import_words(modules: Iterable) -> list:
     Args:
         modules: modules that must be imported first
     """
-    return [word for module in modules for word in ("--import", module)]
+    words = []
+    for module in modules:
+        words += ["--import", module]
+    return words
 
 
 def shown(path: Path) -> Path:
     "The path as one types it here: relative to the current folder, if it is inside it."
-    return (
-        path.relative_to(Path.cwd())
-        if path.is_absolute() and path.is_relative_to(Path.cwd())
-        else path
-    )
+    is_inside = path.is_absolute() and path.is_relative_to(Path.cwd())
+    return path.relative_to(Path.cwd()) if is_inside else path
 
 
 def typed(words: Iterable) -> list:
-    """The words as texts. A path that begins with a dash gets the prefix `./`, because it would be read as an option.
+    """The words as texts.
+
+    A path that begins with a dash gets the prefix `./`, because it would be read as an option.
 
     Args:
         words: words of a command line; paths as `Path`
     """
-    return [
-        f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
-        for word in words
-    ]
+    texts = []
+    for word in words:
+        is_like_flag = isinstance(word, Path) and str(word).startswith("-")
+        texts.append(f"./{word}" if is_like_flag else str(word))
+    return texts
 
 # %% ../../nbs/settings/00_options.ipynb #091c0aaa
 def parse_seeds(text: str) -> list[int]:
-    """The seeds that `text` stands for. Raises `DataError` for what is neither a number nor a range, and for a repeated seed.
+    """The seeds that `text` stands for.
+
+    Raises `DataError` for what is neither a number nor a range, and for a repeated seed.
 
     Args:
         text: numbers and ranges, such as `0-4`, `0,3,7` or `0-2,7`
@@ -394,6 +399,7 @@ def parse_seeds(text: str) -> list[int]:
                 "not seeds", leaf="--seeds", expected="such as 0-4 or 0,3,7", got=part or repr(text)
             )
         seeds += range(low, high + 1)
+
     twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
     if twice:
         raise DataError("a seed is there twice", leaf="--seeds", got=", ".join(map(str, twice)))
@@ -401,7 +407,10 @@ def parse_seeds(text: str) -> list[int]:
 
 # %% ../../nbs/settings/00_options.ipynb #bbcce3fd
 def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: bool = True) -> None:
-    """Add the options to a parser. The result has no attribute for an option that was not typed, so the caller knows which ones were typed.
+    """Add the options to a parser.
+
+    What it parses has no attribute for an option that was not typed, so the caller knows which
+    ones were typed.
 
     Args:
         options: list of `Option`
@@ -409,28 +418,22 @@ def add_options(parser: argparse.ArgumentParser, options: Iterable, grouped: boo
     """
     groups = {}
     for option in options:
-        if option.part not in groups:
-            groups[option.part] = (
-                parser.add_argument_group(f"options of the {option.part}") if grouped else parser
-            )
-        kind = dict(action=argparse.BooleanOptionalAction)
+        if grouped and option.part not in groups:
+            groups[option.part] = parser.add_argument_group(f"options of the {option.part}")
+        group = groups.get(option.part, parser)
+        kind: dict[str, Any] = dict(action=argparse.BooleanOptionalAction)
         if not isinstance(option.default, bool):
             kind = dict(type=_type_for(option.kinds), metavar="|".join(option.kinds).lower())
-        added = groups[option.part].add_argument(
-            option.flag, dest=option.name, help=_help(option), **kind
-        )
-        added.default = (
-            argparse.SUPPRESS
-        )  # set afterwards, because Python 3.10 would print it in the help of a boolean
+        action = group.add_argument(option.flag, dest=option.name, help=_help(option), **kind)
+        # It is set afterwards, because Python 3.10 would print it in the help of a boolean.
+        action.default = argparse.SUPPRESS
 
 
 def _help(option: Option) -> str:
-    default = (
-        ",".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
-    )
-    return (
-        option.help.replace("None:", "none:") + ("" if default is None else f" [{default}]")
-    ).replace("%", "%%")
+    text = option.help.replace("None:", "none:")
+    if option.default is not None:
+        text += f" [{option.default_text}]"
+    return text.replace("%", "%%")
 
 
 def _type_for(kinds: tuple) -> Callable:
