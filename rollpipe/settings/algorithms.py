@@ -48,14 +48,19 @@ class Algorithm(NamedTuple):
     """All parts that are needed to train.
 
     Args:
-        learner: learner(actor, critic, seed=..., **options), with `update`, `state_dict`, `load_state_dict`, `actor`
-        pipeline: pipeline(env, actor[, critic], seed=..., env_kwargs=..., **options) -> pipe of batches
+        learner: learner(actor, critic, seed=..., **options), with `update`, `state_dict`,
+            `load_state_dict`, `actor`
+        pipeline: pipeline(env, actor[, critic], seed=..., env_kwargs=..., **options) -> pipe of
+            batches
         policy: policy.for_env(env, seed=..., env_kwargs=..., **options)
         critic: critic.for_env(...) likewise; None: the learner is called without a critic
         defaults: option -> its default here, if it differs from that of the signature
-        recurrent: the policy with memory that the option `recurrent` puts in the place of `policy`, and perhaps a critic that sees the
-            memory, in the place of `critic`; empty: there is no such option
-        shared: the policy with values that the option `shared` puts in the place of `policy` and `critic`; None: there is no such option
+        recurrent: the policy with memory that the option `recurrent` puts in the place of `policy`,
+            and perhaps a critic that sees the memory, in the place of `critic`; empty: there is no
+            such option
+        shared: the policy with values that the option `shared` puts in the place of `policy` and
+            `critic`; None: there is no such option
+        omitted: parameters of the parts that are no options here, because they would do nothing
     """
 
     learner: type
@@ -65,21 +70,25 @@ class Algorithm(NamedTuple):
     defaults: dict = {}
     recurrent: tuple = ()
     shared: type | None = None
+    omitted: tuple = ()
 
     @property
     def parts(self) -> dict:
-        "The parts with options, by name. If parts share an option's name, the first gets the plain name. The seeds follow this order, too."
-        return {
-            name: part
-            for name, part in self._asdict().items()
-            if name not in ("defaults", "recurrent", "shared") and part is not None
-        }
+        """The parts with options, by name.
+
+        If parts share an option's name, the first gets the plain name. The seeds follow this order,
+        too.
+        """
+        parts = dict(learner=self.learner, pipeline=self.pipeline, policy=self.policy)
+        return parts if self.critic is None else {**parts, "critic": self.critic}
 
 
 def recurrence(
     recurrent: str | None = None, state_size: int = 64, span: float = 32.0, past: bool = False
 ) -> dict:
-    """Arguments of a policy with memory; empty if there is none. Raises `DataError` for an option that would have no effect.
+    """Arguments of a policy with memory; empty if there is none.
+
+    Raises `DataError` for an option that would have no effect.
 
     Args:
         recurrent: memory of the policy, after its hidden layers: gru, lstm, or none; the critic sees it, too
@@ -87,25 +96,28 @@ def recurrence(
         span: number of steps for which the memory of an untrained policy lasts
         past: the policy with memory also sees its previous action and its reward
     """
-    found: dict = dict(state_size=state_size, span=span, past=past)
-    if recurrent is None:
-        for name, x in found.items():
-            if x != (default := inspect.signature(recurrence).parameters[name].default):
-                raise DataError(
-                    "this option is of a policy with memory",
-                    leaf=name,
-                    expected=f"{name}={default}, or recurrent=gru or lstm",
-                    got=str(x),
-                )
-        return {}
-    if recurrent not in RecurrentTorso.cells:
+    if recurrent in RecurrentTorso.cells:
+        return dict(cell=recurrent, memory=state_size, span=span, past=past)
+    if recurrent is not None:
         raise DataError(
             "unknown kind of memory",
             leaf="recurrent",
             expected=", ".join([*RecurrentTorso.cells, "none"]),
             got=str(recurrent),
         )
-    return dict(cell=recurrent, memory=found.pop("state_size"), **found)
+
+    # Without a memory, its other options must have their defaults.
+    parameters = inspect.signature(recurrence).parameters
+    for name, x in dict(state_size=state_size, span=span, past=past).items():
+        default = parameters[name].default
+        if x != default:
+            raise DataError(
+                "this option is of a policy with memory",
+                leaf=name,
+                expected=f"{name}={default}, or recurrent=gru or lstm",
+                got=str(x),
+            )
+    return {}
 
 
 def sharing(shared: bool = False) -> bool:
@@ -117,36 +129,36 @@ def sharing(shared: bool = False) -> bool:
     return shared
 
 
-def _without_critic(algorithm, kwargs):
-    "The parts with a policy that reports values. Raises `DataError` for an option that would have no effect."
+def _check_no_critic(algorithm, kwargs):
+    "Raise `DataError` for an option that has no effect where policy and critic are one network."
+    # Options of a separate critic that somebody has set; its encoder is that of the actor.
     defaults = {x.param: x.default for x in options_of(dict(critic=algorithm.critic))}
-    given = {
+    idle = {
         f"critic_{name}": x
         for name, x in kwargs["critic"].items()
         if name != "encoder" and x != defaults[name]
     }
-    if (rate := kwargs["learner"].get("critic_lr")) not in (
-        None,
-        getattr(algorithm.learner, "critic_lr", None),
-    ):
-        given["critic_lr"] = rate
-    if (memory := kwargs["recurrence"].get("recurrent")) is not None:
-        given["recurrent"] = memory
-    for name, x in given.items():
+    rate = kwargs["learner"].get("critic_lr")
+    if rate not in (None, getattr(algorithm.learner, "critic_lr", None)):
+        idle["critic_lr"] = rate
+    memory = kwargs["recurrence"].get("recurrent")
+    if memory is not None:
+        idle["recurrent"] = memory
+
+    for name, x in idle.items():
         raise DataError(
             "this option is of a critic apart from the policy",
             leaf=name,
             expected="its default, or no `shared`",
             got=str(x),
         )
-    return {
-        **{name: part for name, part in algorithm.parts.items() if name != "critic"},
-        "policy": algorithm.shared,
-    }
 
 
 def parts_for(algorithm: Algorithm, kwargs: dict) -> dict:
-    """The parts of an algorithm; with a policy with memory, and a critic that sees it, if there is one, if the options ask for a memory.
+    """The parts of an algorithm with the networks that the options ask for.
+
+    With `recurrent`, they are a policy with memory, and a critic that sees it, if there is one.
+    With `shared`, the policy reports the values, and there is no critic.
 
     Args:
         kwargs: part, `recurrence` or `sharing` -> its arguments, which are changed in place
@@ -154,7 +166,9 @@ def parts_for(algorithm: Algorithm, kwargs: dict) -> dict:
     parts = algorithm.parts
     memory = recurrence(**kwargs["recurrence"])
     if sharing(**kwargs["sharing"]):
-        return _without_critic(algorithm, kwargs)
+        _check_no_critic(algorithm, kwargs)
+        del parts["critic"]
+        return {**parts, "policy": algorithm.shared}
     if not memory:
         return parts
     if kwargs["pipeline"].get("length", 2) < 2:
@@ -164,21 +178,24 @@ def parts_for(algorithm: Algorithm, kwargs: dict) -> dict:
             expected="--length 2 or more",
             got="1",
         )
+
+    # The networks with memory
     policy, *critics = algorithm.recurrent
     kwargs["policy"] |= memory
-    if not critics:
-        return {**parts, "policy": policy}
-    kwargs["policy"]["report"] = True
-    kwargs["critic"]["memory"] = memory["memory"]
-    return {**parts, "policy": policy, "critic": critics[0]}
+    parts["policy"] = policy
+    for critic in critics:
+        kwargs["policy"]["report"] = True
+        kwargs["critic"]["memory"] = memory["memory"]
+        parts["critic"] = critic
+    return parts
 
 
-# a single environment, and one sample for each new step; fragments of several steps reduce the overhead
+# A single environment, and one sample for each new step; fragments of several steps reduce the
+# overhead.
 _CONTINUOUS: dict = dict(n_envs=1, n_steps=8, samples_per_step=1.0, capacity=1_000_000)
 _MEMORY: dict = dict(recurrent=(RecurrentPolicy, MemoryCritic))
-_AS_PUBLISHED: dict = dict(
-    hidden=(256, 256), activation="relu"
-)  # the networks of the authors of IQL
+# The networks of the authors of IQL
+_AS_PUBLISHED: dict = dict(hidden=(256, 256), activation="relu")
 ALGORITHMS = dict(
     trpo=Algorithm(TRPO, on_policy, MLPPolicy, Critic, **_MEMORY),
     npg=Algorithm(NPG, on_policy, MLPPolicy, Critic, **_MEMORY),
@@ -200,7 +217,8 @@ ALGORITHMS = dict(
     ddpg=Algorithm(
         DDPG, replayed, DeterministicPolicy, ActionCritic, dict(_CONTINUOUS, n_critics=1)
     ),
-    bc=Algorithm(BC, from_data, MLPPolicy, defaults=_AS_PUBLISHED),
+    # BC learns from actions alone.
+    bc=Algorithm(BC, from_data, MLPPolicy, defaults=_AS_PUBLISHED, omitted=("reward_scale",)),
     iql=Algorithm(
         IQL,
         from_data,
@@ -216,45 +234,36 @@ ALGORITHMS = dict(
         dict(normalize=True, critic_normalize=True),
     ),
 )
-_FIXED = (
-    "actor",
-    "critic",
-    "env",
-    "env_kwargs",
-    "seed",
-    "info_keys",
-    "edits",
-    "device",
-    "close",
-    "observation_space",
-    "action_space",
-    "epsilon",
-)  # DQN sets epsilon from eps_start, eps_end and eps_steps
+# Parameters that no algorithm offers. DQN sets epsilon from eps_start, eps_end and eps_steps.
+_FIXED = tuple(
+    "actor critic env env_kwargs seed info_keys edits device close "
+    "observation_space action_space epsilon".split()
+)
 
 
-def _options(found):
-    defaults = {
-        "engine": "auto",
-        **found.defaults,
-    }  # the command line uses the fastest engine; the recipes use torch
-    parts = {
-        **found.parts,
-        **({"recurrence": recurrence} if found.recurrent else {}),
-        **({"sharing": sharing} if found.shared else {}),
-    }
+def _options(algorithm):
+    parts = algorithm.parts
+    if algorithm.recurrent:
+        parts["recurrence"] = recurrence
+    if algorithm.shared:
+        parts["sharing"] = sharing
+
     # Where new episodes begin, another pipeline may make them.
     undeclared: dict[str, Change] = {"pipeline": "with new episodes"}
-    options = options_of(parts, skip=_FIXED, undeclared=undeclared)
+    options = options_of(parts, (*_FIXED, *algorithm.omitted), undeclared)
+
+    # The command line uses the fastest engine; the recipes use torch.
+    defaults = {"engine": "auto", **algorithm.defaults}
     options = [x._replace(default=defaults.get(x.name, x.default)) for x in options]
-    return [
-        x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options
-    ]  # an id determines no number
+    # A number of environments stays a number: an id determines none.
+    return [x._replace(kinds=("int",)) if x.name == "n_envs" else x for x in options]
 
 # %% ../../nbs/settings/01_algorithms.ipynb #fd8b1b46
 def register_algorithm(name: str, algorithm: Algorithm) -> None:
     """Register an algorithm, for the command line, for `make_config` and for the loading of runs.
 
-    Raises `DataError` if the name is invalid or taken, or if a part cannot be used. The same algorithm may be registered again.
+    Raises `DataError` if the name is invalid or taken, or if a part cannot be used. The same
+    algorithm may be registered again.
 
     Args:
         name: name on the command line: small letters, digits, `-` and `_`
@@ -283,25 +292,25 @@ def register_algorithm(name: str, algorithm: Algorithm) -> None:
 
 
 def _owner(algorithm):
-    return ".".join(
-        str(getattr(algorithm.learner, name, "?")) for name in ("__module__", "__qualname__")
-    )
+    learner = algorithm.learner
+    return f"{getattr(learner, '__module__', '?')}.{getattr(learner, '__qualname__', '?')}"
 
 
 def _check_parts(name, algorithm):
-    for part, needs in dict(
-        learner="__call__", pipeline="__call__", policy="for_env", critic="for_env"
-    ).items():
-        found = getattr(algorithm, part)
-        if not callable(getattr(found, needs, None)) and (part, found) != ("critic", None):
+    for part, x in algorithm.parts.items():
+        method = "for_env" if part in ("policy", "critic") else "__call__"
+        if not callable(getattr(x, method, None)):
+            is_function = method == "__call__"
             raise DataError(
                 f"the algorithm {name!r} has a part that cannot be used",
                 leaf=part,
-                got=describe(found),
+                got=describe(x),
                 expected="a class or function"
-                if needs == "__call__"
-                else f"a class with the method `{needs}`",
+                if is_function
+                else f"a class with the method `{method}`",
             )
+
+    # Its options, and the defaults of some of them
     try:
         known = [option.name for option in _options(algorithm)]
     except (TypeError, ValueError) as e:
@@ -319,7 +328,10 @@ _tried = set()  # entry points that were loaded, or that failed
 
 
 def load_plugins() -> None:
-    "Register the algorithms of installed packages, which have entry points of the group `rollpipe.algorithms`. Each is tried once."
+    """Register the algorithms of installed packages. Each is tried once.
+
+    Such a package has entry points of the group `rollpipe.algorithms`.
+    """
     for point in entry_points(group="rollpipe.algorithms"):
         if (point.name, point.value) in _tried:
             continue
@@ -328,8 +340,8 @@ def load_plugins() -> None:
             register_algorithm(point.name, point.load())
         except Exception as e:
             logging.getLogger("rollpipe").warning(
-                f"the algorithm {point.name!r} of an installed package ({point.value}) cannot be used: "
-                f"{type(e).__name__}: {e}"
+                f"the algorithm {point.name!r} of an installed package ({point.value}) "
+                f"cannot be used: {type(e).__name__}: {e}"
             )
 
 # %% ../../nbs/settings/01_algorithms.ipynb #7101e0e1
