@@ -26,54 +26,48 @@ __all__ = ['read_table', 'checked', 'tables_in', 'belongs_to', 'kind_of_actions'
 
 # %% ../../nbs/settings/03_files.ipynb #deaad5a0
 def read_table(path: str | Path) -> dict:
-    """The content of a file, as nested dicts. Raises `DataError` if the file is missing or cannot be read; the error names the line.
+    """The content of a file, as nested dicts.
+
+    Raises `DataError` if the file is missing or cannot be read; the error names the line.
 
     Args:
         path: a TOML file, or a JSON file such as the `config.json` of a run
     """
     path = Path(path)
     if not path.is_file():
-        hint = (
-            "a file, such as its config.json"
-            if path.is_dir()
-            else ", ".join(_similar(path)) or "the path of a file"
-        )
-        raise DataError(
-            f"{path}: there is no such file",
-            expected=hint,
-            got="a folder" if path.is_dir() else None,
-        )
+        raise _no_file(path)
     kind = "JSON" if path.suffix == ".json" else "TOML"
     text = ""
     try:
-        text = read_file(path).decode(
-            "utf-8-sig"
-        )  # some editors begin a file with a byte-order mark
-        found = json.loads(text) if kind == "JSON" else _toml(text)
-        json.dumps(
-            found, default=str, ensure_ascii=False
-        ).encode()  # refuse half a surrogate pair, which JSON allows and UTF-8 does not
+        # Some editors begin a file with a byte-order mark.
+        text = read_file(path).decode("utf-8-sig")
+        table = json.loads(text) if kind == "JSON" else _toml(text)
+        # This refuses half a surrogate pair, which JSON allows and UTF-8 does not.
+        json.dumps(table, default=str, ensure_ascii=False).encode()
     except UnicodeDecodeError as e:
-        raise DataError(
-            f"{path}: not a text in UTF-8", expected=f"a file of {kind}", got=str(e)
-        ) from None
+        expected = f"a file of {kind}"
+        raise DataError(f"{path}: not a text in UTF-8", expected=expected, got=str(e)) from None
     except ValueError as e:
         raise DataError(f"{path}: not {kind} ({e})") from None
     except RecursionError:
         raise DataError(f"{path}: nested too deep, in line {_deepest_line(text)}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: holds no options", expected="names with values", got=found)
-    return found
+    if not isinstance(table, dict):
+        raise DataError(f"{path}: holds no options", expected="names with values", got=table)
+    return table
+
+
+def _no_file(path: Path) -> DataError:
+    problem = f"{path}: there is no such file"
+    if path.is_dir():
+        return DataError(problem, expected="a file, such as its config.json", got="a folder")
+    names = [x.name for x in path.parent.glob("*") if x.is_file()]
+    near = [str(path.with_name(name)) for name in similar(path.name, names)]
+    return DataError(problem, expected=", ".join(near) or "the path of a file")
 
 
 def _deepest_line(text: str) -> int:
     depths = [*accumulate((c in "[{") - (c in "]}") for c in text)]
     return text.count("\n", 0, depths.index(max(depths))) + 1
-
-
-def _similar(path: Path) -> list:
-    there = [p.name for p in path.parent.glob("*") if p.is_file()] if path.parent.is_dir() else []
-    return [str(path.with_name(name)) for name in similar(path.name, there)]
 
 
 def _toml(text: str) -> dict:
@@ -85,7 +79,9 @@ def _toml(text: str) -> dict:
 
 # %% ../../nbs/settings/03_files.ipynb #fcc17089
 def checked(values: dict, known: Iterable[Option], where: str) -> dict:
-    """Check values of options. Raises `DataError` for an unknown name, with similar names, and for a wrong kind of value.
+    """Check values of options.
+
+    Raises `DataError` for an unknown name, with similar names, and for a wrong kind of value.
 
     Args:
         values: name -> value
@@ -96,26 +92,21 @@ def checked(values: dict, known: Iterable[Option], where: str) -> dict:
         dict: the same, with None for "none" where an option may be None
     """
     options = {option.name: option for option in known}
-    found = {}
+    checked_values = {}
     for name, value in values.items():
         if name not in options:
-            near = nearest(name, options)
-            raise DataError(
-                f"{where}: there is no option {name!r}", expected=", ".join(near or options)
-            )
-        kinds = options[name].kinds
-        found[name] = (
-            None
-            if "None" in kinds and isinstance(value, str) and value.lower() == "none"
-            else value
-        )
+            near = ", ".join(nearest(name, options) or options)
+            raise DataError(f"{where}: there is no option {name!r}", expected=near)
+        option = options[name]
+        if "None" in option.kinds and isinstance(value, str) and value.lower() == "none":
+            value = None
         try:
-            options[name].check(found[name])
+            option.check(value)
         except DataError as e:
-            raise DataError(
-                f"{where}: {e.problem}", leaf=name, expected=e.expected, got=e.got
-            ) from None
-    return found
+            problem = f"{where}: {e.problem}"
+            raise DataError(problem, leaf=name, expected=e.expected, got=e.got) from None
+        checked_values[name] = value
+    return checked_values
 
 # %% ../../nbs/settings/03_files.ipynb #1a75d88c
 def tables_in(values: dict, known: Iterable[Option]) -> dict:
@@ -144,14 +135,21 @@ def belongs_to(env: str, name: str, table: dict) -> bool:
         name: name of the table
     """
     env = env.rpartition(":")[2]
-    return env == name or any(
-        fnmatch.fnmatchcase(env, pattern) for pattern in table.get("envs", ())
-    )
+    patterns = table.get("envs", ())
+    return env == name or any(fnmatch.fnmatchcase(env, pattern) for pattern in patterns)
 
 
 def kind_of_actions(env: str, env_kwargs: dict | None) -> str:
-    "The class of an environment's action space, such as `Discrete`. The environment is made to find out."
+    "The class of the action space, such as `Discrete`. The environment is made to find out."
     return type(spaces_of(env, env_kwargs)[1]).__name__
+
+
+# What a table holds besides options: key -> an empty value of its type, and what is expected.
+_NO_OPTIONS_OF_A_TABLE: dict = dict(
+    envs=([], "a list of ids or patterns"),
+    actions=("", 'such as "Discrete"'),
+    env_kwargs=({}, "names with values"),
+)
 
 
 def check_table(name: str, table: dict, known: Iterable[Option], where: str) -> dict:
@@ -164,35 +162,15 @@ def check_table(name: str, table: dict, known: Iterable[Option], where: str) -> 
     Returns:
         dict: the values, without `envs`, `actions` and `env_kwargs`
     """
-    envs = table.get("envs", [])
-    actions = table.get("actions", "")
-    env_kwargs = table.get("env_kwargs", {})
-    if not isinstance(envs, list) or not all(isinstance(env, str) for env in envs):
-        raise DataError(
-            f"{where}, table {name}: wrong type of value",
-            leaf="envs",
-            expected="a list of ids or patterns",
-            got=repr(envs),
-        )
-    if not isinstance(actions, str):
-        raise DataError(
-            f"{where}, table {name}: wrong type of value",
-            leaf="actions",
-            expected='such as "Discrete"',
-            got=repr(actions),
-        )
-    if not isinstance(env_kwargs, dict):
-        raise DataError(
-            f"{where}, table {name}: wrong type of value",
-            leaf="env_kwargs",
-            expected="names with values",
-            got=repr(env_kwargs),
-        )
-    return checked(
-        {key: x for key, x in table.items() if key not in ("envs", "actions", "env_kwargs")},
-        known,
-        f"{where}, table {name}",
-    )
+    where = f"{where}, table {name}"
+    for key, (empty, expected) in _NO_OPTIONS_OF_A_TABLE.items():
+        x = table.get(key, empty)
+        is_of_type = isinstance(x, type(empty))
+        if not is_of_type or key == "envs" and not all(isinstance(env, str) for env in x):
+            problem = f"{where}: wrong type of value"
+            raise DataError(problem, leaf=key, expected=expected, got=repr(x))
+    options = {key: x for key, x in table.items() if key not in _NO_OPTIONS_OF_A_TABLE}
+    return checked(options, known, where)
 
 # %% ../../nbs/settings/03_files.ipynb #ac183062
 def presets_of(algorithm: str) -> dict:
@@ -209,14 +187,15 @@ def presets_of(algorithm: str) -> dict:
 
 
 def _first(tables: dict, env: str, env_kwargs: dict | None) -> str | None:
-    "The name of the first table for the environment and its kind of actions. A table named after it comes before families of environments."
-    names = sorted(
-        (name for name in tables if belongs_to(env, name, tables[name])),
-        key=lambda name: name != env.rpartition(":")[2],
-    )
+    """The name of the first table for the environment and its kind of actions.
+
+    A table named after the environment comes before families of environments.
+    """
+    names = [name for name in tables if belongs_to(env, name, tables[name])]
+    names.sort(key=lambda name: name != env.rpartition(":")[2])
     for name in names:
-        wanted = tables[name].get("actions")
-        if not wanted or wanted == kind_of_actions(env, env_kwargs):
+        actions = tables[name].get("actions")
+        if not actions or actions == kind_of_actions(env, env_kwargs):
             return name
 
 
@@ -234,29 +213,30 @@ def preset_for(
         name: auto (the preset for the environment), none, or the name of a preset
         known: the options that may be set
     """
-    tables = presets_of(algorithm) if name != "none" else {}
-    found = _first(tables, env, env_kwargs) if name == "auto" else None if name == "none" else name
-    if found is None:
+    if name == "none":
         return None, {}, {}
-    if found not in tables:
-        near = similar(found, tables) or list(tables)
-        raise DataError(
-            f"{algorithm} has no preset {found!r}", expected=", ".join([*near, "auto or none"])
-        )
-    wanted = tables[found].get("actions")
-    given = name != "auto"
-    if given and wanted and wanted != (kind := kind_of_actions(env, env_kwargs)):
-        raise DataError(
-            f"the preset {found!r} of {algorithm} is for another action space",
-            env=env,
-            expected=wanted,
-            got=kind,
-        )
-    return (
-        found,
-        check_table(found, tables[found], known, f"presets of {algorithm}"),
-        tables[found].get("env_kwargs", {}),
-    )
+    tables = presets_of(algorithm)
+    preset = _first(tables, env, env_kwargs) if name == "auto" else name
+    if preset is None:
+        return None, {}, {}
+    if preset not in tables:
+        near = ", ".join([*(similar(preset, tables) or tables), "auto or none"])
+        raise DataError(f"{algorithm} has no preset {preset!r}", expected=near)
+
+    # One that is named must be for the kind of actions that the environment has.
+    table = tables[preset]
+    actions = table.get("actions")
+    if name != "auto" and actions:
+        kind = kind_of_actions(env, env_kwargs)
+        if kind != actions:
+            raise DataError(
+                f"the preset {preset!r} of {algorithm} is for another action space",
+                env=env,
+                expected=actions,
+                got=kind,
+            )
+    options = check_table(preset, table, known, f"presets of {algorithm}")
+    return preset, options, table.get("env_kwargs", {})
 
 # %% ../../nbs/settings/03_files.ipynb #14d1afb1
 def settings_in(
@@ -270,17 +250,22 @@ def settings_in(
         path: a TOML file, or the `config.json` of a run
         algorithm: name of an algorithm
         env: gymnasium id
-        env_kwargs: keyword arguments for `gymnasium.make`, on which the kind of action space may depend
+        env_kwargs: keyword arguments for `gymnasium.make`, on which the kind of action space may
+            depend
         known: the options that may be set
     """
     known = list(known)
     values = read_table(path)
     if values.get("algorithm", algorithm) != algorithm:
-        raise DataError(
-            f"{path}: is for another algorithm", expected=algorithm, got=str(values["algorithm"])
-        )
+        problem = f"{path}: is for another algorithm"
+        raise DataError(problem, expected=algorithm, got=str(values["algorithm"]))
+
+    # What the configuration of a run has in parts of their own
     parts = {name: values.pop(name, {}) for name in ("options", "env_kwargs", "versions")}
-    _check_dicts(path, parts)
+    for name, x in parts.items():
+        if not isinstance(x, dict):
+            problem = f"{path}: wrong type of value"
+            raise DataError(problem, leaf=name, expected="names with values", got=repr(x))
     _check_imports(path, values.pop("imports", []))
 
     # The configuration of a run also says what the run is, and what it has found out about itself.
@@ -290,64 +275,61 @@ def settings_in(
     if own.get("preset", "") is None:
         del own["preset"]  # of a run without one
 
+    # A table whose name is like that of a part would be one for another environment.
     tables = tables_in(own, known)
     for name in tables:
-        # It would be a table for an environment that is not this one.
         if near := similar(name, parts, 1, 0.8):
             raise DataError(f"{path}: there is no table {name!r}", expected=near[0])
     of_tables = {name: check_table(name, table, known, str(path)) for name, table in tables.items()}
-    plain = {name: x for name, x in own.items() if name not in tables}
-    for_all = checked({**plain, **parts["options"]}, known, str(path))
+
+    # What is for all environments
+    outside = {name: x for name, x in own.items() if name not in tables}
+    for_all = checked({**outside, **parts["options"]}, known, str(path))
+    kwargs = parts["env_kwargs"]
     if parts["options"] and is_run:
         for_all["preset"] = "none"  # the configuration of a run is complete without a preset
 
-    mine = _first(tables, env, {**parts["env_kwargs"], **(env_kwargs or {})})
+    # The table for this environment and its kind of actions comes before it.
+    name = _first(tables, env, {**kwargs, **(env_kwargs or {})})
+    if name is not None:
+        return {**for_all, **of_tables[name]}, {**kwargs, **tables[name].get("env_kwargs", {})}
     is_for_others = any(belongs_to(env, name, table) for name, table in tables.items())
-    if mine is None and (is_for_others or not (for_all or parts["env_kwargs"])):
+    if is_for_others or not (for_all or kwargs):
         raise DataError(
             f"{path}: has nothing for {env}",
             expected="a table for it and its actions, or options for all environments",
             got=", ".join(tables) or "an empty file",
         )
-    if mine is None:
-        return for_all, parts["env_kwargs"]
-    kwargs_of_table = tables[mine].get("env_kwargs", {})
-    return {**for_all, **of_tables[mine]}, {**parts["env_kwargs"], **kwargs_of_table}
-
-
-def _check_dicts(path, tables):
-    for name, x in tables.items():
-        if not isinstance(x, dict):
-            raise DataError(
-                f"{path}: wrong type of value", leaf=name, expected="names with values", got=repr(x)
-            )
+    return for_all, kwargs
 
 
 def _check_imports(path, modules):
-    "Raise `DataError` if a module is not yet imported. For safety, a file alone must not import one."
-    missing = (
-        [str(module) for module in modules if module not in sys.modules]
-        if isinstance(modules, list)
-        else [repr(modules)]
-    )
+    """Raise `DataError` if a module is not yet imported.
+
+    For safety, a file alone must not import one.
+    """
+    missing = [repr(modules)]
+    if isinstance(modules, list):
+        missing = [str(module) for module in modules if module not in sys.modules]
     if missing:
-        raise DataError(
-            f"{path}: its run needs a module",
-            expected=" ".join(f"--import {module}" for module in missing),
-        )
+        words = " ".join(f"--import {module}" for module in missing)
+        raise DataError(f"{path}: its run needs a module", expected=words)
 
 # %% ../../nbs/settings/03_files.ipynb #d4edb42b
 _NAMED: set[str] = set()  # addresses of Ray clusters that the user of this process has named
 
 
 def name_address(address: str | None) -> None:
-    "Let runs of this process connect to this Ray cluster. `--address` and `make_config(address=...)` do the same. None: to no further one."
+    """Let runs of this process connect to this Ray cluster. None: to no further one.
+
+    `--address` and `make_config(address=...)` do the same.
+    """
     if address is not None:
         _NAMED.add(address)
 
 
 def check_address(config: dict, where: Any) -> None:
-    """Raise `DataError` if options from a file name a Ray cluster that the user of this process has not named.
+    """Raise `DataError` for options of a file with a Ray cluster that the user has not named.
 
     Args:
         config: option -> value
@@ -359,6 +341,7 @@ def check_address(config: dict, where: Any) -> None:
     raise DataError(
         f"{where}: a file alone cannot make us connect to a Ray cluster",
         leaf="address",
-        expected=f"--address {address}, or in Python resume(folder, address={address!r}); another address takes its place",
+        expected=f"--address {address}, or in Python resume(folder, address={address!r}); "
+        "another address takes its place",
         got=f"{address!r}, which you have not named",
     )

@@ -72,7 +72,10 @@ class Frozen(dict):
 
 
 class Resolved(Frozen):
-    "The configuration of a run. `config['steps']` is an option of the run, `config['options']['lr']` one of its algorithm."
+    """The configuration of a run.
+
+    `config['steps']` is an option of the run, `config['options']['lr']` one of its algorithm.
+    """
 
     def origin(self, name: str) -> str:
         "Where an option comes from: typed, file, preset, or default."
@@ -83,19 +86,23 @@ class Resolved(Frozen):
         return [name for name, x in self.get("origins", {}).items() if x in origins]
 
     def having(self, **values: Any) -> Resolved:
-        """A copy with other values, which are not checked. The origins stay those of what was asked for.
+        """A copy with other values, which are not checked. The origins stay as they are.
 
         Args:
             **values: name of an option, or of another key of the configuration -> value
         """
-        options = self.get("options", {})
-        of_algorithm = {name: x for name, x in values.items() if name in options}
-        others = {name: x for name, x in values.items() if name not in options}
-        return Resolved({**self, "options": {**options, **of_algorithm}, **others})
+        config = {**self, "options": {**self.get("options", {})}}
+        for name, x in values.items():
+            part = config["options"] if name in config["options"] else config
+            part[name] = x
+        return Resolved(config)
 
 
 def plain(values: Any) -> Any:
-    "The same with dicts that may be changed, for the code of others, such as an environment that gets its arguments."
+    """The same with dicts that may be changed.
+
+    The code of others gets them, such as an environment its arguments.
+    """
     if isinstance(values, dict):
         return {name: plain(x) for name, x in values.items()}
     return values
