@@ -117,8 +117,8 @@ def check_room(options: dict) -> None:
     for names, size in sizes.items():
         counts = {name: options[name] for name in names if isinstance(options.get(name), int)}
         if counts:
-            text = ", ".join(f"{name}={n:,}" for name, n in counts.items())
-            check_memory(text, math.prod(counts.values()) * size)
+            texts = [f"{name}={n:,}" for name, n in counts.items()]
+            check_memory(", ".join(texts), math.prod(counts.values()) * size)
 
 
 def check_lanes(workers: int, options: dict) -> None:

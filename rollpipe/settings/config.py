@@ -324,8 +324,9 @@ def resolve(asked: Asked) -> Resolved:
         "versions": versions(),
         "origins": origins,
     }
-    if asked.imports:
-        config["imports"] = [asked.imports] if isinstance(asked.imports, str) else [*asked.imports]
+    imports = asked.imports
+    if imports:
+        config["imports"] = [imports] if isinstance(imports, str) else [*imports]
     name_address(of_run.address)
     check_config(config)
     return Resolved({name: as_json(x, name) for name, x in config.items()})
@@ -530,9 +531,10 @@ def build(config: dict, resumes: int = 0) -> tuple:
     if isinstance(agent, ReplayLearner):
         for memory in find(pipe, Replay) + find(pipe, DataSampler):
             agent.check_length(memory.length)
-    for replay in find(pipe, Replay):
-        if replay.path is not None and "folder" in config:
-            replay.path = str(Path(replay.path, Path(config["folder"]).resolve().name))
+    for replay in find(pipe, Replay) if "folder" in config else ():
+        if replay.path is not None:
+            name_of_run = Path(config["folder"]).resolve().name
+            replay.path = str(Path(replay.path, name_of_run))
 
     # What the options of the run add
     pipe = _recorded(_curious(pipe, config, novelty_seed), config)

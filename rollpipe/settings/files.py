@@ -94,6 +94,7 @@ def checked(values: dict, known: Iterable[Option], where: str) -> dict:
     options = {option.name: option for option in known}
     checked_values = {}
     for name, value in values.items():
+        # The option, and None for "none"
         if name not in options:
             near = ", ".join(nearest(name, options) or options)
             raise DataError(f"{where}: there is no option {name!r}", expected=near)
@@ -277,10 +278,11 @@ def settings_in(
 
     # A table whose name is like that of a part would be one for another environment.
     tables = tables_in(own, known)
-    for name in tables:
+    of_tables = {}
+    for name, table in tables.items():
         if near := similar(name, parts, 1, 0.8):
             raise DataError(f"{path}: there is no table {name!r}", expected=near[0])
-    of_tables = {name: check_table(name, table, known, str(path)) for name, table in tables.items()}
+        of_tables[name] = check_table(name, table, known, str(path))
 
     # What is for all environments
     outside = {name: x for name, x in own.items() if name not in tables}

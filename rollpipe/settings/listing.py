@@ -169,7 +169,8 @@ def preset_lines(algorithm: str | None = None) -> list:
     for name in [algorithm] if algorithm else ALGORITHMS:
         for preset, table in presets_of(name).items():
             options = [f"{key}={x}" for key, x in table.items() if key not in ("envs", "actions")]
-            rows.append((name, preset, ", ".join(table.get("envs", [])), " ".join(options)))
+            envs = ", ".join(table.get("envs", []))
+            rows.append((name, preset, envs, " ".join(options)))
     return aligned(rows)
 
 
@@ -179,8 +180,11 @@ def option_lines(algorithm: str, known: list) -> list:
     Args:
         known: `Option`s of a run, which every algorithm has
     """
-    options = options_for(algorithm) + known
-    return aligned((x.flag, "|".join(x.kinds).lower(), x.default_text, x.help) for x in options)
+    rows = []
+    for option in options_for(algorithm) + known:
+        kinds = "|".join(option.kinds).lower()
+        rows.append((option.flag, kinds, option.default_text, option.help))
+    return aligned(rows)
 
 # %% ../../nbs/settings/04_listing.ipynb #c37c2a3f
 def list_command(args: Namespace, run_options: list) -> None:

@@ -65,7 +65,8 @@ def _is_kind(value: Any, kind: str) -> bool:
     if kind == "schedule":
         return isinstance(value, str) and ":" in value and Schedule.of(value, steps=1) is not None
     if kind.endswith(",..."):
-        return isinstance(value, (tuple, list)) and all(_is_kind(x, kind[:-4]) for x in value)
+        of_items = kind[:-4]
+        return isinstance(value, (tuple, list)) and all(_is_kind(x, of_items) for x in value)
     is_other_bool = isinstance(value, bool) and kind not in ("bool", "value")
     return isinstance(value, _TYPES[kind]) and not is_other_bool
 
@@ -264,7 +265,8 @@ def parse_value(text: str, kinds: tuple) -> Any:
 
 def _read(text: str, kind: str) -> Any:
     if kind.endswith(",..."):
-        return tuple(_read(x, kind[:-4]) for x in text.strip("()[] ").split(",") if x.strip())
+        items = text.strip("()[] ").split(",")
+        return tuple(_read(item, kind[:-4]) for item in items if item.strip())
     if kind == "dict" and re.match(r"\w+=", text):
         return parse_env_kwargs(text.split(","))
     readers: dict[str, Callable] = dict(float=float, int=_integer, str=str)
@@ -276,9 +278,9 @@ def _read(text: str, kind: str) -> Any:
 
 def _integer(text: str) -> int:
     "An int, which may be written as 1e6, 1m or 100k, in small or capital letters."
-    text = text.lower()
-    if text[-1:] in ("k", "m"):
-        text = text[:-1] + dict(k="e3", m="e6")[text[-1]]  # 16.1 * 1000 would not be whole
+    # An exponent, because 16.1 * 1000 would not be whole
+    text = re.sub("k$", "e3", text.lower())
+    text = re.sub("m$", "e6", text)
     scaled = float(text)
     if not scaled.is_integer():
         raise ValueError(f"{text} is not whole")
@@ -287,7 +289,7 @@ def _integer(text: str) -> int:
 
 def _literal(text: str) -> Any:
     if text in ("true", "false"):
-        return text == "true"  # as TOML and JSON write them
+        return text == "true"  # as TOML and JSON write it
     try:
         return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -393,12 +395,16 @@ def parse_seeds(text: str) -> list[int]:
     seeds = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
-        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not 0 <= high - low < 1000:
+        numbers = range(0)
+        if match:
+            low = int(match[1])
+            high = int(match[2] or match[1])
+            numbers = range(low, high + 1)
+        if not 0 < len(numbers) <= 1000:
             raise DataError(
                 "not seeds", leaf="--seeds", expected="such as 0-4 or 0,3,7", got=part or repr(text)
             )
-        seeds += range(low, high + 1)
+        seeds += numbers
 
     twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
     if twice:

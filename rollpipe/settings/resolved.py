@@ -59,7 +59,10 @@ class Frozen(dict):
 
     def __init__(self, *args: Any, **kwargs: Any):
         values = dict(*args, **kwargs)
-        super().__init__({name: Frozen(x) if type(x) is dict else x for name, x in values.items()})
+        for name, x in values.items():
+            if type(x) is dict:
+                values[name] = Frozen(x)
+        super().__init__(values)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise DataError(

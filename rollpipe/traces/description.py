@@ -55,7 +55,8 @@ def short(text: str) -> str:
 def array_text(x: Any) -> str:
     "Form and hash of an array or tensor; of a single number its value."
     try:
-        return f"{form_of(x)} {x.item() if x.ndim == 0 else digest(as_array(x))}"
+        content = x.item() if x.ndim == 0 else digest(as_array(x))
+        return f"{form_of(x)} {content}"
     except (TypeError, ValueError, RuntimeError, NotImplementedError):
         return f"{UNKNOWN}: {type(x).__name__} without plain numbers"
 
@@ -199,7 +200,8 @@ class Description:
         """
         # Values without parts
         if isinstance(x, PLAIN):
-            return short(str(x) if isinstance(x, (torch.dtype, np.dtype)) else repr(x))
+            is_dtype = isinstance(x, (torch.dtype, np.dtype))
+            return short(str(x) if is_dtype else repr(x))
         if isinstance(x, (np.ndarray, np.generic, torch.Tensor)) and not _holds_objects(x):
             return array_text(x)
         if isinstance(x, (torch.device, Enum, Path)):
@@ -262,8 +264,9 @@ class Description:
             self.leaves[path] = self._set_text(x)
         elif isinstance(x, (list, tuple, deque)):
             # Equal items, such as the factories of environments, are described once.
-            are_equal = len(x) > 1 and len({self._hash(dict(item=y)) for y in x}) == 1
-            parts = {"all": next(iter(x))} if are_equal else dict(enumerate(x))
+            parts: Any = dict(enumerate(x))
+            if len(x) > 1 and len({self._hash(dict(item=y)) for y in x}) == 1:
+                parts = {"all": x[0]}
             self._parts(path, f"{kind} of {len(x)}", parts)
 
         # All others
@@ -302,7 +305,9 @@ class Description:
             return short(f"{{{', '.join(sorted(map(repr, x)))}}}")
         # In an order that does not depend on addresses
         hashes = sorted(self._hash(dict(member=y)) for y in x)
-        return UNKNOWN if UNKNOWN in hashes else f"{type(x).__name__} of {len(x)}, {digest(hashes)}"
+        if UNKNOWN in hashes:
+            return UNKNOWN
+        return f"{type(x).__name__} of {len(x)}, {digest(hashes)}"
 
     def _network(self, path, x):
         for name, network in self.networks.items():
@@ -347,7 +352,8 @@ class Description:
         self.leaves[path] = self._name(module, f.__qualname__)
         if is_installed(module):
             return
-        self.texts[f] = self.leaves[path] = f"{f.__qualname__} {code_digest(f.__code__)}"
+        text = f"{f.__qualname__} {code_digest(f.__code__)}"
+        self.texts[f] = self.leaves[path] = text
 
         # What it reads: defaults, closure variables, globals and attributes
         parts = {}

@@ -92,8 +92,10 @@ def _processor():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []  # not Linux
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
 
 # %% ../../nbs/traces/02_fingerprint.ipynb #f3c0bd37
 class Differences(dict):
@@ -162,7 +164,8 @@ class Fingerprint:
             leaves = self.part(name)
             if leaves:
                 is_unknown = any(text.startswith(UNKNOWN) for text in leaves.values())
-                texts.append(f"{name} {digest(leaves.items())[:4]}{' (unknown)' * is_unknown}")
+                note = " (unknown)" if is_unknown else ""
+                texts.append(f"{name} {digest(leaves.items())[:4]}{note}")
         return f"{digest(self.leaves.items())}: {', '.join(texts)}"
 
 
@@ -209,13 +212,13 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
 
 
 def _add_pipe(description, name, node, pipes):
-    above = inputs(node)
-    names = [key for key, x in pipes.items() if any(x is y for y in above)]
+    ids = {id(x) for x in inputs(node)}
+    names = [key for key, x in pipes.items() if id(x) in ids]
     description.add(f"graph/{name}/class", type(node))
     description.leaves[f"graph/{name}"] = type(node).__name__
     description.leaves[f"graph/{name}/inputs"] = ", ".join(names)
     for key, x in attributes(node).items():
-        if key != "seed" and not any(x is y for y in above):
+        if key != "seed" and id(x) not in ids:
             description.add(f"graph/{name}/{key}", x)
 
 
@@ -263,8 +266,10 @@ def _add_versions(description, pipe):
                 ids.add(source.rpartition(":")[2])
     for spec in [gym.registry[name] for name in sorted(ids) if name in gym.registry]:
         path = f"versions/{spec.id}"
-        of_id = ("namespace", "name", "version")
-        description.add(path, {key: x for key, x in vars(spec).items() if key not in of_id})
+        values = dict(vars(spec))
+        for key in ("namespace", "name", "version"):
+            values.pop(key, None)  # they are in the id
+        description.add(path, values)
         if isinstance(spec.entry_point, str):
             description.add(f"{path}/code", load_env_creator(spec.entry_point))
 

@@ -206,8 +206,9 @@ def config_at(folder: str | Path, update: float) -> dict:
 def in_words(event: dict) -> str:
     "An edit in words: `max_kl=0.01`, or `my_edits:scaled(by=0.1)`."
     values = event["kwargs"] if "insert" in event else event["set"]
-    listed = ", ".join(f"{name}={x}" for name, x in values.items())
-    return f"{event['insert']}({listed})" if "insert" in event else listed
+    texts = [f"{name}={x}" for name, x in values.items()]
+    text = ", ".join(texts)
+    return f"{event['insert']}({text})" if "insert" in event else text
 
 
 def origin_in_words(origin: dict) -> str:

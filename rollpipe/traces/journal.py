@@ -46,7 +46,8 @@ def running(crc: int | None, x: Any) -> int:
     data = as_array(x)
     if data is not None:
         return crc32(data.data, crc)
-    return crc32((form_of(x) if isinstance(x, PLAIN) else type(x).__name__).encode(), crc)
+    text = form_of(x) if isinstance(x, PLAIN) else type(x).__name__
+    return crc32(text.encode(), crc)
 
 # %% ../../nbs/traces/03_journal.ipynb #605e865a
 def _sums(trees) -> Any:
@@ -56,7 +57,8 @@ def _sums(trees) -> Any:
         data = as_array(x)
         is_word = data.itemsize in (1, 2, 4, 8)
         bits = data.view(f"i{data.itemsize}" if is_word else np.uint8)
-        total = total + k * bits.reshape(*x.shape[:2], -1).sum(-1, dtype=np.int64)
+        rows = bits.reshape(*x.shape[:2], -1)
+        total = total + k * rows.sum(-1, dtype=np.int64)
     return total
 
 
@@ -87,9 +89,11 @@ def places(batch: Fragment) -> dict:
     )
 
 
-def _differing_pieces(a: str, b: str, n: int) -> list:
-    "The numbers of the pieces of `n` letters in which two texts differ."
-    return [k // n for k in range(0, len(a), n) if a[k : k + n] != b[k : k + n]]
+def _differing_sums(a: str, b: str, n_bytes: int) -> list:
+    "The numbers of the sums in which two results of `_digits` differ."
+    sums_a = np.frombuffer(bytes.fromhex(a), f">u{n_bytes}")
+    sums_b = np.frombuffer(bytes.fromhex(b), f">u{n_bytes}")
+    return np.flatnonzero(sums_a != sums_b).tolist()
 
 
 def first_place(a: dict, b: dict) -> tuple | None:
@@ -101,14 +105,16 @@ def first_place(a: dict, b: dict) -> tuple | None:
         a: what `places` returned
         b: the same of another batch
     """
-    if any(len(a[name]) != len(b[name]) for name in ("env", "actor", "columns")):
+    names = "env", "actor", "columns"
+    if [len(a[name]) for name in names] != [len(b[name]) for name in names]:
         return None
-    columns = _differing_pieces(a["columns"], b["columns"], 8)
+    columns = _differing_sums(a["columns"], b["columns"], 4)
 
     # Within a row, the environment is first.
     rows = []
     for k, name in enumerate(("env", "actor")):
-        rows += [(row, k, name) for row in _differing_pieces(a[name], b[name], 4)[:1]]
+        for row in _differing_sums(a[name], b[name], 2)[:1]:
+            rows.append((row, k, name))
     if not rows or not columns:
         return None
     row, _, name = min(rows)
@@ -185,9 +191,9 @@ def _row(line, before):
 
 
 def _entries(path):
-    "Rows `(entry, its line, checksum)` of a journal."
+    "Rows `(entry, its line, checksum)` of a journal; none if there is no file."
     if not path.is_file():
-        raise DataError(f"{path}: no journal here", expected="the folder of a run")
+        return []
     content = read_file(path).decode(errors="replace")
     before = 0
     rows = []
@@ -212,26 +218,24 @@ def read_journal(path: str | Path) -> list[Entry]:
     Args:
         path: file
     """
-    return [entry for entry, _, _ in _entries(Path(path))]
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no journal here", expected="the folder of a run")
+    return [entry for entry, _, _ in _entries(path)]
 
 
-def cut(path: str | Path, updates: int) -> tuple[Entry | None, int]:
+def cut(path: str | Path, updates: int) -> None:
     """Remove the lines after so many updates from a journal, and an incomplete last line.
 
     Raises as `read_journal`, and `OSError`.
 
     Args:
-        path: file; it need not exist
+        path: file; one that is missing is made
         updates: number of updates, such as that of a checkpoint
-
-    Returns:
-        tuple: the last entry that stays, or None; and its checksum
     """
     path = Path(path)
-    rows = _entries(path) if path.exists() else []
-    rows = [row for row in rows if row[0].updates <= updates]
-    write_atomically(path, "".join(f"{line}\n" for _, line, _ in rows).encode())
-    return (rows[-1][0], rows[-1][2]) if rows else (None, 0)
+    lines = [f"{line}\n" for entry, line, _ in _entries(path) if entry.updates <= updates]
+    write_atomically(path, "".join(lines).encode())
 
 # %% ../../nbs/traces/03_journal.ipynb #b855ae4c
 class Journal:
@@ -275,7 +279,7 @@ class Journal:
         n = counters["updates"]
 
         # The line that the checksums continue; without it, they begin here.
-        rows = [] if self.path is None or not self.path.exists() else _entries(self.path)
+        rows = [] if self.path is None else _entries(self.path)
         last = None
         self.sum = 0
         for entry, _, total in rows:
