@@ -79,7 +79,7 @@ def _moved(pipe: Any, device: torch.device) -> Any:
 
 def _curious(pipe: Any, config: dict, seed: int) -> Any:
     "The pipeline with `RND`, if the configuration asks for it."
-    weight = config["intrinsic"]
+    weight = config.get("intrinsic", 0.0)
     if not weight:
         return pipe
     if find(pipe, Replay) or find(pipe, DataSampler):
@@ -101,14 +101,14 @@ def _recorded(pipe: Any, config: dict) -> Any:
 
     Only if the configuration asks for it and names the `folder` of a run.
     """
-    if not config["record"] or "folder" not in config:
+    if not config.get("record") or "folder" not in config:
         return pipe
     n_ranks = config.get("ranks", 1)
     if n_ranks > 1:
         problem = "several ranks do not record"
         raise DataError(problem, leaf="record", expected="1 rank", got=str(n_ranks))
     path = Path(config["folder"], "recording")
-    make = partial(Recorder, path=path, limit=config["record_limit"], append=True)
+    make = partial(Recorder, path=path, limit=config.get("record_limit"), append=True)
     return insert_after(pipe, Lanes, make)
 
 # %% ../../nbs/settings/07_config.ipynb #ce5267a0
@@ -120,8 +120,8 @@ def reading_for(config: dict) -> Any:
     Args:
         config: see `make_config`
     """
-    kind = config["reading"]
-    address = config["address"]
+    kind = config.get("reading", "processes")
+    address = config.get("address")
     options = config["workers"], config["lag"], config["order"]
     restarts = config["restarts"]
     # The workers stay on the CPU, and only the learner uses the device.
