@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from typing import Any
 
 from ..agents.shared_options import summary_of
 from ..settings.algorithms import ALGORITHMS, options_for
@@ -31,57 +31,68 @@ def add_algorithms(
         common: parser of the options that every such command has
         runs: whether the command makes runs, and so has the options about their folders
     """
-    algorithms = parser.add_subparsers(
-        dest="algorithm", metavar="ALGO", title="algorithms", parser_class=_Later
-    )
     parser.epilog = (
         f"All options of an algorithm, such as --seed, --lanes and --lr: {parser.prog} ppo --help"
     )
+    algorithms = parser.add_subparsers(
+        dest="algorithm", metavar="ALGO", title="algorithms", parser_class=_AlgorithmParser
+    )
+    parents: Any = [common]
     for name, algorithm in ALGORITHMS.items():
         doc = summary_of(algorithm.learner) or name
         algorithms.add_parser(
-            name,
-            help=doc,
-            make=partial(_parser_of, name, parents=[common], description=doc, runs=runs),
+            name, algorithm=name, runs=runs, help=doc, description=doc, parents=parents
         )
 
 
-class _Later(Parser):
-    "A parser that `make` makes when it is used. There is one for each algorithm of several commands, and a command line uses one of them."
+class _AlgorithmParser(Parser):
+    """The parser of a command for one algorithm.
 
-    def __init__(self, make, **kwargs):
-        super().__init__(add_help=False, **kwargs)
-        self.make = make
+    There is one for each algorithm of several commands, and a command line uses one of them. So the
+    options are added when it parses.
+    """
+
+    def __init__(self, algorithm, runs, **kwargs):
+        super().__init__(**kwargs)
+        self.algorithm = algorithm
+        self.runs = runs
+        self.has_options = False
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]  it has overloads
-        return self.make(prog=self.prog).parse_known_args(args, namespace)
+        if not self.has_options:
+            self._add_options()
+            self.has_options = True
+        return super().parse_known_args(args, namespace)
 
+    def _add_options(self):
+        self.set_defaults(parser=self)
+        self.add_argument("env", metavar="ENV", help="gymnasium id, such as Pendulum-v1")
+        if self.runs:
+            _add_folders(self)
 
-def _parser_of(algorithm, runs, **kwargs):
-    "The parser of a command for one algorithm."
-    parser = Parser(**kwargs)
-    parser.set_defaults(parser=parser)
-    parser.add_argument("env", metavar="ENV", help="gymnasium id, such as Pendulum-v1")
-    if runs:
-        _add_folders(parser)
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="options in a TOML file, which override the preset; or the config.json of a run, to which no preset adds",
-    )
-    parser.add_argument(
-        "--env-kwargs",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="key=value",
-        help="arguments for gymnasium.make",
-    )
-    add_options(parser, [o for o in TYPED_OPTIONS if o.name not in COMMON] + options_for(algorithm))
-    return parser
+        # What the options may come from besides the command line
+        self.add_argument(
+            "--config",
+            metavar="FILE",
+            help="options in a TOML file, which override the preset; "
+            "or the config.json of a run, to which no preset adds",
+        )
+        self.add_argument(
+            "--env-kwargs",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="key=value",
+            help="arguments for gymnasium.make",
+        )
+
+        # The options of the run, but for those in `common`, and of the algorithm
+        of_run = [option for option in TYPED_OPTIONS if option.name not in COMMON]
+        add_options(self, of_run + options_for(self.algorithm))
 
 
 def _add_folders(parser: argparse.ArgumentParser) -> None:
+    "Add the options about the folders of runs."
     parser.add_argument("--out", metavar="RUN", help="folder of the run [runs/ALGO-ENV-sSEED]")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the run that is in that folder"
@@ -90,8 +101,11 @@ def _add_folders(parser: argparse.ArgumentParser) -> None:
         "--continue",
         dest="proceed",
         action="store_true",
-        help="go on with the run that is in that folder, if there is one; do nothing if it is complete",
+        help="go on with the run that is in that folder, if there is one; "
+        "do nothing if it is complete",
     )
+
+    # Several runs
     parser.add_argument(
         "--seeds",
         metavar="SEEDS",

@@ -51,21 +51,15 @@ from ..tuning.tune import tune_command
 __all__ = ['USER_ERRORS', 'build_parser', 'main']
 
 # %% ../../nbs/cli/01_main.ipynb #4e3b64f2
-_OF_A_RUN = (
-    "--out",
-    "--overwrite",
-    "--continue",
-    "--seeds",
-    "--jobs",
-    "--quiet",
-    "--tensorboard",
-    "--wandb",
-)  # only of `train`
-_OF_A_RESUME = tuple("--steps --device --workers --quiet --tensorboard --wandb --address".split())
+# Only of `train`
+_OF_A_RUN = "--out --overwrite --continue --seeds --jobs --quiet --tensorboard --wandb".split()
+# Of `train` with `--resume`
+_OF_A_RESUME = "--steps --device --workers --quiet --tensorboard --wandb --address".split()
 
 
 def _add_comparisons(command, debug: Parser) -> None:
     "Add the commands that compare the numbers of trainings, and those that look into one."
+    # Two runs
     sub = command("diff", diff_command, [debug])
     sub.add_argument("runs", metavar="RUN", nargs=2, help="folders of runs")
     sub.add_argument(
@@ -73,6 +67,8 @@ def _add_comparisons(command, debug: Parser) -> None:
         action="store_true",
         help="make the first update that differs once more in both, and tell both numbers",
     )
+
+    # Updates that are made once more
     sub = command("verify", verify_command, [debug])
     sub.add_argument("run", metavar="RUN", help="folder of a run")
     sub.add_argument(
@@ -96,6 +92,8 @@ def _add_comparisons(command, debug: Parser) -> None:
         action="store_true",
         help="stop before the update, in pdb: `s` steps into it, `c` goes on to its error",
     )
+
+    # What is recorded
     sub = command("data", data_command, [debug])
     sub.add_argument(
         "recording", metavar="RECORDING", help="folder of a recording, or of a run that records"
@@ -105,6 +103,8 @@ def _add_comparisons(command, debug: Parser) -> None:
         metavar="FILE",
         help="picture of the distribution to write, too, such as .svg or .png",
     )
+
+    # Another run that begins within this one
     sub = command("fork", fork_command, [debug])
     sub.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
     sub.add_argument(
@@ -137,6 +137,8 @@ def _add_comparisons(command, debug: Parser) -> None:
     )
     sub.add_argument("--out", metavar="RUN", required=True, help="folder of the fork")
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
+
+    # Those with modules of their own
     add_ablate(command("ablate", ablate_command, [debug]))
     add_edit(command("edit", edit_command, [debug]))
     command("live", live_command, [debug]).add_argument(
@@ -145,8 +147,14 @@ def _add_comparisons(command, debug: Parser) -> None:
 
 
 def _parent_parsers() -> tuple:
-    "Parsers of shared options: for all commands, for a trained policy, for playing it, for building a training, and for running it."
+    """Parsers of shared options.
+
+    They are for all commands, for a trained policy, for playing it, for building a training, and
+    for running it.
+    """
     debug = general_options()
+
+    # A trained policy
     policy = Parser(add_help=False, parents=[debug])
     policy.add_argument(
         "run",
@@ -158,8 +166,12 @@ def _parent_parsers() -> tuple:
         action="store_true",
         help="the policy with the best evaluation, instead of the last one",
     )
+
+    # A training that is built
     settings = Parser(add_help=False, parents=[debug])
     add_options(settings, [o for o in TYPED_OPTIONS if o.name in COMMON], grouped=False)
+
+    # A training that runs
     common = Parser(add_help=False, parents=[settings])
     common.add_argument(
         "--quiet", action="store_true", default=argparse.SUPPRESS, help="show no progress"
@@ -176,7 +188,8 @@ def _parent_parsers() -> tuple:
         const=True,
         default=argparse.SUPPRESS,
         metavar="PROJECT",
-        help="log to Weights & Biases as well, into this project [rollpipe]; a resumed run goes on there by itself",
+        help="log to Weights & Biases as well, into this project [rollpipe]; "
+        "a resumed run goes on there by itself",
     )
     common.add_argument(
         "--no-wandb",
@@ -186,6 +199,8 @@ def _parent_parsers() -> tuple:
         default=argparse.SUPPRESS,
         help="log no longer to Weights & Biases",
     )
+
+    # Episodes that are played
     playing = Parser(add_help=False, parents=[policy])
     playing.add_argument(
         "--seed", type=int, help="seed of the episodes [different episodes each time]"
@@ -236,8 +251,11 @@ def _searching(settings: Parser) -> Parser:
         type=int,
         default=10,
         metavar="N",
-        help="evaluations of each training; after a third of the first one, poor trials end early [10]",
+        help="evaluations of each training; "
+        "after a third of the first one, poor trials end early [10]",
     )
+
+    # Its files
     parser.add_argument(
         "--storage",
         metavar="DIR",
@@ -249,9 +267,8 @@ def _searching(settings: Parser) -> Parser:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace that file, whoever has written it"
     )
-    parser.add_argument(
-        "--part", help=argparse.SUPPRESS
-    )  # internal: number:trials, for one of several processes of a search
+    # Internal: number:trials, for one of several processes of a search
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     return parser
 
 
@@ -313,6 +330,8 @@ def _add_bench(parser: Parser) -> None:
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="number of runs at a time [1]"
     )
+
+    # Its runs
     parser.add_argument(
         "--dir",
         metavar="DIR",
@@ -363,11 +382,14 @@ def build_parser() -> Parser:
         sub.set_defaults(function=function, parser=sub)
         return sub
 
+    # Train
     sub = command("train", train_or_experiment, [common])
     sub.add_argument(
         "--resume", metavar="RUN", help="continue the run in this folder, instead of ALGO ENV"
     )
     add_algorithms(sub, common, runs=True)
+
+    # Play a trained policy
     sub = command("evaluate", evaluate_command, [playing])
     sub.add_argument("--episodes", type=int, default=20, help="number of episodes [20]")
     sub.add_argument(
@@ -380,7 +402,8 @@ def build_parser() -> Parser:
         "--n-envs",
         type=int,
         metavar="N",
-        help="environments side by side [at most 8; 1 if a test finds that they disturb one another]",
+        help="environments side by side "
+        "[at most 8; 1 if a test finds that they disturb one another]",
     )
     sub = command("watch", watch_command, [playing])
     sub.add_argument("--episodes", type=int, help="number of episodes [no end; 1 with --record]")
@@ -389,6 +412,8 @@ def build_parser() -> Parser:
         metavar="FILE",
         help="write a film of these episodes, .gif or .mp4, instead; this needs no display",
     )
+
+    # Hand it to others
     sub = command("export", export_command, [policy])
     sub.add_argument("--to", choices=FORMATS, default="onnx", help="format [onnx]")
     sub.add_argument(
@@ -397,6 +422,8 @@ def build_parser() -> Parser:
         help="file to write [policy.onnx, .pt or .pt2 in the folder of the run]",
     )
     _add_pack(command("pack", pack_command, [policy]))
+
+    # Pictures of runs, and of a pipeline
     sub = command("plot", plot_command, [debug])
     sub.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
     sub.add_argument(
@@ -410,6 +437,8 @@ def build_parser() -> Parser:
         command("profile", profile_command, [debug]),
         _timed(settings, 3, "how long it is measured", svg=True),
     )
+
+    # Comparisons, searches, many runs, lists
     _add_comparisons(command, debug)
     _add_searches(command, debug, settings)
     _add_bench(command("bench", bench_command, [debug]))
@@ -423,12 +452,17 @@ USER_ERRORS = (UsageError, PipeError, OSError, ImportError, ValueError)
 
 
 def _import_modules(words: list) -> list:
-    "Import what `--import` names, before the parser is made, because a module may register an algorithm. Returns the names."
-    parser = Parser(prog="rollpipe", add_help=False)
-    parser.add_argument("--import", dest="imports", action="append", default=[])
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # an installed script does not search the current folder
-    for module in (modules := [*dict.fromkeys(parser.parse_known_args(words)[0].imports)]):
+    """Import what `--import` names. Returns the names.
+
+    It is done before the parser is made, because a module may register an algorithm.
+    """
+    parser = Parser(prog="rollpipe", add_help=False, parents=[general_options()])
+    args, _ = parser.parse_known_args(words)
+    modules = [*dict.fromkeys(getattr(args, "imports", ()))]
+    # An installed script does not search the current folder.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for module in modules:
         allow_edits(module)
     return modules
 
@@ -441,23 +475,26 @@ def main(argv: list | None = None) -> int:
         argv: words of the command line; None: those of the process
 
     Returns:
-        int: exit code: 0, 2 for an error, 128 and the number of the signal after Ctrl-C (130), SIGTERM (143) or SIGHUP (129)
+        int: exit code: 0, 2 for an error, 128 and the number of the signal after Ctrl-C (130),
+            SIGTERM (143) or SIGHUP (129)
     """
     words = sys.argv[1:] if argv is None else argv
     args = Namespace()
     try:
+        # Parse
         modules = _import_modules(words)
         _refuse_changes(words)
         parser = build_parser()
         args, unknown = parser.parse_known_args(words)
-        # argparse keeps those of one place, where they are at several
-        args.words = words
-        args.imports = modules
         if unknown:
             raise UsageError(_explain_unknown(args, unknown[0]))
         if not args.command:
             parser.print_help()
             return 0
+
+        # Run; argparse keeps the modules of one place, where they are at several.
+        args.words = words
+        args.imports = modules
         if hasattr(args, "run"):
             args.run = local_copy(args.run)
         args.function(args)
@@ -473,12 +510,18 @@ def main(argv: list | None = None) -> int:
             return 0
         if "--debug" in words:
             raise
-        if isinstance(e, PipeError):
-            e.leaf = _as_typed(args, words, e.leaf)
-        plain = isinstance(e, (UsageError, PipeError, OSError, ImportError))
-        text = f"error: {e}" if plain else f"error: {type(e).__name__}: {e} (--debug shows where)"
-        print(text, *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
+        _print_error(e, args, words)
         return 2
+
+
+def _print_error(e: Exception, args: Namespace, words: list) -> None:
+    "Print an error that a user can mend, in one line and its notes."
+    if isinstance(e, PipeError):
+        e.leaf = _as_typed(args, words, e.leaf)
+    text = str(e)
+    if not isinstance(e, (UsageError, PipeError, OSError, ImportError)):
+        text = f"{type(e).__name__}: {e} (--debug shows where)"
+    print(f"error: {text}", *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
 
 
 def _flags(args: Namespace) -> dict:
@@ -488,36 +531,43 @@ def _flags(args: Namespace) -> dict:
 
 
 def _as_typed(args: Namespace, words: list, leaf: str | None) -> str | None:
-    "The leaf of an error; that of an option as it is typed, such as `--lr` or `--set lr`. A key of a file may have the name of a flag."
+    """The leaf of an error; that of an option as it is typed, such as `--lr` or `--set lr`.
+
+    A key of a file may have the name of a flag.
+    """
     if any(word.startswith(f"{leaf}=") for word in getattr(args, "set", ())):
         return f"--set {leaf}"
-    known = {x.name: x.flag for name in ALGORITHMS for x in (*TYPED_OPTIONS, *options_for(name))}
     flag = _flags(args).get(str(leaf))
-    is_typed = any(word.partition("=")[0] == flag for word in words)
-    return flag if is_typed else known.get(str(leaf), leaf)
+    if any(word.partition("=")[0] == flag for word in words):
+        return flag
+    options = [*TYPED_OPTIONS]
+    for name in ALGORITHMS:
+        options += options_for(name)
+    return {option.name: option.flag for option in options}.get(str(leaf), leaf)
 
 
 def _refuse_changes(words: list) -> None:
-    "Refuse options beside `--resume`: a resumed run keeps its own. The parser would mistake the value of an option for an algorithm."
+    """Refuse options beside `--resume`: a resumed run keeps its own.
+
+    The parser would mistake the value of an option for an algorithm.
+    """
     flags = [word.partition("=")[0].replace("--no-", "--") for word in words]
     if "train" not in words or "--resume" not in flags:
         return
+    accepted = ["--resume", "--import", "--debug", "--help", *_OF_A_RESUME]
     for word, flag in zip(words, flags):
-        if flag.startswith("--") and flag not in (
-            "--resume",
-            "--import",
-            "--debug",
-            "--help",
-            *_OF_A_RESUME,
-        ):
+        if flag.startswith("--") and flag not in accepted:
             raise UsageError(
-                f"rollpipe train: a run that goes on keeps its options, so {word} cannot stand beside --resume, which takes "
-                f"{', '.join(_OF_A_RESUME)}. Other options are for a fork of the run (rollpipe fork RUN --set NAME=VALUE "
-                "--out RUN2), or for a new run that takes the rest from it: rollpipe train ALGO ENV --config RUN/config.json"
+                "rollpipe train: a run that goes on keeps its options, "
+                f"so {word} cannot stand beside --resume, which takes {', '.join(_OF_A_RESUME)}. "
+                "Other options are for a fork of the run (rollpipe fork RUN --set NAME=VALUE "
+                "--out RUN2), or for a new run that takes the rest from it: "
+                "rollpipe train ALGO ENV --config RUN/config.json"
             )
 
 
 def _explain_unknown(args: Namespace, word: str) -> str:
+    "What a user may mean by a word that the command does not know."
     name = word.split("=")[0].replace("--no-", "--")
     if hasattr(args, "algorithm") and word[:1] != "-":
         return f"unknown argument {word}; an option takes one word, such as --hidden 64,64"
@@ -525,10 +575,10 @@ def _explain_unknown(args: Namespace, word: str) -> str:
         return "rollpipe train: either --resume RUN or ALGO ENV, not both"
     if name in _OF_A_RUN:
         return f"{word} is an option of `rollpipe train`, and rollpipe {args.command} makes no run"
+
     known = _flags(args)
     near = [known[x] for x in nearest(name[2:].replace("-", "_"), known, 2)]
-    return f"unknown argument {word}" + (
-        f"; did you mean {' or '.join(near)}?"
-        if near
-        else f" (see rollpipe {args.command or ''} --help)".replace("  ", " ")
-    )
+    if near:
+        return f"unknown argument {word}; did you mean {' or '.join(near)}?"
+    command = " ".join(filter(None, ["rollpipe", args.command]))
+    return f"unknown argument {word} (see {command} --help)"

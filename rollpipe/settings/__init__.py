@@ -1,1 +1,1 @@
-"""What a user may choose: options out of signatures, algorithms, presets, the configuration of a run."""
+"""What a user may choose: options, algorithms, presets, the configuration of a run."""

@@ -21,11 +21,12 @@ def with_steps(algorithm: str, options: dict, steps: int) -> dict:
     Args:
         steps: environment steps of the training
     """
-    found = {option.name for option in options_for(algorithm) if "schedule" in option.kinds}
-    return {
-        name: str(Schedule.of(x, steps)) if name in found and isinstance(x, str) else x
-        for name, x in options.items()
-    }
+    completed = dict(options)
+    for option in options_for(algorithm):
+        value = options.get(option.name)
+        if "schedule" in option.kinds and isinstance(value, str):
+            completed[option.name] = str(Schedule.of(value, steps))
+    return completed
 
 
 def check_decay(steps: int, options: dict) -> None:
@@ -36,22 +37,27 @@ def check_decay(steps: int, options: dict) -> None:
         options: options of the algorithm
     """
     for name in RATES:
-        x = Schedule.of(text, steps) if isinstance(text := options.get(name), str) else None
-        if x is not None and not x.end and x.steps < steps:
+        text = options.get(name)
+        if not isinstance(text, str):
+            continue
+        schedule = Schedule.of(text, steps)
+        if not schedule.end and schedule.steps < steps:
             raise DataError(
                 "the schedule falls to 0 before the training ends",
                 leaf=name,
                 got=text,
                 expected=f"an end above 0, or at least the steps of the training, {steps}",
             )
-    if not (n := options.get("decay_steps")) or n >= steps:
-        return
-    raise DataError(
-        "the learning rates fall to 0 before the training ends",
-        leaf="decay_steps",
-        got=str(n),
-        expected=f"0, or at least the steps of the training, as by --decay-steps {steps} for a new run",
-    )
+
+    decay_steps = options.get("decay_steps") or steps
+    if decay_steps < steps:
+        raise DataError(
+            "the learning rates fall to 0 before the training ends",
+            leaf="decay_steps",
+            got=str(decay_steps),
+            expected="0, or at least the steps of the training, "
+            f"as by --decay-steps {steps} for a new run",
+        )
 
 
 # What a configuration has without the rules that may stop a training.
@@ -61,17 +67,14 @@ ENDLESS = dict(stop_at_return=None, patience=0, stop_after=None)
 def check_stops(config: dict) -> None:
     """Raise `DataError` if a training could not be stopped as its options say.
 
-    Evaluations that are counted in updates run beside the training, and their end depends on the clock. A resumed run would stop elsewhere.
+    Evaluations that are counted in updates run beside the training, and their end depends on the
+    clock. A resumed run would stop elsewhere.
 
     Args:
         config: see `make_config`
     """
-    rules = [
-        name
-        for name, unset in (("stop_at_return", None), ("patience", 0))
-        if config.get(name, unset) != unset
-    ]
-    if rules and Every.of(config.get("eval_every", 0)).unit != "steps":
+    rules = [name for name in ("stop_at_return", "patience") if config[name] != ENDLESS[name]]
+    if rules and Every.of(config["eval_every"]).unit != "steps":
         raise DataError(
             "the training stops only by evaluations for which it waits",
             leaf=rules[0],
@@ -95,23 +98,26 @@ _LANE = 100_000  # bytes, at least, of a lane that runs; one with CartPole takes
 
 
 def check_room(options: dict) -> None:
-    """Raise `DataError` if there is no memory for the lanes, the batches or the replay memory that the options ask for.
+    """Raise `DataError` if there is no memory for what the options ask for.
+
+    These are the lanes, the batches and the replay memory.
 
     Args:
         options: all options of the algorithm
     """
-    rows = (
-        ("lanes", "n_envs", "n_steps"),
-        ("batch_size", "length"),
-        ("capacity",) * (options.get("path") is None),
-    )
-    for names, size in (("lanes",), _LANE), *((names, LEAST_BYTES) for names in rows):
-        found = {name: x for name in names if isinstance(x := options.get(name), int)}
-        if found:
-            check_memory(
-                ", ".join(f"{name}={x:,}" for name, x in found.items()),
-                math.prod(found.values()) * size,
-            )
+    # options whose product is a number of things -> least bytes of one of them
+    sizes = {
+        ("lanes",): _LANE,
+        ("lanes", "n_envs", "n_steps"): LEAST_BYTES,
+        ("batch_size", "length"): LEAST_BYTES,
+    }
+    if options.get("path") is None:
+        sizes["capacity",] = LEAST_BYTES
+    for names, size in sizes.items():
+        counts = {name: options[name] for name in names if isinstance(options.get(name), int)}
+        if counts:
+            texts = [f"{name}={n:,}" for name, n in counts.items()]
+            check_memory(", ".join(texts), math.prod(counts.values()) * size)
 
 
 def check_lanes(workers: int, options: dict) -> None:
@@ -121,7 +127,8 @@ def check_lanes(workers: int, options: dict) -> None:
         workers: number of processes that collect
         options: options of the algorithm
     """
-    if workers > (lanes := options.get("lanes", 1)):
+    lanes = options.get("lanes", 1)
+    if workers > lanes:
         raise DataError(
             f"{workers} workers have too few lanes",
             leaf="workers",

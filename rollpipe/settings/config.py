@@ -9,7 +9,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from sys import float_info
@@ -60,21 +60,16 @@ __all__ = ['RUN_OPTIONS', 'LONGEST', 'device_of', 'reading_for', 'RunOptions', '
 
 # %% ../../nbs/settings/07_config.ipynb #210c1c22
 def device_of(name: str) -> torch.device:
-    """The device of this name; `auto` is cuda or mps if available, else cpu. Each rank has a GPU of its own.
+    """The device of this name; `auto` is cuda or mps if available, else cpu.
 
-    Raises `DataError` for a device that is not available.
+    Each rank has a GPU of its own. Raises `DataError` for a device that is not available.
 
     Args:
         name: such as cpu, cuda:1, mps, or auto
     """
     if name == "auto":
-        name = (
-            "cuda"
-            if torch.cuda.is_available()
-            else "mps"
-            if torch.backends.mps.is_available()
-            else "cpu"
-        )
+        gpus = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available())
+        name = next((gpu for gpu, is_available in gpus.items() if is_available), "cpu")
     return device_of_rank(checked_device(name))
 
 
@@ -84,48 +79,49 @@ def _moved(pipe: Any, device: torch.device) -> Any:
     def make(source):
         return ToDevice(source, device)
 
-    return (
-        insert_before(pipe, AdvantageBuffer, make)
-        if len(find(pipe, AdvantageBuffer)) == 1
-        else make(pipe)
-    )
+    has_critic = len(find(pipe, AdvantageBuffer)) == 1
+    return insert_before(pipe, AdvantageBuffer, make) if has_critic else make(pipe)
 
 
 def _curious(pipe: Any, config: dict, seed: int) -> Any:
     "The pipeline with `RND`, if the configuration asks for it."
-    if not (weight := config.get("intrinsic", 0.0)):
+    weight = config.get("intrinsic", 0.0)
+    if not weight:
         return pipe
     if find(pipe, Replay) or find(pipe, DataSampler):
         raise DataError(
-            f"{config['algorithm']} learns from a memory, whose rewards stay as they were when they were new",
+            f"{config['algorithm']} learns from a memory, "
+            "whose rewards stay as they were when they were new",
             leaf="intrinsic",
             expected="0, or an algorithm without a memory, such as ppo",
             got=str(weight),
         )
     network = Distillation.for_env(config["env"], env_kwargs=config["env_kwargs"], seed=seed)
-    after = (
-        RewardScaler if find(pipe, RewardScaler) else Lanes
-    )  # its scale is for the rewards of the environment alone
+    # The scale is for the rewards of the environment alone.
+    after = RewardScaler if find(pipe, RewardScaler) else Lanes
     return insert_after(pipe, after, partial(RND, network=network, weight=weight, seed=seed))
 
 
 def _recorded(pipe: Any, config: dict) -> Any:
-    "The pipeline with a `Recorder` of the fragments of the lanes, if the configuration asks for it and names the `folder` of a run."
+    """The pipeline with a `Recorder` of the fragments of the lanes.
+
+    Only if the configuration asks for it and names the `folder` of a run.
+    """
     if not config.get("record") or "folder" not in config:
         return pipe
-    if (n := config.get("ranks", 1)) > 1:
-        raise DataError("several ranks do not record", leaf="record", expected="1 rank", got=str(n))
-    make = partial(
-        Recorder,
-        path=Path(config["folder"], "recording"),
-        limit=config.get("record_limit"),
-        append=True,
-    )
+    n_ranks = config.get("ranks", 1)
+    if n_ranks > 1:
+        problem = "several ranks do not record"
+        raise DataError(problem, leaf="record", expected="1 rank", got=str(n_ranks))
+    path = Path(config["folder"], "recording")
+    make = partial(Recorder, path=path, limit=config.get("record_limit"), append=True)
     return insert_after(pipe, Lanes, make)
 
 # %% ../../nbs/settings/07_config.ipynb #ce5267a0
 def reading_for(config: dict) -> Any:
-    """The reading service of a run. Raises `DataError` for options that are out of range, or do not fit together.
+    """The reading service of a run.
+
+    Raises `DataError` for options that are out of range, or do not fit together.
 
     Args:
         config: see `make_config`
@@ -133,34 +129,24 @@ def reading_for(config: dict) -> Any:
     kind = config.get("reading", "processes")
     address = config.get("address")
     options = config["workers"], config["lag"], config["order"]
-    learner_apart = (
-        device_of(config.get("device", "cpu")).type != "cpu"
-    )  # the workers stay on the CPU, only the learner uses the device
+    restarts = config["restarts"]
+    # The workers stay on the CPU, and only the learner uses the device.
+    learner_apart = device_of(config.get("device", "cpu")).type != "cpu"
+
     if kind == "ray":
         if not config["workers"]:
-            raise DataError(
-                "Ray, but no workers", leaf="workers", expected="--workers 1 or more", got="0"
-            )
-        return RayReading(
-            *options,
-            restart=config["restarts"],
-            address=address,
-            device="cpu" if learner_apart else None,
-        )
+            expected = "--workers 1 or more"
+            raise DataError("Ray, but no workers", leaf="workers", expected=expected, got="0")
+        device = "cpu" if learner_apart else None
+        return RayReading(*options, restart=restarts, address=address, device=device)
     if kind != "processes":
-        raise DataError(
-            "unknown reading service", leaf="reading", expected="processes or ray", got=repr(kind)
-        )
+        problem = "unknown reading service"
+        raise DataError(problem, leaf="reading", expected="processes or ray", got=repr(kind))
     if address is not None:
-        raise DataError(
-            "an address, but no cluster",
-            leaf="address",
-            expected="--reading ray",
-            got=repr(address),
-        )
-    return ProcessReading(
-        *options, restart=config["restarts"], affinity=["cpu"] if learner_apart else None
-    )
+        problem = "an address, but no cluster"
+        raise DataError(problem, leaf="address", expected="--reading ray", got=repr(address))
+    affinity = ["cpu"] if learner_apart else None
+    return ProcessReading(*options, restart=restarts, affinity=affinity)
 
 # %% ../../nbs/settings/07_config.ipynb #ce52679f
 class RunOptions(Options):
@@ -171,30 +157,47 @@ class RunOptions(Options):
         seed: seed of networks, environments and actions
         threads: number of torch threads; 1 is fastest for small networks
         checkpoint_every: updates between checkpoints
-        keep: how many of the newest checkpoints to keep in the folder `checkpoints`; 0: only the last one
-        eval_every: updates between evaluations of the present policy, in a separate process, such as 10; or steps, such as '20_000 steps',
-            between evaluations on fresh episodes for which the training waits, into evaluations.jsonl; 0: none
+        keep: how many of the newest checkpoints to keep in the folder `checkpoints`; 0: only the
+            last one
+        eval_every: updates between evaluations of the present policy, in a separate process, such
+            as 10; or steps, such as '20_000 steps', between evaluations on fresh episodes for which
+            the training waits, into evaluations.jsonl; 0: none
         eval_episodes: number of episodes of each of these evaluations
-        max_episode_steps: largest number of steps of an episode, in training and evaluation; then it is truncated [as the environment says;
-            without a limit of its own, evaluations and films cut an episode off after 10,000 steps]
-        final_episodes: number of episodes of the final evaluations of the last policy and the best one, if eval_every is in steps
-        video_every: updates between films of an episode of the present policy, in the folder videos; 0: none
+        max_episode_steps: largest number of steps of an episode, in training and evaluation; then
+            it is truncated [as the environment says; without a limit of its own, evaluations and
+            films cut an episode off after 10,000 steps]
+        final_episodes: number of episodes of the final evaluations of the last policy and the best
+            one, if eval_every is in steps
+        video_every: updates between films of an episode of the present policy, in the folder
+            videos; 0: none
         workers: processes that collect, at most one per lane; 0: collect in this process
-        lag: updates between collecting a batch in workers and learning from it: 0, 1, ... or none (any number)
-        order: order of the lanes with workers: canonical (in turn) or ready (first come, first served)
+        lag: updates between collecting a batch in workers and learning from it: 0, 1, ... or none
+            (any number)
+        order: order of the lanes with workers: canonical (in turn) or ready (first come, first
+            served)
         restarts: how often a lost worker is replaced before the run fails
         reading: where workers run: processes (of this machine) or ray (a Ray cluster)
-        address: address of a Ray cluster: auto (that of this machine) or host:port [Ray for this run alone]
+        address: address of a Ray cluster: auto (that of this machine) or host:port [Ray for this
+            run alone]
         name: name of the experiment in plots [algorithm and environment]
-        device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if available)
-        intrinsic: weight of a reward for new observations, by random network distillation (`RND`); 0: none
-        preset: settings for omitted options: auto (the preset for the environment), none, or the name of a preset
-        record: write the fragments of the lanes into the folder `recording` of the run, for `Replayer`
-        record_limit: most bytes of the recording, such as '64 GB'; the oldest fragments are removed [no limit]
-        exact: do not start unless the run, when it is interrupted and resumed, gives the same numbers as without the interruption
-        stop_at_return: mean return of an evaluation at which the training stops; needs eval_every in steps
-        patience: number of evaluations without a better mean return after which the training stops; needs eval_every in steps; 0: none
-        stop_after: time of training after which it stops, such as '90 min' or '2 h'; evaluations do not count
+        device: where networks and batches are: cpu, cuda, cuda:1, mps, or auto (cuda or mps, if
+            available)
+        intrinsic: weight of a reward for new observations, by random network distillation (`RND`);
+            0: none
+        preset: settings for omitted options: auto (the preset for the environment), none, or the
+            name of a preset
+        record: write the fragments of the lanes into the folder `recording` of the run, for
+            `Replayer`
+        record_limit: most bytes of the recording, such as '64 GB'; the oldest fragments are removed
+            [no limit]
+        exact: do not start unless the run, when it is interrupted and resumed, gives the same
+            numbers as without the interruption
+        stop_at_return: mean return of an evaluation at which the training stops; needs eval_every
+            in steps
+        patience: number of evaluations without a better mean return after which the training stops;
+            needs eval_every in steps; 0: none
+        stop_after: time of training after which it stops, such as '90 min' or '2 h'; evaluations do
+            not count
     """
 
     steps: int = integer(100_000, changes="between updates")
@@ -237,7 +240,9 @@ RUN_OPTIONS = options_of(dict(run=RunOptions))
 
 
 def run_options(values: dict) -> RunOptions:
-    """The options of a run. Raises `DataError` for an unknown name, and for a value of the wrong type or out of range.
+    """The options of a run.
+
+    Raises `DataError` for an unknown name, and for a value of the wrong type or out of range.
 
     Args:
         values: option -> value; all others have their defaults
@@ -245,20 +250,19 @@ def run_options(values: dict) -> RunOptions:
     try:
         return RunOptions(**checked(values, RUN_OPTIONS, "the run"))
     except DataError as e:
-        raise DataError(
-            e.problem.removeprefix("RunOptions: "), leaf=e.leaf, expected=e.expected, got=e.got
-        ) from None
+        problem = e.problem.removeprefix("RunOptions: ")
+        raise DataError(problem, leaf=e.leaf, expected=e.expected, got=e.got) from None
 
 # %% ../../nbs/settings/07_config.ipynb #6417072b
 def check_config(config: dict) -> None:
-    "Raise `DataError` if the options of a run and those of its algorithm are out of range together."
+    "Raise `DataError` if the options of a run and those of its algorithm do not fit together."
     reading_for(config)
     check_decay(config["steps"], config["options"])
     check_stops(config)
-    if (limit := config["record_limit"]) is not None and not config["record"]:
-        raise DataError(
-            "a limit, but no recording", leaf="record_limit", expected="--record", got=repr(limit)
-        )
+    limit = config["record_limit"]
+    if limit is not None and not config["record"]:
+        problem = "a limit, but no recording"
+        raise DataError(problem, leaf="record_limit", expected="--record", got=repr(limit))
     check_room(config["options"])
     check_lanes(config["workers"], config["options"])
 
@@ -267,8 +271,8 @@ def _check_id(env: Any) -> None:
     "Raise `DataError` for an environment that is not given by its id."
     if isinstance(env, str):
         return
-    name = env.__name__ if isinstance(env, type) else "Own"
     known = getattr(getattr(env, "spec", env), "id", None)
+    name = env.__name__ if isinstance(env, type) else "Own"
     way = f"the id '{name}-v0', after `gymnasium.register('{name}-v0', {name})`"
     raise DataError(
         "a run needs the id of its environment, which its folder can hold",
@@ -279,18 +283,19 @@ def _check_id(env: Any) -> None:
 
 
 def resolve(asked: Asked) -> Resolved:
-    """The configuration that is asked for. An option is what is typed, or in the file, or in the preset, or its default, in this order.
+    """The configuration that is asked for.
 
+    An option is what is typed, or in the file, or in the preset, or its default, in this order.
     Raises `DataError` for options that are unknown, do not fit together, or do not fit into JSON.
 
     Args:
         asked: see `Asked`
     """
-    algorithm, env = asked.algorithm, asked.env
+    algorithm = asked.algorithm
     of_learning = options_for(algorithm)
     may_be_set = [option for option in of_learning + RUN_OPTIONS if option.name != "preset"]
     preset, of_preset, kwargs_of_preset = preset_for(
-        algorithm, env, asked.env_kwargs, asked.values["preset"], may_be_set
+        algorithm, asked.env, asked.env_kwargs, asked.values["preset"], may_be_set
     )
 
     # What comes later has priority.
@@ -300,13 +305,13 @@ def resolve(asked: Asked) -> Resolved:
         values.update(layer)
         origins.update(dict.fromkeys(layer, origin))
 
-    # The defaults, some of which depend on other options.
-    learning = {
-        option.name: values.pop(option.name) for option in of_learning if option.name in values
-    }
+    # The options of the algorithm, and those of the run
+    defaults = {option.name: option.default for option in of_learning}
+    learning = {name: values.pop(name) for name in defaults if name in values}
     learning = checked(learning, of_learning, algorithm)
     of_run = run_options(values)
-    defaults = {option.name: option.default for option in of_learning}
+
+    # Some defaults depend on other options.
     if of_run.intrinsic and "terminal_obs" in defaults:
         defaults["terminal_obs"] = True  # for `RND`: last observations may be new, too
     if "critic_encoder" in defaults and "encoder" in learning:
@@ -317,7 +322,7 @@ def resolve(asked: Asked) -> Resolved:
 
     config = {
         "algorithm": algorithm,
-        "env": env,
+        "env": asked.env,
         "env_kwargs": {**masks, **kwargs_of_preset, **asked.env_kwargs},
         **vars(of_run),
         "preset": preset,
@@ -325,8 +330,9 @@ def resolve(asked: Asked) -> Resolved:
         "versions": versions(),
         "origins": origins,
     }
-    if asked.imports:
-        config["imports"] = [asked.imports] if isinstance(asked.imports, str) else [*asked.imports]
+    imports = asked.imports
+    if imports:
+        config["imports"] = [imports] if isinstance(imports, str) else [*imports]
     name_address(of_run.address)
     check_config(config)
     return Resolved({name: as_json(x, name) for name, x in config.items()})
@@ -341,7 +347,9 @@ def make_config(
     imports: Sequence[str] = (),
     **settings: Any,
 ) -> Resolved:
-    """The configuration of a run. Raises `DataError` as `resolve` does, and for an environment that is not given by its id.
+    """The configuration of a run.
+
+    Raises `DataError` as `resolve` does, and for an environment that is not given by its id.
 
     Args:
         algorithm: name in `ALGORITHMS`
@@ -361,27 +369,25 @@ LONGEST = 10_000  # steps of an episode without any other limit
 
 
 def playing(config: dict, max_episode_steps: int | None = None) -> dict:
-    """The options of `evaluate` that a run decides: its environment, and after how many steps an episode is cut off.
+    """The options of `evaluate` that a run decides: its environment, and the limit of an episode.
 
     Args:
         config: see `make_config`
         max_episode_steps: another limit than that of the run; None: that of the run
     """
     env_kwargs = plain(config["env_kwargs"])
-    n = max_episode_steps or config.get("max_episode_steps")
-    if n is not None:
-        env_kwargs = {**env_kwargs, "max_episode_steps": n}
+    limit = max_episode_steps or config.get("max_episode_steps")
+    if limit is not None:
+        env_kwargs["max_episode_steps"] = limit
+
+    # The limits that the environment has of its own; the second one is that of a game of Atari.
     spec = gym.spec(check_id(config["env"]).rpartition(":")[2])
-    own_limits = (
+    limits = (
         env_kwargs.get("max_episode_steps", spec.max_episode_steps),
-        spec.kwargs.get("max_num_frames_per_episode"),  # of a game of Atari
+        spec.kwargs.get("max_num_frames_per_episode"),
     )
-    return dict(
-        env=config["env"],
-        env_kwargs=env_kwargs,
-        max_steps=max([LONGEST, *filter(None, own_limits)]),
-        on_limit="cut",
-    )
+    max_steps = max([LONGEST, *filter(None, limits)])
+    return dict(env=config["env"], env_kwargs=env_kwargs, max_steps=max_steps, on_limit="cut")
 
 # %% ../../nbs/settings/07_config.ipynb #05d2f348
 _ALLOWED: set[str] = set()  # modules that the user of this process has named
@@ -390,7 +396,8 @@ _ALLOWED: set[str] = set()  # modules that the user of this process has named
 def allow_edits(module: str) -> None:
     """Import a module whose edits a run may have. `--import` does the same.
 
-    A configuration may come from a stranger, and it names any function. So only functions of such a module are called.
+    A configuration may come from a stranger, and it names any function. So only functions of such a
+    module are called.
 
     Args:
         module: name of a module
@@ -399,41 +406,45 @@ def allow_edits(module: str) -> None:
     _ALLOWED.add(module)
 
 
+def _edit_of(source: str) -> Callable:
+    "The function of an edit. Raises `DataError` if its module was not named, or it is not there."
+    module, _, name = source.partition(":")
+    if module not in _ALLOWED or module not in sys.modules:
+        raise DataError(
+            f"the edit {source!r} needs its module",
+            got="not named by you",
+            expected=f"--import {module}, or in Python allow_edits({module!r}) "
+            "of rollpipe.settings.config",
+        )
+    function = getattr(sys.modules[module], name, None)
+
+    # One that is only imported there is not meant, but for what ours have made, as an `inserter`.
+    core = function
+    while isinstance(core, partial):
+        core = core.func
+    owner = str(getattr(core, "__module__", ""))
+    if not callable(function) or owner != module and not owner.startswith("rollpipe.pipes."):
+        expected = "the name of a function of this module"
+        raise DataError(f"there is no edit {source!r}", expected=expected, got=name)
+    return function
+
+
 def _inserted(pipe: Any, inserts: list) -> Any:
     "The pipeline with what edits have inserted."
     for edit in inserts:
-        module, _, name = edit["insert"].partition(":")
-        if module not in _ALLOWED or module not in sys.modules:
-            raise DataError(
-                f"the edit {edit['insert']!r} needs its module",
-                got="not named by you",
-                expected=f"--import {module}, or in Python allow_edits({module!r}) of rollpipe.settings.config",
-            )
-        function = getattr(sys.modules[module], name, None)
-        core = function
-        while isinstance(core, partial):
-            core = core.func  # such as an `inserter`, which is ours
-        owner = str(getattr(core, "__module__", ""))
-        if (
-            not callable(function) or owner != module and not owner.startswith("rollpipe.pipes.")
-        ):  # it is only imported there
-            raise DataError(
-                f"there is no edit {edit['insert']!r}",
-                expected="the name of a function of this module",
-                got=name,
-            )
-        pipe = function(pipe, **edit["kwargs"])
+        source = edit["insert"]
+        pipe = _edit_of(source)(pipe, **edit["kwargs"])
         if not isinstance(pipe, IterDataPipe):
-            raise DataError(
-                f"{edit['insert']!r} is no edit",
-                expected="a function pipe -> pipe",
-                got=type(pipe).__name__,
-            )
+            expected = "a function pipe -> pipe"
+            raise DataError(f"{source!r} is no edit", expected=expected, got=type(pipe).__name__)
     return pipe
 
 # %% ../../nbs/settings/07_config.ipynb #db28199a
 def _made(part, make, *args, **kwargs):
-    "What `make`, such as the class of a part, returns. Raises `DataError` if it sets an option twice."
+    """What `make`, such as the class of a part, returns.
+
+    Raises `DataError` if it sets an option twice.
+    """
     try:
         return make(*args, **kwargs)
     except TypeError as e:
@@ -453,90 +464,86 @@ def _network(part, env, algorithm, **kwargs):
     try:
         return _made(part, part.for_env, env, **kwargs)
     except DataError as e:
-        e.locate(
-            pipe=part
-        )  # name the part, because policy and critic have options of the same name
+        # It names the part, because policy and critic have options of the same name.
+        e.locate(pipe=part)
         raise
     except SpaceError as e:
-        others = (
-            algorithms_for(spaces_of(env, kwargs["env_kwargs"])[1], algorithm)
-            if str(e.leaf).startswith("action_space")
-            else []
-        )
-        if others and algorithm not in others:
-            e.expected = (
-                f"{e.expected} for {algorithm}, or an algorithm for it: {', '.join(others)}"
-            )
+        if str(e.leaf).startswith("action_space"):
+            others = algorithms_for(spaces_of(env, kwargs["env_kwargs"])[1], algorithm)
+            if others and algorithm not in others:
+                names = ", ".join(others)
+                e.expected = f"{e.expected} for {algorithm}, or an algorithm for it: {names}"
         raise
 
 
 @spare_environments()
 def build(config: dict, resumes: int = 0) -> tuple:
-    """The learner and the pipeline that a configuration describes. Raises their errors, and `DataError` if they do not fit together.
+    """The learner and the pipeline that a configuration describes.
+
+    Raises their errors, and `DataError` if they do not fit together.
 
     Args:
-        config: see `make_config`; with `folder`, that of the run: there the pipeline records, if it does, and the replay's `path` has a
-            subfolder of its name, so that parallel trainings with the same options use separate files
+        config: see `make_config`; with `folder`, that of the run: there the pipeline records, if it
+            does, and the replay's `path` has a subfolder of its name, so that parallel trainings
+            with the same options use separate files
         resumes: how often the run was resumed
 
     Returns:
         tuple: agent, pipe
     """
     config = plain(config)
-    algorithm = ALGORITHMS[config["algorithm"]]
+    name = config["algorithm"]
+    algorithm = ALGORITHMS[name]
     env = config["env"]
     env_kwargs = playing(config)["env_kwargs"]
     if env_kwargs.get("atari") is not None:
-        env_kwargs = {**env_kwargs, "atari": "lives"}  # evaluations play whole games
+        env_kwargs["atari"] = "lives"  # evaluations play whole games
+
+    # The arguments and the seed of each part; a stored configuration may lack a new option.
     kwargs = {part: {} for part in (*algorithm.parts, "recurrence", "sharing")}
-    for option in options_for(config["algorithm"]):
+    for option in options_for(name):
         value = config["options"].get(option.name, option.default)
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
-    *words, novelty_seed = map(
-        int, np.random.SeedSequence([config["seed"], resumes]).generate_state(5)
-    )
-    seeds = dict(zip(algorithm.parts, words))
+    words = np.random.SeedSequence([config["seed"], resumes]).generate_state(5)
+    *part_seeds, novelty_seed = map(int, words)
+    seeds = dict(zip(algorithm.parts, part_seeds))
+
+    # The networks
     parts = parts_for(algorithm, kwargs)
     modules = [
-        _network(
-            parts[part],
-            env,
-            config["algorithm"],
-            env_kwargs=env_kwargs,
-            seed=seeds[part],
-            **kwargs[part],
-        )
+        _network(parts[part], env, name, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
         for part in ("policy", "critic")
         if part in parts
     ]
-    device = device_of(config.get("device", "cpu"))
     accepted = inspect.signature(algorithm.pipeline).parameters
-    if device.type != "cpu":
+    device = device_of(config.get("device", "cpu"))
+    is_apart = device.type != "cpu"
+    if is_apart:
         if "device" not in accepted:
-            raise DataError(
-                f"the pipeline of {config['algorithm']} takes no device",
-                leaf="device",
-                expected="cpu",
-                got=str(device),
-            )
+            problem = f"the pipeline of {name} takes no device"
+            raise DataError(problem, leaf="device", expected="cpu", got=str(device))
         modules = [module.to(device) for module in modules]
         kwargs["pipeline"]["device"] = device
+
+    # The learner and the pipeline; not every pipeline asks the critic.
     learner = algorithm.learner
     agent = _made(learner, learner, *modules, seed=seeds["learner"], **kwargs["learner"])
-    if "critic" not in accepted:
-        modules = modules[:1]
+    asked = modules if "critic" in accepted else modules[:1]
     pipe = algorithm.pipeline(
-        env, *modules, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"]
+        env, *asked, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"]
     )
-    for memory in find(pipe, Replay) + find(
-        pipe, DataSampler
-    ):  # an error comes before the memory is filled
-        if isinstance(agent, ReplayLearner):
+
+    # The memory of the pipeline: an error comes before it is filled.
+    if isinstance(agent, ReplayLearner):
+        for memory in find(pipe, Replay) + find(pipe, DataSampler):
             agent.check_length(memory.length)
-    for replay in find(pipe, Replay):
-        if replay.path is not None and "folder" in config:
-            replay.path = str(Path(replay.path, Path(config["folder"]).resolve().name))
+    for replay in find(pipe, Replay) if "folder" in config else ():
+        if replay.path is not None:
+            name_of_run = Path(config["folder"]).resolve().name
+            replay.path = str(Path(replay.path, name_of_run))
+
+    # What the options of the run add
     pipe = _recorded(_curious(pipe, config, novelty_seed), config)
-    if device.type != "cpu":
+    if is_apart:
         pipe = _moved(pipe, device)
     return agent, _inserted(pipe, config.get("inserts", []))

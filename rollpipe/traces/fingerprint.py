@@ -24,7 +24,6 @@ from ..pipes.graph.edits import inputs, nodes
 from ..pipes.graph.modules import few_threads
 from ..pipes.graph.pipe import Seeded
 from ..pipes.graph.states import numbered
-from ..pipes.data.compare import differing
 from rollpipe.traces.description import (
     UNKNOWN,
     Description,
@@ -54,20 +53,29 @@ def source_digest() -> str:
 
 
 def machine(networks: Iterable = ()) -> dict:
-    """What the last bits may depend on: system, processor, its features that torch and numpy use, torch's threads, and the GPUs in use.
+    """What the last bits may depend on.
+
+    That is the system, the processor, its features that torch and numpy use, torch's threads, and
+    the GPUs in use.
 
     Args:
-        networks: modules, whose parameters may be on a GPU; one that nobody uses is not touched, because CUDA forbids to fork after it
+        networks: modules, whose parameters may be on a GPU; one that nobody uses is not touched,
+            because CUDA forbids to fork after it
     """
+    # How numpy was built
     show: Any = np.show_config
     try:
         built = show(mode="dicts")
     except TypeError:
         built = {}  # numpy below 1.26
     blas = built.get("Build Dependencies", {}).get("blas", {})
+
     networks = list(networks)
     with few_threads(networks):
         threads = torch.get_num_threads()
+    gpus = set()
+    for network in networks:
+        gpus |= {torch.cuda.get_device_name(x.device) for x in network.parameters() if x.is_cuda}
     return dict(
         system=f"{platform.system()} {platform.machine()}",
         processor=_processor(),
@@ -75,17 +83,7 @@ def machine(networks: Iterable = ()) -> dict:
         torch=torch.backends.cpu.get_cpu_capability(),
         blas=f"{blas.get('name')} {blas.get('version')}",
         numpy=" ".join(built.get("SIMD Extensions", {}).get("found", [])),
-        accelerator=", ".join(
-            sorted(
-                {
-                    torch.cuda.get_device_name(x.device)
-                    for network in networks
-                    for x in network.parameters()
-                    if x.is_cuda
-                }
-            )
-        )
-        or "None",
+        accelerator=", ".join(sorted(gpus)) or "None",
     )
 
 
@@ -94,10 +92,10 @@ def _processor():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []  # not Linux
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
 
 # %% ../../nbs/traces/02_fingerprint.ipynb #f3c0bd37
 class Differences(dict):
@@ -117,53 +115,43 @@ class Fingerprint:
     """
 
     PARTS = "graph", "settings", "networks", "weights", "seeds", "versions", "machine"
-    FIXED = (
-        "graph",
-        "settings",
-        "networks",
-        "versions",
-        "machine",
-    )  # parts that learning does not change
+    # parts that learning does not change
+    FIXED = "graph", "settings", "networks", "versions", "machine"
 
     def __init__(self, leaves: dict):
-        if not isinstance(leaves, dict) or not all(
-            isinstance(x, str) for pair in leaves.items() for x in pair
-        ):
-            raise DataError(
-                "not the leaves of a fingerprint", expected="a dict of texts", got=leaves
-            )
+        is_dict = isinstance(leaves, dict)
+        if not is_dict or not all(isinstance(x, str) for x in (*leaves, *leaves.values())):
+            problem = "not the leaves of a fingerprint"
+            raise DataError(problem, expected="a dict of texts", got=leaves)
         self.leaves = dict(sorted(leaves.items()))
 
-    def part(self, name: str) -> dict:
-        "The leaves of a part."
-        return {path: text for path, text in self.leaves.items() if path.partition("/")[0] == name}
+    def part(self, *names: str) -> dict:
+        "The leaves of some of the `PARTS`."
+        return {path: text for path, text in self.leaves.items() if path.split("/")[0] in names}
 
     def differs(self, other: Fingerprint, *parts: str) -> Differences:
-        """The leaves that differ. Of a pipe or network that only one of them has, the first leaf is named.
+        """The leaves that differ.
+
+        Of a pipe or network that only one of them has, the first leaf is named.
 
         Args:
             other: the fingerprint of another training
             *parts: only these of `PARTS`; none: all
         """
-        a, b = (
-            {path: text for part in parts or self.PARTS for path, text in x.part(part).items()}
-            for x in (self, other)
-        )
-        found = {
-            path: ("missing" if x is None else x, "missing" if y is None else y)
-            for path, x, y in differing(a, b)
-        }
-        found |= {
-            path: (a[path], b[path]) for path in a.keys() & b.keys() if a[path].startswith(UNKNOWN)
-        }
-        lonely = {path for path, pair in found.items() if "missing" in pair}
-        return Differences(
-            {
-                path: pair
-                for path, pair in sorted(found.items())
-                if path not in lonely or not _above(path) & lonely
-            }
-        )
+        parts = parts or self.PARTS
+        a = self.part(*parts)
+        b = other.part(*parts)
+
+        # What is unknown equals nothing.
+        pairs = {}
+        for path in sorted(a.keys() | b.keys()):
+            pair = a.get(path, "missing"), b.get(path, "missing")
+            if pair[0] != pair[1] or pair[0].startswith(UNKNOWN):
+                pairs[path] = pair
+
+        lonely = {path for path, pair in pairs.items() if "missing" in pair}
+        below = {path for path in lonely if _above(path) & lonely}
+        return Differences({path: pair for path, pair in pairs.items() if path not in below})
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Fingerprint) and not self.differs(other)
@@ -171,12 +159,14 @@ class Fingerprint:
     __hash__: Any = None
 
     def __repr__(self):
-        parts = [
-            f"{name} {digest(part.items())[:4]}{' (unknown)' * any(x.startswith(UNKNOWN) for x in part.values())}"
-            for name in self.PARTS
-            if (part := self.part(name))
-        ]
-        return f"{digest(self.leaves.items())}: {', '.join(parts)}"
+        texts = []
+        for name in self.PARTS:
+            leaves = self.part(name)
+            if leaves:
+                is_unknown = any(text.startswith(UNKNOWN) for text in leaves.values())
+                note = " (unknown)" if is_unknown else ""
+                texts.append(f"{name} {digest(leaves.items())[:4]}{note}")
+        return f"{digest(self.leaves.items())}: {', '.join(texts)}"
 
 
 def _above(path):
@@ -189,7 +179,9 @@ def networks_of(agent: Any) -> dict[str, torch.nn.Module]:
 
 
 def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
-    """The fingerprint of a training, before its first update. It takes some milliseconds, and as long as reading the weights once.
+    """The fingerprint of a training, before its first update.
+
+    It takes some milliseconds, and as long as reading the weights once.
 
     Args:
         pipe: the last pipe of the graph
@@ -197,97 +189,94 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
         **settings: more that decides the numbers, such as `lag=1` of a reading service
     """
     networks = {} if agent is None else networks_of(agent)
-    told = Description(networks)
-    named = numbered(nodes(pipe))
-    for name, node in named.items():
-        _add_pipe(
-            told, name, node, [k for k, x in named.items() if any(x is y for y in inputs(node))]
-        )
+    description = Description(networks)
+    pipes = numbered(nodes(pipe))
+    for name, node in pipes.items():
+        _add_pipe(description, name, node, pipes)
     if agent is not None:
-        _add_agent(told, agent, networks)
+        _add_agent(description, agent, networks)
     for name, x in settings.items():
-        told.add(f"settings/{name}", x)
-    _add_networks(told)
-    seeds = {
-        f"seeds/{name}": repr(node.seed) for name, node in named.items() if isinstance(node, Seeded)
-    }
+        description.add(f"settings/{name}", x)
+    _add_networks(description)
+
+    seeds = {name: repr(x.seed) for name, x in pipes.items() if isinstance(x, Seeded)}
     if set(seeds.values()) == {"None"}:
         seeds = dict.fromkeys(seeds, f"{UNKNOWN}: fresh entropy in each iteration")
-    told.leaves.update(seeds)
-    _add_versions(told, pipe)
-    for name, text in machine(told.networks.values()).items():
-        told.leaves[f"machine/{name}"] = text
-    return Fingerprint(told.leaves)
+    for name, text in seeds.items():
+        description.leaves[f"seeds/{name}"] = text
+
+    _add_versions(description, pipe)
+    for name, text in machine(description.networks.values()).items():
+        description.leaves[f"machine/{name}"] = text
+    return Fingerprint(description.leaves)
 
 
-def _add_pipe(told, name, node, above):
-    told.add(f"graph/{name}/class", type(node))
-    told.leaves[f"graph/{name}"] = type(node).__name__
-    told.leaves[f"graph/{name}/inputs"] = ", ".join(above)
+def _add_pipe(description, name, node, pipes):
+    ids = {id(x) for x in inputs(node)}
+    names = [key for key, x in pipes.items() if id(x) in ids]
+    description.add(f"graph/{name}/class", type(node))
+    description.leaves[f"graph/{name}"] = type(node).__name__
+    description.leaves[f"graph/{name}/inputs"] = ", ".join(names)
     for key, x in attributes(node).items():
-        if key != "seed" and not any(x is y for y in inputs(node)):
-            told.add(f"graph/{name}/{key}", x)
+        if key != "seed" and id(x) not in ids:
+            description.add(f"graph/{name}/{key}", x)
 
 
-def _add_agent(told, agent, networks):
-    told.add("settings/class", type(agent))
-    found = (
-        {f.name: getattr(agent, f.name) for f in fields(agent)}
-        if is_dataclass(agent)
-        else attributes(agent)
-    )
-    schedules = {
-        name: str(x) if isinstance(x, Schedule) else x
-        for name, x in getattr(agent, "schedules", {}).items()
-    }
-    for name, x in {**found, **schedules}.items():
+def _add_agent(description, agent, networks):
+    description.add("settings/class", type(agent))
+    options = attributes(agent)
+    if is_dataclass(agent):
+        options = {f.name: getattr(agent, f.name) for f in fields(agent)}
+    # The value of an option that follows a schedule is no setting, but the schedule is.
+    for name, x in getattr(agent, "schedules", {}).items():
+        options[name] = str(x) if isinstance(x, Schedule) else x
+    for name, x in options.items():
         if name not in networks:
-            told.add("seeds/learner" if name == "seed" else f"settings/{name}", x)
+            description.add("seeds/learner" if name == "seed" else f"settings/{name}", x)
 
 
-def _add_networks(told):
-    "The networks that were met, and those in their attributes."
+def _add_networks(description):
+    "The networks that were met. Those in their attributes are met here, and come last."
     done = set()
-    while left := [(name, x) for name, x in told.networks.items() if name not in done]:
-        for name, network in left:
-            done.add(name)
-            plain = name.removeprefix("graph/").replace("/", ".")
-            for place, module in network.named_modules():
-                path = "/".join(filter(None, ("networks", plain, place)))
-                told.add(f"{path}/class", type(module))
-                told.leaves[path] = type(module).__name__
-                own = {
-                    key: x
-                    for key, x in vars(module).items()
-                    if not key.startswith("_") and key != "training"
-                }
-                for key, x in own.items():
-                    told.add(f"{path}/{key}", x)
-            for key, x in (*network.named_parameters(), *network.named_buffers()):
-                told.leaves[f"weights/{plain}/{key}"] = array_text(x)
+    while len(done) < len(description.networks):
+        name = next(name for name in description.networks if name not in done)
+        done.add(name)
+        network = description.networks[name]
+
+        # Its modules and their attributes, and its weights
+        name = name.removeprefix("graph/").replace("/", ".")
+        for place, module in network.named_modules():
+            path = "/".join(filter(None, ("networks", name, place)))
+            description.add(f"{path}/class", type(module))
+            description.leaves[path] = type(module).__name__
+            for key, x in vars(module).items():
+                if not key.startswith("_") and key != "training":
+                    description.add(f"{path}/{key}", x)
+        for key, x in (*network.named_parameters(), *network.named_buffers()):
+            description.leaves[f"weights/{name}/{key}"] = array_text(x)
 
 
-def _add_versions(told, pipe):
-    sources = {
-        getattr(x, "source", getattr(x, "name", None))
-        for node in nodes(pipe)
-        for x in getattr(node, "factories", None) or ()
-    }
-    ids = sorted(source.rpartition(":")[2] for source in sources if isinstance(source, str))
-    for spec in (gym.registry[name] for name in ids if name in gym.registry):
-        told.add(
-            f"versions/{spec.id}",
-            {
-                name: x
-                for name, x in vars(spec).items()
-                if name not in ("namespace", "name", "version")
-            },
-        )
-        entry = spec.entry_point
-        if isinstance(entry, str):
-            told.add(f"versions/{spec.id}/code", load_env_creator(entry))
-    for name, version in versions().items():
-        told.leaves[f"versions/{name}"] = version
-    told.leaves["versions/rollpipe"] += f" {source_digest()}"
-    for name in told.packages - versions().keys():
-        told.leaves[f"versions/{name}"] = version_of_package(name)
+def _add_versions(description, pipe):
+    # Environments that are made by their ids
+    ids = set()
+    for node in nodes(pipe):
+        for factory in getattr(node, "factories", None) or ():
+            source = getattr(factory, "source", getattr(factory, "name", None))
+            if isinstance(source, str):
+                ids.add(source.rpartition(":")[2])
+    for spec in [gym.registry[name] for name in sorted(ids) if name in gym.registry]:
+        path = f"versions/{spec.id}"
+        values = dict(vars(spec))
+        for key in ("namespace", "name", "version"):
+            values.pop(key, None)  # they are in the id
+        description.add(path, values)
+        if isinstance(spec.entry_point, str):
+            description.add(f"{path}/code", load_env_creator(spec.entry_point))
+
+    # Packages
+    packages = versions()
+    packages["rollpipe"] += f" {source_digest()}"
+    for name in description.packages - packages.keys():
+        packages[name] = version_of_package(name)
+    for name, version in packages.items():
+        description.leaves[f"versions/{name}"] = version

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..pipes.data.errors import DataError
 from ..pipes.data.files import read_file, write_atomically
 
 # %% auto #0
-__all__ = ['REQUEST', 'HISTORY', 'EVENTS', 'check_event', 'History', 'with_option', 'with_event', 'read_request', 'config_at',
+__all__ = ['REQUEST', 'HISTORY', 'EVENTS', 'check_event', 'History', 'with_options', 'with_event', 'read_request', 'config_at',
            'in_words', 'origin_in_words', 'past_in_words']
 
 # %% ../../nbs/traces/00_history.ipynb #f74bd7be
@@ -38,12 +39,13 @@ _CHANGES = ("resumed", "extended", "edited")  # events with which options change
 def _is_event(event: Any) -> bool:
     if not isinstance(event, dict) or type(event.get("at")) is not int:
         return False
-    if not isinstance(event.get("event"), str) or event["event"] not in EVENTS:
+    name = event.get("event")
+    if not isinstance(name, str) or name not in EVENTS:
         return False
-    kinds: Any = EVENTS[event["event"]]
-    if event["event"] == "edited":
+    kinds: Any = EVENTS[name]
+    if name == "edited":
         kinds = dict(insert=str, kwargs=dict) if "insert" in event else dict(set=dict)
-    return all(name in event and isinstance(event[name], kind) for name, kind in kinds.items())
+    return all(key in event and isinstance(event[key], kind) for key, kind in kinds.items())
 
 
 def check_event(event: Any, where: Any) -> dict:
@@ -63,13 +65,18 @@ def check_event(event: Any, where: Any) -> dict:
 
 # %% ../../nbs/traces/00_history.ipynb #cc3c873e
 class History(list):
-    "The events of a run, in turn. A list of dicts, see `EVENTS`; each has its name, `event`, and `at`, the update after which it was."
+    """The events of a run, in turn.
+
+    A list of dicts, see `EVENTS`. Each has its name, `event`, and the update after which it was,
+    `at`.
+    """
 
     @classmethod
     def read(cls, folder: str | Path) -> History:
-        """The history of the run in a folder; an empty one if there is no file. An incomplete last line is left out.
+        """The history of the run in a folder; an empty one if there is no file.
 
-        Raises `DataError`, which names the line, for a line that is damaged.
+        An incomplete last line is left out. Raises `DataError`, which names the line, for a line
+        that is damaged.
         """
         path = Path(folder) / HISTORY
         if not path.exists():
@@ -89,21 +96,17 @@ class History(list):
 
     def add(self, event: str, at: float, **says: Any) -> None:
         "Add an event after the update `at`, with what it says as plain data."
-        self.append(
-            check_event(json.loads(json.dumps(dict(event=event, at=int(at), **says))), event)
-        )
+        plain = json.loads(json.dumps(dict(event=event, at=int(at), **says)))
+        self.append(check_event(plain, event))
 
     def until(self, update: float) -> History:
         "The history up to an update, with what happened after it."
         return History(event for event in self if event["at"] <= update)
 
     def config(self, request: dict) -> dict:
-        "The configuration that holds at the end of this history: a fold of its events over the request."
-        config = request
-        for event in self:
-            if event["event"] in _CHANGES:
-                config = with_event(config, event)
-        return config
+        "The configuration at the end of this history: a fold of its events over the request."
+        changes = [event for event in self if event["event"] in _CHANGES]
+        return reduce(with_event, changes, request)
 
     @property
     def kept(self) -> dict:
@@ -118,13 +121,19 @@ class History(list):
 
     @property
     def stopped(self) -> str | None:
-        "Why the run has stopped before it made all of its steps; None: it has not, or it was extended since."
+        """Why the run has stopped before it made all of its steps.
+
+        None: it has not, or it was extended since.
+        """
         ends = [event for event in self if event["event"] in ("stopped", "extended")]
         return ends[-1].get("why") if ends else None
 
     @property
     def origin(self) -> dict | None:
-        "Where a fork comes from: `run`, `at`, `set`, and `noise` if it has other noise; None for another run."
+        """Where a fork comes from: `run`, `at`, `set`, and `noise` if it has other noise.
+
+        None for another run.
+        """
         return self[0] if self and self[0]["event"] == "forked" else None
 
     @property
@@ -142,24 +151,29 @@ def _event_in(line: str, where: str) -> dict:
     return check_event(event, where)
 
 # %% ../../nbs/traces/00_history.ipynb #1f3109a4
-def with_option(config: dict, name: str, value: Any) -> dict:
-    "The configuration with another value of an option, of the algorithm or of the run."
-    if name in config.get("options", {}):
-        return {**config, "options": {**config["options"], name: value}}
-    return {**config, name: value}
+def with_options(config: dict, values: dict) -> dict:
+    """The configuration with other values.
+
+    Args:
+        config: see `settings.config.make_config`
+        values: name of an option of the algorithm or of the run, or of another key -> value
+    """
+    config = {**config, "options": {**config.get("options", {})}}
+    for name, x in values.items():
+        part = config["options"] if name in config["options"] else config
+        part[name] = x
+    return config
 
 
 def with_event(config: dict, event: dict) -> dict:
     "The configuration after an event that changes options, or inserts a pipe."
-    for name, value in event.get("set", {}).items():
-        config = with_option(config, name, value)
     if "insert" not in event:
-        return config
+        return with_options(config, event["set"])
+
+    # A pipe that is inserted needs its module.
     module = event["insert"].partition(":")[0]
+    imports = list(dict.fromkeys([*(config.get("imports") or []), module]))
     insert = dict(insert=event["insert"], kwargs=event["kwargs"])
-    imports = [*(config.get("imports") or [])]
-    if module not in imports:
-        imports.append(module)
     return {**config, "imports": imports, "inserts": [*config.get("inserts", []), insert]}
 
 
@@ -178,7 +192,9 @@ def read_request(folder: str | Path) -> dict:
 
 
 def config_at(folder: str | Path, update: float) -> dict:
-    """The configuration of a run as it was after an update. Raises as `read_request` and `History.read` do.
+    """The configuration of a run as it was after an update.
+
+    Raises as `read_request` and `History.read` do.
 
     Args:
         folder: folder of the run
@@ -190,8 +206,9 @@ def config_at(folder: str | Path, update: float) -> dict:
 def in_words(event: dict) -> str:
     "An edit in words: `max_kl=0.01`, or `my_edits:scaled(by=0.1)`."
     values = event["kwargs"] if "insert" in event else event["set"]
-    listed = ", ".join(f"{name}={x}" for name, x in values.items())
-    return f"{event['insert']}({listed})" if "insert" in event else listed
+    texts = [f"{name}={x}" for name, x in values.items()]
+    text = ", ".join(texts)
+    return f"{event['insert']}({text})" if "insert" in event else text
 
 
 def origin_in_words(origin: dict) -> str:
@@ -202,6 +219,9 @@ def origin_in_words(origin: dict) -> str:
 
 
 def past_in_words(history: History) -> list[str]:
-    "What has made a run besides its request: where it was forked, and its edits. Empty: the request trains it again."
+    """What has made a run besides its request: where it was forked, and its edits.
+
+    Empty: the request trains it again.
+    """
     fork = [origin_in_words(history.origin)] if history.origin else []
     return fork + [f"{in_words(edit)} after update {edit['at']}" for edit in history.edits]
