@@ -21,7 +21,7 @@ FORMAT_VERSION = 3
 
 
 class Checkpoint(NamedTuple):
-    """The content of a file.
+    """The content of a file: all that a run needs to continue.
 
     Args:
         config: configuration that held at this moment, from which the agent can be built again
@@ -45,18 +45,15 @@ class Checkpoint(NamedTuple):
 
     def data(self) -> bytes:
         "The bytes of the file. Raises `CheckpointError` for a leaf that cannot be stored."
+        fields = dict(config=self.config, counters=self.counters, agent=self.agent_state)
         optional = dict(
             evaluated=self.evaluated,
             pipes=self.pipes or None,
             stream=self.stream,
             history=None if self.history is None else [*self.history],
         )
-        more = {name: x for name, x in optional.items() if x is not None}
-        return pack(
-            "checkpoint",
-            FORMAT_VERSION,
-            dict(config=self.config, counters=self.counters, agent=self.agent_state, **more),
-        )
+        fields |= {name: x for name, x in optional.items() if x is not None}
+        return pack("checkpoint", FORMAT_VERSION, fields)
 
 
 def save_checkpoint(
@@ -71,19 +68,22 @@ def save_checkpoint(
 ) -> None:
     """Write a `Checkpoint` into one safetensors file, atomically.
 
-    Raises `CheckpointError` for a leaf that cannot be stored, and `OSError`.
+        save_checkpoint("run.safetensors", agent, counters=dict(steps=agent.steps))
+        agent.load_state_dict(load_checkpoint("run.safetensors").agent_state)
 
     Args:
         path: file to write; replaced if it exists
         agent: has `state_dict()`: actor, critic, optimisers, normalisers, random state
         config: see `Checkpoint`, like the others; None: an empty one
+
+    Raises:
+        CheckpointError: for a leaf that cannot be stored.
+        OSError: if the file cannot be written.
     """
-    write_atomically(
-        path,
-        Checkpoint(
-            config or {}, counters or {}, agent.state_dict(), evaluated, pipes, stream, history
-        ).data(),
+    checkpoint = Checkpoint(
+        config or {}, counters or {}, agent.state_dict(), evaluated, pipes, stream, history
     )
+    write_atomically(path, checkpoint.data())
 
 # %% ../../nbs/agents/11_checkpoint.ipynb #1ab5452f
 def load_checkpoint(path: str | Path) -> Checkpoint:
@@ -96,18 +96,23 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         path: file that `save_checkpoint` wrote
     """
     try:
-        found = unpack(path, "checkpoint", FORMAT_VERSION)
+        data = unpack(path, "checkpoint", FORMAT_VERSION)
     except CheckpointError as e:
-        if kept := last_kept(Path(path).parent / "checkpoints"):
-            e.problem += f"; beside it, {kept} is the newest that was kept"
+        newest = last_kept(Path(path).parent / "checkpoints")
+        if newest:
+            e.problem += f"; beside it, {newest} is the newest that was kept"
         raise
-    if lacking := {"config", "counters", "agent"} - found.keys():
+    lacking = {"config", "counters", "agent"} - data.keys()
+    if lacking:
         raise CheckpointError(f"{path}: damaged metadata ({', '.join(sorted(lacking))} is missing)")
     return Checkpoint(
-        found["config"],
-        found["counters"],
-        found["agent"],
-        *map(found.get, ("evaluated", "pipes", "stream", "history")),
+        data["config"],
+        data["counters"],
+        data["agent"],
+        evaluated=data.get("evaluated"),
+        pipes=data.get("pipes"),
+        stream=data.get("stream"),
+        history=data.get("history"),
     )
 
 # %% ../../nbs/agents/11_checkpoint.ipynb #0e6bc062
@@ -141,12 +146,12 @@ def kept_checkpoints(folder: str | Path) -> dict:
     Returns:
         dict: number of steps -> path, in ascending order
     """
-    found = [
-        (int(match[1]), path)
-        for path in Path(folder).glob("*")
-        if (match := _KEPT.fullmatch(path.name))
-    ]
-    return dict(sorted(found))
+    path_of = {}
+    for path in Path(folder).glob("*"):
+        match = _KEPT.fullmatch(path.name)
+        if match:
+            path_of[int(match[1])] = path
+    return dict(sorted(path_of.items()))
 
 
 def last_kept(folder: str | Path, steps: float = math.inf) -> Path | None:
@@ -156,9 +161,11 @@ def last_kept(folder: str | Path, steps: float = math.inf) -> Path | None:
         folder: it need not exist
         steps: largest number of steps that it may have
     """
-    return next(
-        (path for n, path in reversed(kept_checkpoints(folder).items()) if n <= steps), None
-    )
+    newest = None
+    for n, path in kept_checkpoints(folder).items():
+        if n <= steps:
+            newest = path
+    return newest
 
 
 def keep_checkpoint(folder: str | Path, data: bytes, steps: int, n: int) -> None:
@@ -174,5 +181,8 @@ def keep_checkpoint(folder: str | Path, data: bytes, steps: int, n: int) -> None
     """
     Path(folder).mkdir(exist_ok=True)
     write_atomically(Path(folder) / f"checkpoint-{steps:09}.safetensors", data)
-    for path in list(kept_checkpoints(folder).values())[:-n]:
+
+    # The new file is there before an old one goes.
+    paths = list(kept_checkpoints(folder).values())
+    for path in paths[:-n]:
         path.unlink(missing_ok=True)

@@ -18,11 +18,14 @@ from ..pipes.data.fragment import Fragment
 import rollpipe.ranks as ranks
 
 # %% auto #0
-__all__ = ['explained_variance', 'valid_rows', 'fit_critic', 'critic_inputs', 'check_apart', 'observations']
+__all__ = ['explained_variance', 'valid_rows', 'parameters_of', 'fit_critic', 'critic_inputs', 'check_apart', 'observations']
 
 # %% ../../nbs/agents/04_critics.ipynb #92825df8
 def explained_variance(pred: Tensor, target: Tensor) -> float:
     """`1 - Var[target - pred] / Var[target]`; nan where the target does not vary or is empty.
+
+    >>> explained_variance(torch.tensor([0.5, 1.5]), torch.tensor([0.0, 2.0]))
+    0.75
 
     Args:
         pred: values [N]
@@ -32,13 +35,16 @@ def explained_variance(pred: Tensor, target: Tensor) -> float:
         return float("nan")
     pred = pred.detach().double()
     target = target.double()
-    spread = float(target.var(correction=0))
-    return 1 - float((target - pred).var(correction=0)) / spread if spread > 0 else float("nan")
+    total_variance = float(target.var(correction=0))
+    if not total_variance > 0:
+        return float("nan")
+    return 1 - float((target - pred).var(correction=0)) / total_variance
 
 # %% ../../nbs/agents/04_critics.ipynb #dcc1462c
 def valid_rows(tree: Any, valid: Tensor | None, dims: int) -> Any:
-    """The leaves as rows [N, ...], in order: the leading dimensions become one, rows that are not
-    valid are left out.
+    """The leaves as rows [N, ...], in order, without those that are not valid.
+
+    The leading dimensions become one.
 
     Args:
         tree: tensors [*lead, ...] in any nesting
@@ -66,8 +72,9 @@ def _step(critic, optimizer, params, obs, target, scale) -> None:
 
 @torch.no_grad()
 def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float]:
-    """Mean squared error and explained variance over the rows of all ranks, computed a few thousand
-    at a time to save memory.
+    """Mean squared error and explained variance over the rows of all ranks.
+
+    The critic computes a few thousand rows at a time, to save memory.
     """
     parts = [slice(i, i + rows) for i in range(0, len(target), rows)]
     pred = torch.cat([critic(nested.getitem(obs, part)) for part in parts])
@@ -81,7 +88,7 @@ def _measure(critic, obs, target, scale, rows: int = 8192) -> tuple[float, float
     return float(((pred - target) / scale).square().mean()), explained_variance(pred, target)
 
 # %% ../../nbs/agents/04_critics.ipynb #3252c931
-class _Kept:
+class _Rollback:
     "A copy of the parameters and the state of an optimiser, which can be restored."
 
     def __init__(self, optimizer):
@@ -89,7 +96,7 @@ class _Kept:
         self.state = nested.map(
             lambda x: x.clone() if isinstance(x, Tensor) else x, optimizer.state_dict()
         )
-        self.params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.params = parameters_of(optimizer)
         self.values = [p.detach().clone() for p in self.params]
 
     def is_finite(self) -> bool:
@@ -97,13 +104,10 @@ class _Kept:
 
         An infinite average of squares would stop learning for ever.
         """
-        states = [
-            x
-            for state in self.optimizer.state.values()
-            for x in state.values()
-            if isinstance(x, Tensor)
-        ]
-        return all(bool(x.isfinite().all()) for x in (*self.params, *states))
+        tensors = list(self.params)
+        for averages in self.optimizer.state.values():
+            tensors += [x for x in averages.values() if isinstance(x, Tensor)]
+        return all(bool(x.isfinite().all()) for x in tensors)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -119,6 +123,14 @@ class _Kept:
             got=f"returns of up to {float(target.abs().amax()):.1e}",
         )
 
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list:
+    "The parameters of all groups of an optimiser, in their order."
+    params = []
+    for group in optimizer.param_groups:
+        params += group["params"]
+    return params
+
 # %% ../../nbs/agents/04_critics.ipynb #e7b5d0d8
 def fit_critic(
     critic: Callable[[Any], Tensor],
@@ -131,11 +143,11 @@ def fit_critic(
     minibatch: int | None = None,
     generator: torch.Generator | None = None,
 ) -> dict[str, float]:
-    """Minimise the mean squared error of `critic` on `target`, in units of `critic.ret_std` where
-    there is one.
+    """Minimise the mean squared error of `critic` on `target`, by minibatch steps.
 
-    Returns `critic_loss_before`, `critic_loss` (both in those units), `explained_variance`
-    (before), `explained_variance_after` and `critic_steps`.
+    Errors are in units of `critic.ret_std` where there is one. Returns `critic_loss_before`,
+    `critic_loss` (both in those units), `explained_variance` (before), `explained_variance_after`
+    and `critic_steps`.
 
     Args:
         critic: obs [N, ...] -> values [N]
@@ -151,51 +163,59 @@ def fit_critic(
         DataError: if no row is valid, a valid target is not finite, the critic's answer is not [N],
             or its error or weights do not stay finite; then the critic keeps its old weights.
     """
-    place, n = ranks.places(torch.ones_like(target, dtype=torch.bool) if valid is None else valid)
+    # Rows of this rank, with their places in the joined batch of all ranks
+    all_rows = torch.ones_like(target, dtype=torch.bool)
+    place, n = ranks.places(all_rows if valid is None else valid)
     obs = valid_rows(obs, valid, target.ndim)
     target = valid_rows(target, valid, target.ndim)
     if not len(target):
         raise DataError("no valid row to fit the critic on")
     if not target.isfinite().all():
         raise DataError("non-finite value", leaf="target", expected="finite returns")
+
+    # The state before the fit, to which the critic returns if it diverges
     scale = float(getattr(critic, "ret_std", 1.0))
-    before = _measure(critic, obs, target, scale)
-    kept = _Kept(optimizer)
-    if not isfinite(before[0]):
-        raise kept.error(target, "before it is fitted")
-    parts = max(1, round(n / (minibatch or min(max(n // 64, 128), 512))))
+    loss_before, explained_before = _measure(critic, obs, target, scale)
+    rollback = _Rollback(optimizer)
+    if not isfinite(loss_before):
+        raise rollback.error(target, "before it is fitted")
+
+    # Every pass takes the rows of all ranks in a new order. Each rank has some of a minibatch.
+    rows_per_step = minibatch or min(max(n // 64, 128), 512)
+    parts = max(1, round(n / rows_per_step))
     for _ in range(epochs):
         order = torch.randperm(n, generator=generator).to(target.device)
         for rows in order.tensor_split(parts):
-            mine = ranks.own(rows, place, n)
-            _step(critic, optimizer, kept.params, nested.getitem(obs, mine), target[mine], scale)
-    after = _measure(critic, obs, target, scale)
-    if not (isfinite(after[0]) and kept.is_finite()):
-        kept.restore()
-        raise kept.error(target, "while it is fitted; it has its former weights")
+            own_rows = ranks.own(rows, place, n)
+            own_obs = nested.getitem(obs, own_rows)
+            _step(critic, optimizer, rollback.params, own_obs, target[own_rows], scale)
+
+    loss_after, explained_after = _measure(critic, obs, target, scale)
+    if not (isfinite(loss_after) and rollback.is_finite()):
+        rollback.restore()
+        raise rollback.error(target, "while it is fitted; it has its former weights")
     return dict(
-        critic_loss_before=before[0],
-        critic_loss=after[0],
-        explained_variance=before[1],
-        explained_variance_after=after[1],
+        critic_loss_before=loss_before,
+        critic_loss=loss_after,
+        explained_variance=explained_before,
+        explained_variance_after=explained_after,
         critic_steps=float(epochs * parts),
     )
 
 # %% ../../nbs/agents/04_critics.ipynb #90bf5c53
 def critic_inputs(critic: Any, batch: Fragment) -> Any:
-    """The input of the critic for the states of a batch, nested `[T, B, ...]`: observations, or the
-    result of its `inputs`.
+    """The input of the critic for the states of a batch, nested `[T, B, ...]`.
+
+    It is the observations, or the result of the critic's `inputs`.
 
     Args:
         critic: `critic(obs)`, perhaps with a method `inputs(obs, actor)`
         batch: [T, B]
     """
     obs = observations(batch)
-    return (
-        critic.inputs(obs, nested.getitem(batch.actor, slice(-1)))
-        if hasattr(critic, "inputs")
-        else obs
-    )
+    if not hasattr(critic, "inputs"):
+        return obs
+    return critic.inputs(obs, nested.getitem(batch.actor, slice(-1)))
 
 
 def check_apart(owner: Any, actor: torch.nn.Module, critic: torch.nn.Module | None) -> None:
@@ -203,9 +223,11 @@ def check_apart(owner: Any, actor: torch.nn.Module, critic: torch.nn.Module | No
 
     The `owner` takes steps of each of them apart from the other.
     """
-    mine = {id(p) for p in actor.parameters() if p.requires_grad}
-    for name, p in critic.named_parameters() if critic is not None else ():
-        if id(p) not in mine:
+    if critic is None:
+        return
+    policy_weights = {id(p) for p in actor.parameters() if p.requires_grad}
+    for name, p in critic.named_parameters():
+        if id(p) not in policy_weights:
             continue
         raise DataError(
             f"{type(owner).__name__}: a step of the critic would change the policy, too",

@@ -31,6 +31,10 @@ def clip_gradients(grads: list, max_norm: float | None) -> float:
 
     Returns the norm before scaling.
 
+    >>> grads = [torch.tensor([3.0]), torch.tensor([4.0])]
+    >>> clip_gradients(grads, max_norm=1.0), f"{grads[0].item():.3f}"
+    (5.0, '0.600')
+
     The result is that of `torch.nn.utils.clip_grad_norm_`, in 30 us in place of 80 us for actor and
     critic of CartPole (`benchmarks/plain_forms.py`). If the norm is not finite, nothing changes.
 
@@ -70,10 +74,14 @@ def _known(group, state) -> _Known | None:
     if len({(p.device, p.dtype) for p in params}) != 1 or params[0].is_complex():
         return None
     states = [state.get(p) or None for p in params]
-    found = [x for x in states if x is not None]
-    all_counts = torch.stack([x["step"] for x in found]) if found else torch.empty(0)
+
+    # One tensor of all step counts can be raised at once.
+    with_averages = [x for x in states if x is not None]
+    all_counts = torch.empty(0)
+    if with_averages:
+        all_counts = torch.stack([x["step"] for x in with_averages])
     counts = list(all_counts.unbind())
-    for x, count in zip(found, counts):
+    for x, count in zip(with_averages, counts):
         x["step"] = count
     return _Known(params, states, counts, all_counts)
 
@@ -106,8 +114,9 @@ def _is_plain(group) -> bool:
 
 
 def _unwrapped(method: Any) -> Any:
-    """An optimiser's method without torch's decorator, which would import torch's compiler; that
-    takes a second.
+    """An optimiser's method without torch's decorator.
+
+    The decorator would import torch's compiler, which takes a second.
     """
     return getattr(method, "__wrapped__", method)
 
@@ -151,11 +160,14 @@ class Adam(torch.optim.Adam):
             return self._step_of_torch(closure)
         for group, known, rows in work:
             params, grads, states = map(list, zip(*rows))
+
+            # Parameters without a gradient keep their number of steps.
             counts = [x["step"] for x in states]
             if len(counts) == len(known.counts):
                 known.all_counts.add_(1)
             else:
                 torch._foreach_add_(counts, 1)
+
             beta1, beta2 = group["betas"]
             torch._fused_adam_(
                 params,
@@ -182,28 +194,30 @@ class Adam(torch.optim.Adam):
     state_dict = _unwrapped(torch.optim.Adam.state_dict)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As torch's, also from an `Adam` that has these parameters in other groups, because other
-        learning rates are equal.
+        """As torch's, also from an `Adam` that has these parameters in other groups.
+
+        Parameters share a group as long as their learning rates are equal.
         """
-        known = iter(
-            [
-                group | dict(params=[p])
-                for group in state_dict["param_groups"]
-                for p in group["params"]
-            ]
-        )
-        parts = [list(islice(known, len(group["params"]))) for group in self.param_groups]
-        groups = [
-            part[0] | dict(params=[p for x in part for p in x["params"]]) for part in parts if part
-        ]
-        _unwrapped(torch.optim.Adam.load_state_dict)(
-            self, state_dict | dict(param_groups=[*groups, *known])
-        )
+        # One group for each parameter, in the order of the state
+        single_groups = []
+        for group in state_dict["param_groups"]:
+            single_groups += [group | dict(params=[p]) for p in group["params"]]
+
+        # Those of a group here become one again, with the options of the first. What is left over
+        # stays, so that torch raises its error.
+        left_over = iter(single_groups)
+        groups = []
+        for group in self.param_groups:
+            part = list(islice(left_over, len(group["params"])))
+            if part:
+                params = [single["params"][0] for single in part]
+                groups.append(part[0] | dict(params=params))
+        groups += left_over
+        load = _unwrapped(torch.optim.Adam.load_state_dict)
+        load(self, state_dict | dict(param_groups=groups))
 
     def _is_watched(self) -> bool:
-        """Does anything else take part in a step: a hook, or a scaler of gradients in half
-        precision?
-        """
+        "Does anything else take part in a step: a hook, or a scaler of gradients?"
         hooks = (
             self._optimizer_step_pre_hooks,
             self._optimizer_step_post_hooks,
@@ -214,34 +228,39 @@ class Adam(torch.optim.Adam):
 
     def _step_of_torch(self, closure):
         step = torch.optim.Adam.step
-        found = (
-            step if hasattr(step, "hooked") else torch.optim.Optimizer.profile_hook_step(step)
-        )(self, closure)
+        if not hasattr(step, "hooked"):
+            step = torch.optim.Optimizer.profile_hook_step(step)
+        result = step(self, closure)
         for group in self.param_groups:
             _count_change(p for p in group["params"] if p.grad is not None)
-        return found
+        return result
 
     def _work(self) -> list | None:
-        """`(group, _Known, [(parameter, gradient, averages), ...])` for each group with gradients;
-        None if torch must do the step.
+        """`(group, _Known, rows)` for each group with gradients; None if torch must do the step.
+
+        A row is `(parameter, gradient, averages)`.
         """
         if not self._is_known():
-            self._groups, self._states = (
-                [_known(group, self.state) for group in self.param_groups],
-                [*self.state.values()],
-            )
+            self._groups = [_known(group, self.state) for group in self.param_groups]
+            self._states = list(self.state.values())
+
         work = []
         for group, known in zip(self.param_groups, self._groups):
             if known is None or not _is_plain(group):
                 return None
-            rows = [
-                (p, g, x) for p, x in zip(known.params, known.states) if (g := p.grad) is not None
-            ]
+            rows = []
+            for p, averages in zip(known.params, known.states):
+                g = p.grad
+                if g is not None:
+                    rows.append((p, g, averages))
             if any(g.is_sparse for _, g, _ in rows):
                 return None
-            if new := [p for p, _, x in rows if x is None]:
-                for p in new:
-                    self.state[p] = _first_state(p)
+
+            # Parameters with their first gradient get averages, and then the groups are known anew.
+            new = [p for p, _, averages in rows if averages is None]
+            for p in new:
+                self.state[p] = _first_state(p)
+            if new:
                 return self._work()
             if rows:
                 work.append((group, known, rows))
@@ -252,16 +271,17 @@ class Adam(torch.optim.Adam):
 
         After `load_state_dict` or a change by hand they do not.
         """
-        if len(self._groups) != len(self.param_groups) or not _same(
-            self.state.values(), self._states
-        ):
+        if len(self._groups) != len(self.param_groups):
             return False
-        return all(
-            known is None
-            or _same(group["params"], known.params)
-            and _same([x["step"] for x in known.states if x is not None], known.counts)
-            for group, known in zip(self.param_groups, self._groups)
-        )
+        if not _same(self.state.values(), self._states):
+            return False
+        for group, known in zip(self.param_groups, self._groups):
+            if known is None:
+                continue
+            counts = [x["step"] for x in known.states if x is not None]
+            if not (_same(group["params"], known.params) and _same(counts, known.counts)):
+                return False
+        return True
 
 # %% ../../nbs/agents/08_gradient_learner.ipynb #cca0c256
 def adam_for(
@@ -280,20 +300,21 @@ def adam_for(
             so
     """
     params = []
-    groups = {}
+    params_of_group = {}
     for module, rate in ((actor, lr), (critic, critic_lr)):
+        if module is None:
+            continue
+
+        # A parameter that both have belongs to the actor.
         known = {id(p) for p in params}
-        new = (
-            [p for p in module.parameters() if p.requires_grad and id(p) not in known]
-            if module is not None
-            else []
-        )
+        new = [p for p in module.parameters() if p.requires_grad and id(p) not in known]
         if new:
-            groups.setdefault((rate, apart and module is critic), []).extend(new)
+            key = rate, apart and module is critic
+            params_of_group.setdefault(key, []).extend(new)
         params += new
-    return params, Adam(
-        [dict(params=group, lr=rate) for (rate, _), group in groups.items()], lr=lr, fused=True
-    )
+
+    groups = [dict(params=group, lr=rate) for (rate, _), group in params_of_group.items()]
+    return params, Adam(groups, lr=lr, fused=True)
 
 # %% ../../nbs/agents/08_gradient_learner.ipynb #10a5d892
 def _laid_out(g, p):
@@ -301,9 +322,9 @@ def _laid_out(g, p):
 
     That of a convolution may have another.
     """
-    return (
-        g if g is None or g.is_sparse or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
-    )
+    if g is None or g.is_sparse or g.stride() == p.stride():
+        return g
+    return torch.empty_like(p).copy_(g)
 
 
 def descend(
@@ -333,9 +354,13 @@ def descend(
     """
     for p, g in zip(params, torch.autograd.grad(loss, params, allow_unused=True)):
         p.grad = g
+
+    # The mean over the rows of all ranks
     loss, metrics = ranks.mean_of_all(loss.detach(), n, metrics, params)
     for p in params:
         p.grad = _laid_out(p.grad, p)
+
+    # Nothing changes unless all numbers are finite.
     if not isfinite(loss.item()):
         raise DataError(
             "non-finite loss", leaf=name, expected="a finite number", got=describe(loss)
@@ -359,20 +384,24 @@ class GradientLearner(ByAdam, Learner):
 
     def __post_init__(self):
         super().__post_init__()
-        apart = (
-            "critic_lr" in self.schedules or "lr" in self.schedules and self.critic_lr is not None
-        )
+
+        # Rates that are equal now may part later.
+        has_critic_lr = self.critic_lr is not None
+        apart = "critic_lr" in self.schedules or "lr" in self.schedules and has_critic_lr
         self.params, self.optimizer = adam_for(
             self.actor, self.critic, self.lr, self.lr_of_critic, apart
         )
-        names = ["lr"] * any(p.requires_grad for p in self.actor.parameters()) + [
-            "lr" if self.critic_lr is None else "critic_lr"
-        ]
+
+        # The option of each group's learning rate: the actor's group comes first, if there is one.
+        names = ["critic_lr" if has_critic_lr else "lr"]
+        if any(p.requires_grad for p in self.actor.parameters()):
+            names.insert(0, "lr")
         self.names_of_rates = names[: len(self.optimizer.param_groups)]
 
     def adopt(self) -> None:
-        """Let `optimizer` train the networks of one's own that are in no optimiser, with the
-        learning rate `lr`.
+        """Let `optimizer` train the networks of one's own that are in no optimiser.
+
+        Their learning rate is `lr`.
         """
         for parameters in self.untrained().values():
             self.optimizer.add_param_group(dict(params=parameters, lr=self.lr))
@@ -380,10 +409,12 @@ class GradientLearner(ByAdam, Learner):
             self.names_of_rates.append("lr")
 
     def rates(self) -> list:
-        """The group of the actor, if it has something to learn, that of a critic with a learning
-        rate of its own, and those of `adopt`.
+        """Pairs of a group of the optimiser and the option that is its learning rate.
+
+        The groups are that of the actor, if it has something to learn, that of a critic with a
+        learning rate of its own, and those of `adopt`.
         """
-        return [*zip(self.optimizer.param_groups, self.names_of_rates)]
+        return list(zip(self.optimizer.param_groups, self.names_of_rates))
 
     def set_option(self, name: str, value: Any) -> None:
         """As `ScheduledLearner.set_option`.
@@ -392,7 +423,8 @@ class GradientLearner(ByAdam, Learner):
         """
         if name == "lr" and self.critic_lr is not None and self.shares_group:
             raise DataError(
-                f"{type(self).__name__}: lr and critic_lr were equal when it was made, so they cannot part",
+                f"{type(self).__name__}: lr and critic_lr were equal when it was made, "
+                "so they cannot part",
                 leaf=name,
                 expected="a learner with another critic_lr, or with None for one that follows lr",
                 got=repr(value),
@@ -402,9 +434,9 @@ class GradientLearner(ByAdam, Learner):
     @property
     def shares_group(self) -> bool:
         "Have the actor and a critic with parameters of its own one group of the optimiser?"
-        known = {id(p) for p in self.actor.parameters()}
-        first, *_ = self.optimizer.param_groups
-        return len({id(p) in known for p in first["params"]}) == 2
+        actor_ids = {id(p) for p in self.actor.parameters()}
+        first_group = self.optimizer.param_groups[0]
+        return len({id(p) in actor_ids for p in first_group["params"]}) == 2
 
     def step(
         self,
@@ -441,27 +473,28 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
     c_value: float = number(0.5, changes="by schedule")
     critic_epochs: int = not_offered(0)
     joins_ranks = True  # see `ranks.distributed`
-    batch_needs = (
-        "adv",
-        "ret",
-        "logp",
-    )  # value targets without a critic, too: the actor may report values
+    # value targets without a critic, too: the actor may report values
+    batch_needs = ("adv", "ret", "logp")
 
     def update(self, batch: Fragment) -> dict:
         """One update of policy and critic from a batch; returns metrics (see `METRICS`).
 
         Raises `DataError` as `check_batch` does.
         """
-        begun = self.begin(batch)
+        begin_metrics = self.begin(batch)
         start = perf_counter()
+
+        # The critic's scale of returns comes before the step, and the policy's normaliser after it.
         metrics = self.explained(batch)
         self.tell_critic(batch)
         metrics |= self.improve(batch)
         self.tell_actor(batch)
+
         self.count()
         self.count_steps(batch)
         self.end()
-        return metrics | begun | dict(seconds_update=perf_counter() - start)
+        metrics |= begin_metrics
+        return metrics | dict(seconds_update=perf_counter() - start)
 
     def improve(self, batch: Fragment) -> dict:
         "Take one step that lowers the loss; returns its metrics."

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .critics import critic_inputs, explained_variance, fit_critic, observations
+from rollpipe.agents.critics import (
+    critic_inputs,
+    explained_variance,
+    fit_critic,
+    observations,
+    parameters_of,
+)
 from .unroll import check_logp, lag_of, lane_restarts
 from .shared_options import Changing, Schedule, integer, number
 from ..pipes.data import nested
@@ -29,17 +35,16 @@ from ..pipes.graph.modules import bump_version, few_threads, version_of
 from ..pipes.workers.entry import keep_freed_memory
 
 # %% ../../nbs/agents/07_learner.ipynb #a8950165
-LARGEST = (
-    torch.finfo(torch.float32).max ** 0.5
-)  # the square of a larger number is infinite; as float16 it is infinite itself
+# The square of a larger number is infinite; as float16 it is infinite itself.
+LARGEST = torch.finfo(torch.float32).max ** 0.5
 
 
 def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
-    """Raise `DataError` if a fragment lacks one of its `needs`, or a valid row, or has a valid
-    number that is not finite or too large.
+    """Raise `DataError` if a fragment cannot be learned from.
 
-    Observations, actions, rewards, advantages, value targets and log-probabilities must be finite,
-    and so must their squares.
+    It lacks one of its `needs`, or a valid row, or has a valid number that is not finite or too
+    large. Observations, actions, rewards, advantages, value targets and log-probabilities must be
+    finite, and so must their squares.
 
     Args:
         batch: the batch of an update
@@ -47,15 +52,17 @@ def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
         name: name of the learner in messages
     """
     check_item(batch, Fragment, name)
-    logp = batch.actor.get("logp") if isinstance(batch.actor, dict) else None
-    for need, what in dict(adv="advantages", ret="value targets").items():
-        if need in needs and getattr(batch, need) is None:
+
+    # The leaves that this learner needs
+    for leaf, meaning in dict(adv="advantages", ret="value targets").items():
+        if leaf in needs and getattr(batch, leaf) is None:
             raise DataError(
-                f"{name}.update needs {what}",
-                leaf=need,
+                f"{name}.update needs {meaning}",
+                leaf=leaf,
                 expected="an AdvantageBuffer in the pipeline",
                 got="None",
             )
+    logp = batch.actor.get("logp") if isinstance(batch.actor, dict) else None
     if "logp" in needs and logp is None:
         raise DataError(
             f"{name}.update needs log-probabilities",
@@ -67,7 +74,9 @@ def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
         check_logp(logp[:-1], batch.valid, "actor['logp']")
     if not batch.valid.any():
         raise DataError("no valid row in the batch", pipe=name, leaf="valid")
-    rows = {
+
+    # The numbers of its valid rows
+    trees = {
         "obs": nested.getitem(batch.state.obs, slice(-1)),
         "act": nested.getitem(batch.state.act, slice(1, None)),
         "rew": batch.state.rew[1:],
@@ -75,66 +84,77 @@ def check_batch(batch: Fragment, needs: tuple[str, ...], name: str) -> None:
         "ret": batch.ret,
         "actor['logp']": None if logp is None else logp[:-1],
     }
-    for what, tree in rows.items():
+    for tree_name, tree in trees.items():
         for k, leaf in enumerate(nested.leaves(tree)):
-            if not leaf.is_floating_point() or not leaf.numel() or leaf.abs().amax() < LARGEST:
+            index = _first_too_large(leaf, batch.valid)
+            if index is None:
                 continue
-            wrong = ~(leaf.abs() < LARGEST) & batch.valid.reshape(
-                *batch.valid.shape, *[1] * (leaf.ndim - 2)
-            )
-            if not wrong.any():
-                continue
-            t, b, *rest = wrong.nonzero()[0].tolist()
-            got = leaf[(t, b, *rest)].item()
-            lane = None if batch.lane is None else int(batch.lane[b])
-            problem, expected = (
-                ("too large a", f"at most {LARGEST:.1e}, whose square is finite")
-                if isfinite(got)
-                else ("non-finite", "finite numbers where valid")
-            )
+            value = leaf[index].item()
+            if isfinite(value):
+                problem = "too large a"
+                expected = f"at most {LARGEST:.1e}, whose square is finite"
+            else:
+                problem = "non-finite"
+                expected = "finite numbers where valid"
             raise DataError(
                 f"{problem} value in the batch",
                 pipe=name,
-                lane=lane,
+                lane=None if batch.lane is None else int(batch.lane[index[1]]),
                 expected=expected,
-                got=str(got),
-                leaf=f"{nested.paths(tree, what)[k]}{[t, b, *rest]}",
+                got=str(value),
+                leaf=f"{nested.paths(tree, tree_name)[k]}{[*index]}",
             )
+
+
+def _first_too_large(leaf, valid) -> tuple | None:
+    """Index of the first valid number of a leaf `[T, B, ...]` whose square is not finite.
+
+    None: there is none.
+    """
+    if not leaf.is_floating_point() or not leaf.numel() or leaf.abs().amax() < LARGEST:
+        return None
+    is_valid = valid.reshape(*valid.shape, *[1] * (leaf.ndim - 2))
+    too_large = ~(leaf.abs() < LARGEST) & is_valid
+    if not too_large.any():
+        return None
+    return tuple(too_large.nonzero()[0].tolist())
 
 # %% ../../nbs/agents/07_learner.ipynb #bad4f107
 def _state(x: Any) -> Any:
     "The state of a part of a learner."
     if isinstance(x, dict):
         return {name: _state(y) for name, y in x.items()}
-    return (
-        dict(x.state_dict())
-        if hasattr(x, "state_dict")
-        else x.detach().clone()
-        if isinstance(x, torch.Tensor)
-        else x
-    )
+    if hasattr(x, "state_dict"):
+        return dict(x.state_dict())
+    if isinstance(x, torch.Tensor):
+        return x.detach().clone()
+    return x
 
 
 @torch.no_grad()
 def _restored(x: Any, state: Any) -> Any:
     "The part with this state. Modules, optimisers and tensors are changed in place."
     if isinstance(x, dict):
-        if lacking := x.keys() - state.keys():
+        lacking = x.keys() - state.keys()
+        if lacking:
             raise DataError(
                 "the state lacks a part of the learner",
                 leaf=min(lacking),
                 got=f"parts {sorted(state)}",
             )
         return {name: _restored(y, state[name]) for name, y in x.items()}
-    if not hasattr(x, "load_state_dict"):
-        return x.copy_(state) if isinstance(x, torch.Tensor) else type(x)(state)
-    x.load_state_dict(copy.deepcopy(state))  # because an optimiser would change these tensors
-    return x
+    if hasattr(x, "load_state_dict"):
+        x.load_state_dict(copy.deepcopy(state))  # because an optimiser would change these tensors
+        return x
+    if isinstance(x, torch.Tensor):
+        return x.copy_(state)
+    return type(x)(state)
 
 
 def _in_few_threads(update):
-    """The method `update`, which computes small networks with one thread, unless the user has
-    chosen a number.
+    """The method `update`, which computes small networks with one thread.
+
+    A number of threads that the user has chosen stays.
     """
 
     @wraps(update)
@@ -146,8 +166,7 @@ def _in_few_threads(update):
 
 
 class LearnerState(Changing):
-    """The actor, the critic and the random generator of a learner, and the state that a checkpoint
-    keeps of them.
+    """The actor, the critic and the random generator of a learner, and their state.
 
     Networks, parameters and optimisers in other attributes, alone or in lists and dicts, are part
     of the state, too (see `own_parts`).
@@ -167,10 +186,8 @@ class LearnerState(Changing):
     # methods that the actor must have, and a class that has them
     actor_needs = ("replay",)
     actor_kind = "a `rollpipe.layers.Policy`"
-    keeps = (
-        "critic",
-        "optimizer",
-    )  # attributes that are part of the state: modules, optimisers, tensors, numbers, dicts of them
+    # attributes that are part of the state: modules, optimisers, tensors, numbers, dicts of them
+    keeps = ("critic", "optimizer")
     trained = ""  # of a learner that was loaded: in what and for how long; `repr` shows it
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -183,6 +200,8 @@ class LearnerState(Changing):
         actor = self.actor
         critic = self.critic
         keep_freed_memory()  # each update needs as much memory as the one before
+
+        # The networks
         for method in self.actor_needs:
             if not hasattr(actor, method):
                 raise ActorError(
@@ -197,36 +216,49 @@ class LearnerState(Changing):
                 expected="a torch.nn.Module, or None",
                 got=describe(critic),
             )
+
+        # The options, and what belongs to the state
         self.plan()
         self.generator = torch.Generator().manual_seed(self.seed)
         self.steps = 0
-        self.optimizer: Any = None  # a subclass sets it; it is part of the state
+        self.optimizer: Any = None  # a subclass sets it
         self.average = PolicyAverage(actor, self.average_policy) if self.average_policy else None
 
     def own_parts(self) -> dict[str, Any]:
-        """The networks, parameters and optimisers that a subclass or a user has set as attributes,
-        alone or in lists, tuples and dicts.
+        """The networks, parameters and optimisers that a subclass or a user has set as attributes.
 
-        Those in the attributes of `keeps` are not among them, and neither are parts of these, of
-        the actor and of the critic.
+        They may stand alone or in lists, tuples and dicts. Those in the attributes of `keeps` are
+        not among them, and neither are parts of these, of the actor and of the critic.
 
         Returns:
             dict: name -> part, such as 'predict_next', or 'heads.0' for one in a list
         """
         known = {"actor", "critic", "average", *self.keeps}
-        own = dict(_parts(x for x in vars(self).items() if x[0] not in (*known, "params")))
-        if not own:
+        others = {
+            name: x for name, x in vars(self).items() if name not in known and name != "params"
+        }
+        parts = dict(_parts(others.items()))
+        if not parts:
             return {}
-        networks = [x for _, x in _parts((name, getattr(self, name, None)) for name in known)]
-        theirs = {id(y) for x in networks for y in (*_modules(x), *_weights(x))}
-        return {name: x for name, x in own.items() if id(x) not in theirs}
+
+        # Modules and parameters of the known networks are no parts of one's own.
+        known_ids = set()
+        for _, network in _parts((name, getattr(self, name, None)) for name in known):
+            known_ids.update(map(id, _modules(network)))
+            known_ids.update(map(id, _weights(network)))
+        return {name: x for name, x in parts.items() if id(x) not in known_ids}
 
     def untrained(self) -> dict[str, list]:
-        """Name of a part of one's own -> its trainable parameters that are in no optimiser of the
-        learner, if it has some.
+        """Name of a part of one's own -> its trainable parameters that no optimiser has.
+
+        Parts without such parameters are left out.
         """
-        optimizers = [x for _, x in _parts(vars(self).items()) if isinstance(x, Optimizer)]
-        trained = {id(p) for x in optimizers for group in x.param_groups for p in group["params"]}
+        trained = set()
+        for _, part in _parts(vars(self).items()):
+            if isinstance(part, Optimizer):
+                trained.update(map(id, parameters_of(part)))
+
+        # A parameter of two parts counts for the first.
         lacking = {}
         for name, part in self.own_parts().items():
             parameters = [p for p in _weights(part) if p.requires_grad and id(p) not in trained]
@@ -241,17 +273,20 @@ class LearnerState(Changing):
         Raises `DataError` for one that is in no optimiser.
         """
         for name in self.untrained():
+            attribute = f"self.{name.partition('.')[0]}_optimizer"
             raise DataError(
                 f"{type(self).__name__} would never train this network",
                 leaf=name,
-                expected=f"an optimiser of its parameters in an attribute, such as self.{name.partition('.')[0]}_optimizer, whose steps "
-                "your code takes, or parameters with requires_grad=False",
+                expected=f"an optimiser of its parameters in an attribute, such as {attribute}, "
+                "whose steps your code takes, or parameters with requires_grad=False",
                 got="trainable parameters that are in no optimiser of the learner",
             )
 
     def state_dict(self) -> dict:
-        """All that is needed to resume training: weights, normalisers, optimisers, version, steps,
-        random state.
+        """All that is needed to resume training.
+
+        It has weights, normalisers, optimisers, the version, the number of steps and the random
+        state.
         """
         self.adopt()
         state = dict(
@@ -260,8 +295,8 @@ class LearnerState(Changing):
             steps=self.steps,
             generator=self.generator.get_state(),
         )
-        kept = {name: getattr(self, name) for name in (*self.keeps, "average")}
-        parts = self.own_parts() | {name: x for name, x in kept.items() if x is not None}
+        attributes = {name: getattr(self, name) for name in (*self.keeps, "average")}
+        parts = self.own_parts() | {name: x for name, x in attributes.items() if x is not None}
         return state | {name: _state(x) for name, x in parts.items()}
 
     def load_state_dict(self, state: dict) -> None:
@@ -273,22 +308,26 @@ class LearnerState(Changing):
         learner.
         """
         self.adopt()
-        own = self.own_parts()
-        known = {"actor", "critic", "version", "steps", "generator", "average", *self.keeps, *own}
-        for name in sorted(state.keys() - known):
+        own_parts = self.own_parts()
+        known = {"actor", "critic", "version", "steps", "generator", "average", *self.keeps}
+        for name in sorted(state.keys() - known - own_parts.keys()):
             raise DataError(
                 f"{type(self).__name__} lacks a part of the state",
                 leaf=name,
-                expected="a learner that has it from the beginning, such as one that is set in `__post_init__`",
-                got=f"parts of its own: {', '.join(own) or 'none'}",
+                expected="a learner that has it from the beginning, such as one that is set in "
+                "`__post_init__`",
+                got=f"parts of its own: {', '.join(own_parts) or 'none'}",
             )
-        _restored(own, state)
+
+        # Networks change in place, because optimisers and pipes refer to them.
+        _restored(own_parts, state)
         self.actor.load_state_dict(state["actor"])
         self.generator.set_state(state["generator"])
         self.steps = state["steps"]
         bump_version(self.actor, to=state["version"])
-        mine = {name: x for name in self.keeps if (x := getattr(self, name)) is not None}
-        for name, x in _restored(mine, state).items():
+        attributes = {name: getattr(self, name) for name in self.keeps}
+        present = {name: x for name, x in attributes.items() if x is not None}
+        for name, x in _restored(present, state).items():
             setattr(self, name, x)
         if self.average is not None:
             self.average.restore(state.get("average"), self.actor)
@@ -296,32 +335,27 @@ class LearnerState(Changing):
     def __repr__(self):
         if not self.trained:
             return super().__repr__()
-        networks = {
-            name: network
-            for name in ("actor", "critic")
-            if isinstance(network := getattr(self, name), torch.nn.Module)
-        }
-        return "\n  ".join(
-            [
-                super().__repr__(),
-                f"trained: {self.trained}",
-                *(f"{k}: {_network(x)}" for k, x in networks.items()),
-            ]
-        )
+        lines = [super().__repr__(), f"trained: {self.trained}"]
+        for name in ("actor", "critic"):
+            network = getattr(self, name)
+            if isinstance(network, torch.nn.Module):
+                lines.append(f"{name}: {_network(network)}")
+        return "\n  ".join(lines)
 
 
 def _parts(items):
-    """Pairs of a name and a network, a parameter or an optimiser among the values of `items`, also
-    in lists, tuples and dicts.
+    """Pairs of a name and a network, a parameter or an optimiser among the values of `items`.
+
+    Lists, tuples and dicts are searched, too.
     """
     for name, x in items:
         if isinstance(x, (list, tuple)):
             x = dict(enumerate(x))
         if isinstance(x, dict):
             yield from _parts((f"{name}.{key}", y) for key, y in x.items())
-        elif isinstance(x, (torch.nn.Module, torch.nn.Parameter, Optimizer)) or (
-            isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf
-        ):
+        elif isinstance(x, (torch.nn.Module, torch.nn.Parameter, Optimizer)):
+            yield name, x
+        elif isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf:
             yield name, x
 
 
@@ -331,18 +365,18 @@ def _modules(part):
 
 def _weights(part):
     "The parameters of a part of a learner that have values; none of an optimiser."
-    parameters = (
-        part.parameters()
-        if isinstance(part, torch.nn.Module)
-        else [part] * isinstance(part, torch.Tensor)
-    )
+    if isinstance(part, torch.nn.Module):
+        parameters = part.parameters()
+    else:
+        parameters = [part] if isinstance(part, torch.Tensor) else []
     return [p for p in parameters if not torch.nn.parameter.is_lazy(p)]
 
 
 def _network(module):
     "The class of a network, the number of its weights, and the shapes of its matrices."
     shapes = ["x".join(map(str, x.shape)) for x in module.parameters() if x.ndim > 1]
-    return f"{type(module).__name__}, {sum(x.numel() for x in module.parameters()):,} weights ({', '.join(shapes)})"
+    n_weights = sum(x.numel() for x in module.parameters())
+    return f"{type(module).__name__}, {n_weights:,} weights ({', '.join(shapes)})"
 
 # %% ../../nbs/agents/07_learner.ipynb #9be8227e
 class ScheduledLearner(LearnerState):
@@ -354,8 +388,8 @@ class ScheduledLearner(LearnerState):
     """
 
     decay_steps: int = number(0, changes="between updates")
-    falling = ()  # the other options that fall by `decay_steps`
-    way_down = "linear"  # how they fall, see `Schedule`
+    decaying = ()  # the other options that fall by `decay_steps`
+    decay_shape = "linear"  # how they fall, see `Schedule`
 
     def rates(self) -> list:
         "Pairs of a group of an optimiser and the option that is its learning rate, or None."
@@ -363,33 +397,41 @@ class ScheduledLearner(LearnerState):
 
     def set_rates(self) -> dict:
         "Set the options that change, and the learning rates, for the next update. Returns metrics."
-        if (n := self.decay_steps) and self.steps >= n:
+        decay_steps = self.decay_steps
+        if decay_steps and self.steps >= decay_steps:
             raise DataError(
                 f"{type(self).__name__}: the learning rates have fallen to 0",
                 leaf="decay_steps",
                 expected=f"more than the {self.steps} steps that it has learned from, or 0",
-                got=str(n),
+                got=str(decay_steps),
             )
-        now = self.advance()
+
+        # The options with a schedule, then the learning rates of the optimisers
+        values = self.advance()
         for group, name in self.rates():
-            schedule = self.schedules.get(name) or n and self.fall_of(group)
+            schedule = self.schedules.get(name) or decay_steps and self.decay_of_rate(group)
             if schedule:
-                group.update(
-                    initial_lr=group.get("initial_lr", group["lr"]), lr=schedule(self.steps)
-                )
-        told = {f"option/{name}": x for name, x in now.items() if x is not None}
-        return (
-            dict(rate_left=Schedule(self.way_down, 1.0, 0.0, n)(self.steps)) | told if n else told
-        )
+                group["initial_lr"] = group.get("initial_lr", group["lr"])
+                group["lr"] = schedule(self.steps)
 
-    def fall_of(self, group: dict) -> Schedule | None:
+        metrics = {}
+        if decay_steps:
+            rate_left = Schedule(self.decay_shape, 1.0, 0.0, decay_steps)
+            metrics["rate_left"] = rate_left(self.steps)
+        for name, value in values.items():
+            if value is not None:
+                metrics[f"option/{name}"] = value
+        return metrics
+
+    def decay_of_rate(self, group: dict) -> Schedule | None:
         "How the learning rate of a group falls by `decay_steps`; None: it stays."
-        return Schedule(self.way_down, group.get("initial_lr", group["lr"]), 0.0, self.decay_steps)
+        first_rate = group.get("initial_lr", group["lr"])
+        return Schedule(self.decay_shape, first_rate, 0.0, self.decay_steps)
 
-    def fall(self, name: str, value: Any) -> Schedule | None:
+    def decay_of_option(self, name: str, value: Any) -> Schedule | None:
         "How another option falls by `decay_steps`; None: it stays."
-        if self.decay_steps and name in self.falling and value is not None:
-            return Schedule(self.way_down, value, 0.0, self.decay_steps)
+        if self.decay_steps and name in self.decaying and value is not None:
+            return Schedule(self.decay_shape, value, 0.0, self.decay_steps)
 
     def set_option(self, name: str, value: Any) -> None:
         """As `Changing.set_option`; a learning rate reaches its optimiser.
@@ -406,7 +448,9 @@ class ScheduledLearner(LearnerState):
             )
         super().set_option(name, value)
         for group in groups:
-            group.update({key: getattr(self, name) for key in ("lr", "initial_lr") if key in group})
+            for key in ("lr", "initial_lr"):
+                if key in group:
+                    group[key] = getattr(self, name)
 
     def load_state_dict(self, state: dict) -> None:
         """As `LearnerState.load_state_dict`.
@@ -414,8 +458,13 @@ class ScheduledLearner(LearnerState):
         The learning rates are those of this learner: they are options, and no state.
         """
         super().load_state_dict(state)
-        for group, name in [x for x in self.rates() if x[1]]:
-            if not (name in self.schedules or self.decay_steps and self.fall_of(group)):
+        for group, name in self.rates():
+            if not name:
+                continue
+
+            # `initial_lr` is the rate from which a decay begins.
+            changes = name in self.schedules or self.decay_steps and self.decay_of_rate(group)
+            if not changes:
                 group.pop("initial_lr", None)
             if "initial_lr" not in group:
                 group["lr"] = getattr(self, name)
@@ -433,18 +482,13 @@ class Learner(ScheduledLearner):
     """
 
     critic_epochs: int = integer(4, changes="between updates")
-    batch_needs = (
-        "adv",
-        "logp",
-    )  # leaves that a batch must have; with 'adv' and a critic, 'ret', too
+    # leaves that a batch must have; with 'adv' and a critic, 'ret', too
+    batch_needs = ("adv", "logp")
 
     def __post_init__(self):
         super().__post_init__()
-        if (
-            self.critic is None
-            and {"adv", "ret"} & {*self.batch_needs} == {"adv"}
-            and isinstance(self.actor, SharedPolicy)
-        ):
+        fits_no_values = self.critic is None and {"adv", "ret"} & {*self.batch_needs} == {"adv"}
+        if fits_no_values and isinstance(self.actor, SharedPolicy):
             raise DataError(
                 f"{type(self).__name__} would never fit the values that this policy reports",
                 leaf="actor",
@@ -457,21 +501,24 @@ class Learner(ScheduledLearner):
 
         Raises `DataError` as `check_batch` does.
         """
-        begun = self.begin(batch)
+        begin_metrics = self.begin(batch)
         start = perf_counter()
-        found = self.improve(batch)
+
+        # The policy. Its normaliser changes after the batch was used.
+        outcome = self.improve(batch)
         self.tell_actor(batch)
-        metrics = self.report(found)
+        metrics = self.report(outcome)
         bump_version(self.actor)
         policy_done = perf_counter()
+
+        # The critic
         if self.critic is not None:
             metrics |= self.fit(batch, self.critic_epochs)
         self.count_steps(batch)
         self.end()
-        return (
-            metrics
-            | begun
-            | dict(seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done)
+        metrics |= begin_metrics
+        return metrics | dict(
+            seconds_policy=policy_done - start, seconds_critic=perf_counter() - policy_done
         )
 
     def begin(self, batch: Fragment, may_rest: bool = False) -> dict:
@@ -479,10 +526,9 @@ class Learner(ScheduledLearner):
 
         Returns metrics. One that `may_rest` may have no valid row: it is only counted.
         """
-        needs = (
-            *self.batch_needs,
-            *["ret"] * ("adv" in self.batch_needs and self.critic is not None),
-        )
+        needs = list(self.batch_needs)
+        if "adv" in needs and self.critic is not None:
+            needs.append("ret")
         self.adopt()
         if not may_rest or batch.valid.any():
             self.check(batch, *needs)
@@ -490,8 +536,9 @@ class Learner(ScheduledLearner):
         return self.provenance(batch) | self.set_rates()
 
     def end(self) -> None:
-        """What comes last in an update: its weights count in the average of the policy, and the
-        ranks compare their states.
+        """The last part of an update.
+
+        Its weights count in the average of the policy, and the ranks compare their states.
         """
         if self.average is not None:
             self.average.update(self.actor)
@@ -499,8 +546,9 @@ class Learner(ScheduledLearner):
 
     def count_steps(self, batch: Fragment) -> int:
         "Count the steps of a batch, of all ranks together. Returns their number."
-        self.steps += (n := int(ranks.total(batch.valid.sum())))
-        return n
+        n_steps = int(ranks.total(batch.valid.sum()))
+        self.steps += n_steps
+        return n_steps
 
     def improve(self, batch: Fragment) -> Any:
         """The algorithm: improve the policy with a batch.
@@ -509,27 +557,28 @@ class Learner(ScheduledLearner):
         """
         raise NotImplementedError(f"{type(self).__name__} must define improve(batch)")
 
-    def report(self, found: Any) -> dict:
+    def report(self, outcome: Any) -> dict:
         """Make the metrics from the result of `improve`.
 
         It is called after the update of the actor's normaliser.
         """
-        return found
+        return outcome
 
     def check(self, batch: Fragment, *needs: str) -> None:
-        """Raise `DataError` if a batch lacks one of `needs` ('adv', 'ret', 'logp'), or breaks
-        another rule of `check_batch`.
-        """
+        "Raise `DataError` if a batch lacks one of `needs`, or breaks another rule of `check_batch`."
         check_batch(batch, needs, type(self).__name__)
 
     def provenance(self, batch: Fragment) -> dict:
-        """Metrics of where the batches of all ranks come from: the largest `lag`, and the sum of
-        `lane_restarts` if a lane was lost.
+        """Metrics of where the batches of all ranks come from.
+
+        They are the largest `lag`, and the sum of `lane_restarts` if a lane was lost.
         """
-        lag, lost = zip(*ranks.gathered_objects((lag_of(batch, self.actor), lane_restarts(batch))))
-        return dict(lag=max(lag)) | (
-            dict(lane_restarts=sum(x.get("lane_restarts", 0) for x in lost)) if any(lost) else {}
-        )
+        own_part = lag_of(batch, self.actor), lane_restarts(batch)
+        lags, restarts = zip(*ranks.gathered_objects(own_part))
+        metrics = dict(lag=max(lags))
+        if any(restarts):
+            metrics["lane_restarts"] = sum(x.get("lane_restarts", 0) for x in restarts)
+        return metrics
 
     def tell_actor(self, batch: Fragment) -> None:
         """Update the actor's normaliser, if it has one, with the observations of a batch.
@@ -540,11 +589,12 @@ class Learner(ScheduledLearner):
             self.actor.observe(observations(batch), batch.valid)
 
     def tell_critic(self, batch: Fragment) -> None:
-        """Update the critic's normalisers of inputs and of returns, if it has them, once per batch;
-        `tell_actor` updates a shared one.
+        """Update the critic's normalisers of inputs and of returns, if it has them, once per batch.
+
+        A normaliser that it shares with the actor is left to `tell_actor`.
         """
         critic = self.critic
-        norm = getattr(self.critic, "obs_norm", None)
+        norm = getattr(critic, "obs_norm", None)
         is_shared = norm is not None and norm is getattr(self.actor, "obs_norm", None)
         if hasattr(critic, "observe") and not is_shared:
             critic.observe(critic_inputs(critic, batch), batch.valid)
@@ -553,19 +603,18 @@ class Learner(ScheduledLearner):
 
     def explained(self, batch: Fragment) -> dict:
         "Metric: how well the values behind the advantages explain the returns."
-        return dict(
-            explained_variance=explained_variance(
-                *ranks.joined((batch.ret - batch.adv)[batch.valid], batch.ret[batch.valid])
-            )
-        )
+        values = (batch.ret - batch.adv)[batch.valid]
+        joined = ranks.joined(values, batch.ret[batch.valid])
+        return dict(explained_variance=explained_variance(*joined))
 
     def fit(self, batch: Fragment, epochs: int) -> dict:
-        """Update the critic's normalisers, and regress it on `batch.ret` for `epochs` passes, with
-        `optimizer`. Returns metrics.
+        """Regress the critic on `batch.ret` for `epochs` passes, with `optimizer`. Returns metrics.
+
+        Its normalisers are updated first.
         """
-        explained = self.explained(batch)
+        metrics = self.explained(batch)
         self.tell_critic(batch)
-        fitted = fit_critic(
+        fit_metrics = fit_critic(
             self.critic,
             self.optimizer,
             critic_inputs(self.critic, batch),
@@ -575,4 +624,4 @@ class Learner(ScheduledLearner):
             generator=self.generator,
         )
         bump_version(self.critic)
-        return dict(critic_loss=fitted["critic_loss"]) | explained
+        return dict(critic_loss=fit_metrics["critic_loss"]) | metrics

@@ -19,12 +19,14 @@ from ..pipes.taps import EpisodeAccount
 # %% ../../nbs/agents/00_metrics.ipynb #4c9e415f
 METRICS = dict(
     # progress
-    rate_left="fraction of the learning rates that the update was made with, if they fall (`decay_steps`)",
+    rate_left="fraction of the learning rates that the update was made with, if they fall "
+    "(`decay_steps`)",
     steps="valid environment steps the learner has consumed since the start of the run",
     updates="calls of agent.update since the start of the run",
     episodes="episodes finished since the start of the run",
     seconds="wall time of the run [s], including the time before a resume",
-    inexact="1 from the update on that a resumed run had made before with other numbers; absent if there was none",
+    inexact="1 from the update on that a resumed run had made before with other numbers; absent if "
+    "there was none",
     steps_per_s="steps since the previous record, per second of wall time [1/s]",
     # episodes that finished since the previous record, with the exploration of the policy; absent
     # if none finished
@@ -35,44 +37,56 @@ METRICS = dict(
     # the newest evaluation (see `ParallelEvaluation`) that finished since the previous record;
     # absent if none did
     eval_version="updates of the policy that was evaluated",
-    eval_return_mean="mean undiscounted return of the evaluation's episodes, by default without exploration",
+    eval_return_mean="mean undiscounted return of the evaluation's episodes, by default without "
+    "exploration",
     eval_return_median="median undiscounted return of those episodes",
     eval_return_std="sample standard deviation of those returns; nan for a single episode",
     eval_return_min="smallest undiscounted return of those episodes",
     eval_return_max="largest undiscounted return of those episodes",
-    eval_cut_off="number of those episodes that were cut off, so their returns are partial; absent if none was",
+    eval_cut_off="number of those episodes that were cut off, so their returns are partial; absent "
+    "if none was",
 )
 
 # %% ../../nbs/agents/00_metrics.ipynb #2460705d
 METRICS |= dict(
     # certificate of a trust-region update (Schulman et al. 2015, arXiv:1502.05477)
-    surrogate_before="mean of ratio * advantage over valid rows before the update; ratio = 1 if the data are fresh",
+    surrogate_before="mean of ratio * advantage over valid rows before the update; ratio = 1 if "
+    "the data are fresh",
     surrogate_after="mean of ratio * advantage over valid rows after the update",
-    predicted_improvement="first-order gain of the surrogate, <gradient, step>, for the step that was kept",
+    predicted_improvement="first-order gain of the surrogate, <gradient, step>, for the step that "
+    "was kept",
     actual_improvement="surrogate_after - surrogate_before",
-    kl="mean KL(old || new) of the step over valid rows, exact for the distribution, not sampled [nat]",
-    kl_next="the same divergence, between the old policy and the one that collects next, after the update of its normaliser [nat]",
+    kl="mean KL(old || new) of the step over valid rows, exact for the distribution, not sampled "
+    "[nat]",
+    kl_next="the same divergence, between the old policy and the one that collects next, after the "
+    "update of its normaliser [nat]",
     cg_residual="|g - F x| / |g| when conjugate gradients stopped",
     cg_iterations="conjugate-gradient iterations",
-    precondition_rows="rows that the preconditioner of these iterations was made from; absent if there was none",
+    precondition_rows="rows that the preconditioner of these iterations was made from; absent if "
+    "there was none",
     curvature="x' F x of the conjugate-gradient solution, damping included",
     backtracks="step lengths that the line search refused",
     accepted="1 if the line search kept a step, 0 if the old parameters were restored",
     step_size="length of the parameter change in the Euclidean norm",
-    grad_norm="Euclidean norm, before clipping, of the gradient of the surrogate (trust region) or of the loss (others); mean over steps",
+    grad_norm="Euclidean norm, before clipping, of the gradient of the surrogate (trust region) or "
+    "of the loss (others); mean over steps",
 )
 METRICS |= dict(
     # losses of gradient methods (see `rollpipe.agents.losses`), mean over the optimiser's steps of
     # the update
     loss="what the optimiser minimises: loss_policy + c_value * loss_value - c_entropy * entropy",
     loss_policy="the term of the loss that improves the policy",
-    loss_value="mean squared (or Huber, or clipped) error of values or action values over valid rows, with the replay weights; values in "
+    loss_value="mean squared (or Huber, or clipped) error of values or action values over valid "
+    "rows, with the replay weights; values in "
     "units of the returns' standard deviation if the critic keeps one",
-    approx_kl="mean of ratio - 1 - log ratio over valid rows, ratio = new / old: KL(old || new) estimated from the actions taken "
+    approx_kl="mean of ratio - 1 - log ratio over valid rows, ratio = new / old: KL(old || new) "
+    "estimated from the actions taken "
     "(k3 of Schulman 2020, http://joschu.net/blog/kl-approx.html) [nat]",
     clip_fraction="fraction of valid rows whose ratio is further from 1 than PPO's clip",
-    clip_fraction_value="fraction of valid rows whose value moved further from the old one than PPO's clip_value",
-    rho_mean="mean importance ratio over valid rows (probability now / when collecting), not clipped; 1 if the data are fresh",
+    clip_fraction_value="fraction of valid rows whose value moved further from the old one than "
+    "PPO's clip_value",
+    rho_mean="mean importance ratio over valid rows (probability now / when collecting), not "
+    "clipped; 1 if the data are fresh",
     rho_max="largest importance ratio of a valid row, not clipped",
     rho_clipped="fraction of valid rows whose importance ratio was clipped",
     adv_mean="mean advantage over valid rows, as the policy's loss uses it",
@@ -85,28 +99,37 @@ METRICS |= dict(
 # %% ../../nbs/agents/00_metrics.ipynb #3898602e
 METRICS |= dict(
     # action values and replay
-    q_mean="mean of the present action values of the actions taken, over valid rows that are trained on",
+    q_mean="mean of the present action values of the actions taken, over valid rows that are "
+    "trained on",
     q_target="mean of the targets of these action values",
     td_error="mean of |target - action value| over valid rows that are trained on",
     epsilon="probability of a random action while collecting",
-    loss_expectile="mean asymmetric squared error of the values of states, of which a high expectile of the action values is the minimum",
+    loss_expectile="mean asymmetric squared error of the values of states, of which a high "
+    "expectile of the action values is the minimum",
     adv_weight="mean weight of the recorded actions in the policy's loss, after its limit",
-    distance="mean squared distance of the policy's actions from the recorded ones; 1 is half the range of the action",
+    distance="mean squared distance of the policy's actions from the recorded ones; 1 is half the "
+    "range of the action",
     temperature="what a unit of entropy is worth in the objective of soft actor-critic",
-    grad_norm_critic="Euclidean norm, before clipping, of the gradient of a critic that has an optimiser of its own; mean over steps",
-    target_updates="updates of the target network since the start of the run: copies, or steps of Polyak averaging",
+    grad_norm_critic="Euclidean norm, before clipping, of the gradient of a critic that has an "
+    "optimiser of its own; mean over steps",
+    target_updates="updates of the target network since the start of the run: copies, or steps of "
+    "Polyak averaging",
     replay_size="transitions in the replay memory",
-    replay_ratio="transitions drawn from the replay memory per transition that arrived, in this update",
+    replay_ratio="transitions drawn from the replay memory per transition that arrived, in this "
+    "update",
     weight_min="smallest importance weight of the sampled transitions; the largest is 1",
     beta="exponent of the importance weights of prioritised replay; 1 removes all of its bias",
 )
 METRICS |= dict(
     # policy and critic
     entropy="mean entropy of the policy over valid rows, differential for continuous actions [nat]",
-    explained_variance="1 - Var[ret - v] / Var[ret] of the values v that the advantages were computed with",
-    critic_loss="mean squared error of the critic after fitting, in units of the returns' standard deviation if it keeps one",
+    explained_variance="1 - Var[ret - v] / Var[ret] of the values v that the advantages were "
+    "computed with",
+    critic_loss="mean squared error of the critic after fitting, in units of the returns' standard "
+    "deviation if it keeps one",
     lag="updates between collecting and consuming the batch, the largest over its columns",
-    lane_restarts="how often lanes of the batch were lost with their worker and began anew, with other random numbers; absent if none did",
+    lane_restarts="how often lanes of the batch were lost with their worker and began anew, with "
+    "other random numbers; absent if none did",
     # worker processes, if there are any
     workers="worker processes that are alive",
     restarts="worker processes that died and were replaced since the start or resume of the run",
@@ -142,31 +165,31 @@ def check_metrics(metrics: dict, own: bool = False) -> dict[str, float]:
             expected="one of rollpipe.agents.metrics.METRICS",
             got=", ".join(map(repr, unknown)),
         )
+
+    # Names of a user's own follow rules, because loggers and files have to write them.
     for name in unknown:
         _check_own_name(name)
     return {name: _number(name, value) for name, value in metrics.items()}
 
 
 def _check_own_name(name):
-    if (
-        isinstance(name, str)
-        and 0 < len(name) <= LONGEST_NAME
-        and name.isprintable()
-        and name[0] != "_"
-        and name == name.strip()
-    ):
+    "Raise `DataError` for what cannot be the name of a user's own metric."
+    is_text = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()
+    if is_text and name[0] != "_" and name == name.strip():
         return
     raise DataError(
         "this cannot be the name of a metric",
         leaf=str(name)[:40],
         got=repr(name)[:80],
-        expected="printable text of at most "
-        f"{LONGEST_NAME} characters, such as 'my/temperature', that begins with no underscore or space",
+        expected=f"printable text of at most {LONGEST_NAME} characters, such as "
+        "'my/temperature', that begins with no underscore or space",
     )
 
 
 def _number(name, value):
+    "A metric's value as a Python float. Raises `DataError` for anything but one number."
     try:
+        # `float` would take a text such as "1.5", too.
         if isinstance(value, (str, bytes)):
             raise TypeError
         return float(value.item() if hasattr(value, "item") else value)
@@ -181,7 +204,10 @@ def near_metric(name: str) -> str | None:
 
     A name with a slash is never a misspelling.
     """
-    return next(iter(similar(name, METRICS, 1, cutoff=0.8)), None) if "/" not in name else None
+    if "/" in name:
+        return None
+    nearest = similar(name, METRICS, 1, cutoff=0.8)
+    return next(iter(nearest), None)
 
 # %% ../../nbs/agents/00_metrics.ipynb #09027376
 OF_THE_LOOP = (
@@ -218,6 +244,8 @@ def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
         raise DataError(
             f"{source} reports no metrics", expected="a dict name -> number", got=repr(metrics)[:80]
         )
+
+    # A metric is reported once: two parts with one name would hide each other's numbers.
     clash = [name for name in metrics if name in record or name in taken]
     if clash:
         raise DataError(
@@ -232,19 +260,22 @@ def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
 def mean_metrics(records: list) -> dict[str, float]:
     """The mean of each metric over those records that have it.
 
+    >>> mean_metrics([dict(loss=1.0, kl=0.5), dict(loss=torch.tensor(3.0))])
+    {'loss': 2.0, 'kl': 0.5}
+
     Args:
         records: dicts of metric -> number or 0-dim tensor
     """
-    found = {}
+    values_of = {}
     for record in records:
         for name, value in record.items():
-            found.setdefault(name, []).append(value)
-    # A stack reaches the host in one transfer.
-    return {
-        name: sum(torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in values]).tolist())
-        / len(values)
-        for name, values in found.items()
-    }
+            values_of.setdefault(name, []).append(torch.as_tensor(value, dtype=torch.float64))
+
+    # A stack reaches the host in one transfer. Python adds the numbers in their order.
+    means = {}
+    for name, values in values_of.items():
+        means[name] = sum(torch.stack(values).tolist()) / len(values)
+    return means
 
 # %% ../../nbs/agents/00_metrics.ipynb #60fa9fa1
 class EpisodeReturns:
@@ -275,37 +306,41 @@ class EpisodeReturns:
             int: number of its valid steps
         """
         # Sorting is stable: the episodes of each lane stay in the order of time.
-        self._ended += sorted(self._account.see_fragment(fragment), key=lambda end: end.lane)
-        n, ends = map(
-            int, ranks.totals(fragment.valid.sum(), (fragment.state.fin[1:] & fragment.valid).sum())
-        )
-        self.steps += n
-        self.episodes += ends
-        return n
+        ends = self._account.see_fragment(fragment)
+        self._ended += sorted(ends, key=lambda end: end.lane)
+
+        # The counters are those of all ranks, whose fragments differ.
+        is_end = fragment.state.fin[1:] & fragment.valid
+        n_steps, n_ends = map(int, ranks.totals(fragment.valid.sum(), is_end.sum()))
+        self.steps += n_steps
+        self.episodes += n_ends
+        return n_steps
 
     def pop(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns and lengths, two arrays [n], of the episodes that ended since the last `pop`, in
-        order of time within a lane.
+        """Returns and lengths of the episodes that ended since the last `pop`.
+
+        They are two arrays [n], float64 and int64, in the order of time within a lane.
         """
         ended = self._ended
         self._ended = []
-        return np.array([end.ret for end in ended], float), np.array(
-            [end.length for end in ended], int
-        )
+        returns = np.array([end.ret for end in ended], float)
+        lengths = np.array([end.length for end in ended], int)
+        return returns, lengths
 
     def metrics(self) -> dict[str, float]:
-        """A summary over all ranks of what `pop` returns, named as in `METRICS`; only the number of
-        episodes if none has finished.
+        """A summary over all ranks of what `pop` returns, named as in `METRICS`.
+
+        It has only the number of episodes if none has finished.
         """
-        ret, length = map(np.concatenate, zip(*ranks.gathered_objects(self.pop())))
-        known = (
-            dict(
-                return_mean=ret.mean(),
-                return_min=ret.min(),
-                return_max=ret.max(),
-                length_mean=length.mean(),
+        # Every rank takes part, also one without an episode that ended.
+        parts = ranks.gathered_objects(self.pop())
+        returns, lengths = map(np.concatenate, zip(*parts))
+        summary = dict(episodes=self.episodes)
+        if len(returns):
+            summary.update(
+                return_mean=returns.mean(),
+                return_min=returns.min(),
+                return_max=returns.max(),
+                length_mean=lengths.mean(),
             )
-            if len(ret)
-            else {}
-        )
-        return check_metrics(dict(episodes=self.episodes, **known))
+        return check_metrics(summary)

@@ -41,8 +41,9 @@ from ..pipes.data.fragment import Fragment, State
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #7c785a29
 class PolicyRows(NamedTuple):
-    """The steps of a fragment as the surrogate sees them; `R x C` is `1 x N` without recurrent
-    state, else `T x B`.
+    """The steps of a fragment as the surrogate sees them.
+
+    `R x C` is `1 x N` without recurrent state, and otherwise `T x B`.
 
     Args:
         state: [R, C, ...]
@@ -66,26 +67,29 @@ class PolicyRows(NamedTuple):
 def policy_rows(fragment: Fragment) -> PolicyRows:
     "The `PolicyRows` of a fragment that has advantages."
     valid = fragment.valid
-    whole = bool(fragment.valid.all())
+    all_valid = bool(valid.all())
     place, n = ranks.places(valid)
     state = nested.getitem(fragment.state, slice(-1))
     act = nested.getitem(fragment.state.act, slice(1, None))
-    rows = PolicyRows(
-        nested.as_seen(state), fragment.hx, act, fragment.adv, fragment.actor["logp"][:-1], 1 / n
-    )
-    if nested.leaves(fragment.hx):
-        # Fill invalid rows, because 0 * nan is nan. The states stay, because the memory of later
-        # rows depends on them.
-        def filled(x):
-            return x if whole else x.index_put((~valid,), x[valid][0])
+    logp = fragment.actor["logp"][:-1]
+    rows = PolicyRows(nested.as_seen(state), fragment.hx, act, fragment.adv, logp, 1 / n)
 
-        return rows._replace(
-            weight=valid / n, **nested.map(filled, dict(act=act, adv=rows.adv, logp=rows.logp))
-        )
-    flat = nested.map(
-        lambda x: (x.flatten(0, 1) if whole else x[valid])[None], rows._replace(weight=None)
-    )
-    return flat._replace(weight=1 / n, place=place)
+    # With recurrent state, all rows stay: the memory of later rows depends on the invalid ones.
+    # These get finite numbers, because 0 * nan is nan.
+    if nested.leaves(fragment.hx):
+
+        def filled(x):
+            return x if all_valid else x.index_put((~valid,), x[valid][0])
+
+        numbers = nested.map(filled, dict(act=act, adv=rows.adv, logp=rows.logp))
+        return rows._replace(weight=valid / n, **numbers)
+
+    # Without it, the valid rows become one long row.
+    def flat(x):
+        return (x.flatten(0, 1) if all_valid else x[valid])[None]
+
+    flat_rows = nested.map(flat, rows._replace(weight=None))
+    return flat_rows._replace(weight=1 / n, place=place)
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #faa5d8b4
 def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> PolicyRows:
@@ -97,26 +101,28 @@ def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> 
         fraction: fraction of the rows that is kept, 0 < fraction <= 1
         generator: generator that chooses them
     """
-    if not isinstance(
-        rows.weight, torch.Tensor
-    ):  # all ranks draw the same rows of the joined batch, and have them all
-        index = torch.randperm(n := rows_of_all(rows), generator=generator)[
-            : max(1, round(fraction * n))
-        ].sort()[0]
-        mine = ranks.own(index, rows.place, n)
+    # All ranks draw the same rows of the joined batch, and have them all.
+    if not isinstance(rows.weight, torch.Tensor):
+        n = rows_of_all(rows)
+        index = _random_subset(n, fraction, generator)
+        own_index = ranks.own(index, rows.place, n)
         picked = nested.map(
-            lambda x: ranks.joined(x[0, mine])[0][None], rows._replace(weight=None, place=None)
+            lambda x: ranks.joined(x[0, own_index])[0][None],
+            rows._replace(weight=None, place=None),
         )
         return picked._replace(weight=1 / len(index))
-    pool = (rows.weight > 0).any(0).nonzero()[:, 0]
-    index = pool[
-        torch.randperm(len(pool), generator=generator)[
-            : max(1, round(fraction * len(pool)))
-        ].sort()[0]
-    ]
+
+    columns = (rows.weight > 0).any(0).nonzero()[:, 0]
+    index = columns[_random_subset(len(columns), fraction, generator)]
     picked = nested.map(lambda x: x[:, index], rows._replace(weight=None))
     weight = rows.weight[:, index]
     return picked._replace(weight=weight / weight.sum())
+
+
+def _random_subset(n, fraction, generator):
+    "A random `fraction` of the numbers below `n`, at least one, in ascending order, int64."
+    size = max(1, round(fraction * n))
+    return torch.randperm(n, generator=generator)[:size].sort()[0]
 
 
 def rows_of_all(rows: PolicyRows) -> int:
@@ -130,41 +136,43 @@ def weighted_mean(x: torch.Tensor, rows: PolicyRows) -> torch.Tensor:
 
 
 def distribution_on(actor: Any, rows: PolicyRows) -> Any:
-    """Parameters of the distribution of the policy `actor` in the states of `rows`, `[R, C, ...]`,
-    with gradients where they are enabled.
+    """Parameters `[R, C, ...]` of the policy's distribution in the states of `rows`.
+
+    They have gradients where these are enabled.
     """
 
     def params(part):
         return actor.distribution(*part)
 
     # Blocks that fit into the cache: a later product on 25,000 rows takes 24 ms in place of 33 ms
-    # (`benchmarks/plain_forms.py`).
-    # Blocks below 256 columns would mean too many short steps.
-    return in_row_blocks(
-        params, (rows.state, rows.hx), size=max(256, 2048 // rows.adv.shape[0]), dim=1
-    )
+    # (`benchmarks/plain_forms.py`). Blocks below 256 columns would mean too many short steps.
+    size = max(256, 2048 // rows.adv.shape[0])
+    return in_row_blocks(params, (rows.state, rows.hx), size=size, dim=1)
 
 
 def surrogate(dist: Any, params: Any, rows: PolicyRows) -> torch.Tensor:
-    """Mean of ratio * advantage over the rows for the parameters `params` of the distribution
-    `dist`, 0-dim.
+    """Mean of ratio * advantage over the rows, 0-dim.
+
+    Args:
+        dist: the policy's kind of distribution
+        params: its parameters, [R, C, ...]
     """
-    return weighted_mean((dist.log_prob(params, rows.act) - rows.logp).exp() * rows.adv, rows)
+    ratio = (dist.log_prob(params, rows.act) - rows.logp).exp()
+    return weighted_mean(ratio * rows.adv, rows)
 
 
 @torch.no_grad()
 def effect(actor: Any, rows: PolicyRows, old: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Surrogate of the policy as it is now, and its mean KL divergence from the distribution `old`:
-    0-dim tensors.
+    """Surrogate of the policy as it is now, and its mean KL divergence from `old`, both 0-dim.
 
     Args:
         actor: a policy
         old: parameters of its distribution before, [R, C, ...]
     """
     new = distribution_on(actor, rows)
-    return ranks.totals(
-        surrogate(actor.dist, new, rows), weighted_mean(actor.dist.kl(old, new), rows)
-    )  # pyright: ignore[reportReturnType]
+    divergence = weighted_mean(actor.dist.kl(old, new), rows)
+    value = surrogate(actor.dist, new, rows)
+    return ranks.totals(value, divergence)  # pyright: ignore[reportReturnType]
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #0c69862a
 class Direction(NamedTuple):
@@ -185,8 +193,9 @@ class Direction(NamedTuple):
     precondition: int = 0
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #820de35a
-# rows of the automatic preconditioner; fewest rows of the Fisher matrix with which it saves time
+# Rows of the automatic preconditioner.
 SCORES = 512
+# Fewest rows of the Fisher matrix with which it saves time.
 WORTH_IT = 4096
 
 
@@ -224,7 +233,7 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
     fvp_subsample: float = number(1.0, 1e-12, 1, changes="by schedule")
     precondition: int | str = setting("auto", changes="between updates")
     critic_lr: float = number(1e-3, changes="by schedule")
-    falling = ("max_kl", "lr")
+    decaying = ("max_kl", "lr")
     actor_needs = ("params", "dist", "distribution")
     joins_ranks = True  # see `ranks.distributed`
 
@@ -254,20 +263,22 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         """
         raise NotImplementedError(f"{type(self).__name__} must define take_step(rows)")
 
-    def report(self, found: tuple) -> dict:
+    def report(self, outcome: tuple) -> dict:
         """The metrics of the step.
 
         The update of the normaliser changes the policy once more; `kl_next` is the divergence after
         both.
         """
-        metrics, old, rows = found
+        metrics, old, rows = outcome
         if getattr(self.actor, "obs_norm", None) is not None:
-            metrics["kl_next"] = float(effect(self.actor, rows, old)[1])
+            _, divergence = effect(self.actor, rows, old)
+            metrics["kl_next"] = float(divergence)
         return metrics
 
     def check_ranks(self) -> None:
-        """Raise `DataError` if several ranks learn together and the Fisher matrix is estimated from
-        some rows.
+        """Raise `DataError` if several ranks learn together with `fvp_subsample` below 1.
+
+        They would estimate the Fisher matrix from different rows.
         """
         if self.fvp_subsample < 1 and ranks.active():
             raise DataError(
@@ -281,38 +292,45 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
     def direction(self, rows: PolicyRows) -> Direction:
         "Gradient and natural gradient at the present parameters."
         self.check_ranks()  # the fraction may have changed since the block `distributed` began
-        lin = curved = Linearization(distribution_on(self.actor, rows), self.params)
-        before, g = ranks.totals(
-            *lin.gradient(lambda params: surrogate(self.actor.dist, params, rows))
+
+        # The gradient, from all rows
+        linear = Linearization(distribution_on(self.actor, rows), self.params)
+        before, gradient = ranks.totals(
+            *linear.gradient(lambda params: surrogate(self.actor.dist, params, rows))
         )
-        for name, x in (("surrogate", before), ("gradient of the surrogate", g)):
+        for name, x in (("surrogate", before), ("gradient of the surrogate", gradient)):
             if not x.isfinite().all():
                 raise DataError(
                     f"{type(self).__name__}: non-finite {name}",
                     leaf="actor",
                     expected="finite numbers",
                 )
-        weight = rows.weight
+
+        # The Fisher matrix, perhaps from some rows only
+        fisher_rows = rows
+        fisher_linear = linear
         if self.fvp_subsample < 1:
-            few = subsample(rows, self.fvp_subsample, self.generator)
-            curved = Linearization(distribution_on(self.actor, few), self.params)
-            weight = few.weight
-        solve = self.preconditioner(rows)
-        iters = -(-self.cg_iters // 2) if solve and self.precondition == "auto" else self.cg_iters
-        product = fisher_product(curved, self.actor.dist.fisher, weight)
+            fisher_rows = subsample(rows, self.fvp_subsample, self.generator)
+            fisher_linear = Linearization(distribution_on(self.actor, fisher_rows), self.params)
+        product = fisher_product(fisher_linear, self.actor.dist.fisher, fisher_rows.weight)
+
+        # The natural gradient. A good preconditioner halves the iterations.
+        precondition = self.preconditioner(rows)
+        iters = self.cg_iters
+        if precondition and self.precondition == "auto":
+            iters = math.ceil(iters / 2)
         cg = conjugate_gradients(
             lambda v: ranks.total(product(v)),
-            g,
+            gradient,
             iters,
             damping=self.damping,
             gain_tol=self.cg_gain,
-            preconditioner=solve,
+            preconditioner=precondition,
         )
-        # Only the outputs of `lin` are kept, because the parameters cannot be changed while its
-        # graph exists.
-        return Direction(
-            g, cg, lin.outputs, before, self.rows_to_precondition(rows) if solve else 0
-        )
+
+        # Only the outputs are kept, because the parameters cannot be changed while the graph exists.
+        n_preconditioned = self.rows_to_precondition(rows) if precondition else 0
+        return Direction(gradient, cg, linear.outputs, before, n_preconditioned)
 
     def rows_to_precondition(self, rows: PolicyRows) -> int:
         """Number of `rows` for the preconditioner.
@@ -321,15 +339,13 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         """
         if nested.leaves(rows.hx) or not self.damping:
             return 0
-        wanted = self.precondition
         n = rows_of_all(rows)
-        if isinstance(wanted, str):
-            return SCORES if n * self.fvp_subsample >= WORTH_IT else 0
-        return min(wanted, n // 4)
+        if not isinstance(self.precondition, str):
+            return min(self.precondition, n // 4)
+        return SCORES if n * self.fvp_subsample >= WORTH_IT else 0
 
     def preconditioner(self, rows: PolicyRows) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The damped inverse of a Fisher matrix that is estimated from the actions taken in a few
-        rows.
+        """The damped inverse of a Fisher matrix that is estimated from the actions in a few rows.
 
         None if `rows_to_precondition` is 0, or if the network has parts other than linear layers.
         """
@@ -337,26 +353,28 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         if not m:
             return None
         few = subsample(rows, m / rows_of_all(rows), self.generator)
-        layers = score_layers(
-            lambda: self.actor.dist.log_prob(self.actor.distribution(few.state, ()), few.act),
-            self.params,
-        )
+
+        def log_prob():
+            return self.actor.dist.log_prob(self.actor.distribution(few.state, ()), few.act)
+
+        layers = score_layers(log_prob, self.params)
         return score_preconditioner(layers, self.params, self.damping) if layers else None
 
-    def certificate(self, rows: PolicyRows, found: Direction) -> dict:
+    def diagnostics(self, rows: PolicyRows, direction: Direction) -> dict:
         "The metrics that do not depend on the length of the step."
-        cg = found.cg
-        entropy = ranks.total(weighted_mean(self.actor.dist.entropy(found.old), rows))
-        used = dict(precondition_rows=found.precondition) if found.precondition else {}
-        return dict(
-            surrogate_before=float(found.before),
+        cg = direction.cg
+        entropy = ranks.total(weighted_mean(self.actor.dist.entropy(direction.old), rows))
+        metrics = dict(
+            surrogate_before=float(direction.before),
             cg_residual=cg.residual,
             cg_iterations=cg.iterations,
             curvature=cg.curvature,
-            grad_norm=float(found.gradient.norm()),
+            grad_norm=float(direction.gradient.norm()),
             entropy=float(entropy),
-            **used,
         )
+        if direction.precondition:
+            metrics["precondition_rows"] = direction.precondition
+        return metrics
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #165b7392
 class TRPO(NaturalGradientLearner):
@@ -377,34 +395,38 @@ class TRPO(NaturalGradientLearner):
     accept_ratio: float = number(0.1, changes="by schedule")
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
-        """The longest step along the natural gradient that the line search accepts, its
-        certificate, and the distribution before.
+        """The longest step along the natural gradient that the line search accepts.
+
+        Returns its metrics, and the distribution before it.
         """
-        at = self.direction(rows)
-        step = step_size(self.max_kl, at.cg.curvature) * at.cg.x
-        rate = float(at.gradient @ step)
-        found = backtrack_line_search(
-            lambda theta: effect(self.actor, rows, at.old),
+        direction = self.direction(rows)
+        full_step = step_size(self.max_kl, direction.cg.curvature) * direction.cg.x
+        rate = float(direction.gradient @ full_step)
+        search = backtrack_line_search(
+            lambda theta: effect(self.actor, rows, direction.old),
             flatten(self.params),
-            step,
+            full_step,
             rate,
             self.max_kl,
-            before=float(at.before),
+            before=float(direction.before),
             set_params=lambda theta: assign(self.params, theta),
             backtrack=self.backtrack,
             max_backtracks=self.max_backtracks,
             accept_ratio=self.accept_ratio,
         )
-        kept = self.backtrack**found.backtracks if found.accepted else 0.0
-        return self.certificate(rows, at) | dict(
-            surrogate_after=found.surrogate,
-            predicted_improvement=kept * rate,
-            actual_improvement=found.surrogate - found.before,
-            kl=found.kl,
-            backtracks=found.backtracks,
-            accepted=float(found.accepted),
-            step_size=kept * float(step.norm()),
-        ), at.old
+
+        # The accepted fraction of the full step
+        scale = self.backtrack**search.backtracks if search.accepted else 0.0
+        metrics = self.diagnostics(rows, direction) | dict(
+            surrogate_after=search.surrogate,
+            predicted_improvement=scale * rate,
+            actual_improvement=search.surrogate - search.before,
+            kl=search.kl,
+            backtracks=search.backtracks,
+            accepted=float(search.accepted),
+            step_size=scale * float(full_step.norm()),
+        )
+        return metrics, direction.old
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #010f75fa
 class NPG(NaturalGradientLearner):
@@ -425,26 +447,34 @@ class NPG(NaturalGradientLearner):
     lr: float | None = number(None, changes="by schedule")
 
     def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
-        """A step along the natural gradient, its certificate, and the distribution before.
+        """A step along the natural gradient.
 
-        A step after which surrogate or divergence are not finite is undone.
+        Returns its metrics, and the distribution before it. A step after which surrogate or divergence
+        are not finite is undone.
         """
-        at = self.direction(rows)
+        direction = self.direction(rows)
         theta = flatten(self.params)
-        step = at.cg.x * (step_size(self.max_kl, at.cg.curvature) if self.lr is None else self.lr)
+        if self.lr is None:
+            rate = step_size(self.max_kl, direction.cg.curvature)
+        else:
+            rate = self.lr
+        step = direction.cg.x * rate
         assign(self.params, theta + step)
-        after, kl = map(float, effect(self.actor, rows, at.old))
-        taken = math.isfinite(after) and math.isfinite(kl)
-        if not taken:
+
+        after, kl = map(float, effect(self.actor, rows, direction.old))
+        accepted = math.isfinite(after) and math.isfinite(kl)
+        if not accepted:
             assign(self.params, theta)
-            after = float(at.before)
+            after = float(direction.before)
             kl = 0.0
             step = step * 0
-        return self.certificate(rows, at) | dict(
+
+        metrics = self.diagnostics(rows, direction) | dict(
             surrogate_after=after,
-            predicted_improvement=float(at.gradient @ step),
-            actual_improvement=after - float(at.before),
+            predicted_improvement=float(direction.gradient @ step),
+            actual_improvement=after - float(direction.before),
             kl=kl,
-            accepted=float(taken),
+            accepted=float(accepted),
             step_size=float(step.norm()),
-        ), at.old
+        )
+        return metrics, direction.old

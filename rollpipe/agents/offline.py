@@ -160,7 +160,7 @@ class IQL(ActionLearner):
     decay_steps: int = number(0, changes="between updates")
     random_steps: int = not_offered(0)
     actor_needs = ("replay",)
-    way_down = "cosine"
+    decay_shape = "cosine"
 
     def __post_init__(self):
         super().__post_init__()
@@ -179,10 +179,10 @@ class IQL(ActionLearner):
         "No metrics."
         return {}
 
-    def fall_of(self, group: dict) -> Schedule | None:
+    def decay_of_rate(self, group: dict) -> Schedule | None:
         "How the learning rate of the policy falls by `decay_steps`. That of the critic stays."
         is_policy = group is self.descents["policy"].param_groups[0]
-        return super().fall_of(group) if is_policy else None
+        return super().decay_of_rate(group) if is_policy else None
 
     @torch.no_grad()
     def critic_target(self, fragment: Fragment) -> Tensor:

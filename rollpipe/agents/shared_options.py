@@ -50,10 +50,21 @@ def meanings(function: Callable) -> dict:
     class's own docstring has priority.
     """
     owners = reversed(function.__mro__) if inspect.isclass(function) else [function]
-    parts = [x for owner in owners for x in (owner, vars(owner).get("__init__")) if x is not None]
-    others = [other for x in parts if (other := getattr(x, "__delwrap__", None))]
-    sections = [meanings(other) for other in others] + [args_section(x.__doc__) for x in parts]
-    return {name: text for section in sections for name, text in section.items()}
+
+    # The documented objects: each class, then its `__init__`
+    documented = []
+    for owner in owners:
+        documented += [x for x in (owner, vars(owner).get("__init__")) if x is not None]
+
+    # A later section overrides an earlier one.
+    meaning_of = {}
+    for x in documented:
+        delegate = getattr(x, "__delwrap__", None)
+        if delegate:
+            meaning_of |= meanings(delegate)
+    for x in documented:
+        meaning_of |= args_section(x.__doc__)
+    return meaning_of
 
 # %% ../../nbs/agents/06_shared_options.ipynb #4ac3d8a0
 def _name_of(owner: Any) -> str:
@@ -71,15 +82,15 @@ def check_range(owner: Any, low: float, high: float = float_info.max, **values: 
         **values: name -> value
     """
     for name, value in values.items():
-        if not is_between(value, low, high):
-            raise DataError(
-                f"{_name_of(owner)}: out of range",
-                leaf=name,
-                got=str(value),
-                expected=f"{low} <= {name} <= {high}"
-                if high != float_info.max
-                else f"{low} <= {name} < {inf}",
-            )
+        if is_between(value, low, high):
+            continue
+        if high == float_info.max:
+            expected = f"{low} <= {name} < {inf}"
+        else:
+            expected = f"{low} <= {name} <= {high}"
+        raise DataError(
+            f"{_name_of(owner)}: out of range", leaf=name, got=str(value), expected=expected
+        )
 
 # %% ../../nbs/agents/06_shared_options.ipynb #07d8119d
 # When an option may get another value in a run that goes on. What nobody declares never changes.
@@ -87,9 +98,7 @@ Change = Literal["never", "with new episodes", "between updates", "by schedule"]
 
 
 def _field(default: Any, changes: Change, check: Callable) -> Any:
-    """A field of a dataclass with `check(owner, name, value)`, which returns the value that the
-    owner gets.
-    """
+    "A field of a dataclass. `check(owner, name, value)` returns the value that the owner gets."
     return field(default=default, metadata=dict(check=check, changes=changes))
 
 
@@ -99,8 +108,9 @@ def number(
     high: float = float_info.max,
     changes: Change = "never",
 ) -> Any:
-    """A field of a dataclass whose value is a number in `[low, high]`, or None if the annotation
-    allows it.
+    """A field of a dataclass whose value is a number in `[low, high]`.
+
+    It may be None if the annotation allows it.
 
     Args:
         default: value if none is given
@@ -183,14 +193,12 @@ def _declared(cls: Any) -> dict:
     """
     if not (isinstance(cls, type) and is_dataclass(cls)):
         return {}
-    found = {
-        f.name: f.metadata
-        for c in reversed(cls.__mro__)
-        if is_dataclass(c)
-        for f in fields(c)
-        if "check" in f.metadata
-    }
-    return {f.name: found[f.name] for f in fields(cls) if f.init and f.name in found}
+    metadata_of = {}
+    for base in reversed(cls.__mro__):
+        if not is_dataclass(base):
+            continue
+        metadata_of |= {f.name: f.metadata for f in fields(base) if "check" in f.metadata}
+    return {f.name: metadata_of[f.name] for f in fields(cls) if f.init and f.name in metadata_of}
 
 
 def check_option(owner: Any, name: str, value: Any) -> Any:
@@ -200,11 +208,13 @@ def check_option(owner: Any, name: str, value: Any) -> Any:
         owner: the object that has the options, or its class
     """
     cls = owner if isinstance(owner, type) else type(owner)
-    known = _declared(cls)
-    kinds = {f.name: str(f.type) for f in fields(cls)}
-    if name not in known or value is None and "None" in kinds[name]:
+    declared = _declared(cls)
+    if name not in declared:
         return value
-    return known[name]["check"](owner, name, value)
+    annotations = {f.name: str(f.type) for f in fields(cls)}
+    if value is None and "None" in annotations[name]:
+        return value
+    return declared[name]["check"](owner, name, value)
 
 
 def check_options(owner: Any) -> None:
@@ -234,9 +244,13 @@ def may_change(function: Any) -> dict:
     annotation, such as `lam: Annotated[float, "between updates"]`.
     """
     if isinstance(function, type):
-        return {name: about["changes"] for name, about in _declared(function).items()}
-    marks = {x.name: split_annotation(x) for x in inspect.signature(function).parameters.values()}
-    return {name: when for name, (_, when) in marks.items() if when}
+        return {name: metadata["changes"] for name, metadata in _declared(function).items()}
+    when_of = {}
+    for parameter in inspect.signature(function).parameters.values():
+        _, when = split_annotation(parameter)
+        if when:
+            when_of[parameter.name] = when
+    return when_of
 
 
 @dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(field,))
@@ -252,27 +266,35 @@ class Options:
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         doc = cls.__doc__
-        own = args_section(cls.__doc__)
+        documented = args_section(doc)
         dataclass(eq=False, kw_only=True, repr=False)(cls)
-        taken = inspect.signature(cls).parameters
-        more = [
+        if not doc:
+            return
+
+        # The options that it inherits come at the end of its `Args:`.
+        parameters = inspect.signature(cls).parameters
+        inherited = [
             f"    {name}: {text}"
             for name, text in meanings(cls).items()
-            if name in taken and name not in own
+            if name in parameters and name not in documented
         ]
-        cls.__doc__ = doc and "\n".join(
-            [inspect.cleandoc(doc), *["", "Args:"] * (not own and bool(more)), *more]
-        )
+        header = ["", "Args:"] if inherited and not documented else []
+        cls.__doc__ = "\n".join([inspect.cleandoc(doc), *header, *inherited])
 
     def __repr__(self):
         owner: Any = self
-        return f"{type(self).__qualname__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(owner) if f.repr)})"
+        values = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(owner) if f.repr]
+        return f"{type(self).__qualname__}({', '.join(values)})"
 
 # %% ../../nbs/agents/06_shared_options.ipynb #d217a010
 class Schedule(NamedTuple):
     """A number that changes from `start` to `end`: `schedule(step)` is its value.
 
     Its text is such as `linear:0.001:0.0:100000`.
+
+    >>> schedule = Schedule.of("linear:1.0:0.0:10k")
+    >>> schedule(2500), str(schedule)
+    (0.75, 'linear:1.0:0.0:10000')
 
     Args:
         kind: linear: on a straight line; cosine: by half a wave, which is slow at both ends
@@ -296,18 +318,16 @@ class Schedule(NamedTuple):
         """
         kind, *parts = str(text).lower().split(":")
         try:
-            start, end, *last = map(
-                float,
-                parts[:2]
-                + [re.sub("[km]$", lambda x: {"k": "e3", "m": "e6"}[x[0]], x) for x in parts[2:]],
-            )
-            if (
-                kind not in ("linear", "cosine")
-                or len(last) > 1
-                or not all(map(isfinite, (start, end)))
-            ):
+            # An ending k or m multiplies a number of steps.
+            n_texts = [
+                re.sub("[km]$", lambda x: {"k": "e3", "m": "e6"}[x[0]], x) for x in parts[2:]
+            ]
+            start, end, *n_in_text = map(float, [*parts[:2], *n_texts])
+            if kind not in ("linear", "cosine") or len(n_in_text) > 1:
                 raise ValueError
-            n = int(last[0]) if last else steps
+            if not (isfinite(start) and isfinite(end)):
+                raise ValueError
+            n = int(n_in_text[0]) if n_in_text else steps
             if n is not None and n < 1:
                 raise ValueError
         except (ValueError, OverflowError):
@@ -323,11 +343,13 @@ class Schedule(NamedTuple):
         return cls(kind, start, end, n)
 
     def __call__(self, step: float) -> float:
-        gone = min(step / self.steps, 1.0) if self.steps else 1.0
-        left = 1 - gone
+        # The weights of `end` and `start`
+        end_weight = min(step / self.steps, 1.0) if self.steps else 1.0
+        start_weight = 1 - end_weight
         if self.kind == "cosine":
-            gone = 1 - (left := (1 - cos(pi * left)) / 2)
-        return self.start * left + self.end * gone
+            start_weight = (1 - cos(pi * start_weight)) / 2
+            end_weight = 1 - start_weight
+        return self.start * start_weight + self.end * end_weight
 
     def __str__(self):
         return f"{self.kind}:{self.start!r}:{self.end!r}:{self.steps}"
@@ -338,7 +360,7 @@ def changing(cls: Any) -> list:
     return [name for name, when in may_change(cls).items() if when == "by schedule"]
 
 
-# With 0, nothing would be learned any more.
+# The options that are rates. At 0, nothing would be learned any more.
 RATES = ("lr", "critic_lr", "max_kl")
 
 
@@ -353,10 +375,11 @@ def schedule_of(cls: type, name: str, value: Any) -> Callable | None:
         value: see `Changing.set_option`
     """
     if callable(value) and not isinstance(value, Schedule):
-        return value  # what it gives is checked before each update
+        return value  # its values are checked before each update
     if not isinstance(value, (str, Schedule)):
         check_option(cls, name, value)
         return None
+
     try:
         schedule = value if isinstance(value, Schedule) else Schedule.of(value)
     except DataError as e:
@@ -370,11 +393,12 @@ def schedule_of(cls: type, name: str, value: Any) -> Callable | None:
 
 
 def check_value(cls: type, name: str, value: Any) -> None:
-    """Raise `DataError` if an option cannot have this value, which may be a schedule if the option
-    follows one.
+    """Raise `DataError` if an option cannot have this value.
 
     Args:
         cls: the class that has the option
+        name: name of the option
+        value: a number, or a schedule if the option may follow one
     """
     if name in changing(cls):
         schedule_of(cls, name, value)
@@ -409,15 +433,16 @@ class Changing(Options):
             value: a number; or a schedule: a text such as 'linear:1e-3:0:100k', or a function of
                 the steps so far
         """
-        if name not in (known := changing(type(self))):
+        names = changing(type(self))
+        if name not in names:
             raise DataError(
                 f"{type(self).__name__}: this option cannot change while it learns",
                 leaf=name,
-                expected=", ".join(known),
+                expected=", ".join(names),
             )
         self._take(name, value)
 
-    def fall(self, name: str, value: Any) -> Callable | None:
+    def decay_of_option(self, name: str, value: Any) -> Callable | None:
         "The schedule of an option that has none of its own; None: it stays."
 
     def advance(self) -> dict[str, float]:
@@ -427,8 +452,10 @@ class Changing(Options):
         return {name: getattr(self, name) for name in self.schedules}
 
     def _take(self, name, value):
-        schedule = schedule_of(type(self), name, value) or self.fall(name, value)
+        schedule = schedule_of(type(self), name, value) or self.decay_of_option(name, value)
         setattr(self, name, value if schedule is None else self._value(name, schedule))
+
+        # An option that got a constant no longer follows its earlier schedule.
         self.schedules.pop(name, None)
         if schedule:
             self.schedules[name] = schedule
@@ -524,9 +551,8 @@ class DecayingEpsilon(Options):
     @torch.no_grad()
     def explore(self: Any) -> None:
         "Set the fraction of random actions for the number of environment steps so far."
-        self.actor.epsilon.fill_(
-            Schedule("linear", self.eps_start, self.eps_end, self.eps_steps)(self.steps)
-        )
+        schedule = Schedule("linear", self.eps_start, self.eps_end, self.eps_steps)
+        self.actor.epsilon.fill_(schedule(self.steps))
 
     def exploration(self: Any) -> dict:
         "The probability of a random action now."
@@ -535,6 +561,10 @@ class DecayingEpsilon(Options):
 # %% ../../nbs/agents/06_shared_options.ipynb #9dd41202
 class Every(NamedTuple):
     """An interval of a training.
+
+    >>> every = Every.of("20k steps")
+    >>> every, every.is_due(dict(steps=19_000), dict(steps=21_000))
+    (Every(n=20000, unit='steps'), True)
 
     Args:
         n: number of units; 0: never
@@ -553,18 +583,17 @@ class Every(NamedTuple):
                 "20000steps" or "20k steps"
             name: name of the setting in the error
         """
-        found = re.fullmatch(r"(\d[\d_]{0,20})([km]?) ?(update|step|)s?", str(value).lower())
-        if found:
-            return cls(
-                int(found[1].replace("_", "")) * {"": 1, "k": 1000, "m": 10**6}[found[2]],
-                f"{found[3] or 'update'}s",
+        match = re.fullmatch(r"(\d[\d_]{0,20})([km]?) ?(update|step|)s?", str(value).lower())
+        if not match:
+            raise DataError(
+                "out of range",
+                leaf=name,
+                got=repr(value),
+                expected="updates, such as 10; or steps, such as '20_000 steps'",
             )
-        raise DataError(
-            "out of range",
-            leaf=name,
-            got=repr(value),
-            expected="updates, such as 10; or steps, such as '20_000 steps'",
-        )
+        digits, suffix, unit = match.groups()
+        n = int(digits.replace("_", "")) * {"": 1, "k": 1000, "m": 10**6}[suffix]
+        return cls(n, f"{unit or 'update'}s")
 
     @property
     def setting(self) -> int | str:
@@ -584,16 +613,19 @@ class Every(NamedTuple):
 def seconds_of(text: str, name: str) -> float:
     """The seconds that a text stands for. Raises `DataError`.
 
+    >>> seconds_of("1.5 h", "limit")
+    5400.0
+
     Args:
         text: a number with its unit: s, min, h or d; such as '2 h'
         name: name of the setting in the error
     """
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) ?(s|min|h|d)", str(text).strip())
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?) ?(s|min|h|d)", str(text).strip())
+    if not match or not float(match[1]):
         raise DataError(
             "not a duration",
             leaf=name,
             expected="such as '45 s', '90 min', '2 h' or '1.5 d'",
             got=repr(text),
         )
-    return float(found[1]) * dict(s=1, min=60, h=3600, d=86400)[found[2]]
+    return float(match[1]) * dict(s=1, min=60, h=3600, d=86400)[match[2]]

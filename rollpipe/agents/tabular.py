@@ -58,17 +58,16 @@ class TabularQ(EpsilonGreedy):
         )
 
     def q(self, obs: Any, act: Any, rew: Any, fin: Any, *, hx: Any) -> tuple:
-        """The rows of the table `[*lead, n_actions]` for the observations `[*lead]`, and no
-        recurrent state.
-        """
+        "The rows of the table `[*lead, n_actions]` for observations `[*lead]`, and no memory."
         return self.table[obs.long() - self.first], ()
 
 # %% ../../nbs/agents/16_tabular.ipynb #b0626843
 def q_targets(
     fragment: Fragment, table: torch.Tensor, gamma: float, start: int = 0
 ) -> torch.Tensor:
-    """Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`; not
-    meaningful where not `valid`.
+    """Targets `[T, B]` of the action values, `r + gamma (1 - terminated) max_a Q(s', a)`.
+
+    They have no meaning where a step is not `valid`.
 
     Args:
         fragment: [T, B] of Discrete observations
@@ -76,11 +75,13 @@ def q_targets(
         gamma: discount factor per step
         start: number of the first state
     """
-    after = fragment.state.obs[1:].long()
+    # The states reached: the next row, or the true last observation of an episode
     final = fragment.final
+    after = fragment.state.obs[1:].long()
     after = after.index_put((final.t, final.b), final.obs.long())
-    going_on = gamma * (~fragment.term[1:]).to(table.dtype)
-    return fragment.state.rew[1:] + going_on * table[after - start].amax(-1)
+
+    discount = gamma * (~fragment.term[1:]).to(table.dtype)
+    return fragment.state.rew[1:] + discount * table[after - start].amax(-1)
 
 # %% ../../nbs/agents/16_tabular.ipynb #67ad76b4
 def move_towards(
@@ -90,8 +91,14 @@ def move_towards(
     targets: torch.Tensor,
     lr: float,
 ) -> None:
-    """Move each entry of `table[states, actions]` towards the mean of its targets, as far as one
-    update per target would.
+    """Move each entry `table[states, actions]` towards the mean of its targets.
+
+    It moves as far as one update per target would move it.
+
+    >>> table = torch.zeros(1, 2)
+    >>> move_towards(table, *torch.tensor([[0, 0], [1, 1]]), torch.tensor([4.0, 4.0]), lr=0.5)
+    >>> table.tolist()
+    [[0.0, 3.0]]
 
     Args:
         table: float [n_states, n_actions], changed in place
@@ -102,9 +109,9 @@ def move_towards(
     """
     flat = table.view(-1)
     index = states * table.shape[1] + actions
-    at, which, count = index.unique(return_inverse=True, return_counts=True)
-    mean = torch.zeros_like(flat[at]).index_add_(0, which, targets) / count
-    flat[at] += (1 - (1 - lr) ** count) * (mean - flat[at])
+    entries, entry_of_row, count = index.unique(return_inverse=True, return_counts=True)
+    mean = torch.zeros_like(flat[entries]).index_add_(0, entry_of_row, targets) / count
+    flat[entries] += (1 - (1 - lr) ** count) * (mean - flat[entries])
 
 # %% ../../nbs/agents/16_tabular.ipynb #9d3297bd
 class QLearning(Discounted, DecayingEpsilon, Learner):
@@ -135,11 +142,14 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
         "Learn from a `Fragment`; returns metrics (see `METRICS`)."
         actor = self.actor
         valid = batch.valid
-        begun = self.begin(batch)
+        begin_metrics = self.begin(batch)
+
+        # One row for each valid step
         targets = q_targets(batch, actor.table, self.gamma, actor.first)[valid]
         states = batch.state.obs[:-1][valid].long() - actor.first
         actions = batch.state.act[1:][valid].long() - actor.start
-        errors = targets - (before := actor.table[states, actions])
+        q = actor.table[states, actions]
+        errors = targets - q
         if not errors.isfinite().all():
             raise DataError(
                 "QLearning: non-finite TD error",
@@ -148,6 +158,8 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
                 got=describe(errors),
             )
         move_towards(actor.table, states, actions, targets, self.lr)
+
+        # The exploration of the next steps; the metrics have that of these ones.
         self.count_steps(batch)
         epsilon = float(actor.epsilon)
         self.explore()
@@ -155,8 +167,8 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
         return dict(
             loss=float(errors.square().mean()),
             td_error=float(errors.abs().mean()),
-            q_mean=float(before.mean()),
+            q_mean=float(q.mean()),
             q_target=float(targets.mean()),
             epsilon=epsilon,
-            **begun,
+            **begin_metrics,
         )

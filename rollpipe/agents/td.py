@@ -49,21 +49,27 @@ def burnt_in(fragment: Fragment, net: Any, n: int) -> Fragment:
         )
     if not n:
         return fragment
+
+    # The skipped rows build up the memory, without gradients.
+    first_rows = nested.as_seen(nested.getitem(fragment.state, slice(n)))
     with torch.no_grad():
-        hx = net.values(nested.as_seen(nested.getitem(fragment.state, slice(n))), fragment.hx)[1]
+        _, hx = net.values(first_rows, fragment.hx)
 
     def rest(x):
         return x[n:]
 
-    def late(final):
+    def later(final):
         final = nested.getitem(final, final.t >= n)
         return final._replace(t=final.t - n)
 
-    return fragment._replace(hx=hx).map(rows=rest, steps=rest, final=late)
+    return fragment._replace(hx=hx).map(rows=rest, steps=rest, final=later)
 
 # %% ../../nbs/agents/13_td.ipynb #e82f0853
 def huber_penalty(error: Tensor, limit: float | None) -> Tensor:
     """`error²`, or `limit (2 |error| - limit)` where `|error|` is greater than `limit`.
+
+    >>> huber_penalty(torch.tensor([0.5, -3.0]), limit=1.0).tolist()
+    [0.25, 5.0]
 
     Args:
         error: any shape
@@ -73,9 +79,9 @@ def huber_penalty(error: Tensor, limit: float | None) -> Tensor:
         return error.square()
     size = error.abs()
     inner = size.clamp(max=limit)
-    return inner * (
-        2 * size - inner
-    )  # not `torch.where`: the branch not taken would have the gradient 0 * inf for large limits
+
+    # Not `torch.where`: the branch not taken would have the gradient 0 * inf for large limits.
+    return inner * (2 * size - inner)
 
 
 def _weights(weight, fragment, burn_in):
@@ -93,36 +99,45 @@ def _weights(weight, fragment, burn_in):
 
 # %% ../../nbs/agents/13_td.ipynb #3265c152
 def _values_reached(fragment, method, *nets):
-    """The values `[T, B, n_actions, ...]` that each of `nets` gives to the non-terminal states
-    reached, without gradients.
+    """The values that each of `nets` gives to the non-terminal states reached, without gradients.
 
-    The fragment's `hx` is the memory of each net.
+    They are a list of `[T, B, n_actions, ...]`. The fragment's `hx` is the memory of each net.
     """
-    return answers_reached(
-        lambda state, hx: [getattr(net, method)(state, hx)[0] for net in nets],
-        without_terminal_obs(fragment),
-    )
+
+    def values(state, hx):
+        return [getattr(net, method)(state, hx)[0] for net in nets]
+
+    return answers_reached(values, without_terminal_obs(fragment))
 
 
-def _both_values(own, fragment, method, actor, target, double, burn_in):
+def _both_values(rows, fragment, method, actor, target, double, burn_in):
     """Two values of the states reached: for the target, and for the choice of action.
 
-    `own` is the fragment with the memory of `actor`.
+    Args:
+        rows: the rows of the fragment that are trained on, with the memory of `actor`
+        fragment: all rows
     """
-    if double and not nested.leaves(own.hx):
-        return _values_reached(own, method, target, actor)  # so the states are prepared only once
-    there = (own, actor) if target is None else (burnt_in(fragment, target, burn_in), target)
-    (q_next,) = _values_reached(there[0], method, there[1])
-    return q_next, *(_values_reached(own, method, actor) if double else [q_next])
+    # Without memory, both networks see the same states, which are prepared only once.
+    if double and not nested.leaves(rows.hx):
+        return _values_reached(rows, method, target, actor)
+
+    if target is None:
+        (q_next,) = _values_reached(rows, method, actor)
+    else:
+        rows_of_target = burnt_in(fragment, target, burn_in)
+        (q_next,) = _values_reached(rows_of_target, method, target)
+    if not double:
+        return q_next, q_next
+    (q_choice,) = _values_reached(rows, method, actor)
+    return q_next, q_choice
 
 
 def _spread(x, like):
     "`x` `[T, B]`, repeated along the other dimensions of `like` `[T, B, ...]`."
-    return (
-        x
-        if x.ndim == like.ndim
-        else x.reshape(*x.shape, *[1] * (like.ndim - x.ndim)).expand_as(like)
-    )
+    if x.ndim == like.ndim:
+        return x
+    dims_behind = like.ndim - x.ndim
+    return x.reshape(*x.shape, *[1] * dims_behind).expand_as(like)
 
 
 def _of_action(q, index):
@@ -133,10 +148,10 @@ def _of_action(q, index):
 def td_targets(
     fragment: Fragment, v_tp1: Tensor, gamma: float, n_steps: int = 1, bonus: Tensor | None = None
 ) -> Tensor:
-    """Targets `Gₜ`, one for each value: discounted sum of up to `n_steps` rewards, bonuses of the
-    states reached, and the last one's value.
+    """Targets `Gₜ`, one for each value.
 
-    The value of a terminal state is 0.
+    A target is the discounted sum of up to `n_steps` rewards, the bonuses of the states reached,
+    and the value of the last one. The value of a terminal state is 0.
 
     Args:
         fragment: [T, B]
@@ -147,12 +162,17 @@ def td_targets(
         bonus: bonuses of the states reached, in addition to their values, float32 [T, B]
     """
     rew = fragment.state.rew[1:]
-    over = fragment.term[1:] | ~fragment.valid
     discount = gamma * ~fragment.term[1:]
+    has_no_value = fragment.term[1:] | ~fragment.valid
     if bonus is not None:
-        rew = rew + discount * bonus.masked_fill(over, 0.0)
-    rew, over, discount, cut = (_spread(x, v_tp1) for x in (rew, over, discount, is_cut(fragment)))
-    return n_step_returns(rew, v_tp1.masked_fill(over, 0.0), discount, n_steps, cut=cut)
+        rew = rew + discount * bonus.masked_fill(has_no_value, 0.0)
+
+    # Several values of a state share its rewards.
+    rew = _spread(rew, v_tp1)
+    discount = _spread(discount, v_tp1)
+    cut = _spread(is_cut(fragment), v_tp1)
+    v_tp1 = v_tp1.masked_fill(_spread(has_no_value, v_tp1), 0.0)
+    return n_step_returns(rew, v_tp1, discount, n_steps, cut=cut)
 
 # %% ../../nbs/agents/13_td.ipynb #e4a7b915
 def td_loss(
@@ -168,10 +188,10 @@ def td_loss(
     burn_in: int = 0,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, dict, Tensor]:
-    """`(loss, metrics, errors)`: loss `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows, and
-    `errors` `[T, B]`.
+    """`(loss, metrics, errors)` of action values, for any penalty of their errors.
 
-    The errors are the means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the errors that are raised.
+    The loss is `mean[weightₜ penalty(Gₜ, Q(sₜ, aₜ))]` over valid rows. `errors` `[T, B]` are the
+    means of `Gₜ - Q(sₜ, aₜ)`. See `td` for the errors that are raised.
 
     Args:
         fragment: [T, B]
@@ -187,45 +207,60 @@ def td_loss(
         burn_in: number of first rows that only build up the memory and are not trained on
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
     """
-    own = burnt_in(fragment, actor, burn_in)
-    valid = own.valid
+    # Rows that are trained on; those before them only build up the memory.
+    rows = burnt_in(fragment, actor, burn_in)
+    valid = rows.valid
     weight = _weights(weight, fragment, burn_in)
-    before, after = timeshift(fill_invalid(own).state)
-    q, memory = getattr(actor, method)(nested.as_seen(before), own.hx)
-    if not nested.leaves(
-        own.hx
-    ):  # steps of a recording come without memories, so that of the network begins empty
+
+    # Q(s, ·) with gradients
+    before, after = timeshift(fill_invalid(rows).state)
+    q, memory = getattr(actor, method)(nested.as_seen(before), rows.hx)
+
+    # Steps of a recording come without memories, so that of the network begins empty.
+    if not nested.leaves(rows.hx):
         if nested.leaves(memory):
-            check_segments(own)
-        own, fragment = (
-            x._replace(hx=nested.map(torch.zeros_like, memory)) for x in (own, fragment)
-        )
+            check_segments(rows)
+        empty = nested.map(torch.zeros_like, memory)
+        rows = rows._replace(hx=empty)
+        fragment = fragment._replace(hx=empty)
+
+    # Targets, without gradients
+    double = double and target is not None
     with torch.no_grad():
-        q_next, best = _both_values(
-            own, fragment, method, actor, target, double and target is not None, burn_in
-        )
-        goal = td_targets(own, _of_action(q_next, _mean_value(best, 3).argmax(-1)), gamma, n_steps)
+        q_next, q_choice = _both_values(rows, fragment, method, actor, target, double, burn_in)
+        best_action = _mean_value(q_choice, 3).argmax(-1)
+        goal = td_targets(rows, _of_action(q_next, best_action), gamma, n_steps)
+
+    # Q(s, a) of the recorded actions, beside its target; both are 0 in invalid rows.
     value = _of_action(q, after.act.long() - getattr(actor, "start", 0))
-    goal, value = (x.masked_fill(_spread(~valid, x), 0.0) for x in (goal, value))
+    goal = goal.masked_fill(_spread(~valid, goal), 0.0)
+    value = value.masked_fill(_spread(~valid, value), 0.0)
+
+    # Loss over valid rows
     penalties = penalty(goal, value)
+    if weight is not None:
+        penalties = weight * penalties
     n = valid.sum()
-    loss = (penalties if weight is None else weight * penalties).sum() / n
+    loss = penalties.sum() / n
+
+    # The metrics are about the mean of several values.
     goal = _mean_value(goal, 2)
     value = _mean_value(value, 2)
     error = goal - value
-    kept = dict(
+    terms = dict(
         loss=loss,
         loss_value=loss,
         q_mean=value.sum() / n,
         td_error=error.abs().sum() / n,
         q_target=goal.sum() / n,
     )
-    errors = torch.cat([torch.zeros_like(error[:1]).expand(burn_in, -1), error]).detach()
-    return (
-        loss,
-        {k: x.detach() for k, x in kept.items()} | {"lag": float(lag_of(fragment, actor))},
-        errors,
-    )
+    metrics = {name: x.detach() for name, x in terms.items()}
+    metrics["lag"] = float(lag_of(fragment, actor))
+
+    # The first rows were not trained on, and have the error 0.
+    burn_in_errors = torch.zeros_like(error[:1]).expand(burn_in, -1)
+    errors = torch.cat([burn_in_errors, error]).detach()
+    return loss, metrics, errors
 
 
 def _mean_value(x, n_dims):
@@ -241,11 +276,13 @@ def td(
     huber: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict, Tensor]:
-    """`(loss, metrics, errors)`: loss `mean[weightₜ (Gₜ - Q(sₜ, aₜ))²]` over valid rows, and the
-    errors `Gₜ - Q(sₜ, aₜ)`, float32 `[T, B]`.
+    """`(loss, metrics, errors)` of Q-learning.
 
-        Gₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ Q̂(sₜ₊ₘ, a*),    a* = argmaxₐ Q̂(sₜ₊ₘ, a),   or argmaxₐ
-        Q(sₜ₊ₘ, a) if `double`
+    The loss is `mean[weightₜ (Gₜ - Q(sₜ, aₜ))²]` over valid rows, and the errors are
+    `Gₜ - Q(sₜ, aₜ)`, float32 `[T, B]`.
+
+        Gₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ Q̂(sₜ₊ₘ, a*)
+        a* = argmaxₐ Q̂(sₜ₊ₘ, a), or argmaxₐ Q(sₜ₊ₘ, a) if `double`
 
     `Q̂` is `target`, without gradients. `m` is `n_steps`, or less where an episode or the fragment
     ends. The value of a terminal state is 0. At a truncation, the value is that of the true last
@@ -276,8 +313,11 @@ def td(
 
 # %% ../../nbs/agents/13_td.ipynb #ea2ffae5
 def priorities(errors: Tensor, valid: Tensor, eta: float = 0.9) -> Tensor:
-    """`eta * max|error| + (1 - eta) * mean|error|` over the valid rows of each column `[B]`; 0 if
-    there are none. R2D2, section 2.3.
+    """Priorities `[B]` of the columns: `eta * max|error| + (1 - eta) * mean|error|`.
+
+    Only valid rows count; a column without one has the priority 0. Source: Kapturowski et al. 2019,
+    *Recurrent experience replay in distributed reinforcement learning*,
+    https://openreview.net/forum?id=r1lyTjAqYX, section 2.3.
 
     Args:
         errors: errors [T, B] of the rows that were trained on, without the burn-in
@@ -285,4 +325,5 @@ def priorities(errors: Tensor, valid: Tensor, eta: float = 0.9) -> Tensor:
         eta: weight of the greatest error; the mean error has the rest
     """
     size = errors.abs().masked_fill(~valid, 0.0)
-    return eta * size.amax(0) + (1 - eta) * size.sum(0) / valid.sum(0).clamp(min=1)
+    n_valid = valid.sum(0).clamp(min=1)
+    return eta * size.amax(0) + (1 - eta) * size.sum(0) / n_valid

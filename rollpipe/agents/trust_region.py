@@ -17,7 +17,7 @@ __all__ = ['CGResult', 'conjugate_gradients', 'step_size', 'LineSearch', 'backtr
 
 # %% ../../nbs/agents/02_trust_region.ipynb #8802f511
 class CGResult(NamedTuple):
-    """What `conjugate_gradients` found.
+    """The result of `conjugate_gradients`.
 
     `status` is `'converged'`, `'iterations'` (the usual case: they ran out), `'little gain'`,
     `'non-positive curvature'` or `'non-finite'`.
@@ -54,12 +54,17 @@ def conjugate_gradients(
     preconditioner: Callable[[Tensor], Tensor] | None = None,
     gain_tol: float = 0.0,
 ) -> CGResult:
-    """Solve `(A + damping I) x = b` approximately by conjugate gradients (Shewchuk 1994, algorithms
-    B2 and B3; Martens 2010).
+    """Solve `(A + damping I) x = b` approximately by conjugate gradients.
 
-    Stops with the last good `x` where `p'(A + damping I)p` is not positive or a number is not
-    finite. Each iteration waits for the device once. Raises ValueError if `b` is not a vector, or
-    if `iters`, `tol`, `damping` or `gain_tol` is out of range.
+    It stops with the last good `x` where `p'(A + damping I)p` is not positive or a number is not
+    finite. Each iteration waits for the device once.
+
+    Sources: Shewchuk 1994, *An introduction to the conjugate gradient method without the agonizing
+    pain*, algorithms B2 and B3; Martens 2010, *Deep learning via Hessian-free optimization*.
+
+    >>> A = torch.diag(torch.tensor([1.0, 4.0]))
+    >>> conjugate_gradients(lambda v: A @ v, torch.tensor([1.0, 8.0]), iters=2).x.round(decimals=3)
+    tensor([1., 2.])
 
     Args:
         matvec: v [D] -> A v [D], with A symmetric and positive semi-definite
@@ -69,61 +74,88 @@ def conjugate_gradients(
         damping: solve (A + damping I) x = b
         preconditioner: r [D] -> about (A + damping I)^-1 r, linear, symmetric, positive definite
         gain_tol: stop when an iteration raises b'x by at most this fraction of it
+
+    Raises:
+        ValueError: if `b` is not a vector, or if `iters`, `tol`, `damping` or `gain_tol` is out of
+            range.
     """
     b = b.detach()
     if b.ndim != 1:
         raise ValueError(f"b: expected a vector [D], got shape {list(b.shape)}")
     if iters < 1 or min(tol, damping, gain_tol) < 0:
         raise ValueError(
-            f"expected iters >= 1, tol >= 0, damping >= 0, gain_tol >= 0, got {iters}, {tol}, {damping}, {gain_tol}"
+            "expected iters >= 1, tol >= 0, damping >= 0, gain_tol >= 0, "
+            f"got {iters}, {tol}, {damping}, {gain_tol}"
         )
-    solve = preconditioner or (lambda r: r)
-    bb = residual = float(b @ b)
-    if not 0 < bb < math.inf:
-        return CGResult.nothing(b, bb)
+    precondition = preconditioner or (lambda r: r)
+
+    # Zero is the solution for zero, and there is none for what is not finite.
+    b_norm2 = float(b @ b)
+    if not 0 < b_norm2 < math.inf:
+        return CGResult.nothing(b, b_norm2)
+
     x = torch.zeros_like(b)
-    r = b
-    p = solve(b)
-    rz = r @ p
-    done = 0
-    raised = 0.0
+    residual = b
+    residual_norm2 = b_norm2
+    smallest_norm2 = max(tol, torch.finfo(b.dtype).eps) ** 2 * b_norm2
+    direction = precondition(b)
+    rz = residual @ direction
+    iterations = 0
+    total_gain = 0.0
     status = "iterations"
-    stop = max(tol, torch.finfo(b.dtype).eps) ** 2 * bb
+
     for _ in range(iters):
-        Ap = torch.add(matvec(p).detach(), p, alpha=damping)
-        alpha = rz / (pAp := p @ Ap)
-        r_next = r - alpha * Ap
-        curvature, residual_next, gain = torch.stack((pAp, r_next @ r_next, alpha * rz)).tolist()
+        A_direction = torch.add(matvec(direction).detach(), direction, alpha=damping)
+        curvature_along = direction @ A_direction
+        alpha = rz / curvature_along
+        next_residual = residual - alpha * A_direction
+
+        # One transfer for all three numbers, because each transfer waits for the device.
+        curvature, next_norm2, gain = torch.stack(
+            (curvature_along, next_residual @ next_residual, alpha * rz)
+        ).tolist()
         if curvature <= 0:
             status = "non-positive curvature"
             break
-        if not (curvature < math.inf and residual_next < math.inf):
+        if not (curvature < math.inf and next_norm2 < math.inf):
             status = "non-finite"
             break
-        x = x + alpha * p
-        r = r_next
-        residual = residual_next
-        done = done + 1
-        raised = raised + gain
-        if residual <= stop:
+
+        x = x + alpha * direction
+        residual = next_residual
+        residual_norm2 = next_norm2
+        total_gain += gain
+        iterations += 1
+        if residual_norm2 <= smallest_norm2:
             status = "converged"
             break
-        if gain <= gain_tol * raised:
+        if gain <= gain_tol * total_gain:
             status = "little gain"
             break
-        if done == iters:
-            break
-        z = solve(r)
-        rz, p = (rz_next := r @ z), z + (rz_next / rz) * p
-    curvature = float(
-        x.double() @ (b - r).double()
-    )  # (A + damping I)x is b - r, so the curvature needs no further product
-    return CGResult(x, done, math.sqrt(residual / bb), curvature, status)
+        if iterations == iters:
+            break  # the next direction would not be used
+
+        z = precondition(residual)
+        next_rz = residual @ z
+        direction = z + (next_rz / rz) * direction
+        rz = next_rz
+
+    # (A + damping I)x is b - residual, so the curvature needs no further product.
+    curvature = float(x.double() @ (b - residual).double())
+    return CGResult(x, iterations, math.sqrt(residual_norm2 / b_norm2), curvature, status)
 
 # %% ../../nbs/agents/02_trust_region.ipynb #6d322cce
 def step_size(max_kl: float, curvature: float) -> float:
-    """Factor `sqrt(2 max_kl / curvature)` that scales x, with x'Fx = `curvature`, to the divergence
-    `max_kl`; 0 unless 0 < curvature < inf.
+    """Factor `sqrt(2 max_kl / curvature)` that scales x, with x'Fx = `curvature`, to `max_kl`.
+
+    It is 0 unless 0 < curvature < inf.
+
+    >>> step_size(0.02, 4.0)
+    0.1
+
+    Args:
+        max_kl: divergence of the step, to second order [nat]
+        curvature: x'Fx, where F is the Fisher matrix
     """
     return math.sqrt(2 * max_kl / curvature) if 0 < curvature < math.inf else 0.0
 
@@ -155,9 +187,7 @@ class LineSearch(NamedTuple):
 
     @classmethod
     def refused(cls, theta: Tensor, trials: int, before: float, status: str) -> LineSearch:
-        """The outcome of a search that accepted nothing in `trials` trials: the parameters are the
-        old ones.
-        """
+        "The outcome of a search that accepted none of its `trials`: the old parameters."
         return cls(False, theta, trials, before, before, 0.0, 0.0, status)
 
 # %% ../../nbs/agents/02_trust_region.ipynb #e2ff3e1c
@@ -174,12 +204,12 @@ def backtrack_line_search(
     before: float | Tensor | None = None,
     set_params: Callable[[Tensor], None] | None = None,
 ) -> LineSearch:
-    """Shorten `step` until the surrogate improves by `accept_ratio` of the prediction and KL <=
-    `max_kl`.
+    """Shorten `step` until the surrogate improves enough and the divergence is small enough.
 
-    If the expected improvement is not positive and finite, there is no search. With `set_params`,
-    the accepted parameters are in place at the end; if no trial is accepted or `evaluate` raises,
-    `theta` is put back exactly.
+    A step is accepted if it improves the surrogate by at least `accept_ratio` of the prediction,
+    and its KL divergence is at most `max_kl`. There is no search if the expected improvement is not
+    positive and finite. With `set_params`, the accepted parameters are in place at the end; if no
+    trial is accepted or `evaluate` raises, `theta` is put back exactly.
 
     Args:
         evaluate: theta [D] -> (surrogate to be raised, KL divergence), scalars
@@ -203,6 +233,8 @@ def backtrack_line_search(
             before = evaluate(theta)[0]
         before = float(before)
         expected_rate = float(expected_rate)
+
+        # Without an expected improvement, no step length is tried.
         trials = max_backtracks if 0 < expected_rate < math.inf else 0
         for k in range(trials):
             scale = backtrack**k
@@ -210,6 +242,8 @@ def backtrack_line_search(
             put(trial)
             surrogate, kl = map(float, evaluate(trial))
             ratio = (surrogate - before) / (scale * expected_rate)
+
+            # The status of the last trial is the answer if none is accepted.
             if not (math.isfinite(ratio) and math.isfinite(kl)):
                 status = "non-finite"
             elif kl > max_kl:
@@ -220,6 +254,7 @@ def backtrack_line_search(
                 best = LineSearch(True, trial, k, before, surrogate, kl, ratio, "accepted")
                 break
     finally:
+        # Also after an error of `evaluate`, the old parameters are back.
         if best is None:
             put(theta)
     return best or LineSearch.refused(theta, trials, before, status)

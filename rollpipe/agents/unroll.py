@@ -25,8 +25,13 @@ __all__ = ['timeshift', 'without_terminal_obs', 'states_reached', 'spliced', 'an
 
 # %% ../../nbs/agents/03_unroll.ipynb #1bb90c57
 def timeshift(state: Any) -> tuple[Any, Any]:
-    """`(rows t, rows t + 1)` of nested leaves `[T + 1, ...]`, both `[T, ...]`, as views; None stays
-    None.
+    """`(rows t, rows t + 1)` of nested leaves `[T + 1, ...]`, both `[T, ...]`, as views.
+
+    None stays None.
+
+    >>> before, after = timeshift(torch.arange(4))
+    >>> before.tolist(), after.tolist()
+    ([0, 1, 2], [1, 2, 3])
     """
     return nested.getitem(state, slice(None, -1)), nested.getitem(state, slice(1, None))
 
@@ -37,18 +42,21 @@ def without_terminal_obs(fragment: Fragment) -> Fragment:
     No network is asked for them, because their value is 0.
     """
     final = fragment.final
-    if not len(final.t) or not (over := fragment.term[final.t + 1, final.b]).any():
+    if not len(final.t):
         return fragment
-    return fragment._replace(final=nested.getitem(final, ~over))
+    is_terminal = fragment.term[final.t + 1, final.b]
+    if not is_terminal.any():
+        return fragment
+    return fragment._replace(final=nested.getitem(final, ~is_terminal))
 
 
 def states_reached(fragment: Fragment) -> State:
-    """The state that each step led to, `[T, B, ...]`: the next row, or the true last observation if
-    it is in `final`.
+    """The state that each step led to, `[T, B, ...]`.
 
-    Such a last state has `fin=False`, a step number one greater than the row before, and the action
-    and reward that led to it. For a terminal step without a row in `final`, the result is the first
-    state of the next episode, which has no meaning here.
+    It is the next row, or the true last observation if that is in `final`. Such a last state has
+    `fin=False`, a step number one greater than the row before, and the action and reward that led
+    to it. For a terminal step without a row in `final`, the result is the first state of the next
+    episode, which has no meaning here.
     """
     before, after = timeshift(fragment.state)
     t, b = fragment.final.t, fragment.final.b
@@ -66,84 +74,91 @@ def states_reached(fragment: Fragment) -> State:
 
 # %% ../../nbs/agents/03_unroll.ipynb #1b0361d7
 def spliced(fragment: Fragment) -> tuple[State, Tensor]:
-    """States `[T+1+M, B, ...]` with the `final` rows inserted where they happened, and the new row
-    number `[T, B]` of each step.
+    """States `[T+1+M, B, ...]` with the `final` rows inserted where they happened.
 
     `M` is the greatest number of `final` rows in a column; shorter columns end with rows of zeros.
-    Row `row[t, b] + 1` holds the state that step `(t, b)` led to.
+
+    Returns:
+        State: the rows of each column, in the order of time
+        Tensor: int64 [T, B]: the new row number of each step; row `row[t, b] + 1` holds the state
+            that step `(t, b)` led to
     """
-    (t, b) = (fragment.final.t, fragment.final.b)
-    valid = fragment.valid
-    n_rows = len(valid) + 1
-    n_envs = valid.shape[1]
-    each = torch.arange(n_envs, device=valid.device)
-    ends = torch.zeros(n_rows, n_envs, dtype=torch.int64, device=valid.device).index_put(
-        (t, b), torch.ones_like(t)
-    )
-    row = torch.arange(n_rows, device=valid.device).unsqueeze(1) + ends.cumsum(0) - ends
-    n_rows += int(ends.sum(0).max())
+    t, b = fragment.final.t, fragment.final.b
+    device = fragment.valid.device
+    n_steps, n_envs = fragment.valid.shape
+    n_rows = n_steps + 1
 
-    def spread(x, last):
-        return (
-            x.new_zeros(n_rows, *x.shape[1:])
-            .index_put_((row, each), x)
-            .index_put_((row[t, b] + 1, b), last)
-        )
+    # Each row moves down by the number of rows that are inserted above it.
+    is_last = torch.zeros(n_rows, n_envs, dtype=torch.int64, device=device)
+    is_last = is_last.index_put((t, b), torch.ones_like(t))
+    row = torch.arange(n_rows, device=device).unsqueeze(1) + is_last.cumsum(0) - is_last
+    n_spliced = n_rows + int(is_last.sum(0).max())
+    columns = torch.arange(n_envs, device=device)
 
-    return nested.map(
-        spread, fragment.state, nested.getitem(states_reached(fragment), (t, b))
-    ), row[:-1]
+    def insert(x, last):
+        out = x.new_zeros(n_spliced, *x.shape[1:])
+        return out.index_put_((row, columns), x).index_put_((row[t, b] + 1, b), last)
+
+    last_states = nested.getitem(states_reached(fragment), (t, b))
+    return nested.map(insert, fragment.state, last_states), row[:-1]
 
 # %% ../../nbs/agents/03_unroll.ipynb #9fc787eb
 @torch.no_grad()
 def answers_reached(net: Callable[[State, Any], Any], fragment: Fragment) -> Any:
-    """The outputs of `net` `[T, B, ...]`, without gradients, for the states that the steps led to,
-    with its memory at that time.
+    """The outputs of `net` `[T, B, ...]` for the states that the steps led to, without gradients.
+
+    A recurrent `net` has its memory of that time.
 
     Args:
         net: `net(state [T, B, ...], hx)` returns nested outputs [T, B, ...]
         fragment: [T, B]; its `hx` is the memory of `net` at row 0
     """
+    # Without memory, all states may be computed in any order.
     if not nested.leaves(fragment.hx):
         return net(nested.as_seen(states_reached(fragment)), fragment.hx)
+
+    # Without last observations, the states reached are the next rows.
     if not len(fragment.final.t):
         return timeshift(net(nested.as_seen(fragment.state), fragment.hx))[1]
+
     state, row = spliced(fragment)
-    return nested.getitem(
-        net(nested.as_seen(state), fragment.hx),
-        (row + 1, torch.arange(row.shape[1], device=row.device)),
-    )
+    outputs = net(nested.as_seen(state), fragment.hx)
+    columns = torch.arange(row.shape[1], device=row.device)
+    return nested.getitem(outputs, (row + 1, columns))
 
 # %% ../../nbs/agents/03_unroll.ipynb #dc370b0c
 def fill_invalid(fragment: Fragment) -> Fragment:
-    """`fragment`, in which the steps that are not `valid` have the observation and the action of
-    the first valid step.
+    """The fragment with observations and actions of its first valid step in all invalid ones.
 
-    Raises `DataError` if no step is valid.
+    So a network gets no numbers that stand for nothing. Raises `DataError` if no step is valid.
     """
     if fragment.valid.all():
         return fragment
-    still = (~fragment.valid).nonzero()
-    if len(still) == fragment.valid.numel():
+    invalid = (~fragment.valid).nonzero()
+    if len(invalid) == fragment.valid.numel():
         raise DataError("no valid row in the fragment", leaf="valid")
-    (t, b) = still.unbind(1)
-    (t_0, b_0) = fragment.valid.nonzero()[0]
+    t, b = invalid.unbind(1)
+    t_0, b_0 = fragment.valid.nonzero()[0]
 
     def filled(tree, row):
         return nested.map(lambda x: x.index_put((t + row, b), x[t_0 + row, b_0]), tree)
 
-    return fragment._replace(
-        state=fragment.state._replace(
-            obs=filled(fragment.state.obs, 0), act=filled(fragment.state.act, 1)
-        )
-    )
+    # The observation of step t is in row t, and its action in row t + 1.
+    state = fragment.state
+    obs = filled(state.obs, 0)
+    act = filled(state.act, 1)
+    return fragment._replace(state=state._replace(obs=obs, act=act))
 
 # %% ../../nbs/agents/03_unroll.ipynb #432a39e0
 def approx_kl(logp: Tensor, logp_old: Tensor) -> Tensor:
-    """KL(old || new), 0-dim, estimated from actions of the old policy: the mean of
-    `ratio - 1 - log ratio`.
+    """KL(old || new), 0-dim, estimated from actions of the old policy.
 
-    It is k3 of Schulman 2020, *Approximating KL divergence*, http://joschu.net/blog/kl-approx.html.
+    It is the mean of `ratio - 1 - log ratio`, k3 of Schulman 2020, *Approximating KL divergence*,
+    http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        logp: log-probability of each action now, float32 [N]
+        logp_old: log-probability of each action under the policy that acted, float32 [N]
     """
     log_ratio = logp - logp_old
     return (log_ratio.expm1() - log_ratio).mean()
@@ -163,14 +178,20 @@ def lane_restarts(fragment: Fragment) -> dict:
     "The metric `lane_restarts`: how often lanes of the fragment were restarted. Empty if none was."
     if fragment.restarts is None:
         return {}
-    lanes = range(len(fragment.restarts)) if fragment.lane is None else fragment.lane.tolist()
-    newest = dict(sorted(zip(lanes, fragment.restarts.tolist())))
-    return dict(lane_restarts=sum(newest.values()))
+    if fragment.lane is None:
+        lanes = range(len(fragment.restarts))
+    else:
+        lanes = fragment.lane.tolist()
+
+    # Columns of one lane may be of different age: the greatest number of a lane counts.
+    restarts_of_lane = dict(sorted(zip(lanes, fragment.restarts.tolist())))
+    return dict(lane_restarts=sum(restarts_of_lane.values()))
 
 # %% ../../nbs/agents/03_unroll.ipynb #01ce7551
 class PolicyReplay(NamedTuple):
-    """The actor's present report for the valid steps of a fragment, and what it recorded: rows
-    `[N]`, or `[T, B]` if all are valid.
+    """The actor's present report for the valid steps of a fragment, beside the recorded one.
+
+    It has rows `[N]`, or `[T, B]` if all are valid.
 
     Args:
         info: the actor's report, leaves [N, ...], with gradients
@@ -189,8 +210,9 @@ class PolicyReplay(NamedTuple):
         return tree if self.valid is None else nested.getitem(tree, self.valid)
 
     def ratios(self) -> Tensor:
-        """The importance ratio of each action, its likelihood now divided by that when it was
-        taken, float32 `[N]`, with gradients.
+        """The importance ratio of each action, float32 `[N]`, with gradients.
+
+        It is the likelihood of the action now, divided by that when it was taken.
         """
         return (self.logp - self.logp_old).exp()
 
@@ -223,22 +245,27 @@ def check_segments(fragment: Fragment) -> None:
 
 
 def check_memory_known(fragment: Fragment, actor: Any) -> None:
-    """Raise `DataError` for a policy with memory, if the fragment lacks its recurrent state, or has
-    that of another kind or size of memory.
+    """Raise `DataError` for a policy with memory, if the fragment lacks its recurrent state.
+
+    The state must also be that of a memory of the same kind and size.
     """
     if not isinstance(actor, RecurrentTorso):
         return
     memory = actor.memory
-    found = nested.leaves(fragment.hx)
-    like = nested.leaves(memory.initial(torch.empty(memory.layers, fragment.n_envs, memory.n_out)))
-    if [x.shape for x in found] == [x.shape for x in like]:
+    leaves = nested.leaves(fragment.hx)
+    empty = memory.initial(torch.empty(memory.layers, fragment.n_envs, memory.n_out))
+    expected_leaves = nested.leaves(empty)
+    if [x.shape for x in leaves] == [x.shape for x in expected_leaves]:
         return
+
+    if leaves:
+        problem = "this is the memory of another policy"
+    else:
+        problem = "the memory of the policy that acted is not known"
     raise DataError(
-        "this is the memory of another policy"
-        if found
-        else "the memory of the policy that acted is not known",
+        problem,
         leaf="hx",
-        expected=f"its recurrent state at row 0, {' and '.join(map(describe, like))}",
+        expected=f"its recurrent state at row 0, {' and '.join(map(describe, expected_leaves))}",
         got=describe(fragment.hx),
     )
 
@@ -275,7 +302,8 @@ def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:
         fragment: its `actor` has `logp` float32 [T+1, B]
         actor: a `Policy`: it has `replay(fragment) -> dict(dist, logp, ...)` and `dist`
     """
-    recorded, valid = fragment.actor, fragment.valid
+    recorded = fragment.actor
+    valid = fragment.valid
     if not (isinstance(recorded, dict) and "logp" in recorded):
         raise DataError(
             "the loss needs the log-probabilities of the policy that acted",
@@ -286,11 +314,16 @@ def replay_policy(fragment: Fragment, actor: Any) -> PolicyReplay:
     if not valid.numel():
         raise DataError("no valid row in the fragment", leaf="valid")
     check_memory_known(fragment, actor)
-    where = None if valid.all() else valid
-    info = actor.replay(fragment if where is None else fill_invalid(fragment))
+
+    # The network computes all rows, because those of a memory depend on the ones before.
+    all_valid = valid.all()
+    info = actor.replay(fragment if all_valid else fill_invalid(fragment))
     logp_old = recorded["logp"][:-1]
-    for leaf, x in (("replay(fragment)['logp']", info["logp"]), ("actor['logp']", logp_old)):
-        check_logp(x, valid, leaf)
-    if where is not None:
-        info, logp_old = nested.getitem((info, logp_old), where)
-    return PolicyReplay(info, info["logp"], logp_old, where)
+    check_logp(info["logp"], valid, "replay(fragment)['logp']")
+    check_logp(logp_old, valid, "actor['logp']")
+
+    # Only the valid rows count in a loss.
+    if all_valid:
+        return PolicyReplay(info, info["logp"], logp_old, None)
+    info, logp_old = nested.getitem((info, logp_old), valid)
+    return PolicyReplay(info, info["logp"], logp_old, valid)
