@@ -225,14 +225,16 @@ def standardized(x: Tensor, valid: Tensor) -> Tensor:
     return ((x - mean) / std).to(x.dtype)
 
 
-def with_standardized_adv(batch: Fragment, wanted: bool = True) -> Fragment:
+def with_standardized_adv(batch: Fragment, standardize: bool = True) -> Fragment:
     """The batch with `standardized` advantages.
 
     Args:
         batch: with `adv` float [T, B]
-        wanted: False: return the batch unchanged
+        standardize: False: return the batch unchanged
     """
-    return batch._replace(adv=standardized(batch.adv, batch.valid)) if wanted else batch
+    if not standardize:
+        return batch
+    return batch._replace(adv=standardized(batch.adv, batch.valid))
 
 # %% ../../nbs/agents/05_losses.ipynb #73760cb7
 def with_old_values(fragment: Fragment) -> Fragment:

@@ -128,7 +128,7 @@ class PPO(ActorCriticLearner):
     >>> agent = PPO(actor, critic, epochs=4)
     >>> batch = next(iter(on_policy("CartPole-v1", actor, critic)))
     >>> agent.update(batch)["epochs"]
-    4.0
+    4
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms",
     https://arxiv.org/abs/1707.06347. The divergence is estimated from the actions of each minibatch
