@@ -143,11 +143,15 @@ def _restored(x: Any, state: Any) -> Any:
                 got=f"parts {sorted(state)}",
             )
         return {name: _restored(y, state[name]) for name, y in x.items()}
+
+    # A copy, because an optimiser would change the tensors of the state.
     if hasattr(x, "load_state_dict"):
-        x.load_state_dict(copy.deepcopy(state))  # because an optimiser would change these tensors
+        x.load_state_dict(copy.deepcopy(state))
         return x
     if isinstance(x, torch.Tensor):
         return x.copy_(state)
+
+    # A number, which gets the type that it has here.
     return type(x)(state)
 
 
