@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,11 +42,15 @@ def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
 
     The numbers differ by at most 1.
 
+    >>> quotas(5, 3)
+    array([2, 2, 1])
+
     Args:
         n_episodes: total number of episodes
         n_envs: number of environments side by side
     """
-    return np.array([n_episodes // n_envs + (b < n_episodes % n_envs) for b in range(n_envs)])
+    quotient, remainder = divmod(n_episodes, n_envs)
+    return quotient + (np.arange(n_envs) < remainder)
 
 # %% ../../nbs/agents/09_evaluate.ipynb #5eeb8d56
 class _Episodes(NamedTuple):
@@ -86,7 +91,11 @@ class Evaluation(_Episodes):
         self.trace = trace
         return self
 
-    def _replace(self, **fields: Any) -> "Evaluation":  # pyright: ignore[reportIncompatibleMethodOverride]  it keeps `cut_off` and `trace`
+    # `cut_off` and `trace` stay, which are no fields of the tuple.
+    def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        **fields: Any,
+    ) -> "Evaluation":
         return Evaluation(*super()._replace(**fields), self.cut_off, self.trace)
 
     @property
@@ -100,7 +109,9 @@ class Evaluation(_Episodes):
     @property
     def std(self) -> float:
         "Sample standard deviation of one episode's return; `nan` for a single episode."
-        return float(self.returns.std(ddof=1)) if len(self.returns) > 1 else float("nan")
+        if len(self.returns) < 2:
+            return float("nan")
+        return float(self.returns.std(ddof=1))
 
     @property
     def stderr(self) -> float:
@@ -108,31 +119,35 @@ class Evaluation(_Episodes):
         return self.std / max(1, len(self.returns)) ** 0.5
 
     def __str__(self):
-        if not len(self.returns):
+        n = len(self.returns)
+        if not n:
             return "no whole episode"
-        if len(self.returns) == 1:
-            return f"return {self.mean:.1f} of one episode of {self.lengths[0]} steps" + (
-                ", cut off" if self.cut_off[0] else ""
-            )
-        text = (
-            f"return {self.mean:.1f} +- {self.stderr:.1f} (mean, standard error of {len(self.returns)} episodes; "
-            f"min {self.returns.min():.1f}, max {self.returns.max():.1f}; mean length {self.lengths.mean():.1f}"
-        )
-        return text + (
-            f"; {self.cut_off.sum()} cut off, with partial returns)" if self.cut_off.any() else ")"
-        )
+        if n == 1:
+            text = f"return {self.mean:.1f} of one episode of {self.lengths[0]} steps"
+            return f"{text}, cut off" if self.cut_off[0] else text
+
+        statistics = [
+            f"mean, standard error of {n} episodes",
+            f"min {self.returns.min():.1f}, max {self.returns.max():.1f}",
+            f"mean length {self.lengths.mean():.1f}",
+        ]
+        if self.cut_off.any():
+            statistics.append(f"{self.cut_off.sum()} cut off, with partial returns")
+        return f"return {self.mean:.1f} +- {self.stderr:.1f} ({'; '.join(statistics)})"
 
 # %% ../../nbs/agents/09_evaluate.ipynb #aa4d7049
 class _CutOff(gym.Wrapper):
-    """Truncates an episode after `max_steps` steps; `cut` tells whether this limit ended the
-    episode at the last step.
+    """Truncates an episode after `max_steps` steps.
+
+    `cut` says whether this limit ended the episode at the last step.
     """
 
     cut = False
 
     def __init__(self, env, max_steps):
         super().__init__(env)
-        self.max_steps, self.n = max_steps, 0
+        self.max_steps = max_steps
+        self.n = 0
 
     def reset(self, **kwargs):
         self.n = 0
@@ -148,16 +163,15 @@ class _CutOff(gym.Wrapper):
 class _Cutter(EnvFactory):
     """A factory of environments whose episodes are cut off after `max_steps` steps.
 
-    They go to the list `made`, one after another.
-
-    A vector stays as it is, and does not count as made, or raises `EnvError` if it `must_cut`.
+    They go to the list `limited`, one after another. A vector stays as it is, and is not in the
+    list. It raises `EnvError` if it `must_cut`.
     """
 
     takes_seed = True
 
-    def __init__(self, factory, made, max_steps, closes, must_cut):
+    def __init__(self, factory, limited, max_steps, closes, must_cut):
         self.source = factory
-        self.made = made
+        self.limited = limited
         self.max_steps = max_steps
         self.closes = closes
         self.must_cut = must_cut
@@ -167,35 +181,42 @@ class _Cutter(EnvFactory):
         env = self.source(seed)
         if not is_vector(env):
             env = _CutOff(env, self.max_steps)
-            self.made.append(env)
-        elif self.must_cut:
-            if self.closes:
-                close_env(env, self.name)
-            raise EnvError(
-                "the episodes of a vector cannot be cut off",
-                leaf="on_limit",
-                env=self.name,
-                expected="on_limit='raise', or single environments",
-                got=type(env).__name__,
-            )
-        return env
+            self.limited.append(env)
+            return env
+        if not self.must_cut:
+            return env
+
+        if self.closes:
+            close_env(env, self.name)
+        raise EnvError(
+            "the episodes of a vector cannot be cut off",
+            leaf="on_limit",
+            env=self.name,
+            expected="on_limit='raise', or single environments",
+            got=type(env).__name__,
+        )
 
 # %% ../../nbs/agents/09_evaluate.ipynb #af036f9e
 def _play(ticks: Iterable, quota, max_steps, rows=None) -> Iterator:
-    """Yield `(environment, return, length, terminated)` of each episode, until every environment
-    has finished its `quota` `[n_envs]`.
+    """Yield `(environment, return, length, terminated)` of each episode.
+
+    It ends when every environment has finished its `quota` `[n_envs]`.
     """
     sums = EpisodeSums(len(quota))
     for tick in ticks:
         if rows:
             rows.add(tick, tick.valid & (sums.count < quota))
         sums.add(tick.next.rew, tick.valid)
+
+        # Environments that have done their part play on, and their episodes do not count.
         for b, ret, length in sums.end(tick.next.fin & tick.valid):
             if sums.count[b] <= quota[b]:
                 yield b, ret, length, bool(tick.term[b])
         if (sums.count >= quota).all():
             return
-        if (too_long := (sums.length >= max_steps) & (sums.count < quota)).any():
+
+        too_long = (sums.length >= max_steps) & (sums.count < quota)
+        if too_long.any():
             raise EnvError(
                 "the episode does not end",
                 env=int(np.argmax(too_long)),
@@ -239,15 +260,22 @@ def _sources(env, n_episodes, n_envs, env_kwargs, render=None, close=True):
     Those that do not work side by side come once, unless `n_envs` says otherwise.
     """
     sources = list(env) if isinstance(env, (list, tuple)) else [env]
+
+    # A window shows one environment, and instances cannot be copied. Others play up to 8 at a time.
     n = n_envs
     if n_envs is None and render:
         n = len(sources)
     elif n_envs is None and not instances_in(sources):
-        n = max(len(sources), min(n_episodes, 8) // len(sources) * len(sources))
+        copies = min(n_episodes, 8) // len(sources)
+        n = max(len(sources), copies * len(sources))
     factories = env_sources(sources, n, env_kwargs)
-    if n_envs is None and len(factories) > len(sources) and (why := _why_alone(factories, close)):
-        _log.warning(f"{why}, so this evaluation plays one at a time")
-        return env_sources(sources, len(sources), env_kwargs)
+
+    # Those that would disturb one another play one at a time, unless the user has chosen a number.
+    if n_envs is None and len(factories) > len(sources):
+        why = _why_alone(factories, close)
+        if why:
+            _log.warning(f"{why}, so this evaluation plays one at a time")
+            return env_sources(sources, len(sources), env_kwargs)
     return factories
 
 
@@ -257,9 +285,13 @@ def _why_alone(factories, close):
     A test closes its own, so `close=False` forbids it.
     """
     single = [factory for factory in factories if isinstance(factory, EnvFactory) and close]
-    times = Counter(factory.key for factory in single)
-    for factory in {factory.key: factory for factory in single if times[factory.key] > 1}.values():
-        if why := why_alone(factory):
+    count_of = Counter(factory.key for factory in single)
+
+    # One of each kind that stands at several places
+    repeated = {factory.key: factory for factory in single if count_of[factory.key] > 1}
+    for factory in repeated.values():
+        why = why_alone(factory)
+        if why:
             return f"environment {factory.name}: {why}"
 
 # %% ../../nbs/agents/09_evaluate.ipynb #b885e91a
@@ -284,11 +316,13 @@ def evaluate(
 ) -> Evaluation:
     """Play exactly `n_episodes` fresh episodes in this process.
 
-    Raises `DataError`, and the errors of `EnvStepper`.
+    >>> result = evaluate("CartPole-v1", RandomActor.for_env("CartPole-v1", seed=0), 3, seed=0)
+    >>> len(result.returns), bool((result.returns == result.lengths).all())
+    (3, True)
 
     If the window is closed, the result holds the episodes that have ended by then, perhaps none.
     The global random generators of Python, numpy and torch have states of the evaluation's own
-    meanwhile, from `seed`.
+    meanwhile, from `seed`. Raises `DataError`, and the errors of `EnvStepper`.
 
     Args:
         env: gymnasium id, factory, instance, or list of those, see `EnvStepper`
@@ -322,26 +356,38 @@ def evaluate(
             expected="'human' without record, or None",
             got=describe(render),
         )
-    sources = factories = _sources(env, n_episodes, n_envs, env_kwargs, render, close)
-    recorders = []
-    window = None
-    limited: list[_CutOff] = []  # the environments whose episodes are cut off
+
+    # The environments, and the number of episodes that each one plays
+    factories = _sources(env, n_episodes, n_envs, env_kwargs, render, close)
+    sources = factories
     quota = quotas(n_episodes, sum(source.n_envs for source in sources))
+
+    # A film or a window shows the first environment.
+    filming: Any = nullcontext()
+    window = None
     if record is not None:
         check_film(record)
         record = Path(record).absolute()  # an environment may change the current folder
         check_integer("record_episodes", record_episodes)
-        sources = recorders = [
+        sources = [
             FilmRecorder(factory, None if i else record, record_episodes, close)
             for i, factory in enumerate(sources)
         ]
+        filming = sources[0]
     elif render:
-        sources = [window := Window(sources[0], close), *sources[1:]]
+        window = Window(sources[0], close)
+        sources = [window, *sources[1:]]
+
+    # A source that stands at several places stays one, because it may make a vector.
+    limited: list[_CutOff] = []  # the environments whose episodes are cut off
     if on_limit != "raise":
-        options = limited, max_steps, close, on_limit == "cut"
-        # a source that stands at several places stays one, because it may make a vector
-        cutters = {id(factory): _Cutter(factory, *options) for factory in sources}
+        must_cut = on_limit == "cut"
+        cutters = {
+            id(factory): _Cutter(factory, limited, max_steps, close, must_cut)
+            for factory in sources
+        }
         sources = [cutters[id(factory)] for factory in sources]
+
     stepper = EnvStepper(
         sources,
         actor,
@@ -352,46 +398,61 @@ def evaluate(
         device=device,
     )
     stepper.reads_last_obs = False
-    done = [[] for _ in quota]
+
+    # Play. Environments may draw from the global generators, which have states of their own here.
+    episodes_of = [[] for _ in quota]  # (return, length, terminated, cut off) of each episode
     rows = TraceRows(len(quota)) if trace else None
-    states = GlobalRandomStates(
-        stepper.seed_sequence()
-    )  # for environments that draw from global generators
-    filming = recorders[0] if recorders else nullcontext()
-    with filming, states, EvalMode(actor), closing(iter(stepper)) as ticks:  # pyright: ignore[reportArgumentType]  an iterator of a pipe can be closed
-        for b, *episode in _play(
-            _until_closed(ticks, window) if window else ticks, quota, max_steps, rows
-        ):
-            done[b].append((*episode, bool(limited) and limited[b].cut))
+    states = GlobalRandomStates(stepper.seed_sequence())
+    stream: Any = iter(stepper)
+    with filming, states, EvalMode(actor), closing(stream) as ticks:
+        if window:
+            ticks = _until_closed(ticks, window)
+        for b, ret, length, is_terminal in _play(ticks, quota, max_steps, rows):
+            cut = bool(limited) and limited[b].cut
+            episodes_of[b].append((ret, length, is_terminal, cut))
             if on_episode:
-                on_episode(*episode[:2])
+                on_episode(ret, length)
+
     # Afterwards, because the first environments of a factory are those of the evaluation.
-    is_told = n_envs is not None or isinstance(env, (list, tuple))
-    if is_told and (why := _why_alone(factories, close)):
-        _log.warning(f"{why}, and so do those of n_envs={len(factories)}")
-    columns = list(zip(*(episode for episodes in done for episode in episodes))) or [()] * 4
-    columns = [
-        np.array(column, dtype) for column, dtype in zip(columns, (float, np.int64, bool, bool))
-    ]
-    n_cut = int(columns[-1].sum())
+    if n_envs is not None or isinstance(env, (list, tuple)):
+        why = _why_alone(factories, close)
+        if why:
+            _log.warning(f"{why}, and so do those of n_envs={len(factories)}")
+
+    # The episodes of all environments, environment by environment
+    episodes = list(chain.from_iterable(episodes_of))
+    columns = list(zip(*episodes)) or [()] * 4
+    dtypes = float, np.int64, bool, bool
+    returns, lengths, terminated, cut_off = map(np.array, columns, dtypes)
+    n_cut = int(cut_off.sum())
     if n_cut and on_limit is None:
         _log.warning(
-            f"{n_cut} of {len(columns[-1])} episodes were cut off after {max_steps:,} steps (max_steps), so their returns are partial"
+            f"{n_cut} of {len(cut_off)} episodes were cut off after {max_steps:,} steps "
+            "(max_steps), so their returns are partial"
         )
-    return Evaluation(
-        *columns, trace=rows.trace(quota > [len(episodes) for episodes in done]) if rows else None
-    )
+    steps = None
+    if rows:
+        is_unfinished = quota > [len(episodes) for episodes in episodes_of]
+        steps = rows.trace(is_unfinished)
+    return Evaluation(returns, lengths, terminated, cut_off, steps)
 
 # %% ../../nbs/agents/09_evaluate.ipynb #a153348b
 def policy_of(agent: Any) -> Any:
-    """The policy of a learner that is evaluated and exported: the mean of its weights
-    (`average.policy`) if it keeps one, or else its actor.
+    """The policy of a learner that is evaluated and exported.
+
+    It is the mean of the learner's weights (`average.policy`) if it keeps one, or else its actor.
     """
-    return agent.actor if getattr(agent, "average", None) is None else agent.average.policy
+    if getattr(agent, "average", None) is None:
+        return agent.actor
+    return agent.average.policy
 
 # %% ../../nbs/agents/09_evaluate.ipynb #27bbf9e4
 class RandomActor(Actor):
     """Actions drawn by `action_space.sample()`, even if asked to be deterministic.
+
+    >>> actor = RandomActor.for_env("CartPole-v1", seed=0)
+    >>> actor.action_space
+    Discrete(2)
 
     With a `seed`, the actor has its own generator. Worker processes copy it, so several lanes may
     draw the same actions.
@@ -438,14 +499,13 @@ class RandomActor(Actor):
                 are
         """
         spaces = spaces_of(env, env_kwargs)
-        actor = cls(
-            spaces[1],
-            seed,
-            None if action_mask is None else ActionMask.of(action_mask, *spaces, cls.__name__),
-        )
-        actor.observation_space, actor.action_space = copy.deepcopy(
-            spaces
-        )  # copies, because an environment draws from its own spaces
+        mask = None
+        if action_mask is not None:
+            mask = ActionMask.of(action_mask, *spaces, cls.__name__)
+        actor = cls(spaces[1], seed, mask)
+
+        # Copies, because an environment draws from its own spaces.
+        actor.observation_space, actor.action_space = copy.deepcopy(spaces)
         return actor
 
     def forward(
@@ -463,15 +523,19 @@ class RandomActor(Actor):
         if not self.is_seeded:
             space = copy.deepcopy(space)  # a copy, because an actor must not change while it acts
             space.seed(int(torch.randint(2**31, ())))
-        rows = [nested.map(np.asarray, space.sample()) for _ in range(fin.numel())]
-        if (mask := self.action_mask) is not None:
-            masks = mask.opened(
-                {mask.name: nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), obs[mask.name])}
-            )
-            rows = [mask.draw(space, act, nested.getitem(masks, k)) for k, act in enumerate(rows)]
-        rows = nested.stack(rows)
-        return (
-            nested.map(lambda x: torch.as_tensor(x).reshape(*fin.shape, *x.shape[1:]), rows),
-            (),
-            {},
-        )
+        actions = [nested.map(np.asarray, space.sample()) for _ in range(fin.numel())]
+
+        # An action that is not allowed is drawn again.
+        mask = self.action_mask
+        if mask is not None:
+            flat = nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), obs[mask.name])
+            masks = mask.opened({mask.name: flat})
+            actions = [
+                mask.draw(space, action, nested.getitem(masks, k))
+                for k, action in enumerate(actions)
+            ]
+
+        def shaped(x):
+            return torch.as_tensor(x).reshape(*fin.shape, *x.shape[1:])
+
+        return nested.map(shaped, nested.stack(actions)), (), {}

@@ -49,8 +49,9 @@ __all__ = ['Features', 'Distillation', 'finite_observations', 'Novelty', 'RND']
 
 # %% ../../nbs/agents/17_intrinsic.ipynb #770b03db
 class Features(Torso):
-    """Observations `[*lead, ...]` -> float32 features `[*lead, n_out]`, by an encoder, a normaliser
-    and a perceptron.
+    """Observations `[*lead, ...]` -> float32 features `[*lead, n_out]`.
+
+    The parts are an encoder, a normaliser and a perceptron.
 
     Args:
         observation_space: see `encoder_for`
@@ -83,11 +84,10 @@ class Features(Torso):
 
 # %% ../../nbs/agents/17_intrinsic.ipynb #9180327b
 class Distillation(ForSpaces, nn.Module):
-    """The error with which a trained network predicts a random one: observations `[*lead, ...]` ->
-    float32 `[*lead]`.
+    """The error with which a trained network predicts a random one.
 
-    Only the `predictor` is trained. The `target` keeps its weights, but its normaliser of
-    observations moves with that of the predictor.
+    It maps observations `[*lead, ...]` to float32 `[*lead]`. Only the `predictor` is trained. The
+    `target` keeps its weights, but its normaliser of observations moves with that of the predictor.
 
     Source: Burda et al. 2018, Exploration by random network distillation,
     https://arxiv.org/abs/1810.12894.
@@ -112,20 +112,19 @@ class Distillation(ForSpaces, nn.Module):
     ):
         super().__init__()
         check_integer("n_out", n_out)
-        self.target = Features(
-            observation_space, tuple(hidden), n_out, clip, encoder
-        ).requires_grad_(False)
-        self.predictor = Features(
-            observation_space, (*hidden, *tuple(hidden)[-1:] * 2), n_out, clip, encoder
-        )
+        hidden = tuple(hidden)
+        target = Features(observation_space, hidden, n_out, clip, encoder)
+        self.target = target.requires_grad_(False)
+
+        # The predictor is deeper, so that it is able to learn the target.
+        deeper = (*hidden, *hidden[-1:] * 2)
+        self.predictor = Features(observation_space, deeper, n_out, clip, encoder)
 
     def forward(self, obs: Any) -> Tensor:
         return (self.predictor(obs) - self.target(obs)).square().mean(-1)
 
     def observe(self, obs: Any, valid: Tensor | None = None) -> None:
-        """Update the normalisers with observations `[*lead, ...]`, except those where `valid`
-        `[*lead]` is False.
-        """
+        "Update the normalisers with observations `[*lead, ...]` that are `valid` `[*lead]`."
         for network in (self.target, self.predictor):
             network.observe(obs, valid)
 
@@ -152,33 +151,39 @@ def finite_observations(fragment: Fragment) -> Any:
             got="none",
             expected="`terminal_obs=True`, of the recipe or the `EnvStepper`",
         )
+
     rows = valid_rows(nested.as_seen(observations_reached(fragment)), fragment.valid, 2)
     for x, path in zip(nested.leaves(rows), nested.paths(rows, "obs")):
-        if not x.is_floating_point() or (fits := x.abs() < LARGEST).all():
+        if not x.is_floating_point():
             continue
-        n, *_ = (~fits).nonzero()[0].tolist()
-        t, b = fragment.valid.nonzero()[n].tolist()
-        problem, expected = (
-            ("too large an", f"at most {LARGEST:.1e}, whose square is finite")
-            if x[n].isfinite().all()
-            else ("non-finite", "finite numbers")
-        )
+        too_large = ~(x.abs() < LARGEST)
+        if not too_large.any():
+            continue
+
+        # The first row with such a number, and the step that led to it
+        row = too_large.nonzero()[0][0].item()
+        t, b = fragment.valid.nonzero()[row].tolist()
+        if x[row].isfinite().all():
+            problem = "too large an"
+            expected = f"at most {LARGEST:.1e}, whose square is finite"
+        else:
+            problem = "non-finite"
+            expected = "finite numbers"
         raise DataError(
             f"{problem} observation",
             env=b,
             leaf=f"{path} after step [{t}, {b}]",
             expected=expected,
-            got=str(x[n]),
+            got=str(x[row]),
         )
     return rows
 
 # %% ../../nbs/agents/17_intrinsic.ipynb #afadcff3
 class Novelty:
-    """Intrinsic rewards for fragments, from a `Distillation` that learns from the same fragments:
-    `novelty(fragment) -> [T, B]`.
+    """Intrinsic rewards for fragments: `novelty(fragment) -> [T, B]`.
 
-    All lanes share the networks and the scale. A step that is not valid has the reward 0 and no
-    influence.
+    They come from a `Distillation` that learns from the same fragments. All lanes share the
+    networks and the scale. A step that is not valid has the reward 0 and no influence.
 
     Args:
         network: the two networks
@@ -204,23 +209,20 @@ class Novelty:
     ):
         check_fraction("gamma", gamma, pipe=self)
         check_fraction("fraction", fraction, pipe=self)
-        if not fraction:
-            raise DataError(
-                "out of range", pipe=self, leaf="fraction", expected="more than 0", got="0"
-            )
-        if not lr > 0:
-            raise DataError(
-                "out of range", pipe=self, leaf="lr", expected="more than 0", got=str(lr)
-            )
+        for name, value in (("fraction", fraction), ("lr", lr)):
+            if not value > 0:
+                raise DataError(
+                    "out of range", pipe=self, leaf=name, expected="more than 0", got=str(value)
+                )
         self.network = network
         self.gamma = gamma
         self.lr = lr
         self.fraction = fraction
         self.seed = seed
-        self.epochs, self.minibatch = (
-            check_integer("epochs", epochs, pipe=self),
-            check_integer("minibatch", minibatch, pipe=self),
-        )
+        self.epochs = check_integer("epochs", epochs, pipe=self)
+        self.minibatch = check_integer("minibatch", minibatch, pipe=self)
+
+        # The state
         self.optimizer = torch.optim.Adam(network.predictor.parameters(), lr)
         self.norm = RunningNorm(())  # its moments are those of the discounted sums
         self.generator = torch.Generator().manual_seed(index(seed))
@@ -237,6 +239,8 @@ class Novelty:
         errors = torch.zeros(fragment.valid.shape)
         if not valid.any():
             return errors.to(fragment.valid.device)
+
+        # The normalisers see the observations first. The networks learn after the errors are known.
         self.network.observe(rows)
         with EvalMode(self.network):
             errors[valid] = self.network(rows).cpu()
@@ -252,22 +256,27 @@ class Novelty:
         return rewards.to(fragment.valid.device)
 
     def _scaled(self, fragment, errors, valid):
+        "The errors `[T, B]`, divided by the scale. The moments learn from their discounted sums."
         rewards = torch.empty_like(errors)
         for lane, _, columns in strands(fragment):
             error = errors[:, columns].double()
-            kept = valid[:, columns]
+            lane_valid = valid[:, columns]
+
+            # The sums continue those of the lane's last fragment.
             before = self.sums.get(lane)
             if before is None or len(before) != error.shape[1]:
                 before = torch.zeros_like(error[0])
-            sums = running_returns(error, torch.where(kept, self.gamma, 1.0).double(), before)
+            discount = torch.where(lane_valid, self.gamma, 1.0).double()
+            sums = running_returns(error, discount, before)
             self.sums[lane] = sums[-1].clone()
-            self.norm.update(sums, kept)
+            self.norm.update(sums, lane_valid)
             rewards[:, columns] = (error / self.scale()).float()
         return rewards
 
     def scale(self) -> float:
-        """The standard deviation of the discounted sums; 1 as long as all sums are equal, because
-        their scale is unknown.
+        """The standard deviation of the discounted sums.
+
+        It is 1 as long as all sums are equal, because their scale is unknown.
         """
         var = float(self.norm.var)
         mean = float(self.norm.mean)
@@ -275,12 +284,12 @@ class Novelty:
 
     @torch.enable_grad()
     def _learn(self, rows, n):
+        "Let the predictor learn from `n` rows."
         device = next(self.network.parameters()).device
+        n_used = ceil(self.fraction * n)
         for _ in range(self.epochs):
-            order = torch.randperm(n, generator=self.generator)[: ceil(self.fraction * n)].to(
-                device
-            )
-            for part in order.tensor_split(ceil(len(order) / self.minibatch)):
+            order = torch.randperm(n, generator=self.generator)[:n_used].to(device)
+            for part in order.tensor_split(ceil(n_used / self.minibatch)):
                 self.optimizer.zero_grad()
                 self.network(nested.getitem(rows, part)).mean().backward()
                 self.optimizer.step()
@@ -354,11 +363,13 @@ class RND(Pipe):
                 expected="a Distillation",
                 got=describe(network),
             )
-        for name, x in (("weight", weight), ("env_weight", env_weight)):
-            if not 0 <= x < float("inf"):
-                raise DataError(
-                    "out of range", pipe=self, leaf=name, expected="at least 0, finite", got=str(x)
-                )
+        for name, value in (("weight", weight), ("env_weight", env_weight)):
+            if 0 <= value < float("inf"):
+                continue
+            raise DataError(
+                "out of range", pipe=self, leaf=name, expected="at least 0, finite", got=str(value)
+            )
+
         self.network = network
         self.weight = weight
         self.env_weight = env_weight
@@ -375,9 +386,12 @@ class RND(Pipe):
         try:
             novelty = self.novelty(fragment)
         except PipeError as e:
-            b = e.env if isinstance(e.env, int) else 0
-            e.locate(pipe=self, lane=None if fragment.lane is None else int(fragment.lane[b]))
+            # The error names a column; its lane is known here.
+            column = e.env if isinstance(e.env, int) else 0
+            lane = None if fragment.lane is None else int(fragment.lane[column])
+            e.locate(pipe=self, lane=lane)
             raise
+
         rew = self.env_weight * fragment.state.rew
         rew[1:] += self.weight * novelty
         with located(pipe=self):

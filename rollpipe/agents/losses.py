@@ -24,7 +24,7 @@ __all__ = ['reinforce', 'a2c', 'clipped_surrogate', 'standardized', 'with_standa
            'vtrace_actor_critic']
 
 # %% ../../nbs/agents/05_losses.ipynb #8c8c59b7
-def _given(fragment, leaf, replay, loss):
+def _required(fragment, leaf, replay, loss):
     """`fragment.adv` or `fragment.ret` (named by `leaf`) at the replayed steps, `[N]`.
 
     The error names the `loss` that needs it.
@@ -35,8 +35,9 @@ def _given(fragment, leaf, replay, loss):
             f"{loss} needs {'advantages' if leaf == 'adv' else 'value targets'}",
             leaf=leaf,
             got="None",
-            expected="an AdvantageBuffer(pipe, critic, gamma, lam) in the pipeline, which adds `adv` and `ret` (with lam=1 "
-            "`adv` is the return minus the critic's value), or fragment._replace(adv=..., ret=...), float32 [T, B]",
+            expected="an AdvantageBuffer(pipe, critic, gamma, lam) in the pipeline, which adds "
+            "`adv` and `ret` (with lam=1 `adv` is the return minus the critic's value), or "
+            "fragment._replace(adv=..., ret=...), float32 [T, B]",
         )
     if x.shape != fragment.valid.shape:
         raise DataError(
@@ -67,39 +68,43 @@ def _total(loss_policy, entropy, c_entropy, loss_value=None, c_value=0.0):
 
 
 def _metrics(fragment, actor, replay, terms, **others) -> dict:
-    """The `terms` of a loss and the `others` without gradients, and how far the policy has moved
-    from the one that acted.
+    """The `terms` of a loss and the `others`, all without gradients.
+
+    `approx_kl` and `lag` say how far the policy has moved from the one that acted.
     """
     with torch.no_grad():
-        moved = approx_kl(replay.logp, replay.logp_old)
-    return {name: x.detach() for name, x in (others | terms).items()} | {
-        "approx_kl": moved,
-        "lag": float(lag_of(fragment, actor)),
-    }
+        divergence = approx_kl(replay.logp, replay.logp_old)
+    metrics = {name: x.detach() for name, x in (others | terms).items()}
+    return metrics | dict(approx_kl=divergence, lag=float(lag_of(fragment, actor)))
 
 # %% ../../nbs/agents/05_losses.ipynb #3f22e589
 def reinforce(
     fragment: Fragment, actor: Any, *, c_rho: float = 1.0, c_entropy: float = 0.01
 ) -> tuple[Tensor, dict]:
-    """REINFORCE with importance weights and a baseline: `mean[-min(ρₜ, c_rho) Aₜ log π(aₜ|sₜ)] -
-    c_entropy * mean entropy`.
+    """`(loss, metrics)` of REINFORCE with importance weights and a baseline.
 
-    No gradient flows through the weights. Source: Williams 1992, *Simple statistical
-    gradient-following algorithms for connectionist reinforcement learning*,
-    https://doi.org/10.1007/BF00992696. Raises `DataError` if `adv` or `actor['logp']` are missing,
-    or no row is valid.
+    The loss is `mean[-min(ρₜ, c_rho) Aₜ log π(aₜ|sₜ)] - c_entropy * mean entropy`. No gradient
+    flows through the weights ρ.
+
+    Source: Williams 1992, *Simple statistical gradient-following algorithms for connectionist
+    reinforcement learning*, https://doi.org/10.1007/BF00992696.
 
     Args:
         fragment: [T, B] with `adv`
         actor: a `Policy`
         c_rho: limit of the importance weights; `inf`: no limit
         c_entropy: weight of the entropy [1/nat]
+
+    Raises:
+        DataError: if `adv` or `actor['logp']` are missing, or no row is valid.
     """
     replay = replay_policy(fragment, actor)
-    adv = _given(fragment, "adv", replay, "reinforce")
+    adv = _required(fragment, "adv", replay, "reinforce")
+
     rho = replay.ratios().detach()
     loss_policy = -(rho.clamp(max=c_rho) * adv * replay.logp).mean()
-    loss, terms = _total(loss_policy, _mean_entropy(replay, actor.dist, c_entropy), c_entropy)
+    entropy = _mean_entropy(replay, actor.dist, c_entropy)
+    loss, terms = _total(loss_policy, entropy, c_entropy)
     return loss, _metrics(
         fragment,
         actor,
@@ -120,11 +125,14 @@ def _present_values(fragment, replay, critic):
     if critic is None:
         return replay.info.get("value")
 
-    def seen(tree):
+    # The rows 0 to T - 1 are the states in which the steps began.
+    def picked(tree):
         return replay.pick(nested.getitem(tree, slice(-1)))
 
-    obs = nested.as_seen(seen(fragment.state.obs))
-    v = critic(critic.inputs(obs, seen(fragment.actor)) if hasattr(critic, "inputs") else obs)
+    obs = nested.as_seen(picked(fragment.state.obs))
+    if hasattr(critic, "inputs"):
+        obs = critic.inputs(obs, picked(fragment.actor))
+    v = critic(obs)
     if v.shape != replay.logp.shape:
         raise DataError(
             "critic: wrong shape",
@@ -147,12 +155,15 @@ def a2c(
     c_value: float = 0.5,
     c_entropy: float = 0.01,
 ) -> tuple[Tensor, dict]:
-    """Advantage actor-critic: `mean[-Aₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - retₜ)²] - c_entropy
-    * mean entropy`.
+    """`(loss, metrics)` of the advantage actor-critic.
+
+    The loss is `mean[-Aₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - retₜ)²] - c_entropy * mean
+    entropy`. There is no correction for old data.
 
     Source: Mnih et al. 2016, *Asynchronous methods for deep reinforcement learning*,
-    https://arxiv.org/abs/1602.01783. There is no correction for old data. Raises `DataError` if
-    `adv`, `ret` or `actor['logp']` are missing, or no row is valid.
+    https://arxiv.org/abs/1602.01783.
+
+    Raises `DataError` if `adv`, `ret` or `actor['logp']` are missing, or no row is valid.
 
     Args:
         fragment: [T, B] with `adv`, and `ret` if there are values to be fitted
@@ -162,73 +173,79 @@ def a2c(
         c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
-    adv = _given(fragment, "adv", replay, "a2c")
+    adv = _required(fragment, "adv", replay, "a2c")
+
     v = _present_values(fragment, replay, critic)
-    loss_value = (
-        None
-        if v is None
-        else _square_error(v, _given(fragment, "ret", replay, "a2c"), critic).mean()
-    )
-    loss, terms = _total(
-        -(adv * replay.logp).mean(),
-        _mean_entropy(replay, actor.dist, c_entropy),
-        c_entropy,
-        loss_value,
-        c_value,
-    )
+    loss_value = None
+    if v is not None:
+        ret = _required(fragment, "ret", replay, "a2c")
+        loss_value = _square_error(v, ret, critic).mean()
+
+    loss_policy = -(adv * replay.logp).mean()
+    entropy = _mean_entropy(replay, actor.dist, c_entropy)
+    loss, terms = _total(loss_policy, entropy, c_entropy, loss_value, c_value)
     return loss, _metrics(fragment, actor, replay, terms, rho_mean=replay.ratios().detach().mean())
 
 # %% ../../nbs/agents/05_losses.ipynb #32041aaa
 def clipped_surrogate(ratio: Tensor, adv: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """`(loss, clip_fraction)`, 0-dim: `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, and the fraction
-    of the ratios that the clip changes.
+    """`(loss, clip_fraction)`, 0-dim: PPO's loss, and the fraction of the ratios that it clips.
 
-    ρ is the importance `ratio` `[N]`, A the advantage `adv` `[N]`, and ε is `clip`: the surrogate
-    does not grow for a ratio beyond it.
+    The loss is `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`: the surrogate does not grow for a ratio
+    beyond the clip.
+
+    >>> ratio = torch.tensor([1.0, 1.5])
+    >>> loss, clip_fraction = clipped_surrogate(ratio, torch.ones(2), clip=0.25)
+    >>> loss.item(), clip_fraction.item()
+    (-1.125, 0.5)
+
+    Args:
+        ratio: importance ratios ρ, float32 [N]
+        adv: advantages A, float32 [N]
+        clip: ε
     """
     clipped = ratio.clamp(1 - clip, 1 + clip)
-    return -torch.minimum(ratio * adv, clipped * adv).mean(), (clipped != ratio).mean(
-        dtype=ratio.dtype
-    )
+    loss = -torch.minimum(ratio * adv, clipped * adv).mean()
+    return loss, (clipped != ratio).mean(dtype=ratio.dtype)
 
 # %% ../../nbs/agents/05_losses.ipynb #609d96b8
 def standardized(x: Tensor, valid: Tensor) -> Tensor:
-    """`x` with mean 0 and standard deviation 1 over the valid rows; zeros if these are all the same
-    and so express no preference.
+    """`x` with mean 0 and standard deviation 1 over the valid rows of all ranks.
+
+    It is zero if these rows are all the same, and so express no preference.
 
     Args:
         x: float [T, B]
         valid: bool [T, B]
     """
-    kept = ranks.joined(x[valid])[0].double()
-    mean = kept.mean()
-    std = kept.std(correction=0)
-    if std <= 1e-6 * kept.abs().max():
+    valid_x = ranks.joined(x[valid])[0].double()
+    mean = valid_x.mean()
+    std = valid_x.std(correction=0)
+    if std <= 1e-6 * valid_x.abs().max():
         return torch.zeros_like(x)
     return ((x - mean) / std).to(x.dtype)
 
 
-def with_standardized_adv(batch: Fragment, wanted: bool = True) -> Fragment:
+def with_standardized_adv(batch: Fragment, standardize: bool = True) -> Fragment:
     """The batch with `standardized` advantages.
 
     Args:
         batch: with `adv` float [T, B]
-        wanted: False: return the batch unchanged
+        standardize: False: return the batch unchanged
     """
-    return batch._replace(adv=standardized(batch.adv, batch.valid)) if wanted else batch
+    if not standardize:
+        return batch
+    return batch._replace(adv=standardized(batch.adv, batch.valid))
 
 # %% ../../nbs/agents/05_losses.ipynb #73760cb7
 def with_old_values(fragment: Fragment) -> Fragment:
-    """`fragment` with the values that its advantages were computed with, `ret - adv`, as
-    `actor['value']` float32 `[T+1, B]` (row T is 0).
+    """`fragment` with the values that its advantages were computed with, as `actor['value']`.
 
-    `clip_value` of `ppo` needs them if the critic is a separate module. Add them before the
-    advantages are normalised.
+    They are `ret - adv`, float32 `[T+1, B]`; row T is 0. `clip_value` of `ppo` needs them if the
+    critic is a separate module. Add them before the advantages are normalised.
     """
     v = fragment.ret - fragment.adv
-    return fragment._replace(
-        actor={**fragment.actor, "value": torch.cat([v, torch.zeros_like(v[:1])])}
-    )
+    value = torch.cat([v, torch.zeros_like(v[:1])])
+    return fragment._replace(actor={**fragment.actor, "value": value})
 
 
 def _old_values(fragment, replay):
@@ -244,14 +261,13 @@ def _old_values(fragment, replay):
 
 
 def _clipped_square_error(v, v_old, target, critic, clip_value):
-    """`(errors [N], clip_fraction_value)`: the greater error of two values: `v`, and `v_old` moved
-    towards `v` by at most `clip_value`.
+    """`(errors [N], clip_fraction_value)`: the greater error of two values.
+
+    One is `v`, and the other is `v_old`, moved towards `v` by at most `clip_value`.
     """
     limit = clip_value * getattr(critic, "ret_std", 1.0)
-    error = torch.maximum(
-        _square_error(v, target, critic),
-        _square_error(v_old + (v - v_old).clamp(-limit, limit), target, critic),
-    )
+    clipped = v_old + (v - v_old).clamp(-limit, limit)
+    error = torch.maximum(_square_error(v, target, critic), _square_error(clipped, target, critic))
     return error, ((v.detach() - v_old).abs() > limit).float().mean()
 
 # %% ../../nbs/agents/05_losses.ipynb #beb1af90
@@ -265,14 +281,18 @@ def ppo(
     c_value: float = 0.5,
     c_entropy: float = 0.0,
 ) -> tuple[Tensor, dict]:
-    """Proximal policy optimisation, the clipped surrogate:
-    `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, with value and entropy as in `a2c`.
+    """`(loss, metrics)` of proximal policy optimisation, the clipped surrogate.
+
+    The loss is `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`, with value and entropy as in `a2c`. With
+    `clip_value`, the error of a value is `max[(V - ret)², (V_old + clip(V - V_old, ±clip_value) -
+    ret)²]`, as in OpenAI's *baselines*; `V_old` is `fragment.actor['value']` (see
+    `with_old_values`).
 
     Source: Schulman et al. 2017, *Proximal policy optimization algorithms*,
-    https://arxiv.org/abs/1707.06347, equation 7. With `clip_value` the error of a value is `max[(V
-    - ret)², (V_old + clip(V - V_old, ±clip_value) - ret)²]`, as in OpenAI's *baselines*; `V_old` is
-    `fragment.actor['value']` (see `with_old_values`). Raises `DataError` if `adv`, `ret`,
-    `actor['logp']` or `V_old` are missing where they are needed, or no row is valid.
+    https://arxiv.org/abs/1707.06347, equation 7.
+
+    Raises `DataError` if `adv`, `ret`, `actor['logp']` or `V_old` are missing where they are
+    needed, or no row is valid.
 
     Args:
         fragment: [T, B] with `adv`, and `ret` if there are values to be fitted; advantages are used
@@ -287,38 +307,35 @@ def ppo(
         c_entropy: weight of the entropy [1/nat]
     """
     replay = replay_policy(fragment, actor)
-    adv = _given(fragment, "adv", replay, "ppo")
-    v = _present_values(fragment, replay, critic)
+    adv = _required(fragment, "adv", replay, "ppo")
+
+    # The policy
     ratio = replay.ratios()
-    loss_value = None
-    others = {}
     loss_policy, clip_fraction = clipped_surrogate(ratio, adv, clip)
+    others = dict(rho_mean=ratio.detach().mean(), clip_fraction=clip_fraction)
+
+    # The values, of a critic or of the actor, if there are any
+    v = _present_values(fragment, replay, critic)
+    loss_value = None
     if v is not None:
-        ret = _given(fragment, "ret", replay, "ppo")
+        ret = _required(fragment, "ret", replay, "ppo")
         if clip_value is None:
             error = _square_error(v, ret, critic)
         else:
-            error, others["clip_fraction_value"] = _clipped_square_error(
-                v, _old_values(fragment, replay), ret, critic, clip_value
-            )
+            v_old = _old_values(fragment, replay)
+            error, clipped = _clipped_square_error(v, v_old, ret, critic, clip_value)
+            others["clip_fraction_value"] = clipped
         loss_value = error.mean()
-    loss, terms = _total(
-        loss_policy, _mean_entropy(replay, actor.dist, c_entropy), c_entropy, loss_value, c_value
-    )
-    return loss, _metrics(
-        fragment,
-        actor,
-        replay,
-        terms,
-        rho_mean=ratio.detach().mean(),
-        clip_fraction=clip_fraction,
-        **others,
-    )
+
+    entropy = _mean_entropy(replay, actor.dist, c_entropy)
+    loss, terms = _total(loss_policy, entropy, c_entropy, loss_value, c_value)
+    return loss, _metrics(fragment, actor, replay, terms, **others)
 
 # %% ../../nbs/agents/05_losses.ipynb #945688e3
 def _values_of_both_ends(fragment, actor, critic, replay):
-    """`(v [N], v_tp1 [T, B])`: values of the replayed steps with gradients, and of the next states
-    without gradients (0 if terminal).
+    """`(v [N], v_tp1 [T, B])`: values of the replayed steps, and of the next states.
+
+    Only the first have gradients. The value of a terminal state is 0.
     """
     v = _present_values(fragment, replay, critic)
     if v is None:
@@ -328,13 +345,16 @@ def _values_of_both_ends(fragment, actor, critic, replay):
             expected="float32 [T, B]",
             got=f"leaves {nested.paths(replay.info, 'info')}",
         )
+
+    def reported_value(state, hx):
+        report = actor.step(*state.without_past(), hx=hx, virtual=True)[2]
+        return report["value"]
+
+    # Values of the states that the steps led to
     if critic is not None:
         v_tp1 = values(fragment, critic)[1]
     else:
-        v_tp1 = answers_reached(
-            lambda state, hx: actor.step(*state.without_past(), hx=hx, virtual=True)[2]["value"],
-            fragment,
-        )
+        v_tp1 = answers_reached(reported_value, fragment)
     return v, v_tp1.masked_fill(fragment.term[1:] | ~fragment.valid, 0.0)
 
 # %% ../../nbs/agents/05_losses.ipynb #f84fc308
@@ -350,14 +370,16 @@ def vtrace_actor_critic(
     c_value: float = 0.5,
     c_entropy: float = 0.01,
 ) -> tuple[Tensor, dict]:
-    """V-trace actor-critic: `mean[-advₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - vsₜ)²] - c_entropy
-    * mean entropy`.
+    """`(loss, metrics)` of the actor-critic with V-trace targets.
 
-    `adv` and `vs` come from `rollpipe.pipes.data.returns.vtrace` for the present policy and values.
-    No gradient flows through them. `adv` contains the factor `min(ρₜ, ρ̄)`. Source: Espeholt et al.
-    2018, *IMPALA*, https://arxiv.org/abs/1802.01561, section 4.2. Raises `DataError` if
-    `actor['logp']` is missing, if there is neither a critic nor a reported value, or no row is
-    valid.
+    The loss is `mean[-advₜ log π(aₜ|sₜ)] + c_value * mean[(V(sₜ) - vsₜ)²] - c_entropy * mean
+    entropy`. `adv` and `vs` come from `rollpipe.pipes.data.returns.vtrace` for the present policy
+    and values. No gradient flows through them. `adv` contains the factor `min(ρₜ, ρ̄)`.
+
+    Source: Espeholt et al. 2018, *IMPALA*, https://arxiv.org/abs/1802.01561, section 4.2.
+
+    Raises `DataError` if `actor['logp']` is missing, if there is neither a critic nor a reported
+    value, or no row is valid.
 
     Args:
         fragment: [T, B]
@@ -372,7 +394,7 @@ def vtrace_actor_critic(
     """
     replay = replay_policy(fragment, actor)
     rho = replay.ratios().detach()
-    (v, v_tp1) = _values_of_both_ends(fragment, actor, critic, replay)
+    v, v_tp1 = _values_of_both_ends(fragment, actor, critic, replay)
 
     # Rows that are not valid hold 0, and `is_cut` keeps them from the rows before them.
     def spread(x):
@@ -390,13 +412,11 @@ def vtrace_actor_critic(
         is_cut(fragment),
     )
     vs, adv = replay.pick(tuple(targets))
-    loss, terms = _total(
-        -(adv * replay.logp).mean(),
-        _mean_entropy(replay, actor.dist, c_entropy),
-        c_entropy,
-        _square_error(v, vs, critic).mean(),
-        c_value,
-    )
+
+    loss_policy = -(adv * replay.logp).mean()
+    entropy = _mean_entropy(replay, actor.dist, c_entropy)
+    loss_value = _square_error(v, vs, critic).mean()
+    loss, terms = _total(loss_policy, entropy, c_entropy, loss_value, c_value)
     return loss, _metrics(
         fragment,
         actor,

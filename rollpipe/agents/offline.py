@@ -74,8 +74,12 @@ class BC(GradientLearner):
 
 # %% ../../nbs/agents/18_offline.ipynb #519b127f
 def expectile_penalty(error: Tensor, level: float) -> Tensor:
-    """`|level - [error < 0]| error²`, whose minimum over `m` for `error = x - m` is the expectile
-    of `x`.
+    """`|level - [error < 0]| error²`.
+
+    For `error = x - m`, the `m` with the least mean penalty is the expectile of `x`.
+
+    >>> expectile_penalty(torch.tensor([2.0, -2.0]), level=0.75).tolist()
+    [3.0, 1.0]
 
     Source: Newey and Powell 1987, *Asymmetric least squares estimation and testing*,
     https://doi.org/10.2307/1911031
@@ -91,8 +95,9 @@ def expectile_penalty(error: Tensor, level: float) -> Tensor:
 def state_value_loss(
     fragment: Fragment, critic: Any, target: Any, level: float, weight: Tensor | None = None
 ) -> tuple[Tensor, dict]:
-    """`(loss, metrics)`: `mean[weight * expectile_penalty(min Q(s, a) - V(s))]` over valid rows,
-    with gradients for `V` alone.
+    """`(loss, metrics)`: `mean[weight * expectile_penalty(min Q(s, a) - V(s))]` over valid rows.
+
+    Only `V` gets gradients.
 
     Args:
         fragment: [T, B]
@@ -101,21 +106,25 @@ def state_value_loss(
         level: which expectile the values become
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
     """
+    valid = fragment.valid
     obs, act = taken(fragment)
     with torch.no_grad():
         q = target(obs, act).amin(0)
-    value = check_values(critic.value(obs), fragment.valid, "V(s)")
-    valid = fragment.valid
+    value = check_values(critic.value(obs), valid, "V(s)")
+
     penalty = expectile_penalty(q - value, level)
-    loss = (penalty if weight is None else weight * penalty)[valid].mean()
+    if weight is not None:
+        penalty = weight * penalty
+    loss = penalty[valid].mean()
     return loss, dict(loss_expectile=loss.detach(), value_mean=value.detach()[valid].mean())
 
 
 def weighted_cloning_loss(
     fragment: Fragment, actor: Any, critic: Any, target: Any, beta: float, max_weight: float
 ) -> tuple[Tensor, dict]:
-    """`(loss, metrics)`: `-mean[min(exp(beta * A), max_weight) log pi(a|s)]` over valid rows, where
-    `A = min Q(s, a) - V(s)`.
+    """`(loss, metrics)`: `-mean[min(exp(beta * A), max_weight) log pi(a|s)]` over valid rows.
+
+    The advantage is `A = min Q(s, a) - V(s)`.
 
     Args:
         fragment: [T, B]
@@ -125,12 +134,16 @@ def weighted_cloning_loss(
         beta: inverse temperature, per unit of the return
         max_weight: greatest weight
     """
-    (obs, act) = taken(fragment)
     valid = fragment.valid
+    obs, act = taken(fragment)
     with torch.no_grad():
-        adv = (target(obs, act).amin(0) - check_values(critic.value(obs), valid, "V(s)"))[valid]
+        q = target(obs, act).amin(0)
+        value = check_values(critic.value(obs), valid, "V(s)")
+        adv = (q - value)[valid]
         weight = (beta * adv).exp().clamp(max=max_weight)
-    loss = -(weight * replay_recorded(fragment, actor)["logp"][valid]).mean()
+
+    logp = replay_recorded(fragment, actor)["logp"][valid]
+    loss = -(weight * logp).mean()
     return loss, dict(loss_policy=loss.detach(), adv_mean=adv.mean(), adv_weight=weight.mean())
 
 # %% ../../nbs/agents/18_offline.ipynb #eecbaa31
@@ -160,7 +173,7 @@ class IQL(ActionLearner):
     decay_steps: int = number(0, changes="between updates")
     random_steps: int = not_offered(0)
     actor_needs = ("replay",)
-    way_down = "cosine"
+    decay_shape = "cosine"
 
     def __post_init__(self):
         super().__post_init__()
@@ -179,25 +192,24 @@ class IQL(ActionLearner):
         "No metrics."
         return {}
 
-    def fall_of(self, group: dict) -> Schedule | None:
+    def decay_of_rate(self, group: dict) -> Schedule | None:
         "How the learning rate of the policy falls by `decay_steps`. That of the critic stays."
         is_policy = group is self.descents["policy"].param_groups[0]
-        return super().fall_of(group) if is_policy else None
+        return super().decay_of_rate(group) if is_policy else None
 
     @torch.no_grad()
     def critic_target(self, fragment: Fragment) -> Tensor:
         "The rewards, and the values of the states that they led to, see `td_targets`."
-        return td_targets(
-            fragment, self.critic.value(reached(fragment)), self.gamma, self.multi_step
-        )
+        value = self.critic.value(reached(fragment))
+        return td_targets(fragment, value, self.gamma, self.multi_step)
 
     def critic_loss(self, fragment: Fragment, weight: Tensor | None) -> tuple:
         "As `ActionLearner.critic_loss`, with the loss of the values of states."
         loss, metrics, errors = super().critic_loss(fragment, weight)
-        more_loss, more = state_value_loss(
+        value_loss, value_metrics = state_value_loss(
             fragment, self.critic, self.target, self.expectile, weight
         )
-        return loss + more_loss, metrics | more, errors
+        return loss + value_loss, metrics | value_metrics, errors
 
     def improve_policy(self, fragment: Fragment) -> dict:
         "A step of the policy, see `weighted_cloning_loss`."
@@ -210,11 +222,10 @@ class IQL(ActionLearner):
 def tied_policy_loss(
     fragment: Fragment, actor: Any, critic: Any, alpha: float
 ) -> tuple[torch.Tensor, dict]:
-    """`(loss, metrics)`: `mean (pi(s) - a)² - alpha mean Q / mean |Q|` over valid rows, with
-    `Q = Q(s, pi(s))`.
+    """`(loss, metrics)`: `mean (pi(s) - a)² - alpha mean Q / mean |Q|` over valid rows.
 
-    Actions are compared by their positions between the bounds, from -1 to 1, and squares are
-    averaged over the numbers of an action.
+    The values are `Q = Q(s, pi(s))`. Actions are compared by their positions between the bounds,
+    from -1 to 1, and squares are averaged over the numbers of an action.
 
     Args:
         fragment: [T, B]
@@ -222,19 +233,22 @@ def tied_policy_loss(
         critic: see `first_value`
         alpha: weight of the values; 0: behaviour cloning
     """
-    (obs, act) = taken(fragment)
     valid = fragment.valid
     box = actor.box
-    own = actor.act(obs)
-    value = first_value(critic, obs, own)[valid]
-    distance = (box.position(own) - box.position(act))[valid].square().mean()
+    obs, act = taken(fragment)
+    policy_act = actor.act(obs)
+    value = first_value(critic, obs, policy_act)[valid]
+    distance = (box.position(policy_act) - box.position(act))[valid].square().mean()
+
+    # The size of the values makes `alpha` independent of the scale of the rewards.
     loss = distance - alpha / mean_size(value).clamp(min=1e-8) * value.mean()
     return loss, dict(loss_policy=loss.detach(), distance=distance.detach())
 
 # %% ../../nbs/agents/18_offline.ipynb #1f240efe
 class TD3BC(SmoothedLearner):
-    """TD3 with behaviour cloning, from recorded steps (`from_data`) or from a replay memory
-    (`replayed`).
+    """TD3 with behaviour cloning.
+
+    It learns from recorded steps (`from_data`) or from a replay memory (`replayed`).
 
     Source: Fujimoto and Gu 2021, *A minimalist approach to offline reinforcement learning*,
     https://arxiv.org/abs/2106.06860

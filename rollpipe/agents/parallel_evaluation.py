@@ -45,16 +45,18 @@ class Evaluated(NamedTuple):
     @property
     def metrics(self) -> dict:
         "The `METRICS` of a record."
-        found = self.evaluation
-        return dict(
+        evaluation = self.evaluation
+        metrics = dict(
             eval_version=float(self.version),
-            eval_return_mean=found.mean,
-            eval_return_median=found.median,
-            eval_return_std=found.std,
-            eval_return_min=float(found.returns.min()),
-            eval_return_max=float(found.returns.max()),
-            **(dict(eval_cut_off=float(found.cut_off.sum())) if found.cut_off.any() else {}),
+            eval_return_mean=evaluation.mean,
+            eval_return_median=evaluation.median,
+            eval_return_std=evaluation.std,
+            eval_return_min=float(evaluation.returns.min()),
+            eval_return_max=float(evaluation.returns.max()),
         )
+        if evaluation.cut_off.any():
+            metrics["eval_cut_off"] = float(evaluation.cut_off.sum())
+        return metrics
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #905ad2c6
 def evaluated(actor: Any, options: dict) -> Evaluated:
@@ -63,12 +65,14 @@ def evaluated(actor: Any, options: dict) -> Evaluated:
     Args:
         options: options of `evaluate`; `{version}` in `record` stands for the version of the actor
     """
-    begin = time.monotonic()
+    start = time.monotonic()
     version = version_of(actor)
-    if record := options.get("record"):
+    record = options.get("record")
+    if record:
         name = Path(record).name.format(version=version)
         options = {**options, "record": Path(record).with_name(name)}
-    return Evaluated(version, evaluate(actor=actor, **options), time.monotonic() - begin)
+    evaluation = evaluate(actor=actor, **options)
+    return Evaluated(version, evaluation, time.monotonic() - start)
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #98b2d3b6
 class Evaluator:
@@ -104,10 +108,11 @@ def serve(link: Any, *args: Any) -> None:
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #9d98724a
 def answer_all(link: Any) -> None:
-    """Main loop of a process that evaluates any actor; each request is a pickle of the arguments of
-    `evaluated`.
+    """Main loop of a process that evaluates any actor.
+
+    Each request is a pickle of the arguments of `evaluated`; None ends the loop.
     """
-    while (request := link.recv()) is not None:
+    for request in iter(link.recv, None):
         link.send(evaluated(*cloudpickle.loads(request)))
 
 
@@ -130,14 +135,17 @@ class EvaluatedApart(AbstractContextManager):
 
 
 def evaluated_beside(env: str, env_kwargs: dict) -> AbstractContextManager:
-    """A context with `evaluated`, in a process of its own if a second environment would disturb
-    that of a training in this process.
+    """A context with `evaluated`, which does not disturb a training in this process.
+
+    It has a process of its own if a second environment would disturb that of the training.
 
     Args:
         env: gymnasium id
         env_kwargs: keyword arguments for `gymnasium.make`
     """
-    return EvaluatedApart() if why_alone(EnvFactory(env, env_kwargs)) else nullcontext(evaluated)
+    if why_alone(EnvFactory(env, env_kwargs)):
+        return EvaluatedApart()
+    return nullcontext(evaluated)
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #4b31ce31
 class EvaluationProcess:
@@ -160,7 +168,7 @@ class EvaluationProcess:
         self.error = None
         # version of the weights when the request under way was sent; None: no request is under way
         self.asked: Any = None
-        self._hear()
+        self._restart_patience()
 
     def __repr__(self):
         return f"{type(self).__name__}({self.worker})"
@@ -203,8 +211,14 @@ class EvaluationProcess:
         """
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         self._listen()
-        while self.busy and (left := deadline - time.monotonic()) > 0:
-            self._listen(min(left, max(0, self.heard + self.patience - time.monotonic()), 60.0))
+        while self.busy:
+            now = time.monotonic()
+            if now >= deadline:
+                break
+
+            # The process may be silent for `patience` seconds. It is checked once a minute.
+            until_silent = max(0, self.heard + self.patience - now)
+            self._listen(min(deadline - now, until_silent, 60.0))
         return self.poll()
 
     def close(self) -> None:
@@ -217,7 +231,8 @@ class EvaluationProcess:
         self._listen()
         if self.error is not None:
             raise self.error
-        if (error := self._end(WorkerError("this evaluation is closed"))) is not None:
+        error = self._end(WorkerError("this evaluation is closed"))
+        if error is not None:
             raise error
 
     def __enter__(self) -> "EvaluationProcess":
@@ -230,19 +245,20 @@ class EvaluationProcess:
             if kind is None:
                 raise  # otherwise the exception of the block is more useful
 
-    def _hear(self):
-        "Note that the process has just said something, or had no reason to."
-        self.heard, self.patience = time.monotonic(), self.worker.patience(self.silence)
+    def _restart_patience(self):
+        "Note that the process has just sent something, or had no reason to."
+        self.heard = time.monotonic()
+        self.patience = self.worker.patience(self.silence)
 
     def _ask(self):
         "Send a request for the latest publication."
-        self._hear()
+        self._restart_patience()
         try:
             self.worker.send("evaluate")
         except Exception as e:
             self._lost(e)
-        else:
-            [self.asked] = self.publisher.versions()
+            return
+        [self.asked] = self.publisher.versions()
 
     def _listen(self, timeout=0.0):
         "Read the messages of the process; wait at most `timeout` seconds for the first one."
@@ -252,34 +268,37 @@ class EvaluationProcess:
             while self.error is None and self.worker.poll(timeout):
                 message = self.worker.take()
                 timeout = 0.0
-                self._hear()
+                self._restart_patience()
                 if message is NOTHING:
                     continue
-                self.asked, (publication, answer) = None, message
+
+                # An answer. The weights may have been published again since it was asked for.
+                publication, answer = message
+                self.asked = None
                 self.answers.append(answer)
                 if publication < self.publisher.publication:
-                    self._ask()  # there was a request meanwhile
+                    self._ask()
         except Exception as e:
             self._lost(e)
         self._check_silence()
 
     def _check_silence(self):
         "Report that the process has been silent for too long."
-        if not self.busy or (silent := time.monotonic() - self.heard) < self.patience:
+        if not self.busy:
+            return
+        seconds = time.monotonic() - self.heard
+        if seconds < self.patience:
             return
         try:
-            report_silence(self.worker, silent, self.on_silence)
+            report_silence(self.worker, seconds, self.on_silence)
         except WorkerError as e:
             self._end(e)
         self.patience *= 2
 
     def _lost(self, error):
         "End because of an error of the process, which names the version that was under evaluation."
-        if (
-            isinstance(error, WorkerError)
-            and self.asked is not None
-            and not isinstance(error, WorkerNotStarted)
-        ):
+        was_running = isinstance(error, WorkerError) and not isinstance(error, WorkerNotStarted)
+        if was_running and self.asked is not None:
             later = "" if self.publisher.versions() == [self.asked] else " or a later one"
             error.problem += f" while it evaluated version {self.asked}{later}"
         self._end(error)
@@ -290,14 +309,21 @@ class EvaluationProcess:
         Returns an error that the process raised while it ended, or None.
         """
         self.error = error
-        found = self.worker.close()
+        last_error = self.worker.close()
         self.publisher.close()
-        return found
+        return last_error
 
 # %% ../../nbs/agents/10_parallel_evaluation.ipynb #8a2e2b94
 class ParallelEvaluation(EvaluationProcess):
-    """Evaluate the newest weights of `actor` in a separate process, by `evaluate`, while the
-    learner goes on.
+    """Evaluate the newest weights of `actor` in a separate process, while the learner continues.
+
+        with ParallelEvaluation(env, agent.actor, n_episodes=10) as evaluation:
+            for batch in pipe:
+                agent.update(batch)
+                if not evaluation.busy:
+                    evaluation.request()
+                for result in evaluation.poll():
+                    print(result.version, result.evaluation.mean)
 
     Every evaluation plays whole, fresh episodes; the actor is in eval mode and does not explore.
     With a `seed`, all evaluations use the same random numbers. Each then equals `evaluate(env,
@@ -360,34 +386,29 @@ class ParallelEvaluation(EvaluationProcess):
         on_silence: str = "warn",
         grace: float = 5.0,
     ):
-        for name, x, ok, expected in (
+        # Each option, whether its value is possible, and what is
+        checks = [
             ("n_episodes", n_episodes, n_episodes >= 1, "an integer >= 1"),
             ("silence", silence, silence > 0, "seconds > 0"),
             ("on_silence", on_silence, on_silence in ("warn", "raise"), "'warn' or 'raise'"),
             ("grace", grace, grace >= 0, "seconds >= 0"),
-            (
-                "record",
-                record,
-                ray is None or record is None,
-                "no film: it would stay on the node of the worker",
-            ),
-            (
-                "start_method",
-                start_method,
-                ray is None or start_method is None,
-                "None: Ray starts the worker",
-            ),
-        ):
-            if not ok:
+        ]
+        if ray is not None:
+            no_film = "no film: it would stay on the node of the worker"
+            checks.append(("record", record, record is None, no_film))
+            no_method = "None: Ray starts the worker"
+            checks.append(("start_method", start_method, start_method is None, no_method))
+        for name, value, is_possible, expected in checks:
+            if not is_possible:
                 raise DataError(
-                    "out of range", pipe=self, leaf=name, expected=expected, got=describe(x)
+                    "out of range", pipe=self, leaf=name, expected=expected, got=describe(value)
                 )
         check_limit(max_steps, on_limit, self)
         if record is not None:
             check_film(record)
-        stepper = EnvStepper(
-            env, actor, n_envs, env_kwargs=env_kwargs
-        )  # raises its errors before the process is started
+
+        # The errors of a stepper come before the process is started.
+        stepper = EnvStepper(env, actor, n_envs, env_kwargs=env_kwargs)
         stepper.refuse_copies("each process", "ParallelEvaluation", pipe=self)
         options = dict(
             env=env,
@@ -401,18 +422,18 @@ class ParallelEvaluation(EvaluationProcess):
             close=close,
             record=record,
         )
-        place = None if ray is None else service_place(ray, self)
         self.seed = seed
+
+        # The process, here or in a Ray cluster. Two processes do not compete for a device.
+        place = None if ray is None else service_place(ray, self)
         publisher = WeightPublisher([actor])
-        # two processes do not compete for a device
-        name = "evaluation"
         args = (on_host(actor), options)
         common: Any = dict(threads=worker_threads, grace=grace)
-        worker = (
-            RemoteService(name, Evaluator, args, publisher, place, **common)
-            if place is not None
-            else WorkerProcess(
-                name, serve, (publisher.subscriber([0]),), args, start_method=start_method, **common
+        if place is None:
+            subscriber = publisher.subscriber([0])
+            worker = WorkerProcess(
+                "evaluation", serve, (subscriber,), args, start_method=start_method, **common
             )
-        )
+        else:
+            worker = RemoteService("evaluation", Evaluator, args, publisher, place, **common)
         super().__init__(publisher, worker, silence, on_silence)

@@ -42,11 +42,12 @@ from ..pipes.data.returns import discounted_returns
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #023a37a9
 class REINFORCE(EntropyBonus, ScaledAdvantages, GradientLearner):
-    """Policy gradient on whole batches with importance weights and an entropy bonus; a critic,
-    fitted to the returns, is the baseline.
+    """Policy gradient on whole batches with importance weights and an entropy bonus.
 
-    Advantages come with the batch: those of an `AdvantageBuffer` with `lam=1` are the return minus
-    the baseline. Source: Williams 1992, "Simple statistical gradient-following algorithms for
+    A critic, fitted to the returns, is the baseline. Advantages come with the batch: those of an
+    `AdvantageBuffer` with `lam=1` are the return minus the baseline.
+
+    Source: Williams 1992, "Simple statistical gradient-following algorithms for
     connectionist reinforcement learning", https://doi.org/10.1007/BF00992696.
 
     Args:
@@ -100,8 +101,10 @@ class A2C(ScaledAdvantages, ActorCriticLearner):
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #5030f1aa
 def what_the_loss_needs(batch: Fragment) -> Fragment:
-    """The batch without infos, recorded distributions, true last observations, lanes, sequence
-    numbers and versions.
+    """The batch without what only checks and statistics read.
+
+    It lacks infos, recorded distributions, true last observations, lanes, sequence numbers and
+    versions. So minibatches of it are cheaper to cut.
     """
     return batch._replace(
         env={},
@@ -119,6 +122,13 @@ class PPO(ActorCriticLearner):
     """Proximal policy optimisation with a clipped surrogate, for any `Policy`.
 
     Minibatches of a recurrent policy are whole columns.
+
+    >>> from rollpipe import Critic, MLPPolicy, on_policy
+    >>> actor, critic = MLPPolicy.for_env("CartPole-v1"), Critic.for_env("CartPole-v1")
+    >>> agent = PPO(actor, critic, epochs=4)
+    >>> batch = next(iter(on_policy("CartPole-v1", actor, critic)))
+    >>> agent.update(batch)["epochs"]
+    4
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms",
     https://arxiv.org/abs/1707.06347. The divergence is estimated from the actions of each minibatch
@@ -156,9 +166,13 @@ class PPO(ActorCriticLearner):
 
     def improve(self, batch: Fragment) -> dict:
         "Take a step on each minibatch; returns the metrics of the loss, averaged over them."
-        if self.clip_value is not None and (self.critic is not None or "value" not in batch.actor):
+        # Values before the update, with which `clip_value` compares
+        lacks_values = self.critic is not None or "value" not in batch.actor
+        if self.clip_value is not None and lacks_values:
             batch = with_old_values(batch)
         batch = with_standardized_adv(batch, self.normalize_adv == "batch")
+
+        # The first minibatch is used in any case.
         records = []
         epochs = 0
         stop = False
@@ -178,15 +192,13 @@ class PPO(ActorCriticLearner):
 
         The `metrics` are those of `n` rows of a minibatch.
         """
-        return (
-            self.target_kl is not None
-            and float(ranks.mean_of_all(metrics["approx_kl"], n)[0]) > self.target_kl
-        )
+        if self.target_kl is None:
+            return False
+        divergence, _ = ranks.mean_of_all(metrics["approx_kl"], n)
+        return float(divergence) > self.target_kl
 
     def minibatches(self, batch: Fragment) -> Iterator[tuple[int, ranks.Part]]:
-        """`(epoch, part)` for each minibatch: `part` holds the rows of this rank; without other
-        ranks, all rows.
-        """
+        "`(epoch, part)` for each minibatch; `part` holds the rows of this rank."
         rng = self.rng()
         batch = what_the_loss_needs(batch)
         for epoch in range(self.epochs):
@@ -209,8 +221,9 @@ class PPO(ActorCriticLearner):
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #f99af67d
 class VTrace(Discounted, ActorCriticLearner):
-    """Actor-critic with V-trace targets, as in IMPALA: one step on every fragment, however old it
-    is.
+    """Actor-critic with V-trace targets, as in IMPALA.
+
+    It takes one step on every fragment, however old it is.
 
     Source: Espeholt et al. 2018, "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
     Actor-Learner Architectures", https://arxiv.org/abs/1802.01561; here with Adam.

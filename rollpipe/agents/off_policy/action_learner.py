@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import rollpipe.ranks as ranks
-from ..critics import check_apart
+from ..critics import check_apart, parameters_of
 from ..gradient_learner import Adam, descend
 from rollpipe.agents.off_policy.action_losses import (
     action_value_loss,
@@ -75,6 +75,8 @@ class ActionLearner(ReplayLearner, ByAdam):
                 got=type(self.critic).__name__,
             )
         check_apart(self, self.actor, self.critic)
+
+        # Each network has an optimiser of its own.
         self.descents = dict(
             critic=_adam(self.critic.parameters(), self.lr_of_critic),
             policy=_adam(self.actor.parameters(), self.lr),
@@ -83,13 +85,13 @@ class ActionLearner(ReplayLearner, ByAdam):
         self.explore()
 
     def rates(self) -> list:
-        "The groups of all descents. All but the critic have the policy's learning rate."
-        own = dict(critic="lr" if self.critic_lr is None else "critic_lr")
-        return [
-            (group, own.get(name, "lr"))
-            for name, x in self.descents.items()
-            for group in x.param_groups
-        ]
+        "The groups of all optimisers. All but the critic's have the policy's learning rate."
+        pairs = []
+        for name, optimizer in self.descents.items():
+            has_critic_lr = name == "critic" and self.critic_lr is not None
+            option = "critic_lr" if has_critic_lr else "lr"
+            pairs += [(group, option) for group in optimizer.param_groups]
+        return pairs
 
     def explore(self) -> None:
         "Let the actor act at random for the first `random_steps` steps."
@@ -107,8 +109,9 @@ class ActionLearner(ReplayLearner, ByAdam):
         metrics: dict | None = None,
         n: int | torch.Tensor | None = None,
     ) -> dict:
-        """Lower a loss by one step of one optimiser, which changes its own network only, whatever
-        else the loss depends on.
+        """Lower a loss by one step of one optimiser.
+
+        It changes its own network only, whatever else the loss depends on.
 
         Args:
             name: name of the optimiser in `descents`
@@ -119,8 +122,7 @@ class ActionLearner(ReplayLearner, ByAdam):
         """
         optimizer = self.descents[name]
         limit = None if name == "temperature" else self.max_grad_norm
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        return descend(params, optimizer, limit, loss, of, metrics, n)
+        return descend(parameters_of(optimizer), optimizer, limit, loss, of, metrics, n)
 
     def copy_buffers(self) -> None:
         "As `ReplayLearner.copy_buffers`, from the critic: the target network is its copy."
@@ -131,8 +133,9 @@ class ActionLearner(ReplayLearner, ByAdam):
 
         Each rank draws that of the joined batch, and keeps its columns.
         """
-        n, mine = ranks.span(fragment.n_envs)
-        return self.actor.draw_noise((fragment.n_steps, n), self.generator)[:, mine]
+        n, own_columns = ranks.span(fragment.n_envs)
+        noise = self.actor.draw_noise((fragment.n_steps, n), self.generator)
+        return noise[:, own_columns]
 
     def critic_target(self, fragment: Fragment) -> torch.Tensor:
         "Targets `[T, B]` of the action values."
@@ -162,13 +165,18 @@ class ActionLearner(ReplayLearner, ByAdam):
             raise DataError(
                 "actors with memory are not supported", pipe=self, leaf="hx", expected="()"
             )
+
+        # The critic learns from each sample.
         loss, metrics, errors = self.critic_loss(fragment, weight)
         metrics = self.lower("critic", loss, "loss_value", metrics, fragment.valid.sum())
         metrics["grad_norm_critic"] = metrics.pop("grad_norm")
         self.gradient_steps += 1
+
+        # Policy and targets follow more slowly.
         if self.gradient_steps % self.policy_every == 0:
             metrics |= self.improve_policy(fragment)
             self.move_targets()
+
         if not getattr(memory, "prioritized", False):
             return metrics
         memory.prioritize(index, priorities(errors, fragment.valid, self.eta))
@@ -239,9 +247,8 @@ class SmoothedLearner(DeterministicLearner):
 
     def shift(self, fragment: Fragment) -> torch.Tensor:
         "Clipped noise `[T, B, ...]` for the target's actions."
-        return (self.smoothing * self.noise(fragment)).clamp(
-            -self.smoothing_limit, self.smoothing_limit
-        )
+        noise = self.smoothing * self.noise(fragment)
+        return noise.clamp(-self.smoothing_limit, self.smoothing_limit)
 
 # %% ../../../nbs/agents/14_off_policy/02_action_learner.ipynb #b7c932c0
 class SoftLearner(ActionLearner):
@@ -260,14 +267,13 @@ class SoftLearner(ActionLearner):
     target_entropy: float | None = number(None, -float_info.max, changes="between updates")
     actor_needs = ("sample", "is_random")
     actor_kind = "a `rollpipe.layers.SquashedPolicy`"
-    keeps = (
-        *ActionLearner.keeps,
-        "log_temperature",
-    )  # a fixed temperature is `fixed`, which is an option
+    # a fixed temperature is an option, and no state
+    keeps = (*ActionLearner.keeps, "log_temperature")
 
     def __post_init__(self):
         super().__post_init__()
-        if None not in (self.temperature, self.target_entropy):
+        self.is_fixed = self.temperature is not None
+        if self.is_fixed and self.target_entropy is not None:
             raise DataError(
                 "a temperature that is given has no target",
                 pipe=self,
@@ -275,21 +281,23 @@ class SoftLearner(ActionLearner):
                 got=str(self.target_entropy),
                 expected="None, or temperature=None",
             )
-        if self.temperature is None:
-            check_range(
-                self, 1e-9, first_temperature=self.first_temperature
-            )  # its logarithm is learnt
-        start = self.first_temperature if self.temperature is None else self.temperature
+        if not self.is_fixed:
+            # its logarithm is learnt
+            check_range(self, 1e-9, first_temperature=self.first_temperature)
+
+        # The target of the entropy, by default minus the number of dimensions
         box = self.actor.box
-        self.wanted_entropy = (
-            -float(box.center.numel()) if self.target_entropy is None else self.target_entropy
-        )
-        self.is_fixed = self.temperature is not None
+        if self.target_entropy is None:
+            self.entropy_target = -float(box.center.numel())
+        else:
+            self.entropy_target = self.target_entropy
+
+        # The temperature at the start
+        start = self.first_temperature if self.temperature is None else self.temperature
         device = box.center.device
         self.fixed = torch.tensor(float(start)).to(device)
-        self.log_temperature = (
-            torch.tensor(log(max(start, 1e-9))).to(device).requires_grad_(not self.is_fixed)
-        )
+        log_start = torch.tensor(log(max(start, 1e-9))).to(device)
+        self.log_temperature = log_start.requires_grad_(not self.is_fixed)
         if not self.is_fixed:
             self.descents["temperature"] = _adam([self.log_temperature], self.lr)
 
@@ -314,15 +322,17 @@ class SoftLearner(ActionLearner):
         "Take a step of the policy, then a step of the temperature."
         temperature = self.entropy_weight
         n = fragment.valid.sum()
-        loss, metrics = soft_policy_loss(
-            fragment, self.actor, self.critic, self.noise(fragment), temperature
-        )
+
+        # The policy
+        noise = self.noise(fragment)
+        loss, metrics = soft_policy_loss(fragment, self.actor, self.critic, noise, temperature)
         entropy = metrics["entropy"] - self.actor.box.log_volume
-        metrics = self.lower(
-            "policy", loss, "loss_policy", metrics | dict(temperature=temperature), n
-        )
+        metrics = metrics | dict(temperature=temperature)
+        metrics = self.lower("policy", loss, "loss_policy", metrics, n)
+
+        # The temperature, towards the target of the entropy
         if not self.is_fixed:
-            loss = temperature_loss(self.log_temperature, entropy, self.wanted_entropy)
+            loss = temperature_loss(self.log_temperature, entropy, self.entropy_target)
             self.lower("temperature", loss, "temperature", n=n)
         return metrics
 

@@ -42,15 +42,13 @@ class BatchRenorm(nn.Module):
             too
         momentum: weight of the past in the running moments
         eps: added to variances
-        r_max: greatest ratio of the deviations of batch and past, and of past and batch
-        d_max: greatest difference of their means, in deviations
+        r_max: greatest ratio of the standard deviations of batch and past, and of past and batch
+        d_max: greatest difference of their means, in standard deviations
         warm_up: number of batches that are normalised by their own moments
     """
 
-    averaged = (
-        "mean",
-        "var",
-    )  # they belong to the weights, so an average of networks averages them, too
+    # they belong to the weights, so an average of networks averages them, too
+    averaged = ("mean", "var")
     mean: Tensor
     var: Tensor
     n_batches: Tensor
@@ -80,25 +78,29 @@ class BatchRenorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.learns:
-            return torch.addcmul(
-                self.bias, x - self.mean, self.weight * (self.var + self.eps).rsqrt()
-            )
+            scale = self.weight * (self.var + self.eps).rsqrt()
+            return torch.addcmul(self.bias, x - self.mean, scale)
+
+        # The moments of the batch
         n = x.numel() // max(self.mean.numel(), 1)  # an observation may have no number
         mean = x.sum_to_size(self.mean.shape) / n
         centred = x - mean
         var = centred.square().sum_to_size(self.mean.shape) / n
         std = (var + self.eps).sqrt()
+
+        # The correction has no gradients. It uses the running moments before this batch.
         r, d = self._correction(mean.detach(), std.detach())
         self._remember(mean.detach(), var.detach())
         return torch.addcmul(self.bias, centred / std * r + d, self.weight)
 
     def _correction(self, mean, std):
+        "The factor and the shift that lead from the moments of the batch to the running ones."
         if self.n_batches < self.warm_up:
             return 1.0, 0.0
         past = (self.var + self.eps).sqrt()
-        return (std / past).clamp(1 / self.r_max, self.r_max), ((mean - self.mean) / past).clamp(
-            -self.d_max, self.d_max
-        )
+        r = (std / past).clamp(1 / self.r_max, self.r_max)
+        d = ((mean - self.mean) / past).clamp(-self.d_max, self.d_max)
+        return r, d
 
     @torch.no_grad()
     def _remember(self, mean, var):
@@ -154,9 +156,7 @@ class Renormed:
 
     @contextmanager
     def by_batch(self: Any) -> Iterator[None]:
-        """In this context, each `BatchRenorm` normalises by the batch, and moves its running
-        moments.
-        """
+        "In this context, each `BatchRenorm` normalises by the batch, and learns its moments."
         norms = [part for part in self.modules() if isinstance(part, BatchRenorm)]
         for norm in norms:
             norm.learns = True
@@ -237,36 +237,39 @@ class CrossQ(SoftLearner):
         obs = nested.as_seen(observations_reached(fragment))
         with torch.no_grad():
             act, logp = self.actor.sample(obs, self.noise(fragment))
-        # other rows are no part of the moments, and neither is a first observation of the next
-        # episode
+
+        # Other rows are no part of the moments. Neither is a first observation of the next episode.
         valid = fragment.valid
-        known = valid & ~(fragment.state.fin[1:] & (final_numbers(fragment) < 0))
-        pairs = nested.map(
-            lambda x, y: torch.cat([x[valid], y[known]]), taken(fragment), (obs, act)
-        )
+        is_missing = fragment.state.fin[1:] & (final_numbers(fragment) < 0)
+        next_valid = valid & ~is_missing
+
+        # One batch of both, so that they are normalised by the same moments
+        def joined(x, x_next):
+            return torch.cat([x[valid], x_next[next_valid]])
+
+        pairs = nested.map(joined, taken(fragment), (obs, act))
         with self.critic.by_batch():
-            both = self.critic(*pairs)
+            values = self.critic(*pairs)
 
         def spread(x, where):
             return x.new_zeros(len(x), *where.shape).masked_scatter(where, x)
 
         n = int(valid.sum())
-        q = spread(both[:, :n], valid)
-        q_next = spread(both[:, n:], known)
-        target = td_targets(
-            fragment,
-            q_next.detach().amin(0),
-            self.gamma,
-            self.multi_step,
-            -self.entropy_weight * (logp + self.actor.box.log_volume),
-        )
+        q = spread(values[:, :n], valid)
+        q_next = spread(values[:, n:], next_valid).detach().amin(0)
+
+        entropy_bonus = -self.entropy_weight * (logp + self.actor.box.log_volume)
+        target = td_targets(fragment, q_next, self.gamma, self.multi_step, entropy_bonus)
         return action_value_loss(fragment, lambda *_: q, target, weight)
 
     def improve_policy(self, fragment: Fragment) -> dict:
-        """As `SoftLearner.improve_policy`; the policy normalises by the batch, and the critic by
-        its running moments.
+        """As `SoftLearner.improve_policy`.
+
+        The policy normalises by the batch, and the critic by its running moments.
         """
+        # Rows that are not valid are no part of the moments.
         valid = fragment.valid
-        steps = fragment if valid.all() else transitions(fragment, valid.flatten().nonzero()[:, 0])
+        if not valid.all():
+            fragment = transitions(fragment, valid.flatten().nonzero()[:, 0])
         with self.actor.by_batch():
-            return super().improve_policy(steps)
+            return super().improve_policy(fragment)

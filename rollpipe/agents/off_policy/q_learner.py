@@ -71,9 +71,12 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
     def count_step(self) -> None:
         "Count a step of the optimiser, and update the target network when it is due."
         self.gradient_steps += 1
-        if self.tau is None and self.gradient_steps % self.target_every:
+        if self.tau is not None:
+            update_target(self.target, self.actor, self.tau)
+        elif self.gradient_steps % self.target_every == 0:
+            update_target(self.target, self.actor)
+        else:
             return
-        update_target(self.target, self.actor, 1.0 if self.tau is None else self.tau)
         self.target_updates += 1
 
     def least_lengths(self) -> dict[str, int]:
@@ -81,38 +84,46 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
 
         The rewards that are summed come after the first `burn_in` steps.
         """
-        return (
-            {"burn_in + multi_step": self.burn_in + self.multi_step}
-            if self.burn_in
-            else super().least_lengths()
-        )
+        if not self.burn_in:
+            return super().least_lengths()
+        return {"burn_in + multi_step": self.burn_in + self.multi_step}
 
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "`(loss, metrics, errors)`, see `td_loss`."
         raise NotImplementedError(f"{type(self).__name__} must define loss(fragment, weight)")
 
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
-        """One step of the optimiser from a `Sample`, whose TD errors become priorities; returns
-        metrics, some of them tensors.
+        """One step of the optimiser from a `Sample`, whose TD errors become priorities.
+
+        Returns metrics, some of them tensors.
         """
         fragment, weight, index = sample
-        if memory is not None and not (ranks.active() or fragment.valid[self.burn_in :].any()):
-            return {}  # all rest after the burn-in
+        trained_rows = slice(self.burn_in, None)
+
+        # All trained rows may rest. Ranks compute along, because others may have valid ones.
+        may_rest = memory is not None and not ranks.active()
+        if may_rest and not fragment.valid[trained_rows].any():
+            return {}
         self.check_length(fragment.n_steps)
         if getattr(memory, "zero_state", False) and nested.leaves(fragment.hx):
             check_segments(fragment)
+
         loss, metrics, errors = self.loss(fragment, weight)
-        rows = slice(self.burn_in, None)
-        metrics = self.step(loss, metrics=metrics, n=fragment.valid[rows].sum())
+        valid = fragment.valid[trained_rows]
+        metrics = self.step(loss, metrics=metrics, n=valid.sum())
         self.count_step()
+
         if not getattr(memory, "prioritized", False):
             return metrics
-        memory.prioritize(index, priorities(errors[rows], fragment.valid[rows], self.eta))
+        memory.prioritize(index, priorities(errors[trained_rows], valid, self.eta))
         return metrics | dict(weight_min=weight.min())
 
 # %% ../../../nbs/agents/14_off_policy/04_q_learner.ipynb #a24e6624
 def levels(n: int, like: Tensor) -> Tensor:
     """The levels of `n` quantiles, `1/2n, 3/2n, ..., 1 - 1/2n`.
+
+    >>> levels(4, torch.empty(0)).tolist()
+    [0.125, 0.375, 0.625, 0.875]
 
     Args:
         n: number of quantiles
@@ -122,8 +133,10 @@ def levels(n: int, like: Tensor) -> Tensor:
 
 # %% ../../../nbs/agents/14_off_policy/04_q_learner.ipynb #d7c65834
 def quantile_penalty(goal: Tensor, value: Tensor, huber: float = 1.0) -> Tensor:
-    """The sum over quantiles `i` of the mean over samples `j` of `|τᵢ - [uᵢⱼ < 0]| size(uᵢⱼ)`,
-    `[...]`, where `uᵢⱼ = goalⱼ - valueᵢ`.
+    """The loss of quantile regression, `[...]`.
+
+    It is the sum over quantiles `i` of the mean over samples `j` of `|τᵢ - [uᵢⱼ < 0]| size(uᵢⱼ)`,
+    where `uᵢⱼ = goalⱼ - valueᵢ`.
 
     Source: Dabney et al. 2018, *Distributional reinforcement learning with quantile regression*,
     https://arxiv.org/abs/1710.10044, equations 8 to 10. They do not divide `size` by `huber`. The
@@ -137,18 +150,22 @@ def quantile_penalty(goal: Tensor, value: Tensor, huber: float = 1.0) -> Tensor:
     """
     u = goal.unsqueeze(-2) - value.unsqueeze(-1)
     size = huber_penalty(u, huber) / (2 * huber) if huber else u.abs()
-    slope = (levels(value.shape[-1], value).unsqueeze(-1) - (u < 0).to(u.dtype)).abs()
+    tau = levels(value.shape[-1], value).unsqueeze(-1)
+    is_negative = (u < 0).to(u.dtype)
+    slope = (tau - is_negative).abs()
     return (slope * size).mean(-1).sum(-1)
 
 # %% ../../../nbs/agents/14_off_policy/04_q_learner.ipynb #e53f8225
 def quantile_td(
     fragment: Fragment, actor: Any, target: Any = None, *, huber: float = 1.0, **options: Any
 ) -> tuple[Tensor, dict, Tensor]:
-    """`(loss, metrics, errors)`: loss `mean[weightₜ quantile_penalty(Gₜ, θ(sₜ, aₜ))]` over valid
-    rows, and errors `[T, B]` of the means.
+    """`(loss, metrics, errors)` of Q-learning with quantiles.
 
-        Gⱼₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ θ̂ⱼ(sₜ₊ₘ, a*),    a* = argmaxₐ meanⱼ θ̂ⱼ(sₜ₊ₘ, a),   or
-        argmaxₐ meanⱼ θⱼ(sₜ₊ₘ, a) if `double`
+    The loss is `mean[weightₜ quantile_penalty(Gₜ, θ(sₜ, aₜ))]` over valid rows, and the errors
+    `[T, B]` are those of the means.
+
+        Gⱼₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ θ̂ⱼ(sₜ₊ₘ, a*)
+        a* = argmaxₐ meanⱼ θ̂ⱼ(sₜ₊ₘ, a), or argmaxₐ meanⱼ θⱼ(sₜ₊ₘ, a) if `double`
 
     Terminal and truncated states, memory, several steps, weights and errors that are raised are as
     in `td`.

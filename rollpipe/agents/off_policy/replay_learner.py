@@ -32,7 +32,8 @@ def update_buffers(target: torch.nn.Module, net: torch.nn.Module) -> None:
         target: changed in place
         net: module of the same structure
     """
-    if buffers := list(target.buffers()):
+    buffers = list(target.buffers())
+    if buffers:
         torch._foreach_copy_(buffers, list(net.buffers()))
 
 
@@ -45,12 +46,12 @@ def update_target(target: torch.nn.Module, net: torch.nn.Module, tau: float = 1.
         net: module of the same structure
         tau: fraction of the way that the parameters of `target` move; 1: equal afterwards
     """
-    mine: list[torch.Tensor] = list(target.parameters())
-    others = [p.detach() for p in net.parameters()]
+    parameters: list[torch.Tensor] = list(target.parameters())
+    new_parameters = [p.detach() for p in net.parameters()]
     if tau < 1:
-        torch._foreach_lerp_(mine, others, tau)
+        torch._foreach_lerp_(parameters, new_parameters, tau)
     else:
-        torch._foreach_copy_(mine, others)
+        torch._foreach_copy_(parameters, new_parameters)
     update_buffers(target, net)
 
 # %% ../../../nbs/agents/14_off_policy/00_replay_learner.ipynb #ec6c98e0
@@ -115,12 +116,11 @@ class ReplayLearner(Discounted, Learner):
         return {}
 
     def update(self, batch: Replayed | Fragment) -> dict:
-        """Learn from each sample of a `Replayed`, or from a `Fragment` as the only sample; returns
-        metrics (see `METRICS`).
+        """Learn from each sample of a `Replayed`, or from a `Fragment` as the only sample.
 
-        As long as there are no samples, it only counts. Fresh steps that are in a memory need not
-        have a valid row. Raises `DataError` if something is not finite, or no row of a `Fragment`
-        is valid.
+        Returns metrics (see `METRICS`). As long as there are no samples, it only counts. Fresh
+        steps that are in a memory need not have a valid row. Raises `DataError` if something is not
+        finite, or no row of a `Fragment` is valid.
         """
         if not isinstance(batch, Replayed):
             check_item(batch, Fragment, self)
@@ -128,8 +128,10 @@ class ReplayLearner(Discounted, Learner):
         fresh = batch.fresh
         memory = batch.memory
         start = perf_counter()
-        begun = self.begin(fresh, may_rest=memory is not None)
+        begin_metrics = self.begin(fresh, may_rest=memory is not None)
         exploration = self.exploration()
+
+        # The exponent of a memory's importance weights rises with the steps.
         prioritized = getattr(memory, "prioritized", False)
         if prioritized and ranks.active():
             raise DataError(
@@ -140,24 +142,29 @@ class ReplayLearner(Discounted, Learner):
                 got="True",
             )
         if prioritized and self.beta_steps is not None:
-            memory.beta = Schedule("linear", memory.first_beta, 1.0, self.beta_steps)(self.steps)
+            schedule = Schedule("linear", memory.first_beta, 1.0, self.beta_steps)
+            memory.beta = schedule(self.steps)
+
+        # Learn from all samples. Ranks take them in step.
         records = []
-        drawn = 0
+        n_drawn = 0
         samples = TimedIterator(batch.samples)
         for sample in ranks.in_step(samples, "samples"):
             records.append(self.learn(sample, memory))
-            drawn += sample.fragment.valid.sum()
-        n_fresh, n_kept, drawn = (
-            self.count(fresh),
-            *map(int, ranks.totals(torch.tensor([len(memory or ()), int(drawn)]))[0]),
-        )
+            n_drawn += sample.fragment.valid.sum()
+
+        # Count the fresh steps, and what all memories hold.
+        n_fresh = self.count(fresh)
+        sizes = torch.tensor([len(memory or ()), int(n_drawn)])
+        n_stored, n_drawn = map(int, ranks.totals(sizes)[0])
         if memory is not None:
-            records.append(dict(replay_size=n_kept, replay_ratio=drawn / max(n_fresh, 1)))
+            replay_ratio = n_drawn / max(n_fresh, 1)
+            records.append(dict(replay_size=n_stored, replay_ratio=replay_ratio))
         if prioritized:
             records.append(dict(beta=memory.beta))
         self.end()
         return mean_metrics(records) | dict(
-            begun,
+            begin_metrics,
             **exploration,
             target_updates=self.target_updates,
             seconds_sample=samples.seconds,
@@ -193,8 +200,9 @@ class ReplayLearner(Discounted, Learner):
             self.average.count.zero_()
 
     def count(self, fresh: Fragment) -> int:
-        """Count an update and the steps of the fresh fragment, which drive exploration and the
-        normalisers; returns their number.
+        """Count an update and the steps of the fresh fragment. Returns their number.
+
+        These steps drive exploration and the normalisers.
         """
         n = self.count_steps(fresh)
         self.explore()
