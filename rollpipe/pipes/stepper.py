@@ -259,7 +259,7 @@ class EnvStepper(Acting, Seeded, Source):
         check_engine(self.engine, pipe=self)  # again, because an edit may have changed it
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         envs = self.make_envs(env_seed, items)
-        made = Interaction(
+        return Interaction(
             self.actor,
             envs,
             actor_seed,
@@ -267,8 +267,8 @@ class EnvStepper(Acting, Seeded, Source):
             explore=self.explore,
             device=self.device,
             engine=self.engine,
+            timed=None if self.timer is None else self.timer.timed,
         )
-        return made if self.timer is None else self.timer.interaction(made)
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
         with nullcontext() if self.restored is None else GlobalRandomStates():

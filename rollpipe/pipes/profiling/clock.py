@@ -338,33 +338,14 @@ class Timer(NamedTuple):
         finally:
             close(items)
 
-    def interaction(self, made: Any) -> Any:
-        """The `Interaction` of a stepper, changed so that its environments and its actor are
-        measured separately, if these are `parts`.
+    def timed(self, part: str, function: Callable) -> Callable:
+        """A function that calls `function`, and counts the time for this part.
+
+        It is `function` itself if the part is not measured. An `Interaction` takes this method.
         """
-        if "actor" not in self.parts:
-            return made
-        account = self.clock.here()
-        environments = self.parts["environments"]
-        actor = self.parts["actor"]
-        checked = made.checked
-        envs = made.envs
-        engine_of = made.checked.engine
-        checked.answer, checked.reset = (
-            account.timed(actor, checked.answer),
-            account.timed(actor, checked.reset),
-        )
-        for name in ("step_into", "reset_into"):
-            setattr(envs, name, account.timed(environments, getattr(envs, name)))
-
-        def engine(*args):
-            found = engine_of(*args)
-            for name in ("load", "begin", "answer", "end") if found.name != "torch" else ():
-                setattr(found, name, account.timed(actor, getattr(found, name)))
-            return found  # a torch engine calls `checked.answer`, which is measured already
-
-        checked.engine = engine
-        return made
+        if part not in self.parts:
+            return function
+        return self.clock.here().timed(self.parts[part], function)
 
 
 class Timed(Pipe):
