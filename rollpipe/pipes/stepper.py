@@ -261,7 +261,7 @@ class EnvStepper(Acting, Seeded, Source):
         check_engine(self.engine, pipe=self)  # again, because an edit may have changed it
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         envs = self.make_envs(env_seed, items)
-        interaction = Interaction(
+        return Interaction(
             self.actor,
             envs,
             actor_seed,
@@ -269,8 +269,8 @@ class EnvStepper(Acting, Seeded, Source):
             explore=self.explore,
             device=self.device,
             engine=self.engine,
+            timed=None if self.timer is None else self.timer.timed,
         )
-        return interaction if self.timer is None else self.timer.interaction(interaction)
 
     def stream(self, items: Iterator) -> Iterator[Tick]:
         with nullcontext() if self.restored is None else GlobalRandomStates():

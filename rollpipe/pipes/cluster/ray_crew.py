@@ -34,6 +34,7 @@ class Arrived(NamedTuple):
     """An item as it arrived from a worker.
 
     Args:
+        item_format: format of the item
         data: uint8: first the arrays of a layout for one item, if this item has any, then the
             item's own arrays
     """
@@ -43,19 +44,22 @@ class Arrived(NamedTuple):
 
     def put(self, slot: Slot, position: int, layout: Layout) -> None:
         "Copy the arrays to this position of a slot."
+        # The item's own arrays.
         memory = slot.item_memory[position]
         start = slot.start(position, layout)
-        n_own = self.item_format.size
-        n_layout = self.data.nbytes - n_own
-        memory.reserve(start + n_own)
-        memory.view()[start : start + n_own] = self.data[n_layout:]
+        end = start + self.item_format.size
+        n_layout = self.data.nbytes - self.item_format.size
+        memory.reserve(end)
+        memory.view()[start:end] = self.data[n_layout:]
         if not n_layout:
             return
-        sent = Layout(1, layout.arrays)
+
+        # The arrays of the layout, which came as those of a single item.
+        offsets = Layout(1, layout.arrays).offsets
         whole = slot.layout_memory.view(layout.size)
-        for entry, offset in enumerate(sent.offsets):
-            into = layout.tensor(whole, entry, position).flatten(1).view(torch.uint8).numpy()
-            into[...] = self.data[offset : offset + into.nbytes].reshape(into.shape)
+        for entry, offset in enumerate(offsets):
+            target = layout.tensor(whole, entry, position).flatten(1).view(torch.uint8).numpy()
+            target[...] = self.data[offset : offset + target.nbytes].reshape(target.shape)
 
 
 class ArrivalPool(SlotPool):
@@ -75,9 +79,8 @@ class ArrivalPool(SlotPool):
         return super().copy(slot, position, item_format.item_format)
 
 # %% ../../../nbs/pipes/32_cluster/03_ray_crew.ipynb #5ae6d508
-SMALL_WEIGHTS = (
-    2**16
-)  # [bytes] smaller weights are sent with the request, larger ones through Ray's object store
+# [bytes] Smaller weights are sent with the request, larger ones through Ray's object store.
+SMALL_WEIGHTS = 2**16
 
 
 class SentWeights:
@@ -85,24 +88,25 @@ class SentWeights:
 
     Args:
         ray: the module
+        publisher: the publisher of the weights
     """
 
     def __init__(self, ray: Any, publisher: WeightPublisher):
-        # number -> argument of the call
         self.ray = ray
         self.publisher = publisher
-        self.sent = {}
+        self.sent = {}  # number -> argument of the call
 
     def of(self, publication: int | None) -> tuple:
-        """`(number, argument)` for this publication, or for the latest one if it is None or was
-        overwritten.
+        """`(number, argument)` for this publication.
+
+        It is the latest one if `publication` is None or was overwritten.
         """
-        number = self.publisher.block.available(publication, self.publisher.publication)
+        block = self.publisher.block
+        number = block.available(publication, self.publisher.publication)
         if number not in self.sent:
+            # Publications that were overwritten are dropped.
+            self.sent = {n: x for n, x in self.sent.items() if number - n < block.depth}
             _, data = self.publisher.packed(number)
-            self.sent = {
-                n: x for n, x in self.sent.items() if number - n < self.publisher.block.depth
-            }
             self.sent[number] = data if data.nbytes < SMALL_WEIGHTS else self.ray.put(data)
         return number, self.sent[number]
 
@@ -130,15 +134,13 @@ class RemoteMember(Member):
 
         Times are shifted to the clock of this process: clocks of machines differ.
         """
-        request, reply, item_format = super().take_reply(message[0])
+        reply, data = message
+        request, reply, item_format = super().take_reply(reply)
         if item_format is None:
             return request, reply, None
         now = time.monotonic()
-        return (
-            request,
-            reply._replace(begin=now - (reply.end - reply.begin), end=now),
-            Arrived(item_format, message[1]),
-        )
+        reply = reply._replace(begin=now - (reply.end - reply.begin), end=now)
+        return request, reply, Arrived(item_format, data)
 
 
 class RemoteMembers(Members):
@@ -149,10 +151,9 @@ class RemoteMembers(Members):
     """
 
     def __init__(self, ray: Any):
-        # the placement group of the workers, if they have one
         self.ray = ray
         self.members = []
-        self.group = None
+        self.group = None  # the placement group of the workers
 
     def add(self, member: Member) -> None:
         "Add a member, or replace the one with the same index."
@@ -163,15 +164,15 @@ class RemoteMembers(Members):
 
     def wait(self, seconds: float) -> list:
         "Members that have answered or have died. Waits at most `seconds` for the first one."
-        first = {
-            member.process.unanswered[0]: member
-            for member in self.members
-            if member.process.unanswered
-        }
-        if not first:
+        # The answer of each member that comes next.
+        member_of = {}
+        for member in self.members:
+            if member.process.unanswered:
+                member_of[member.process.unanswered[0]] = member
+        if not member_of:
             return []
-        ready = self.ray.wait(list(first), timeout=seconds)[0]
-        return [first[answer] for answer in ready]
+        ready, _ = self.ray.wait(list(member_of), timeout=seconds)
+        return [member_of[answer] for answer in ready]
 
     def end(self, failed: bool = False) -> list:
         """End all workers, without waiting if something has `failed`.
@@ -190,6 +191,7 @@ class RayCrew:
     """Workers in a cluster for one iteration of `seam`.
 
     Args:
+        seam: `WorkerLanes`; everything above this pipe runs in workers
         service: the `RayReading` with the options
         ray: the module
     """
@@ -213,31 +215,31 @@ class RayCrew:
         states: dict,
         publisher: WeightPublisher,
         holders: Sequence,
-        tells: bool = False,
+        with_states: bool = False,
     ) -> Member:
         """As `ProcessCrew.start`.
 
-        Raises `WorkerError` if the living nodes have no room for all workers.
+        Raises:
+            WorkerError: the living nodes have no room for all workers
         """
+        # Before each start, because a node may leave between a start and a restart.
         service = self.service
-        place = self.service.place
-        name = f"worker {index}"
-        place.check_capacity(
-            self.ray, self.n
-        )  # before each start, because a node may leave between a start and a restart
+        place = service.place
+        place.check_capacity(self.ray, self.n)
+
+        # All workers share these.
         if self.weights is None:
-            self.weights, self.members.group = (
-                SentWeights(self.ray, publisher),
-                place.group(self.ray, self.n),
-            )
+            self.weights = SentWeights(self.ray, publisher)
+            self.members.group = place.group(self.ray, self.n)
+
+        # The worker, in its place.
+        name = f"worker {index}"
+        lanes = (graphs, states, service.device, with_states)
         with pickled_for(service.device):
-            packed = packed_for(
-                f"the lanes of {name}", LaneServer, (graphs, states, service.device, tells)
-            )
-        args = packed, publisher.receiver(holders), service.worker_threads
-        worker = RemoteWorker(
-            self.ray, name, place.options(self.ray, self.members.group, index), args, service.grace
-        )
+            packed = packed_for(f"the lanes of {name}", LaneServer, lanes)
+        args = (packed, publisher.receiver(holders), service.worker_threads)
+        options = place.options(self.ray, self.members.group, index)
+        worker = RemoteWorker(self.ray, name, options, args, service.grace)
         member = RemoteMember(index, worker, graphs, worker.patience(service.silence))
         member.weights = self.weights
         return member
@@ -245,8 +247,12 @@ class RayCrew:
 # %% ../../../nbs/pipes/32_cluster/03_ray_crew.ipynb #285f1b0d
 @torchdata.reading_service
 class RayReading(WorkerReading):
-    """Run the pipes above `Lanes` in workers of a Ray cluster: `DataLoader2(pipe,
-    reading_service=RayReading(num_workers=8))`.
+    """Run the pipes above `Lanes` in workers of a Ray cluster.
+
+    >>> from rollpipe import Critic, DataLoader2, MLPPolicy, on_policy
+    >>> actor, critic = MLPPolicy.for_env("CartPole-v1"), Critic.for_env("CartPole-v1")
+    >>> pipe = on_policy("CartPole-v1", actor, critic, n_envs=8, n_steps=16, lanes=8, seed=0)
+    >>> loader = DataLoader2(pipe, reading_service=RayReading(num_workers=8))
 
     Groups, lags, orders, weights, restarts and errors are as in `ProcessReading`. With `lag=None`,
     or a lag in ready order, an item is collected with the weights that are newest when it is
@@ -266,14 +272,11 @@ class RayReading(WorkerReading):
     free resources at the moment, Ray may place workers elsewhere, but raises no error.
 
     If a worker or its node dies, its lanes are lost. With `restart=N` this may happen `N` times:
-    the lanes begin anew on a node that has room, with `seq` 0 and other random numbers.
-    `Fragment.restarts` counts this. With environments that are kept (`keep_environments`), they go
-    on exactly where they were.
+    the lanes start again on a node that has room, with `seq` 0 and other random numbers.
+    `Fragment.restarts` counts this. With environments that are kept (`keep_environments`), they
+    continue exactly where they were.
 
-    Raises `DataError` for options out of range, `GraphError` and `EnvError` as `ProcessReading`
-    does, and `WorkerError` if Ray is not installed, does not run at the address, or has no room for
-    the workers, or if a worker cannot be started or dies. An exception in a worker is raised again
-    in this process, with its traceback.
+    An exception in a worker is raised again in this process, with its traceback.
 
     Args:
         num_workers: number of workers, at most one per lane; 0: none, and the graph is not changed
@@ -293,6 +296,13 @@ class RayReading(WorkerReading):
             traceback
         on_silence: 'warn', or 'raise' a `WorkerError`
         grace: seconds to close environments at the end, before a worker is killed
+
+    Raises:
+        DataError: an option is out of range
+        GraphError: no part of the graph can run in workers, or there is a tap above the lanes
+        EnvError: there is an instance of an environment, which would be copied
+        WorkerError: Ray is not installed, does not run at the address, or has no room for the
+            workers; or a worker cannot be started, or dies
     """
 
     def __init__(
@@ -321,6 +331,7 @@ class RayReading(WorkerReading):
         self.silence = silence
         self.on_silence = on_silence
         self.grace = grace
+        # The options that all reading services have, and then those of this one.
         self.begin()
         self.place = ClusterPlace(self, address, resources, runtime_env, placement)
         if address is not None and not num_workers:
@@ -358,6 +369,7 @@ class Served:
         receiver: a `WeightReceiver`
         name: name of the worker in error messages
         make: `make(receiver, *args)` returns a function without arguments, which returns an answer
+        *args: the other arguments of `make`
     """
 
     def __init__(self, outbox: Any, receiver: Any, name: str, make: Callable, *args: Any):
@@ -380,16 +392,18 @@ class RemoteService(RemoteWorker):
 
     It answers one request after another.
 
-    Raises `WorkerError` if there is no Ray, no cluster at the address or no room, or if `make` or
-    `args` cannot be pickled.
-
     Args:
         name: name in error messages
         make: `make(receiver, *args)` returns, in the worker, the function that answers
         args: other arguments of `make`
+        publisher: publishes the weights of the object
         place: the place where the worker runs
         threads: torch threads in the worker
         grace: seconds from SIGTERM until the worker is killed
+
+    Raises:
+        WorkerError: there is no Ray, no cluster at the address or no room, or `make` or `args`
+            cannot be pickled
     """
 
     def __init__(
@@ -403,14 +417,14 @@ class RemoteService(RemoteWorker):
         threads: int = 1,
         grace: float = 5.0,
     ):
-        self.place, self.number = place, None  # `number` of the publication that the worker has
+        self.place = place
+        self.number = None  # of the publication that the worker has
         try:
             packed = packed_for(name, Served, (make, *args))
             ray = place.connect()
             place.check_capacity(ray, 1)
-            super().__init__(
-                ray, name, place.options(ray), (packed, publisher.receiver([0]), threads), grace
-            )
+            begin_args = (packed, publisher.receiver([0]), threads)
+            super().__init__(ray, name, place.options(ray), begin_args, grace)
             self.weights = SentWeights(ray, publisher)
         except BaseException as e:
             place.release()
@@ -424,13 +438,10 @@ class RemoteService(RemoteWorker):
         super().send((number, None if number == self.number else data))
         self.number = number
 
-    def poll(self, timeout: float = 0.0) -> bool:
-        "Has something arrived, or has the worker ended? Waits at most `timeout` seconds."
-        return bool(self.unanswered and self.ray.wait([self.unanswered[0]], timeout=timeout)[0])
-
     def take(self) -> Any:
         "The next message, or `NOTHING`. Raises the worker's own exception, or `WorkerDied`."
-        return NOTHING if (answer := super().take()) is NOTHING else pickle.loads(*answer)
+        answer = super().take()
+        return NOTHING if answer is NOTHING else pickle.loads(*answer)
 
     def close(self) -> BaseException | None:
         """End the worker, and give the connection back.

@@ -37,8 +37,9 @@ from ..workers.slots import Layout, Slot
 
 # %% ../../../nbs/pipes/32_cluster/02_remote.ipynb #a019ccd0
 class Outbox(list):
-    """Takes the place of a worker's connection: it keeps messages until the next answer carries
-    them to the driver.
+    """Takes the place of a worker's connection.
+
+    It stores messages until the next answer brings them to the driver.
     """
 
     send = list.append
@@ -54,8 +55,9 @@ class Outbox(list):
 
 
 def node_of_this_process() -> tuple:
-    """`(id, address)` of the cluster node on which this process runs; None for both if it runs
-    outside of the cluster.
+    """`(id, address)` of the cluster node on which this process runs.
+
+    Both are None if it runs outside of the cluster.
     """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
@@ -72,10 +74,12 @@ class WorkerActor:
     of the worker.
     """
 
-    # the object that does the work, such as a `LaneServer`; None before the beginning and after the
-    # end
+    # The object that does the work, such as a `LaneServer`. None before the beginning and after the
+    # end.
     runner: Any = None
-    leaving = working = False  # has SIGTERM come? is a request being answered?
+
+    is_terminated = False  # has SIGTERM come?
+    is_answering = False
 
     def begin(self, name: str, packed: bytes, receiver: Any, threads: int) -> tuple:
         """Make the object that does the worker's work, called its runner.
@@ -88,23 +92,28 @@ class WorkerActor:
             threads: torch threads
 
         Returns:
-            tuple:
-                `(messages, pid, descriptor of its `TracebackFile`, id of its node, address of its node)`
+            tuple: messages, process id, descriptor of its `TracebackFile`, and id and address of
+                its node
         """
         self.name = name
         self.receiver = receiver
         self.outbox = Outbox()
         self.tracebacks = TracebackFile()
+
+        # As in a worker process.
         multiprocessing.current_process().name = name
         signal.signal(signal.SIGTERM, self._on_sigterm)
         self.tracebacks.serve()
+
+        # Whatever cannot be made or unpickled is reported to the driver.
         try:
             torch_threads(threads).__enter__()  # until the process ends
             make, args = cloudpickle.loads(packed)
             self.runner = make(self.outbox, receiver, name, *args)
         except BaseException as e:
             self._fail(e)
-        return self.outbox.take(), os.getpid(), self.tracebacks.file.fd, *node_of_this_process()
+        node = node_of_this_process()
+        return self.outbox.take(), os.getpid(), self.tracebacks.file.fd, *node
 
     def answer(self, number: int, weights: Any, *request: Any, started: Any = None) -> tuple:
         """Answer a request.
@@ -120,9 +129,11 @@ class WorkerActor:
         """
         if self.runner is None:
             return (self.outbox.take(),)
+
+        # A SIGTERM that came between two calls takes effect here.
         try:
-            self.working = True
-            if self.leaving:
+            self.is_answering = True
+            if self.is_terminated:
                 raise Terminated(0)
             if weights is not None:
                 self.receiver.receive(number, weights)
@@ -131,7 +142,7 @@ class WorkerActor:
         except BaseException as e:
             self._fail(e)
         finally:
-            self.working = False
+            self.is_answering = False
         return (self.outbox.take(),)
 
     def close(self) -> tuple:
@@ -140,16 +151,17 @@ class WorkerActor:
         return (self.outbox.take(),)
 
     def _end(self):
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # the driver limits the time in which environments may close
-        runner, self.runner = self.runner, None
+        "Close the runner, if there is one."
+        # The driver limits the time in which environments may close.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        runner = self.runner
+        self.runner = None
         if runner is not None:
             runner.close()
 
     def _on_sigterm(self, *signal_and_frame):
-        self.leaving = True
-        if self.working:
+        self.is_terminated = True
+        if self.is_answering:
             raise Terminated(0)
 
     def _fail(self, e):
@@ -157,9 +169,12 @@ class WorkerActor:
         if isinstance(e, SystemExit):
             if not isinstance(e, Terminated):
                 send_exception(self.outbox, e, self.name)
-            self.outbox.send(
-                ("ended", e.code if isinstance(e.code, int) else 0 if e.code is None else 1)
-            )
+
+            # The exit code of a process for what was passed to `sys.exit`.
+            code = e.code
+            if not isinstance(code, int):
+                code = 0 if code is None else 1
+            self.outbox.send(("ended", code))
         elif self.runner is None:
             send_exception(self.outbox, e, self.name)
         else:
@@ -168,8 +183,9 @@ class WorkerActor:
 
 # %% ../../../nbs/pipes/32_cluster/02_remote.ipynb #d99ea336
 class LaneServer(LaneRunner):
-    """The lanes of a worker, with the three methods that a `WorkerActor` needs: `serve`,
-    `send_error` and `close`.
+    """The lanes of a worker, with the methods that a `WorkerActor` needs.
+
+    These are `serve`, `send_error` and `close`.
 
     Args:
         outbox: takes warnings and errors
@@ -182,34 +198,44 @@ class LaneServer(LaneRunner):
         super().__init__(outbox, [self.slot], receiver, *args)
 
     def serve(self, *request: Any) -> tuple:
-        """Collect the next item of a lane, with the latest weights that arrived, in memory for one
-        item.
+        """Collect the next item of a lane, with the latest weights that arrived.
 
         Args:
-            *request: what `LaneRunner.answer` takes
+            *request: the argument of `LaneRunner.answer`, or `(STATE, lane)`
 
         Returns:
             tuple: `(reply, bytes)`; the bytes begin with the arrays of the layout, unless the item
-                has no such arrays; or `(state,)` of a lane, for which `(STATE, lane)` asks
+                has no such arrays; or `(state,)` of the lane
         """
         if request[0] == STATE:
             return (self.state(request[1]),)
+
+        # Here is memory for one item, whatever the number of items in a slot of the driver.
         self.lane, _, _, _, layout = request
         memory = self.slot.layout_memory
         if layout is not None:
-            layout = 1, layout[1]
+            _, arrays = layout
+            layout = (1, arrays)
             memory.reserve(Layout(*layout).size)
+
         reply = Reply(*self.answer((self.lane, 0, 0, None, layout)))
         if reply.publication is None:
             return tuple(reply), memory.view()[:0]
-        entries, end = self.writer.entries, self.writer.end
-        begin = 0 if len(entries.free) < len(self.layout.arrays) else self.layout.size
-        return tuple(reply._replace(copied_bytes=end - begin)), memory.view(end)[begin:end]
+
+        # If no array has an entry in the layout, the bytes begin behind it.
+        end = self.writer.end
+        n_free = len(self.writer.entries.free)
+        begin = 0 if n_free < len(self.layout.arrays) else self.layout.size
+        reply = reply._replace(copied_bytes=end - begin)
+        return tuple(reply), memory.view(end)[begin:end]
 
 # %% ../../../nbs/pipes/32_cluster/02_remote.ipynb #8179ee4f
 def reason_of(e: BaseException) -> str:
     "The reason that an exception of Ray gives for the end of an actor, in one line."
-    text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(e)).split())
+    uncoloured = re.sub(r"\x1b\[[0-9;]*m", "", str(e))
+    text = " ".join(uncoloured.split())
+
+    # The last of these beginnings is the most precise.
     for begin in (
         "The actor is dead because ",
         "The actor died because of an error raised in its creation task, ",
@@ -238,6 +264,7 @@ def traceback_of(pid: int, descriptor: int, timeout: float) -> str:
 
 
 def _called(function):
+    "Call the function. Ray runs this on the node of a worker."
     return function()
 
 
@@ -249,16 +276,22 @@ def end_process(pid: int) -> None:
         pass
 
 # %% ../../../nbs/pipes/32_cluster/02_remote.ipynb #d860e8b5
-def packed_for(what: str, make: Any, args: tuple) -> bytes:
+def packed_for(name: str, make: Any, args: tuple) -> bytes:
     """The pickle of `(make, args)` for `WorkerActor.begin`.
 
-    Raises `WorkerError`, which names `what`, if they cannot be pickled.
+    Args:
+        name: their name in the error
+        make: see `WorkerActor.begin`
+        args: see `WorkerActor.begin`
+
+    Raises:
+        WorkerError: they cannot be pickled
     """
     try:
         return cloudpickle.dumps((make, args))
     except Exception as e:
         raise WorkerError(
-            f"{what} cannot be sent to a cluster: {type(e).__name__}: {e}",
+            f"{name} cannot be sent to a cluster: {type(e).__name__}: {e}",
             expected="what can be pickled",
         ) from e
 
@@ -281,15 +314,18 @@ class RemoteWorker:
         self.ray = ray
         self.name = name
         self.grace = grace
+        # Known from the answer of `begin`: process, descriptor of its `TracebackFile`, node, and
+        # address of the node.
         self.pid = None
         self.descriptor = -1
+        self.node = None
+        self.host = None
+
+        # `kill` ends the worker at once. `unanswered` are the answers of Ray that were not taken.
         self.actor = ray.remote(WorkerActor).options(**options).remote()
-        self.kill = weakref.finalize(
-            self, _kill, os.getpid(), ray, self.actor
-        )  # ends the worker at once
+        self.kill = weakref.finalize(self, _kill, os.getpid(), ray, self.actor)
         self.started = self.actor.begin.remote(name, *args)
         self.unanswered = deque([self.started])
-        self.node = self.host = None
 
     @property
     def has_started(self) -> bool:
@@ -300,12 +336,13 @@ class RemoteWorker:
         return not self.kill.alive
 
     def is_alive(self) -> bool:
-        return self.kill.alive  # the next message tells of a death
+        # The next message reports a death.
+        return self.kill.alive
 
     def __repr__(self):
-        return (
-            f"{self.name} (pid {self.pid}) on node {self.host}" if self.has_started else self.name
-        )
+        if not self.has_started:
+            return self.name
+        return f"{self.name} (pid {self.pid}) on node {self.host}"
 
     def send(self, message: tuple) -> None:
         "Send a request: the arguments of `WorkerActor.answer`."
@@ -319,7 +356,7 @@ class RemoteWorker:
 
         Raises the worker's own exception, or `WorkerDied`.
         """
-        if not self.unanswered or not self.ray.wait([self.unanswered[0]], timeout=0)[0]:
+        if not self.poll():
             return NOTHING
         messages, *answer = self._read(self.unanswered.popleft())
         for kind, *content in messages:
@@ -329,8 +366,17 @@ class RemoteWorker:
                 raise WorkerDied(f"{self} ended with exit code {content[0]}")
         if self.has_started:
             return tuple(answer)
+
+        # This was the answer of `begin`.
         self.pid, self.descriptor, self.node, self.host = answer
         return NOTHING
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        "Has something arrived, or has the worker ended? Waits at most `timeout` seconds."
+        if not self.unanswered:
+            return False
+        ready, _ = self.ray.wait([self.unanswered[0]], timeout=timeout)
+        return bool(ready)
 
     def _read(self, answer) -> tuple:
         "The content of an answer. Logs the worker's warnings."
@@ -349,13 +395,14 @@ class RemoteWorker:
             return WorkerDied(f"{self} died ({reason_of(e)})")
         return WorkerNotStarted(
             f"{self} died while it was started ({reason_of(e)})",
-            expected="rollpipe and all that the graph needs on "
-            "each node of the cluster, in the same versions (see `runtime_env`)",
+            expected="rollpipe and all that the graph needs on each node of the cluster, in the "
+            "same versions (see `runtime_env`)",
         )
 
     def patience(self, silence: float) -> float:
-        """How long the worker may be silent now [s]: `silence`, but at least `STARTING` until it
-        has started.
+        """How long the worker may be silent now [s].
+
+        This is `silence`, but at least `STARTING` until it has started.
         """
         return silence if self.has_started else max(silence, STARTING)
 
@@ -363,10 +410,9 @@ class RemoteWorker:
         "The worker's current traceback, most recent call first."
         if not self.has_started:
             return "(it is still being started, or Ray waits for a node with room for it)"
+        ask = partial(traceback_of, self.pid, self.descriptor, timeout)
         try:
-            return self.on_node(
-                partial(traceback_of, self.pid, self.descriptor, timeout), timeout + 10
-            )
+            return self.on_node(ask, timeout + 10)
         except self.ray.exceptions.RayError:
             return "(its node gives no answer)"
 
@@ -375,17 +421,16 @@ class RemoteWorker:
 
         Without a `timeout` [s], do not wait for another node.
         """
-        if self.node == node_of_this_process()[0]:
+        this_node, _ = node_of_this_process()
+        if self.node == this_node:
             return function()
-        where = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            self.node, soft=False
-        )
-        task = (
-            self.ray.remote(_called)
-            .options(num_cpus=0, max_retries=0, scheduling_strategy=where)
-            .remote(function)
-        )
-        return None if timeout is None else self.ray.get(task, timeout=timeout)
+
+        # A task on the other node.
+        strategies = self.ray.util.scheduling_strategies
+        on_its_node = strategies.NodeAffinitySchedulingStrategy(self.node, soft=False)
+        options = dict(num_cpus=0, max_retries=0, scheduling_strategy=on_its_node)
+        answer = self.ray.remote(_called).options(**options).remote(function)
+        return None if timeout is None else self.ray.get(answer, timeout=timeout)
 
     def close(self) -> BaseException | None:
         "End the worker. Returns the error that it sent at the end, or None."
@@ -403,43 +448,62 @@ def end_remote(workers: Iterable, failed: bool = False) -> list:
 
     Returns the errors that they sent at the end.
     """
-    workers = [w for w in workers if not w.closed]
-    errors = []
+    workers = [worker for worker in workers if not worker.closed]
     try:
         if not workers or not workers[0].ray.is_initialized():
-            return errors
-        ray = workers[0].ray
-        unanswered = lambda calls, timeout: (
-            ray.wait(calls, num_returns=len(calls), timeout=timeout)[1] if calls else []
-        )
-        # A worker that is starting may soon have environments to close.
-        last = {w.actor.close.remote(): w for w in workers if w.has_started or not failed}
-        left = unanswered(list(last), 0.0 if failed else 0.5)
-        for w in (last[x] for x in left if last[x].has_started):
-            w.on_node(partial(end_process, w.pid))
-        left = unanswered(left, max(w.grace for w in workers))
-        for answer, w in last.items():
-            errors += _errors_of(w, [*w.unanswered, answer])
-        if not failed:
-            for w in (last[x] for x in left):
-                log.warning(
-                    f"{w} was killed while it was closing: it had not ended {w.grace:g} s after SIGTERM"
-                )
-        return errors
+            return []
+        return _close_remote(workers[0].ray, workers, failed)
     finally:
-        for w in workers:
-            w.kill()
+        for worker in workers:
+            worker.kill()
+
+
+def _close_remote(ray, workers, failed) -> list:
+    "Ask the workers to close, and interrupt those that do not. Returns the errors that they sent."
+    # Ask. A worker that is starting may soon have environments to close.
+    worker_of = {}  # answer to the call of `close` -> worker
+    for worker in workers:
+        if worker.has_started or not failed:
+            worker_of[worker.actor.close.remote()] = worker
+    not_closed = _not_ready(ray, list(worker_of), timeout=0.0 if failed else 0.5)
+
+    # Interrupt.
+    for answer in not_closed:
+        worker = worker_of[answer]
+        if worker.has_started:
+            worker.on_node(partial(end_process, worker.pid))
+    grace = max(worker.grace for worker in workers)
+    not_closed = _not_ready(ray, not_closed, timeout=grace)
+
+    # Report.
+    errors = []
+    for answer, worker in worker_of.items():
+        errors += _errors_of(worker, [*worker.unanswered, answer])
+    for answer in () if failed else not_closed:
+        worker = worker_of[answer]
+        log.warning(
+            f"{worker} was killed while it was closing: it had not ended {worker.grace:g} s after "
+            "SIGTERM"
+        )
+    return errors
+
+
+def _not_ready(ray, answers, timeout) -> list:
+    "The answers that have not arrived after at most `timeout` seconds."
+    if not answers:
+        return []
+    _, not_ready = ray.wait(answers, num_returns=len(answers), timeout=timeout)
+    return not_ready
 
 
 def _errors_of(worker, answers) -> list:
     "The errors in the `answers` of a worker that have arrived. Logs the worker's warnings."
+    messages = []
     try:
-        found = [worker._read(x)[0] for x in answers if worker.ray.wait([x], timeout=0)[0]]
+        for answer in answers:
+            ready, _ = worker.ray.wait([answer], timeout=0)
+            if ready:
+                messages += worker._read(answer)[0]
     except WorkerDied:
         return []
-    return [
-        unpack_exception(*content)
-        for messages in found
-        for kind, *content in messages
-        if kind == "error"
-    ]
+    return [unpack_exception(*content) for kind, *content in messages if kind == "error"]

@@ -6,7 +6,7 @@
 __all__ = ['KeptInteraction', 'Interaction']
 
 # %% ../../../nbs/pipes/11_engines/07_interaction.ipynb #f1b29d6f
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,8 @@ class Interaction(KeptInteraction):
         explore: False: take the actor's deterministic action
         device: the actor's device; None: the host
         engine: engine that runs the actor: 'torch', 'onnxruntime' or 'auto'
+        timed: `timed(part, function)` returns the function, whose time counts for 'environments' or
+            'actor'; None: nothing is measured
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Interaction(KeptInteraction):
         explore: bool = True,
         device: torch.device | None = None,
         engine: str = "torch",
+        timed: Callable | None = None,
     ):
         # wanted: rows for the next steps
         self.envs = envs
@@ -110,23 +113,38 @@ class Interaction(KeptInteraction):
             envs.close()
             raise
 
+        # The calls whose time is measured.
+        self._timed = timed or (lambda part, function: function)
+        self._step_into = self._timed("environments", envs.step_into)
+        self._reset_into = self._timed("environments", envs.reset_into)
+        self._answer = self._timed("actor", self.checked.answer)
+        self._reset = self._timed("actor", self.checked.reset)
+
+    def _use(self, engine):
+        "Let this engine run the actor."
+        self.engine = engine
+        self._engine_load = self._timed("actor", engine.load)
+        self._engine_begin = self._timed("actor", engine.begin)
+        self._engine_answer = self._timed("actor", engine.answer)
+        self._engine_end = self._timed("actor", engine.end)
+
     def start(self) -> "Interaction":
         "Reset the environments and the recurrent state. Returns this interaction."
         self.row = self.envs.rows().rows[0]
-        self.envs.reset_into(self.row)
+        self._reset_into(self.row)
         return self._begin()
 
     def _begin(self):
         # One virtual call, because only the actor knows the structure of its recurrent state and
         # the dtype of its actions.
-        act, hx, _ = self.checked.answer(
+        act, hx, _ = self._answer(
             self.row.seen(nested.as_seen(self.envs.no_action())), None, virtual=True
         )
         self.act, self.hx = (
             nested.map(torch.zeros_like, act),
-            self.checked.reset(hx, list(range(len(self.envs)))),
+            self._reset(hx, list(range(len(self.envs)))),
         )
-        self.engine = self.checked.engine(self.engine_choice, self.state, self.hx)
+        self._use(self.checked.engine(self.engine_choice, self.state, self.hx))
         return self
 
     def _run(self, rows, begin, n, found):
@@ -137,7 +155,7 @@ class Interaction(KeptInteraction):
         envs = self.envs
         fault = None
         try:
-            where, at = engine.begin(rows, begin, n, self.row, self.act, self.hx)
+            where, at = self._engine_begin(rows, begin, n, self.row, self.act, self.hx)
         except Exception:
             with self.checked.calling_step:
                 raise
@@ -146,11 +164,11 @@ class Interaction(KeptInteraction):
                 if self.checked.action_mask is not None:
                     self.checked.check_mask(where.rows[at + t].obs, envs.acting)
                 try:
-                    array, hx = engine.answer(t)
+                    array, hx = self._engine_answer(t)
                 except Exception:
                     with self.checked.calling_step:
                         raise
-                final, ended, env, valid = envs.step_into(where, at + t, array)
+                final, ended, env, valid = self._step_into(where, at + t, array)
                 where.put_act(at + t + 1, array)
                 found.env.append(env)
                 found.valid.append(valid)
@@ -160,13 +178,13 @@ class Interaction(KeptInteraction):
                 for b, obs in final.items():
                     memory = nested.map(lambda x, b=b: x[:, b : b + 1].clone(), hx)
                     found.ends.append(End(begin + t, b, obs, memory, bool(term[b])))
-                engine.renew(t, self.checked.reset(hx, ended))
+                engine.renew(t, self._reset(hx, ended))
         except Exception as e:
             fault = e
         envs.settle(where, at)  # this raises the error of an earlier step, if there is one
         if fault is not None:
             raise fault
-        reports, self.act, self.hx = engine.end(rows, begin, n)
+        reports, self.act, self.hx = self._engine_end(rows, begin, n)
         found.reports.extend(reports)
 
     def _load(self):
@@ -176,11 +194,11 @@ class Interaction(KeptInteraction):
         """
         with self.checked.calling_step:
             try:
-                self.engine.load()
+                self._engine_load()
             except Exception as e:
                 if self.engine_choice != "auto":
                     raise
-                self.engine = instead(self.checked.answer, e)
+                self._use(instead(self.checked.answer, e))
 
     def ticks(self) -> Iterator[Tick]:
         "Yield a `Tick` for each step, without end; or for the steps that `collect_into` asked for."
@@ -243,7 +261,7 @@ class Interaction(KeptInteraction):
 
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
         "The actor's virtual reaction `(act, info)`: see `TickSource`."
-        act, _, info = self.checked.answer(State(*map(as_input, state)), hx, virtual=True)
+        act, _, info = self._answer(State(*map(as_input, state)), hx, virtual=True)
         return act, info
 
     def complete(self, act: Any, info: Any) -> Any:

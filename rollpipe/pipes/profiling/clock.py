@@ -33,7 +33,7 @@ class Account:
     Args:
         n: number of stages; the last one is the code outside of all other stages
         now: returns the time [s]
-        path: file in which `save` keeps the sums; None: none
+        path: file to which `save` writes the sums; None: none
         rare: measuring sizes of the items of a stage may take this part of the time: 1/rare
     """
 
@@ -59,60 +59,64 @@ class Account:
         self.path = path
         self.rare = rare
         self.pid = os.getpid()
-        # [s] in the stage itself; [s] in which others waited for its items
-        self.own = [0.0] * n
-        self.awaited = [0.0] * n
-        # numbers of items; bytes of measured items; numbers of these
-        self.items = [0] * n
-        self.sizes = [0] * n
-        self.sized = [0] * n
+        self.file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+
+        # The sums of each stage.
+        self.own = [0.0] * n  # [s] in the stage itself
+        self.awaited = [0.0] * n  # [s] in which others waited for its items
+        self.items = [0] * n  # number of items
+        self.sizes = [0] * n  # bytes of the measured items
+        self.sized = [0] * n  # number of measured items
         self.due = [1] * n  # number of the next item to be measured
+
+        # The stage for which the time counts, and since when.
         self.stage = -1
         self.start = now()
         self.since = self.start
-        self.file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     def begin(self, stage: int) -> int:
         "From now on, count the time for `stage`. Returns the stage for which it counted before."
         before = self.stage
         t = self.now()
         self.own[before] += t - self.since
-        self.stage, self.since = stage, t
+        self.stage = stage
+        self.since = t
         return before
 
     def end(self, before: int) -> None:
         "From now on, count the time for the stage `before` again."
         t = self.now()
         self.own[self.stage] += t - self.since
-        self.stage, self.since = before, t
+        self.stage = before
+        self.since = t
 
     def timed(self, stage: int, function: Callable) -> Callable:
-        """A function that calls `function` and counts the time for `stage`.
+        "A function that calls `function` and counts the time for `stage`."
+        now = self.now
+        own_times = self.own
 
-        Args:
-            function: the function to call
-        """
-        now, own = self.now, self.own
-
-        def call(
-            *args, **kwargs
-        ):  # `begin` and `end` inlined, because this is called at every step
+        # `begin` and `end` are inlined, because this is called at every step.
+        def call(*args, **kwargs):
             t = now()
             before = self.stage
-            own[before] += t - self.since
-            self.stage, self.since = stage, t
+            own_times[before] += t - self.since
+            self.stage = stage
+            self.since = t
             try:
                 return function(*args, **kwargs)
             finally:
                 t = now()
-                own[stage] += t - self.since
-                self.stage, self.since = before, t
+                own_times[stage] += t - self.since
+                self.stage = before
+                self.since = t
 
         return call
 
     def sums(self) -> np.ndarray:
-        """The sums, float64 `[5, n]`: own times, waiting times, items, bytes of measured items, and
-        number of measured items.
+        """The sums, float64 `[5, n]`.
+
+        The rows are own times, waiting times, items, bytes of measured items, and number of
+        measured items.
         """
         return np.array([self.own, self.awaited, self.items, self.sizes, self.sized], np.float64)
 
@@ -120,13 +124,9 @@ class Account:
         "Write the sums to the file, if there is one."
         if self.file is None:
             return
-        os.pwrite(
-            self.file,
-            array.array(
-                "d", [*self.own, *self.awaited, *self.items, *self.sizes, *self.sized]
-            ).tobytes(),
-            0,
-        )
+        # As `sums`, but a few microseconds faster.
+        values = [*self.own, *self.awaited, *self.items, *self.sizes, *self.sized]
+        os.pwrite(self.file, array.array("d", values).tobytes(), 0)
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #7f6015a9
 def size_of(item: Any) -> int:
@@ -138,10 +138,13 @@ def stream(account: Account, stage: int, begin: Callable) -> Iterator:
     """The items of an iterator. The time of the iterator counts for `stage`.
 
     Args:
+        account: the account of the thread that reads the items
+        stage: number of the stage
         begin: function that returns the iterator; the time of its call counts for `stage`, too
     """
+    # Names for the loop, which runs once for each item.
     now = account.now
-    own = account.own
+    own_times = account.own
     awaited = account.awaited
     counts = account.items
     due = account.due
@@ -149,22 +152,27 @@ def stream(account: Account, stage: int, begin: Callable) -> Iterator:
     advance = iter(items).__next__
     try:
         while True:
-            t = now()
+            # As `Account.timed`, but the time also counts as waiting.
+            start = now()
             before = account.stage
-            own[before] += t - account.since
-            account.stage, account.since = stage, t
+            own_times[before] += start - account.since
+            account.stage = stage
+            account.since = start
             try:
                 item = advance()
             except StopIteration:
                 return
             finally:
                 end = now()
-                own[stage] += end - account.since
-                awaited[stage] += end - t
-                account.stage, account.since = before, end
+                own_times[stage] += end - account.since
+                awaited[stage] += end - start
+                account.stage = before
+                account.since = end
+
+            # What is read by no other stage is an item of the whole graph.
             counts[stage] += 1
             if counts[stage] == due[stage]:
-                _take_size(account, stage, item)
+                _measure_size(account, stage, item)
             if before == -1:
                 account.save()
             yield item
@@ -172,20 +180,23 @@ def stream(account: Account, stage: int, begin: Callable) -> Iterator:
         account.timed(stage, close)(items)
 
 
-def _take_size(account, stage, item):
+def _measure_size(account, stage, item):
     """Measure the size of an item, and decide when the next one is due.
 
     The time for this counts for the last stage, outside of all others.
     """
     before = account.begin(-1)
-    began = account.since
+    start = account.since
     account.sizes[stage] += size_of(item)
     account.sized[stage] += 1
     account.end(before)
-    per_item = max(account.since - account.start, 1e-9) / account.items[stage]
-    account.due[stage] = (
-        account.items[stage] + 1 + int(account.rare * (account.since - began) / per_item)
-    )
+
+    # So many items are left out that this takes one part in `rare` of the time.
+    duration = account.since - start
+    elapsed = max(account.since - account.start, 1e-9)
+    per_item = elapsed / account.items[stage]
+    n_left_out = int(account.rare * duration / per_item)
+    account.due[stage] = account.items[stage] + 1 + n_left_out
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #5776bb07
 class Reading(NamedTuple):
@@ -232,16 +243,20 @@ class Clock:
 
     def here(self) -> Account:
         "The account of this thread."
+        # A forked process needs an account of its own.
         account = getattr(self.local, "account", None)
-        if (
-            account is None or account.pid != os.getpid()
-        ):  # a forked process needs an account of its own
-            path = None
-            if os.getpid() != self.owner and self.folder is not None:
-                handle, path = tempfile.mkstemp(prefix=f"{os.getpid()}-", dir=self.folder)
-                os.close(handle)
-            account = self.local.account = Account(self.n, self.now, path, self.rare)
-            self.accounts.append(account)
+        pid = os.getpid()
+        if account is not None and account.pid == pid:
+            return account
+
+        # Other processes than that of the clock write their sums to files, `read` reads them.
+        path = None
+        if pid != self.owner and self.folder is not None:
+            descriptor, path = tempfile.mkstemp(prefix=f"{pid}-", dir=self.folder)
+            os.close(descriptor)
+        account = Account(self.n, self.now, path, self.rare)
+        self.local.account = account
+        self.accounts.append(account)
         return account
 
     def stream(self, stage: int, begin: Callable) -> Iterator:
@@ -250,19 +265,21 @@ class Clock:
 
     def read(self) -> Reading:
         "The sums of this process up to now, and the sums of each worker up to its last item."
-        self.here().end(self.here().stage)
-        here = sum(
-            (account.sums() for account in list(self.accounts) if account.pid == self.owner),
-            np.zeros((5, self.n)),
-        )
-        found = (
-            {}
-            if self.folder is None
-            else {file.name: np.fromfile(file.path) for file in os.scandir(self.folder)}
-        )
-        return Reading(
-            here, {name: x.reshape(5, self.n) for name, x in found.items() if x.size == 5 * self.n}
-        )
+        # This thread's account up to now. Other threads may add accounts meanwhile.
+        account = self.here()
+        account.end(account.stage)
+        here = np.zeros((5, self.n))
+        for account in list(self.accounts):
+            if account.pid == self.owner:
+                here += account.sums()
+
+        # A worker that has yielded no item yet has an empty file.
+        workers = {}
+        for file in os.scandir(self.folder) if self.folder is not None else ():
+            sums = np.fromfile(file.path)
+            if sums.size == 5 * self.n:
+                workers[file.name] = sums.reshape(5, self.n)
+        return Reading(here, workers)
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #d5318316
 _PARTS = {EnvStepper: ("environments", "actor"), Replay: ("sampling",)}
@@ -282,14 +299,12 @@ class Stage(NamedTuple):
 
 def stages_of(graph: IterDataPipe) -> list:
     "The stages of a graph: its pipes, sources first, and then their parts."
-    parts = [
-        Stage(name, i)
-        for i, pipe in enumerate(nodes(graph))
-        for kind, names in _PARTS.items()
-        if isinstance(pipe, kind)
-        for name in names
-    ]
-    return [*map(Stage, draw(graph).labels), *parts]
+    stages = [Stage(label) for label in draw(graph).labels]
+    for i, pipe in enumerate(nodes(graph)):
+        for kind, part_names in _PARTS.items():
+            if isinstance(pipe, kind):
+                stages += [Stage(name, i) for name in part_names]
+    return stages
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #a60184b0
 class Timer(NamedTuple):
@@ -314,46 +329,29 @@ class Timer(NamedTuple):
         return items if "sampling" not in self.parts else self._with_samples(items)
 
     def _with_samples(self, items):
+        "The items of a `Replay`, whose samples are measured."
+        stage = self.parts["sampling"]
         try:
             for item in items:
-                yield item._replace(
-                    samples=self.clock.stream(self.parts["sampling"], partial(iter, item.samples))
-                )
+                samples = self.clock.stream(stage, partial(iter, item.samples))
+                yield item._replace(samples=samples)
         finally:
             close(items)
 
-    def interaction(self, made: Any) -> Any:
-        """The `Interaction` of a stepper, changed so that its environments and its actor are
-        measured separately, if these are `parts`.
+    def timed(self, part: str, function: Callable) -> Callable:
+        """A function that calls `function`, and counts the time for this part.
+
+        It is `function` itself if the part is not measured. An `Interaction` takes this method.
         """
-        if "actor" not in self.parts:
-            return made
-        account = self.clock.here()
-        environments = self.parts["environments"]
-        actor = self.parts["actor"]
-        checked = made.checked
-        envs = made.envs
-        engine_of = made.checked.engine
-        checked.answer, checked.reset = (
-            account.timed(actor, checked.answer),
-            account.timed(actor, checked.reset),
-        )
-        for name in ("step_into", "reset_into"):
-            setattr(envs, name, account.timed(environments, getattr(envs, name)))
-
-        def engine(*args):
-            found = engine_of(*args)
-            for name in ("load", "begin", "answer", "end") if found.name != "torch" else ():
-                setattr(found, name, account.timed(actor, getattr(found, name)))
-            return found  # a torch engine calls `checked.answer`, which is measured already
-
-        checked.engine = engine
-        return made
+        if part not in self.parts:
+            return function
+        return self.clock.here().timed(self.parts[part], function)
 
 
 class Timed(Pipe):
-    """Yields the items of a pipe of torch, which has no timer, and measures the time of that pipe
-    with its own.
+    """Yields the items of a pipe of torch, which has no timer.
+
+    The timer of this pipe measures the other one.
     """
 
     reads = 1
@@ -367,19 +365,25 @@ class Timed(Pipe):
 
 
 def timers_for(graph: IterDataPipe, stages: list, clock: Clock) -> list:
-    """`(pipe, timer, is_ours)` for each pipe that is iterated, sources first; one of torch is not
-    ours. Arguments as in `put_clocks`.
+    """`(pipe, timer, is_ours)` for each pipe that is iterated, sources first.
+
+    A pipe of torch is not ours.
+
+    Args:
+        graph: the graph
+        stages: result of `stages_of`
+        clock: clock with an entry for each stage
     """
-    found = []
+    timers = []
     for i, pipe in enumerate(nodes(graph)):
+        # Nobody iterates a pipe without `__iter__`.
         method = getattr(type(pipe), "__iter__", None)
-        if method is getattr(IterDataPipe, "__iter__", None) or not isinstance(pipe, IterDataPipe):
-            continue  # nobody iterates it
-        timer = Timer(
-            clock, i, {stage.label: k for k, stage in enumerate(stages) if stage.part_of == i}
-        )
-        found.append((pipe, timer, method is Pipe.__iter__))
-    return found
+        is_iterated = method is not getattr(IterDataPipe, "__iter__", None)
+        if not is_iterated or not isinstance(pipe, IterDataPipe):
+            continue
+        parts = {stage.label: k for k, stage in enumerate(stages) if stage.part_of == i}
+        timers.append((pipe, Timer(clock, i, parts), method is Pipe.__iter__))
+    return timers
 
 
 def put_clocks(graph: IterDataPipe, stages: list, clock: Clock) -> IterDataPipe:
@@ -392,10 +396,13 @@ def put_clocks(graph: IterDataPipe, stages: list, clock: Clock) -> IterDataPipe:
     """
     pipes = nodes(graph)
     for pipe, timer, is_ours in timers_for(graph, stages, clock):
-        timed: Any = pipe if is_ours else Timed(pipe)
-        timed.timer = timer
         if is_ours:
+            pipe.timer = timer
             continue
+
+        # All readers of a pipe of torch read a `Timed` instead.
+        timed = Timed(pipe)
+        timed.timer = timer
         for reader in pipes:
             reconnect(reader, pipe, timed)
         if pipe is graph:

@@ -30,10 +30,12 @@ class StageFigures(NamedTuple):
     """The measurement for one pipe, or for the learner. Shares are fractions of 1.
 
     Args:
+        label: text of the pipe
         place: 'here', 'workers', or 'seam': the pipe that waits for the workers
         share: share of the time spent in the stage itself, including its parts; nan: not measured
         parts: name of a part -> its share of the time
         awaited: share of the time in which its reader waits for its items
+        items_per_s: items per second
         bytes_per_s: bytes of its items per second
     """
 
@@ -50,6 +52,7 @@ class WorkerFigures(NamedTuple):
     """The measurement for one worker process.
 
     Args:
+        name: name of the worker
         busy: share of its time in which it collects
         waiting: share of its time in which it waits for requests, reads weights and writes items
             into memory
@@ -78,28 +81,39 @@ def stage_figures(
     Returns:
         list: `StageFigures`, one for each pipe
     """
-    workers = np.zeros_like(after.here)
+    # Differences between both readings; see `Account.sums` for their rows.
+    here = after.here - before.here
+    workers = np.zeros_like(here)
     for name, sums in after.workers.items():
         workers += sums - before.workers.get(name, 0)
-    here = after.here - before.here
+
+    # Sizes are measured seldom, so all that were measured count.
+    _, _, _, sizes, sized = sum(after.workers.values(), after.here)
+    mean_sizes = sizes / np.maximum(1, sized)
+
     figures = []
-    sizes = sum(after.workers.values(), after.here)
     for i, place in enumerate(places):
-        sums, time, at_once = (
-            (workers, workers[0].sum(), n_workers) if place == "workers" else (here, seconds, 1)
-        )
-        own, awaited, items = sums[:3] / time if time else np.zeros_like(sums[:3])
-        parts = {stage.label: float(own[k]) for k, stage in enumerate(stages) if stage.part_of == i}
-        mean_size = sizes[3, i] / max(1, sizes[4, i])
+        # Per second of this process, or of all workers together.
+        in_workers = place == "workers"
+        sums = workers[:3] if in_workers else here[:3]
+        time = workers[0].sum() if in_workers else seconds
+        n_processes = n_workers if in_workers else 1
+        own_times, awaited, items = sums / time if time else np.zeros_like(sums)
+
+        parts = {}
+        for k, stage in enumerate(stages):
+            if stage.part_of == i:
+                parts[stage.label] = float(own_times[k])
+        items_per_s = float(items[i] * n_processes)
         figures.append(
             StageFigures(
-                stages[i].label,
-                place,
-                float(own[i] + sum(parts.values())),
-                parts,
-                float(awaited[i]),
-                float(items[i] * at_once),
-                float(items[i] * at_once * mean_size),
+                label=stages[i].label,
+                place=place,
+                share=float(own_times[i] + sum(parts.values())),
+                parts=parts,
+                awaited=float(awaited[i]),
+                items_per_s=items_per_s,
+                bytes_per_s=items_per_s * float(mean_sizes[i]),
             )
         )
     return figures
@@ -108,22 +122,30 @@ def stage_figures(
 def slowest_of(figures: list) -> int | None:
     "The index of the stage that limits the speed; None if nothing was measured."
     here = {i: x.share for i, x in enumerate(figures) if x.place != "workers"}
-    found = max(here, key=here.__getitem__, default=None)
-    if found is not None and figures[found].place == "seam":
+    slowest = max(here, key=here.__getitem__, default=None)
+    if slowest is None or not here[slowest]:
+        return None
+
+    # This process waits most of all for its workers, which collect at least half of that time.
+    if figures[slowest].place == "seam":
         workers = {i: x.share for i, x in enumerate(figures) if x.place == "workers"}
-        if sum(workers.values()) >= figures[found].share / 2:
-            found = max(workers, key=workers.__getitem__)
-    return None if found is None or not figures[found].share else found
+        if sum(workers.values()) >= here[slowest] / 2:
+            return max(workers, key=workers.__getitem__)
+    return slowest
 
 # %% ../../../nbs/pipes/31_profiling/01_report.ipynb #bb98c56c
 def share_text(x: float) -> str:
     "A share as a percentage with two digits."
-    return f"{100 * x:.0f} %" if round(100 * x, 1) >= 10 or x == 0 else f"{100 * x:.1f} %"
+    percent = 100 * x
+    if x == 0 or round(percent, 1) >= 10:
+        return f"{percent:.0f} %"
+    return f"{percent:.1f} %"
 
 
 def rate_text(x: float, unit: str) -> str:
     "A rate with at least three digits."
-    return f"{x:,.0f} {unit}/s" if x >= 100 else f"{x:.3g} {unit}/s"
+    number = f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+    return f"{number} {unit}/s"
 
 
 def bytes_text(x: float) -> str:
@@ -170,52 +192,54 @@ class Profile:
 
     @property
     def learner(self) -> float | None:
-        """Share of the time in which the learner updates; the rest is collecting.
+        """Share of the time in which the learner updates.
 
         None: there is no learner.
         """
-        return self.stages[-1].share if self.stages and self.stages[-1].label == LEARNER else None
+        if not self.stages or self.stages[-1].label != LEARNER:
+            return None
+        return self.stages[-1].share
 
     def drawing(self) -> Drawing:
         "The graph with the figures of each stage."
         marked = frozenset([] if self.slowest is None else [self.slowest])
-        # The wait for the last stage says nothing unless a learner reads it.
-        waits = tuple(
-            f"awaited {share_text(x.awaited)}"
-            if i < len(self.stages) - 1 and x.share == x.share
-            else ""
-            for i, x in enumerate(self.stages)
-        )
         labels = [x.label if len(x.label) <= 64 else f"{x.label[:60]}...)" for x in self.stages]
-        return Drawing(
-            labels,
-            self.edges,
-            marked,
-            tuple(map(_notes, self.stages)),
-            waits,
-            "slowest",
-            tuple(self._caption()),
-        )
+        notes = tuple(map(_notes, self.stages))
 
-    def _caption(self):
-        steps = "" if self.steps_per_s is None else f", {rate_text(self.steps_per_s, 'steps')}"
-        lines = [
-            f"{self.seconds:.1f} s, {self.n_items:,} items{steps}"
-            + (", then the stream ended" if self.ended else "")
-        ]
-        lines += [
-            f"{x.name}: busy {share_text(x.busy)}, waiting {share_text(x.waiting)}, queue {x.queue:.2g} items"
-            for x in self.workers
-        ]
-        if (learner := self.learner) is not None:
-            lines.append(
-                f"learner {share_text(learner)}, collecting {share_text(1 - learner - self.other)}"
-            )
+        # Nobody waits for the last stage: it is the learner, or its reader does nothing.
+        waits = [""] * len(self.stages)
+        for i, x in enumerate(self.stages[:-1]):
+            if _is_measured(x):
+                waits[i] = f"awaited {share_text(x.awaited)}"
+        caption = tuple(self._caption())
+        return Drawing(labels, self.edges, marked, notes, tuple(waits), "slowest", caption)
+
+    def _caption(self) -> list:
+        "The lines below the drawing."
+        # The whole.
+        text = f"{self.seconds:.1f} s, {self.n_items:,} items"
+        if self.steps_per_s is not None:
+            text += f", {rate_text(self.steps_per_s, 'steps')}"
+        if self.ended:
+            text += ", then the stream ended"
+        lines = [text]
+
+        # Workers, and who else has the time.
+        for x in self.workers:
+            shares = f"busy {share_text(x.busy)}, waiting {share_text(x.waiting)}"
+            lines.append(f"{x.name}: {shares}, queue {x.queue:.2g} items")
+        if self.learner is not None:
+            collecting = 1 - self.learner - self.other
+            lines.append(f"learner {share_text(self.learner)}, collecting {share_text(collecting)}")
         if self.other:
             lines.append(f"records, checkpoints and pauses {share_text(self.other)}")
+
+        # How it ended, and what to do.
         if self.error is not None:
             lines.append(f"ended by {type(self.error).__name__}: {self.error}")
-        return lines + ([self.advice] if self.advice else [])
+        if self.advice:
+            lines.append(self.advice)
+        return lines
 
     def __repr__(self):
         return repr(self.drawing())
@@ -233,45 +257,45 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         "What `save` wrote."
-        kept = json.loads(read_file(path))
-        return cls(
-            **dict(
-                kept,
-                stages=[StageFigures(*x) for x in kept["stages"]],
-                workers=[WorkerFigures(*x) for x in kept["workers"]],
-            )
-        )
+        figures = json.loads(read_file(path))
+        figures["stages"] = [StageFigures(*x) for x in figures["stages"]]
+        figures["workers"] = [WorkerFigures(*x) for x in figures["workers"]]
+        return cls(**figures)
 
 
 LEARNER = "the learner"
 
 
-def _notes(x) -> list:
-    "The texts beside a stage."
-    if x.share != x.share:
-        return ["", "", ""]
-    share = share_text(x.share) + dict(workers=" of the workers", seam=" for the workers").get(
-        x.place, ""
-    )
-    own = x.share - sum(x.parts.values())
-    parts = (
-        [f"{name} {share_text(y)}" for name, y in [*x.parts.items(), ("rest", own)]]
-        if x.parts
-        else []
-    )
-    rates = (
-        [f"{rate_text(x.items_per_s, 'items')}, {bytes_text(x.bytes_per_s)}"]
-        if x.items_per_s
-        else [""]
-    )
-    return [share, *rates, ", ".join(parts)]
+def _is_measured(x) -> bool:
+    "Was the time of this stage measured? Otherwise its share is nan."
+    return x.share == x.share
 
-# %% ../../../nbs/pipes/31_profiling/01_report.ipynb #f3fdb65b
+
+def _notes(x) -> list:
+    "The texts beside a stage: its share, its rates, and its parts."
+    if not _is_measured(x):
+        return ["", "", ""]
+    of_whom = dict(workers=" of the workers", seam=" for the workers")
+    share = share_text(x.share) + of_whom.get(x.place, "")
+
+    rates = ""
+    if x.items_per_s:
+        rates = f"{rate_text(x.items_per_s, 'items')}, {bytes_text(x.bytes_per_s)}"
+
+    parts = [f"{name} {share_text(y)}" for name, y in x.parts.items()]
+    if parts:
+        rest = x.share - sum(x.parts.values())
+        parts.append(f"rest {share_text(rest)}")
+    return [share, rates, ", ".join(parts)]
+
+# %% ../../../nbs/pipes/31_profiling/01_report.ipynb #b0b4a4e7
 class Setting(NamedTuple):
     """How a graph was collected.
 
     Args:
         n_envs: environments that are stepped together; None: unknown
+        lanes: number of lanes
+        workers: number of workers; 0: the lanes ran in this process
         lag: of the workers
         cores: number of processor cores that this process may use
         engine: engine that runs the actor; None: there is no choice
@@ -289,21 +313,23 @@ class Setting(NamedTuple):
 
 def setting_of(graph: IterDataPipe, workers: int = 0, lag: int | None = 0) -> Setting:
     "The setting of a graph that runs with `workers` workers."
-    steppers = find(graph, EnvStepper)
-    lanes = find(graph, Lanes)
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    first = steppers[0] if steppers else None
-    seams = [i for i, pipe in enumerate(nodes(graph)) if isinstance(pipe, Lanes)]
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+
+    # The first stepper and the first lanes stand for all.
+    stepper = next(iter(find(graph, EnvStepper)), None)
+    pipes = nodes(graph)
+    seam = next((i for i, pipe in enumerate(pipes) if isinstance(pipe, Lanes)), None)
     return Setting(
-        getattr(first, "n_envs", None),
-        lanes[0].n if lanes else 1,
-        workers,
-        lag,
-        cores,
-        getattr(first, "engine", None),
-        seams[0] if seams else None,
+        n_envs=getattr(stepper, "n_envs", None),
+        lanes=1 if seam is None else pipes[seam].n,
+        workers=workers,
+        lag=lag,
+        cores=cores,
+        engine=getattr(stepper, "engine", None),
+        seam=seam,
     )
 
 # %% ../../../nbs/pipes/31_profiling/01_report.ipynb #571f16be
@@ -319,29 +345,37 @@ def advice_for(profile: Profile, setting: Setting) -> str:
         return _about_learner(profile, setting)
     if stage.place == "seam":
         return _about_handing_over(profile, stage)
+
+    # What takes the time.
     name = stage.label.partition("(")[0]
-    shares = {**stage.parts, "the rest": stage.share - sum(stage.parts.values())}
-    text = f"{name} takes {share_text(stage.share)} of the " + (
-        "workers' time" if stage.place == "workers" else "time"
-    )
+    whose = "workers' time" if stage.place == "workers" else "time"
+    text = f"{name} takes {share_text(stage.share)} of the {whose}"
     if stage.parts:
-        text += ": " + ", ".join(
-            f"{share_text(x / stage.share)} of it {part}" for part, x in shares.items()
-        )
+        rest = stage.share - sum(stage.parts.values())
+        shares = [*stage.parts.items(), ("the rest", rest)]
+        texts = [f"{share_text(x / stage.share)} of it {part}" for part, x in shares]
+        text += ": " + ", ".join(texts)
     text += ". " + _limit(stage, profile)
+
+    # What to try, which depends on the part that takes most of it.
     part = max(stage.parts, key=stage.parts.__getitem__, default=None)
-    tries = _for_actor(setting) if part == "actor" else []
+    changes = []
+    if part == "actor":
+        changes += _for_actor(setting)
     if part in ("environments", "actor"):
-        tries += _more_workers(profile, setting)
-    return text + (f" Try {' or '.join(tries)}." if tries else "") + _about_lag(profile, setting)
+        changes += _more_workers(profile, setting)
+    if changes:
+        text += f" Try {' or '.join(changes)}."
+    return text + _about_lag(profile, setting)
 
 
 def _limit(stage, profile) -> str:
     "A text that says how much faster the whole would be without this stage."
-    share = stage.share
     # Faster workers save at most the time in which this process waits for them.
+    share = stage.share
     if stage.place == "workers":
-        share = min(share, max((x.share for x in profile.stages if x.place == "seam"), default=0.0))
+        waiting = max((x.share for x in profile.stages if x.place == "seam"), default=0.0)
+        share = min(share, waiting)
     return f"Without it, the whole would be at most {_times(1 - share)} as fast."
 
 
@@ -352,12 +386,14 @@ def _times(share) -> str:
 
 def _for_actor(setting) -> list:
     "Suggestions that make calls of the actor cheaper."
-    tries = (
-        []
-        if setting.n_envs is None
-        else [f"more environments for each call of the actor than {setting.n_envs} (n_envs)"]
-    )
-    return tries + (["engine='onnxruntime'"] if setting.engine == "torch" else [])
+    changes = []
+    if setting.n_envs is not None:
+        changes.append(
+            f"more environments for each call of the actor than {setting.n_envs} (n_envs)"
+        )
+    if setting.engine == "torch":
+        changes.append("engine='onnxruntime'")
+    return changes
 
 
 def _more_workers(profile, setting) -> list:
@@ -366,51 +402,54 @@ def _more_workers(profile, setting) -> list:
     The transfer of an item takes up to a millisecond. So items that are collected in a few
     milliseconds are better collected here.
     """
-    busy = [x.busy for x in profile.workers]
-    seam = None if setting.seam is None else profile.stages[setting.seam]
-    if seam is None or seam.awaited < LONG * seam.items_per_s:
+    # Items are collected fast.
+    if setting.seam is None:
         return []
+    seam = profile.stages[setting.seam]
+    if seam.awaited < LONG * seam.items_per_s:
+        return []
+
+    # There are no free cores, or the workers wait.
     n = min(setting.cores, max(setting.lanes, setting.workers + 2))
-    if n <= max(1, setting.workers) or busy and min(busy) < 0.8:
+    least_busy = min((x.busy for x in profile.workers), default=1.0)
+    if n <= max(1, setting.workers) or least_busy < 0.8:
         return []
-    return [
-        f"{n} workers"
-        + (f" and {n} lanes" if setting.lanes < n else "")
-        + f", because this process may use {setting.cores} cores"
-    ]
+
+    lanes = f" and {n} lanes" if setting.lanes < n else ""
+    return [f"{n} workers{lanes}, because this process may use {setting.cores} cores"]
 
 
 def _about_learner(profile, setting) -> str:
     "The advice if the learner is the slowest stage: faster collecting helps little."
+    learning = profile.learner
     return (
-        f"The learner takes {share_text(profile.learner)} of the time, and collecting {share_text(1 - profile.learner)}. "
-        f"However fast collecting were, the whole would be at most {_times(profile.learner)} as fast."
-        + _about_lag(profile, setting)
-    )
+        f"The learner takes {share_text(learning)} of the time, and collecting "
+        f"{share_text(1 - learning)}. However fast collecting were, the whole would be at most "
+        f"{_times(learning)} as fast."
+    ) + _about_lag(profile, setting)
 
 
 def _about_handing_over(profile, seam) -> str:
-    """The advice if this process waits for its workers: requests and answers take the time in which
-    no worker collects.
+    """The advice if this process waits for its workers.
+
+    Requests and answers take the time in which no worker collects.
     """
     busy = max((x.busy for x in profile.workers), default=0.0)
     return (
-        f"This process waits {share_text(seam.share)} of the time for its workers, which collect for {share_text(busy)} of it. So "
-        "most of this is requests and answers. Try longer fragments (n_steps) or no workers."
+        f"This process waits {share_text(seam.share)} of the time for its workers, which collect "
+        f"for {share_text(busy)} of it. So most of this is requests and answers. Try longer "
+        "fragments (n_steps) or no workers."
     )
 
 
 def _about_lag(profile, setting) -> str:
     "The advice if workers and learner wait for each other: a lag lets both work at the same time."
+    learning = profile.learner
     waiting = min((x.waiting for x in profile.workers), default=0.0)
-    if (
-        setting.lag != 0
-        or waiting < 0.2
-        or profile.learner is None
-        or not 0.1 < profile.learner < 0.9
-    ):
+    if setting.lag != 0 or waiting < 0.2 or learning is None or not 0.1 < learning < 0.9:
         return ""
     return (
-        f" The workers wait {share_text(waiting)} of their time, and the learner waits {share_text(1 - profile.learner)}. With lag=1 "
-        "both work at the same time, and the data are one update older."
+        f" The workers wait {share_text(waiting)} of their time, and the learner waits "
+        f"{share_text(1 - learning)}. With lag=1 both work at the same time, and the data are one "
+        "update older."
     )

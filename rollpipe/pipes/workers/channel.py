@@ -8,7 +8,7 @@ __all__ = ['WeightPublisher', 'WeightSubscriber', 'WeightReceiver']
 # %% ../../../nbs/pipes/30_workers/03_channel.ipynb #0f57e8fe
 import threading
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,43 +56,55 @@ class _Block:
         self.specs = specs  # for each holder, `(dtype, shape)` of its tensors
         self.n_modes = n_modes  # for each holder, the number of its modules
         self.depth = depth
-        self.memory = SharedMemory(64 + depth * sum(map(aligned, self._sizes())))
+        # The number of the latest publication comes before the buffers.
+        self.memory = SharedMemory(64 + depth * self._buffer_size())
         self._map()
         for buffer in self.buffers:
             buffer.publication[0] = -1
 
     def _sizes(self) -> list:
         "The sizes of the parts of a buffer [bytes], in the order of `_Buffer`."
-        tensors = [dtype.itemsize * shape.numel() for specs in self.specs for dtype, shape in specs]
-        return [8, 8 * len(self.specs), *self.n_modes, *tensors]
+        of_tensors = [dtype.itemsize * shape.numel() for dtype, shape in chain(*self.specs)]
+        return [8, 8 * len(self.specs), *self.n_modes, *of_tensors]
+
+    def _buffer_size(self) -> int:
+        "The size of a buffer [bytes]."
+        return sum(map(aligned, self._sizes()))
 
     def available(self, publication, latest):
         "The number `publication`, or `latest` if the publication is None or was overwritten."
-        return latest if publication is None or latest - publication >= self.depth else publication
+        if publication is None or latest - publication >= self.depth:
+            return latest
+        return publication
 
     def _map(self):
         "Make views of the buffers, and of the number of the latest publication, in the memory."
-        view = self.memory.view()
+        self.latest = self.memory.view()[:8].view(np.int64)
+        self.buffers = [self._buffer(self.bytes_of(k)) for k in range(self.depth)]
+
+    def _buffer(self, memory) -> _Buffer:
+        "The buffer in this memory, which is a uint8 array."
+        # The parts of the buffer, in the order of `_Buffer`.
         sizes = self._sizes()
-        n = len(self.specs)
-        self.latest = view[:8].view(np.int64)
-        self.buffers = []
-        end = 64
-        for _ in range(self.depth):
-            *starts, end = accumulate(map(aligned, sizes), initial=end)
-            publication, versions, *rest = (view[a : a + size] for a, size in zip(starts, sizes))
-            parts = iter(rest[n:])
-            tensors = [
-                [torch.from_numpy(next(parts)).view(dtype).view(shape) for dtype, shape in specs]
-                for specs in self.specs
-            ]
-            self.buffers.append(
-                _Buffer(publication.view(np.int64), versions.view(np.int64), rest[:n], tensors)
-            )
+        starts = accumulate(map(aligned, sizes), initial=0)
+        parts = (memory[start : start + size] for start, size in zip(starts, sizes))
+
+        # Each part as an array of its dtype and shape.
+        publication = next(parts).view(np.int64)
+        versions = next(parts).view(np.int64)
+        modes = [next(parts) for _ in self.specs]
+        tensors = []
+        for specs in self.specs:
+            of_holder = []
+            for dtype, shape in specs:
+                x = torch.from_numpy(next(parts))
+                of_holder.append(x.view(dtype).view(shape))
+            tensors.append(of_holder)
+        return _Buffer(publication, versions, modes, tensors)
 
     def bytes_of(self, publication):
         "The memory of the buffer for this publication."
-        size = sum(map(aligned, self._sizes()))
+        size = self._buffer_size()
         start = 64 + publication % self.depth * size
         return self.memory.view()[start : start + size]
 
@@ -116,7 +128,7 @@ def _fence():
 
 # %% ../../../nbs/pipes/30_workers/03_channel.ipynb #29db80c8
 class _Holder:
-    "The published data of one holder. Names, dtypes and shapes of its tensors must not change."
+    "What is published of one holder. Names, dtypes and shapes of its tensors must not change."
 
     def __init__(self, holder):
         self.holder = holder
@@ -130,7 +142,9 @@ class _Holder:
         return VersionCounter(self.holder, self.modules).version()
 
     def modes(self) -> list:
-        return [m.training for module in self.modules for m in module.modules()]
+        "The training mode of each module, submodules included."
+        parts = chain.from_iterable(module.modules() for module in self.modules)
+        return [part.training for part in parts]
 
     def tensors(self, modes) -> list:
         """The current tensors.
@@ -140,12 +154,17 @@ class _Holder:
         """
         state = state_of(self.modules)
         name = type(self.holder).__name__
+
+        # A table, for example, has a version, but no module.
         if not self.n_modes and version_of(self.holder) != self.first_version:
             raise ActorError(
                 f"{name} was trained, but its weights cannot be sent to worker processes",
                 expected="a torch module in it",
             )
-        if (form := nested.Form(state)) != self.form or len(modes) != self.n_modes:
+
+        # The memory has room for this form only.
+        form = nested.Form(state)
+        if form != self.form or len(modes) != self.n_modes:
             raise ActorError(
                 f"{name} changed the form of its weights",
                 expected=_described(self.form),
@@ -159,10 +178,13 @@ class _Holder:
             known = self.attributes.get(key)
             if known is None or known.constant is value or known.comparable == comparable(value):
                 continue
+
+            # An attribute is reported once.
             del self.attributes[key]
             log.warning(
-                f"{attribute_name(*key)} of {type(self.holder).__name__} changed from {known.text} to {describe(value, 60)}, which "
-                "worker processes do not see: only parameters and buffers are sent to them (`register_buffer`)."
+                f"{attribute_name(*key)} of {type(self.holder).__name__} changed from {known.text} "
+                f"to {describe(value, 60)}, which worker processes do not see: only parameters and "
+                "buffers are sent to them (`register_buffer`)."
             )
 
 
@@ -174,9 +196,8 @@ class _Attribute:
     """
 
     def __init__(self, value):
-        self.constant = (
-            value if type(value) in (bool, int, float, complex, str, bytes) else _CHANGEABLE
-        )
+        unchangeable = type(value) in (bool, int, float, complex, str, bytes)
+        self.constant = value if unchangeable else _CHANGEABLE
         self.comparable = comparable(value)
         self.text = describe(value, 60)
 
@@ -185,19 +206,26 @@ _CHANGEABLE = object()  # is identical to no value, so the attribute is always c
 
 
 def _described(form):
-    return ", ".join(path.strip("[']") + f" {text}" for path, text in form.texts().items())
+    "The names, dtypes and shapes of a form, as text."
+    texts = form.texts()
+    return ", ".join(path.strip("[']") + " " + texts[path] for path in texts)
 
 # %% ../../../nbs/pipes/30_workers/03_channel.ipynb #9feaf44a
 class WeightPublisher:
-    """Publishes the weights of holders (objects with weights, such as actors) in shared memory,
-    from the process that trains.
+    """Publishes the weights of holders in shared memory, from the process that trains.
 
-    Raises `ActorError` if a tensor cannot be sent, if its shape or dtype has changed, or if the
-    version of a holder without a module has changed.
+    >>> actor = torch.nn.Linear(2, 1)
+    >>> publisher = WeightPublisher([actor])
+    >>> publisher.publish(), publisher.publish()  # nothing has changed
+    (0, 0)
 
     Args:
-        holders: actors, critics, and functions that use networks
+        holders: objects with weights: actors, critics, and functions that use networks
         depth: number of the newest publications that can be fetched
+
+    Raises:
+        ActorError: a tensor cannot be sent, its shape or dtype has changed, or a holder without a
+            module has been trained
     """
 
     def __init__(self, holders: Iterable, depth: int = 2):
@@ -214,33 +242,39 @@ class WeightPublisher:
 
         Returns the number of the publication with these weights.
         """
+        # What would be published.
         versions = [h.version() for h in self._holders]
         modes = [h.modes() for h in self._holders]
-        tensors = [h.tensors(mode) for h, mode in zip(self._holders, modes)]
+        tensors = [h.tensors(of_holder) for h, of_holder in zip(self._holders, modes)]
         for h in self._holders:
             h.warn_about_attributes()
-        buffers, depth = self.block.buffers, self.block.depth
-        if self.publication >= 0 and _is_equal(
-            buffers[self.publication % depth], versions, modes, tensors
-        ):
-            return self.publication
+        if self.publication >= 0:
+            latest = self.block.buffers[self.publication % self.block.depth]
+            if _is_equal(latest, versions, modes, tensors):
+                return self.publication
+
+        # The buffer has no number while it is written.
         publication = self.publication + 1
-        buffer = buffers[publication % depth]
+        buffer = self.block.buffers[publication % self.block.depth]
         buffer.publication[0] = -1
         _fence()
         buffer.versions[:] = versions
-        for shared, mode in zip(buffer.modes, modes):
-            shared[:] = mode
+        for shared, of_holder in zip(buffer.modes, modes):
+            shared[:] = of_holder
         with torch.no_grad():
-            for x, y in ((x, y) for pair in zip(buffer.tensors, tensors) for x, y in zip(*pair)):
+            for x, y in zip(chain(*buffer.tensors), chain(*tensors)):
                 x.copy_(y)
         _fence()
+
+        # Only a snapshot of one moment is published.
         if [h.version() for h in self._holders] != versions:
             raise ActorError(
                 "another thread changed the weights while they were published",
                 expected="a learner in the thread that collects",
             )
-        buffer.publication[0] = self.block.latest[0] = self.publication = publication
+        buffer.publication[0] = publication
+        self.block.latest[0] = publication
+        self.publication = publication
         return publication
 
     def subscriber(self, indices: Iterable[int]) -> "WeightSubscriber":
@@ -251,8 +285,9 @@ class WeightPublisher:
         return WeightSubscriber(self.block, list(indices))
 
     def packed(self, publication: int | None = None) -> tuple:
-        """`(number, bytes)` for a `WeightReceiver`: a copy of `publication`, or of the latest one
-        if it is None or was overwritten.
+        """`(number, bytes)` for a `WeightReceiver`: a copy of a publication.
+
+        It is the latest one if `publication` is None or was overwritten.
         """
         number = self.block.available(publication, self.publication)
         return number, self.block.bytes_of(number).copy()
@@ -270,20 +305,22 @@ class WeightPublisher:
 
 
 def _is_equal(buffer, versions, modes, tensors) -> bool:
-    same = lambda x, y: torch.equal(x, y.detach().to("cpu"))
-    return (
-        buffer.versions.tolist() == versions
-        and all(x.tolist() == y for x, y in zip(buffer.modes, modes))
-        and all(
-            same(x, y)
-            for shared, mine in zip(buffer.tensors, tensors)
-            for x, y in zip(shared, mine)
-        )
-    )
+    "Does the buffer hold these versions, modes and tensors?"
+    if buffer.versions.tolist() != versions:
+        return False
+    if [x.tolist() for x in buffer.modes] != modes:
+        return False
+    pairs = zip(chain(*buffer.tensors), chain(*tensors))
+    return all(torch.equal(x, y.detach().to("cpu")) for x, y in pairs)
 
 # %% ../../../nbs/pipes/30_workers/03_channel.ipynb #0446516b
 class WeightSubscriber:
-    "Fetches publications, and writes them into the copies of the holders in another process."
+    """Fetches publications, and writes them into the copies of the holders in another process.
+
+    Args:
+        block: the publisher's memory
+        indices: index of the holder of each copy
+    """
 
     def __init__(self, block: Any, indices: Sequence[int]):
         self.block = block
@@ -295,12 +332,13 @@ class WeightSubscriber:
 
         Copies in shared memory are moved to private memory.
         """
-        self.copies = list(
-            {id(copy): (index, copy) for index, copy in zip(self.indices, copies)}.values()
-        )
+        # Several holders may have the same copy. `copies` has each of them once, with the index of
+        # its holder.
+        by_id = {id(copy): (index, copy) for index, copy in zip(self.indices, copies)}
+        self.copies = list(by_id.values())
         self.modules = [modules_in(copy) for _, copy in self.copies]
         self.tensors = [nested.leaves(state_of(modules)) for modules in self.modules]
-        for x in (x for tensors in self.tensors for x in tensors):
+        for x in chain(*self.tensors):
             if x.is_shared():
                 x.data = x.data.clone()
 
@@ -311,15 +349,16 @@ class WeightSubscriber:
 
         Returns the number of the fetched publication.
         """
+        # Copy until no publisher wrote into the buffer meanwhile.
         block = self.block
         while True:
             latest = int(block.latest[0])
-            wanted = block.available(publication, latest)
-            if wanted == self.publication:
-                return wanted
-            buffer = block.buffers[wanted % block.depth]
+            number = block.available(publication, latest)
+            if number == self.publication:
+                return number
+            buffer = block.buffers[number % block.depth]
             self.publication = -1
-            if buffer.publication[0] != wanted:
+            if buffer.publication[0] != number:
                 continue
             _fence()
             versions = buffer.versions.tolist()
@@ -328,21 +367,28 @@ class WeightSubscriber:
                 for x, y in zip(tensors, buffer.tensors[index]):
                     x.copy_(y)
             _fence()
-            if buffer.publication[0] == wanted:
+            if buffer.publication[0] == number:
                 break
+
+        # The modes are in the order of `_Holder.modes`.
         for (index, copy), modules in zip(self.copies, self.modules):
             bump_version(copy, to=versions[index])
-            parts = (m for module in modules for m in module.modules())
-            for m, training in zip(parts, modes[index]):
-                m.training = bool(training)
-        self.publication = wanted
-        return wanted
+            parts = chain.from_iterable(module.modules() for module in modules)
+            for part, training in zip(parts, modes[index]):
+                part.training = bool(training)
+        self.publication = number
+        return number
 
 # %% ../../../nbs/pipes/30_workers/03_channel.ipynb #0446516c
 class WeightReceiver(WeightSubscriber):
     """A subscriber in a process without shared memory: publications arrive as bytes.
 
     It is pickled before it is used.
+
+    Args:
+        specs: for each holder of the publisher, `(dtype, shape)` of its tensors
+        n_modes: for each holder of the publisher, the number of its modules
+        indices: index of the holder of each copy
     """
 
     def __init__(self, specs: Sequence, n_modes: Sequence, indices: Sequence[int]):

@@ -6,11 +6,12 @@
 __all__ = ['publisher_for', 'Listener', 'ItemRecord', 'Coordinator', 'group_size', 'may_share_slots', 'WorkerLanes',
            'check_option', 'check_service', 'WorkerReading']
 
-# %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #a45267a9
+# %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #b77be3d9
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..batches import FragmentStacker
@@ -54,11 +55,12 @@ def publisher_for(graphs: dict, depth: int) -> tuple:
         tuple: `(publisher, indices)`; `indices[lane]` are the indices of the lane's holders in the
             publisher
     """
+    # Holders are told apart by identity.
     holders = {id(x): x for x in holders_in(graphs.values())}
     index_of = {key: index for index, key in enumerate(holders)}
-    indices = {
-        lane: [index_of[id(x)] for x in holders_in([graph])] for lane, graph in graphs.items()
-    }
+    indices = {}
+    for lane, graph in graphs.items():
+        indices[lane] = [index_of[id(x)] for x in holders_in([graph])]
     return WeightPublisher(holders.values(), depth), indices
 
 # %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #f42def43
@@ -66,9 +68,12 @@ class Listener:
     """Receives the messages of the members, and passes replies to the schedule.
 
     Args:
+        schedule: gets the replies
         pool: the memory for items, such as a `SlotPool`
+        members: the members whose messages are received
+        supervision: watches the members
         options: reading service with the options, such as `ProcessReading`
-        states: lane -> its newest state, as far as the members tell it
+        states: lane -> its newest state, as far as replies have states
     """
 
     def __init__(
@@ -97,22 +102,32 @@ class Listener:
         """
         members = self.members
         supervision = self.supervision
-        spin = self.options.spin
-        wait = max(0.0, min(0.5, supervision.time_left(members.busy())))
-        awake = min(wait, spin) if spin and members.has_idle_core() else 0
-        ready = (members.spin(awake) if awake else []) or members.wait(wait - awake)
-        completing = [self._hear(member, on_death) for member in ready]
+
+        # Wait for messages, at first without sleeping if the options say so.
+        timeout = max(0.0, min(0.5, supervision.time_left(members.busy())))
+        spin = 0.0
+        if self.options.spin and members.has_idle_core():
+            spin = min(timeout, self.options.spin)
+        ready = members.spin(spin) if spin else []
+        if not ready:
+            ready = members.wait(timeout - spin)
+
+        # If the next item is being put together, be awake and warm when it arrives.
+        completing = [self._receive(member, on_death) for member in ready]
         if any(completing) and self.schedule.next_done() is None and members.has_idle_core():
             for member in members.spin(0.001, self.pool.warm_up):
-                self._hear(member, on_death)
-        if (due := supervision.is_due()) or not ready:
+                self._receive(member, on_death)
+
+        # Look for members that are silent or dead.
+        is_due = supervision.is_due()
+        if is_due or not ready:
             supervision.check_silence(members.busy())
-        if due:
+        if is_due:
             for member in members.busy():
                 if not member.process.is_alive():
-                    self._hear(member, on_death)
+                    self._receive(member, on_death)
 
-    def _hear(self, member, on_death) -> bool:
+    def _receive(self, member, on_death) -> bool:
         """Process the next message of a member, if it has arrived.
 
         Returns True for the message that an item is being put together.
@@ -122,21 +137,21 @@ class Listener:
         except WorkerDied as e:
             on_death(member, e)
             return False
-        # a part of a message counts as a sign of life
-        member.heard = time.monotonic()
+
+        # A part of a message counts as a sign of life.
+        member.last_message = time.monotonic()
         member.patience = self.options.silence
         if message is None:
             return True  # `COMPLETING`
         if message is NOTHING:
             return False
+
+        # The reply to the member's oldest request.
         request, reply, item_format = member.take_reply(message)
         if reply.state is not None:
             self.states[request.lane] = reply.state
-        self.schedule.answer(
-            request,
-            (reply, item_format, self.supervision.starts[request.lane]),
-            ended=reply.publication is None,
-        )
+        answer = (reply, item_format, self.supervision.starts[request.lane])
+        self.schedule.answer(request, answer, ended=reply.publication is None)
         if not request.ended:
             self.pool.propose_layout(reply.unplaced)
         member.send_queued(self.pool.states)
@@ -147,6 +162,8 @@ class ItemRecord(NamedTuple):
     """The times at which an item was collected and handed over, in seconds of `time.monotonic`.
 
     Args:
+        lane: number of the lane that collected it
+        worker: number of the worker that has the lane
         publication: number of the weights with which it was collected
         begin: [s] begin of its collection
         end: [s] end of its collection
@@ -176,85 +193,113 @@ class Coordinator:
         self.service = service
         self.state = seam.beginning()
         self.supervision = Supervision(service)
+
+        # The lanes, each with its graph and its states of the global generators.
         lanes = seam.own_lanes()
         opened = {lane: seam.open_lane(lane, self.state) for lane in lanes}
         graphs = {lane: graph for lane, (graph, _) in opened.items()}
-        self.unknown = [why for graph in graphs.values() for why in unknown_states(graph)]
-        self.tells = (
-            service.restart > 0 and not self.unknown
-        )  # so restarted lanes go on where they were
-        self.crew = crew = service.crew(seam)
-        self.pool, self.members = crew.pool, crew.members
+
+        # If each reply has the state of its lane, restarted lanes continue where they were.
+        # `stateless` says why lanes have no state.
+        self.stateless = list(chain.from_iterable(map(unknown_states, graphs.values())))
+        self.with_states = service.restart > 0 and not self.stateless
+
+        crew = service.crew(seam)
+        self.crew = crew
+        self.pool = crew.pool
+        self.members = crew.members
+        crew.check(graphs.values())
+
+        # In a worker, lanes that have ended would begin again.
+        pending = self.state["pending"]
         self.schedule = LaneSchedule(
             len(lanes), seam.group_size, service.lag, service.order, crew.max_pending
         )
-        self.schedule.resume(self.state["turn"], self.state["n"], self.state["pending"])
-        self.over = {
-            lane for lane, item in self.state["pending"] if item is None
-        }  # in a worker these lanes would begin anew
-        crew.check(graphs.values())
-        self.publisher, self.holder_indices = publisher_for(
-            graphs, depth=4 if self.schedule.latest_weights else service.lag + 1
-        )
+        self.schedule.resume(self.state["turn"], self.state["n"], pending)
+        self.ended = {lane for lane, item in pending if item is None}
+
         self.listener = Listener(
             self.schedule, self.pool, self.members, self.supervision, service, self.state["lanes"]
         )
+
+        depth = 4 if self.schedule.latest_weights else service.lag + 1
+        self.publisher, self.holder_indices = publisher_for(graphs, depth)
         self.publisher.publish()
+
+        # Worker k of n has the lanes k, k + n and so on.
         try:
-            n = min(service.num_workers, len(lanes))
-            for k in range(n):
-                self.start_member(k, {lane: both for lane, both in opened.items() if lane % n == k})
+            n_workers = min(service.num_workers, len(lanes))
+            for k in range(n_workers):
+                of_worker = {lane: opened[lane] for lane in lanes if lane % n_workers == k}
+                self.start_member(k, of_worker)
         except BaseException:
             self.close()
             raise
 
     def start_member(self, index: int, opened: dict) -> Member:
         "Start worker `index` with its lanes: number -> what `Lanes.open_lane` returned."
-        holders = [i for lane in opened for i in self.holder_indices[lane]]
-        graphs, states = ({lane: both[k] for lane, both in opened.items()} for k in range(2))
-        self.members.add(
-            member := self.crew.start(index, graphs, states, self.publisher, holders, self.tells)
-        )
+        holders = list(chain.from_iterable(self.holder_indices[lane] for lane in opened))
+        graphs = {lane: graph for lane, (graph, _) in opened.items()}
+        states = {lane: states for lane, (_, states) in opened.items()}
+        member = self.crew.start(index, graphs, states, self.publisher, holders, self.with_states)
+        self.members.add(member)
         return member
 
     def items(self) -> Iterator:
         "The items of all lanes, until the last lane has ended."
-        schedule, pool = self.schedule, self.pool
+        schedule = self.schedule
+        pool = self.pool
         while not schedule.finished:
             if schedule.group_begins:
                 schedule.publication = self.publisher.publish()
+
+            # Make as many requests as schedule and memory allow.
             while schedule.has_room() and pool.has_room():
                 self._send(schedule.request(pool.take()))
-            while (request := schedule.next_done()) is None:
+
+            # Wait until the next item is there.
+            request = schedule.next_done()
+            while request is None:
                 self.listener.listen(self._restart)
+                request = schedule.next_done()
             schedule.hand_out(request)
-            if request.destination is not None and request.ended:
-                pool.give_back(request.destination[0])
-            elif not request.ended:
-                yield (
-                    restore(*request.answer) if request.destination is None else self._read(request)
-                )
+
+            # An item without a destination comes from the state of an earlier iteration.
+            if request.destination is None:
+                if not request.ended:
+                    yield restore(*request.answer)
+            elif request.ended:
+                slot, _ = request.destination
+                pool.give_back(slot)
+            else:
+                yield self._read(request)
 
     def _send(self, request):
-        if request.lane in self.over:
-            return self.schedule.answer(request, (), ended=True)
+        "Send the request to the member that has its lane."
+        if request.lane in self.ended:
+            self.schedule.answer(request, (), ended=True)
+            return
         member = self.members[request.lane % len(self.members)]
         member.queued.append(request)
         member.send_queued(self.pool.states)
 
     def _read(self, request):
         "The item of an answered request."
-        (slot, position), (reply, item_format, restarts) = request.destination, request.answer
+        slot, position = request.destination
+        reply, item_format, restarts = request.answer
         item = self.pool.read(slot, position, item_format)
-        now = time.monotonic()
+        received = time.monotonic()
+
+        # When it was made, and by whom.
+        worker = request.lane % len(self.members)
         self.service.records.append(
             ItemRecord(
                 request.lane,
-                request.lane % len(self.members),
+                worker,
                 reply.publication,
                 reply.begin,
                 reply.end,
-                now,
+                received,
                 reply.copied_bytes,
             )
         )
@@ -265,35 +310,44 @@ class Coordinator:
 
         Raises the error if no restart is allowed.
         """
+        # The lanes continue where they were if the newest state of each of them is known.
         states = [self.state["lanes"][lane] for lane in member.lanes]
-        goes_on = self.tells and not any(isinstance(state, EnvError) for state in states)
-        self.supervision.allow_restart(member, error, goes_on)
+        continues = self.with_states and not any(isinstance(state, EnvError) for state in states)
+        self.supervision.allow_restart(member, error, continues)
+
         self.members.disconnect(member)
         member.process.close()
         starts = self.supervision.starts
-        new = self.start_member(
-            member.index,
-            {lane: self.seam.open_lane(lane, self.state, starts[lane]) for lane in member.lanes},
-        )
+        opened = {
+            lane: self.seam.open_lane(lane, self.state, starts[lane]) for lane in member.lanes
+        }
+        new = self.start_member(member.index, opened)
+
+        # The requests that were not answered are made again.
         new.queued.extend([*member.sent, *member.queued])
         new.send_queued(self.pool.states)
 
     def get_state(self) -> dict:
         """See `Lanes.beginning`.
 
-        Raises `CheckpointError` if the lanes cannot tell their states, and `EnvError` of an
-        environment.
+        Raises:
+            CheckpointError: the lanes cannot tell their states
+            EnvError: an environment cannot tell its state
         """
-        if self.unknown:
+        if self.stateless:
             raise CheckpointError(
-                "the lanes cannot tell their states", pipe=self.seam, got=self.unknown[0]
+                "the lanes cannot tell their states", pipe=self.seam, got=self.stateless[0]
             )
+
+        # The items that were collected and not handed out.
         self.settle()
-        pending = [
-            (request.lane, None if request.ended else self._captured(request))
-            for request in self.schedule.pending
-        ]
-        if not self.tells:
+        pending = []
+        for request in self.schedule.pending:
+            item = None if request.ended else self._captured(request)
+            pending.append((request.lane, item))
+
+        # The states of the lanes after these items.
+        if not self.with_states:
             self._ask_states()
         lanes = dict(self.state["lanes"])
         for state in lanes.values():
@@ -308,17 +362,22 @@ class Coordinator:
         )
 
     def _captured(self, request):
+        "The item of an answered request, as plain data."
         if request.destination is None:
             return request.answer[0]
-        (slot, position), (_, item_format, _) = request.destination, request.answer
+        slot, position = request.destination
+        _, item_format, _ = request.answer
         return capture(self.pool.copy(slot, position, item_format))
 
     def _ask_states(self):
+        "Ask all members for the states of their lanes, when all requests are answered."
         for member in self.members:
             for lane in member.lanes:
                 member.ask_state(lane)
-                while (message := member.process.take()) in (None, NOTHING):
+                message = member.process.take()
+                while message in (None, NOTHING):
                     self.members.wait(0.5)
+                    message = member.process.take()
                 (self.state["lanes"][lane],) = message
 
     def settle(self) -> None:
@@ -338,41 +397,46 @@ class Coordinator:
 
 # %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #a8508afe
 def group_size(sink: IterDataPipe, seam: IterDataPipe) -> int:
-    """The number of items of `seam` that `sink` reads for each item that it yields; 1 if this is
-    unknown, 0 if it does not read `seam`.
+    """The number of items of `seam` that `sink` reads for each item that it yields.
+
+    It is 1 if this is unknown, and 0 if `sink` does not read `seam`.
     """
-    if not any(pipe is seam for pipe in nodes(sink)):
+    if not _reads(sink, seam):
         return 0
     return max(1, _items_read(sink, seam))
 
 
+def _reads(pipe, seam) -> bool:
+    "Does `pipe` read the items of `seam`, or is it `seam` itself?"
+    return any(node is seam for node in nodes(pipe))
+
+
 def _items_read(pipe, seam) -> int:
-    """As `group_size`, but 0 if the number is unknown, because a pipe in between drops or adds
-    items.
+    """As `group_size`, but 0 if the number is unknown.
+
+    It is unknown if a pipe in between drops or adds items.
     """
     if pipe is seam:
         return 1
-    n = min(
-        _items_read(source, seam)
-        for source in inputs(pipe)
-        if any(p is seam for p in nodes(source))
-    )
+    sources = [source for source in inputs(pipe) if _reads(source, seam)]
+    n = min(_items_read(source, seam) for source in sources)
     return n * (trait(pipe, "reads") or 0)
 
 # %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #6f28b469
 def may_share_slots(sink: IterDataPipe, seam: IterDataPipe) -> bool:
     "May the items of `seam` share slots, side by side, as `FragmentStacker` joins them?"
+    # The pipes between `seam` and the first join. Those below it do not matter.
     before_join = []
     pipe = sink
     while pipe is not seam:
-        above = [source for source in inputs(pipe) if any(p is seam for p in nodes(source))]
-        if len(above) != 1:
+        sources = [source for source in inputs(pipe) if _reads(source, seam)]
+        if len(sources) != 1:
             return False
         if isinstance(pipe, FragmentStacker):
-            before_join = []  # pipes below the first join do not matter
+            before_join = []
         else:
             before_join.append(pipe)
-        pipe = above[0]
+        pipe = sources[0]
     return all(
         trait(pipe, "any_strides") and not trait(pipe, "keeps_items") for pipe in before_join
     )
@@ -393,12 +457,14 @@ class WorkerLanes(Lanes):
         self, lanes: Lanes, service: Any, group_size: int, share_slots: bool, seeded: bool
     ):
         super().__init__(lanes.pipe, lanes.n, lanes.seed)
-        self.divisions, self.restored = lanes.divisions, lanes.restored
+        self.divisions = lanes.divisions
+        self.restored = lanes.restored
         self.service = service
         self.group_size = group_size
         self.share_slots = share_slots
         self.seeded = seeded
         self.coordinator = None
+
         # Without `set_seed`, torchdata draws no seed for this pipe. The graph without reading
         # service draws none here either.
         if not seeded:
@@ -406,23 +472,26 @@ class WorkerLanes(Lanes):
 
     def __repr__(self):
         service = self.service
-        return f"WorkerLanes(n={self.n}, num_workers={service.num_workers}, lag={service.lag}, order={service.order!r})"
+        workers = f"num_workers={service.num_workers}, lag={service.lag}, order={service.order!r}"
+        return f"WorkerLanes(n={self.n}, {workers})"
 
     def copy(self, lane: int, root: int, again: int = 0) -> IterDataPipe:
-        "As `Lanes.copy`."
-        return super().copy(lane, root, again) if self.seeded or again else copy_graph(self.pipe)
+        "As `Lanes.copy`, but a single lane that keeps its seeds is a plain copy."
+        if self.seeded or again:
+            return super().copy(lane, root, again)
+        return copy_graph(self.pipe)
 
     def global_random_states(self, lane: int, root: int, again: int = 0) -> GlobalRandomStates:
-        """As `Lanes.global_random_states`, but a single lane that keeps its seeds continues from
-        the states of this process.
-        """
-        return (
-            super().global_random_states(lane, root, again)
-            if self.seeded or again
-            else GlobalRandomStates()
-        )
+        """As `Lanes.global_random_states`.
 
-    def _items(self) -> Iterator:  # pyright: ignore[reportIncompatibleMethodOverride]  no destination: fragments are in slots
+        But a single lane that keeps its seeds continues from the states of this process.
+        """
+        if self.seeded or again:
+            return super().global_random_states(lane, root, again)
+        return GlobalRandomStates()
+
+    # There is no destination, because fragments are in slots.
+    def _items(self) -> Iterator:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.close()
         refuse_reading_ahead(self, self.held_above())
         if not self.is_whole():
@@ -432,7 +501,11 @@ class WorkerLanes(Lanes):
                 expected="`Lanes` of its own for each process",
                 got=f"lanes {list(self.own_lanes())} of {self.n}",
             )
-        coordinator = self.coordinator = Coordinator(self, self.service)
+        coordinator = Coordinator(self, self.service)
+        self.coordinator = coordinator
+
+        # An iteration that is left early has not failed. The workers of a failed one are ended
+        # without waiting.
         failed = True
         try:
             yield from coordinator.items()
@@ -441,11 +514,10 @@ class WorkerLanes(Lanes):
             failed = False
             raise
         finally:
-            errors = (
-                self.close()
-                if self.coordinator is coordinator and not failed
-                else coordinator.close(failed)
-            )
+            if self.coordinator is coordinator and not failed:
+                errors = self.close()
+            else:
+                errors = coordinator.close(failed)
             if errors and not failed:
                 raise errors[0]
 
@@ -453,6 +525,7 @@ class WorkerLanes(Lanes):
         "See `Pipe`."
         if self.service.lag is None or self.service.order == "ready":
             return "its stream depends on the speed of its workers"
+        return None
 
     def get_state(self, chunks: Any = None) -> dict | None:
         "See `Lanes`."
@@ -460,13 +533,19 @@ class WorkerLanes(Lanes):
 
     def close(self) -> list:
         "End the workers if they run. Returns the errors that they sent at the end."
-        coordinator, self.coordinator = self.coordinator, None
+        coordinator = self.coordinator
+        self.coordinator = None
         return [] if coordinator is None else coordinator.close(failed=False)
 
 # %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #5cb9e5bf
 def check_option(service: Any, name: str, is_allowed: bool, expected: str) -> None:
-    """Raise `DataError` with the text `expected`, unless the value of the option `name` of this
-    reading service is allowed.
+    """Raise `DataError` unless the value of an option is allowed.
+
+    Args:
+        service: reading service
+        name: name of the option
+        is_allowed: is the value allowed?
+        expected: the allowed values, for the error
     """
     if is_allowed:
         return
@@ -480,32 +559,40 @@ def check_option(service: Any, name: str, is_allowed: bool, expected: str) -> No
 
 
 def check_service(service: Any) -> None:
-    """Raise `DataError` for the first option that is out of range, among those that all reading
-    services have.
+    """Check the options that all reading services with workers have.
+
+    Raises:
+        DataError: an option, which the error names, is out of range
     """
-    for name, least in (("num_workers", 0), ("lag", 0), ("worker_threads", 1), ("restart", 0)):
+    # Integers, with their minima.
+    minima = dict(num_workers=0, lag=0, worker_threads=1, restart=0)
+    for name, minimum in minima.items():
         if name == "lag" and service.lag is None:
             continue
-        check_integer(name, getattr(service, name), least, pipe=type(service), leaf=name)
-    check_option(
-        service, "order", service.order in ("canonical", "ready"), "'canonical' or 'ready'"
-    )
-    is_number = lambda x: isinstance(x, (int, float))
-    check_option(
-        service, "silence", is_number(service.silence) and service.silence > 0, "seconds > 0"
-    )
-    check_option(
-        service, "on_silence", service.on_silence in ("warn", "raise"), "'warn' or 'raise'"
-    )
-    check_option(service, "grace", is_number(service.grace) and service.grace >= 0, "seconds >= 0")
+        check_integer(name, getattr(service, name), minimum, pipe=type(service), leaf=name)
+
+    # Choices.
+    known_order = service.order in ("canonical", "ready")
+    check_option(service, "order", known_order, "'canonical' or 'ready'")
+    known_action = service.on_silence in ("warn", "raise")
+    check_option(service, "on_silence", known_action, "'warn' or 'raise'")
+
+    # Times.
+    is_positive = isinstance(service.silence, (int, float)) and service.silence > 0
+    check_option(service, "silence", is_positive, "seconds > 0")
+    is_time = isinstance(service.grace, (int, float)) and service.grace >= 0
+    check_option(service, "grace", is_time, "seconds >= 0")
 
 # %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #5d0f2107
 def _with_lanes(pipe, n) -> tuple:
-    """`(graph, seeded)`: the graph with `Lanes`, which are inserted below its fragments if it has
-    none. See `WorkerLanes` for `seeded`.
+    """`(graph, seeded)`: the graph with `Lanes`. See `WorkerLanes` for `seeded`.
+
+    If it has none, `n` of them are inserted below its fragments.
     """
     if find(pipe, Lanes):
         return pipe, True
+
+    # There is something to copy, and at most one state to continue from.
     fragments = find(pipe, lambda p: isinstance(p, (FragmentCollector, EpisodeCollector)))
     if not fragments:
         raise GraphError(
@@ -513,32 +600,38 @@ def _with_lanes(pipe, n) -> tuple:
             pipe=pipe,
             expected="`Lanes`, or a `FragmentCollector`",
         )
-    if n > 1 and (found := find(pipe, lambda p: getattr(p, "restored", None) is not None)):
+    restored = find(pipe, lambda p: getattr(p, "restored", None) is not None)
+    if restored and n > 1:
         raise CheckpointError(
             "one state cannot be that of several lanes",
-            pipe=found[0],
+            pipe=restored[0],
             got=f"num_workers={n}",
             expected="`Lanes`, as when it was kept, or one worker",
         )
-    return insert_after(pipe, lambda p: p is fragments[-1], lambda p: Lanes(p, n)), n > 1
+    graph = insert_after(pipe, lambda p: p is fragments[-1], lambda p: Lanes(p, n))
+    return graph, n > 1
 
 # %% ../../../nbs/pipes/30_workers/09_coordinator.ipynb #682ff143
 def _check_taps(seam):
-    """Raise `GraphError` for the first tap above `seam`, because its function would run in a
-    worker, unseen by this process.
+    """Raise `GraphError` for the first tap above `seam`.
+
+    Its function would run in a worker, unseen by this process.
     """
-    for tap in find(seam.pipe, lambda p: isinstance(p, (EpisodeStats, Tap, Throughput))):
+    taps = find(seam.pipe, lambda p: isinstance(p, (EpisodeStats, Tap, Throughput)))
+    if taps:
         raise GraphError(
-            "in a worker process a tap calls a copy of its function, and what that is told stays there",
-            pipe=tap,
+            "in a worker process a tap calls a copy of its function, and what that is told stays "
+            "there",
+            pipe=taps[0],
             expected="taps below `Lanes`, or below the last collector if there are no `Lanes`",
             got=f"one above {seam!r}",
         )
 
 
 def _check_instances(seam, service):
-    """Raise `EnvError` for the first environment instance of the user above `seam`, because a
-    worker would step a copy of it.
+    """Raise `EnvError` for the first environment instance of the user above `seam`.
+
+    A worker would step a copy of it.
     """
     for stepper in find(seam.pipe, Acting):
         stepper.refuse_copies("each worker", f"num_workers={service.num_workers}", pipe=service)
@@ -570,60 +663,68 @@ class WorkerReading:
 
     def initialize(self, pipe: IterDataPipe) -> IterDataPipe:
         "Return the graph with `WorkerLanes`. `DataLoader2` calls this."
-        self.end, self.seeds = pipe, None
+        self.end = pipe
+        self.seeds = None
         if self.num_workers == 0:
             return pipe
+
+        # All `Lanes` become `WorkerLanes`, one after the other. They are looked up again each time,
+        # because each edit copies the graph.
         pipe, seeded = _with_lanes(pipe, self.num_workers)
         for k in range(len(find(pipe, Lanes))):
-            seam = find(pipe, Lanes)[k]  # looked up again, because each edit copies the graph
+            seam = find(pipe, Lanes)[k]
             _check_taps(seam)
             _check_instances(seam, self)
-            make = partial(
+            worker_lanes = partial(
                 WorkerLanes,
                 service=self,
                 group_size=group_size(pipe, seam),
                 share_slots=may_share_slots(pipe, seam),
                 seeded=seeded,
             )
-            pipe = replace(pipe, lambda p, seam=seam: p is seam, make)
+            pipe = replace(pipe, lambda p, seam=seam: p is seam, worker_lanes)
         self.end = pipe
         self.seams = find(pipe, WorkerLanes)
         return pipe
 
     def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Any = None) -> None:
-        """Seed the graph, but for pipes of torch that have a seed already, such as that of the
-        recipe. `DataLoader2` calls this.
+        """Seed the graph. `DataLoader2` calls this.
+
+        Pipes of torch that have a seed already, such as that of the recipe, keep it.
         """
         if self.seeds is None:
-            self.seeds = [
-                (p, p._seed) for p in nodes(self.end) if getattr(p, "_seed", None) is not None
-            ]
+            seeds = [(pipe, getattr(pipe, "_seed", None)) for pipe in nodes(self.end)]
+            self.seeds = [(pipe, seed) for pipe, seed in seeds if seed is not None]
         torchdata.set_graph_random_seed(self.end, seed_generator)
         for pipe, seed in self.seeds:
             pipe.set_seed(seed)
 
     def finalize_iteration(self) -> None:
-        """Do nothing, because an iteration itself ends its workers, when it is complete or left
-        early.
+        """Do nothing.
+
+        An iteration itself ends its workers, when it is complete or left early.
         """
 
     def finalize(self) -> None:
         "End the workers. `DataLoader2.shutdown` calls this."
-        errors = [error for seam in self.seams for error in seam.close()]
+        errors = list(chain.from_iterable([seam.close() for seam in self.seams]))
         if errors:
             raise errors[0]
 
     def health(self) -> list:
-        """A dict for each running worker: `worker, pid, alive, lanes, requests, silent` [s], and
-        `restarted`, the restarts of all workers.
+        """A dict for each running worker: see `Members.health`.
+
+        `restarted` is the number of restarts of all workers.
         """
-        return [
-            dict(state, restarted=coordinator.supervision.restarts)
-            for coordinator in self._coordinators()
-            for state in coordinator.members.health()
-        ]
+        workers = []
+        for coordinator in self._coordinators():
+            restarts = coordinator.supervision.restarts
+            for worker in coordinator.members.health():
+                workers.append(dict(worker, restarted=restarts))
+        return workers
 
     def _coordinators(self) -> list:
+        "The coordinators of the iterations that run."
         return [seam.coordinator for seam in self.seams if seam.coordinator]
 
     def _pause(self, pause_fn=None):

@@ -37,7 +37,7 @@ from .schedule import Request, pending_limit
 from .slots import SlotPool, format_of, slots_spanned
 
 # %% ../../../nbs/pipes/30_workers/08_crew.ipynb #5d0f1e06
-# greatest number of unanswered requests sent to a worker; a connection has room for this many
+# Maximum number of unanswered requests sent to a worker. A connection has room for this many.
 MAX_UNANSWERED = 32
 
 
@@ -45,6 +45,7 @@ class Member:
     """A worker process, and what the coordinator knows about it.
 
     Args:
+        index: number of the worker
         process: a `WorkerProcess`, or an object with its methods
         lanes: numbers of its lanes
         patience: time for which it may be silent [s]
@@ -54,36 +55,30 @@ class Member:
         self.index = index
         self.process = process
         self.lanes = list(lanes)
-        # requests not sent yet; requests sent but not answered
-        self.queued = deque()
-        self.sent = deque()
-        # last layout sent to it; number -> format received from it
-        self.layout = None
-        self.formats = {}
-        # time of its last message; time for which it may be silent [s]
-        self.heard = time.monotonic()
+        self.queued = deque()  # requests not sent yet
+        self.sent = deque()  # requests sent but not answered
+        self.layout = None  # the last one that was sent to it
+        self.formats = {}  # number -> format received from it
+        self.last_message = time.monotonic()  # its time [s]
         self.patience = patience
 
     def send_queued(self, slot_states: list) -> None:
         "Send queued requests, up to `MAX_UNANSWERED` without an answer."
+        # The time of its silence begins with the first request.
         if not self.sent:
-            self.heard = time.monotonic()
+            self.last_message = time.monotonic()
         while self.queued and len(self.sent) < MAX_UNANSWERED:
-            self.sent.append(request := self.queued.popleft())
+            request = self.queued.popleft()
+            self.sent.append(request)
             self.process.send(self.message(request, slot_states))
 
     def message(self, request: Request, slot_states: list) -> tuple:
         "What `LaneRunner.answer` takes."
         slot, position = request.destination
-        layout, before = slot_states[slot].layout, self.layout
+        layout = slot_states[slot].layout
+        new_layout = None if layout is self.layout else (layout.n, layout.arrays)
         self.layout = layout
-        return (
-            request.lane,
-            slot,
-            position,
-            request.publication,
-            None if layout is before else (layout.n, layout.arrays),
-        )
+        return request.lane, slot, position, request.publication, new_layout
 
     def ask_state(self, lane: int) -> None:
         "Ask for the state of a lane. All requests are answered."
@@ -96,7 +91,9 @@ class Member:
         """
         request = self.sent.popleft()
         reply = Reply(*message)
-        return request, reply, None if reply.publication is None else format_of(reply, self.formats)
+        if reply.publication is None:
+            return request, reply, None
+        return request, reply, format_of(reply, self.formats)
 
 # %% ../../../nbs/pipes/30_workers/08_crew.ipynb #5d0f1e0a
 def cores_and_device(affinity: list | None, index: int) -> tuple:
@@ -112,40 +109,38 @@ def cores_and_device(affinity: list | None, index: int) -> tuple:
     """
     if not affinity:
         return None, None
-    given = affinity[index % len(affinity)]
-    if isinstance(given, (str, torch.device)):
-        return None, given
-    return {given} if isinstance(given, int) else set(given), None
+    entry = affinity[index % len(affinity)]
+    if isinstance(entry, (str, torch.device)):
+        return None, entry
+    cores = {entry} if isinstance(entry, int) else set(entry)
+    return cores, None
 
 
 def check_affinity(affinity: list | None) -> None:
     "Raise `DataError` for processor cores and devices that do not exist."
-    for index in range(len(affinity or ())):
-        given = affinity[index]
+    for index, entry in enumerate(affinity or ()):
         try:
             cores, device = cores_and_device(affinity, index)
-        except TypeError as e:
-            raise _no_such(given) from e
-        if cores is not None and not _may_run_on(cores):
-            raise _no_such(given)
-        if device is None:
-            continue
-        try:
-            device = torch.device(device)
-        except RuntimeError as e:
-            raise _no_such(given) from e
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise _no_such(given)
+            exists = _may_run_on(cores) if device is None else _has_device(torch.device(device))
+        except (TypeError, RuntimeError) as e:
+            raise _wrong_affinity(entry) from e
+        if not exists:
+            raise _wrong_affinity(entry)
 
 
-def _no_such(given) -> DataError:
+def _wrong_affinity(entry) -> DataError:
     return DataError(
         "no such cores or device here",
         pipe="ProcessReading",
         leaf="affinity",
-        got=repr(given),
+        got=repr(entry),
         expected="for each worker a core, several cores, or a device such as 'cuda:1'",
     )
+
+
+def _has_device(device) -> bool:
+    "Does this machine have the device, if it is a GPU?"
+    return device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
 
 
 def _may_run_on(cores) -> bool:
@@ -157,6 +152,8 @@ def _may_run_on(cores) -> bool:
         os.sched_setaffinity(0, cores)
     except (OSError, TypeError, ValueError, OverflowError):
         return False
+
+    # The system leaves out cores that do not exist.
     try:
         return os.sched_getaffinity(0) == cores
     finally:
@@ -175,12 +172,13 @@ def on_host(holder: Any) -> Any:
 
 @contextmanager
 def pickled_for(device: Any) -> Iterator[None]:
-    """In this block, handles are pickled with copies in host memory if `device` is the CPU: the
-    process there may have no GPU.
+    """In this block, handles are pickled for a process that uses `device`.
+
+    If it is the CPU, they are pickled with copies in host memory, because the process may have no
+    GPU. None changes nothing.
     """
-    PICKLED_AS.append(
-        on_host if device is not None and torch.device(device).type == "cpu" else PICKLED_AS[-1]
-    )
+    uses_cpu = device is not None and torch.device(device).type == "cpu"
+    PICKLED_AS.append(on_host if uses_cpu else PICKLED_AS[-1])
     try:
         yield
     finally:
@@ -190,17 +188,30 @@ def pickled_for(device: Any) -> Iterator[None]:
 def check_picklable(
     graphs: Iterable, expected: str = "what can be pickled (or the start method fork)"
 ) -> None:
-    """Raise `WorkerError` for the first object held by pipes of `graphs` that cannot be pickled,
-    before any process is started.
+    """Check that all objects that pipes of `graphs` hold can be pickled.
+
+    This is called before any process is started.
+
+    Args:
+        graphs: graphs of lanes
+        expected: text for the error
+
+    Raises:
+        WorkerError: an object, which the error names with its pipe, cannot be pickled
     """
-    held = {id(x): (x, pipe) for graph in graphs for pipe in nodes(graph) for x in held_by(pipe)}
-    for x, holder in held.values():
+    # Lanes hold the same objects, which are checked once.
+    held = {}
+    for graph in graphs:
+        for pipe in nodes(graph):
+            held.update({id(x): (x, pipe) for x in held_by(pipe)})
+
+    for x, pipe in held.values():
         try:
             cloudpickle.dumps(x)
         except Exception as e:
             raise WorkerError(
                 f"{type(x).__name__} cannot be sent to a worker: {type(e).__name__}: {e}",
-                pipe=holder,
+                pipe=pipe,
                 expected=expected,
                 got=repr(x)[:80],
             ) from e
@@ -212,12 +223,11 @@ class Members:
     def __init__(self):
         self.members = []
         self.poller = select.poll()
-        self.of_descriptor = {}
-        self.n_cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        self.member_of = {}  # descriptor of a connection -> member
+        if hasattr(os, "sched_getaffinity"):
+            self.n_cores = len(os.sched_getaffinity(0))
+        else:
+            self.n_cores = os.cpu_count() or 1
 
     def __len__(self):
         return len(self.members)
@@ -231,15 +241,16 @@ class Members:
     def add(self, member: Member) -> None:
         "Add a member, or replace the one with the same index."
         self.members[member.index : member.index + 1] = [member]
-        self.of_descriptor[member.process.link.fileno()] = member
+        self.member_of[member.process.link.fileno()] = member
         self.poller.register(member.process.link, select.POLLIN)
 
     def disconnect(self, member: Member) -> None:
         "Stop waiting for this member. This must be called before its process is closed."
         self.poller.unregister(member.process.link)
-        del self.of_descriptor[member.process.link.fileno()]
+        del self.member_of[member.process.link.fileno()]
 
     def busy(self) -> list:
+        "The members with unanswered requests."
         return [member for member in self.members if member.sent]
 
     def has_idle_core(self) -> bool:
@@ -248,13 +259,14 @@ class Members:
 
     def wait(self, seconds: float) -> list:
         "Members that have sent data or have ended. Waits at most `seconds` for the first one."
+        # Connections with unsent data also wake the poller when they take data again.
         full = [member.process.link for member in self.members if member.process.link.unsent]
         for link in full:
             self.poller.modify(link, select.POLLIN | select.POLLOUT)
-        found = self.poller.poll(1000 * seconds)
+        events = self.poller.poll(1000 * seconds)
         for link in full:
             self._send_on(link)
-        return [self.of_descriptor[fd] for fd, event in found if event != select.POLLOUT]
+        return [self.member_of[fd] for fd, event in events if event != select.POLLOUT]
 
     def _send_on(self, link):
         "Send the rest of earlier messages."
@@ -270,28 +282,32 @@ class Members:
         If no member is ready yet, calls `first` once, and then continues to wait.
         """
         until = time.monotonic() + seconds
-        if ready := self.wait(0):
+        ready = self.wait(0)
+        if ready:
             return ready
         first()
-        while not (ready := self.wait(0)) and time.monotonic() < until:
-            pass
-        return ready
+        while True:
+            ready = self.wait(0)
+            if ready or time.monotonic() >= until:
+                return ready
 
     def health(self) -> list:
-        """A dict for each member: its process, its lanes, the number of its open requests, and the
-        seconds since its last message.
+        """A dict for each member, with `worker, pid, alive, lanes, requests, silent`.
+
+        These are its process, its lanes, the number of its open requests, and the seconds since its
+        last message.
         """
         now = time.monotonic()
         return [
             dict(
-                worker=m.index,
-                pid=m.process.pid,
-                alive=m.process.is_alive(),
-                lanes=m.lanes,
-                requests=len(m.sent),
-                silent=now - m.heard,
+                worker=member.index,
+                pid=member.process.pid,
+                alive=member.process.is_alive(),
+                lanes=member.lanes,
+                requests=len(member.sent),
+                silent=now - member.last_message,
             )
-            for m in self.members
+            for member in self.members
         ]
 
     def end(self, failed: bool = False) -> list:
@@ -311,11 +327,14 @@ def report_silence(process: Any, seconds: float, on_silence: str, lane: int | No
         on_silence: 'warn', or 'raise'
         lane: the lane that it collects
     """
-    text = f"{process} has been silent for {seconds:.0f} s; it is here:\n{process.current_traceback()}\n"
+    text = f"{process} has been silent for {seconds:.0f} s; it is here:\n"
+    text += f"{process.current_traceback()}\n"
+
+    # What may have happened at the fork.
     if process.threads:
         text += (
-            f"It was forked beside other threads ({', '.join(process.threads)}), and may wait for a lock that one of "
-            "them held. With start_method='spawn' this cannot happen."
+            f"It was forked beside other threads ({', '.join(process.threads)}), and may wait for "
+            "a lock that one of them held. With start_method='spawn' this cannot happen."
         )
     error = WorkerError(text, lane=lane)
     if on_silence == "raise":
@@ -326,59 +345,62 @@ def report_silence(process: Any, seconds: float, on_silence: str, lane: int | No
 class Supervision:
     """Watches members.
 
-    `options`, such as a `ProcessReading`, has `silence` [s], `on_silence` ('warn' or 'raise') and
-    `restart` (a number).
+    Args:
+        options: has `silence` [s], `on_silence` ('warn' or 'raise') and `restart` (a number), such
+            as a `ProcessReading`
     """
 
     def __init__(self, options: Any):
-        # number of restarts; time of the last check [s]
         self.options = options
-        self.restarts = 0
-        self.looked = 0.0
+        self.restarts = 0  # of all workers
+        self.last_check = 0.0  # time of the last check for deaths [s]
         self.starts = Counter()  # lane -> number of its restarts
 
     def time_left(self, busy: Iterable[Member]) -> float:
         "The seconds until one of the `busy` members must be reported, if it stays silent."
-        return (
-            min((member.heard + member.patience for member in busy), default=inf) - time.monotonic()
-        )
+        deadlines = (member.last_message + member.patience for member in busy)
+        return min(deadlines, default=inf) - time.monotonic()
 
     def check_silence(self, busy: Iterable[Member]) -> None:
         "Report each of the `busy` members that has been silent for too long."
         for member in busy:
-            if (silent := time.monotonic() - member.heard) < member.patience:
+            silent = time.monotonic() - member.last_message
+            if silent < member.patience:
                 continue
-            report_silence(
-                member.process, silent, self.options.on_silence, lane=member.sent[0].lane
-            )
+            lane = member.sent[0].lane
+            report_silence(member.process, silent, self.options.on_silence, lane=lane)
             member.patience *= 2
 
     def is_due(self) -> bool:
         "Must the members now be checked for deaths?"
-        if (now := time.monotonic()) - self.looked < 0.3:
+        now = time.monotonic()
+        if now - self.last_check < 0.3:
             return False
-        self.looked = now
+        self.last_check = now
         return True
 
-    def allow_restart(self, member: Member, error: WorkerError, goes_on: bool = False) -> None:
+    def allow_restart(self, member: Member, error: WorkerError, continues: bool = False) -> None:
         """Count and log the restart of a member that died.
 
         Raises the error if no further restart is allowed.
 
         Args:
+            member: the member that died
             error: how it died
-            goes_on: the lanes go on where they were, so that nobody can tell the restart from the
-                stream
+            continues: the lanes continue where they were, so that the stream shows no restart
         """
+        # What died where.
         if member.sent and not isinstance(error, WorkerNotStarted):
             error.problem += f" while it collected lane {member.sent[0].lane}"
         error.locate(lane=", ".join(map(str, member.lanes)))
         if self.restarts >= self.options.restart:
             raise error
+
+        # Only lanes that start again need other random numbers.
         self.restarts += 1
-        for lane in member.lanes if not goes_on else ():
-            self.starts[lane] += 1
-        begin = "go on where they were" if goes_on else "start anew"
+        if not continues:
+            self.starts.update(member.lanes)
+        begin = "go on where they were" if continues else "start anew"
         log.warning(
             f"{error} Its lanes {begin} (restart {self.restarts} of {self.options.restart})."
         )
@@ -387,30 +409,35 @@ class Supervision:
 def plan_buffers(
     n_lanes: int, group_size: int, lag: int | None, width: int, n_buffers: int | None = None
 ) -> tuple:
-    """The greatest number of open requests, and the number of items with memory.
-
-    Raises `DataError` if `n_buffers` is too small.
+    """The maximum number of open requests, and the number of items with memory.
 
     Args:
+        n_lanes: number of lanes
+        group_size: items that are consumed before the weights may change
+        lag: number of groups that are requested ahead; None: as many as the buffers allow
         width: number of items that share a slot
         n_buffers: number of buffers that the user wants; None: as many as needed
 
     Returns:
         tuple: `(max_pending, n_buffers)`
+
+    Raises:
+        DataError: `n_buffers` is too small
     """
     max_pending = pending_limit(n_lanes, group_size, lag)
+
+    # Items in progress and a batch, or whole slots of them with two slots to lend.
     if n_buffers is None:
-        n_buffers = max(
-            max_pending + max(group_size, n_lanes), width * (slots_spanned(max_pending, width) + 2)
-        )
-    elif (
-        lag is None and width > 1
-        # `max_pending` items may span `max_pending + width - 1` positions, and two slots are left to
-        # lend
-    ):
-        max_pending = max(n_lanes, n_buffers - 2 * width - (width - 1))
+        with_batch = max_pending + max(group_size, n_lanes)
+        with_two_slots = width * (slots_spanned(max_pending, width) + 2)
+        n_buffers = max(with_batch, with_two_slots)
+
+    # Without a limit by the lag, the buffers are the limit. If items share slots, `max_pending` of
+    # them may span `max_pending + width - 1` positions.
     elif lag is None:
-        max_pending = max(n_lanes, n_buffers - group_size)
+        n_reserved = 2 * width + (width - 1) if width > 1 else group_size
+        max_pending = max(n_lanes, n_buffers - n_reserved)
+
     if n_buffers < max_pending:
         raise DataError(
             "too few buffers",
@@ -425,7 +452,7 @@ def plan_buffers(
 def planned_pool(
     seam: Any, service: Any, n_buffers: int | None = None, kind: type = SlotPool
 ) -> tuple:
-    """The greatest number of open requests, and the memory for items.
+    """The maximum number of open requests, and the memory for items.
 
     Items that will be joined share a slot if the pipes below allow it.
 
@@ -433,14 +460,18 @@ def planned_pool(
         seam: `WorkerLanes`; everything above this pipe runs in workers
         service: the reading service with the options
         n_buffers: see `plan_buffers`
+        kind: class of the memory
 
     Returns:
         tuple: `(max_pending, pool)`
+
+    Raises:
+        DataError: `n_buffers` is too small
     """
-    width = seam.group_size if seam.share_slots and service.order == "canonical" else 1
-    max_pending, n_buffers = plan_buffers(
-        len(seam.own_lanes()), seam.group_size, service.lag, width, n_buffers
-    )
+    n_lanes = len(seam.own_lanes())
+    share_slots = seam.share_slots and service.order == "canonical"
+    width = seam.group_size if share_slots else 1
+    max_pending, n_buffers = plan_buffers(n_lanes, seam.group_size, service.lag, width, n_buffers)
     return max_pending, kind(n_buffers, width, max_pending)
 
 # %% ../../../nbs/pipes/30_workers/08_crew.ipynb #880ad846
@@ -448,6 +479,7 @@ class ProcessCrew:
     """Worker processes for one iteration of `seam`, and slots for their items.
 
     Args:
+        seam: `WorkerLanes`; everything above this pipe runs in workers
         service: the `ProcessReading` with the options
     """
 
@@ -468,21 +500,24 @@ class ProcessCrew:
         states: dict,
         publisher: WeightPublisher,
         holders: Sequence,
-        tells: bool = False,
+        with_states: bool = False,
     ) -> Member:
         """Start worker `index`, and return it as a member.
 
         Args:
+            index: number of the worker
             graphs: number of the lane -> graph, for the lanes of this worker
             states: number of the lane -> its `GlobalRandomStates`
+            publisher: publishes the weights
             holders: indices, in the publisher, of the holders of weights in these graphs
-            tells: the worker sends the state of a lane with each item
+            with_states: the worker sends the state of a lane with each item
         """
+        # The arguments of `LaneRunner`. `multiprocessing` must pass shared memory itself.
         service = self.service
         name = f"worker {index}"
         cores, device = cores_and_device(service.affinity, index)
         shared = (self.pool.slots, publisher.subscriber(holders))
-        args = (name, graphs, states, device, tells)
+        args = (name, graphs, states, device, with_states)
         with pickled_for(device):
             process = WorkerProcess(
                 name,

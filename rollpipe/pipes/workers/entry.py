@@ -27,41 +27,56 @@ from .remote_errors import log, send_exception, ToParent, TracebackFile
 from .codec import SharedMemory
 
 # %% ../../../nbs/pipes/30_workers/04_entry.ipynb #e555536c
-_PROGRAM = """# rollpipe guard: ends worker processes when the process that started them has been killed
+_PROGRAM = """# rollpipe guard: ends workers when the process that started them has been killed
 import os, select, signal, socket, time
 
-def send(sign):
+def signal_workers(number):
     for fd in workers:
-        try: signal.pidfd_send_signal(fd, sign)
-        except OSError: pass                                  # it has ended
+        try:
+            signal.pidfd_send_signal(fd, number)
+        except OSError:
+            pass  # it has ended
 
 def forget(fd):
     poller.unregister(fd)
     workers.discard(fd)
     os.close(fd)
 
-os.setsid()                                                   # what a terminal sends is not for the guard
-for sign in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM): signal.signal(sign, signal.SIG_IGN)
+# Signals of a terminal are not for the guard.
+os.setsid()
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
 os.chdir('/')
-link, workers, poller = socket.socket(fileno=0), set(), select.poll()
-parent, = socket.recv_fds(link, 1, 1)[1]
-for fd in (0, parent): poller.register(fd, select.POLLIN)
+
+# Until the parent has ended: add new workers, and forget those that have ended.
+link = socket.socket(fileno=0)
+(parent,) = socket.recv_fds(link, 1, 1)[1]
+workers = set()
+poller = select.poll()
+for fd in (0, parent):
+    poller.register(fd, select.POLLIN)
 while True:
     ready = [fd for fd, _ in poller.poll()]
-    for fd in workers.intersection(ready): forget(fd)
+    for fd in workers.intersection(ready):
+        forget(fd)
     if 0 in ready:
-        data, found, _, _ = socket.recv_fds(link, 1, 1)
-        if not data: poller.unregister(0)                     # the parent has ended, or ends
-        for fd in found:
+        data, descriptors, _, _ = socket.recv_fds(link, 1, 1)
+        if not data:
+            poller.unregister(0)  # the parent has ended, or ends
+        for fd in descriptors:
             workers.add(fd)
             poller.register(fd, select.POLLIN)
-    elif parent in ready: break
+    elif parent in ready:
+        break
+
+# End the workers. They have two seconds to close their environments.
 poller.unregister(parent)
-send(signal.SIGCONT)
+signal_workers(signal.SIGCONT)
 deadline = time.monotonic() + 2
-while workers and (left := deadline - time.monotonic()) > 0:
-    for fd, _ in poller.poll(1000 * left): forget(fd)
-send(signal.SIGKILL)
+while workers and time.monotonic() < deadline:
+    for fd, _ in poller.poll(1000 * max(0, deadline - time.monotonic())):
+        forget(fd)
+signal_workers(signal.SIGKILL)
 """
 
 # %% ../../../nbs/pipes/30_workers/04_entry.ipynb #9a87f240
@@ -69,6 +84,8 @@ class _Guard(NamedTuple):
     """The guard of a process.
 
     Args:
+        pid: id of the guard's process
+        link: this process's end of the connection to it
         workers: ids of the guarded processes
     """
 
@@ -96,42 +113,45 @@ def guard(pid: int) -> None:
     if not hasattr(os, "pidfd_open"):
         return
     try:
-        worker = os.pidfd_open(pid)
+        descriptor = os.pidfd_open(pid)
     except OSError:
         return  # the process has ended, or the kernel is too old
+
+    # The guard gets a descriptor of its own.
     try:
         with _lock:
-            _send(pid, worker)
+            _send(pid, descriptor)
     except OSError as e:
         log.warning(
-            f"there is no guard, so a worker that is stopped outlives this process if it is killed: {e}"
+            "there is no guard, so a worker that is stopped outlives this process if it is "
+            f"killed: {e}"
         )
     finally:
-        os.close(worker)
+        os.close(descriptor)
 
 
-def _send(pid, worker):
+def _send(pid, descriptor):
     "Send the descriptor of a worker to the guard of this process."
     try:
         present = _guards[os.getpid()]
         present.workers.add(pid)
-        socket.send_fds(present.link, [b"."], [worker])
+        socket.send_fds(present.link, [b"."], [descriptor])
     except (KeyError, OSError):  # there is no guard yet, or it has ended
         _forget_guard()
-        number, link = _start_guard()
-        present = _guards[os.getpid()] = _Guard(number, link, {pid})
-        socket.send_fds(present.link, [b"."], [worker])
+        guard_pid, link = _start_guard()
+        _guards[os.getpid()] = _Guard(guard_pid, link, {pid})
+        socket.send_fds(link, [b"."], [descriptor])
 
 
 def unguard(pids: Iterable) -> None:
-    """Forget these processes, and end the guard of this process if it has no other process to
-    guard.
+    """Forget these processes. If the guard of this process has no others, it is ended.
 
     Args:
         pids: ids of processes that have ended, guarded or not
     """
     with _lock:
-        if (present := _guards.get(os.getpid())) is None:
+        present = _guards.get(os.getpid())
+        if present is None:
             return
         present.workers.difference_update(pids)
         if not present.workers:
@@ -140,14 +160,16 @@ def unguard(pids: Iterable) -> None:
 
 def _forget_guard(kill=False):
     "Forget the guard of this process, which has ended, or which `kill` ends."
-    if (present := _guards.pop(os.getpid(), None)) is None:
+    present = _guards.pop(os.getpid(), None)
+    if present is None:
         return
     atexit.unregister(present.link.close)
     present.link.close()
+
+    # As long as nobody has waited for its end, no other process has its id.
     try:
-        if (
-            os.waitpid(present.pid, os.WNOHANG)[0] == 0 and kill
-        ):  # the guard still runs, so the id is still its own
+        still_runs = os.waitpid(present.pid, os.WNOHANG)[0] == 0
+        if still_runs and kill:
             os.kill(present.pid, signal.SIGKILL)
             os.waitpid(present.pid, 0)
     except OSError:
@@ -159,21 +181,22 @@ def _start_guard() -> tuple:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     atexit.register(ours.close)
+
+    # Its standard input is the socket, and its output is dropped.
     python = os.fsdecode(multiprocessing.spawn.get_executable())
+    command = [python, "-I", "-S", "-c", _PROGRAM]
+    from_socket = (os.POSIX_SPAWN_DUP2, theirs.fileno(), 0)
     silent = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
     try:
         with theirs:
-            pid = os.posix_spawn(
-                python,
-                [python, "-I", "-S", "-c", _PROGRAM],
-                os.environ,
-                file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 0), *silent],
-            )
-        own = os.pidfd_open(os.getpid())
+            pid = os.posix_spawn(python, command, os.environ, file_actions=[from_socket, *silent])
+
+        # The first descriptor that it gets is that of this process.
+        descriptor = os.pidfd_open(os.getpid())
         try:
-            socket.send_fds(ours, [b"."], [own])
+            socket.send_fds(ours, [b"."], [descriptor])
         finally:
-            os.close(own)
+            os.close(descriptor)
     except OSError:
         ours.close()
         raise
@@ -194,8 +217,9 @@ def run_worker(
     threads: int,
     cores: Any,
 ) -> None:
-    """The main function of a worker process: it calls `function(link, *shared, *args)`, and sends
-    an exception to the parent.
+    """The main function of a worker process: it calls `function(link, *shared, *args)`.
+
+    An exception is sent to the parent.
 
     Args:
         function: the function that the worker runs
@@ -204,21 +228,28 @@ def run_worker(
         name: name in error messages
         link: the worker's end of the connection
         inherited: inherited ends of other connections, which are closed
+        traceback_file: where the worker writes its traceback on SIGUSR1
         threads: torch threads
         cores: processor cores that the process may use; None: all
     """
-    for s in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(s, signal.SIG_IGN)  # a terminal sends them to the parent, too
+    # Signals: a terminal sends SIGINT and SIGHUP to the parent, too.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGTERM, _exit_once)
-    gc.freeze()  # never collect inherited objects: the parent finalizes them
     traceback_file.serve()
+
+    # Inherited objects are never collected, because the parent finalizes them.
+    gc.freeze()
     for other in inherited:
         other.close()
+
     threading.Thread(target=_end_with_parent, daemon=True).start()
     log.handlers = [ToParent(link)]
     log.propagate = False
     keep_freed_memory()
+
+    # Arguments are unpickled here, because this may fail in the code of a user.
     try:
         if cores is not None:
             os.sched_setaffinity(0, cores)
@@ -233,10 +264,9 @@ def run_worker(
         if isinstance(e, SystemExit):
             raise
     finally:
+        # Everything is closed, so SIGTERM may now end the process at once.
         link.close()
-        signal.signal(
-            signal.SIGTERM, signal.SIG_DFL
-        )  # everything is closed, so SIGTERM may now end the process at once
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _unpacked(memory) -> tuple:
@@ -269,10 +299,14 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return  # another C library
-    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: what the end of the heap keeps
-    mallopt(-3, 2**28) or mallopt(
-        -3, 2**25
-    )  # M_MMAP_THRESHOLD: the largest block; before glibc 2.35 at most 32 MiB
+
+    # M_TRIM_THRESHOLD: what the end of the heap keeps.
+    mallopt(-1, 2**30)
+
+    # M_MMAP_THRESHOLD: the largest block. Before glibc 2.35 it is at most 32 MiB, and a larger
+    # value is refused.
+    if not mallopt(-3, 2**28):
+        mallopt(-3, 2**25)
 
 
 def _end_with_parent():
@@ -284,9 +318,8 @@ def _end_with_parent():
     sentinel = multiprocessing.parent_process().sentinel
     while os.getppid() == pid and not connection.wait([sentinel], 0.3):
         pass
-    signal.setitimer(
-        signal.ITIMER_REAL, 1
-    )  # ends the process even if the interpreter shuts down and runs no threads
+    # The timer ends the process even if the interpreter shuts down and runs no threads.
+    signal.setitimer(signal.ITIMER_REAL, 1)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)
     os._exit(1)

@@ -32,7 +32,10 @@ from .remote_errors import TracebackFile, log, log_warning, unpack_exception
 
 # %% ../../../nbs/pipes/30_workers/05_process.ipynb #1cece7cc
 def _header(size) -> bytes:
-    return struct.pack("!i", size) if size < 2**31 else struct.pack("!iQ", -1, size)
+    "The length of a message, as it comes before it."
+    if size < 2**31:
+        return struct.pack("!i", size)
+    return struct.pack("!iQ", -1, size)
 
 
 class Link:
@@ -45,9 +48,8 @@ class Link:
     """
 
     def __init__(self, connection: Connection):
-        # received part of a message; bytes not sent yet
         self.connection = connection
-        self.part = bytearray()
+        self.part = bytearray()  # received part of a message
         self.unsent = bytearray()
         os.set_blocking(connection.fileno(), False)
 
@@ -89,13 +91,17 @@ class Link:
 
         Raises `EOFError` or `OSError` if no more data can arrive.
         """
-        if not self._has(begin := 4):
+        # The length of the message, see `_header`.
+        begin = 4
+        if not self._has(begin):
             return None
         (size,) = struct.unpack_from("!i", self.part)
         if size < 0:
-            if not self._has(begin := 12):
+            begin = 12
+            if not self._has(begin):
                 return None
             (size,) = struct.unpack_from("!Q", self.part, 4)
+
         if not self._has(begin + size):
             return None
         message = memoryview(self.part)[begin:]
@@ -104,7 +110,8 @@ class Link:
 
     def _has(self, size) -> bool:
         "Have `size` bytes of the message arrived?"
-        while (missing := size - len(self.part)) > 0:
+        while len(self.part) < size:
+            missing = size - len(self.part)
             try:
                 data = os.read(self.fileno(), min(missing, 2**20))
             except BlockingIOError:
@@ -122,8 +129,10 @@ class Link:
         poller = select.poll()
         deadline = time.monotonic() + timeout
         while True:
-            poller.register(self.fileno(), select.POLLIN | (select.POLLOUT if self.unsent else 0))
-            events = dict(poller.poll(1000 * max(0.0, deadline - time.monotonic())))
+            awaited = select.POLLIN | select.POLLOUT if self.unsent else select.POLLIN
+            poller.register(self.fileno(), awaited)
+            seconds = max(0.0, deadline - time.monotonic())
+            events = dict(poller.poll(1000 * seconds))
             if not events:
                 return False
             if events[self.fileno()] != select.POLLOUT:
@@ -132,21 +141,25 @@ class Link:
 
 # %% ../../../nbs/pipes/30_workers/05_process.ipynb #f338a952
 def start_method_for(method: str | None = None, threads: int = 1) -> str:
-    """The start method.
+    """The start method of worker processes.
 
-    None becomes fork where this is safe, else spawn. Raises `WorkerError` if `method` is unknown or
-    could hang.
+    Args:
+        method: 'fork', 'forkserver' or 'spawn' [fork where this is safe, else spawn]
+        threads: torch threads in a worker
+
+    Raises:
+        WorkerError: `method` is unknown, or a worker could hang
     """
     known = multiprocessing.get_all_start_methods()
     cuda = torch.cuda.is_initialized()
     if not hasattr(signal, "SIGUSR1"):
         raise WorkerError("worker processes need a POSIX system", got=sys.platform)
+
+    # Libraries of macOS are not safe after a fork.
     if method is None:
-        return (
-            "fork"
-            if "fork" in known and not cuda and threads == 1 and sys.platform != "darwin"
-            else "spawn"
-        )
+        fork_is_safe = not cuda and threads == 1 and sys.platform != "darwin"
+        return "fork" if "fork" in known and fork_is_safe else "spawn"
+
     if method not in known:
         raise WorkerError("unknown start method", expected=" or ".join(known), got=repr(method))
     if method == "fork" and (cuda or threads > 1):
@@ -168,7 +181,8 @@ class WorkerNotStarted(WorkerDied):
 
 def _death_of(worker) -> WorkerDied:
     "The error that describes how the process ended."
-    worker.process.join(5)  # after closing the connection, an interpreter may need a moment to exit
+    # After closing the connection, an interpreter may need a moment to exit.
+    worker.process.join(5)
     code = worker.process.exitcode
     if code is None:
         return WorkerDied(f"{worker} closed its connection")
@@ -176,8 +190,8 @@ def _death_of(worker) -> WorkerDied:
         return WorkerDied(f"{worker} {_end_of(code)}")
     return WorkerNotStarted(
         f"{worker} {_end_of(code)} while it was started",
-        expected="in a script that uses spawn or "
-        "forkserver: what starts processes stands under `if __name__ == '__main__':`",
+        expected="in a script that uses spawn or forkserver: what starts processes stands under "
+        "`if __name__ == '__main__':`",
     )
 
 
@@ -196,59 +210,73 @@ def end_workers(workers: Iterable, failed: bool = False) -> list:
 
     Returns the errors that they sent at the end.
     """
-    workers = [
-        w
-        for w in workers
-        if w.creator == os.getpid() and w.finalizer.cancel() is None and not w.link.closed
-    ]
-    return _end_all(
-        [(w.process, w.link, w.traceback_file) for w in workers],
-        max((w.grace for w in workers), default=0.0),
-        failed,
-    )
+    # Only the process that started a worker ends it, and only once.
+    parts = []
+    grace = 0.0
+    for worker in workers:
+        if worker.creator != os.getpid():
+            continue
+        worker.finalizer.cancel()
+        if worker.link.closed:
+            continue
+        parts.append((worker.process, worker.link, worker.traceback_file))
+        grace = max(grace, worker.grace)
+    return _end_all(parts, grace, failed)
 
 
 def _end_all(parts, grace, failed=False) -> list:
     "Ask the processes to end, terminate those that do not, and kill those that still run."
     errors = []
-    links = {link for _, link, _ in parts}
+    processes = [process for process, _, _ in parts]
+    links = {link for _, link, _ in parts}  # those on which messages may still arrive
+    running_before = _alive(processes)
     killed = []
-    running = [
-        process for process, _, _ in parts if process.is_alive()
-    ]  # who has ended before has been told
-    for patience, push in ((0.0 if failed else 0.5, _ask), (grace, _terminate), (5.0, _kill)):
+
+    # Each step has its time. Messages that arrive meanwhile are read, because a worker may wait
+    # until its last message is read.
+    steps = ((0.0 if failed else 0.5, _ask), (grace, _terminate), (5.0, _kill))
+    for patience, push in steps:
         if push is _kill and not failed:
-            killed = [process for process, _, _ in parts if process.is_alive()]
+            killed = _alive(processes)
         for process, link, _ in parts:
             push(process, link)
         deadline = time.monotonic() + patience
-        while (alive := [p for p, _, _ in parts if p.is_alive()]) and (
-            left := deadline - time.monotonic()
-        ) > 0:
-            connection.wait([*links, *(p.sentinel for p in alive)], min(left, 0.5))
+        while _alive(processes) and time.monotonic() < deadline:
+            seconds = max(0.0, min(0.5, deadline - time.monotonic()))
+            sentinels = [process.sentinel for process in _alive(processes)]
+            connection.wait([*links, *sentinels], seconds)
             links -= {link for link in links if _drain(link, errors)}
-        if not alive:
+        if not _alive(processes):
             break
+
+    # Take the last messages, report accidents, and close everything. A death before the end of the
+    # iteration has been reported already.
     for process, link, traceback_file in parts:
         process.join(1)
         _drain(link, errors)
-        if (
-            process in running
-            and process not in killed
-            and process.exitcode not in (None, 0, -signal.SIGTERM)
-            and not failed
-        ):
-            log.warning(
-                f"{process.name} (pid {process.pid}) {_end_of(process.exitcode)} while it was closing"
-            )
         if process in killed:
             log.warning(
-                f"{process.name} (pid {process.pid}) was killed while it was closing: it had not ended {grace:g} s after SIGTERM"
+                f"{process.name} (pid {process.pid}) was killed while it was closing: it had not "
+                f"ended {grace:g} s after SIGTERM"
             )
+        elif process in running_before and not failed:
+            _report_exit(process)
         link.close()
         traceback_file.close()
-    unguard(process.pid for process, _, _ in parts if not process.is_alive())
+    unguard(process.pid for process in processes if not process.is_alive())
     return errors
+
+
+def _alive(processes) -> list:
+    return [process for process in processes if process.is_alive()]
+
+
+def _report_exit(process):
+    "Log a warning if the process has ended in an unusual way."
+    if process.exitcode not in (None, 0, -signal.SIGTERM):
+        log.warning(
+            f"{process.name} (pid {process.pid}) {_end_of(process.exitcode)} while it was closing"
+        )
 
 
 def _ask(process, link):
@@ -272,7 +300,10 @@ def _drain(link, errors) -> bool:
     Returns True if no more can arrive.
     """
     try:
-        while (data := link.read()) is not None:
+        while True:
+            data = link.read()
+            if data is None:
+                return False
             message = pickle.loads(data)
             if _is(message, "error"):
                 errors.append(unpack_exception(*message[1:]))
@@ -282,22 +313,21 @@ def _drain(link, errors) -> bool:
         return True
     except Exception as e:
         log.warning(f"a message of a worker that ended cannot be read: {e}")
-    return False
+        return False
 
 
 def _is(message, kind) -> bool:
-    return (
-        type(message) is tuple
-        and len(message) > 1
-        and type(message[0]) is str
-        and message[0] == kind
-    )
+    "Is this an error or a warning? The messages of a worker's function may be anything."
+    if type(message) is not tuple or len(message) < 2:
+        return False
+    return type(message[0]) is str and message[0] == kind
 
 # %% ../../../nbs/pipes/30_workers/05_process.ipynb #5d0f1d06
-_open_links = weakref.WeakSet()  # this process's ends of the connections to its workers
-_starting = (
-    threading.RLock()
-)  # held while a process starts, so that it inherits no connection that another thread is making
+# This process's ends of the connections to its workers.
+_open_links = weakref.WeakSet()
+
+# Held while a process starts, so that it inherits no connection that another thread is making.
+_starting = threading.RLock()
 
 
 def _start_process(context, name, function, shared, args, threads, cores) -> tuple:
@@ -305,16 +335,14 @@ def _start_process(context, name, function, shared, args, threads, cores) -> tup
     ours, theirs = context.Pipe()
     link = Link(ours)
     traceback_file = TracebackFile()
-    inherited = (
-        [o for o in (*_open_links, link) if not o.closed]
-        if context.get_start_method() == "fork"
-        else []
-    )
-    process = context.Process(
-        target=run_worker,
-        name=name,
-        args=(function, shared, args, name, theirs, inherited, traceback_file, threads, cores),
-    )
+
+    # What a fork inherits, and closes.
+    inherited = []
+    if context.get_start_method() == "fork":
+        inherited = [other for other in (*_open_links, link) if not other.closed]
+
+    run_args = (function, shared, args, name, theirs, inherited, traceback_file, threads, cores)
+    process = context.Process(target=run_worker, name=name, args=run_args)
     try:
         process.start()
     except Exception as e:
@@ -351,15 +379,22 @@ def _without_sigint():
 
 # %% ../../../nbs/pipes/30_workers/05_process.ipynb #010f2a41
 NOTHING: Any = object()  # there is no message
-STARTING = 60.0  # least time for which a starting worker may be silent [s]
+STARTING = 60.0  # minimum time for which a starting worker may be silent [s]
 
 
 class WorkerProcess:
-    """A process that runs `function(connection, *shared, *args)`, and the parent's end of the
-    connection.
+    """A process that runs `function(connection, *shared, *args)`, and the parent's end of it.
 
-    The function must return when it receives None. Raises `WorkerError` if the process cannot be
-    started.
+    The function must return when it receives None.
+
+    >>> def square(connection):
+    ...     for x in iter(connection.recv, None):
+    ...         connection.send(x * x)
+    >>> worker = WorkerProcess("squarer", square)
+    >>> worker.send(3)
+    >>> worker.receive()
+    9
+    >>> worker.close()
 
     Args:
         name: name in error messages
@@ -370,6 +405,9 @@ class WorkerProcess:
         threads: torch threads in the process
         cores: processor cores that the process may use; None: all
         grace: seconds between SIGTERM and SIGKILL
+
+    Raises:
+        WorkerError: the process cannot be started
     """
 
     def __init__(
@@ -390,11 +428,14 @@ class WorkerProcess:
         packed: tuple | SharedMemory = args if method == "fork" else _packed(args, name, method)
         self.creator = os.getpid()
         self.has_started = False
-        self.threads = (
-            [t.name for t in threading.enumerate() if t is not threading.current_thread()]
-            if method == "fork"
-            else []
-        )
+
+        # Other threads that were running when the process was forked.
+        self.threads = []
+        if method == "fork":
+            current = threading.current_thread()
+            self.threads = [t.name for t in threading.enumerate() if t is not current]
+
+        # The process has its finalizer before Ctrl-C can come.
         with _starting, _without_sigint():
             parts = _start_process(
                 multiprocessing.get_context(method), name, function, shared, packed, threads, cores
@@ -425,14 +466,15 @@ class WorkerProcess:
     def poll(self, timeout: float = 0.0) -> bool:
         "Has data arrived, or has the worker ended? Waits at most `timeout` seconds."
         deadline = time.monotonic() + timeout
-        while not self._arrived(min(0.5, max(0.0, deadline - time.monotonic()))):
+        while not self._has_data(min(0.5, max(0.0, deadline - time.monotonic()))):
             # The connection may stay open after the worker's end, if a child process of the worker
             # holds it.
             if not self.process.is_alive() or time.monotonic() >= deadline:
                 return not self.process.is_alive()
         return True
 
-    def _arrived(self, timeout):
+    def _has_data(self, timeout) -> bool:
+        "Has data arrived on the connection, or is it closed?"
         try:
             return self.link.poll(timeout)
         except OSError:
@@ -443,11 +485,16 @@ class WorkerProcess:
 
         Raises the worker's own exception, or `WorkerDied`.
         """
-        if (data := self._read()) is None:
+        # Messages that a worker sent before its end come first.
+        data = self._read()
+        if data is None:
             if self.process.is_alive():
                 return NOTHING
-            if (data := self._read()) is None:
-                raise _death_of(self)  # messages sent before its end come first
+            data = self._read()
+            if data is None:
+                raise _death_of(self)
+
+        # Messages of the worker's function are returned, and others are dealt with here.
         message = pickle.loads(data)
         if type(message) is not tuple or not message or type(message[0]) is not str:
             return message
@@ -472,13 +519,16 @@ class WorkerProcess:
 
         Raises the worker's own exception, or `WorkerDied`.
         """
-        while (message := self.take()) is NOTHING:
+        message = self.take()
+        while message is NOTHING:
             self.poll(60)
+            message = self.take()
         return message
 
     def patience(self, silence: float) -> float:
-        """How long the worker may be silent now [s]: `silence`, but at least `STARTING` until it
-        has started.
+        """How long the worker may be silent now [s].
+
+        This is `silence`, but at least `STARTING` until it has started.
         """
         return silence if self.has_started else max(silence, STARTING)
 

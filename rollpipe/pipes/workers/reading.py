@@ -15,8 +15,14 @@ from .process import start_method_for
 # %% ../../../nbs/pipes/30_workers/10_reading.ipynb #3c7df6e7
 @torchdata.reading_service
 class ProcessReading(WorkerReading):
-    """Run the pipes above `Lanes` in worker processes: `DataLoader2(pipe,
-    reading_service=ProcessReading(num_workers=2))`.
+    """Run the pipes above `Lanes` in worker processes.
+
+    >>> from rollpipe import Critic, DataLoader2, MLPPolicy, on_policy
+    >>> actor, critic = MLPPolicy.for_env("CartPole-v1"), Critic.for_env("CartPole-v1")
+    >>> pipe = on_policy("CartPole-v1", actor, critic, n_envs=8, n_steps=16, lanes=2, seed=0)
+    >>> with DataLoader2(pipe, reading_service=ProcessReading(num_workers=2)) as loader:
+    ...     print(next(iter(loader)).adv.shape)
+    torch.Size([16, 16])
 
     A *group* is the number of fragments that `FragmentStacker` joins, or one fragment without it.
     When a group is requested, the weights of actors and other networks in the pipes above are
@@ -32,13 +38,10 @@ class ProcessReading(WorkerReading):
     join does not copy them.
 
     If a worker dies, its lanes are lost. With `restart=N` this may happen `N` times: the lanes
-    begin anew, with `seq` 0 and other random numbers. `Fragment.restarts` counts this. With
-    environments that are kept (`keep_environments`), they go on exactly where they were.
+    start again, with `seq` 0 and other random numbers. `Fragment.restarts` counts this. With
+    environments that are kept (`keep_environments`), they continue exactly where they were.
 
-    Raises `DataError` for options out of range, `GraphError` if no part of the graph can run in
-    workers, or for a tap above the lanes, `EnvError` for an instance of an environment, because it
-    would be copied, and `WorkerError` if a worker cannot be started or dies. An exception in a
-    worker is raised again in this process, with its traceback.
+    An exception in a worker is raised again in this process, with its traceback.
 
     Args:
         num_workers: number of processes, at most one per lane; 0: none, and the graph is not
@@ -58,6 +61,12 @@ class ProcessReading(WorkerReading):
         grace: seconds to close environments at the end, before a worker is killed
         spin: seconds to wait without sleeping; the learner then reacts at once, but keeps a core
             busy
+
+    Raises:
+        DataError: an option is out of range
+        GraphError: no part of the graph can run in workers, or there is a tap above the lanes
+        EnvError: there is an instance of an environment, which would be copied
+        WorkerError: a worker cannot be started, or dies
     """
 
     def __init__(
@@ -88,16 +97,14 @@ class ProcessReading(WorkerReading):
         self.on_silence = on_silence
         self.grace = grace
         self.spin = spin
+        # The options that all reading services have, and then those of this one.
         self.begin()
         if n_buffers is not None:
             check_integer("n_buffers", n_buffers, pipe=self, leaf="n_buffers")
-        check_option(
-            self,
-            "affinity",
-            affinity is None or isinstance(affinity, (list, tuple)) and len(affinity) > 0,
-            "a list, or None",
-        )
-        check_option(self, "spin", isinstance(spin, (int, float)) and spin >= 0, "seconds >= 0")
+        is_list = isinstance(affinity, (list, tuple)) and len(affinity) > 0
+        check_option(self, "affinity", affinity is None or is_list, "a list, or None")
+        is_time = isinstance(spin, (int, float)) and spin >= 0
+        check_option(self, "spin", is_time, "seconds >= 0")
         check_affinity(affinity)
         start_method_for(start_method, worker_threads)
 
