@@ -73,7 +73,7 @@ def test_any_sequence_of_sums(n, wanted):
 
 def test_a_rank_may_read_late_while_another_begins_a_larger_sum(monkeypatch):
     "Rank 1 reads after the others have written the numbers of their next sum, and have made their memory larger."
-    plain = SharedSums._tell_and_hear
+    plain = SharedSums._exchange
     sizes = (3, 3, 5000, 2, 100_000, 100_000, 7)
 
     def late(sums, message):
@@ -81,7 +81,7 @@ def test_a_rank_may_read_late_while_another_begins_a_larger_sum(monkeypatch):
         if sums.rank == 1:
             time.sleep(0.1)
 
-    monkeypatch.setattr(SharedSums, "_tell_and_hear", late)
+    monkeypatch.setattr(SharedSums, "_exchange", late)
 
     def task(sums, rank):
         found = [torch.full((n,), 10.0**rank + k) for k, n in enumerate(sizes)]
@@ -115,7 +115,7 @@ def test_an_interrupted_sum_is_the_last(monkeypatch):
 
     def task(sums, rank):
         if not rank:
-            monkeypatch.setattr(sums, "_tell_and_hear", interrupted)
+            monkeypatch.setattr(sums, "_exchange", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sums(torch.ones(2))
             monkeypatch.undo()

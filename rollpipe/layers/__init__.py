@@ -1,4 +1,4 @@
-"""Networks and actors: the actor contract, perceptrons, recurrent layers, distributions, heads, encoders, policies and critics."""
+"""Networks and actors: the contract, layers, distributions, heads, encoders, policies and critics."""
 
 from .actor import Actor
 from .bounded_policies import DeterministicPolicy, SquashedPolicy

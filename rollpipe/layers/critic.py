@@ -28,17 +28,17 @@ _LARGEST = 10  # the factor of the last layer, and its bias, that learning can s
 
 
 def _is_scale(var, mean):
+    "Whether the returns differ by more than rounding, so that their variance is a scale."
     return var > 1e-12 * (1 + mean * mean)
 
 
 @takes(Torso.make_torso)
 class Critic(Torso):
-    """State values: observations `[*lead, ...]` -> float32 `[*lead]`,
-    `ret_mean + ret_std * net(features)`.
+    """State values: observations `[*lead, ...]` -> float32 `[*lead]`.
 
-    A critic that needs more than observations has a method `inputs(obs, actor)`. It returns the
-    argument of the critic: nested tensors `[*lead, ...]`, made from the observations and the
-    actor's reports for them.
+    They are `ret_mean + ret_std * net(features)`, in the unit of the rewards. A critic that needs
+    more than observations has a method `inputs(obs, actor)`. It returns the argument of the critic:
+    nested tensors `[*lead, ...]`, made from the observations and the actor's reports for them.
 
     Source: van Hasselt et al. 2016, Learning values across many orders of magnitude (PopArt),
     https://arxiv.org/abs/1602.07714; here the moments are those of all returns so far.
@@ -46,6 +46,15 @@ class Critic(Torso):
     Args:
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
             module; in runs by default the policy's
+
+    Raises:
+        SpaceError: there is no encoder for the observations.
+
+    Example:
+        >>> import torch
+        >>> from rollpipe.layers import Critic
+        >>> Critic.for_env("CartPole-v1", seed=0)(torch.zeros(5, 3, 4)).shape
+        torch.Size([5, 3])
     """
 
     n_spaces = 1
@@ -59,44 +68,46 @@ class Critic(Torso):
         super().__init__()
         self.net = self.make_torso(observation_space, n_out=1, **torso)
         self.register_buffer("ret_count", torch.zeros((), dtype=torch.float64))
-        for name, value in dict(ret_mean=0.0, ret_var=0.0, ret_std=1.0).items():
-            self.register_buffer(name, torch.tensor(value))
+        self.register_buffer("ret_mean", torch.tensor(0.0))
+        self.register_buffer("ret_var", torch.tensor(0.0))
+        self.register_buffer("ret_std", torch.tensor(1.0))
 
     def forward(self, obs: Any) -> Tensor:
         b = self._buffers
-        return torch.addcmul(
-            b["ret_mean"],
-            b["ret_std"],
-            self._modules["net"].forward(self.features(obs)).squeeze(-1),
-        )
+        y = self._modules["net"].forward(self.features(obs)).squeeze(-1)
+        return torch.addcmul(b["ret_mean"], b["ret_std"], y)
 
     @torch.no_grad()
     def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
-        """Update the moments with returns `[*lead]`, except those where `valid` is False, and
-        rescale the last layer.
+        """Update the moments with returns `[*lead]`, and rescale the last layer.
+
+        Returns where `valid` `[*lead]` is False are left out.
 
         The critic's values do not change, with one exception. When the scale of the returns becomes
         known, a last layer that keeps the values may be too large to be unlearned. Then the layer
         stays as it is, and the values change. As long as all returns are equal, their scale is
         unknown and `ret_std` does not change.
         """
-        new = over_ranks(*moments(ret, 0, valid))
-        if not new[0]:
+        new_moments = over_ranks(*moments(ret, 0, valid))
+        if not new_moments[0]:
             return
-        count, mean, var = merge_moments(
-            self.ret_count, self.ret_mean.double(), self.ret_var.double(), *new
-        )
         old_mean = self.ret_mean.double()
         old_std = self.ret_std.double()
+        count, mean, var = merge_moments(
+            self.ret_count, old_mean, self.ret_var.double(), *new_moments
+        )
         std = torch.where(_is_scale(var, mean), var.sqrt(), old_std)
+
+        # The last layer that keeps the values, unless learning could not undo it
         last = self.net.last
-        by = old_std / std
+        factor = old_std / std
         bias = (last.bias.double() * old_std + old_mean - mean) / std
-        if _is_scale(self.ret_var, old_mean) or max(by, bias.abs().max()) <= _LARGEST:
-            last.weight.copy_(last.weight.double() * by)
+        if _is_scale(self.ret_var, old_mean) or max(factor, bias.abs().max()) <= _LARGEST:
+            last.weight.copy_(last.weight.double() * factor)
             last.bias.copy_(bias)
-        new = dict(ret_count=count, ret_mean=mean, ret_var=var, ret_std=std)
-        for name, value in new.items():
+
+        buffers = dict(ret_count=count, ret_mean=mean, ret_var=var, ret_std=std)
+        for name, value in buffers.items():
             self._buffers[name].copy_(value)
 
 # %% ../../nbs/layers/09_critic.ipynb #ab323538
@@ -119,13 +130,17 @@ class StackedMLP(FastModule):
         super().__init__()
         check_integer("k", k, pipe=self)
         check_sizes(n_in, hidden, n_out, k=k)
+
+        # Layer by layer, the weights `[k, n, m]` and biases `[k, 1, m]` of all perceptrons
+        self.weights = nn.ParameterList()
+        self.biases = nn.ParameterList()
         sizes = [n_in, *hidden, n_out]
-        gains = [*[sqrt(2)] * len(hidden), 1.0]
-        self.weights = nn.ParameterList(
-            torch.stack([orthogonal_(torch.empty(m, n), gain).T for _ in range(k)])
-            for n, m, gain in zip(sizes, sizes[1:], gains)
-        )
-        self.biases = nn.ParameterList(torch.zeros(k, 1, m) for m in sizes[1:])
+        gains = [sqrt(2)] * len(hidden) + [1.0]
+        for n, m, gain in zip(sizes, sizes[1:], gains):
+            weights = [orthogonal_(torch.empty(m, n), gain).T for _ in range(k)]
+            self.weights.append(torch.stack(weights))
+            self.biases.append(torch.zeros(k, 1, m))
+
         self.activation = activation_for(activation)
         self.k = k
 
@@ -133,25 +148,34 @@ class StackedMLP(FastModule):
         """The outputs `[k, N, n_out]`, or those of the first `n` perceptrons.
 
         Args:
+            x: inputs [N, n_in]
             n: number of perceptrons that are evaluated, from the first on; None: all
         """
-        weights, biases = (
-            list(self._modules[name]._parameters.values()) for name in ("weights", "biases")
-        )
-        activation = self._modules["activation"].forward
+        modules = self._modules
+        weights = list(modules["weights"]._parameters.values())
+        biases = list(modules["biases"]._parameters.values())
+        activation = modules["activation"].forward
+
         # A CPU computes large layers faster one by one. For small layers, the overhead of the
         # additional calls costs more than that saves.
-        if x.is_cpu and len(x) * biases[0].shape[-1] >= 2**15:
-            layers = zip(*(zip(w.unbind()[:n], b.unbind()[:n]) for w, b in zip(weights, biases)))
-            return torch.stack([_run(x, one, activation, torch.addmm) for one in layers])
+        width = biases[0].shape[-1]
+        if x.is_cpu and len(x) * width >= 2**15:
+            layers = []
+            for w, b in zip(weights, biases):
+                layers.append(zip(w.unbind()[:n], b.unbind()[:n]))
+            outputs = [_run(x, one, activation, torch.addmm) for one in zip(*layers)]
+            return torch.stack(outputs)
+
+        # Small ones are computed at once, with a batched product.
         if n is not None:
-            weights, biases = ([y[:n] for y in z] for z in (weights, biases))
-        return _run(
-            x.expand(len(weights[0]), *x.shape), zip(weights, biases), activation, torch.baddbmm
-        )
+            weights = [w[:n] for w in weights]
+            biases = [b[:n] for b in biases]
+        x = x.expand(len(weights[0]), *x.shape)
+        return _run(x, zip(weights, biases), activation, torch.baddbmm)
 
 
 def _run(x, layers, activation, product):
+    "The output of perceptrons with `layers`, pairs of weights and biases, for the inputs `x`."
     *hidden, (last, bias) = layers
     for w, b in hidden:
         x = activation(product(b, x, w))
@@ -160,11 +184,9 @@ def _run(x, layers, activation, product):
 # %% ../../nbs/layers/09_critic.ipynb #490c20b4
 @takes(Torso.make_torso, hidden=(256, 256), normalize=False, activation="relu")
 class ActionCritic(Torso):
-    """Values of actions: observations `[*lead, ...]` and actions `[*lead, *shape]` -> float32
-    `[n_critics, *lead]`.
+    """Values of continuous actions, by several networks: float32 `[n_critics, *lead]`.
 
-    Raises `SpaceError` if there is no encoder for the observations, or the actions have no finite
-    bounds.
+    The observations are `[*lead, ...]`, the actions `[*lead, *shape]`.
 
     Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*,
     https://arxiv.org/abs/1802.09477
@@ -174,6 +196,16 @@ class ActionCritic(Torso):
         n_critics: number of networks; the smallest of their values counts
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
             module; in runs by default the policy's
+
+    Raises:
+        SpaceError: there is no encoder for the observations, or the actions have no finite bounds.
+
+    Example:
+        >>> import torch
+        >>> from rollpipe.layers import ActionCritic
+        >>> critic = ActionCritic.for_env("Pendulum-v1", seed=0)
+        >>> critic(torch.zeros(8, 3), torch.zeros(8, 1)).shape
+        torch.Size([2, 8])
     """
 
     perceptron = StackedMLP  # class of the networks
@@ -189,20 +221,16 @@ class ActionCritic(Torso):
         super().__init__()
         check_integer("n_critics", n_critics, pipe=self)
         self.box = UnitBox(action_space, type(self).__name__)
-        self.net = self.make_torso(
-            observation_space,
-            self.box.center.numel(),
-            1,
-            partial(self.perceptron, n_critics),
-            **torso,
-        )
+        n_numbers = self.box.center.numel()
+        networks = partial(self.perceptron, n_critics)
+        self.net = self.make_torso(observation_space, n_numbers, 1, networks, **torso)
 
     def first_value(self, obs: Any, act: Tensor) -> Tensor:
         "The values `[*lead]` of the first network alone."
-        is_changed = (
-            type(self).forward is not ActionCritic.forward or type(self.net) is not StackedMLP
-        )
-        return (self(obs, act) if is_changed else self(obs, act, 1))[0]
+        # A subclass need not accept `n`.
+        is_plain = type(self).forward is ActionCritic.forward and type(self.net) is StackedMLP
+        values = self(obs, act, 1) if is_plain else self(obs, act)
+        return values[0]
 
     def forward(self, obs: Any, act: Tensor, n: int | None = None) -> Tensor:
         """The values `[n_critics, *lead]`, or those of the first `n` networks.
@@ -210,19 +238,22 @@ class ActionCritic(Torso):
         Args:
             n: number of networks that are evaluated, from the first on; None: all
         """
+        # Features and positions of the actions, as rows `[N, n_in]`
         features = self.features(obs)
         position = self.box.position(act)
         lead = features.shape[:-1]
         x = torch.cat([features, position.reshape(*lead, -1)], -1)
-        return self.net(x.flatten(0, -2) if x.ndim > 2 else x, *[] if n is None else [n]).view(
-            -1, *lead
-        )
+        if x.ndim > 2:
+            x = x.flatten(0, -2)
+        values = self.net(x) if n is None else self.net(x, n)
+        return values.view(-1, *lead)
 
 # %% ../../nbs/layers/09_critic.ipynb #2fba9405
 @takes(ActionCritic)
 class QVCritic(ActionCritic):
-    """Values of actions, as `ActionCritic`, and of states: `value(obs)` float32 `[*lead]`, by a
-    perceptron with as many hidden layers.
+    """Values of actions, as `ActionCritic`, and of states: `value(obs)` float32 `[*lead]`.
+
+    The values of states come from a perceptron with as many hidden layers.
 
     Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*,
     https://arxiv.org/abs/2110.06169
@@ -232,11 +263,15 @@ class QVCritic(ActionCritic):
         n_critics: number of networks for actions; the smallest of their values counts
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space ->
             module; in runs by default the policy's
+
+    Raises:
+        SpaceError: there is no encoder for the observations, or the actions have no finite bounds.
     """
 
     def __init__(self, observation_space: gym.Space, action_space: gym.Space, **more: Any):
         super().__init__(observation_space, action_space, **more)
-        self.value_net = MLP(n_out_of(self.encoder), more["hidden"], 1, more["activation"])
+        n_features = n_out_of(self.encoder)
+        self.value_net = MLP(n_features, more["hidden"], 1, more["activation"])
 
     def value(self, obs: Any) -> Tensor:
         "The values `[*lead]` of states."

@@ -31,7 +31,11 @@ __all__ = ['OneHot', 'Bits', 'Embeddings', 'ConvTrunk', 'n_out_of', 'ModuleDict'
 # %% ../../nbs/layers/05_encoders.ipynb #9348ede6
 def _numbers(shape: tuple, n: Any, start: Any) -> tuple:
     "`n` and `start` as flat int64 arrays with one entry per integer."
-    return tuple(np.broadcast_to(x, shape).reshape(-1).astype(np.int64) for x in (n, start))
+
+    def flat(x):
+        return np.broadcast_to(x, shape).reshape(-1).astype(np.int64)
+
+    return flat(n), flat(start)
 
 
 class _Integers(nn.Module):
@@ -60,18 +64,27 @@ class _Integers(nn.Module):
 
 # %% ../../nbs/layers/05_encoders.ipynb #7f330779
 class OneHot(_Integers):
-    """Integers `[*lead, *shape]` with `n` values from `start` -> a one-hot vector for each,
-    concatenated: float32 `[*lead, n_out]`.
+    """A one-hot vector for each integer, concatenated: float32 `[*lead, n_out]`.
+
+    Args:
+        shape: shape of the integers `[*lead, *shape]`
+        n: number of values of each integer
+        start: first value of each integer
+
+    Raises:
+        DataError: there is no memory for so many values.
     """
 
     values: Tensor
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
         n, start = _numbers(shape, n, start)
+        # Feature k is 1 where integer number `owner[k]` is `values[k]`.
         n_out = int(n.sum())
         check_memory(f"{n_out:,} values", 16 * n_out, pipe=type(self))
-        values = np.concatenate([np.arange(s, s + k) for s, k in zip(start, n)])
-        super().__init__(shape, owner=np.repeat(np.arange(len(n)), n), values=values)
+        ranges = [np.arange(first, first + k) for first, k in zip(start, n)]
+        owner = np.repeat(np.arange(len(n)), n)
+        super().__init__(shape, owner=owner, values=np.concatenate(ranges))
         self.n_out = n_out
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -79,10 +92,14 @@ class OneHot(_Integers):
 
 # %% ../../nbs/layers/05_encoders.ipynb #e456a8f9
 class Bits(_Integers):
-    """Integers `[*lead, *shape]` with `n` values from `start` -> the bits of each, concatenated:
-    float32 `[*lead, n_out]`.
+    """The bits of each integer, concatenated: float32 `[*lead, n_out]`.
 
     `start` is subtracted first. The least significant bit comes first.
+
+    Args:
+        shape: shape of the integers `[*lead, *shape]`
+        n: number of values of each integer
+        start: first value of each integer
     """
 
     start: Tensor
@@ -90,6 +107,7 @@ class Bits(_Integers):
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0):
         n, start = _numbers(shape, n, start)
+        # Feature k is the bit `power[k]` of integer number `owner[k]`.
         n_bits = [max(int(k - 1).bit_length(), 1) for k in n]
         super().__init__(
             shape,
@@ -104,17 +122,23 @@ class Bits(_Integers):
 
 # %% ../../nbs/layers/05_encoders.ipynb #bf9ad266
 class Embeddings(_Integers):
-    """Integers `[*lead, *shape]` with `n` values from `start` -> `size` learned features for each:
-    float32 `[*lead, n_out]`.
+    """Learned features of each integer, concatenated: float32 `[*lead, n_out]`.
 
     Each integer has a table of its own. The tables are stored one below the other in `table.weight`
     `[sum(n), size]`, whose initial values are standard normal.
+
+    Args:
+        shape: shape of the integers `[*lead, *shape]`
+        n: number of values of each integer
+        start: first value of each integer
+        size: number of features of each integer
     """
 
     offset: Tensor
 
     def __init__(self, shape: tuple, n: Any, start: Any = 0, size: int = 16):
         n, start = _numbers(shape, n, start)
+        # The row of an integer's value in `table`: the rows of the integers before it come first.
         super().__init__(shape, offset=np.cumsum(n) - n - start)
         total = int(n.sum())
         check_parameters(total * check_integer("size", size, pipe=self), pipe=self, size=size)
@@ -126,14 +150,19 @@ class Embeddings(_Integers):
 
 # %% ../../nbs/layers/05_encoders.ipynb #9684f915
 def _layout(shape: tuple) -> tuple[tuple, bool]:
-    """The shape `(channels, h, w)` of an image or a stack of images, whose channels are
-    concatenated, and whether the channels are last.
+    """The shape `(channels, h, w)` of an image, and whether its channels are last.
 
-    Raises `SpaceError` for other shapes, and for images smaller than 3 x 3.
+    The channels of a stack of images are concatenated.
+
+    Raises:
+        SpaceError: another shape, or an image smaller than 3 x 3.
     """
+    # A fourth dimension is that of a stack.
     stack = shape[:-3]
     image = shape[-3:]
     channels_last = len(image) == 3 and image[-1] <= image[0]
+
+    # The image as (channels, h, w)
     if len(image) == 2:
         image = (1, *image)
     if channels_last:
@@ -148,8 +177,9 @@ def _layout(shape: tuple) -> tuple[tuple, bool]:
 
 
 def _check_layer(layer: tuple | list, n: int, size: list, name: str) -> None:
-    """Raise `DataError`, which says `name`, unless `layer` is a convolution of images `[n, *size]`
-    for which there is memory.
+    """Raise `DataError` unless `layer` is a convolution of images `[n, *size]`.
+
+    The message calls it `name`. There must be memory for its parameters.
     """
     if not isinstance(layer, (tuple, list)) or len(layer) != 3:
         raise DataError(
@@ -157,10 +187,9 @@ def _check_layer(layer: tuple | list, n: int, size: list, name: str) -> None:
             expected="(channels, size of the kernel, stride)",
             got=repr(layer),
         )
-    channels, kernel, _ = (
-        check_integer(f"{name}.{what}", x)
-        for what, x in zip(("channels", "kernel", "stride"), layer)
-    )
+    for field, number in zip(("channels", "kernel", "stride"), layer):
+        check_integer(f"{name}.{field}", number)
+    channels, kernel, _ = layer
     if kernel > min(size):
         raise DataError(
             f"{name}: the kernel is larger than its images",
@@ -171,13 +200,12 @@ def _check_layer(layer: tuple | list, n: int, size: list, name: str) -> None:
 
 # %% ../../nbs/layers/05_encoders.ipynb #3b7385f8
 class ConvTrunk(nn.Module):
-    """Images `[*lead, *shape]` -> float32 `[*lead, n_out]`, by convolutions and one linear layer,
-    each followed by a ReLU.
+    """Convolutions and one linear layer, each followed by a ReLU.
 
-    `shape` is `(h, w)`, `(h, w, c)`, `(c, h, w)`, or a stack of such images, `(k, h, w, c)` or
-    `(k, c, h, w)`, whose channels are concatenated. Channels are last if the last dimension is not
-    larger than the first one of the image. Images of uint8 are divided by 255. Raises `SpaceError`
-    for other shapes, and for images smaller than 3 x 3.
+    Maps images `[*lead, *shape]` to float32 `[*lead, n_out]`. `shape` is `(h, w)`, `(h, w, c)`,
+    `(c, h, w)`, or a stack of such images, `(k, h, w, c)` or `(k, c, h, w)`, whose channels are
+    concatenated. Channels are last if the last dimension is not larger than the first one of the
+    image. Images of uint8 are divided by 255.
 
     By default, images of at least 36 x 36 pixels get the layers of Mnih et al. 2015, Human-level
     control through deep reinforcement learning, https://doi.org/10.1038/nature14236. Smaller ones
@@ -188,6 +216,16 @@ class ConvTrunk(nn.Module):
         shape: shape of one image or stack
         n_out: number of features; None: 512 for large images, else 128
         layers: (channels, size of the kernel, stride) of each convolution; None: as above
+
+    Raises:
+        SpaceError: another shape, or an image smaller than 3 x 3.
+        DataError: `layers` that are no convolutions of these images, or no memory for them.
+
+    Example:
+        >>> import torch
+        >>> from rollpipe.layers import ConvTrunk
+        >>> ConvTrunk((84, 84, 4))(torch.zeros(8, 84, 84, 4, dtype=torch.uint8)).shape
+        torch.Size([8, 512])
     """
 
     is_normalized = True
@@ -198,50 +236,60 @@ class ConvTrunk(nn.Module):
         super().__init__()
         self.shape = tuple(shape)
         self.planes, self.channels_last = _layout(self.shape)
-        (n, *size) = self.planes
         is_large = min(self.planes[1:]) >= 36
         if layers is None:
             layers = self.large if is_large else self.small
         if not isinstance(layers, (tuple, list)):
             raise DataError("layers: not a list of convolutions", got=repr(layers))
-        found = []
+
+        # Each convolution reads `n` planes of `size` pixels, and writes smaller ones.
+        n, *size = self.planes
+        convolutions = []
         for k, layer in enumerate(layers):
             _check_layer(layer, n, size, f"layers[{k}]")
             channels, kernel, stride = layer
-            found.append(nn.Conv2d(n, channels, kernel, stride))
+            convolutions.append(nn.Conv2d(n, channels, kernel, stride))
             n = channels
             size = [(pixels - kernel) // stride + 1 for pixels in size]
-        for layer in found:
-            orthogonal_(layer.weight, sqrt(2))
-            nn.init.zeros_(layer.bias)
-        self.layers = nn.ModuleList(found)
+        for convolution in convolutions:
+            orthogonal_(convolution.weight, sqrt(2))
+            nn.init.zeros_(convolution.bias)
+
+        self.layers = nn.ModuleList(convolutions)
         self.n_out = n_out or (512 if is_large else 128)
         self.last = orthogonal_linear(n * prod(size), self.n_out, sqrt(2))
 
     def forward(self, obs: Tensor) -> Tensor:
+        # Images `[N, channels, h, w]`. With `len(x)` in place of -1 an exported network would take
+        # only the batch size of its example.
         lead = obs.shape[: obs.ndim - len(self.shape)]
         x = obs.reshape(-1, *self.shape)
         if self.channels_last:
             x = x.movedim(-1, -3)
-        x = x.reshape(
-            -1, *self.planes
-        )  # not `len(x)`: an exported network would accept only the batch size of its example
+        x = x.reshape(-1, *self.planes)
         x = x.float() / 255 if x.dtype is torch.uint8 else x.float()
+
         # On a CPU the gradients of large images take a quarter less time in this layout.
         if len(self.layers) > 1 and x.device.type == "cpu" and torch.is_grad_enabled():
             x = x.contiguous(memory_format=torch.channels_last)
+
         for layer in self.layers:
             x = layer(x).relu()
         return linear(self.last, x.flatten(1)).relu().view(*lead, self.n_out)
 
 # %% ../../nbs/layers/05_encoders.ipynb #4c0d77d1
 def n_out_of(module: nn.Module) -> int:
-    """The size of the last dimension of a module's output: its `n_out`, or what torch's layers call
-    it. Raises `TypeError` if it is unknown.
+    """The size of the last dimension of a module's output.
+
+    It is the module's `n_out`, or what torch's layers call it.
+
+    Raises:
+        TypeError: the size is unknown.
     """
     for name in ("n_out", "out_features", "embedding_dim"):
         if hasattr(module, name):
             return getattr(module, name)
+    # The last layer of a sequence with a size has it; activations have none.
     if isinstance(module, nn.Sequential):
         for layer in reversed(module):
             try:
@@ -252,25 +300,25 @@ def n_out_of(module: nn.Module) -> int:
 
 # %% ../../nbs/layers/05_encoders.ipynb #a66f4112
 class ModuleDict(nn.ModuleDict):
-    """A dict of modules that is applied to a dict of inputs and concatenates the results along
-    `dim`, in the order of the modules.
+    """A dict of modules that is applied to a dict of inputs and concatenates the results.
 
-    For nested inputs the modules are nested in dicts, lists and tuples in the same way. Raises
-    `DataError` for inputs with other keys.
+    They are in the order of the modules. For nested inputs the modules are nested in dicts, lists
+    and tuples in the same way.
 
     Args:
         modules: modules in a dict, list or tuple, which may be nested
         dim: dimension along which the results are concatenated
+
+    Raises:
+        DataError: at a call, if the inputs have other keys than the modules.
     """
 
     def __init__(self, modules: Any = None, dim: int = -1):
+        def as_module(part):
+            return type(self)(part, dim) if isinstance(part, (dict, list, tuple)) else part
+
         modules = _by_name({} if modules is None else modules)
-        super().__init__(
-            {
-                k: type(self)(m, dim) if isinstance(m, (dict, list, tuple)) else m
-                for k, m in modules.items()
-            }
-        )
+        super().__init__({name: as_module(part) for name, part in modules.items()})
         self.dim = dim
 
     @property
@@ -285,17 +333,26 @@ class ModuleDict(nn.ModuleDict):
                 expected=f"keys {list(self)}",
                 got=f"keys {list(x)}" if isinstance(x, dict) else describe(x),
             )
-        return torch.cat([module(x[key]) for key, module in self.items()], self.dim)
+        features = [module(x[key]) for key, module in self.items()]
+        return torch.cat(features, self.dim)
 
 
 def _by_name(x: Any) -> Any:
     "A list or tuple as a dict with keys '0', '1', ...; any other value unchanged."
-    return {str(i): y for i, y in enumerate(x)} if isinstance(x, (list, tuple)) else x
+    if isinstance(x, (list, tuple)):
+        return {str(i): item for i, item in enumerate(x)}
+    return x
 
 # %% ../../nbs/layers/05_encoders.ipynb #46e6705c
 class Flatten(nn.Module):
-    """Numbers `[*lead, *shape]` -> float32 `[*lead, n_out]`, divided by `scale`; a float32 vector
-    is passed through.
+    """Numbers `[*lead, *shape]` -> float32 `[*lead, n_out]`, divided by `scale`.
+
+    A float32 vector is passed through.
+
+    Args:
+        shape: shape of one observation
+        scale: the divisor
+        is_normalized: whether the features lie in [0, 1]
     """
 
     def __init__(self, shape: tuple, scale: float = 1.0, is_normalized: bool = False):
@@ -314,23 +371,29 @@ class Flatten(nn.Module):
 
 # %% ../../nbs/layers/05_encoders.ipynb #069b9a86
 class Concatenate(nn.Module):
-    """A dict, list or tuple of observations -> the features of its items, concatenated in the order
-    of `encoders`.
+    """The features of the items of a dict, list or tuple, concatenated.
+
+    Args:
+        encoders: an encoder for each item, in a container with the same keys; their order counts
     """
 
     def __init__(self, encoders: Any):
         super().__init__()
-        self.keys = list(encoders) if isinstance(encoders, dict) else list(range(len(encoders)))
-        items = list(encoders.values() if isinstance(encoders, dict) else encoders)
-        self.encoders = nn.ModuleList(items)
-        flags = torch.cat([torch.as_tensor(e.is_normalized).expand(e.n_out) for e in items])
-        self.n_out = len(flags)
-        self.is_normalized = (
-            flags.tolist() if flags.any() and not flags.all() else bool(flags.all())
+        items = encoders if isinstance(encoders, dict) else dict(enumerate(encoders))
+        self.keys = list(items)
+        self.encoders = nn.ModuleList(items.values())
+
+        # One flag for each feature, or one for all of them if they are equal
+        flags = torch.cat(
+            [torch.as_tensor(x.is_normalized).expand(x.n_out) for x in items.values()]
         )
+        self.n_out = len(flags)
+        is_mixed = flags.any() and not flags.all()
+        self.is_normalized = flags.tolist() if is_mixed else bool(flags.all())
 
     def forward(self, obs: Any) -> Tensor:
-        return torch.cat([encoder(obs[key]) for key, encoder in zip(self.keys, self.encoders)], -1)
+        features = [encoder(obs[key]) for key, encoder in zip(self.keys, self.encoders)]
+        return torch.cat(features, -1)
 
 # %% ../../nbs/layers/05_encoders.ipynb #ab87689b
 def encoder_for(
@@ -343,18 +406,13 @@ def encoder_for(
     n_out: int | None = None,
     layers: Sequence | None = None,
 ) -> nn.Module:
-    """A module that maps observations `[*lead, ...]` of `space` to float32 features
-    `[*lead, n_out]`.
+    """The encoder for a space: observations `[*lead, ...]` -> float32 `[*lead, n_out]`.
 
     A Box is flattened (and divided by 255 if it is an image, uint8 with 3 dimensions), Discrete and
     MultiDiscrete become one-hot, MultiBinary becomes 0 and 1; the items of Dict and Tuple are
     concatenated in the order of the space. The module has the attributes `n_out` and
     `is_normalized`: whether the features lie in [0, 1] or are learned, so that they need no running
     normaliser. It is a list with one answer for each feature if the answers differ.
-
-    Raises `SpaceError`, which names the part of the space that is not supported (Text, Graph,
-    Sequence, ...), and `ValueError` for an unknown choice of `images` or `discrete`, and for
-    `layers` without `images='conv'`.
 
     Args:
         space: observation space
@@ -366,42 +424,56 @@ def encoder_for(
         n_out: number of features of each `ConvTrunk`; None: its default
         layers: (channels, size of the kernel, stride) of each convolution of a `ConvTrunk`; None:
             its default
+
+    Raises:
+        SpaceError: names the part of the space that is not supported (Text, Graph, Sequence, ...).
+        ValueError: an unknown choice of `images` or `discrete`.
+        DataError: `layers` without `images='conv'`, or a size that is no integer >= 1.
+
+    Example:
+        >>> import gymnasium as gym
+        >>> import torch
+        >>> from rollpipe.layers import encoder_for
+        >>> encoder_for(gym.spaces.Discrete(3))(torch.tensor([0, 2])).tolist()
+        [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
     """
-    s = gym.spaces
-    options: dict[str, Any] = dict(
-        images=images, discrete=discrete, size=size, n_out=n_out, layers=layers
-    )
+    # The choices
     if images not in ("flat", "conv"):
         raise ValueError(f"Expected images 'flat' or 'conv', got {images!r}")
     if layers is not None and images != "conv":
         raise DataError("layers need images='conv'", leaf="layers", got=f"images={images!r}")
     if discrete not in ("onehot", "bits", "embed"):
         raise ValueError(f"Expected discrete 'onehot', 'bits' or 'embed', got {discrete!r}")
-    for key, n in dict(size=size, n_out=1 if n_out is None else n_out).items():
-        check_integer(key, n)
-    if isinstance(space, s.Dict):
-        return Concatenate(
-            {k: encoder_for(v, f"{name}[{k!r}]", **options) for k, v in space.spaces.items()}
+    check_integer("size", size)
+    if n_out is not None:
+        check_integer("n_out", n_out)
+
+    # Containers have an encoder for each item, with the same options.
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        options: dict[str, Any] = dict(
+            images=images, discrete=discrete, size=size, n_out=n_out, layers=layers
         )
-    if isinstance(space, s.Tuple):
-        return Concatenate(
-            [encoder_for(v, f"{name}[{i}]", **options) for i, v in enumerate(space.spaces)]
-        )
-    if isinstance(space, (s.Discrete, s.MultiDiscrete)):
+        if isinstance(space, gym.spaces.Dict):
+            items = space.spaces
+        else:
+            items = dict(enumerate(space.spaces))
+        encoders = {}
+        for key, item in items.items():
+            encoders[key] = encoder_for(item, f"{name}[{key!r}]", **options)
+        return Concatenate(encoders)
+
+    # Integers have the encoding that is asked for, switches are 0 and 1.
+    if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
         space_spec(space, name)  # raises `SpaceError` for an empty space
-        numbers = (
-            space.shape or (),
-            space.nvec if isinstance(space, s.MultiDiscrete) else int(space.n),
-            space.start,
-        )
-        return (
-            dict(onehot=OneHot, bits=Bits)[discrete](*numbers)
-            if discrete != "embed"
-            else Embeddings(*numbers, size)
-        )
-    if isinstance(space, s.MultiBinary):
+        n = space.nvec if isinstance(space, gym.spaces.MultiDiscrete) else int(space.n)
+        shape = space.shape or ()
+        if discrete == "embed":
+            return Embeddings(shape, n, space.start, size)
+        encoding = OneHot if discrete == "onehot" else Bits
+        return encoding(shape, n, space.start)
+    if isinstance(space, gym.spaces.MultiBinary):
         return Flatten(space.shape, is_normalized=True)
-    if isinstance(space, s.Box):
+    if isinstance(space, gym.spaces.Box):
         return _box_encoder(space, name, images, n_out, layers)
     raise SpaceError(
         "unsupported observation space",
@@ -414,8 +486,12 @@ def encoder_for(
 def _box_encoder(
     space: gym.spaces.Box, name: str, images: str, n_out: int | None, layers: Sequence | None
 ) -> nn.Module:
-    if images == "conv" and space.dtype in (np.uint8, bool) and 2 <= len(space.shape) <= 4:
+    # Convolutions, if they are asked for and the Box may be an image or a stack of images
+    is_integer = space.dtype in (np.uint8, bool)
+    if images == "conv" and is_integer and 2 <= len(space.shape) <= 4:
         with located(leaf=name):
             return ConvTrunk(space.shape, n_out, layers)
+
+    # A flat image is divided by 255.
     is_image = space.dtype == np.uint8 and len(space.shape) == 3
     return Flatten(space.shape, 255.0 if is_image else 1.0, is_normalized=is_image)

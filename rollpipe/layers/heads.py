@@ -35,7 +35,8 @@ class MultiCategorical:
     `[*lead, *shape]`, where `shape` has `len(n)` elements. Sums run over `shape`.
 
     Args:
-        start: `()`: all 0
+        n: number of values of each integer
+        start: first value of each integer; `()`: all 0
         shape: a tuple; None: `(len(n),)`
     """
 
@@ -44,11 +45,11 @@ class MultiCategorical:
     shape: Any = None
 
     def __post_init__(self):
+        start = tuple(self.start) if any(self.start) else ()
+        shape = (len(self.n),) if self.shape is None else tuple(self.shape)
         object.__setattr__(self, "n", tuple(self.n))
-        object.__setattr__(self, "start", tuple(self.start) if any(self.start) else ())
-        object.__setattr__(
-            self, "shape", (len(self.n),) if self.shape is None else tuple(self.shape)
-        )
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "shape", shape)
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard Gumbel noise `[*lead, sum(n)]` float32."
@@ -64,6 +65,7 @@ class MultiCategorical:
         return act if len(self.shape) == 1 else act.unflatten(-1, self.shape)
 
     def log_prob(self, params: Tensor, act: Tensor) -> Tensor:
+        # The numbers as `[*lead, len(n)]`, each counted from 0
         act = act.flatten(act.ndim - len(self.shape)).long()
         if self.start:
             act = act - act.new_tensor(self.start)
@@ -76,8 +78,9 @@ class MultiCategorical:
         return self._row.kl(self._rows(p), self._rows(q)).sum(-1)
 
     def fisher(self, params: Tensor, tangent: Tensor) -> Tensor:
-        rows = self._row.fisher(self._rows(params), self._rows(tangent, 0.0))
-        return torch.cat([row[..., :n] for row, n in zip(rows.unbind(-2), self.n)], -1)
+        rows = self._row.fisher(self._rows(params), self._rows(tangent, 0.0)).unbind(-2)
+        # Without the padding
+        return torch.cat([row[..., :n] for row, n in zip(rows, self.n)], -1)
 
     @property
     def _row(self) -> Categorical:
@@ -85,16 +88,12 @@ class MultiCategorical:
 
     def _rows(self, x: Tensor, fill: float = -torch.inf) -> Tensor:
         "Split `[*lead, sum(n)]` into one row per number, padded to `[*lead, len(n), max(n)]`."
+        # Rows of one length need no padding.
         longest = max(self.n)
         if min(self.n) == longest:
             return x.unflatten(-1, (len(self.n), longest))
-        return torch.stack(
-            [
-                pad(part, (0, longest - n), value=fill)
-                for part, n in zip(x.split(self.n, -1), self.n)
-            ],
-            -2,
-        )
+        parts = zip(x.split(self.n, -1), self.n)
+        return torch.stack([pad(part, (0, longest - n), value=fill) for part, n in parts], -2)
 
 # %% ../../nbs/layers/04_heads.ipynb #e2e65bfc
 @dataclass(frozen=True)
@@ -103,6 +102,9 @@ class Bernoulli:
 
     The parameters are the finite logits of being on, `[*lead, *shape]`; actions are int64 of the
     same shape.
+
+    Args:
+        shape: shape of one action
     """
 
     shape: tuple = ()
@@ -115,9 +117,8 @@ class Bernoulli:
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard logistic noise `[*lead, *shape]` float32."
-        return torch.rand(
-            (*lead, *self.shape), generator=generator, device=device_of(generator)
-        ).logit_(eps=1e-7)
+        uniform = torch.rand((*lead, *self.shape), generator=generator, device=device_of(generator))
+        return uniform.logit_(eps=1e-7)
 
     def sample(self, params: Tensor, noise: Tensor) -> Tensor:
         return (params + noise > 0).long()
@@ -140,23 +141,32 @@ class Bernoulli:
 
 # %% ../../nbs/layers/04_heads.ipynb #48c017ee
 def map_parts(fn: Callable, parts: Any, *trees: Any) -> Any:
-    """`fn(part, *items)` for each item of the dict, list or tuple `parts` and the corresponding
-    items of `trees`, one level deep.
+    """`fn(part, *items)` for each item of the dict, list or tuple `parts`, one level deep.
+
+    `items` are the corresponding items of `trees`.
     """
-    if isinstance(parts, dict):
-        return {k: fn(part, *(tree[k] for tree in trees)) for k, part in parts.items()}
-    return type(parts)(fn(part, *(tree[i] for tree in trees)) for i, part in enumerate(parts))
+    is_dict = isinstance(parts, dict)
+    results = {}
+    for key, part in parts.items() if is_dict else enumerate(parts):
+        items = [tree[key] for tree in trees]
+        results[key] = fn(part, *items)
+    return results if is_dict else type(parts)(results.values())
 
 # %% ../../nbs/layers/04_heads.ipynb #cce30b27
 class Joint:
-    """Independent distributions in nested dicts, lists and tuples; parameters, noise and actions
-    have the same containers.
+    """Independent distributions in nested dicts, lists and tuples.
+
+    Parameters, noise and actions have the same containers.
+
+    Args:
+        parts: distributions in a dict, list or tuple, which may be nested
     """
 
     def __init__(self, parts: Any):
-        self.parts = map_parts(
-            lambda part: Joint(part) if isinstance(part, (dict, list, tuple)) else part, parts
-        )
+        def as_distribution(part):
+            return Joint(part) if isinstance(part, (dict, list, tuple)) else part
+
+        self.parts = map_parts(as_distribution, parts)
 
     def __repr__(self):
         return f"{type(self).__name__}({self.parts})"
@@ -172,6 +182,7 @@ class Joint:
         return map_parts(lambda part, *args: getattr(part, method)(*args), self.parts, *trees)
 
     def _total(self, method: str, *trees: Any) -> Any:
+        "The sum over the parts of what `method` of each returns."
         results = self._each(method, *trees)
         return sum(results.values() if isinstance(results, dict) else results)
 
@@ -214,22 +225,37 @@ def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tu
     """Float32 tensors of `shape`: the middle and half the width of `[low, high]`.
 
     Without two finite bounds: its number nearest to 0, and 1.
+
+    Args:
+        shape: shape of the result
+        low: lower bounds, a number or an array; None: unbounded
+        high: upper bounds, a number or an array; None: unbounded
     """
-    low, high = (
-        torch.as_tensor(default if bound is None else bound, dtype=torch.float32).expand(shape)
-        for bound, default in ((low, -torch.inf), (high, torch.inf))
-    )
-    bounded = torch.isfinite(high - low) & (
-        high > low
-    )  # also False for the largest floats, because their difference overflows
-    return torch.where(
-        bounded, low / 2 + high / 2, torch.zeros(shape).clamp(low, high)
-    ), torch.where(bounded, (high - low) / 2, 1.0)
+    if low is None:
+        low = -torch.inf
+    if high is None:
+        high = torch.inf
+    low = torch.as_tensor(low, dtype=torch.float32).expand(shape)
+    high = torch.as_tensor(high, dtype=torch.float32).expand(shape)
+
+    # The difference of the largest floats overflows, so they count as no bounds.
+    is_bounded = torch.isfinite(high - low) & (high > low)
+    nearest_to_0 = torch.zeros(shape).clamp(low, high)
+    center = torch.where(is_bounded, low / 2 + high / 2, nearest_to_0)
+    half_range = torch.where(is_bounded, (high - low) / 2, 1.0)
+    return center, half_range
 
 # %% ../../nbs/layers/04_heads.ipynb #230453da
 class ClampedStd(FastModule):
-    """A state-dependent standard deviation: features `[..., n_in]` ->
-    `clamp(softplus(linear(x)), low, high)` `[..., n]`.
+    """A state-dependent standard deviation, `clamp(softplus(linear(x)), low, high)`.
+
+    Maps features `[..., n_in]` to float32 `[..., n]`.
+
+    Args:
+        n_in: number of features
+        n: number of standard deviations
+        low: the smallest one
+        high: the largest one
     """
 
     def __init__(self, n_in: int, n: int, low: float = 0.3, high: float = 10.0):
@@ -239,12 +265,14 @@ class ClampedStd(FastModule):
         self.high = high
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.softplus(linear(self._modules["linear"], x)).clamp(self.low, self.high)
+        x = linear(self._modules["linear"], x)
+        return softplus(x).clamp(self.low, self.high)
 
 # %% ../../nbs/layers/04_heads.ipynb #b4f36744
 def check_std(std: str, log_std: float = 0.0) -> None:
-    """Raise `DataError` for an unknown kind of standard deviation, or if its log is no finite
-    number.
+    """Raise `DataError` for an unknown kind of standard deviation.
+
+    Its log must be a finite number.
     """
     if not is_between(log_std, -float_info.max, float_info.max):
         raise DataError(
@@ -259,8 +287,6 @@ def check_std(std: str, log_std: float = 0.0) -> None:
 class GaussianHead(FastModule):
     """Features `[..., n_in]` -> `GaussianParams` `[..., *shape]` in the units of the action.
 
-    Raises `DataError` for an unknown `std`.
-
     Args:
         n_in: number of features
         shape: shape of one action
@@ -270,6 +296,9 @@ class GaussianHead(FastModule):
             'state'
         std: standard deviation: 'free' (a parameter), 'fixed', or 'state' (from the features, by
             `ClampedStd`)
+
+    Raises:
+        DataError: an unknown `std`, or a `log_std` that is no finite number.
     """
 
     def __init__(
@@ -285,11 +314,16 @@ class GaussianHead(FastModule):
         check_std(std, log_std)
         self.dist = Gaussian(shape)
         n = prod(shape)
-        center, half_range = center_and_half_range(self.dist.shape, low, high)
+
+        # The mean, and the scale of the action
         self.mean = orthogonal_linear(n_in, n, 0.01)
+        center, half_range = center_and_half_range(self.dist.shape, low, high)
         self.register_buffer("center", center)
         self.register_buffer("half_range", half_range)
-        self.is_scaled = not (torch.all(center == 0) and torch.all(half_range == 1)).item()
+        is_unit = torch.all(center == 0) and torch.all(half_range == 1)
+        self.is_scaled = not is_unit.item()
+
+        # The standard deviation: a layer, a parameter or a constant
         if std == "state":
             self.std = ClampedStd(n_in, n)
         elif std == "free":
@@ -298,30 +332,37 @@ class GaussianHead(FastModule):
             self.register_buffer("log_std", log_std + half_range.log())
 
     def forward(self, x: Tensor) -> GaussianParams:
-        modules, buffers = self._modules, self._buffers
+        modules = self._modules
+        buffers = self._buffers
+
+        # The mean, in the units of the action
         mean = shaped(linear(modules["mean"], x), self.dist.shape)
         if self.is_scaled:
             mean = torch.addcmul(buffers["center"], buffers["half_range"], mean)
-        if "std" in modules:
-            return GaussianParams(
-                mean, (shaped(modules["std"](x), self.dist.shape) * buffers["half_range"]).log()
-            )
-        return GaussianParams(mean, self.log_std.expand_as(mean))
+
+        # The standard deviation is the same in all states, or computed from the features.
+        if "std" not in modules:
+            return GaussianParams(mean, self.log_std.expand_as(mean))
+        std = shaped(modules["std"](x), self.dist.shape) * buffers["half_range"]
+        return GaussianParams(mean, std.log())
 
 # %% ../../nbs/layers/04_heads.ipynb #41f92ea6
 class JointHead(nn.Module):
-    """Heads in a dict, list or tuple; returns their parameters in the same container, and `dist` is
-    a `Joint`.
+    """Heads in a dict, list or tuple, which see the same features `[..., n_in]`.
+
+    Returns their parameters in the same container; `dist` is a `Joint`.
     """
 
     def __init__(self, heads: Any):
         super().__init__()
-        self.heads = nn.ModuleList(heads.values() if isinstance(heads, dict) else heads)
-        self.index = (
-            dict(zip(heads, range(len(heads))))
-            if isinstance(heads, dict)
-            else type(heads)(range(len(heads)))
-        )
+        # The heads as a list, and the container with the place of each head in the list
+        places = range(len(heads))
+        if isinstance(heads, dict):
+            self.heads = nn.ModuleList(heads.values())
+            self.index = dict(zip(heads, places))
+        else:
+            self.heads = nn.ModuleList(heads)
+            self.index = type(heads)(places)
         self.dist = Joint(map_parts(lambda head: head.dist, heads))
 
     def forward(self, x: Tensor) -> Any:
@@ -344,32 +385,49 @@ def unsupported(space: gym.Space, owner: str, expected: str) -> SpaceError:
 
 # %% ../../nbs/layers/04_heads.ipynb #b6f52a1c
 def head_for(space: gym.Space, n_in: int, name: str = "action_space", **gaussian: Any) -> nn.Module:
-    """A head for an action space: Discrete, MultiDiscrete, MultiBinary, Box of floats (any shape),
-    or Dict and Tuple of them.
+    """The head for an action space.
 
-    Raises `SpaceError`, which names the part of the space that is not supported, and `DataError`
-    for an unknown `std`.
+    The space is Discrete, MultiDiscrete, MultiBinary, a Box of floats of any shape, or a Dict or
+    Tuple of them.
 
     Args:
         space: action space
         n_in: number of features
         name: what error messages call the space
         **gaussian: `std` and `log_std` of every `GaussianHead`
+
+    Raises:
+        SpaceError: names the part of the space that is not supported.
+        DataError: an unknown `std`, or a `log_std` that is no finite number.
+
+    Example:
+        >>> import gymnasium as gym
+        >>> from rollpipe.layers import head_for
+        >>> head_for(gym.spaces.Discrete(3), n_in=64).dist
+        Categorical(n=3, start=0)
     """
     check_std(**{"std": "free", **gaussian})
+
+    # Containers have a head for each item.
     if isinstance(space, gym.spaces.Dict):
-        return JointHead(
-            {k: head_for(s, n_in, f"{name}[{k!r}]", **gaussian) for k, s in space.spaces.items()}
-        )
+        heads = {}
+        for key, part in space.spaces.items():
+            heads[key] = head_for(part, n_in, f"{name}[{key!r}]", **gaussian)
+        return JointHead(heads)
     if isinstance(space, gym.spaces.Tuple):
-        return JointHead(
-            tuple(head_for(s, n_in, f"{name}[{i}]", **gaussian) for i, s in enumerate(space.spaces))
-        )
+        heads = []
+        for i, part in enumerate(space.spaces):
+            heads.append(head_for(part, n_in, f"{name}[{i}]", **gaussian))
+        return JointHead(tuple(heads))
+
+    # Integers and switches have logits, floats have a mean and a standard deviation.
     if isinstance(space, gym.spaces.Discrete):
-        return LogitsHead(n_in, Categorical(int(space.n), int(space.start)), (int(space.n),))
+        dist = Categorical(int(space.n), int(space.start))
+        return LogitsHead(n_in, dist, (dist.n,))
     if isinstance(space, gym.spaces.MultiDiscrete):
         space_spec(space, name)  # raises `SpaceError` for an empty space
-        n, start = (tuple(map(int, x.reshape(-1))) for x in (space.nvec, space.start))
+        n = tuple(space.nvec.reshape(-1).tolist())
+        start = tuple(space.start.reshape(-1).tolist())
         return LogitsHead(n_in, MultiCategorical(n, start, space.shape), (sum(n),))
     if isinstance(space, gym.spaces.MultiBinary):
         return LogitsHead(n_in, Bernoulli(space.shape), space.shape)

@@ -32,18 +32,17 @@ def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
         pipe: the object that has the parameters, for the message
         **sizes: name -> size that determines the number of parameters, such as `hidden`
     """
-    check_memory(
-        f"{', '.join(f'{name}={x}' for name, x in sizes.items())} with {n:,} parameters",
-        16 * n,
-        pipe=pipe,
-    )
+    described = ", ".join(f"{name}={x}" for name, x in sizes.items())
+    check_memory(f"{described} with {n:,} parameters", 16 * n, pipe=pipe)
 
 
 def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int) -> None:
-    """Raise `DataError` unless the hidden layers of a perceptron have integer sizes >= 1, and there
-    is memory for it.
+    """Raise `DataError` unless a perceptron can have these sizes.
+
+    The hidden layers need integer sizes >= 1, and there must be memory for the weights.
 
     Args:
+        n_in: number of inputs
         hidden: sizes of the hidden layers
         n_out: number of outputs; None: no output layer
         **more: `k`: number of perceptrons, if there are several
@@ -57,27 +56,29 @@ def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int)
         )
     for k, n in enumerate(hidden):
         check_integer(f"hidden[{k}]", n)
-    sizes = [n_in, *hidden]
-    outs = dict() if n_out is None else dict(n_out=n_out)
-    n = sum((n + 1) * m for n, m in zip(sizes, [*hidden, *outs.values()]))
-    check_parameters(n * prod(more.values()), hidden=tuple(hidden), **outs, **more)
+
+    # A layer has a weight for each input of each output, and a bias for each output.
+    outputs = {} if n_out is None else {"n_out": n_out}
+    ins = [n_in, *hidden]
+    outs = [*hidden, *outputs.values()]
+    n_parameters = sum((n + 1) * m for n, m in zip(ins, outs))
+    check_parameters(n_parameters * prod(more.values()), hidden=tuple(hidden), **outputs, **more)
 
 # %% ../../nbs/layers/01_mlp.ipynb #c3f52c22
 def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
-    """Draw an orthogonal matrix times `gain` into `weight`, as `torch.nn.init.orthogonal_` does.
+    """Draw an orthogonal matrix times `gain` into `weight`, which is returned.
 
-    Returns `weight`.
-
-    The last bits depend on the number of threads: it is one, unless the user has chosen another,
-    see `few_threads`.
+    The matrix is that of `torch.nn.init.orthogonal_`. Its last bits depend on the number of
+    threads, which is one unless the user has chosen another (`few_threads`).
     """
     with few_threads():
         return nn.init.orthogonal_(weight, gain)
 
 # %% ../../nbs/layers/01_mlp.ipynb #ccddde85
 def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
-    """A linear layer with orthogonal weights times `gain` (Saxe et al. 2013,
-    https://arxiv.org/abs/1312.6120) and zero bias.
+    """A linear layer with orthogonal weights times `gain`, and zero bias.
+
+    Source: Saxe et al. 2013, https://arxiv.org/abs/1312.6120
     """
     check_parameters((n_in + 1) * n_out, n_in=n_in, n_out=n_out)
     layer = nn.Linear(n_in, n_out)
@@ -99,7 +100,9 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def shaped(x: Tensor, shape: tuple) -> Tensor:
     "`x` `[..., n]` as `[..., *shape]`, where `n` is the product of `shape`."
-    return x if len(shape) == 1 else x.unflatten(-1, shape) if shape else x.squeeze(-1)
+    if len(shape) == 1:
+        return x
+    return x.unflatten(-1, shape) if shape else x.squeeze(-1)
 
 # %% ../../nbs/layers/01_mlp.ipynb #2c25d31a
 ACTIVATIONS = dict(
@@ -114,10 +117,13 @@ ACTIVATIONS = dict(
 
 
 def activation_for(activation: str | Callable) -> nn.Module:
-    """A new activation module. Raises `DataError` for an unknown name.
+    """A new activation module.
 
     Args:
         activation: a name in `ACTIVATIONS`, or a module class that is called without arguments
+
+    Raises:
+        DataError: an unknown name.
     """
     if not isinstance(activation, str):
         return activation()
@@ -132,8 +138,9 @@ def activation_for(activation: str | Callable) -> nn.Module:
 
 # %% ../../nbs/layers/01_mlp.ipynb #2607e6df
 class FastModule(nn.Module):
-    """A module whose `forward` reads the dicts of its parts, because access to a module's
-    attributes is slow.
+    """A module whose `forward` reads the dicts of its parts.
+
+    Access to the attributes of a module is slow.
     """
 
     _modules: dict[str, Any]
@@ -141,11 +148,10 @@ class FastModule(nn.Module):
 
 
 class MLP(FastModule):
-    """Linear layers with an activation after each hidden one; `[..., n_in]` -> `[..., n_out]`,
-    float32.
+    """Linear layers with an activation after each hidden one.
 
-    Hidden layers have orthogonal initial weights with gain sqrt(2), the last layer has gain `gain`;
-    biases are zero.
+    Maps float32 `[..., n_in]` to float32 `[..., n_out]`. Hidden layers have orthogonal initial
+    weights with gain sqrt(2), the last layer has gain `gain`; biases are zero.
 
     Args:
         n_in: size of the last input dimension
@@ -153,6 +159,15 @@ class MLP(FastModule):
         n_out: number of outputs; None: no output layer, the result is the last hidden activation
         activation: activation after each hidden layer, see `activation_for`
         gain: gain of the output layer's initial weights, if there is an output layer
+
+    Raises:
+        DataError: a size that is no integer >= 1, an unknown activation, or no memory for this.
+
+    Example:
+        >>> import torch
+        >>> from rollpipe.layers import MLP
+        >>> MLP(4, hidden=(64, 64), n_out=2)(torch.zeros(8, 3, 4)).shape
+        torch.Size([8, 3, 2])
     """
 
     last: nn.Linear | None
@@ -171,9 +186,8 @@ class MLP(FastModule):
         self.hidden = nn.ModuleList(
             orthogonal_linear(n, m, sqrt(2)) for n, m in zip(sizes, sizes[1:])
         )
-        self.register_module(
-            "last", None if n_out is None else orthogonal_linear(sizes[-1], n_out, gain)
-        )
+        last = None if n_out is None else orthogonal_linear(sizes[-1], n_out, gain)
+        self.register_module("last", last)
         self.activation = activation_for(activation)
         self.n_in = n_in
         self.n_out = sizes[-1] if n_out is None else n_out
@@ -182,11 +196,14 @@ class MLP(FastModule):
         modules = self._modules
         activation = modules["activation"].forward
         last = modules["last"]
-        lead = None
+
         # Rows as a matrix: with more dimensions, every layer would make two views, which also cost
         # time in the backward pass.
+        lead = None
         if torch.is_grad_enabled() and x.ndim > 2:
-            x, lead = x.flatten(0, -2), x.shape[:-1]
+            lead = x.shape[:-1]
+            x = x.flatten(0, -2)
+
         for layer in modules["hidden"]._modules.values():
             x = activation(linear(layer, x))
         if last is not None:

@@ -26,11 +26,16 @@ __all__ = ['DuellingHead', 'EpsilonGreedy', 'QPolicy', 'RecurrentQPolicy', 'Quan
 
 # %% ../../nbs/layers/11_q_networks.ipynb #cd6f768a
 class DuellingHead(nn.Module):
-    """Features `[..., n_in]` -> values of the actions `[..., n]` as `V + A - mean(A)`, from two
-    networks with `hidden` layers each.
+    """Values of the actions `[..., n]` as `V + A - mean(A)`, from features `[..., n_in]`.
 
     Source: Wang et al. 2016, Dueling network architectures for deep reinforcement learning,
     https://arxiv.org/abs/1511.06581
+
+    Args:
+        n_in: number of features
+        n: number of actions
+        hidden: sizes of the hidden layers that `V` and `A` each have
+        activation: activation after each hidden layer, see `activation_for`
     """
 
     def __init__(self, n_in: int, n: int, hidden: tuple = (), activation: str | type = "relu"):
@@ -45,14 +50,13 @@ class DuellingHead(nn.Module):
 
 # %% ../../nbs/layers/11_q_networks.ipynb #84b77e20
 class EpsilonGreedy(ForSpaces, Actor):
-    """Base of actors with values of Discrete actions: subclasses write
-    `q(obs, act, rew, fin, *, hx) -> (q, hx)` and call `set_exploration`.
+    """Base of actors with values of Discrete actions.
 
-    `q` maps `[T, B, ...]` to values `[T, B, n_actions]` float32 and the new recurrent state. The
-    actor reports `dict(q=q)`. Without noise it takes the first of the best actions. With noise it
-    takes a random action with probability `epsilon`, which is a buffer `[]` float32. With an
-    `action_mask`, `q` is -inf where the mask forbids the action, which then is neither the best nor
-    random.
+    Subclasses call `set_exploration`, and write `q(obs, act, rew, fin, *, hx) -> (q, hx)`. `q` maps
+    `[T, B, ...]` to values `[T, B, n_actions]` float32 and the new recurrent state. The actor
+    reports `dict(q=q)`. Without noise it takes the first of the best actions. With noise it takes a
+    random action with probability `epsilon`, which is a buffer `[]` float32. With an `action_mask`,
+    `q` is -inf where the mask forbids the action, which then is neither the best nor random.
     """
 
     _contract = {**Actor._contract, "q": (("obs", "act", "rew", "fin"), ("hx",))}
@@ -60,8 +64,9 @@ class EpsilonGreedy(ForSpaces, Actor):
     def set_exploration(self, action_space: gym.Space, epsilon: float) -> None:
         """Define the actions and `epsilon`.
 
-        Raises `SpaceError` unless the space is Discrete, `ValueError` unless `epsilon` is in [0,
-        1].
+        Raises:
+            SpaceError: the space is not Discrete.
+            ValueError: `epsilon` is not in [0, 1].
         """
         if not isinstance(action_space, gym.spaces.Discrete):
             raise unsupported(action_space, type(self).__name__, "Discrete")
@@ -76,8 +81,7 @@ class EpsilonGreedy(ForSpaces, Actor):
         raise NotImplementedError(f"{type(self).__name__} must define q(obs, act, rew, fin, *, hx)")
 
     def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
-        """Noise `[*lead, 2]` float32: a uniform number in [0, 1), and the number of an action, 0
-        ... n_actions - 1.
+        """Noise `[*lead, 2]` float32: a uniform number in [0, 1), and the number of an action.
 
         With an `action_mask`, the second number is uniform in [0, 1), too.
         """
@@ -103,41 +107,63 @@ class EpsilonGreedy(ForSpaces, Actor):
     ) -> tuple:
         q, hx = self.q(obs, act, rew, fin, hx=hx)
         act = q.argmax(-1)
+
+        # With noise some actions are random: all in one operation, because rows differ.
         if noise is not None:
-            chance, other = noise.unbind(-1)
-            other = other.long() if self.action_mask is None else self._allowed(other, obs)
-            act = torch.where(chance < self._buffers["epsilon"], other, act)
-        return act + self.start if self.start else act, hx, {"q": q}
+            chance, number = noise.unbind(-1)
+            if self.action_mask is None:
+                random_act = number.long()
+            else:
+                random_act = self._allowed(number, obs)
+            act = torch.where(chance < self._buffers["epsilon"], random_act, act)
+        if self.start:
+            act = act + self.start
+        return act, hx, {"q": q}
 
     def _allowed(self, x, obs):
-        "One of the k allowed actions, with number `k x` of them for numbers `x` in [0, 1)."
-        count = self.action_mask.allowed(obs).long().cumsum(-1)
-        return (count <= (x * count[..., -1]).unsqueeze(-1)).sum(-1)
+        "The `floor(k x)`-th of the k actions that are allowed, for numbers `x` in [0, 1)."
+        # Before the action that is sought stand as many allowed ones as `target` says.
+        n_allowed_up_to = self.action_mask.allowed(obs).long().cumsum(-1)
+        target = x * n_allowed_up_to[..., -1]
+        return (n_allowed_up_to <= target.unsqueeze(-1)).sum(-1)
 
     def values(self, state: Any, hx: Any = None) -> tuple:
-        """Values `[T, B, n_actions]` of the states `[T, B, ...]` (a `State` in float32) with
-        gradients, and the new recurrent state.
+        """Values `[T, B, n_actions]` of the states `[T, B, ...]`, and the new recurrent state.
 
-        `hx` is the recurrent state at row 0; None or `()` stands for the initial one.
+        The values have gradients. The states are a `State` in float32. `hx` is the recurrent state
+        at row 0; None or `()` stands for the initial one.
         """
         _, obs, act, rew, fin = state
         if self.uses_past:
             act, rew = without_past(act, rew, fin)
-        return self.q(obs, act, rew, fin, hx=None if isinstance(hx, tuple) and not hx else hx)
+        is_initial = isinstance(hx, tuple) and not hx
+        return self.q(obs, act, rew, fin, hx=None if is_initial else hx)
 
 # %% ../../nbs/layers/11_q_networks.ipynb #b5af11fb
 @takes(Torso.make_torso, Torso.make_masked_torso, normalize=False)
 class QPolicy(Torso, EpsilonGreedy):
-    """Values of Discrete actions by a perceptron: encoder, running normaliser, hidden layers, plain
-    or duelling head.
+    """Values of Discrete actions by a perceptron.
 
-    Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete.
+    It consists of encoder, running normaliser, hidden layers, and a plain or duelling head.
 
     Args:
         action_space: Discrete
         hidden: sizes of the hidden layers; `()`: linear (a table if observations are Discrete)
         duelling: separate value and advantages, each with a last hidden layer of its own
         epsilon: fraction of the steps with a random action; a buffer that learners may change
+
+    Raises:
+        SpaceError: there is no encoder for the observations, or the actions are not Discrete.
+        ValueError: `epsilon` is not in [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from rollpipe.layers import QPolicy
+        >>> q, _ = QPolicy.for_env("CartPole-v1", seed=0).q(
+        ...     torch.zeros(5, 3, 4), None, None, None, hx=()
+        ... )
+        >>> q.shape
+        torch.Size([5, 3, 2])
     """
 
     uses_past = False
@@ -155,9 +181,10 @@ class QPolicy(Torso, EpsilonGreedy):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         check_sizes(1, hidden)
-        before = hidden[:-1] if duelling else hidden
+        # The last hidden layer of a duelling network belongs to its head.
+        in_trunk = hidden[:-1] if duelling else hidden
         self.trunk = self.make_masked_torso(
-            observation_space, action_space, hidden=before, activation=activation, **torso
+            observation_space, action_space, hidden=in_trunk, activation=activation, **torso
         )
         if duelling:
             self.head = DuellingHead(self.trunk.n_out, self.n_actions, hidden[-1:], activation)
@@ -165,7 +192,8 @@ class QPolicy(Torso, EpsilonGreedy):
             self.head = MLP(self.trunk.n_out, (), self.n_actions, gain=0.01)
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
-        return self.masked(self._modules["head"].forward(self.hidden_features(obs)), obs), ()
+        q = self._modules["head"].forward(self.hidden_features(obs))
+        return self.masked(q, obs), ()
 
 # %% ../../nbs/layers/11_q_networks.ipynb #116906a9
 @takes(
@@ -177,17 +205,20 @@ class QPolicy(Torso, EpsilonGreedy):
     activation="relu",
 )
 class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
-    """Values of Discrete actions with memory: encoder, running normaliser, hidden layers, `GRU` or
-    `LSTM`, plain or duelling head.
+    """Values of Discrete actions with memory.
 
-    Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete,
-    `ValueError` for an unknown `cell` or `method`.
+    It consists of encoder, running normaliser, hidden layers, `GRU` or `LSTM`, and a plain or
+    duelling head.
 
     Args:
         action_space: Discrete
         hidden: sizes of the layers before the memory
         duelling: separate value and advantages, by two linear layers behind the memory
         epsilon: fraction of the steps with a random action; a buffer that learners may change
+
+    Raises:
+        SpaceError: there is no encoder for the observations, or the actions are not Discrete.
+        ValueError: an unknown `cell` or `method`, or `epsilon` is not in [0, 1].
     """
 
     def __init__(
@@ -202,22 +233,31 @@ class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         self.make_memory(observation_space, action_space, **torso)
-        n = self.memory.n_out
-        self.head = (
-            DuellingHead(n, self.n_actions) if duelling else MLP(n, (), self.n_actions, gain=0.01)
-        )
+        if duelling:
+            self.head = DuellingHead(self.memory.n_out, self.n_actions)
+        else:
+            self.head = MLP(self.memory.n_out, (), self.n_actions, gain=0.01)
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
         y, hx = self.recurrent_features(obs, act, rew, fin, hx)
         return self.masked(self.head.forward(y), obs), hx
 
-# %% ../../nbs/layers/11_q_networks.ipynb #f91b623a
+# %% ../../nbs/layers/11_q_networks.ipynb #8fa01269
 class QuantileHead(nn.Module):
-    """Features `[..., n_in]` -> `[..., n, n_quantiles]`, several numbers for each of `n` actions.
+    """Quantiles `[..., n, n_quantiles]` for each of `n` actions, from features `[..., n_in]`.
 
     If `duelling`, two networks with `hidden` layers each estimate the quantiles of the state's
-    value and of the advantages. The mean of the advantages over the actions is subtracted. Source:
-    Wang et al. 2016, https://arxiv.org/abs/1511.06581
+    value and of the advantages. The mean of the advantages over the actions is subtracted.
+
+    Source: Wang et al. 2016, https://arxiv.org/abs/1511.06581
+
+    Args:
+        n_in: number of features
+        n: number of actions
+        n_quantiles: number of quantiles
+        hidden: sizes of the hidden layers
+        activation: activation after each hidden layer, see `activation_for`
+        duelling: separate value and advantages
     """
 
     def __init__(
@@ -230,26 +270,26 @@ class QuantileHead(nn.Module):
         duelling: bool = False,
     ):
         super().__init__()
-        self.shape = n, n_quantiles
+        self.shape = (n, n_quantiles)
         self.advantage = MLP(n_in, hidden, n * n_quantiles, activation, gain=0.01)
-        self.register_module(
-            "value", MLP(n_in, hidden, n_quantiles, activation) if duelling else None
-        )
+        value = MLP(n_in, hidden, n_quantiles, activation) if duelling else None
+        self.register_module("value", value)
 
     def forward(self, x: Tensor) -> Tensor:
         modules = self._modules
-        y = modules["advantage"].forward(x).reshape(*x.shape[:-1], *self.shape)
+        advantage = modules["advantage"].forward(x)
+        advantage = advantage.reshape(*x.shape[:-1], *self.shape)
         if modules["value"] is None:
-            return y
-        return modules["value"].forward(x).unsqueeze(-2) + (y - y.mean(-2, keepdim=True))
+            return advantage
+        value = modules["value"].forward(x).unsqueeze(-2)
+        return value + (advantage - advantage.mean(-2, keepdim=True))
 
 # %% ../../nbs/layers/11_q_networks.ipynb #d9f58bbc
 @takes(Torso.make_torso, Torso.make_masked_torso, normalize=False)
 class QuantilePolicy(Torso, EpsilonGreedy):
-    """Quantiles of the return of Discrete actions by a perceptron: encoder, running normaliser,
-    hidden layers, plain or duelling head.
+    """Quantiles of the return of Discrete actions, by a perceptron.
 
-    Raises `SpaceError` if there is no encoder for the observations or the actions are not Discrete.
+    It consists of encoder, running normaliser, hidden layers, and a plain or duelling head.
 
     Args:
         action_space: Discrete
@@ -257,6 +297,10 @@ class QuantilePolicy(Torso, EpsilonGreedy):
         hidden: sizes of the hidden layers; `()`: linear (a table if observations are Discrete)
         duelling: separate value and advantages, each with a last hidden layer of its own
         epsilon: fraction of the steps with a random action; a buffer that learners may change
+
+    Raises:
+        SpaceError: there is no encoder for the observations, or the actions are not Discrete.
+        ValueError: `epsilon` is not in [0, 1].
     """
 
     uses_past = False
@@ -275,33 +319,32 @@ class QuantilePolicy(Torso, EpsilonGreedy):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         check_sizes(1, hidden)
-        before, own = (hidden[:-1], hidden[-1:]) if duelling else (hidden, ())
+        check_integer("n_quantiles", n_quantiles)
+        # The last hidden layer of a duelling network belongs to its head.
+        in_trunk, in_head = hidden, ()
+        if duelling:
+            in_trunk, in_head = hidden[:-1], hidden[-1:]
         self.trunk = self.make_masked_torso(
-            observation_space, action_space, hidden=before, activation=activation, **torso
+            observation_space, action_space, hidden=in_trunk, activation=activation, **torso
         )
         self.head = QuantileHead(
-            self.trunk.n_out,
-            self.n_actions,
-            check_integer("n_quantiles", n_quantiles),
-            own,
-            activation,
-            duelling,
+            self.trunk.n_out, self.n_actions, n_quantiles, in_head, activation, duelling
         )
 
     def quantiles(self, state: Any, hx: Any = None) -> tuple:
-        """Quantiles `[T, B, n_actions, n_quantiles]` of the states `[T, B, ...]` (a `State` in
-        float32) with gradients, and `()`.
+        """Quantiles `[T, B, n_actions, n_quantiles]` of the states `[T, B, ...]`, and `()`.
+
+        The quantiles have gradients. The states are a `State` in float32.
         """
         return self.quantiles_of(state.obs), ()
 
     def quantiles_of(self, obs: Any) -> Tensor:
         "Quantiles `[*lead, n_actions, n_quantiles]` of the observations `[*lead, ...]`."
-        x = self._modules["head"].forward(self.hidden_features(obs))
-        return (
-            x
-            if self.action_mask is None
-            else x.masked_fill(~self.action_mask.allowed(obs).unsqueeze(-1), -torch.inf)
-        )
+        quantiles = self._modules["head"].forward(self.hidden_features(obs))
+        if self.action_mask is None:
+            return quantiles
+        is_forbidden = ~self.action_mask.allowed(obs)
+        return quantiles.masked_fill(is_forbidden.unsqueeze(-1), -torch.inf)
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
         return self.quantiles_of(obs).mean(-1), ()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -29,7 +28,9 @@ __all__ = ['Packing', 'pack_episodes', 'map_memory', 'cleared', 'scan', 'Recurre
 
 # %% ../../nbs/layers/10_recurrent.ipynb #026859d5
 class Packing(NamedTuple):
-    """Where the `T * B` rows of a fragment are in a packed sequence of pieces, longest first.
+    """Where the `T * B` rows of a fragment are in a packed sequence of pieces.
+
+    The longest piece comes first.
 
     Args:
         order: int64 [T * B]: for each position in the packed sequence, the row t * B + b of the
@@ -54,29 +55,39 @@ def pack_episodes(fin: Tensor) -> Packing:
     T, B = fin.shape
     begins = fin.t().clone()
     begins[:, 0] = True
-    begins = begins.flatten()  # [B * T], environment by environment
+    begins = begins.flatten()
+
+    # For each row [B * T], environment by environment: its piece, and its place in the piece
     piece = begins.cumsum(0) - 1
-    step = torch.arange(B * T, device=fin.device) - begins.nonzero()[:, 0][piece]
+    first_row = begins.nonzero()[:, 0]
+    step = torch.arange(B * T, device=fin.device) - first_row[piece]
+
+    # Number the pieces again, the longest first.
     by_length = piece.bincount().argsort(descending=True, stable=True)
     rank = torch.empty_like(by_length)
     rank[by_length] = torch.arange(len(rank), device=fin.device)
     piece = rank[piece]
+
+    # The k-th rows of all pieces stand behind all earlier ones, in the order of the pieces.
     sizes = step.bincount()
-    position = ((sizes.cumsum(0) - sizes)[step] + piece).view(B, T).t().flatten()
+    offset = sizes.cumsum(0) - sizes
+    position = (offset[step] + piece).view(B, T).t().flatten()
     order = torch.empty_like(position)
     order[position] = torch.arange(T * B, device=fin.device)
-    piece = piece.view(B, T)
-    return Packing(order, position, sizes.cpu(), piece[:, 0])
+    return Packing(order, position, sizes.cpu(), piece.view(B, T)[:, 0])
 
 # %% ../../nbs/layers/10_recurrent.ipynb #d36ff606
 def map_memory(fn: Callable, *memories: Any) -> Any:
     "`fn` of tensors, or of the corresponding tensors of tuples."
-    return fn(*memories) if isinstance(memories[0], Tensor) else tuple(map(fn, *memories))
+    if isinstance(memories[0], Tensor):
+        return fn(*memories)
+    return tuple(map(fn, *memories))
 
 
 def cleared(hx: Any, fin: Tensor) -> Any:
-    """New memories with zeros in the environments where `fin` `[B]` is set; `hx` is a tensor or a
-    tuple of tensors `[layers, B, ...]`.
+    """New memories with zeros in the environments where `fin` `[B]` is set.
+
+    `hx` is a tensor or a tuple of tensors `[layers, B, ...]`.
     """
     return map_memory(lambda h: h.masked_fill(fin.view(-1, 1), 0), hx)
 
@@ -99,24 +110,25 @@ def scan(cell: Callable, gates: tuple, sizes: list, begins: list, h: Any, *weigh
             None
         h: memories `[sizes[0], n]` before the first step
     """
-    after = []
-    for n, begin, *now in zip(sizes, begins, *(g.split(sizes) for g in gates)):
+    gates_of_steps = zip(*(g.split(sizes) for g in gates))
+    memories = []
+    for n, begin, step_gates in zip(sizes, begins, gates_of_steps):
         if begin is not None:
             h = map_memory(lambda h, at=begin: h.masked_fill(at, 0), h)
         if n < len(_output(h)):
             h = map_memory(lambda h, n=n: h[:n], h)
-        h = cell(*now, h, *weights)
-        after.append(h)
-    return map_memory(lambda *hs: torch.cat(hs), *after)
+        h = cell(*step_gates, h, *weights)
+        memories.append(h)
+    return map_memory(lambda *hs: torch.cat(hs), *memories)
 
 # %% ../../nbs/layers/10_recurrent.ipynb #5ccd7f82
 class Recurrent(nn.Module):
-    """Base of `GRU` and `LSTM`: `[T, B, n_in]` -> `[T, B, n_out]` float32, with a memory that is
-    cleared where `fin` is set.
+    """Base of `GRU` and `LSTM`, whose memory is cleared where `fin` is set.
 
-    `forward(x, fin=None, hx=None)` returns `(y, hx)`: `y[t]` depends on `x[t]` and on the rows
-    before it in the same episode, and on the given `hx` if that episode began before row 0. Leaves
-    of `hx` are `[layers, B, n_out]`. None stands for zeros, `fin=None` for False everywhere.
+    Maps `[T, B, n_in]` to `[T, B, n_out]` float32. `forward(x, fin=None, hx=None)` returns `(y,
+    hx)`: `y[t]` depends on `x[t]` and on the rows before it in the same episode, and on the given
+    `hx` if that episode began before row 0. Leaves of `hx` are `[layers, B, n_out]`. None stands
+    for zeros, `fin=None` for False everywhere.
 
     The initial input weights are those of torch, the weights from memory to memory are orthogonal.
     Biases are zero, except those of the gates that keep the memory: they are drawn so that the
@@ -124,14 +136,16 @@ class Recurrent(nn.Module):
     https://arxiv.org/abs/1804.11188). With zero biases these gates would be half open, the memory
     would be lost within a few steps, and nothing could be learned from it.
 
-    Raises `ValueError` for an unknown `method` or a `span` below 2.
-
     Args:
         n_in: number of features per row
         n_out: size of the memory and of the output
         layers: number of recurrent layers
         span: number of steps for which the memory of an untrained network lasts
         method: 'step', 'packed', or None: packed if an episode begins after row 0
+
+    Raises:
+        ValueError: an unknown `method`, or a `span` below 2.
+        DataError: a size that is no integer >= 1, or no memory for the weights.
     """
 
     module: type  # torch's module with the weights; subclasses define this and the attributes below
@@ -150,35 +164,40 @@ class Recurrent(nn.Module):
             raise ValueError(f"Expected span >= 2, got {span!r}")
         if method not in (None, "step", "packed"):
             raise ValueError(f"Expected method None, 'step' or 'packed', got {method!r}")
-        n = self.n_gates * check_integer(
-            "n_out", n_out, pipe=self
-        )  # number of outputs of a layer's input map, and of its memory map
-        more = check_integer("layers", layers, pipe=self) - 1
-        check_parameters(
-            n * (n_in + n_out + 2 + more * 2 * (n_out + 1)), pipe=self, n_out=n_out, layers=layers
-        )
+        # Each layer maps its input and its memory to all gates, and adds two biases.
+        n_gate_outputs = self.n_gates * check_integer("n_out", n_out, pipe=self)
+        n_upper = check_integer("layers", layers, pipe=self) - 1
+        per_output = n_in + n_out + 2 + n_upper * 2 * (n_out + 1)
+        check_parameters(n_gate_outputs * per_output, pipe=self, n_out=n_out, layers=layers)
+
         self.rnn = self.module(n_in, n_out, layers)
         self.n_out = n_out
         self.layers = layers
         self.method = method
-        self._names = [
-            [f"{kind}_l{i}" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-            for i in range(layers)
-        ]
+        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        self._names = []
+        for i in range(layers):
+            self._names.append([f"{kind}_l{i}" for kind in kinds])
+
+        # The initial weights
         with torch.no_grad():
             for _, w, b_ih, b_hh in self.weights():
                 for gate in w.split(n_out):
                     orthogonal_(gate)
-                for b in (b_ih, b_hh):
-                    nn.init.zeros_(b)
-                self.init_gates(b_ih.split(n_out), torch.empty(n_out).uniform_(1, span - 1).log_())
+                nn.init.zeros_(b_ih)
+                nn.init.zeros_(b_hh)
+                keep = torch.empty(n_out).uniform_(1, span - 1).log_()
+                self.init_gates(b_ih.split(n_out), keep)
 
     def forward(self, x: Tensor, fin: Tensor | None = None, hx: Any = None) -> tuple:
         T, B = x.shape[:2]
+        # The memories before row 0
         if hx is None:
             hx = self.initial(x.new_zeros(self.layers, B, self.n_out))
         elif fin is not None:
             hx = cleared(hx, fin[0])
+
+        # One row, row by row, or the pieces between the beginnings of episodes
         if T == 1:
             y, hx = self.one_step(x[0], hx)
             return y.unsqueeze(0), hx
@@ -186,67 +205,84 @@ class Recurrent(nn.Module):
             return self._step_by_step(x, fin, hx)
         if fin is not None and (self.method == "packed" or fin[1:].any()):
             return self._packed(x, pack_episodes(fin), hx)
+
         # cuDNN has no second derivatives, which the Fisher-vector product needs.
-        with (
-            torch.backends.cudnn.flags(enabled=False)
-            if x.is_cuda and torch.is_grad_enabled()
-            else nullcontext()
-        ):
-            return self.rnn(x, hx)
+        if x.is_cuda and torch.is_grad_enabled():
+            with torch.backends.cudnn.flags(enabled=False):
+                return self.rnn(x, hx)
+        return self.rnn(x, hx)
 
     def weights(self) -> list:
-        """The weights of each layer, in the order in which torch's functions for a single cell take
-        them.
+        """The weights of each layer.
+
+        They have the order in which torch's functions for a single cell take them.
         """
         parameters = self.rnn._parameters
         return [[parameters[name] for name in names] for names in self._names]
 
     def _step_by_step(self, x: Tensor, fin: Tensor | None, hx: Any) -> tuple:
         T, B = x.shape[:2]
-        begins = [None] * T if fin is None else [None, *fin[1:].unsqueeze(-1).unbind()]
-        y, hx = self._run(x.flatten(0, 1), [B] * T, begins, hx, slice(-B, None))
+        sizes = [B] * T
+        # At row 0 the given memories have been cleared already.
+        begins: list = [None] * T
+        if fin is not None:
+            begins[1:] = fin[1:].unsqueeze(-1).unbind()
+        y, hx = self._run(x.flatten(0, 1), sizes, begins, hx, slice(-B, None))
         return y.unflatten(0, (T, B)), hx
 
     def _packed(self, x: Tensor, pieces: Packing, hx: Any) -> tuple:
-        n = int(pieces.sizes[0])
+        T, B = x.shape[:2]
         sizes = pieces.sizes.tolist()
-        start = map_memory(
-            lambda h: h.new_zeros(h.shape[0], n, h.shape[2]).index_copy(1, pieces.first, h), hx
-        )
-        y, hx = self._run(
-            x.flatten(0, 1)[pieces.order],
-            sizes,
-            [None] * len(sizes),
-            start,
-            pieces.position[-x.shape[1] :],
-        )
-        return y[pieces.position].unflatten(0, x.shape[:2]), hx
+        nowhere = [None] * len(sizes)  # no memory is cleared, because pieces do not span episodes
+
+        # The given memories go to the pieces that hold row 0, the other pieces begin with zeros.
+        def by_piece(h):
+            zeros = h.new_zeros(h.shape[0], sizes[0], h.shape[2])
+            return zeros.index_copy(1, pieces.first, h)
+
+        start = map_memory(by_piece, hx)
+        last = pieces.position[-B:]
+        rows = x.flatten(0, 1)[pieces.order]
+        y, hx = self._run(rows, sizes, nowhere, start, last)
+        return y[pieces.position].unflatten(0, (T, B)), hx
 
     def _run(self, x: Tensor, sizes: list, begins: list, hx: Any, last: slice | Tensor) -> tuple:
-        """`scan` by all layers over the rows `x` `[N, n_in]`: the output `[N, n_out]`, and the
-        memories at the rows `last`.
+        """`scan` by all layers over the rows `x` `[N, n_in]`.
+
+        Returns the output `[N, n_out]`, and the memories at the rows `last`.
         """
         memories = []
         for i, (w_ih, w_hh, b_ih, b_hh) in enumerate(self.weights()):
             gates = self.split_gates(nn.functional.linear(x, w_ih, b_ih))
-            h = scan(
-                self.cell, gates, sizes, begins, map_memory(lambda h, i=i: h[i], hx), w_hh.t(), b_hh
-            )
+            start = map_memory(lambda h, i=i: h[i], hx)
+            h = scan(self.cell, gates, sizes, begins, start, w_hh.t(), b_hh)
             x = _output(h)
             memories.append(map_memory(lambda h: h[last], h))
         return x, map_memory(lambda *hs: torch.stack(hs), *memories)
 
 # %% ../../nbs/layers/10_recurrent.ipynb #80d8fe77
 class GRU(Recurrent):
-    """Gated recurrent unit (Cho et al. 2014, https://arxiv.org/abs/1406.1078); `hx` is a tensor
-    `[layers, B, n_out]`.
+    """Gated recurrent unit, whose `hx` is a tensor `[layers, B, n_out]`.
+
+    The arguments are those of `Recurrent`.
+
+    Source: Cho et al. 2014, https://arxiv.org/abs/1406.1078
+
+    Example:
+        >>> import torch
+        >>> from rollpipe.layers import GRU
+        >>> y, hx = GRU(5, 3)(torch.zeros(4, 2, 5), fin=torch.zeros(4, 2, dtype=torch.bool))
+        >>> y.shape, hx.shape
+        (torch.Size([4, 2, 3]), torch.Size([1, 2, 3]))
     """
 
-    module, n_gates = nn.GRU, 3
+    module = nn.GRU
+    n_gates = 3
 
     def init_gates(self, biases: tuple, keep: Tensor) -> None:
-        """Set the bias of the gate that keeps the memory to `keep`; the gates are [reset, update,
-        new].
+        """Set the bias of the gate that keeps the memory to `keep`.
+
+        The gates are [reset, update, new].
         """
         biases[1].copy_(keep)
 
@@ -254,33 +290,42 @@ class GRU(Recurrent):
         return zeros
 
     def one_step(self, x: Tensor, hx: Tensor) -> tuple:
-        """One step of all layers: `x` `[B, n_in]`, `hx` `[layers, B, n_out]` ->
-        `(y [B, n_out], hx)`.
+        """One step of all layers.
+
+        `x` `[B, n_in]`, `hx` `[layers, B, n_out]` -> `(y [B, n_out], hx)`.
         """
-        new = []
+        memories = []
         for h, weights in zip(hx.unbind(), self.weights()):
-            new.append(x := torch.gru_cell(x, h, *weights))
-        return x, torch.stack(new)
+            x = torch.gru_cell(x, h, *weights)
+            memories.append(x)
+        return x, torch.stack(memories)
 
     def split_gates(self, x: Tensor) -> tuple:
         return x.split([2 * self.n_out, self.n_out], -1)
 
     def cell(self, x_rz: Tensor, x_n: Tensor, h: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        rz, n = torch.addmm(b, h, w).split([2 * self.n_out, self.n_out], 1)
+        memory_gates = torch.addmm(b, h, w)
+        rz, n = memory_gates.split([2 * self.n_out, self.n_out], 1)
         r, z = torch.sigmoid(x_rz + rz).chunk(2, 1)
-        return torch.lerp(torch.tanh(torch.addcmul(x_n, r, n)), h, z)
+        candidate = torch.tanh(torch.addcmul(x_n, r, n))
+        return torch.lerp(candidate, h, z)
 
 # %% ../../nbs/layers/10_recurrent.ipynb #3abe0aff
 class LSTM(Recurrent):
-    """Long short-term memory (Hochreiter, Schmidhuber 1997); `hx` is a pair `(h, c)` of tensors
-    `[layers, B, n_out]`.
+    """Long short-term memory, whose `hx` is a pair `(h, c)` of tensors `[layers, B, n_out]`.
+
+    The arguments are those of `Recurrent`.
+
+    Source: Hochreiter, Schmidhuber 1997, https://doi.org/10.1162/neco.1997.9.8.1735
     """
 
-    module, n_gates = nn.LSTM, 4
+    module = nn.LSTM
+    n_gates = 4
 
     def init_gates(self, biases: tuple, keep: Tensor) -> None:
-        """Set the biases of the gates that keep the memory to `keep`; the gates are [input, forget,
-        new, output].
+        """Set the biases of the gates that keep the memory to `keep`.
+
+        The gates are [input, forget, new, output].
         """
         biases[0].copy_(-keep)
         biases[1].copy_(keep)
@@ -289,28 +334,30 @@ class LSTM(Recurrent):
         return zeros, zeros.clone()
 
     def one_step(self, x: Tensor, hx: tuple) -> tuple:
-        """One step of all layers: `x` `[B, n_in]`, `hx` two tensors `[layers, B, n_out]` ->
-        `(y [B, n_out], hx)`.
+        """One step of all layers.
+
+        `x` `[B, n_in]`, `hx` two tensors `[layers, B, n_out]` -> `(y [B, n_out], hx)`.
         """
-        new = []
-        for h, c, weights in zip(hx[0].unbind(), hx[1].unbind(), self.weights()):
-            new.append(torch.lstm_cell(x, (h, c), *weights))
-            x = new[-1][0]
-        return x, tuple(map(torch.stack, zip(*new)))
+        memories = []
+        hs, cs = hx
+        for h, c, weights in zip(hs.unbind(), cs.unbind(), self.weights()):
+            x, c = torch.lstm_cell(x, (h, c), *weights)
+            memories.append((x, c))
+        return x, tuple(map(torch.stack, zip(*memories)))
 
     def split_gates(self, x: Tensor) -> tuple:
         return (x,)
 
     def cell(self, x: Tensor, hx: tuple, w: Tensor, b: Tensor) -> tuple:
-        i, f, g, o = (x + torch.addmm(b, hx[0], w)).chunk(4, 1)
-        c = torch.addcmul(torch.sigmoid(f) * hx[1], torch.sigmoid(i), torch.tanh(g))
+        h, c = hx
+        i, f, g, o = (x + torch.addmm(b, h, w)).chunk(4, 1)
+        retained = torch.sigmoid(f) * c
+        c = torch.addcmul(retained, torch.sigmoid(i), torch.tanh(g))
         return torch.sigmoid(o) * torch.tanh(c), c
 
 # %% ../../nbs/layers/10_recurrent.ipynb #0cf48dd8
 class RecurrentTorso(Torso):
-    """Base of actors with memory: encoder, running normaliser, hidden layers `trunk`, and a `GRU`
-    or `LSTM` `memory`.
-    """
+    """Base of actors with memory, a `GRU` or `LSTM` behind the hidden layers `trunk`."""
 
     cells = dict(gru=GRU, lstm=LSTM)
 
@@ -329,9 +376,6 @@ class RecurrentTorso(Torso):
     ) -> None:
         """Make all modules.
 
-        Raises `SpaceError` if there is no encoder for the spaces, `ValueError` for an unknown
-        `cell` or `method`.
-
         Args:
             memory: size of the memory
             cell: 'gru' or 'lstm'
@@ -340,9 +384,15 @@ class RecurrentTorso(Torso):
             past: the network also sees the previous action and its reward
             method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
             **torso: see `Torso.make_masked_torso`; the hidden layers are those before the memory
+
+        Raises:
+            SpaceError: there is no encoder for the spaces.
+            ValueError: an unknown `cell` or `method`.
         """
         if cell not in self.cells:
-            raise ValueError(f"Expected cell {' or '.join(map(repr, self.cells))}, got {cell!r}")
+            known = " or ".join(map(repr, self.cells))
+            raise ValueError(f"Expected cell {known}, got {cell!r}")
+        # Besides the observation the network may see the last action, and a number for its reward.
         self.uses_past = past
         self.past_encoder = encoder_for(action_space, "action_space") if past else None
         n_past = 0 if self.past_encoder is None else n_out_of(self.past_encoder) + 1
@@ -356,17 +406,16 @@ class RecurrentTorso(Torso):
             # Where an episode begins, "no action" differs from action 0. Large rewards are
             # compressed to a logarithmic scale.
             act = self.past_encoder(act).masked_fill(fin.unsqueeze(-1), 0)
-            x = torch.cat([x, act, (rew.sign() * rew.abs().log1p()).unsqueeze(-1)], -1)
+            log_rew = rew.sign() * rew.abs().log1p()
+            x = torch.cat([x, act, log_rew.unsqueeze(-1)], -1)
         return self.memory(self.trunk.forward(x), fin, hx)
 
 # %% ../../nbs/layers/10_recurrent.ipynb #fd132edb
 @takes(Torso.make_torso, Torso.make_masked_torso, RecurrentTorso.make_memory, hidden=(64,))
 class RecurrentPolicy(RecurrentTorso, Policy):
-    """A policy with memory for any supported spaces: encoder, running normaliser, hidden layers,
-    `GRU` or `LSTM`, head.
+    """A policy with memory for any supported spaces.
 
-    Raises `SpaceError` if there is no encoder for the observations or no head for the actions,
-    `ValueError` for an unknown `cell` or `method`.
+    It consists of encoder, running normaliser, hidden layers, `GRU` or `LSTM`, and head.
 
     Args:
         action_space: see `head_for`
@@ -376,6 +425,16 @@ class RecurrentPolicy(RecurrentTorso, Policy):
         log_std: log of the initial standard deviation; 0 means half the range of the action; not
             for std 'state'
         report: report the memory, `memory` [T, B, memory], for a `MemoryCritic`
+
+    Raises:
+        SpaceError: there is no encoder for the observations, or no head for the actions.
+        ValueError: an unknown `cell` or `method`.
+
+    Example:
+        >>> from rollpipe.layers import RecurrentPolicy
+        >>> policy = RecurrentPolicy.for_env("CartPole-v1", memory=32, seed=0)
+        >>> policy.memory.n_out
+        32
     """
 
     def __init__(
@@ -392,7 +451,8 @@ class RecurrentPolicy(RecurrentTorso, Policy):
         self.make_memory(observation_space, action_space, **torso)
         self.head = head_for(action_space, self.memory.n_out, std=std, log_std=log_std)
         self.action_space = copy.deepcopy(action_space)
-        self.dist, self.report = self.head.dist, report
+        self.dist = self.head.dist
+        self.report = report
 
     def params(
         self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor
@@ -416,28 +476,39 @@ class RecurrentPolicy(RecurrentTorso, Policy):
         params = self.masked(self.head.forward(y), obs)
         dist = self.dist
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
-        return act, hx, {"dist": params, "memory": y} if self.report else {"dist": params}
+        info = {"dist": params}
+        if self.report:
+            info["memory"] = y
+        return act, hx, info
 
 # %% ../../nbs/layers/10_recurrent.ipynb #ac233251
 @takes(Torso.make_torso)
 class MemoryCritic(Critic):
-    """State values from observations and the memory that a `RecurrentPolicy` with `report=True`
-    reported there.
+    """State values from observations and the memory of a policy.
 
-    Its input is `dict(obs=[*lead, ...], memory=[*lead, memory])`, see `inputs`; its output is
-    float32 `[*lead]`.
+    A `RecurrentPolicy` with `report=True` reports its memory. The critic's input is
+    `dict(obs=[*lead, ...], memory=[*lead, memory])`, see `inputs`; its output is float32 `[*lead]`.
 
     Args:
         memory: size of the policy's memory
+
+    Raises:
+        SpaceError: there is no encoder for the observations.
     """
 
     def __init__(self, observation_space: gym.Space, memory: int = 64, **torso: Any):
         super().__init__(observation_space, **torso)
-        self.net = MLP(self.net.n_in + memory, torso["hidden"], 1, torso["activation"])
+        # The network of a `Critic`, with the memory as further inputs
+        n_in = self.net.n_in + memory
+        self.net = MLP(n_in, torso["hidden"], 1, torso["activation"])
 
     def inputs(self, obs: Any, actor: dict) -> dict:
-        """The critic's input, made from observations and the actor's infos for them; no gradient
-        flows into the memory.
+        """The critic's input, made from observations and the actor's infos for them.
+
+        No gradient flows into the memory.
+
+        Raises:
+            DataError: the actor reports no memory.
         """
         if not (isinstance(actor, dict) and "memory" in actor):
             raise DataError(
@@ -452,7 +523,8 @@ class MemoryCritic(Critic):
         return torch.cat([super().features(obs["obs"]), obs["memory"]], -1)
 
     def observe(self, obs: dict, valid: Tensor | None = None) -> None:
-        """Update the normaliser with the observations among the `inputs`, except those where
-        `valid` is False; for learners.
+        """Update the normaliser with the observations among the `inputs`; for learners.
+
+        Those where `valid` `[*lead]` is False are left out.
         """
         super().observe(obs["obs"], valid)

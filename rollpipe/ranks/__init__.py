@@ -1,4 +1,7 @@
-"Processes that learn together: sums over them, the minibatches of their joined batch, what must be alike, and the pipeline of each."
+"""Processes that learn together.
+
+Sums over them, minibatches of their joined batch, what must be alike, and the pipeline of each.
+"""
 
 from .collectives import *
 from .division import *

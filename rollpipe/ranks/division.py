@@ -44,8 +44,9 @@ class Part(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """The items from which the minibatches of a joined batch are drawn: its valid rows, or its
-    columns.
+    """The items from which the minibatches of a joined batch are drawn.
+
+    They are its valid rows, or its columns.
 
     Args:
         take: indices of this rank's items, int64 [k] -> fragment
@@ -61,22 +62,25 @@ class _Joined(NamedTuple):
 
 
 def _rows(fragment, size):
-    (place, n) = places(fragment.valid)
+    "The valid rows of the joined batch."
+    place, n = places(fragment.valid)
     rows = fragment.valid.flatten().nonzero()[:, 0]
-    return _Joined(
-        lambda mine: transitions(fragment, rows[mine]),
-        place.cpu(),
-        torch.ones(n, dtype=torch.int64),
-        size,
-    )
+
+    def take(items):
+        return transitions(fragment, rows[items])
+
+    return _Joined(take, place.cpu(), torch.ones(n, dtype=torch.int64), size)
 
 
 def _columns(fragment, size):
+    "The columns of the joined batch."
+
+    def take(items):
+        return columns(fragment, items)
+
     counts = torch.cat(gathered(fragment.valid.sum(0)))
     place = rank() * fragment.n_envs + torch.arange(fragment.n_envs)
-    return _Joined(
-        lambda mine: columns(fragment, mine), place, counts.cpu(), max(1, size // fragment.n_steps)
-    )
+    return _Joined(take, place, counts.cpu(), max(1, size // fragment.n_steps))
 
 # %% ../../nbs/ranks/02_division.ipynb #abc321fd
 def parts(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) -> Iterator[Part]:
@@ -91,30 +95,38 @@ def parts(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) 
         rng: generator of the order in each epoch; its state must be the same in all ranks
     """
     if not active():
-        yield from (
-            Part(rows, rows.valid.sum())
-            for rows in minibatches(fragment, size, epochs, rng)
-            if rows.valid.any()
-        )
+        for rows in minibatches(fragment, size, epochs, rng):
+            if rows.valid.any():
+                yield Part(rows, rows.valid.sum())
         return
-    joined = (_columns if nested.leaves(fragment.hx) else _rows)(fragment, size)
-    other = joined.take(joined.counts[joined.place].argmax()[None])
+
+    # Columns stay whole where an actor has a memory.
+    is_recurrent = bool(nested.leaves(fragment.hx))
+    joined = _columns(fragment, size) if is_recurrent else _rows(fragment, size)
+    n_items = len(joined.counts)
+
+    # The rows with which this rank computes along if it has none in a minibatch
+    fullest = joined.counts[joined.place].argmax()
+    substitute = joined.take(fullest[None])
+
     for _ in range(epochs):
-        for index in torch.from_numpy(rng.permutation(len(joined.counts))).split(joined.size):
+        for index in torch.from_numpy(rng.permutation(n_items)).split(joined.size):
             if not joined.counts[index].any():
                 continue
-            rows = joined.take(own(index, joined.place, len(joined.counts)))
-            yield Part(rows if (n := rows.valid.sum()) else other, n)
+            rows = joined.take(own(index, joined.place, n_items))
+            n = rows.valid.sum()
+            yield Part(rows if n else substitute, n)
 
 # %% ../../nbs/ranks/02_division.ipynb #7e67687d
 def in_step(items: Iterable, what: str) -> Iterator:
     """Yield the items, as long as all ranks have one.
 
-    Raises `DataError` in all ranks if only some ranks have no more.
-
     Args:
         items: items of this rank
         what: name of the items in the message
+
+    Raises:
+        DataError: in all ranks, if only some ranks have no more items.
     """
     for n, item in enumerate(chain(items, [_END])):
         ended = gathered_objects(item is _END)
@@ -130,32 +142,37 @@ def in_step(items: Iterable, what: str) -> Iterator:
 
 _END = object()
 
-# %% ../../nbs/ranks/02_division.ipynb #093193d9
+# %% ../../nbs/ranks/02_division.ipynb #a879fdf7
 def divide(pipe: IterDataPipe, k: int, size: int) -> None:
     """Reduce a pipeline to the part of one rank.
-
-    Raises `DataError` or `GraphError` if the pipeline cannot be divided.
 
     Args:
         pipe: the pipeline of all lanes, which is changed
         k: number of the rank
         size: number of ranks
+
+    Raises:
+        DataError: the number of lanes, or of the fragments in a batch, is no multiple of the number
+            of ranks, or the pipeline has pipes that learn (`RND`).
+        GraphError: there are no lanes.
     """
-    lanes = find(pipe, Lanes)
-    if not lanes:
+    all_lanes = find(pipe, Lanes)
+    if not all_lanes:
         raise GraphError(
             "no lanes to divide among ranks", expected="`Lanes` in the pipeline", got=repr(pipe)
         )
-    n = lanes[0].n
-    above = nodes(lanes[0].pipe)
-    stackers = [p for p in find(pipe, FragmentStacker) if p not in above]
-    if n % size:
+    lanes = all_lanes[0]
+    if lanes.n % size:
         raise DataError(
-            f"{n} lanes cannot be divided among {size} ranks",
+            f"{lanes.n} lanes cannot be divided among {size} ranks",
             leaf="lanes",
-            got=str(n),
+            got=str(lanes.n),
             expected=f"{size} lanes, or a multiple (`--lanes`)",
         )
+
+    # Batches below the lanes are stacked from fragments of all lanes.
+    above = nodes(lanes.pipe)
+    stackers = [p for p in find(pipe, FragmentStacker) if p not in above]
     for stacker in stackers:
         if stacker.n > 1 and stacker.n % size:
             raise DataError(
@@ -165,17 +182,23 @@ def divide(pipe: IterDataPipe, k: int, size: int) -> None:
                 expected=f"1, or a multiple of {size}",
                 got=str(stacker.n),
             )
+
+    # Of the pipes that learn, a scaler of rewards alone can learn from all ranks.
     scalers = learning_pipes(pipe)
-    if learning := [name for name, p in scalers.items() if not isinstance(p, RewardScaler)]:
+    learning = [name for name, p in scalers.items() if not isinstance(p, RewardScaler)]
+    if learning:
         raise DataError(
             "pipes that learn would learn something else in each rank",
             got=", ".join(learning),
             expected="a pipeline without them (no `--intrinsic`)",
         )
-    lanes[0].divide(size, k)
+
+    # Everything can be divided, so the pipes are changed.
+    replays = find(pipe, Replay)
+    lanes.divide(size, k)
     for stacker in stackers:
         stacker.n = max(1, stacker.n // size)
-    for replay in (replays := find(pipe, Replay)):
+    for replay in replays:
         replay.divide(size)
     for joint in (*replays, *scalers.values()):
         joint.gathered = gathered_objects
@@ -186,13 +209,16 @@ def divided(pipe: IterDataPipe) -> IterDataPipe:
 
     In a single process it is the pipeline itself.
 
-    It is a copy with the same networks, for a loop or a loader. Raises `DataError` if the number of
-    lanes, or of the fragments in a batch, is no multiple of the number of ranks, for pipes that
-    learn (`RND`), and outside of the block in a process of torchrun. Raises `GraphError` if there
-    are no lanes.
+    It is a copy with the same networks, for a loop or a loader.
 
     Args:
         pipe: the pipeline of all lanes, which is not changed
+
+    Raises:
+        DataError: the number of lanes, or of the fragments in a batch, is no multiple of the number
+            of ranks, the pipeline has pipes that learn (`RND`), or a process of torchrun calls this
+            outside of the block.
+        GraphError: there are no lanes.
     """
     if not active():
         if launched() is None:

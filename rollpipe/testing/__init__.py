@@ -1,7 +1,9 @@
-"""A contract kit for your own environments, actors and pipes: `check_env`, `check_actor`, `check_pipe`, and the rules by name.
+"""A contract kit for your own environments, actors and pipes.
 
-For algorithms of your own there are two environments with values in closed form, `NarrowPath` and `Steering`, and one that needs a
-memory, `Recall`. `tasks.Gates` has masks of actions, `tasks.BitFlip` and `tasks.PointReach` have goals.
+`check_env`, `check_actor` and `check_pipe` check them by rules, each of which has a name. For
+algorithms of your own there are two environments with values in closed form, `NarrowPath` and
+`Steering`, and one that needs a memory, `Recall`. `tasks.Gates` has masks of actions,
+`tasks.BitFlip` and `tasks.PointReach` have goals.
 """
 
 from .actor_rules import *

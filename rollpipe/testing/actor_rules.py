@@ -29,25 +29,52 @@ __all__ = ['ACTOR_METHODS', 'ACTOR_STEP', 'ACTOR_ACT', 'ACTOR_ACT_IN_SPACE', 'AC
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #0f2dc642
 ACTOR_METHODS = "an actor has the methods `step` and `reset`"
-ACTOR_STEP = "step(stepno, obs, act, rew, fin, hx=, virtual=) returns (act, hx, info) for states [T, B, ...]; hx=None is the initial state"
-ACTOR_ACT = "the action is tensors [T, B, ...] with the structure, shapes and kinds of numbers of action_space, and is finite"
+ACTOR_STEP = (
+    "step(stepno, obs, act, rew, fin, hx=, virtual=) returns (act, hx, info) for states [T, "
+    "B, ...]; hx=None is the initial state"
+)
+ACTOR_ACT = (
+    "the action is tensors [T, B, ...] with the structure, shapes and kinds of numbers of "
+    "action_space, and is finite"
+)
 ACTOR_ACT_IN_SPACE = "actions other than floats lie in action_space"
 ACTOR_INFO = "info is tensors [T, B, ...] in containers"
-ACTOR_HX = "the leaves of the recurrent state are tensors with the environments on dim 1; an actor without memory returns ()"
+ACTOR_HX = (
+    "the leaves of the recurrent state are tensors with the environments on dim 1; an actor "
+    "without memory returns ()"
+)
 ACTOR_INPUTS_KEPT = "step and reset do not change what they are given"
 ACTOR_FRESH = "each call returns new tensors, which later calls do not change"
-ACTOR_NOISE = "draw_noise(lead, generator) draws tensors [*lead, ...] from the generator alone, and step with noise draws nothing more"
+ACTOR_NOISE = (
+    "draw_noise(lead, generator) draws tensors [*lead, ...] from the generator alone, and "
+    "step with noise draws nothing more"
+)
 ACTOR_REPEATS = "the answer depends only on state, recurrent state, weights and random numbers"
-ACTOR_UNCHANGED = "an actor does not change itself while it answers: parameters, buffers, attributes, random generators of its own"
+ACTOR_UNCHANGED = (
+    "an actor does not change itself while it answers: parameters, buffers, attributes, "
+    "random generators of its own"
+)
 ACTOR_VIRTUAL = "a virtual call of step has no effect on later calls"
 ACTOR_COLUMNS = "the environments of a batch do not influence one another"
-ACTOR_NEW_EPISODE = "where `fin`, the answer does not depend on the previous action and reward, which belong to another episode"
-ACTOR_RESET = "reset(hx, at), with a list of environments, keeps structure and shapes, and the memory of the other environments"
+ACTOR_NEW_EPISODE = (
+    "where `fin`, the answer does not depend on the previous action and reward, which belong "
+    "to another episode"
+)
+ACTOR_RESET = (
+    "reset(hx, at), with a list of environments, keeps structure and shapes, and the memory "
+    "of the other environments"
+)
 ACTOR_RESET_FORGETS = (
     "after reset(hx, at) the memory of the environments `at` does not depend on the past"
 )
-ACTOR_RESUMABLE = "two copies of an actor give the same answer, also if one of them has answered before: what it remembers is in hx"
-ACTOR_REPLAY = "states [T, B, ...] in one call give the same as step by step, with the memory reset where `fin`"
+ACTOR_RESUMABLE = (
+    "two copies of an actor give the same answer, also if one of them has answered before: "
+    "what it remembers is in hx"
+)
+ACTOR_REPLAY = (
+    "states [T, B, ...] in one call give the same as step by step, with the memory reset "
+    "where `fin`"
+)
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #ac59fc3e
 def _random_states(space: gym.Space, act_space: gym.Space, T: int, B: int, seed: int) -> State:
@@ -57,19 +84,22 @@ def _random_states(space: gym.Space, act_space: gym.Space, T: int, B: int, seed:
 
     def draw(space):
         space.seed(seed)
-        rows = nested.map(lambda x: torch.from_numpy(x).unflatten(0, (T, B)), sampled(space, T * B))
-        return nested.as_seen(rows)
+        samples = nested.map(torch.from_numpy, sampled(space, T * B))
+        return nested.as_seen(nested.map(lambda x: x.unflatten(0, (T, B)), samples))
 
+    # In row 1 an episode begins in environment 0 alone, so both cases occur there.
     fin = rng.random((T, B)) < 0.3
     fin[0] = True
-    fin[1:2, 0], fin[1:2, 1:] = True, False
+    fin[1:2, 0] = True
+    fin[1:2, 1:] = False
     stepno = np.zeros((T, B), np.int64)
     for t in range(1, T):
         stepno[t] = np.where(fin[t], 0, stepno[t - 1] + 1)
+
     rew = torch.from_numpy(rng.normal(size=(T, B)).astype(np.float32))
-    return State(
-        torch.from_numpy(stepno), draw(spaces[0]), draw(spaces[1]), rew, torch.from_numpy(fin)
-    )
+    obs = draw(spaces[0])
+    act = draw(spaces[1])
+    return State(torch.from_numpy(stepno), obs, act, rew, torch.from_numpy(fin))
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #625f914c
 def _rows(tree: Any, t: int) -> Any:
@@ -87,11 +117,10 @@ class _Trial:
         self.takes_noise = hasattr(actor, "draw_noise")
 
     def noise(self, lead: Sequence[int], seed: int) -> Any:
-        return (
-            self.actor.draw_noise(lead, torch.Generator().manual_seed(seed))
-            if self.takes_noise
-            else None
-        )
+        "Noise for actions `[*lead, ...]`; None if the actor takes none."
+        if not self.takes_noise:
+            return None
+        return self.actor.draw_noise(lead, torch.Generator().manual_seed(seed))
 
     def step(
         self, state: State, hx: Any, seed: int = 0, virtual: bool = False, noise: Any = None
@@ -99,29 +128,35 @@ class _Trial:
         "`(act, hx, info)`, checked."
         T, B = state.fin.shape
         before = snapshot((state, hx))
+
+        # The call, with reproducible random numbers
         with self.report.demand(ACTOR_STEP), torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.takes_noise and noise is None:
                 noise = self.noise((T, B), seed)
+            more = {"noise": noise} if self.takes_noise else {}
             rng_state = torch.get_rng_state()
-            act, hx_, info = self.actor.step(
-                *state, hx=hx, virtual=virtual, **({"noise": noise} if self.takes_noise else {})
-            )
-            drew = not torch.equal(torch.get_rng_state(), rng_state)
+            act, next_hx, info = self.actor.step(*state, hx=hx, virtual=virtual, **more)
+            has_drawn = not torch.equal(torch.get_rng_state(), rng_state)
+
+        # What it did besides answering
         self.report.check(
-            ACTOR_NOISE, not (self.takes_noise and drew), "step drew from torch's global generator"
+            ACTOR_NOISE,
+            not (self.takes_noise and has_drawn),
+            "step drew from torch's global generator",
         )
-        self.report.check(
-            ACTOR_INPUTS_KEPT,
-            same((state, hx), before),
-            "step changed " + ("hx" if same(state, before[0]) else "the state"),
-        )
+        changed = "hx" if same(state, before[0]) else "the state"
+        self.report.check(ACTOR_INPUTS_KEPT, same((state, hx), before), f"step changed {changed}")
+
+        # The answer
         self.check_tensors(ACTOR_INFO, info, "info", (T, B))
-        self.check_tensors(ACTOR_HX, hx_, "hx", (None, B))
-        return self._checked_action(act, T, B), hx_, info
+        self.check_tensors(ACTOR_HX, next_hx, "hx", (None, B))
+        return self._checked_action(act, T, B), next_hx, info
 
     def reset(self, hx: Any, at: list) -> Any:
+        "The recurrent state after `reset`, checked."
         before = snapshot(hx)
+
         with self.report.demand(ACTOR_RESET):
             new = self.actor.reset(hx, at)
             nested.Form(before, "hx").check(new)
@@ -129,48 +164,56 @@ class _Trial:
         return new
 
     def check_tensors(self, rule: str, tree: Any, name: str, lead: tuple) -> None:
-        """Demand that all leaves are tensors with the leading dimensions `lead`, where None stands
-        for any size.
+        """Demand that all leaves are tensors with the leading dimensions `lead`.
+
+        None stands for any size.
         """
+
+        def fits(x):
+            if not isinstance(x, torch.Tensor) or x.ndim < 2:
+                return False
+            return all(n in (None, m) for n, m in zip(lead, x.shape))
+
         for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
-            if (
-                not isinstance(x, torch.Tensor)
-                or x.ndim < 2
-                or any(n not in (None, m) for n, m in zip(lead, x.shape))
-            ):
-                self.report.add(rule, f"{path} is {describe(x)}, T={lead[0]}, B={lead[1]}")
+            if not fits(x):
+                T, B = lead
+                self.report.add(rule, f"{path} is {describe(x)}, T={T}, B={B}")
                 raise self.report.Stop
 
     def _checked_action(self, act: Any, T: int, B: int) -> Any:
-        spec = space_spec(self.spaces[1], "act")
-        act = in_containers(act, spec)
+        "The action in the containers of its space."
+        space = self.spaces[1]
+        act = in_containers(act, space_spec(space, "act"))
         self.check_tensors(ACTOR_ACT, act, "act", (T, B))
+
+        # The actions as environments get them
         with self.report.demand(ACTOR_ACT):
+            arrays = nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), act)
             try:
-                rows = action_rows(self.spaces[1])(
-                    nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), act)
-                )
+                rows = action_rows(space)(arrays)
             except ActorError as e:
                 if e.problem != "out of range":
                     raise
                 self.report.add(ACTOR_ACT_IN_SPACE, str(e))
                 rows = []
-        row = next((row for row in rows if not self.spaces[1].contains(row)), None)
-        self.report.check(ACTOR_ACT_IN_SPACE, row is None, f"{row} is not in {self.spaces[1]}")
+
+        # The first action that is not in the space is named.
+        for row in rows:
+            self.report.check(ACTOR_ACT_IN_SPACE, space.contains(row), f"{row} is not in {space}")
         return act
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #2b17f5b8
 def _check_noise(report: Report, trial: _Trial, T: int, B: int) -> None:
+    "Check that noise depends on its generator alone."
     before = torch.get_rng_state()
     with report.demand(ACTOR_NOISE):
-        one, two = (trial.noise((T, B), 5) for _ in range(2))
-    report.check(ACTOR_NOISE, same(one, two), "the same generator gave other noise")
-    report.check(
-        ACTOR_NOISE,
-        torch.equal(torch.get_rng_state(), before),
-        "it drew from torch's global generator",
-    )
-    trial.check_tensors(ACTOR_NOISE, one, "noise", (T, B))
+        noise = trial.noise((T, B), 5)
+        noise_again = trial.noise((T, B), 5)
+    has_drawn = not torch.equal(torch.get_rng_state(), before)
+
+    report.check(ACTOR_NOISE, same(noise, noise_again), "the same generator gave other noise")
+    report.check(ACTOR_NOISE, not has_drawn, "it drew from torch's global generator")
+    trial.check_tensors(ACTOR_NOISE, noise, "noise", (T, B))
 
 
 def _reset_all(trial: _Trial, hx: Any, B: int) -> Any:
@@ -179,19 +222,22 @@ def _reset_all(trial: _Trial, hx: Any, B: int) -> Any:
 
 def _check_reset(report: Report, trial: _Trial, used: Any, other: Any, B: int) -> None:
     "Check `reset` on two recurrent states with different pasts, `used` and `other`."
-    column = lambda hx, b: nested.map(lambda x: x[:, b], hx)
+
+    def column(hx, b):
+        return nested.map(lambda x: x[:, b], hx)
+
     for b in range(B):
-        new = trial.reset(used, [b])
-        new_too = trial.reset(other, [b])
+        after_used = trial.reset(used, [b])
+        after_other = trial.reset(other, [b])
         rest = [i for i in range(B) if i != b]
         report.check(
             ACTOR_RESET,
-            same(column(new, rest), column(used, rest)),
+            same(column(after_used, rest), column(used, rest)),
             f"reset(hx, [{b}]) changed another environment",
         )
         report.check(
             ACTOR_RESET_FORGETS,
-            same(column(new, b), column(new_too, b)),
+            same(column(after_used, b), column(after_other, b)),
             "two pasts gave two memories",
         )
 
@@ -199,16 +245,9 @@ def _check_reset(report: Report, trial: _Trial, used: Any, other: Any, B: int) -
 def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B: int) -> None:
     "Check that the answer does not depend on how states are batched."
     noise = trial.noise((T, B), 6)
-    cut = lambda tree, t, b: nested.map(lambda x: x[t : t + 1, b : b + 1], tree)
-    whole = trial.step(_rows(state, 0), hx, noise=_rows(noise, 0))
-    for b in range(B):
-        one = slice(None), slice(b, b + 1)
-        alone = trial.step(cut(state, 0, b), nested.getitem(hx, one), noise=cut(noise, 0, b))
-        report.check(
-            ACTOR_COLUMNS,
-            same(alone, nested.getitem(whole, one), 1e-4),
-            f"environment {b} gets another answer alone than among {B}",
-        )
+    _check_columns(report, trial, _rows(state, 0), hx, _rows(noise, 0))
+
+    # Step by step, with the memory reset where an episode begins
     acts = []
     infos = []
     memory = hx
@@ -218,13 +257,33 @@ def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B
         act, memory, info = trial.step(_rows(state, t), memory, noise=_rows(noise, t))
         acts.append(snapshot(act))
         infos.append(snapshot(info))
-    act, last, info = trial.step(state, hx, noise=noise)
-    for name, x, y in (
-        ("act", act, nested.cat(acts)),
-        ("info", info, nested.cat(infos)),
-        ("hx", last, memory),
-    ):
-        report.check(ACTOR_REPLAY, same(x, y, 1e-4), f"{name} differs")
+
+    # All rows in one call
+    act, last_hx, info = trial.step(state, hx, noise=noise)
+    at_once = dict(act=act, info=info, hx=last_hx)
+    by_step = dict(act=nested.cat(acts), info=nested.cat(infos), hx=memory)
+    for name in at_once:
+        agrees = same(at_once[name], by_step[name], 1e-4)
+        report.check(ACTOR_REPLAY, agrees, f"{name} differs")
+
+
+def _check_columns(report: Report, trial: _Trial, row: State, hx: Any, noise: Any) -> None:
+    "Compare the answer for each environment alone with that for all, in a row `[1, B, ...]`."
+    # Sums over batches of other sizes have other roundings, so floats agree up to 1e-4.
+    B = row.fin.shape[1]
+    together = trial.step(row, hx, noise=noise)
+    for b in range(B):
+        column = (slice(None), slice(b, b + 1))
+        alone = trial.step(
+            nested.getitem(row, column),
+            nested.getitem(hx, column),
+            noise=nested.getitem(noise, column),
+        )
+        report.check(
+            ACTOR_COLUMNS,
+            same(alone, nested.getitem(together, column), 1e-4),
+            f"environment {b} gets another answer alone than among {B}",
+        )
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #26706040
 def check_actor(
@@ -234,8 +293,7 @@ def check_actor(
 
     The actor is in evaluation mode, as in every collection. Some rules need the same random numbers
     for batches of different shapes. They are not checked for an actor that draws from torch's
-    global generator. Raises `ContractError` with all broken rules. If no rule is broken, prints so
-    and returns an empty list.
+    global generator. If no rule is broken, it prints so and returns an empty list.
 
     Args:
         actor: anything with `step` and `reset`
@@ -244,6 +302,15 @@ def check_actor(
         n_envs: B of the random states
         seed: seed of states and noise
         raises: False: print nothing, and return the violations instead of raising an error
+
+    Raises:
+        ContractError: rules are broken; `violations` lists them with details.
+
+    Example:
+        >>> from rollpipe.layers import MLPPolicy
+        >>> from rollpipe.testing import check_actor
+        >>> check_actor(MLPPolicy.for_env("CartPole-v1"), "CartPole-v1", raises=False)
+        []
     """
     report = Report()
     report.section(_check_actor, report, actor, spaces_of(env), n_steps, n_envs, seed)
@@ -253,10 +320,12 @@ def check_actor(
 def _check_actor(
     report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space], T: int, B: int, seed: int
 ) -> None:
+    "The sections of the check, in an order in which a broken rule does not break later ones."
     for method in ("step", "reset"):
         report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
     if report.violations:
         return
+
     trial = _Trial(report, actor, spaces)
     states = [_random_states(*spaces, T, B, seed + k) for k in (0, 1)]
     copies = _copies(actor)  # before it has answered
@@ -265,35 +334,39 @@ def _check_actor(
             _check_noise(report, trial, T, B)
         if report.violations:
             return
+
+        # A value that the first call caches does not count as a change.
         _, hx, _ = trial.step(_rows(states[0], 0), None, virtual=True)
-        before = _state_of(
-            actor
-        )  # taken after a first call: a value that this call caches does not count as a change
+        before = _state_of(actor)
         report.section(_check_answers, report, trial, *states, hx, T, B)
         after = _state_of(actor)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     report.check(ACTOR_UNCHANGED, not changed, f"{', '.join(changed)} changed")
-    trials = [_Trial(report, x, spaces) for x in copies]
+
+    trials = [_Trial(report, copy, spaces) for copy in copies]
     if trials and not report.violations:
         report.section(_check_copies, report, trials, *states)
 
 
 def _copies(actor: Any) -> list:
+    "Two copies; none if nobody can copy the actor, because then no copy can continue."
     try:
         return [deepcopy(actor), deepcopy(actor)]
     except Exception:
-        return []  # nobody can copy it, so no copy can go on
+        return []
 
 
 def _check_copies(report: Report, trials: list, here: State, there: State) -> None:
-    """Compare the answers of two copies of an actor, of which the first has answered the states
-    `there` before.
+    """Compare the answers of two copies of an actor.
+
+    The first one has answered the states `there` before.
     """
 
     def answer(trial, state):
         with EvalMode(trial.actor):
             return trial.step(_rows(state, 0), None, seed=1)
 
+    # What the first one has seen must not matter to it.
     answer(trials[0], there)
     used, fresh = (answer(trial, here) for trial in trials)
     report.check(
@@ -303,14 +376,15 @@ def _check_copies(report: Report, trials: list, here: State, there: State) -> No
 
 def _state_of(actor: Any) -> dict:
     "Name -> value to compare, for parameters, buffers and attributes."
-    modules = modules_in(actor)
-    tensors = {
-        f"{kind} {name}": comparable(x.detach())
-        for kind in ("parameter", "buffer")
-        for module in modules
-        for name, x in getattr(module, f"named_{kind}s")()
-    }
-    return {**tensors, **{name: value for name, (value, _) in compared_attributes(actor).items()}}
+    state = {}
+    for module in modules_in(actor):
+        for name, x in module.named_parameters():
+            state[f"parameter {name}"] = comparable(x.detach())
+        for name, x in module.named_buffers():
+            state[f"buffer {name}"] = comparable(x.detach())
+    for name, (value, _) in compared_attributes(actor).items():
+        state[name] = value
+    return state
 
 
 def _check_answers(
@@ -319,13 +393,16 @@ def _check_answers(
     "Check the answers of an actor. `hx` is any recurrent state of the actor."
     row = _rows(here, 0)
     hx = _reset_all(trial, hx, B)
+
+    # A second call changes neither the first answer, nor what the same call answers again.
     answer = trial.step(row, hx, seed=1)
     first = snapshot(answer)
     other = trial.step(_rows(there, 1), hx, seed=2)
-    used = hx
     report.check(ACTOR_FRESH, same(answer, first), "the first answer changed with the second call")
     repeats = same(trial.step(row, hx, seed=1), first)
     report.check(ACTOR_REPEATS, repeats, "the same call gave another answer the second time")
+
+    # Nor do a virtual call, and the past of another episode.
     trial.step(_rows(there, 1), hx, seed=3, virtual=True)
     again = snapshot(trial.step(row, hx, seed=1))
     report.check(
@@ -339,12 +416,17 @@ def _check_answers(
         not repeats or same(trial.step(past, hx, seed=1), again),
         "another action or reward changed the answer",
     )
+
+    # Two recurrent states with different pasts are reset.
     if nested.leaves(hx):
+        used = hx
         for t in range(T):
             _, used, _ = trial.step(_rows(here, t), used, seed=t)
         _check_reset(report, trial, used, other[1], B)
-    by_reset = {ACTOR_RESET, ACTOR_RESET_FORGETS} & {
-        v.rule for v in report.violations
-    }  # `_check_batch` needs a correct `reset`
-    if repeats and not by_reset and (trial.takes_noise or same(trial.step(row, hx, seed=4), again)):
+
+    # Batches of other shapes need a correct `reset`, and the same random numbers.
+    broken = {v.rule for v in report.violations}
+    if not repeats or broken & {ACTOR_RESET, ACTOR_RESET_FORGETS}:
+        return
+    if trial.takes_noise or same(trial.step(row, hx, seed=4), again):
         _check_batch(report, trial, here, hx, T, B)

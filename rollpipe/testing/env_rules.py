@@ -34,10 +34,16 @@ __all__ = ['ENV_SPACES', 'ENV_MADE', 'ENV_RESET', 'ENV_STEP', 'ENV_OBS_LIKE_SPAC
            'TENSOR_ENV_NUMBERS', 'TENSOR_ENV_FINAL', 'check_env']
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fecd7417
-ENV_SPACES = "observation_space and action_space have a fixed-size array form (Box, Discrete, MultiBinary, MultiDiscrete, Dict, Tuple)"
+ENV_SPACES = (
+    "observation_space and action_space have a fixed-size array form (Box, Discrete, "
+    "MultiBinary, MultiDiscrete, Dict, Tuple)"
+)
 ENV_MADE = "the factory makes a single gymnasium environment"
 ENV_RESET = "reset(seed=...), reset() and reset(options={}) return (observation, info dict)"
-ENV_STEP = "step(action) returns (observation, reward, terminated, truncated, info dict) for every action of the space"
+ENV_STEP = (
+    "step(action) returns (observation, reward, terminated, truncated, info dict) for every "
+    "action of the space"
+)
 ENV_OBS_LIKE_SPACE = (
     "observations have the structure, shapes and kinds of numbers of observation_space"
 )
@@ -53,10 +59,19 @@ ENV_SPACES_STAY = "the spaces do not change"
 ENV_SEED = "the same seed and the same actions give the same episodes"
 ENV_CLOSE = "close() does not fail"
 ENV_UNDISTURBED = "several in one process do not disturb one another"
-ENV_RESUMABLE = "a state from get_state() that is given to set_state(state) of a new environment continues exactly"
+ENV_RESUMABLE = (
+    "a state from get_state() that is given to set_state(state) of a new environment "
+    "continues exactly"
+)
 TENSOR_ENV_MADE = "a TensorEnv is made, and says its n_envs, spaces and device"
-TENSOR_ENV_RESET = "reset(seed) returns tensors on the device, with the structure, shapes and dtypes of a batch of observations"
-TENSOR_ENV_STEP = "step(act) returns (obs, rew, terminated, truncated, final_obs, info): tensors on the device, in the forms of `TensorEnv`"
+TENSOR_ENV_RESET = (
+    "reset(seed) returns tensors on the device, with the structure, shapes and dtypes of a "
+    "batch of observations"
+)
+TENSOR_ENV_STEP = (
+    "step(act) returns (obs, rew, terminated, truncated, final_obs, info): tensors on the "
+    "device, in the forms of `TensorEnv`"
+)
 TENSOR_ENV_NUMBERS = (
     "observations, also the last ones, and rewards are finite, and whole numbers lie in their space"
 )
@@ -76,13 +91,13 @@ def _check_obs(report: Report, obs: Any, space: gym.Space, spec: Any) -> Any:
     obs = in_containers(obs, spec, as_stored)
     with report.demand(ENV_OBS_LIKE_SPACE):
         nested.Form(spec, "obs").check(obs)
-    finite = all(np.isfinite(x).all() for x in nested.leaves(obs) if x.dtype.kind == "f")
-    report.check(ENV_OBS_FINITE, finite, describe(obs))
-    report.check(
-        ENV_OBS_WITHIN_BOUNDS,
-        not finite or space.contains(_as_sample(obs, space)),
-        f"{obs} is not in {space}",
-    )
+
+    # An observation that is not finite is not compared with the bounds, too.
+    floats = [x for x in nested.leaves(obs) if x.dtype.kind == "f"]
+    is_finite = all(np.isfinite(x).all() for x in floats)
+    is_within = not is_finite or space.contains(_as_sample(obs, space))
+    report.check(ENV_OBS_FINITE, is_finite, describe(obs))
+    report.check(ENV_OBS_WITHIN_BOUNDS, is_within, f"{obs} is not in {space}")
     return obs
 
 
@@ -92,10 +107,11 @@ def _as_sample(x: Any, space: gym.Space) -> Any:
         return {k: _as_sample(x[k], s) for k, s in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple):
         return tuple(map(_as_sample, x, space.spaces))
-    own = x.astype(space.dtype)
+    # Unsigned integers are stored in a wider dtype than that of their space.
+    sample = x.astype(space.dtype)
     if isinstance(space, gym.spaces.Discrete):
-        return own[()]
-    return own if (own == x).all() else x  # unsigned integers are stored in a wider dtype
+        return sample[()]
+    return sample if (sample == x).all() else x
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
 def _check_info(report: Report, info: dict, forms: dict) -> None:
@@ -106,18 +122,17 @@ def _check_info(report: Report, info: dict, forms: dict) -> None:
 
     def form(x):
         leaves, structure = nested.flatten(x)
-        arrays = [*map(np.asarray, leaves)]
-        is_numeric = arrays and all(array.dtype.kind in "biuf" for array in arrays)
-        return (structure, [array.shape for array in arrays]) if is_numeric else None
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        if not arrays or any(array.dtype.kind not in "biuf" for array in arrays):
+            return None
+        return structure, [array.shape for array in arrays]
 
+    # Leaves of irregular shapes are no arrays.
     try:
         for key, x in info.items():
-            known = forms.setdefault(key, form(x))
-            report.check(
-                ENV_INFO_STAYS,
-                known is None or form(x) == known,
-                f"info[{key!r}] became {describe(x)}",
-            )
+            first_form = forms.setdefault(key, form(x))
+            stays = first_form is None or form(x) == first_form
+            report.check(ENV_INFO_STAYS, stays, f"info[{key!r}] became {describe(x)}")
     except ValueError as e:
         report.add(ENV_INFO_STAYS, f"{type(e).__name__}: {e}")
 
@@ -128,70 +143,90 @@ _RESETS: Any = dict(), dict(options={}), dict(seed=1), dict()
 _AFTER_RESET = 8  # steps after each of them
 
 
+class _Player:
+    "Steps an environment, and checks each answer; `trace` lists the answers."
+
+    def __init__(self, report: Report, env: gym.Env, seed: int):
+        self.report = report
+        self.env = env
+        with report.demand(ENV_SPACES):
+            self.obs_spec = space_spec(env.observation_space, "observation_space")
+            space_spec(env.action_space, "action_space")
+        self.draw_action = sampler(env, seed)
+        self.info_forms = {}
+        self.trace = []
+
+    def checked(self, obs: Any) -> Any:
+        "The observation as arrays."
+        return _check_obs(self.report, obs, self.env.observation_space, self.obs_spec)
+
+    def reset(self, last_obs: Any, **kwargs: Any) -> None:
+        "Reset, which must not change the observation `last_obs` (None: there is none)."
+        before = None if last_obs is None else self.checked(last_obs)
+
+        with self.report.demand(ENV_RESET):
+            obs, info = self.env.reset(**kwargs)
+            if not isinstance(info, dict):
+                raise TypeError(f"info is {describe(info)}")
+        self.trace.append(self.checked(obs))
+
+        self.report.check(
+            ENV_LAST_OBS,
+            last_obs is None or same(self.checked(last_obs), before),
+            "it is the same array; a vector with the autoreset mode SameStep would lose it",
+        )
+
+    def step(self) -> Any:
+        "Step. Returns the observation, or None if the episode ended and was reset."
+        with self.report.demand(ENV_STEP):
+            last_obs, rew, term, trunc, info = self.env.step(self.draw_action())
+            if not isinstance(info, dict):
+                raise TypeError(f"info is {describe(info)}")
+
+        obs = self.checked(last_obs)
+        self._check_reward(rew)
+        for name, flag in (("terminated", term), ("truncated", trunc)):
+            is_bool = isinstance(flag, (bool, np.bool_))
+            self.report.check(ENV_FLAGS, is_bool, f"{name} is {describe(flag)}")
+        _check_info(self.report, info, self.info_forms)
+
+        # What another run with the same seed must repeat
+        is_terminated = bool(np.any(term))
+        is_truncated = bool(np.any(trunc))
+        self.trace.append((obs, np.array(rew), is_terminated, is_truncated))
+        if not (is_terminated or is_truncated):
+            return last_obs
+        self.reset(last_obs)
+
+    def _check_reward(self, rew):
+        number = np.asarray(rew)
+        is_number = number.ndim == 0 and number.dtype.kind in "biuf" and math.isfinite(rew)
+        self.report.check(ENV_REWARD, is_number, describe(rew))
+
+
 def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
     """Play random actions, and then reset several times.
 
     Returns a list of the environment's answers, step by step.
     """
-    with report.demand(ENV_SPACES):
-        spec = [
-            space_spec(getattr(env, name), name) for name in ("observation_space", "action_space")
-        ]
+    player = _Player(report, env, seed)
     spaces = deepcopy((env.observation_space, env.action_space))
-    draw = sampler(env, seed)
-    forms = {}
-    trace = []
 
-    def stored(obs):
-        return _check_obs(report, obs, env.observation_space, spec[0])
-
-    def reset(last, **kwargs):
-        "Reset, which must not change the observation `last`."
-        before = stored(last) if last is not None else None
-        with report.demand(ENV_RESET):
-            obs, info = env.reset(**kwargs)
-            if not isinstance(info, dict):
-                raise TypeError(f"info is {describe(info)}")
-        trace.append(stored(obs))
-        report.check(
-            ENV_LAST_OBS,
-            last is None or same(stored(last), before),
-            "it is the same array; a vector with the autoreset mode SameStep would lose it",
-        )
-
-    def step():
-        "Step. Returns the observation, or None if the episode ended and was reset."
-        with report.demand(ENV_STEP):
-            last, rew, term, trunc, info = env.step(draw())
-            if not isinstance(info, dict):
-                raise TypeError(f"info is {describe(info)}")
-        obs = stored(last)
-        number = np.asarray(rew)
-        is_number = number.ndim == 0 and number.dtype.kind in "biuf" and math.isfinite(rew)
-        report.check(ENV_REWARD, is_number, describe(rew))
-        for name, flag in (("terminated", term), ("truncated", trunc)):
-            report.check(
-                ENV_FLAGS, isinstance(flag, (bool, np.bool_)), f"{name} is {describe(flag)}"
-            )
-        _check_info(report, info, forms)
-        trace.append((obs, np.array(rew), bool(np.any(term)), bool(np.any(trunc))))
-        if not (np.any(term) or np.any(trunc)):
-            return last
-        reset(last)
-
-    last = None
+    # Each reset gets the last observation of the steps before it.
+    last_obs = None
     for n, kwargs in ((n_steps, dict(seed=seed)), *((_AFTER_RESET, x) for x in _RESETS)):
-        reset(last, **kwargs)
+        player.reset(last_obs, **kwargs)
         for _ in range(n):
-            last = step()
+            last_obs = player.step()
+
     report.check(
         ENV_SPACES_STAY,
         spaces == (env.observation_space, env.action_space),
         "they changed while it was stepped",
     )
-    return trace
+    return player.trace
 
-# %% ../../nbs/testing/01_env_rules.ipynb #984fd136
+# %% ../../nbs/testing/01_env_rules.ipynb #3ff3a13d
 def _random_actions(space: gym.Space, n_envs: int, device: Any) -> Any:
     "A batch of actions `[1, B, ...]` of the space."
     rows = sampled(space, n_envs, "act")
@@ -199,41 +234,49 @@ def _random_actions(space: gym.Space, n_envs: int, device: Any) -> Any:
 
 
 def _check_numbers(report: Report, batch: TensorBatch, out: TensorOutcome) -> None:
-    cut = (out.trunc & ~out.term).nonzero()[:, 0]
+    "Check the numbers that a `TensorEnv` returned for a step."
+    truncated = (out.trunc & ~out.term).nonzero()[:, 0]
     report.check(
         TENSOR_ENV_FINAL,
-        out.final is not None or not len(cut),
-        f"None, although an episode was truncated in {cut.tolist()}",
+        out.final is not None or not len(truncated),
+        f"None, although an episode was truncated in {truncated.tolist()}",
     )
-    ends = [] if out.final is None else [x[None, cut] for x in out.final]
-    for name, check, leaves in (
+
+    # Observations, the last ones of truncated episodes, and rewards, as rows [1, n, ...]
+    last_obs = [] if out.final is None else [x[None, truncated] for x in out.final]
+    parts = (
         ("obs", batch.obs_check, [x[None] for x in out.obs]),
-        ("final_obs", batch.obs_check, ends),
+        ("final_obs", batch.obs_check, last_obs),
         ("rew", batch.rew_check, [out.rew[None]]),
-    ):
-        if leaves and (found := check.find(leaves)) is not None:
+    )
+    for name, check, leaves in parts:
+        wrong = check.find(leaves) if leaves else None
+        if wrong is not None:
             report.add(
                 TENSOR_ENV_NUMBERS,
-                f"{name}: {found.leaf} is {found.value.tolist()} in environment {found.b}",
+                f"{name}: {wrong.leaf} is {wrong.value.tolist()} in environment {wrong.b}",
             )
 
 
 def _play_tensors(report: Report, env: Any, n_steps: int, seed: int) -> list:
     "Play random actions in a `TensorEnv`. Returns a list of its answers, step by step."
+    # The batch is what a pipeline uses to step such an environment.
     with report.demand(TENSOR_ENV_MADE):
         batch = TensorBatch(env, np.random.SeedSequence(seed), closes=False)
     spaces = deepcopy((env.observation_space, env.action_space))
     actions = deepcopy(env.action_space)
     actions.seed(seed)
+
     with report.demand(TENSOR_ENV_RESET):
         trace = [snapshot(batch.begin())]
     for _ in range(n_steps):
         with report.demand(TENSOR_ENV_STEP), torch.no_grad():
-            out = batch.advance(
-                batch.actions_for_env(_random_actions(actions, len(batch), batch.device))[1]
-            )
+            act = _random_actions(actions, len(batch), batch.device)
+            _, act_for_env = batch.actions_for_env(act)
+            out = batch.advance(act_for_env)
         _check_numbers(report, batch, out)
         trace.append(snapshot([out.obs, out.rew, out.term, out.trunc, out.info]))
+
     report.check(
         ENV_SPACES_STAY,
         spaces == (env.observation_space, env.action_space),
@@ -254,10 +297,12 @@ def _play_twice(report: Report, rule: str, make: Callable, play: Callable, close
             if closes:
                 with report.demand(ENV_CLOSE):
                     env.close()
+
+    # Step by step, because the first difference says most
     for t, (a, b) in enumerate(zip(*traces)):
         report.check(ENV_SEED, same(a, b), f"step {t} of the second run differs")
 
-# %% ../../nbs/testing/01_env_rules.ipynb #6e9104b1
+# %% ../../nbs/testing/01_env_rules.ipynb #49fc9816
 def check_env(
     env: Any,
     *,
@@ -268,8 +313,7 @@ def check_env(
 ) -> list:
     """Check an environment by the `ENV_...` rules, or a `TensorEnv` by the `TENSOR_ENV_...` rules.
 
-    Raises `ContractError` with all broken rules. If no rule is broken, prints so and returns an
-    empty list.
+    If no rule is broken, it prints so and returns an empty list.
 
     Args:
         env: gymnasium id, factory, or an environment, which stays open; or a `TensorEnv`, or its
@@ -280,56 +324,68 @@ def check_env(
             What goes wrong only at the end of a longer episode needs more
         seed: seed of the environment and of the actions
         raises: False: print nothing, and return the violations instead of raising an error
+
+    Raises:
+        ContractError: rules are broken; `violations` lists them with details.
+
+    Example:
+        >>> from rollpipe.testing import NarrowPath, check_env
+        >>> check_env(NarrowPath, raises=False)
+        []
     """
     report = Report()
-    lent = is_instance(env)
     if is_tensor_source(env):
         factory = TensorFactory(env)
-        report.section(
-            _play_twice,
-            report,
-            TENSOR_ENV_MADE,
-            partial(factory, seed),
-            partial(_play_tensors, report, n_steps=n_steps, seed=seed),
-            not factory.lends,
-        )
-        if not factory.lends and not report.violations:
-            _check_kept(report, partial(factory, seed), seed)
+        report.section(_check_tensor_env, report, factory, n_steps, seed)
         return report.close(factory, raises)
-    report.section(_check_env, report, env, env_kwargs, n_steps, seed, lent)
-    return report.close(env if lent else EnvFactory(env, env_kwargs), raises)
+
+    is_lent = is_instance(env)
+    report.section(_check_env, report, env, env_kwargs, n_steps, seed, is_lent)
+    return report.close(env if is_lent else EnvFactory(env, env_kwargs), raises)
+
+
+def _check_tensor_env(report: Report, factory: TensorFactory, n_steps: int, seed: int) -> None:
+    "Check the environment that the factory makes, or lends."
+    make = partial(factory, seed)
+    play = partial(_play_tensors, report, n_steps=n_steps, seed=seed)
+    report.section(_play_twice, report, TENSOR_ENV_MADE, make, play, not factory.lends)
+    if not factory.lends and not report.violations:
+        _check_resumable(report, make, seed)
 
 
 def _check_env(
-    report: Report, env: Any, env_kwargs: dict | None, n_steps: int, seed: int, lent: bool
+    report: Report, env: Any, env_kwargs: dict | None, n_steps: int, seed: int, is_lent: bool
 ) -> None:
-    singles = []
+    "Check an environment, or one of each kind of those in a vector."
+    singles = []  # a maker for each kind of environment in a vector
 
     def make():
-        made = env if lent else EnvFactory(env, env_kwargs)(seed)
-        if isinstance(made, gym.Env):
-            return made
-        singles.extend(single_makers(made))
-        if is_vector(made) and not lent:
-            made.close()
-        raise TypeError(f"got {type(made).__name__}")
+        instance = env if is_lent else EnvFactory(env, env_kwargs)(seed)
+        if isinstance(instance, gym.Env):
+            return instance
+        singles.extend(single_makers(instance))
+        if is_vector(instance) and not is_lent:
+            instance.close()
+        raise TypeError(f"got {type(instance).__name__}")
 
     play = partial(_play, report, n_steps=n_steps, seed=seed)
-    report.section(_play_twice, report, ENV_MADE, make, play, not lent)
+    report.section(_play_twice, report, ENV_MADE, make, play, not is_lent)
+
+    # A vector breaks the rule `ENV_MADE`, and its environments are checked one by one.
     for single in singles:
         _check_env(report, single, None, n_steps, seed, False)
-    if not lent and not report.violations:
-        _check_kept(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
+    if not is_lent and not report.violations:
+        _check_resumable(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
 
 
-def _check_kept(report: Report, make: Callable, seed: int) -> None:
+def _check_resumable(report: Report, make: Callable, seed: int) -> None:
+    "Check how a running environment can be kept. What that means for runs is logged."
     keeper = keeper_for(make, seed)
     report.check(ENV_RESUMABLE, "own" not in keeper.failed, keeper.failed.get("own"))
     report.check(ENV_UNDISTURBED, not keeper.disturbed, keeper.alone)
+
     log = logging.getLogger("rollpipe")
     if keeper.only:
         log.warning(keeper.alone)
-    log.info(
-        f"a running environment is kept by: {keeper.name}"
-        + "".join(f"; {name}: {problem}" for name, problem in keeper.failed.items())
-    )
+    problems = [f"{name}: {problem}" for name, problem in keeper.failed.items()]
+    log.info("; ".join([f"a running environment is kept by: {keeper.name}", *problems]))

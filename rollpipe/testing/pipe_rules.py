@@ -44,7 +44,10 @@ PIPE_LENGTH = "len() is the number of items, or raises TypeError"
 PIPE_RESUMABLE = (
     "another pipe that gets the state goes on with the same items, or `not_kept` says why it cannot"
 )
-FRAGMENT_SHAPES = "state and term have T+1 rows and B columns, valid, adv and ret T rows; lane, seq and version [B]"
+FRAGMENT_SHAPES = (
+    "state and term have T+1 rows and B columns, valid, adv and ret T rows; lane, seq and "
+    "version [B]"
+)
 FRAGMENT_TERM = "where term is set, state.fin is set"
 FRAGMENT_FINAL = "final has one row for each truncated valid step, and rows of ended steps only"
 FRAGMENT_STEPNO = (
@@ -59,7 +62,8 @@ def _open(pipe: IterDataPipe) -> Iterator:
     try:
         yield stream
     finally:
-        if close := getattr(stream, "close", None):
+        close = getattr(stream, "close", None)
+        if close:
             close()
 
 
@@ -72,24 +76,26 @@ def _first(pipe: IterDataPipe, n: int) -> list:
 def _check_stream(report: Report, rule: str, make: Callable, n: int, expected: list) -> None:
     "Compare the first `n` items of the pipe that `make` returns with the expected ones."
     with report.demand(rule):
-        came = _first(make(), n)
-    k = next((k for k, (a, b) in enumerate(zip(came, expected)) if not same(a, b)), None)
-    report.check(rule, len(came) == len(expected), f"{len(came)} items instead of {len(expected)}")
-    report.check(rule, k is None, f"item {k} differs")
+        items = _first(make(), n)
+    n_items = len(items)
+    report.check(rule, n_items == len(expected), f"{n_items} items instead of {len(expected)}")
+    for k, (a, b) in enumerate(zip(items, expected)):
+        report.check(rule, same(a, b), f"item {k} differs")
 
 
 def _check_length(report: Report, pipe: IterDataPipe) -> None:
+    "Compare the length of a pipe, if it has one, with the number of its items."
     try:
         n = len(pipe)  # pyright: ignore[reportArgumentType]  some pipes have a length
     except TypeError:
         return
     except Exception as e:
         return report.add(PIPE_LENGTH, f"{type(e).__name__}: {e}")
+
     with report.demand(PIPE_LENGTH), _open(pipe) as stream:
-        came = sum(1 for _ in islice(stream, n + 1))
-    report.check(
-        PIPE_LENGTH, came == n, f"len() is {n}, but there are {'more' if came > n else came} items"
-    )
+        n_items = sum(1 for _ in islice(stream, n + 1))
+    amount = "more" if n_items > n else n_items
+    report.check(PIPE_LENGTH, n_items == n, f"len() is {n}, but there are {amount} items")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #438bfbeb
 class _From(Pipe):
@@ -97,7 +103,8 @@ class _From(Pipe):
 
     def __init__(self, pipe: IterDataPipe, first: int, note: Callable):
         super().__init__(pipe)
-        self.first, self.note = first, note
+        self.first = first
+        self.note = note
 
     def stream(self, items):
         for item in islice(items, self.first, None):
@@ -106,9 +113,11 @@ class _From(Pipe):
 
 
 def _with_inputs_from(pipe: IterDataPipe, firsts: list | None = None) -> tuple:
-    """`(graph, counts)`: the graph, whose last pipe reads each input from the item `firsts[i]` on,
-    and the numbers of items that it read.
+    """The graph whose last pipe reads its inputs from the items `firsts` on.
+
+    Also returns a list that counts the items of each input up to the last one that was read.
     """
+    # `Lanes` copies what is above it, and keeps its state.
     sources = [] if getattr(pipe, "copies_above", False) else inputs(pipe)
     firsts = firsts or [0] * len(sources)
     counts = list(firsts)
@@ -117,59 +126,67 @@ def _with_inputs_from(pipe: IterDataPipe, firsts: list | None = None) -> tuple:
         def note(i=i):
             counts[i] += 1
 
-        source = inputs(pipe)[i]  # each edit copies the graph
-        pipe = insert_after(
-            pipe, lambda p, source=source: p is source, partial(_From, first=first, note=note)
-        )
+        make = partial(_From, first=first, note=note)
+        pipe = _insert_after(pipe, inputs(pipe)[i], make)  # each edit copies the graph
     return pipe, counts
+
+
+def _insert_after(pipe, source, make):
+    "A copy of the graph with the pipe that `make` returns behind `source`."
+    return insert_after(pipe, lambda p: p is source, make)
 
 
 def _learns(pipe):
     return all(callable(getattr(pipe, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def _can_resume(pipe):
+    "Whether the pipe promises that another one can continue from its state."
+    if not isinstance(pipe, Pipe) or pipe.not_kept():
+        return False
+    return not (getattr(pipe, "copies_above", False) and unknown_states(pipe))
+
+
 def _check_resumes(report: Report, make: Callable, k: int, expected: list) -> None:
-    """Cut the stream of a pipe after `k` items, and compare the rest of another one with the
-    expected items.
+    """Cut the stream of a pipe after `k` items, and let another pipe continue.
+
+    Its items are compared with the expected ones.
     """
     pipe, counts = _with_inputs_from(make())
-    if (
-        not isinstance(pipe, Pipe)
-        or pipe.not_kept()
-        or getattr(pipe, "copies_above", False)
-        and unknown_states(pipe)
-    ):
+    if not _can_resume(pipe):
         return
+    rest = expected[k:]
+
     with report.demand(PIPE_RESUMABLE):
         with _open(pipe) as stream:
             for _ in range(k):
                 next(stream)
             state = pipe.get_state()
-            learned = deepcopy(pipe.state_dict()) if _learns(pipe) else None
-            read = list(counts)
+            weights = deepcopy(pipe.state_dict()) if _learns(pipe) else None
+            n_read = list(counts)
             next(stream, None)  # this must not change the state
-        pipe, _ = _with_inputs_from(make(), read)
-        if learned is not None:
-            pipe.load_state_dict(learned)
+
+        pipe, _ = _with_inputs_from(make(), n_read)
+        if weights is not None:
+            pipe.load_state_dict(weights)
         if state is not None:
             pipe.set_state(state)
-        came = _first(pipe, len(expected) - k)
-    where = next(
-        (
-            f"{path} of item {i} differs"
-            for i, pair in enumerate(zip(expected[k:], came), k)
-            if (path := _differs(*pair))
-        ),
-        None,
-    )
-    if len(came) < len(expected) - k:
-        where = where or f"{len(came)} items are left instead of {len(expected) - k}"
-    report.check(
-        PIPE_RESUMABLE,
-        where is None,
-        f"after {k} items {where}. What {type(pipe).__name__} keeps from item to item belongs into "
-        "`self.keep(...)`",
-    )
+        items = _first(pipe, len(rest))
+
+    # The first item that differs is named, or the number of items.
+    problems = []
+    for i, (item, expected_item) in enumerate(zip(items, rest), k):
+        path = _differs(expected_item, item)
+        if path is not None:
+            problems.append(f"{path} of item {i} differs")
+    if len(items) < len(rest):
+        problems.append(f"{len(items)} items are left instead of {len(rest)}")
+    if problems:
+        report.add(
+            PIPE_RESUMABLE,
+            f"after {k} items {problems[0]}. What {type(pipe).__name__} keeps from item to item "
+            "belongs into `self.keep(...)`",
+        )
 
 
 def _differs(a: Any, b: Any) -> str | None:
@@ -196,25 +213,22 @@ class _Probe(Pipe):
 
 
 def _check_closes(report: Report, pipe: IterDataPipe) -> None:
+    "Count the sources that stay open after an iteration has been broken off."
+    if not inputs(pipe):
+        return  # a source has no pipes above it to close
+    n_open = 0
+
+    def notes(change):
+        nonlocal n_open
+        n_open += change
+
+    def sources():
+        return find(pipe, lambda p: not inputs(p))
+
     with report.demand(PIPE_CLOSES):
-        n_open = 0
-
-        def notes(change):
-            nonlocal n_open
-            n_open += change
-
-        def sources():
-            return find(pipe, lambda p: not inputs(p))
-
-        if not inputs(pipe):
-            return  # a source has no pipes above it to close
+        # An edit copies the graph, but keeps the order of the sources.
         for k in range(len(sources())):
-            source = sources()[
-                k
-            ]  # look it up again: an edit copies the graph, but keeps the order of the sources
-            pipe = insert_after(
-                pipe, lambda p, source=source: p is source, partial(_Probe, notes=notes)
-            )
+            pipe = _insert_after(pipe, sources()[k], partial(_Probe, notes=notes))
         with _open(pipe) as stream:
             next(stream, None)
         del stream
@@ -223,56 +237,71 @@ def _check_closes(report: Report, pipe: IterDataPipe) -> None:
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #6e8cb3e8
 def _check_fragment(report: Report, fragment: Fragment) -> None:
+    "Check shapes, ends of episodes, and the numbers of steps."
     state = fragment.state
     term = fragment.term
     valid = fragment.valid
     final = fragment.final
     with report.demand(FRAGMENT_SHAPES):
-        T, B = valid.shape
-        kinds = (
-            (Fragment.ROWS, (T + 1, B)),
-            (Fragment.STEPS, (T, B)),
-            (Fragment.COLUMNS, (B,)),
-            (["final"], (len(final.t),)),
-        )
-        leading = {name: lead for names, lead in kinds for name in names}
-        for name, lead in leading.items():
-            part = getattr(fragment, name)
-            for x, path in zip(nested.leaves(part), nested.paths(part, name)):
-                if tuple(x.shape[: len(lead)]) != lead:
-                    raise DataError("wrong shape", leaf=path, expected=f"{list(lead)}, ...", got=x)
+        _check_shapes(fragment)
     report.check(FRAGMENT_TERM, not (term & ~state.fin)[1:].any(), "term without fin")
-    ends = state.fin[1:] & valid
-    truncated = (state.fin & ~term)[1:] & valid
-    rows = torch.zeros(T, B, dtype=torch.int64)
+
+    # How many rows of `final` belong to each step
+    rows = torch.zeros_like(valid, dtype=torch.int64)
     rows.index_put_((final.t, final.b), torch.ones_like(final.t), accumulate=True)
+    ends = state.fin[1:] & valid
+    is_truncated = (state.fin & ~term)[1:] & valid
     report.check(
         FRAGMENT_FINAL,
-        bool((rows[truncated] == 1).all()),
+        bool((rows[is_truncated] == 1).all()),
         "a truncated step without a row, or with several rows",
     )
     report.check(FRAGMENT_FINAL, not rows[~ends].any(), "a row for a step that ends no episode")
+
+    # Steps are counted from 0, within each episode.
     stepno = state.stepno
-    goes_on = valid & ~state.fin[1:]
-    report.check(
-        FRAGMENT_STEPNO, not stepno[:-1][state.fin[:-1] & valid].any(), "not 0 at the first step"
-    )
-    report.check(
-        FRAGMENT_STEPNO, torch.equal(stepno[1:][goes_on], stepno[:-1][goes_on] + 1), "wrong count"
-    )
+    begins = state.fin[:-1] & valid
+    report.check(FRAGMENT_STEPNO, not stepno[:-1][begins].any(), "not 0 at the first step")
+    continues = valid & ~state.fin[1:]
+    is_counted = torch.equal(stepno[1:][continues], stepno[:-1][continues] + 1)
+    report.check(FRAGMENT_STEPNO, is_counted, "wrong count")
+
+
+def _check_shapes(fragment):
+    "Raise `DataError` for a leaf whose leading dimensions are not those of its field."
+    T, B = fragment.valid.shape
+    lead_of: dict[str, tuple] = {"final": (len(fragment.final.t),)}
+    lead_of.update(dict.fromkeys(Fragment.ROWS, (T + 1, B)))
+    lead_of.update(dict.fromkeys(Fragment.STEPS, (T, B)))
+    lead_of.update(dict.fromkeys(Fragment.COLUMNS, (B,)))
+    for name, lead in lead_of.items():
+        part = getattr(fragment, name)
+        for x, path in zip(nested.leaves(part), nested.paths(part, name)):
+            if tuple(x.shape[: len(lead)]) != lead:
+                raise DataError("wrong shape", leaf=path, expected=f"{list(lead)}, ...", got=x)
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #155dbb52
 def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) -> list:
-    """Check a pipe by the `PIPE_...` rules, and by the `FRAGMENT_...` rules if it yields
-    `Fragment`s.
+    """Check a pipe by the `PIPE_...` rules.
 
-    Raises `ContractError` with all broken rules. If no rule is broken, prints so and returns an
-    empty list.
+    If it yields `Fragment`s, they are checked by the `FRAGMENT_...` rules. If no rule is broken, it
+    prints so and returns an empty list.
 
     Args:
         make_pipe: function that makes the pipe with its sources; each call makes an equal pipe
         n_items: number of items to look at
         raises: False: print nothing, and return the violations instead of raising an error
+
+    Raises:
+        ContractError: rules are broken; `violations` lists them with details.
+
+    Example:
+        >>> from rollpipe.layers import MLPPolicy
+        >>> from rollpipe.pipes import EnvStepper
+        >>> from rollpipe.testing import check_pipe
+        >>> actor = MLPPolicy.for_env("CartPole-v1", seed=0)
+        >>> check_pipe(lambda: EnvStepper("CartPole-v1", actor, 2, seed=0), raises=False)
+        []
     """
     report = Report()
     report.section(_check_pipe, report, make_pipe, n_items)
@@ -280,10 +309,13 @@ def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) ->
 
 
 def _check_pipe(report: Report, make_pipe: Callable, n: int) -> None:
+    "The sections of the check."
     with report.demand(PIPE_MADE):
         pipe = make_pipe()
         if not isinstance(pipe, IterDataPipe):
             raise TypeError(f"got {describe(pipe)}")
+
+    # The items, and copies of them as they were when they were yielded
     with report.demand(PIPE_RUNS):
         items = []
         copies = []
@@ -291,12 +323,11 @@ def _check_pipe(report: Report, make_pipe: Callable, n: int) -> None:
             for item in islice(stream, n):
                 items.append(item)
                 copies.append(snapshot(item))
-    changed = [k for k, (a, b) in enumerate(zip(items, copies)) if not same(a, b)]
-    report.check(
-        PIPE_ITEMS_KEPT,
-        not changed,
-        f"item {changed[0] if changed else ''} changed while the next were made",
-    )
+    for k, (item, copy) in enumerate(zip(items, copies)):
+        unchanged = same(item, copy)
+        report.check(PIPE_ITEMS_KEPT, unchanged, f"item {k} changed while the next were made")
+
+    # Other pipes, and the same one again, give the same stream.
     again = (
         (PIPE_BEGINS_ANEW, lambda: pipe),
         (PIPE_SEEDED, make_pipe),
@@ -307,8 +338,12 @@ def _check_pipe(report: Report, make_pipe: Callable, n: int) -> None:
         report.section(_check_stream, report, rule, make, n, copies)
     report.section(_check_closes, report, make_pipe())
     report.section(_check_length, report, make_pipe())
-    for k in range(1, len(copies)) if not report.violations else ():
-        report.section(_check_resumes, report, make_pipe, k, copies)
+
+    # Only a stream that is always the same can be resumed.
+    if not report.violations:
+        for k in range(1, len(copies)):
+            report.section(_check_resumes, report, make_pipe, k, copies)
+
     for item in items:
         if isinstance(item, Fragment):
             report.section(_check_fragment, report, item)

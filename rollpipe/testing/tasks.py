@@ -54,14 +54,9 @@ class NarrowPath(gym.Env):
 
     def step(self, action: Any) -> tuple:
         self.place += int(action)
-        at_end = self.place == self.length
-        return (
-            self.place,
-            float(at_end) - int(action) * self.cost / self.length,
-            at_end or not action,
-            False,
-            {},
-        )
+        is_at_end = self.place == self.length
+        reward = float(is_at_end) - int(action) * self.cost / self.length
+        return self.place, reward, is_at_end or not action, False, {}
 
     def value(self, obs: Any, gamma: float = 1.0, p: float | None = None) -> Any:
         """The value `[...]` of the places `obs`.
@@ -71,13 +66,18 @@ class NarrowPath(gym.Env):
             gamma: discount factor
             p: probability with which the policy goes on; None: the best policy
         """
-        q = gamma * (1.0 if p is None else p)
+        p_on = 1.0 if p is None else p
+        q = gamma * p_on
+
+        # At the end there are no steps to go. One in their place avoids negative powers of 0.
         m = self.length - obs
-        ahead = m > 0
-        m = m * ahead + (m <= 0)  # replace m <= 0 (the end) by 1, which avoids negative powers of 0
-        steps = m if q == 1 else (1 - q**m) / (1 - q)
-        v = (1.0 if p is None else p) * (q ** (m - 1) - self.cost / self.length * steps) * ahead
-        return v * (v > 0) if p is None else v
+        is_ahead = m > 0
+        m = m * is_ahead + (m <= 0)
+
+        discounted_steps = m if q == 1 else (1 - q**m) / (1 - q)
+        cost = self.cost / self.length * discounted_steps
+        value = p_on * (q ** (m - 1) - cost) * is_ahead
+        return value * (value > 0) if p is None else value
 
 # %% ../../nbs/testing/04_tasks.ipynb #6bc84d55
 class Steering(gym.Env):
@@ -107,7 +107,8 @@ class Steering(gym.Env):
     action_space = Box(-1, 1, (1,))
 
     def __init__(self, effort: float = 2.0, max_steps: int = 20):
-        self.effort, self.max_steps = effort, check_integer("max_steps", max_steps, pipe=self)
+        self.effort = effort
+        self.max_steps = check_integer("max_steps", max_steps, pipe=self)
         if not effort > 0:
             raise DataError(
                 "out of range", pipe=self, expected="effort > 0", got=f"effort={effort}"
@@ -129,7 +130,9 @@ class Steering(gym.Env):
     def best_gain(self, gamma: float = 1.0) -> float:
         "The best policy is a = -best_gain x."
         e = self.effort
-        b = gamma + gamma * self.effort - self.effort
+
+        # The Riccati equation is gamma P^2 - b P - e = 0; this form of its root suits gamma = 0.
+        b = gamma + gamma * e - e
         p = 2 * e / ((b**2 + 4 * gamma * e) ** 0.5 - b)
         return gamma * p / (e + gamma * p)
 
@@ -146,15 +149,18 @@ class Steering(gym.Env):
         """
         if gain is None:
             gain = self.best_gain(gamma)
-        left = gamma * (1 - gain) ** 2  # factor of the discounted x^2 from one step to the next
-        if not left < 1:
+
+        # The factor of the discounted x^2 from one step to the next
+        factor = gamma * (1 - gain) ** 2
+        if not factor < 1:
             raise DataError(
                 "gain: infinite return",
                 pipe=self,
                 expected="gamma (1 - gain)^2 < 1",
                 got=f"gain={gain}",
             )
-        return -(1 + self.effort * gain**2) / (1 - left) * obs[..., 0] ** 2
+        cost_of_1 = (1 + self.effort * gain**2) / (1 - factor)
+        return -cost_of_1 * obs[..., 0] ** 2
 
 # %% ../../nbs/testing/04_tasks.ipynb #46245c61
 class Gates(gym.Env):
@@ -178,22 +184,22 @@ class Gates(gym.Env):
     """
 
     def __init__(self, length: int = 6, n_keys: int = 5, in_obs: bool = False):
-        self.length, self.n_keys = (
-            check_integer("length", length, pipe=self),
-            check_integer("n_keys", n_keys, 3, pipe=self),
-        )
+        self.length = check_integer("length", length, pipe=self)
+        self.n_keys = check_integer("n_keys", n_keys, 3, pipe=self)
         self.in_obs = in_obs
         self.action_space = Discrete(n_keys)
-        gates = Discrete(length + 1)
-        self.observation_space = (
-            Dict(gate=gates, action_mask=MultiBinary(n_keys)) if in_obs else gates
-        )
+        self.observation_space = Discrete(length + 1)
+        # The mask is part of the observation, or an info.
+        if in_obs:
+            mask = MultiBinary(n_keys)
+            self.observation_space = Dict(gate=self.observation_space, action_mask=mask)
 
     def mask(self) -> np.ndarray:
         "Which keys are allowed, int8 `[n_keys]`."
         mask = np.zeros(self.n_keys, np.int8)
         if self.gate < self.length:
-            mask[[self.gate % self.n_keys, (self.gate + 1) % self.n_keys]] = 1
+            first = self.gate % self.n_keys
+            mask[[first, (first + 1) % self.n_keys]] = 1
         return mask
 
     def fitting(self, gate: int) -> int:
@@ -201,6 +207,7 @@ class Gates(gym.Env):
         return (gate + gate % 2) % self.n_keys
 
     def _look(self):
+        "The observation and the infos."
         if self.in_obs:
             return dict(gate=self.gate, action_mask=self.mask()), {}
         return self.gate, dict(action_mask=self.mask())
@@ -212,16 +219,12 @@ class Gates(gym.Env):
 
     def step(self, action: Any) -> tuple:
         fits = bool(action == self.fitting(self.gate))
-        allowed = bool(self.mask()[action])
+        is_allowed = bool(self.mask()[action])
+        reward = fits / self.length if is_allowed else -1.0
+
         self.gate += fits
         obs, info = self._look()
-        return (
-            obs,
-            fits / self.length if allowed else -1.0,
-            not fits or self.gate == self.length,
-            False,
-            info,
-        )
+        return obs, reward, not fits or self.gate == self.length, False, info
 
     def value(self, obs: Any, gamma: float = 1.0, p: float = 1.0) -> Any:
         """The value `[...]` of the gates `obs`.
@@ -234,12 +237,12 @@ class Gates(gym.Env):
         """
         q = gamma * p
         m = self.length - obs
-        return p / self.length * (m * 1.0 if q == 1 else (1 - q**m) / (1 - q))
+        discounted_steps = m * 1.0 if q == 1 else (1 - q**m) / (1 - q)
+        return p / self.length * discounted_steps
 
-# %% ../../nbs/testing/04_tasks.ipynb #5b83f832
+# %% ../../nbs/testing/04_tasks.ipynb #e0a6391e
 class Recall(gym.Env):
-    """A cue (one of `n_cues`) is shown at the first step only; `delay` steps later the actor is
-    asked for it.
+    """A cue, one of `n_cues`, is shown at the first step, and asked for `delay` steps later.
 
     The observation is one-hot: nothing, the cues, the question. The answer earns 1 if it is right
     and -1 if not, and ends the episode; actions before it have no effect. So the best return is 1,
@@ -252,10 +255,8 @@ class Recall(gym.Env):
 
     def __init__(self, delay: int = 20, n_cues: int = 4):
         super().__init__()
-        self.delay, self.n_cues = (
-            check_integer("delay", delay, pipe=self),
-            check_integer("n_cues", n_cues, 2, pipe=self),
-        )
+        self.delay = check_integer("delay", delay, pipe=self)
+        self.n_cues = check_integer("n_cues", n_cues, 2, pipe=self)
         self.observation_space = Box(0, 1, (n_cues + 2,))
         self.action_space = Discrete(n_cues)
 
@@ -266,24 +267,31 @@ class Recall(gym.Env):
         return self._look(1 + self.cue), {}
 
     def step(self, action: Any) -> tuple:
+        # The answer ends the episode.
         if self.count == self.delay:
-            return self._look(0), 1.0 if action == self.cue else -1.0, True, False, {}
+            reward = 1.0 if action == self.cue else -1.0
+            return self._look(0), reward, True, False, {}
+
+        # Until then nothing is shown, and at last the question.
         self.count += 1
-        return self._look(self.n_cues + 1 if self.count == self.delay else 0), 0.0, False, False, {}
+        is_asked = self.count == self.delay
+        return self._look(self.n_cues + 1 if is_asked else 0), 0.0, False, False, {}
 
     def _look(self, i: int) -> np.ndarray:
+        "The observation with a one at place `i`."
         return np.eye(self.n_cues + 2, dtype=np.float32)[i]
 
 
 gym.register("Recall-v0", "rollpipe.testing.tasks:Recall")
 
-# %% ../../nbs/testing/04_tasks.ipynb #41c7994f
+# %% ../../nbs/testing/04_tasks.ipynb #01176378
 class BitFlip(gym.Env):
-    """`n` bits, of which each action flips one, until they are those of the goal, or `n` steps are
-    over.
+    """`n` bits, of which each action flips one, until they are those of the goal.
 
-    A random policy meets about `n` of the `2 ** n` states in an episode. The best return is 1 minus
-    the number of bits that differ. Source: Andrychowicz et al. 2017, *Hindsight experience replay*,
+    An episode has at most `n` steps. A random policy meets about `n` of the `2 ** n` states in one.
+    The best return is 1 minus the number of bits that differ.
+
+    Source: Andrychowicz et al. 2017, *Hindsight experience replay*,
     https://arxiv.org/abs/1707.01495, section 3.1.
 
     Args:
@@ -324,36 +332,32 @@ class BitFlip(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         super().reset(seed=seed)
-        self.here, self.goal, self.count = self._draw(), self._draw(), 0
+        self.here = self._draw()
+        self.goal = self._draw()
+        self.count = 0
         return self._obs(), {}
 
     def step(self, action: Any) -> tuple:
         self.here = self._moved(action)
         self.count = self.count + 1
-        reward, over = (
-            float(f(self.here, self.goal, {}))
-            for f in (self.compute_reward, self.compute_terminated)
-        )
-        return (
-            self._obs(),
-            reward,
-            bool(over),
-            self.count == self.max_steps,
-            dict(is_success=reward + 1),
-        )
+        reward = float(self.compute_reward(self.here, self.goal, {}))
+        terminated = bool(self.compute_terminated(self.here, self.goal, {}))
+        truncated = self.count == self.max_steps
+        return self._obs(), reward, terminated, truncated, dict(is_success=reward + 1)
 
 
 class PointReach(BitFlip):
-    """A point in the square from -1 to 1, which moves by a tenth of the action in each direction,
-    and a place that it has to reach.
+    """A point in the square from -1 to 1, and a place that it has to reach.
 
-    Episodes have 50 steps, so it has to stay there, as in the Fetch tasks of gymnasium-robotics.
+    It moves by a tenth of the action in each direction. Episodes have 50 steps, so it has to stay
+    there, as in the Fetch tasks of gymnasium-robotics.
 
     Args:
         radius: distance from the place that counts as reached
     """
 
-    ends, max_steps = False, 50
+    ends = False
+    max_steps = 50
 
     def __init__(self, radius: float = 0.05):
         self.radius = radius
@@ -363,12 +367,14 @@ class PointReach(BitFlip):
         return self.np_random.uniform(-1, 1, 2).astype(np.float32)
 
     def _moved(self, action):
-        return np.clip(self.here + 0.1 * np.clip(action, -1, 1), -1, 1).astype(np.float32)
+        place = self.here + 0.1 * np.clip(action, -1, 1)
+        return np.clip(place, -1, 1).astype(np.float32)
 
     def _is_reached(self, achieved, desired):
         return np.linalg.norm(achieved - desired, axis=-1) < self.radius
 
 
-for env in (BitFlip, PointReach):  # so that `rollpipe.testing:BitFlip-v0` is an id
+# So that `rollpipe.testing:BitFlip-v0` is an id
+for env in (BitFlip, PointReach):
     if f"{env.__name__}-v0" not in gym.registry:
         gym.register(f"{env.__name__}-v0", f"rollpipe.testing.tasks:{env.__name__}")
