@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
 
+from ..layers.observer import split_args
 from ..pipes.data.errors import check_integer, DataError, is_between
 
 # %% ../../nbs/agents/06_shared_options.ipynb #6a72ed5a
@@ -280,8 +281,9 @@ class Options:
             for name, text in meanings(cls).items()
             if name in parameters and name not in documented
         ]
-        header = ["", "Args:"] if inherited and not documented else []
-        cls.__doc__ = "\n".join([inspect.cleandoc(doc), *header, *inherited])
+        if inherited:
+            before, entries, behind = split_args(inspect.cleandoc(doc))
+            cls.__doc__ = before + "\n".join(filter(None, [entries, *inherited])) + behind
 
     def __repr__(self):
         owner: Any = self

@@ -26,7 +26,7 @@ from ..pipes.data.errors import DataError, describe
 from ..pipes.envs.factories import spaces_of
 
 # %% auto #0
-__all__ = ['C', 'seeded', 'ForSpaces', 'takes', 'Torso']
+__all__ = ['C', 'seeded', 'ForSpaces', 'takes', 'split_args', 'Torso']
 
 # %% ../../nbs/layers/06_observer.ipynb #82d1879d
 @contextmanager
@@ -134,8 +134,13 @@ def takes(*makers: Callable, **defaults: Any) -> Callable[[C], C]:
 _ENTRY = r"^ {4}(\w+): .+(?:\n {5,}\S.*)*"
 
 
-def _args_section(doc):
-    "What is before the entries of the `Args:` section, the entries, and what is behind them."
+def split_args(doc: str) -> tuple[str, str, str]:
+    """The parts of a docstring: what is before the entries of its `Args:` section, the entries, and
+    what is behind them.
+
+    Args:
+        doc: cleaned by `inspect.cleandoc`; a section that it lacks is made, without entries
+    """
     if "\nArgs:\n" not in doc:
         # An empty section, before the sections that follow it
         before, *behind = re.split(r"(?=\n\n(?:Raises|Example):\n)", doc, maxsplit=1)
@@ -149,11 +154,11 @@ def _explained(doc, names, makers):
     "The docstring with entries for all the `names`; those that it lacks are those of the makers."
     entry_of = {}
     for maker in makers:
-        _, entries, _ = _args_section(inspect.cleandoc(maker.__doc__ or ""))
+        _, entries, _ = split_args(inspect.cleandoc(maker.__doc__ or ""))
         for entry in re.finditer(_ENTRY, entries, re.M):
             entry_of[entry[1]] = entry[0]
 
-    before, entries, behind = _args_section(inspect.cleandoc(doc or ""))
+    before, entries, behind = split_args(inspect.cleandoc(doc or ""))
     explained = {entry[1] for entry in re.finditer(_ENTRY, entries, re.M)}
     more = [entry_of[name] for name in names if name in entry_of and name not in explained]
     return before + "\n".join(filter(None, [entries, *more])) + behind
