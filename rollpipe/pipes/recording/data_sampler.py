@@ -427,7 +427,7 @@ class DataSampler(Seeded, Pipe):
         if self.spaces is not None:
             check_spaces(fragment, self.spaces, self)
 
-        # Infos are left out, because no learner reads them.
+        # Reports, recurrent states and versions belong to the actor that was recorded.
         return fragment._replace(
             actor={},
             env={},

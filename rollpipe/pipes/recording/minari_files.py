@@ -362,7 +362,7 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
 
     Raises `DataError` if one of them is not known.
     """
-    # What is not given follows from an instance, which is closed if it was constructed here.
+    # An instance knows the spaces. It is closed if it was constructed here.
     spec = None
     if env is not None:
         if isinstance(env, gym.Env):

@@ -133,7 +133,7 @@ class TensorCollector(Acting, Seeded, Source):
         if batch.device.type == "cpu" or multiprocessing.parent_process() is None:
             return batch
 
-        # Workers have no accelerator.
+        # Only the learner's process uses an accelerator.
         batch.close()
         raise EnvError(
             "environments on an accelerator cannot be stepped by a worker",

@@ -231,7 +231,7 @@ class TensorInteraction:
                         **where,
                     )
 
-        # Drawing from torch's global generator would make the host wait for the device.
+        # On an accelerator, noise comes from the lane's generator on that device.
         if device.type != "cpu" and explore and not hasattr(self.actor, "draw_noise"):
             raise ActorError(
                 "on this device the random numbers of a lane come from its own generator",
