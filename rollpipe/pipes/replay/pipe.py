@@ -59,7 +59,7 @@ class Replay(Seeded, Pipe):
     is above `Lanes`, because all lanes share one memory.
 
     >>> import torch
-    >>> from torchdata.datapipes.iter import IterableWrapper
+    >>> from rollpipe.pipes.graph.torchdata import IterableWrapper
     >>> from rollpipe.pipes.data.fragment import Fragment
     >>> from rollpipe.pipes.replay.pipe import Replay
     >>> obs = torch.arange(4.0).view(4, 1, 1)
