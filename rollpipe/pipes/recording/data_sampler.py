@@ -51,7 +51,7 @@ class Episode(NamedTuple):
         env: [T, ...]: environment infos, as in a fragment
         term: did it terminate? False: it was cut off, by the environment or because the stream
             ended
-        repeated: is the last observation unknown, and that before it stands in its place?
+        repeated: is the last observation unknown, and the one before it in its place?
     """
 
     obs: Any
@@ -63,26 +63,30 @@ class Episode(NamedTuple):
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #c9aaceb6
 class _Open:
-    """An episode that has not ended: its pieces `(obs, act, rew, env)`, and the observation after
-    the last one.
-    """
+    "An episode that has not ended."
 
     def __init__(self):
-        self.pieces = []
-        self.n = 0
+        self.pieces = []  # (obs, act, rew, env)
+        self.n = 0  # number of steps
 
     def add(self, piece, ahead):
+        "Add a piece, and the observation after it."
         self.pieces.append(piece)
-        self.n = self.n + len(piece[2])
+        self.n += len(piece[2])
         self.ahead = ahead
 
     def episode(self, term=False, repeated=False):
         obs, act, rew, env = zip(*self.pieces)
         env = same_keys(list(env), [np.ones(len(x), bool) for x in rew])
-        obs, act, rew, env = map(
-            nested.cat, ([*obs, nested.map(lambda x: x[None], self.ahead)], act, rew, env)
+        last_obs = nested.map(lambda x: x[None], self.ahead)
+        return Episode(
+            obs=nested.cat([*obs, last_obs]),
+            act=nested.cat(act),
+            rew=nested.cat(rew),
+            env=nested.cat(env),
+            term=term,
+            repeated=repeated,
         )
-        return Episode(obs, act, rew, env, term, repeated)
 
 
 class EpisodeCutter:
@@ -92,17 +96,20 @@ class EpisodeCutter:
     """
 
     def __init__(self, repeat_last: bool = False, unfinished: bool = True):
-        self.repeat_last, self.unfinished = repeat_last, unfinished
-        # (lane, column) -> `_Open`; lane -> `seq` and `restarts` of its last fragment
-        self.open = {}
-        self.newest = {}
+        self.repeat_last = repeat_last
+        self.unfinished = unfinished
+        self.open = {}  # (lane, column) -> `_Open`
+        self.newest = {}  # lane -> `seq` and `restarts` of its last fragment
 
     def add(self, fragment: Fragment) -> Iterator[Episode]:
         """The episodes that end in `fragment`, in the order of time.
 
         Raises `DataError` if it does not continue those that have not ended.
         """
-        time = lambda part: [0 if x is None else int(x[0]) for x in (part.restarts, part.seq)]
+
+        def time(part):
+            return [0 if x is None else int(x[0]) for x in (part.restarts, part.seq)]
+
         for part in sorted(unstacked(fragment), key=time):
             if not isinstance(part.env, dict):
                 raise DataError(
@@ -111,18 +118,13 @@ class EpisodeCutter:
                     expected="a dict",
                     got=type(part.env).__name__,
                 )
+            # What an episode has of each step, as arrays
             env = {key: x for key, x in part.env.items() if key.removeprefix("_") != ENV_REWARD}
-            rows = (
-                part.state.obs,
-                nested.getitem(part.state.act, slice(1, None)),
-                env_rewards(part),
-                env,
-            )
-            numbers = final_numbers(part)
+            act = nested.getitem(part.state.act, slice(1, None))
+            steps = (part.state.obs, act, env_rewards(part), env)
+            number = final_numbers(part)
             part = part._replace(actor=(), hx=(), env=(), final=part.final._replace(actor=()))
-            yield from self._cut(
-                *(nested.map(lambda x: x.detach().cpu().numpy(), x) for x in (part, rows, numbers))
-            )
+            yield from self._cut(_arrays(part), _arrays(steps), _arrays(number))
 
     def rest(self) -> Iterator[Episode]:
         "The episodes that have not ended, which are given up."
@@ -130,96 +132,131 @@ class EpisodeCutter:
             yield from self._given_up(next(iter(self.open)))
 
     def _given_up(self, key):
+        # It is cut off where its last fragment ends.
         episode = self.open.pop(key).episode()
         if self.unfinished:
             yield episode
 
-    def _cut(self, part, rows, number):
-        lane, seq, restarts = (
-            None if x is None else int(x[0]) for x in (part.lane, part.seq, part.restarts)
-        )
-        before, n_lost = self.newest.get(lane, (None, 0))
-        self.newest[lane] = (seq, restarts or 0)
-        was_lost = (restarts or 0) > n_lost
-        follows = before is None or seq == before + 1
-        begin = [0] * part.n_envs  # of each column's episode
-        for b, stepno in enumerate(part.state.stepno[0]):
-            if (now := self.open.get((lane, b))) is None:
-                continue
-            if stepno == 0 and was_lost:
-                yield from self._given_up((lane, b))  # lost with its worker
-            elif stepno != now.n or not follows:
-                raise DataError(
-                    "a fragment does not continue the one before",
-                    lane=lane,
-                    env=b,
-                    expected=f"step {now.n}, after seq={before}",
-                    got=f"step {stepno}, seq={seq}",
-                )
-        if not (follows or was_lost or seq == 0):  # 0: another stream begins
-            raise DataError(
-                "a fragment does not continue the one before",
-                lane=lane,
-                expected=f"seq={before + 1}",
-                got=f"seq={seq}",
-            )
-        for t, b in np.argwhere(
-            part.state.fin[1:]
-        ).tolist():  # `fin` is True after rows that are no steps, too
+    def _cut(self, part, steps, number):
+        """The episodes that end in a fragment of one lane, arrays.
+
+        Args:
+            part: the fragment [T, B]
+            steps: (obs, act, rew, env) of its steps
+            number: int [T, B]: index in `final`, or below 0
+        """
+        lane = _number_in(part.lane)
+        yield from self._check_order(part, lane)
+
+        # `fin` is True after rows that are no steps, too.
+        begin = [0] * part.n_envs  # the first row of each column's episode
+        for t, b in np.argwhere(part.state.fin[1:]).tolist():
             is_step = bool(part.valid[t, b])
             k = number[t, b]
-            self._take(lane, b, part, rows, slice(begin[b], t + is_step))
+            self._take(lane, b, part, steps, slice(begin[b], t + is_step))
             begin[b] = t + 1
-            now = self.open.pop((lane, b), None)
-            if now is None:
+            ended = self.open.pop((lane, b), None)
+            if ended is None:
                 continue
+
+            # The observation after the last step
             if k >= 0:
-                now.ahead = nested.getitem(part.final.obs, k)
+                ended.ahead = nested.getitem(part.final.obs, k)
             elif is_step and self.repeat_last:
-                now.ahead = nested.getitem(now.pieces[-1][0], -1)
+                ended.ahead = nested.getitem(ended.pieces[-1][0], -1)
             elif is_step:
                 raise DataError(
                     "the last observation of an episode is not known",
                     lane=lane,
                     env=b,
                     leaf=f"step {t} in `final`",
-                    expected="`EnvStepper(..., terminal_obs=True)`, which keeps it, or `repeat_last=True`",
+                    expected="`EnvStepper(..., terminal_obs=True)`, which keeps it, or "
+                    "`repeat_last=True`",
                     got="no entry",
                 )
-            yield now.episode(is_step and bool(part.term[t + 1, b]), is_step and k < 0)
-        for b, first in enumerate(begin):
-            self._take(lane, b, part, rows, slice(first, part.n_steps))
+            term = is_step and bool(part.term[t + 1, b])
+            yield ended.episode(term, repeated=is_step and k < 0)
 
-    def _take(self, lane, b, part, rows, steps):
-        "Add `steps` of column `b` to its episode, which begins if there is none."
-        if steps.start == steps.stop:
+        # The episodes that go on in the next fragment
+        for b, first in enumerate(begin):
+            self._take(lane, b, part, steps, slice(first, part.n_steps))
+
+    def _check_order(self, part, lane):
+        """Raise `DataError` unless the fragment continues the one before.
+
+        Yields the episodes that were lost with their worker.
+        """
+        seq = _number_in(part.seq)
+        restarts = _number_in(part.restarts) or 0
+        last_seq, last_restarts = self.newest.get(lane, (None, 0))
+        self.newest[lane] = (seq, restarts)
+        was_lost = restarts > last_restarts
+        follows = last_seq is None or seq == last_seq + 1
+
+        for b, stepno in enumerate(part.state.stepno[0]):
+            episode = self.open.get((lane, b))
+            if episode is None:
+                continue
+            if stepno == 0 and was_lost:
+                yield from self._given_up((lane, b))
+            elif stepno != episode.n or not follows:
+                raise DataError(
+                    "a fragment does not continue the one before",
+                    lane=lane,
+                    env=b,
+                    expected=f"step {episode.n}, after seq={last_seq}",
+                    got=f"step {stepno}, seq={seq}",
+                )
+
+        # Another stream begins with 0.
+        if not (follows or was_lost or seq == 0):
+            raise DataError(
+                "a fragment does not continue the one before",
+                lane=lane,
+                expected=f"seq={last_seq + 1}",
+                got=f"seq={seq}",
+            )
+
+    def _take(self, lane, b, part, steps, rows):
+        "Add the `rows` of column `b` to its episode, which begins if there is none."
+        if rows.start == rows.stop:
             return
+
+        # An episode begins with step 0.
         if (lane, b) not in self.open:
-            if (stepno := part.state.stepno[steps.start, b]) != 0:
+            stepno = part.state.stepno[rows.start, b]
+            if stepno != 0:
                 raise DataError(
                     "the beginning of an episode is missing",
                     lane=lane,
                     env=b,
-                    leaf=f"state.stepno[{steps.start}]",
+                    leaf=f"state.stepno[{rows.start}]",
                     expected="0",
                     got=str(stepno),
                 )
             self.open[lane, b] = _Open()
-        rows, ahead = nested.map(
-            np.copy,
-            (nested.getitem(rows, (steps, b)), nested.getitem(part.state.obs, (steps.stop, b))),
-        )
-        self.open[lane, b].add(rows, ahead)
+        piece = nested.map(np.copy, nested.getitem(steps, (rows, b)))
+        ahead = nested.map(np.copy, nested.getitem(part.state.obs, (rows.stop, b)))
+        self.open[lane, b].add(piece, ahead)
+
+
+def _arrays(tree):
+    return nested.map(lambda x: x.detach().cpu().numpy(), tree)
+
+
+def _number_in(x):
+    "The number of all columns `[B]`, or None."
+    return None if x is None else int(x[0])
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #98dc3f11
 def whole_episodes(
     fragments: Iterable, *, unfinished: bool = True, repeat_last: bool = False
 ) -> Iterator[Episode]:
-    """The episodes of a stream, in the order in which they end; those that end at the same step
-    come in the order of environments.
+    """The episodes of a stream, in the order in which they end.
 
-    The memory needed is that of the episodes that have not ended. Raises `DataError` if a fragment
-    is missing, an episode's beginning is missing, or a last observation is not known.
+    Those that end at the same step come in the order of environments. The memory needed is that of
+    the episodes that have not ended. Raises `DataError` if a fragment is missing, an episode's
+    beginning is missing, or a last observation is not known.
 
     Args:
         fragments: `Fragment`s in the order of the stream, of any lanes, single or joined, or whole
@@ -241,50 +278,59 @@ _log = logging.getLogger("rollpipe")
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #76997c60
 def check_spaces(fragment: Fragment, spaces: tuple, pipe: Any = None) -> None:
-    """Raise `DataError` unless the observations and actions of a fragment have the structure, the
-    shapes and the integers of the spaces.
+    """Raise `DataError` unless the observations and actions of a fragment fit the spaces.
+
+    They must have the structure, the shapes and the integers of the spaces.
 
     Args:
         fragment: [T, B]
         spaces: the observation space and the action space of one environment
         pipe: the pipe that reads the fragment, for messages
     """
-    state = fragment.state
-    trees = nested.getitem(state.obs, slice(-1)), nested.getitem(state.act, slice(1, None))
-    for name, space, tree in zip(("obs", "act"), spaces, trees):
-        form, found = (
-            {
-                path: list(x.shape[n:])
-                for path, x in zip(nested.paths(tree, name), nested.leaves(tree))
-            }
-            for tree, n in ((space_spec(space, name), 0), (tree, 2))
+    obs_space, act_space = spaces
+    obs = nested.getitem(fragment.state.obs, slice(-1))
+    act = nested.getitem(fragment.state.act, slice(1, None))
+    _check_space(obs, obs_space, "obs", fragment.valid, pipe)
+    _check_space(act, act_space, "act", fragment.valid, pipe)
+
+
+def _check_space(tree, space, name, valid, pipe):
+    "Check observations or actions `[T, B, ...]`."
+
+    def shapes_in(tree, n_leading):
+        shapes = [list(x.shape[n_leading:]) for x in nested.leaves(tree)]
+        return dict(zip(nested.paths(tree, name), shapes))
+
+    expected = shapes_in(space_spec(space, name), 0)
+    shapes = shapes_in(tree, 2)
+    if shapes != expected:
+        raise DataError(
+            "the data are of another environment",
+            pipe=pipe,
+            leaf=name,
+            expected=f"{expected}, as in {space}",
+            got=str(shapes),
         )
-        if form != found:
-            raise DataError(
-                "the data are of another environment",
-                pipe=pipe,
-                leaf=name,
-                expected=f"{form}, as in {space}",
-                got=str(found),
-            )
-        parts = zip(nested.leaves(tree), nested.leaves(single_spaces(space)))
-        integers = [
-            None if isinstance(s, Box) else x[fragment.valid].numpy().astype(s.dtype)
-            for x, s in parts
-        ]
-        if wrong := RangeCheck(space, name).find(integers):
-            raise DataError(
-                "the data are of another environment",
-                pipe=pipe,
-                leaf=wrong[1],
-                expected=f"a number of {wrong[3]}",
-                got=str(wrong[2]),
-            )
+
+    # The integers of spaces that have a range of them
+    integers = []
+    for x, part in zip(nested.leaves(tree), nested.leaves(single_spaces(space))):
+        is_box = isinstance(part, Box)
+        integers.append(None if is_box else x[valid].numpy().astype(part.dtype))
+    culprit = RangeCheck(space, name).find(integers)
+    if culprit:
+        _, leaf, number, part = culprit
+        raise DataError(
+            "the data are of another environment",
+            pipe=pipe,
+            leaf=leaf,
+            expected=f"a number of {part}",
+            got=str(number),
+        )
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #ee5af139
 def return_scale(fragments: Iterable) -> float:
-    """The factor of the rewards that makes the range of the returns the number of steps of the
-    longest episode.
+    """The factor of the rewards that makes the range of the returns the longest episode's length.
 
     Source: Kostrikov et al. 2021, *Offline reinforcement learning with implicit Q-learning*,
     https://arxiv.org/abs/2110.06169, appendix B, where the range is that of the returns alone; here
@@ -306,20 +352,20 @@ def return_scale(fragments: Iterable) -> float:
     spread = max(returns) - min(returns)
     if not spread > 0:
         _log.warning(
-            "return_scale: the rewards stay as they are, because no whole episode has a return other than 0"
+            "return_scale: the rewards stay as they are, because no whole episode has a return "
+            "other than 0"
         )
         return 1.0
     return max(episode.length for episode in episodes) / spread
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #b56b5d50
 class DataSampler(Seeded, Pipe):
-    """Put all steps of a source into a memory, and yield samples of it without end: `Fragment`s
-    `[length, batch_size]`.
+    """Put all steps of a source into a memory, and yield samples of it without end.
 
-    What only the actor of the recording means is left out: its reports, recurrent states and
-    versions; and so are infos and advantages. The rewards are those that the source yields: behind
-    a `RewardScaler` the scaled ones, also if the scale changed meanwhile. The log says how many
-    steps can be drawn if some are in no segment.
+    Samples are `Fragment`s `[length, batch_size]`. They are without the reports, recurrent states
+    and versions of the actor that was recorded, and without infos and advantages. The rewards are
+    those that the source yields: behind a `RewardScaler` the scaled ones, also if the scale changed
+    meanwhile. The log says how many steps can be drawn if some are in no segment.
 
     Each iteration reads the source from its beginning. So the state of the stream is only that of
     the generator, and a resumed iteration raises `CheckpointError` if the steps are others than
@@ -348,8 +394,8 @@ class DataSampler(Seeded, Pipe):
     ):
         super().__init__(pipe)
         check_reward_scale(reward_scale, ("returns",))
-        for name, x in (("batch_size", batch_size), ("length", length)):
-            check_integer(name, x, pipe=self)
+        check_integer("batch_size", batch_size, pipe=self)
+        check_integer("length", length, pipe=self)
         self.batch_size = batch_size
         self.length = length
         self.spaces = spaces
@@ -357,11 +403,14 @@ class DataSampler(Seeded, Pipe):
         self.reward_scale = reward_scale
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
-        memory = self._filled(deque(map(self._kept, items)))
-        found = 0
+        memory = self._filled(deque(map(self._without_actor, items)))
+
+        # A resumed iteration must have the same steps.
+        checksum = 0
         for rows, _ in store_rows(memory.store).values():
-            found = crc32(rows, found)
-        if self.keep(sampler=memory.sampler, data=found)["data"] != found:
+            checksum = crc32(rows, checksum)
+        state = self.keep(sampler=memory.sampler, data=checksum)
+        if state["data"] != checksum:
             raise CheckpointError(
                 "the data are not those that the stream began with",
                 pipe=self,
@@ -371,12 +420,14 @@ class DataSampler(Seeded, Pipe):
         while True:
             yield memory.sample(self.batch_size).fragment
 
-    def _kept(self, item: Any) -> Fragment:
+    def _without_actor(self, item: Any) -> Fragment:
         "The part of an item that does not depend on the actor that acted."
         fragment = item.fresh if isinstance(item, Replayed) else item
         check_item(fragment, Fragment, self)
         if self.spaces is not None:
             check_spaces(fragment, self.spaces, self)
+
+        # Reports, recurrent states and versions belong to the actor that was recorded.
         return fragment._replace(
             actor={},
             env={},
@@ -389,6 +440,7 @@ class DataSampler(Seeded, Pipe):
         )
 
     def _filled(self, fragments: deque) -> ReplayMemory:
+        "A memory with all steps of the fragments, which are used up."
         n_steps = sum(fragment.valid.numel() for fragment in fragments)
         if n_steps < self.length:
             raise DataError(
@@ -398,25 +450,32 @@ class DataSampler(Seeded, Pipe):
                 got=str(n_steps),
             )
         memory = ReplayMemory(n_steps, length=self.length, seed=self.seed_sequence())
-        memory.begin(unbatched(fragments[0])).links.episodes_follow = self.length > 1
-        scale = return_scale(fragments) if self.reward_scale == "returns" else self.reward_scale
+        store = memory.begin(unbatched(fragments[0]))
+        store.links.episodes_follow = self.length > 1
+        scale = self.reward_scale
+        if scale == "returns":
+            scale = return_scale(fragments)
+
+        # Fragments are removed one by one, so that no step is in memory twice.
         while fragments:
-            fragment = fragments.popleft()  # so that no step is there twice
-            state = fragment.state
-            memory.add(
-                fragment
-                if scale is None
-                else fragment._replace(state=state._replace(rew=state.rew * scale))
-            )
-        drawn = np.zeros(n_steps, bool)
+            fragment = fragments.popleft()
+            if scale is not None:
+                state = fragment.state._replace(rew=fragment.state.rew * scale)
+                fragment = fragment._replace(state=state)
+            memory.add(fragment)
+
+        # The steps in a segment
+        in_segment = np.zeros(n_steps, bool)
         slot = memory.sampler.starts.nonzero()[0]
         for _ in range(self.length):
-            drawn[slot] = True
-            slot = memory.store.links.next[slot]
-        if (n := int((drawn & memory.store.valid).sum())) < len(memory):
+            in_segment[slot] = True
+            slot = store.links.next[slot]
+        n = int((in_segment & store.valid).sum())
+        if n < len(memory):
             _log.warning(
-                f"{type(self).__name__}: only {n:,} of {len(memory):,} steps can be drawn, because the others are in no segment "
-                f"of {self.length} steps that follow one another"
+                f"{type(self).__name__}: only {n:,} of {len(memory):,} steps can be drawn, "
+                f"because the others are in no segment of {self.length} steps that follow one "
+                "another"
             )
         return memory
 
@@ -455,10 +514,9 @@ def from_data(
     env_kwargs: dict | None = None,
     device: Any = None,
 ) -> DataSampler:
-    """A pipeline that yields samples of recorded steps without end, for learners from data:
-    `Fragment`s `[length, batch_size]`.
+    """A pipeline for learners from data: it yields samples of recorded steps without end.
 
-    See `DataSampler`, which also tells what is raised.
+    They are `Fragment`s `[length, batch_size]`. See `DataSampler`, also for the errors.
 
     Args:
         env: the environment whose spaces the data must fit, see `EnvStepper`; it is not stepped

@@ -55,26 +55,19 @@ def set_folder(name: str, folder: Any = None) -> Path:
         name: such as 'mujoco/ant/expert-v0'
         folder: of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
     """
-    if (
-        not isinstance(name, str)
-        or not re.fullmatch(r"([-\w]+/)*[-\w]+-v\d+", name)
-        or name.rfind("/") == 1
-    ):
+    is_name = isinstance(name, str) and re.fullmatch(r"([-\w]+/)*[-\w]+-v\d+", name)
+    if not is_name or name.rfind("/") == 1:
         raise DataError(
             "not the name of a data set",
             leaf="name",
             expected="such as 'mujoco/ant/expert-v0'",
             got=repr(name),
         )
+    folder = folder or os.environ.get("MINARI_DATASETS_PATH")
+    if folder:
+        return Path(folder) / name
     try:
-        return (
-            Path(
-                folder
-                or os.environ.get("MINARI_DATASETS_PATH")
-                or Path.home() / ".minari" / "datasets"
-            )
-            / name
-        )
+        return Path.home() / ".minari" / "datasets" / name
     except RuntimeError as e:
         raise DataError(
             "the folder of all data sets is not known",
@@ -89,9 +82,7 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     """A new hidden folder, which becomes `path` if the block succeeds and is removed if it fails.
 
     A killed writer leaves `.name.*.tmp`, and at the worst instant the older folder as
-    `.name.*.old`.
-
-    Raises `DataError` if there is such a folder.
+    `.name.*.old`. Raises `DataError` if the folder exists.
 
     Args:
         path: the folder
@@ -105,23 +96,26 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
             )
 
     refuse()
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    old = beside.with_suffix(".old")
-    beside.mkdir(parents=True)
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    old = new.with_suffix(".old")
+    new.mkdir(parents=True)
     try:
-        yield beside
-        for file in filter(Path.is_file, beside.rglob("*")):
+        yield new
+        for file in filter(Path.is_file, new.rglob("*")):
             with open(file, "rb+") as f:
                 os.fsync(f.fileno())
+
+        # A folder that is not empty cannot be replaced in one step.
         refuse()
         if path.exists():
-            path.rename(old)  # a folder that is not empty cannot be replaced in one step
-        beside.rename(path)
+            path.rename(old)
+        new.rename(path)
     finally:
+        # An error, or Ctrl-C, may have come between the two steps.
         if old.exists() and not path.exists():
-            old.rename(path)  # an error, or Ctrl-C, between the two steps
-        for left in (beside, old):
-            shutil.rmtree(left, ignore_errors=True)
+            old.rename(path)
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 # %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #09a19ac1
 _FIELDS = {
@@ -136,25 +130,27 @@ def space_facts(space: spaces.Space, leaf: str = "space") -> dict:
     """The space in JSON's types.
 
     Raises `SpaceError`, which calls it `leaf`, for a space without a fixed-size array form.
+
+    >>> from gymnasium.spaces import Discrete
+    >>> from rollpipe.pipes.recording.minari_files import space_facts
+    >>> space_facts(Discrete(3))
+    {'type': 'Discrete', 'dtype': 'int64', 'start': 0, 'n': 3}
     """
     if isinstance(space, spaces.Dict):
-        return dict(
-            type="Dict",
-            subspaces={k: space_facts(s, f"{leaf}[{k!r}]") for k, s in space.spaces.items()},
-        )
+        named = {k: space_facts(s, f"{leaf}[{k!r}]") for k, s in space.spaces.items()}
+        return dict(type="Dict", subspaces=named)
     if isinstance(space, spaces.Tuple):
-        return dict(
-            type="Tuple",
-            subspaces=[space_facts(s, f"{leaf}[{i}]") for i, s in enumerate(space.spaces)],
-        )
+        parts = [space_facts(s, f"{leaf}[{i}]") for i, s in enumerate(space.spaces)]
+        return dict(type="Tuple", subspaces=parts)
+
     kind = next((kind for kind in _FIELDS if isinstance(space, getattr(spaces, kind))), None)
     if kind is None:
         raise no_array_form(str(space), leaf)
-    facts = {field: getattr(space, field) for field in _FIELDS[kind]}
-    return dict(
-        type=kind,
-        **{k: str(x) if k == "dtype" else np.asarray(x).tolist() for k, x in facts.items()},
-    )
+    facts = dict(type=kind)
+    for field in _FIELDS[kind]:
+        x = getattr(space, field)
+        facts[field] = str(x) if field == "dtype" else np.asarray(x).tolist()
+    return facts
 
 
 def space_of(facts: dict, leaf: str = "space") -> spaces.Space:
@@ -165,34 +161,35 @@ def space_of(facts: dict, leaf: str = "space") -> spaces.Space:
     """
     kind = facts["type"]
     if kind == "Dict":
-        return spaces.Dict(
-            [(k, space_of(x, f"{leaf}[{k!r}]")) for k, x in facts["subspaces"].items()]
-        )  # a dict would be sorted
+        # gymnasium would sort the keys of a dict.
+        items = facts["subspaces"].items()
+        return spaces.Dict([(k, space_of(x, f"{leaf}[{k!r}]")) for k, x in items])
     if kind == "Tuple":
-        return spaces.Tuple([space_of(x, f"{leaf}[{i}]") for i, x in enumerate(facts["subspaces"])])
+        parts = enumerate(facts["subspaces"])
+        return spaces.Tuple([space_of(x, f"{leaf}[{i}]") for i, x in parts])
     if kind not in _FIELDS:
         raise no_array_form(f"{kind} in the data set", leaf)
-    found = {field: facts[field] for field in _FIELDS[kind] if field in facts}
+
+    # The arguments of the space's class
+    kwargs = {field: facts[field] for field in _FIELDS[kind] if field in facts}
     if kind == "Discrete":
-        found.pop("dtype", None)  # gymnasium knows but one
+        kwargs.pop("dtype", None)  # gymnasium knows only int64
     if kind == "Box":
-        found |= {
-            k: np.array(found[k], found["dtype"]).reshape(found["shape"]) for k in ("low", "high")
-        }
-    return getattr(spaces, kind)(
-        **{
-            k: tuple(x) if k in ("shape", "n") and isinstance(x, list) else x
-            for k, x in found.items()
-        }
-    )
+        for bound in ("low", "high"):
+            kwargs[bound] = np.array(kwargs[bound], kwargs["dtype"]).reshape(kwargs["shape"])
+    for field in ("shape", "n"):
+        if isinstance(kwargs.get(field), list):
+            kwargs[field] = tuple(kwargs[field])
+    return getattr(spaces, kind)(**kwargs)
 
 # %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #e68213ca
-# attribute of an episode, True if its last observation was not known
+# Attribute of an episode, True if its last observation was not known
 REPEATED = "repeated_last_observation"
 
 
 def write_tree(group: Any, name: str, tree: Any) -> None:
     "Write arrays `[n, ...]`, nested, into a group of an HDF5 file, as Minari does."
+    # Containers become groups, and arrays data sets that can grow, with checksums.
     if isinstance(tree, tuple):
         tree = {f"_index_{i}": x for i, x in enumerate(tree)}
     if isinstance(tree, dict):
@@ -206,40 +203,46 @@ def write_tree(group: Any, name: str, tree: Any) -> None:
 
 
 class Room:
-    """Room on the disk for an HDF5 file, which is also open as `raw`.
+    """Room on the disk for an HDF5 file.
 
     It is reserved in blocks, because this takes as long as writing.
+
+    Args:
+        file: the HDF5 file
+        raw: the same file, open for bytes
     """
 
-    BLOCK = 2**24  # [bytes]
+    BLOCK = 2**24  # bytes
+
+    reserved: int  # bytes on the disk that are not used yet
 
     def __init__(self, file: Any, raw: Any):
         self.file = file
         self.raw = raw
-        self.left = 0
+        self.reserved = 0
 
     def take(self, arrays: list) -> None:
         "Reserve room for these arrays. Raises `OSError` if there is too little."
-        needed = sum(
-            2 * x.nbytes + 2**14 for x in arrays
-        )  # with blocks that are not full, and what HDF5 notes about each array
-        if needed > self.left:
+        # Blocks may not be full, and HDF5 stores facts of each array.
+        needed = sum(2 * x.nbytes + 2**14 for x in arrays)
+        if needed > self.reserved:
             self.file.flush()
-            self.left = max(needed, self.BLOCK)
+            self.reserved = max(needed, self.BLOCK)
             with names_file(self.raw.name):
                 if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(
-                        self.raw.fileno(), 0, self.file.id.get_filesize() + self.left
-                    )
-                elif shutil.disk_usage(self.raw.name).free < self.left:
+                    size = self.file.id.get_filesize() + self.reserved
+                    os.posix_fallocate(self.raw.fileno(), 0, size)
+                elif shutil.disk_usage(self.raw.name).free < self.reserved:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.left -= needed
+        self.reserved -= needed
 
 
 class Images:
-    """A leaf of images `like` that are stored as JPEG.
+    """A leaf of images that are stored as JPEG, as Minari does unless `jpeg_encoding=False`.
 
-    Sets that Minari makes have it unless `jpeg_encoding=False`.
+    Args:
+        data: the node of the HDF5 file
+        like: an image
     """
 
     def __init__(self, data: Any, like: np.ndarray):
@@ -251,30 +254,38 @@ class Images:
         "The images of some rows."
         from PIL import Image
 
-        return np.stack([np.asarray(Image.open(io.BytesIO(x.tobytes()))) for x in self.data[rows]])
+        files = [io.BytesIO(x.tobytes()) for x in self.data[rows]]
+        return np.stack([np.asarray(Image.open(file)) for file in files])
 
 
 def arrays_in(node: Any, like: Any, n: int, name: str) -> Any:
-    """The arrays `[n, ...]` below the node `name` of an HDF5 file, in the form of the nested arrays
-    `like`; nothing is read yet.
+    """The arrays `[n, ...]` below a node of an HDF5 file. Nothing is read yet.
 
     Raises `DataError` for an array of another form.
+
+    Args:
+        node: the node
+        like: nested arrays, without the first dimension
+        n: size of the first dimension
+        name: name of the node, for messages
     """
     if isinstance(like, tuple):
-        return tuple(
-            arrays_in(node[f"_index_{i}"], x, n, f"{name}[{i}]") for i, x in enumerate(like)
-        )
+        nodes = [node[f"_index_{i}"] for i in range(len(like))]
+        parts = enumerate(zip(nodes, like))
+        return tuple(arrays_in(part, x, n, f"{name}[{i}]") for i, (part, x) in parts)
     if isinstance(like, dict):
         return {k: arrays_in(node[k], x, n, f"{name}[{k!r}]") for k, x in like.items()}
+
+    # JPEG files are arrays of bytes.
     if like.dtype == np.uint8 and like.ndim > 1 and getattr(node, "ndim", 0) in (1, 2):
         node = Images(node, like)
-    if getattr(node, "shape", None) != (n, *like.shape) or not np.can_cast(
-        node.dtype, like.dtype, "same_kind"
-    ):
+    shape = (n, *like.shape)
+    has_shape = getattr(node, "shape", None) == shape
+    if not has_shape or not np.can_cast(node.dtype, like.dtype, "same_kind"):
         raise DataError(
             "an array does not fit",
             leaf=name,
-            expected=nested.form_text(like.dtype, (n, *like.shape)),
+            expected=nested.form_text(like.dtype, shape),
             got=describe(node),
         )
     return node
@@ -282,7 +293,7 @@ def arrays_in(node: Any, like: Any, n: int, name: str) -> Any:
 
 @contextmanager
 def reading(path: Path, **where: Any) -> Iterator[None]:
-    """Make errors in the block, which reads a data set, name the set as damaged.
+    """A `with` block that reads a data set. Its errors name the set, and say that it is damaged.
 
     `where` has further fields of the error.
     """
@@ -293,7 +304,8 @@ def reading(path: Path, **where: Any) -> Iterator[None]:
         raise
     except ImportError:
         raise
-    except Exception as e:  # a damaged file can break the reader anywhere
+    except Exception as e:
+        # A damaged file can break the reader anywhere.
         raise DataError(
             "the data set is damaged, or is none of Minari's",
             pipe=str(path),
@@ -303,30 +315,32 @@ def reading(path: Path, **where: Any) -> Iterator[None]:
 
 # %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #71e595ba
 def check_contained(file: Any, most: int) -> None:
-    """Raise `DataError`, which names the node, unless an open HDF5 file has all of its numbers
-    itself.
+    """Raise `DataError`, which names the node, unless an HDF5 file has all of its numbers itself.
 
     Args:
-        file: the file
-        most: bytes of a block of numbers
+        file: the open file
+        most: maximum bytes of a block of numbers
     """
     h5py = hdf5()
     groups = [file]
-    seen = set()
+    addresses = set()  # of the nodes that were checked, because links may form a circle
     for group in groups:
         for name in group:
             link = group.get(name, getlink=True)
             if not isinstance(link, h5py.HardLink):
                 raise DataError(
                     f"{group.name.rstrip('/')}/{name} leads elsewhere",
-                    expected="a data set without links, such as one of `minari combine` with its copy option",
+                    expected="a data set without links, such as one of `minari combine` with its "
+                    "copy option",
                     got=type(link).__name__,
                 )
             node = group[name]
             address = h5py.h5o.get_info(node.id).addr
-            if address in seen:
+            if address in addresses:
                 continue
-            seen.add(address)
+            addresses.add(address)
+
+            # The groups within are appended to the list that is being read.
             if isinstance(node, h5py.Group):
                 groups.append(node)
             elif isinstance(node, h5py.Dataset):
@@ -342,32 +356,34 @@ def _check_numbers(node: Any, most: int) -> None:
             f"{node.name}: a large block", expected=f"at most {most:,} bytes", got=f"{size:,}"
         )
 
-# %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #c79b55df
+# %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #ef9937b3
 def env_facts(env: Any = None, observation_space: Any = None, action_space: Any = None) -> tuple:
     """The spec of `env` as JSON, or None, and the two spaces; see `to_minari`.
 
     Raises `DataError` if one of them is not known.
     """
+    # An instance knows the spaces. It is closed if it was constructed here.
     spec = None
     if env is not None:
-        made = (
-            env
-            if isinstance(env, gym.Env)
-            else gym.make(env)
-            if isinstance(env, EnvSpec)
-            else EnvFactory(env)()
-        )
-        spec = gym.spec(env) if isinstance(env, str) else made.spec
-        observation_space = observation_space or made.observation_space
-        action_space = action_space or made.action_space
-        if made is not env:
-            close_env(made, str(env))
+        if isinstance(env, gym.Env):
+            instance = env
+        elif isinstance(env, EnvSpec):
+            instance = gym.make(env)
+        else:
+            instance = EnvFactory(env)()
+        spec = gym.spec(env) if isinstance(env, str) else instance.spec
+        observation_space = observation_space or instance.observation_space
+        action_space = action_space or instance.action_space
+        if instance is not env:
+            close_env(instance, str(env))
+
     if observation_space is None or action_space is None:
         raise DataError(
             "the spaces of a data set are not known",
             expected="`env`, or `observation_space` and `action_space`",
             got="None",
         )
+
     try:
         return spec and spec.to_json(), observation_space, action_space
     except (TypeError, ValueError) as e:
@@ -375,36 +391,40 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
             f"the spec of the environment cannot be written ({e})",
             leaf="env",
             got=str(spec),
-            expected="`observation_space` and `action_space` in its place; then the set does not say how to make it",
+            expected="`observation_space` and `action_space` in its place; then the set does not "
+            "say how to make it",
         ) from e
 
 
 def _conforming(tree, likes, name):
-    """The arrays `[n, ...]` in the dtypes of the space.
+    """The arrays `[n, ...]` in the dtypes of the space. Raises `DataError` if they do not fit.
 
-    `likes`: what torch has, and the space. Raises `DataError` if they do not fit.
+    Args:
+        tree: the arrays
+        likes: nested arrays in the dtypes that fragments have, such as int32, and in those of the
+            space, such as uint16
+        name: name of the arrays, for messages
     """
-    like, stored = likes
+    like, space_like = likes
     form = nested.Form(like, name)
     if nested.flatten(tree)[1] != form.structure:
         form.other_structure(tree)
     try:
         tree = nested.map(as_like, tree, like)
         form.check(nested.getitem(tree, 0))
-        return nested.map(cast_exactly, tree, stored)  # such as uint16, for which torch has int32
+        return nested.map(cast_exactly, tree, space_like)
     except OverflowError as e:
         raise DataError("a number does not fit the space", leaf=name, got=str(e)) from e
 
-# %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #95227826
+# %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #9294fbe4
 def _write(file, room, n, episode, likes, forms):
     "Write episode `n`. `forms` has the forms of all infos so far."
+    # Infos have a row before the first step, which is marked as missing.
     n_steps = len(episode.rew)
-    end = np.arange(n_steps) == n_steps - 1
-    infos = (
-        nested.cat(same_keys([{}, episode.env], [np.zeros(1, bool), np.ones(n_steps, bool)]))
-        if episode.env
-        else {}
-    )
+    infos = {}
+    if episode.env:
+        masks = [np.zeros(1, bool), np.ones(n_steps, bool)]
+        infos = nested.cat(same_keys([{}, episode.env], masks))
     for x, path in zip(nested.leaves(infos), nested.paths(infos, "infos")):
         if "/" in path:
             raise DataError(
@@ -419,22 +439,26 @@ def _write(file, room, n, episode, likes, forms):
                 expected=f"{list(forms[path])}",
                 got=f"{list(x.shape[1:])}",
             )
+
+    is_last = np.arange(n_steps) == n_steps - 1
     tree = dict(
         observations=_conforming(episode.obs, likes[0], "observations"),
         actions=_conforming(episode.act, likes[1], "actions"),
         rewards=episode.rew,
-        terminations=end & episode.term,
-        truncations=end & (not episode.term),
+        terminations=is_last & episode.term,
+        truncations=is_last & (not episode.term),
         infos=infos,
     )
     room.take(nested.leaves(tree))
     write_tree(file, f"episode_{n}", tree)
-    file[f"episode_{n}"].attrs.update(
-        id=n, total_steps=n_steps, **{REPEATED: True} if episode.repeated else {}
-    )
+    attributes = file[f"episode_{n}"].attrs
+    attributes.update(id=n, total_steps=n_steps)
+    if episode.repeated:
+        attributes[REPEATED] = True
 
 
-VERSION = "0.5.0"  # the oldest version of Minari that reads this layout
+# The oldest version of Minari that reads this layout
+VERSION = "0.5.0"
 
 
 def to_minari(
@@ -452,13 +476,12 @@ def to_minari(
 ) -> Path:
     """Write the episodes of a stream as a data set, which `minari.load_dataset(name)` opens.
 
-    Returns its folder.
+    Returns its folder. The set appears when it is complete. Actions are written as the actor chose
+    them; the environment may have got them clipped.
 
-    The set appears when it is complete. Actions are written as the actor chose them; the
-    environment may have got them clipped. Raises `DataError` if the name is taken, for a missing
-    fragment or last observation (see `whole_episodes`), for arrays that do not fit the spaces, for
-    infos that change their shape or have a slash in their name, and if there is no episode. Raises
-    `OSError` if the disk is full.
+    Raises `DataError` if the name is taken, for a missing fragment or last observation (see
+    `whole_episodes`), for arrays that do not fit the spaces, for infos that change their shape or
+    have a slash in their name, and if there is no episode. Raises `OSError` if the disk is full.
 
     Args:
         fragments: see `whole_episodes`; `itertools.islice(pipe, n)` takes `n` fragments of an
@@ -477,12 +500,11 @@ def to_minari(
     """
     h5py = hdf5()
     path = set_folder(name, folder)
-    (spec, *spaces) = env_facts(env, observation_space, action_space)
-    names = ("observation_space", "action_space")
-    forms = {}
-    likes = [
-        (space_spec(space, what), create_empty_array(space)) for space, what in zip(spaces, names)
-    ]
+    spec, obs_space, act_space = env_facts(env, observation_space, action_space)
+    likes = (
+        (space_spec(obs_space, "observation_space"), create_empty_array(obs_space)),
+        (space_spec(act_space, "action_space"), create_empty_array(act_space)),
+    )
     about: dict = dict(
         total_episodes=0,
         total_steps=0,
@@ -490,29 +512,34 @@ def to_minari(
         jpeg_encoding=False,
         dataset_id=name,
         minari_version=VERSION,
-        observation_space=json.dumps(space_facts(spaces[0], names[0])),
-        action_space=json.dumps(space_facts(spaces[1], names[1])),
+        observation_space=json.dumps(space_facts(obs_space, "observation_space")),
+        action_space=json.dumps(space_facts(act_space, "action_space")),
     )
     if spec:
         about["env_spec"] = spec
-    if taken := about.keys() & (metadata or {}):
+
+    # The user's facts are checked now, because an error at the end would lose the episodes.
+    duplicates = about.keys() & (metadata or {})
+    if duplicates:
         raise DataError(
-            "these facts are written anyway", leaf="metadata", got=", ".join(sorted(taken))
+            "these facts are written anyway", leaf="metadata", got=", ".join(sorted(duplicates))
         )
-    about |= as_json(metadata or {}, "metadata")  # now: an error at the end would lose the episodes
-    with whole_folder(path, replace) as into:
-        (main := into / "data" / "main_data.hdf5").parent.mkdir()
+    about |= as_json(metadata or {}, "metadata")
+
+    episodes = whole_episodes(fragments, unfinished=unfinished, repeat_last=repeat_last)
+    forms = {}
+    with whole_folder(path, replace) as new_folder:
+        data = new_folder / "data"
+        data.mkdir()
+        main = data / "main_data.hdf5"
         with h5py.File(main, "w", track_order=True) as file, open(main, "rb+") as raw:
             room = Room(file, raw)
-            for n, episode in enumerate(
-                whole_episodes(fragments, unfinished=unfinished, repeat_last=repeat_last)
-            ):
+            for n, episode in enumerate(episodes):
                 _write(file, room, n, episode, likes, forms)
-                about |= dict(
-                    total_episodes=n + 1, total_steps=about["total_steps"] + len(episode.rew)
-                )
+                about["total_episodes"] += 1
+                about["total_steps"] += len(episode.rew)
         if not about["total_episodes"]:
             raise DataError("there is no episode to write", leaf="fragments", got="no step")
         about["dataset_size"] = round(main.stat().st_size / 1e6, 1)
-        (into / "data" / "metadata.json").write_text(json.dumps(about))
+        (data / "metadata.json").write_text(json.dumps(about))
     return path

@@ -47,9 +47,19 @@ from rollpipe.pipes.recording.minari_files import (
 def dealt(lengths: Sequence, order: Iterable, n_columns: int) -> list:
     """For each column, a list of `(first step, episode)`.
 
-    In this `order`, each episode goes to the column that is free first.
+    Each episode goes to the column that is free first.
+
+    >>> from rollpipe.pipes.recording.minari_source import dealt
+    >>> dealt([5, 2, 2], [0, 1, 2], 2)
+    [[(0, 0)], [(0, 1), (2, 2)]]
+
+    Args:
+        lengths: number of steps of each episode
+        order: the episodes, in their order
+        n_columns: number of columns
     """
     columns = [[] for _ in range(n_columns)]
+    # (the step from which on it is free, column), a heap
     free = [(0, b) for b in range(n_columns)]
     for k in map(int, order):
         step, b = heappop(free)
@@ -59,18 +69,14 @@ def dealt(lengths: Sequence, order: Iterable, n_columns: int) -> list:
 
 # %% ../../../nbs/pipes/29_recording/05_minari_source.ipynb #976e9443
 def _form(node, name, old=None):
-    """What stands where an info is missing.
+    """The value in place of a missing info: nan or 0, in the form of the info's node.
 
-    Raises `DataError` for what is no number, and for a shape that is not that of `old`.
+    Raises `DataError` unless the info has numbers, in the shape of `old`, its earlier value.
     """
     if hasattr(node, "keys"):
         return {k: _form(node[k], f"{name}[{k!r}]", old and old[k]) for k in node}
-    if (
-        node.dtype.kind not in "biuf"
-        or not node.ndim
-        or old is not None
-        and old.shape != node.shape[1:]
-    ):
+    is_numeric = node.dtype.kind in "biuf" and node.ndim
+    if not is_numeric or old is not None and old.shape != node.shape[1:]:
         raise DataError(
             "an info has no fixed numeric form",
             leaf=name,
@@ -82,14 +88,22 @@ def _form(node, name, old=None):
 
 
 class StoredEpisodes:
-    """The `n` episodes of an open file.
+    """The episodes of an open file.
 
-    Raises `DataError` if it has others than its metadata say, or infos that are no numbers.
+    Raises `DataError` if it has another number of them than its metadata say, or infos that are no
+    numbers.
 
     Args:
-        likes: nested arrays as announced by the spaces of observations and actions
+        file: the HDF5 file
+        n: number of episodes, by the metadata
+        likes: an observation and an action of the spaces, nested arrays
         info_keys: infos to read; None: all
     """
+
+    lengths: list  # number of steps of each episode
+    infos: dict  # name -> the value in place of a missing info
+    is_wide: bool  # are there rewards of another dtype than float32?
+    unmasked: list  # infos that some episodes lack, and that have no mask in the file
 
     def __init__(self, file: Any, n: int, likes: tuple, info_keys: Sequence | None):
         self.file = file
@@ -103,33 +117,40 @@ class StoredEpisodes:
                 expected=f"{n}, as in metadata.json",
                 got=str(len(file)),
             )
+
+        # The lengths of all episodes, the forms of their infos, and how many episodes have each
         counts = Counter()
         names = set()
         for k in range(n):
             group = file[f"episode_{k}"]
-            self.lengths.append(check_integer(f"steps of episode_{k}", len(group["rewards"])))
-            self.is_wide |= group["rewards"].dtype != np.float32
+            rewards = group["rewards"]
+            self.lengths.append(check_integer(f"steps of episode_{k}", len(rewards)))
+            self.is_wide |= rewards.dtype != np.float32
             for key, node in group.get("infos", {}).items():
                 names.add(key)
                 if info_keys is not None and key.removeprefix("_") not in info_keys:
                     continue
                 self.infos[key] = _form(node, f"episode_{k}/infos[{key!r}]", self.infos.get(key))
                 counts[key] += 1
-        if lacking := {*(info_keys or ())} - {*counts}:
+        unknown = {*(info_keys or ())} - {*counts}
+        if unknown:
             raise DataError(
                 "no such info",
                 leaf="info_keys",
                 expected=", ".join(sorted(names)) or "none",
-                got=", ".join(sorted(lacking)),
+                got=", ".join(sorted(unknown)),
             )
-        self.unmasked = [
-            key for key in counts if counts[key] < n and key[0] != "_" and f"_{key}" not in counts
-        ]
+
+        # An info that some episodes lack gets a mask.
+        partial_infos = [key for key in counts if counts[key] < n and key[0] != "_"]
+        self.unmasked = [key for key in partial_infos if f"_{key}" not in counts]
         self.infos |= {f"_{key}": np.zeros((), bool) for key in self.unmasked}
 
     def __getitem__(self, k: int) -> tuple:
-        """`(n, obs, act, rew, term, trunc, infos, is_known)` of episode `k`: its arrays are read
-        when they are indexed.
+        """`(n, obs, act, rew, term, trunc, infos, is_known)` of episode `k`.
+
+        Arrays are read when they are indexed. `n` is the number of steps, and `is_known` is False
+        if the last observation is a repetition.
         """
         group = self.file[f"episode_{k}"]
         n = self.lengths[k]
@@ -138,11 +159,11 @@ class StoredEpisodes:
         def arrays(key, like, n):
             return arrays_in(group[key], like, n, f"episode_{k}/{key}")
 
-        infos = {
-            key: arrays(f"infos/{key}", like, n + 1)
-            for key, like in self.infos.items()
-            if f"infos/{key}" in group
-        }
+        infos = {}
+        for key, like in self.infos.items():
+            path = f"infos/{key}"
+            if path in group:
+                infos[key] = arrays(path, like, n + 1)
         return (
             n,
             arrays("observations", self.likes[0], n + 1),
@@ -156,71 +177,88 @@ class StoredEpisodes:
 
 # %% ../../../nbs/pipes/29_recording/05_minari_source.ipynb #a0eedb36
 class PlayedRows:
-    "The rows of a fragment, from row `first` of the stream on. They are filled episode by episode."
+    """The rows of a fragment. They are filled episode by episode.
+
+    Args:
+        first: number of row 0 in the stream
+        n_steps: steps of the fragment
+        n_envs: columns
+        stored: the episodes
+    """
 
     def __init__(self, first: int, n_steps: int, n_envs: int, stored: StoredEpisodes):
         self.first = first
         self.stop = first + n_steps + 1
         self.stored = stored
-        self.ends = []
+        self.ends = []  # (t, b, observation) of each end of an episode
 
         def block(like, n):
             return nested.map(lambda x: np.full((n, n_envs, *x.shape), x, x.dtype), like)
 
-        self.obs, self.act = block(stored.likes, n_steps + 1)
-        self.rew, self.stepno, self.term = block(
-            (np.float64(0), np.int64(0), np.False_), n_steps + 1
-        )
+        n_rows = n_steps + 1
+        self.obs, self.act = block(stored.likes, n_rows)
+        self.rew, self.stepno, self.term = block((np.float64(0), np.int64(0), np.False_), n_rows)
         self.valid, self.env = block((np.False_, stored.infos), n_steps)
 
     def put(self, b: int, start: int, episode: tuple, is_last: bool) -> None:
-        """Write the part of an episode that falls into column `b`; `start` is the number of its
-        first row. The last one fills up the column.
+        """Write the part of an episode that is in these rows.
+
+        Raises `DataError` if it goes on after its end.
+
+        Args:
+            b: its column
+            start: number of its first row in the stream
+            episode: from `StoredEpisodes`
+            is_last: True: its last observation fills up the column
         """
         n, obs, act, rew, term, trunc, infos, is_known = episode
         first = self.first
         stop = self.stop
         end = start + n
-        (like_obs, like_act) = self.stored.likes
+        like_obs, like_act = self.stored.likes
 
-        def part(tree, like, lo, hi):
-            return nested.map(lambda x, y: as_like(x[lo - start : hi - start], y), tree, like)
+        # `low` and `high` are numbers of rows in the stream.
+        def part(tree, like, low, high):
+            return nested.map(lambda x, y: as_like(x[low - start : high - start], y), tree, like)
 
-        def put(into, lo, hi, rows):
-            nested.setitem(into, (slice(max(lo - first, 0), max(hi - first, 0)), b), rows)
+        def put(target, low, high, rows):
+            nested.setitem(target, (slice(max(low - first, 0), max(high - first, 0)), b), rows)
 
-        # the rows before a step
-        lo = max(start, first)
-        hi = min(end, stop)
-        if lo < hi:
-            put(self.obs, lo, hi, part(obs, like_obs, lo, hi))
-            put(self.stepno, lo, hi, np.arange(lo - start, hi - start))
-        # the steps, each of which leads to the next row
-        lo = max(start, first - 1)
-        hi = min(end, stop - 1)
-        if lo < hi:
-            if (term[lo - start : hi - start] | trunc[lo - start : hi - start])[
-                : end - 1 - lo
-            ].any():
+        # The rows before a step
+        low = max(start, first)
+        high = min(end, stop)
+        if low < high:
+            put(self.obs, low, high, part(obs, like_obs, low, high))
+            put(self.stepno, low, high, np.arange(low - start, high - start))
+
+        # The steps, each of which leads to the next row
+        low = max(start, first - 1)
+        high = min(end, stop - 1)
+        if low < high:
+            steps = slice(low - start, high - start)
+            terminated = term[steps]
+            ended = terminated | trunc[steps]
+            if ended[: end - 1 - low].any():
                 raise DataError(
                     "an episode goes on after its end",
                     leaf="terminations, truncations",
                     expected="True at the last step only",
                 )
-            put(self.act, lo + 1, hi + 1, part(act, like_act, lo, hi))
-            put(
-                (self.rew, self.term),
-                lo + 1,
-                hi + 1,
-                (rew[lo - start : hi - start], term[lo - start : hi - start]),
-            )
-        lo = max(start, first)
-        if lo < hi:
-            put(self.valid, lo, hi, True)
+            put(self.act, low + 1, high + 1, part(act, like_act, low, high))
+            put(self.rew, low + 1, high + 1, rew[steps])
+            put(self.term, low + 1, high + 1, terminated)
+
+        # Facts of steps, without those of the step before row 0
+        low = max(start, first)
+        if low < high:
+            put(self.valid, low, high, True)
             for key, tree in infos.items():
-                put(self.env[key], lo, hi, part(tree, self.stored.infos[key], lo + 1, hi + 1))
+                like = self.stored.infos[key]
+                put(self.env[key], low, high, part(tree, like, low + 1, high + 1))
             for key in self.stored.unmasked:
-                put(self.env[f"_{key}"], lo, hi, key in infos)
+                put(self.env[f"_{key}"], low, high, key in infos)
+
+        # The observation after the last step, and the rows after the last episode
         if first < end < stop and is_known:
             self.ends.append((end - 1 - first, b, part(obs, like_obs, end, end + 1)))
         if is_last and end < stop:
@@ -230,22 +268,32 @@ class PlayedRows:
     def fragment(self, seq: int) -> Fragment:
         "The fragment number `seq`."
         ends = sorted(self.ends, key=lambda end: end[:2])
-        t, b = torch.tensor([end[:2] for end in ends], dtype=torch.int64).reshape(-1, 2).unbind(1)
-        last = nested.cat([*(obs for *_, obs in ends), nested.map(lambda x: x[0, :0], self.obs)])
-        env = self.env | ({ENV_REWARD: self.rew[1:]} if self.stored.is_wide else {})
+        places = torch.tensor([end[:2] for end in ends], dtype=torch.int64).reshape(-1, 2)
+        no_obs = nested.map(lambda x: x[0, :0], self.obs)
+        last_obs = nested.cat([*(obs for _, _, obs in ends), no_obs])
+        final = Final(t=places[:, 0], b=places[:, 1], obs=nested.torchify(last_obs), actor={})
+
+        # Rewards of another dtype are kept beside those of a fragment, which are float32.
+        env = dict(self.env)
+        if self.stored.is_wide:
+            env[ENV_REWARD] = self.rew[1:]
         state = State(
-            self.stepno, self.obs, self.act, self.rew.astype(np.float32), self.stepno == 0
+            stepno=self.stepno,
+            obs=self.obs,
+            act=self.act,
+            rew=self.rew.astype(np.float32),
+            fin=self.stepno == 0,
         )
-        state, env, term, valid, last = nested.torchify((state, env, self.term, self.valid, last))
+        state, env, term, valid = nested.torchify((state, env, self.term, self.valid))
         lane = torch.zeros(valid.shape[1], dtype=torch.int64)
         return Fragment(
-            state,
-            {},
-            env,
-            (),
-            term,
-            Final(t, b, last, {}),
-            valid,
+            state=state,
+            actor={},
+            env=env,
+            hx=(),
+            term=term,
+            final=final,
+            valid=valid,
             lane=lane,
             seq=lane + seq,
             version=lane.clone(),
@@ -253,21 +301,21 @@ class PlayedRows:
 
 # %% ../../../nbs/pipes/29_recording/05_minari_source.ipynb #9e28c92c
 class MinariSource(Source):
-    """`from_minari(name, n_steps, n_envs)`: the episodes of a data set of Minari as `Fragment`s
-    `[n_steps, n_envs]`, each episode once.
+    """The episodes of a data set of Minari as `Fragment`s `[n_steps, n_envs]`, each episode once.
 
-    A fragment is what `FragmentCollector` would have made of environments that play these episodes,
-    with `EnvStepper(terminal_obs=True)`: `final` has the true last observation of each episode, if
-    the set has it. The actor reports nothing. Where a column has no episode left, and at the end of
-    the last fragment, rows are not `valid`. `env` has the infos of the steps, without those of the
-    resets. Unless the rewards of the set are float32, `env['rollpipe.reward']` keeps them in
-    float64. An episode whose end the file does not tell counts as truncated, and one that
-    terminates and is truncated at once as terminated.
+    It is also called `from_minari`. A fragment is that of a `FragmentCollector` whose environments
+    play these episodes, with `EnvStepper(terminal_obs=True)`: `final` has the true last observation
+    of each episode, if the set has it. The actor reports nothing. Where a column has no episode
+    left, and at the end of the last fragment, rows are not `valid`. `env` has the infos of the
+    steps, without those of the resets. Unless the rewards of the set are float32,
+    `env['rollpipe.reward']` keeps them in float64. An episode whose end is not in the file counts
+    as truncated, and one that terminates and is truncated at once as terminated.
 
     The set is read slice by slice, and nothing in it is executed. `observation_space`,
-    `action_space` and `metadata` are attributes. Raises `DataError` if there is no such set, if it
-    is damaged or has another form, or has fewer episodes than columns, and `GraphError` above
-    `Lanes`.
+    `action_space` and `metadata` are attributes.
+
+    Raises `DataError` if there is no such set, if it is damaged or has another form, or has fewer
+    episodes than columns, and `GraphError` above `Lanes`.
 
     Args:
         name: such as 'mujoco/ant/expert-v0'
@@ -295,10 +343,8 @@ class MinariSource(Source):
         self.folder = folder
         self.info_keys = info_keys
         self.path = set_folder(name, folder) / "data"
-        self.n_steps, self.n_envs = (
-            check_integer("n_steps", n_steps, pipe=self),
-            check_integer("n_envs", n_envs, pipe=self),
-        )
+        self.n_steps = check_integer("n_steps", n_steps, pipe=self)
+        self.n_envs = check_integer("n_envs", n_envs, pipe=self)
         self.seed = seed if seed is None else check_integer("seed", seed, 0, pipe=self)
         if isinstance(info_keys, str):
             raise DataError(
@@ -315,19 +361,21 @@ class MinariSource(Source):
                 expected="one on this disk, such as after `minari download`",
                 got=str(self.path),
             )
+
         with reading(self.path):
             self.metadata = json.loads(read_file(self.path / "metadata.json"))
-            if (form := self.metadata.get("data_format", "hdf5")) != "hdf5":
-                raise DataError("the set has another format", expected="hdf5", got=form)
-            spaces = [
-                space_of(json.loads(self.metadata[key]), key)
-                for key in ("observation_space", "action_space")
-            ]
+            data_format = self.metadata.get("data_format", "hdf5")
+            if data_format != "hdf5":
+                raise DataError("the set has another format", expected="hdf5", got=data_format)
+            self.observation_space = self._space("observation_space")
+            self.action_space = self._space("action_space")
             self.likes = (
-                space_spec(spaces[0], "observation_space"),
-                space_spec(spaces[1], "action_space"),
+                space_spec(self.observation_space, "observation_space"),
+                space_spec(self.action_space, "action_space"),
             )
-        self.observation_space, self.action_space = spaces
+
+    def _space(self, key):
+        return space_of(json.loads(self.metadata[key]), key)
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
         "Raise `GraphError`: `Lanes` calls this on its copies."
@@ -336,6 +384,7 @@ class MinariSource(Source):
         )
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
+        # Nothing is decompressed before it is certain that the file has its numbers itself.
         with reading(self.path):
             path = self.path / "main_data.hdf5"
             size = regular_size(path)
@@ -343,30 +392,38 @@ class MinariSource(Source):
         with file:
             with reading(self.path):
                 check_contained(file, most_bytes(size))
-                stored = StoredEpisodes(
-                    file, self.metadata["total_episodes"], self.likes, self.info_keys
-                )
-            columns = self._columns(stored.lengths)
-            of = f"{self.name}: {len(stored.lengths)} episodes, {sum(stored.lengths)} steps, {self.n_steps} x {self.n_envs}, {self.seed}"
-            kept = self.keep(n=0, of=of)
-            if kept["of"] != of:
-                raise CheckpointError(
-                    "the state is that of another stream", pipe=self, expected=of, got=kept["of"]
-                )
-            episode = lru_cache(2 * self.n_envs)(
-                stored.__getitem__
-            )  # those that are played now stay open
-            n_rows = max(
-                start + stored.lengths[k] for column in columns for start, k in column[-1:]
+                n = self.metadata["total_episodes"]
+                episodes = StoredEpisodes(file, n, self.likes, self.info_keys)
+            columns = self._columns(episodes.lengths)
+
+            # A resumed stream must be of the same episodes and fragments.
+            of = (
+                f"{self.name}: {len(episodes.lengths)} episodes, {sum(episodes.lengths)} steps, "
+                f"{self.n_steps} x {self.n_envs}, {self.seed}"
             )
-            while kept["n"] * self.n_steps < n_rows:
-                rows = PlayedRows(kept["n"] * self.n_steps, self.n_steps, self.n_envs, stored)
+            progress = self.keep(n=0, of=of)
+            if progress["of"] != of:
+                got = progress["of"]
+                raise CheckpointError(
+                    "the state is that of another stream", pipe=self, expected=of, got=got
+                )
+
+            # Episodes that are played stay open. Each column has an episode.
+            episode = lru_cache(2 * self.n_envs)(episodes.__getitem__)
+            last_episodes = [column[-1] for column in columns]
+            n_rows = max(start + episodes.lengths[k] for start, k in last_episodes)
+
+            # Each fragment begins with the row at which the one before ended.
+            while progress["n"] * self.n_steps < n_rows:
+                first = progress["n"] * self.n_steps
+                rows = PlayedRows(first, self.n_steps, self.n_envs, episodes)
                 for b, column in enumerate(columns):
                     self._play(rows, b, column, episode)
-                kept["n"] += 1
-                yield rows.fragment(kept["n"] - 1)
+                progress["n"] += 1
+                yield rows.fragment(progress["n"] - 1)
 
     def _columns(self, lengths):
+        "The episodes of each column, see `dealt`."
         if len(lengths) < self.n_envs:
             raise DataError(
                 "a column would have no episode",
@@ -375,22 +432,21 @@ class MinariSource(Source):
                 got=f"n_envs={self.n_envs}",
             )
         bytes_of_row = LEAST_BYTES + sum(x.nbytes for x in nested.leaves(self.likes))
-        check_memory(
-            f"n_steps={self.n_steps:,}, n_envs={self.n_envs:,}",
-            self.n_steps * self.n_envs * bytes_of_row,
-            pipe=self,
-        )
-        order = (
-            range(len(lengths))
-            if self.seed is None
-            else np.random.default_rng(self.seed).permutation(len(lengths))
-        )
+
+        # A fragment must fit in memory.
+        n_rows = self.n_steps * self.n_envs
+        options = f"n_steps={self.n_steps:,}, n_envs={self.n_envs:,}"
+        check_memory(options, n_rows * bytes_of_row, pipe=self)
+        order: Any = range(len(lengths))
+        if self.seed is not None:
+            order = np.random.default_rng(self.seed).permutation(len(lengths))
         return dealt(lengths, order, self.n_envs)
 
     def _play(self, rows, b, column, episode):
         "Write column `b` into the rows, from the episode of the step before row 0 on."
         first = max(0, bisect_left(column, (rows.first,)) - 1)
-        for k in range(first, bisect_left(column, (rows.stop,))):
+        end = bisect_left(column, (rows.stop,))
+        for k in range(first, end):
             start, number = column[k]
             with reading(self.path, leaf=f"episode_{number}"):
                 rows.put(b, start, episode(number), k == len(column) - 1)

@@ -28,9 +28,6 @@ from ..graph.pipe import Pipe, Seeded
 from .memory import ReplayMemory, Sample
 from ..graph.torchdata import IterDataPipe
 
-# %% ../../../nbs/pipes/24_replay/04_pipe.ipynb #bdc05f96
-_newest = weakref.WeakValueDictionary()  # id of a pipe -> the memory of its newest iterator
-
 # %% ../../../nbs/pipes/24_replay/04_pipe.ipynb #5731b968
 class Replayed(NamedTuple):
     """The item that `Replay` yields for each fragment.
@@ -47,18 +44,33 @@ class Replayed(NamedTuple):
     memory: Any
 
 # %% ../../../nbs/pipes/24_replay/04_pipe.ipynb #03b2774e
+# id of a pipe -> the memory of its newest iterator
+_newest = weakref.WeakValueDictionary()
+
+
 class Replay(Seeded, Pipe):
     """Put each `Fragment` into a `ReplayMemory`, and yield one `Replayed` for each fragment.
 
-    Each iteration has a new memory. Raises `DataError` for arguments that are out of range or too
-    large for the available memory, and when a memory, half of whose rows are steps, has been filled
-    twice without a segment, and `GraphError` if this pipe is above `Lanes`, because all lanes share
-    one memory. While more rows are agents at rest, it waits for them. See `ReplayMemory` for its
-    arguments.
+    Each iteration has a new memory. See `ReplayMemory` for its arguments.
+
+    Raises `DataError` for arguments that are out of range or too large for the available memory,
+    and when a memory has been filled twice without a segment, if at least half of its rows are
+    steps. While more rows are agents at rest, it waits for them. Raises `GraphError` if this pipe
+    is above `Lanes`, because all lanes share one memory.
+
+    >>> import torch
+    >>> from rollpipe.pipes.graph.torchdata import IterableWrapper
+    >>> from rollpipe.pipes.data.fragment import Fragment
+    >>> from rollpipe.pipes.replay.pipe import Replay
+    >>> obs = torch.arange(4.0).view(4, 1, 1)
+    >>> fragment = Fragment.from_steps(obs, torch.zeros(3, 1), torch.ones(3, 1))
+    >>> pipe = Replay(IterableWrapper([fragment]), 100, batch_size=8, warmup=3, seed=0)
+    >>> [sample.fragment.n_envs for item in pipe for sample in item.samples]
+    [8]
 
     Args:
         pipe: yields `Fragment`s
-        capacity: greatest number of steps in the memory
+        capacity: maximum number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each fragment
         warmup: number of steps in the memory before the first sample; a memory that is full with
@@ -78,9 +90,8 @@ class Replay(Seeded, Pipe):
     """
 
     reads = 1
-    gathered: Any = staticmethod(
-        lambda x: [x]
-    )  # x -> list of the x of all ranks, which draw equally often
+    # x -> list of the x of all ranks, which draw equally often
+    gathered: Any = staticmethod(lambda x: [x])
 
     def __init__(
         self,
@@ -100,10 +111,9 @@ class Replay(Seeded, Pipe):
         frames: int = 1,
     ):
         super().__init__(pipe)
-        numbers = ("batch_size", batch_size, 1), ("n_batches", n_batches, 0), ("warmup", warmup, 0)
-        self.batch_size, self.n_batches, self.warmup = (
-            check_integer(name, x, least, pipe=self) for name, x, least in numbers
-        )
+        self.batch_size = check_integer("batch_size", batch_size, 1, pipe=self)
+        self.n_batches = check_integer("n_batches", n_batches, 0, pipe=self)
+        self.warmup = check_integer("warmup", warmup, 0, pipe=self)
         self.prioritized = prioritized
         self.alpha = alpha
         self.beta = beta
@@ -115,8 +125,9 @@ class Replay(Seeded, Pipe):
         self.capacity = capacity
         self.length = length
         self._check_ratio()
-        memory = self._new_memory()  # checks the arguments
-        # which may be integers of numpy
+
+        # A memory checks its arguments. Integers of numpy become those of Python.
+        memory = self._new_memory()
         self.capacity = memory.capacity
         self.length = memory.length
         self.frames = memory.frames
@@ -130,8 +141,9 @@ class Replay(Seeded, Pipe):
             )
 
     def divide(self, n: int) -> None:
-        """Become one of `n` memories that share the capacity and the batch size, as in
-        data-parallel training. Raises `DataError`.
+        """Become one of `n` memories that share the capacity and the batch size.
+
+        Ranks of a data-parallel training do so. Raises `DataError`.
 
         Args:
             n: number of ranks
@@ -152,74 +164,70 @@ class Replay(Seeded, Pipe):
                 expected=f"a multiple of {n}",
                 got=str(self.batch_size),
             )
-        self.batch_size = self.batch_size // n
-        self.capacity = self.capacity // n
+        self.batch_size //= n
+        self.capacity //= n
         self.warmup = min(-(-self.warmup // n), self.capacity)
 
     def set_lane(self, lane: int, seed: np.random.SeedSequence) -> None:
-        """Raise `GraphError`: `Lanes` calls this on its copies, and `Replay` must not be one of
-        them.
-        """
+        "Raise `GraphError`: `Lanes` calls this on its copies, and a memory is for all lanes."
         raise GraphError(
             "a memory of its own for each lane", pipe=self, expected="`Lanes` above `Replay`"
         )
 
     def stream(self, items: Iterator[Fragment]) -> Iterator[Replayed]:
         with closing(self._new_memory()) as memory:
-            _newest.pop(
-                id(self), memory
-            ).close()  # an older iterator is invalid now, but may still hold its folder
+            # An older iterator is invalid now, but its memory may still hold the folder.
+            older = _newest.pop(id(self), memory)
+            older.close()
             _newest[id(self)] = memory
             if self.restored is not None:
                 memory.set_state(self.restored["replay"], self.chunks)
-            kept = self.keep(n_steps=0, n_drawn=0)
+
+            counts = self.keep(n_steps=0, n_drawn=0)
             for k, fragment in enumerate(items):
                 memory.add(fragment)
                 if k == 0:
                     self._check_samples(memory.bytes_of_step)
-                found = self.gathered((int(fragment.valid.sum()), self._is_warm(memory)))
-                n = self.n_batches if all(is_warm for _, is_warm in found) else 0
+
+                # All ranks draw, or none
+                of_ranks = self.gathered((int(fragment.valid.sum()), self._is_warm(memory)))
+                n = self.n_batches if all(is_warm for _, is_warm in of_ranks) else 0
+
+                # As many samples as the steps so far call for. Rounding may make a product too
+                # small.
                 if self.samples_per_step is not None and n:
-                    kept["n_steps"] += sum(n_steps for n_steps, _ in found)
-                    n = (
-                        int(self.samples_per_step * kept["n_steps"] + 1e-6) - kept["n_drawn"]
-                    )  # rounding may make a product too small
-                    kept["n_drawn"] += n
+                    counts["n_steps"] += sum(n_steps for n_steps, _ in of_ranks)
+                    n_due = int(self.samples_per_step * counts["n_steps"] + 1e-6)
+                    n = n_due - counts["n_drawn"]
+                    counts["n_drawn"] += n
                 yield Replayed(fragment, self._samples(memory, n), memory)
 
     def get_state(self, chunks: ChunkFolder | None = None) -> dict | None:
         "As `Pipe.get_state`, with the state of the memory."
         memory = _newest.get(id(self))
         state = super().get_state()
-        return (
-            state
-            if memory is None or not self.kept
-            else dict(state or {}, replay=memory.get_state(chunks))
-        )
+        if memory is None or not self.kept:
+            return state
+        return dict(state or {}, replay=memory.get_state(chunks))
 
     def set_state(self, state: dict, chunks: ChunkFolder | None = None) -> None:
         """As `Pipe.set_state`.
 
-        Raises `CheckpointError` if chunks that the state names are not there.
+        Raises `CheckpointError` if chunks that the state names are missing.
         """
         super().set_state(state)
         self.chunks = chunks
         if chunks is not None:
-            chunks.check(
-                x
-                for rows in state["replay"]["rows"].values()
-                for x in rows["chunks"]
-                if isinstance(x, str)
-            )
+            for rows in state["replay"]["rows"].values():
+                chunks.check(x for x in rows["chunks"] if isinstance(x, str))
 
     def _check_samples(self, bytes_of_step):
-        check_memory(
-            f"batch_size={self.batch_size:,}",
-            self.batch_size * (self.length + self.frames) * bytes_of_step,
-            pipe=self,
-        )
+        "Raise `DataError` if a sample does not fit in the available memory."
+        n_rows = self.batch_size * (self.length + self.frames)
+        check_memory(f"batch_size={self.batch_size:,}", n_rows * bytes_of_step, pipe=self)
 
     def _new_memory(self):
+        # The seed is that of this iteration.
         with located(pipe=self):
             return ReplayMemory(
                 self.capacity,
@@ -254,12 +262,14 @@ class Replay(Seeded, Pipe):
             )
 
     def _is_warm(self, memory):
-        n = memory.store.ring.next_serial  # of all rows so far, also of those that are no steps
+        "Are there enough steps to sample from? Raises `DataError` if there never will be."
+        # Number of rows so far, also of those that are no steps
+        n_rows = memory.store.ring.next_serial
         if memory.sampler.n_segments:
-            return len(memory) >= self.warmup or n >= self.capacity
-        if (
-            n >= 2 * self.capacity and 2 * len(memory) >= self.capacity
-        ):  # fewer steps may be agents that have rested so far
+            return len(memory) >= self.warmup or n_rows >= self.capacity
+
+        # If fewer rows are steps, agents may have rested so far.
+        if n_rows >= 2 * self.capacity and 2 * len(memory) >= self.capacity:
             raise DataError(
                 "no segment is complete before its first step is replaced",
                 pipe=self,
@@ -270,6 +280,7 @@ class Replay(Seeded, Pipe):
         return False
 
     def _samples(self, memory, n):
+        "Draw `n` samples, each when it is asked for."
         for _ in range(n):
             if not self._is_warm(memory):
                 return

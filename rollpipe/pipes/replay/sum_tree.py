@@ -18,15 +18,24 @@ class SumTree:
 
     Schaul et al., Prioritized experience replay, 2016, appendix B.2.1,
     https://arxiv.org/abs/1511.05952.
+
+    >>> import numpy as np
+    >>> from rollpipe.pipes.replay.sum_tree import SumTree
+    >>> tree = SumTree(3)
+    >>> tree[[0, 1, 2]] = [1, 0, 3]
+    >>> tree.find(np.array([0.5, 1.5])).tolist()
+    [0, 2]
+
+    Args:
+        size: number of indices
     """
 
     def __init__(self, size: int):
-        self.depth = (size - 1).bit_length()
-        self.first_leaf = (
-            1 << self.depth
-        )  # node 1 is the root; the children of node i are the nodes 2 i and 2 i + 1
-        self.nodes = np.zeros(2 * self.first_leaf)
         self.size = size
+        # Node 1 is the root, and the children of node i are the nodes 2 i and 2 i + 1.
+        self.depth = (size - 1).bit_length()
+        self.first_leaf = 1 << self.depth
+        self.nodes = np.zeros(2 * self.first_leaf)
         self.changes = RowChanges(self.leaves)
 
     @property
@@ -44,43 +53,45 @@ class SumTree:
         return self.nodes[self.first_leaf + index]
 
     def __setitem__(self, index: Any, priority: Any):
-        """Set the priorities of the indices `[n]`; if an index occurs twice, the last priority
-        counts.
-        """
+        "Set the priorities of the indices `[n]`. If one occurs twice, its last priority counts."
         index = np.asarray(index)
         self.changes.mark(index)
         node = self.first_leaf + index
         self.nodes[node] = priority
+
+        # The sums above these leaves, level by level
         for _ in range(self.depth):
             node = node >> 1
             # Neighbours often have the same parent. With many nodes, it is faster to drop repeated
             # parents.
             if len(node) > 64:
                 node = node[np.append(True, node[1:] != node[:-1])]
-            left = node << 1
-            self.nodes[node] = self.nodes[left] + self.nodes[left + 1]
+            left_child = node << 1
+            self.nodes[node] = self.nodes[left_child] + self.nodes[left_child + 1]
 
     def add_up(self) -> None:
-        """Make all sums anew, from `leaves`.
+        """Compute all sums again, from `leaves`.
 
-        They become what they were, bit for bit, because each one is the sum of its two children.
+        They are the same, bit for bit, because each one is the sum of its two children.
         """
         for k in reversed(range(self.depth)):
             below = self.nodes[2 << k : 4 << k]
             self.nodes[1 << k : 2 << k] = below[::2] + below[1::2]
 
     def find(self, sums: np.ndarray) -> np.ndarray:
-        """For each of `sums` `[n]`, in [0, total), the index (int64 `[n]`) at which the running sum
-        of the priorities exceeds it.
+        """The indices (int64 `[n]`) at which the running sum of the priorities exceeds `sums`.
+
+        Args:
+            sums: [n], each in [0, total)
         """
+        # From the root down, one level for all searches at a time
         node = np.ones(len(sums), np.int64)
         sums = np.array(sums)
         for _ in range(self.depth):
             node <<= 1
-            left = self.nodes.take(node)
-            right = sums >= left
-            sums -= left * right
-            node += right
-        return np.minimum(
-            node - self.first_leaf, self.size - 1
-        )  # rounding may lead beyond the last one
+            left_sum = self.nodes.take(node)
+            goes_right = sums >= left_sum
+            sums -= left_sum * goes_right
+            node += goes_right
+        # Rounding may lead beyond the last index.
+        return np.minimum(node - self.first_leaf, self.size - 1)

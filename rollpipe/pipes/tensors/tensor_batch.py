@@ -48,31 +48,36 @@ class ActionsForEnv:
     """
 
     def __init__(self, space: gym.Space, device: torch.device, clip: bool):
-        self.device, self.form = device, None
-        self.dtypes = [
-            torch.from_numpy(x[None]).dtype for x in nested.leaves(space_spec(space, "act"))
-        ]
-        self.bounds = [
-            self._bounds(part) if clip else None for part in nested.leaves(single_spaces(space))
-        ]
+        self.device = device
+        self.form = None
+        spec = nested.leaves(space_spec(space, "act"))
+        self.dtypes = [torch.from_numpy(x[None]).dtype for x in spec]
+        # (minimum, maximum) of each leaf, or None
+        parts = nested.leaves(single_spaces(space))
+        self.bounds = [self._bounds(part) if clip else None for part in parts]
 
     def __call__(self, act: Any) -> tuple[list, Any]:
-        """`(leaves, actions)` of `act` `[1, B, ...]`: the leaves as the actor chose them, and
-        copies `[B, ...]` for the environment.
+        """`(leaves, actions)` of an actor's action `[1, B, ...]`.
+
+        The leaves are as the actor chose them, and the actions are copies `[B, ...]` for the
+        environment.
         """
         if self.form is None:
             self.form = TensorForm("act", act, self.device, ActorError)
         leaves = self.form.check(act)
-        own = [
+        copies = [
             self._converted(x[0], dtype, bounds)
             for x, dtype, bounds in zip(leaves, self.dtypes, self.bounds)
         ]
-        return leaves, own[0] if self.form.single else self.form.structure.unflatten(own)
+        if self.form.single:
+            return leaves, copies[0]
+        return leaves, self.form.structure.unflatten(copies)
 
     def _converted(self, x, dtype, bounds):
         if bounds is None:
             return x.to(dtype, copy=True)
-        return torch.clamp(x.to(dtype), *bounds)  # the bounds in float32 may lie outside of them
+        # In the dtype of the space, because its bounds in another one may lie outside of it
+        return torch.clamp(x.to(dtype), *bounds)
 
     def _bounds(self, space):
         if not isinstance(space, gym.spaces.Box) or space.dtype.kind != "f":
@@ -80,8 +85,9 @@ class ActionsForEnv:
         bounds = space.low, space.high
         if not any(np.isfinite(x).any() for x in bounds):
             return None
+        # Numbers clip faster than tensors.
         if all((x == x.flat[0]).all() for x in bounds):
-            return tuple(float(x.flat[0]) for x in bounds)  # numbers clip faster than tensors
+            return tuple(float(x.flat[0]) for x in bounds)
         return tuple(torch.as_tensor(x, device=self.device) for x in bounds)
 
 # %% ../../../nbs/pipes/26_tensors/01_tensor_batch.ipynb #53dcfdde
@@ -119,6 +125,7 @@ class TensorInfos:
         return form.check(info)
 
     def _form_of(self, info):
+        "The form of the first infos."
         missing = [k for k in self.keys or () if k not in info]
         if missing:
             raise EnvError(
@@ -126,6 +133,8 @@ class TensorInfos:
                 leaf=f"info[{missing[0]!r}]",
                 expected=f"one of {list(info)}",
             )
+
+        # Only the infos that are recorded must be tensors.
         if self.keys is not None:
             info = {k: info[k] for k in self.keys}
         for x, path in zip(nested.leaves(info), nested.paths(info, "info")):
@@ -140,12 +149,8 @@ class TensorInfos:
 
     def expect(self, infos: dict) -> TensorForm:
         "From now on expect infos of the form of these."
-        self.form = TensorForm(
-            "info",
-            nested.map(lambda x: torch.empty_like(x, device="meta"), infos),
-            self.device,
-            EnvError,
-        )
+        like = nested.map(lambda x: torch.empty_like(x, device="meta"), infos)
+        self.form = TensorForm("info", like, self.device, EnvError)
         return self.form
 
 # %% ../../../nbs/pipes/26_tensors/01_tensor_batch.ipynb #da5e3d4b
@@ -172,12 +177,12 @@ class TensorOutcome(NamedTuple):
 class TensorBatch(Batch):
     """The environments of one `TensorEnv`.
 
-    Raises `EnvError` or `ActorError` with the leaf, the expected and the actual value.
-
-    `begin` and `advance` replace `reset` and `step`, because their results are tensors. Arguments
-    without an entry are those of `EnvBatch`.
+    `begin` and `advance` replace `reset` and `step`, because their results are tensors. Raises
+    `EnvError` or `ActorError` with the leaf, the expected and the actual value. Arguments without
+    an entry are those of `EnvBatch`.
 
     Args:
+        env: the environments
         name: name in error messages
     """
 
@@ -198,6 +203,8 @@ class TensorBatch(Batch):
         self.closes = closes
         self.where = where
         self.env_name = name or type(env).__name__
+
+        # An environment that is lent serves the newest batch alone.
         self.claim = Claim()
         self.claim.take(env)
         self.one = None if keeper is None else keeper.begin(env)
@@ -210,13 +217,10 @@ class TensorBatch(Batch):
         self.infos = TensorInfos(self.n, self.device, info_keys)
 
     def _learn(self, seed, clip_actions):
-        """Read and check the attributes of the environment: device, number of environments and
-        spaces.
-        """
+        "Read and check the attributes of the environment: device, `n_envs` and spaces."
         env = self.env
-        self.device = torch.empty(
-            0, device=checked_device(env.device)
-        ).device  # 'cuda' becomes 'cuda:0', as in `tensor.device`
+        # 'cuda' becomes 'cuda:0', as in `tensor.device`.
+        self.device = torch.empty(0, device=checked_device(env.device)).device
         self.n = check_integer("n_envs", getattr(env, "n_envs", None))
         self._seed = env_seeds(seed, 1)[0][1]
         for name in ("observation_space", "action_space"):
@@ -227,23 +231,26 @@ class TensorBatch(Batch):
                     expected="a gymnasium.Space",
                     got=describe(getattr(env, name, None)),
                 )
-        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.observation_space = env.observation_space
+        self.action_space = env.action_space
+
+        # Conversion of actions
         self.act_spec = space_spec(env.action_space, "act")
         self._checked_actions = action_batch(env.action_space, clip_actions)
         self.actions_for_env = ActionsForEnv(env.action_space, self.device, clip_actions)
-        self.obs_like = batch_form(env.observation_space, self.n, "obs")
 
+        # Forms, which are checked at each step
         def form(name, like):
             return TensorForm(name, like, self.device, EnvError)
 
-        self._obs_form, self._final_form = (
-            form("obs", self.obs_like),
-            form("final_obs", self.obs_like),
-        )
-        number, flag = (
-            torch.empty(self.n, dtype=dtype, device="meta") for dtype in (torch.float32, torch.bool)
-        )
+        self.obs_like = batch_form(env.observation_space, self.n, "obs")
+        self._obs_form = form("obs", self.obs_like)
+        self._final_form = form("final_obs", self.obs_like)
+        number = torch.empty(self.n, dtype=torch.float32, device="meta")
+        flag = torch.empty(self.n, dtype=torch.bool, device="meta")
         self._one_each = form("rew", number), form("terminated", flag), form("truncated", flag)
+
+        # Numbers, which are checked at the end of a fragment
         self.obs_check = BlockCheck("obs", env.observation_space, self.device)
         self.act_check = BlockCheck("act", env.action_space, self.device)
         self.rew_check = BlockCheck("rew", gym.spaces.Box(-np.inf, np.inf, ()), self.device)
@@ -284,6 +291,7 @@ class TensorBatch(Batch):
                     got=describe(answer),
                     expected="(obs, rew, terminated, truncated, final_obs, info)",
                 )
+
             obs, *one_each, final, info = answer
             rew, term, trunc = [form.check(x)[0] for form, x in zip(self._one_each, one_each)]
             return TensorOutcome(
@@ -298,11 +306,9 @@ class TensorBatch(Batch):
     def get_state(self) -> dict:
         "See `Batch`."
         form = self.infos.form
-        infos = (
-            None
-            if form is None
-            else nested.map(lambda x: torch.zeros(x.shape, dtype=x.dtype), form.like)
-        )
+        infos = None
+        if form is not None:
+            infos = nested.map(lambda x: torch.zeros(x.shape, dtype=x.dtype), form.like)
         return dict(env=self._kept(self.one).state(), infos=infos)
 
     def set_state(self, state: dict) -> None:
@@ -312,10 +318,12 @@ class TensorBatch(Batch):
             self.infos.expect(state["infos"])
 
     def close(self) -> None:
-        """Close the environment, if it belongs to the pipeline, unless another batch has claimed
-        it. May be called twice.
+        """Close the environment, if it belongs to the pipeline and no other batch has claimed it.
+
+        May be called twice.
         """
-        env, self.env = self.env, None
+        env = self.env
+        self.env = None
         self.claim.release()
         if env is not None and self.closes and not self.claim.lost:
             close_env(env, self.env_name, **self.where)
@@ -327,36 +335,39 @@ def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
     Do nothing if all numbers are valid.
 
     Args:
+        batch: the environments
         obs: leaves [T+1, B, ...]
         act: leaves [T+1, B, ...]; row `t` led to row `t` of `obs`, and row 0 is not checked
         rew: [T+1, B]; row 0 is not checked
     """
-    found = [
-        (x.t + offset, order, error, x)
-        for order, (error, offset, check, leaves) in enumerate(
-            (
-                (ActorError, 1, batch.act_check, [x[1:] for x in act]),
-                (EnvError, 1, batch.rew_check, [rew[1:]]),
-                (EnvError, 0, batch.obs_check, obs),
-            )
-        )
-        if (x := check.find(leaves)) is not None
-    ]
-    if not found:
+    # (row of the fragment, order within a row, error, finding). Within a row, actions come first.
+    findings = []
+    in_actions = batch.act_check.find([x[1:] for x in act])
+    if in_actions is not None:
+        findings.append((in_actions.t + 1, 0, ActorError, in_actions))
+    in_rewards = batch.rew_check.find([rew[1:]])
+    if in_rewards is not None:
+        findings.append((in_rewards.t + 1, 1, EnvError, in_rewards))
+    in_observations = batch.obs_check.find(obs)
+    if in_observations is not None:
+        findings.append((in_observations.t, 2, EnvError, in_observations))
+    if not findings:
         return
-    row, _, error, (_, b, leaf, value, space) = min(found, key=lambda x: x[:2])
-    noun, kind = ("action", "an action of") if error is ActorError else ("value", "as in")
-    problem, wanted = (
-        (f"non-finite {noun}", "finite numbers")
-        if space is None
-        else ("out of range", f"{kind} {space}")
-    )
+    row, _, error, finding = min(findings, key=lambda x: x[:2])
+
+    is_action = error is ActorError
+    if finding.space is None:
+        problem = "non-finite action" if is_action else "non-finite value"
+        expected = "finite numbers"
+    else:
+        problem = "out of range"
+        expected = f"an action of {finding.space}" if is_action else f"as in {finding.space}"
     raise error(
         problem,
-        env=batch.name(b),
-        leaf=leaf,
-        expected=wanted,
-        got=f"{value.tolist()} in row {row} of the fragment",
+        env=batch.name(finding.b),
+        leaf=finding.leaf,
+        expected=expected,
+        got=f"{finding.value.tolist()} in row {row} of the fragment",
         **batch.where,
     )
 
@@ -365,9 +376,11 @@ def refuse_last(batch: TensorBatch, leaves: list, b: Tensor) -> None:
     """Raise `EnvError` for the first invalid number among the true last observations.
 
     Args:
+        batch: the environments
         leaves: [K, ...]: true last observations
         b: int64 [K]: environments of these observations
     """
-    if (found := batch.obs_check.find([x[None] for x in leaves])) is None:
-        return
-    batch.refuse(int(b[found.b]), f"final {found.leaf}", found.value.tolist(), found.space)
+    finding = batch.obs_check.find([x[None] for x in leaves])
+    if finding is not None:
+        env = int(b[finding.b])
+        batch.refuse(env, f"final {finding.leaf}", finding.value.tolist(), finding.space)
