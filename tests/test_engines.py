@@ -977,8 +977,6 @@ def test_virtual_reactions_are_those_of_torch(monkeypatch):
     "torch answers only what is virtual: once for the structure, and per fragment for the look-ahead and for the truncated ends."
     actor = MLPPolicy.for_env((STATE, ACTS), seed=0)
     asked = []
-    stream = streams(actor)[1]
-    next(stream)
     answer = CheckedActor.answer
 
     def noted(self, seen, hx, virtual=False):
@@ -986,6 +984,10 @@ def test_virtual_reactions_are_those_of_torch(monkeypatch):
         return answer(self, seen, hx, virtual)
 
     monkeypatch.setattr(CheckedActor, "answer", noted)
+    stream = streams(actor)[1]
+    next(stream)
+    assert all(asked)
+    asked.clear()
     batch = next(stream)
     assert asked == [True] * (1 + bool(len(batch.final.t)))
 

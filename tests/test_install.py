@@ -327,5 +327,6 @@ def test_another_nbdev_project_finds_what_it_may_link_to(python, tmp_path):
     module, line = run(python, "-c", code, cwd=tmp_path).splitlines()
     assert module == "rollpipe/agents/natural_gradient.py"
     assert (
-        line == "See [`rollpipe.agents.natural_gradient.TRPO`](/rollpipe/agents/trpo.html#trpo)."
+        line == "See [`rollpipe.agents.natural_gradient.TRPO`]"
+        "(/rollpipe/agents/natural_gradient.html#trpo)."
     )  # on the host of that project, until we have one
