@@ -91,6 +91,23 @@ def add_passed_on(obj, lines):
         lines[at : at + 1] = more
 
 
+def lines_as_rst(lines):
+    "Paragraphs of Markdown as reStructuredText. The code of a doctest stays as it is."
+    out = []
+    paragraph = []
+    in_doctest = False
+    for line in [*lines, ""]:
+        in_doctest = bool(line.strip()) and (in_doctest or line.lstrip().startswith(">>>"))
+        if in_doctest or not line.strip():
+            # `name` may go on in the next line of its paragraph.
+            out += as_rst("\n".join(paragraph)).split("\n") if paragraph else []
+            paragraph = []
+            out.append(line)
+        else:
+            paragraph.append(line)
+    return out[:-1]
+
+
 def docstring(app, what, name, obj, options, lines):
     "Docstrings are Markdown. napoleon, which comes later, reads their `Args:`."
     if what == "data":
@@ -101,7 +118,7 @@ def docstring(app, what, name, obj, options, lines):
         return  # it is reStructuredText
     if what in ("class", "function"):
         add_passed_on(obj, lines)
-    lines[:] = [as_rst(line) for line in lines]
+    lines[:] = lines_as_rst(lines)
     end = next(
         (i for i, x in enumerate(lines) if x in ("Args:", "Returns:", "Raises:")), len(lines)
     )

@@ -73,7 +73,7 @@ class Folder:
 
 
 def as_rst(text):
-    "A line of Markdown as reStructuredText: `name` is a reference if there is such a name, all else is plain."
+    "A paragraph of Markdown as reStructuredText: `name` is a reference if there is such a name, all else is plain."
     text = re.sub(r"\[([^\]]*)\]\(([^)\s]*)\)", r"\1", text)
     parts = re.split("`([^`]*)`", text)
     plain = [re.sub(r"[*|]|_(?!\w)", r"\\\g<0>", x) for x in parts[::2]]

@@ -81,9 +81,9 @@ def spliced(fragment: Fragment) -> tuple[State, Tensor]:
     `M` is the greatest number of `final` rows in a column; shorter columns end with rows of zeros.
 
     Returns:
-        State: the rows of each column, in the order of time
-        Tensor: int64 [T, B]: the new row number of each step; row `row[t, b] + 1` holds the state
-            that step `(t, b)` led to
+        tuple: (states, row): the rows of each column, in the order of time; and int64 [T, B], the
+            new row number of each step: row `row[t, b] + 1` holds the state that step `(t, b)` led
+            to
     """
     t, b = fragment.final.t, fragment.final.b
     device = fragment.valid.device
