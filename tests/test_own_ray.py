@@ -172,6 +172,7 @@ with ParallelEvaluation(lambda: Tells(), Shaky(), 10 ** 6, ray={{}}) as evaluati
 """)
     with process:
         pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert pids, process.stderr.read()  # it has ended
         assert len(pids) > 5 and all(map(runs, pids))
         process.send_signal(sign)
         process.communicate(timeout=60)
