@@ -70,12 +70,18 @@ def sync(path: str | Path) -> None:
 
 
 def make_folder(path: str | Path) -> None:
-    "Make a folder, and those that it is in, unless it is there. Raises `DataError` for the path of a file."
+    """Make a folder, and those that it is in, unless it is there.
+
+    Raises `DataError` if the path, or a part of it, is a file.
+    """
+    path = Path(path)
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        is_file = (x for x in (path, *path.absolute().parents) if x.exists() and not x.is_dir())
         raise DataError(
-            f"{path}: this is a file", expected="a folder, or a path where nothing is"
+            f"{next(is_file, path)}: this is a file",
+            expected="a folder, or a path where nothing is",
         ) from None
 
 
