@@ -17,7 +17,7 @@ import torch
 from traces import COSTS, Clock, trained
 
 from rollpipe.agents import PPO
-from rollpipe.traces import crash as flight
+from rollpipe.traces import observers as flight
 
 AT = 317
 improve = PPO.improve

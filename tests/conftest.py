@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollpipe.traces.description import version_of_package
+from rollpipe.traces.fingerprint import version_of_package
 
 torch.set_num_threads(1)
 signal.signal(

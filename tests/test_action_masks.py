@@ -12,8 +12,6 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same
-from rollpipe.agents.offline import BC
-from rollpipe.testing.tasks import Gates
 
 from rollpipe.agents import (
     A2C,
@@ -27,6 +25,7 @@ from rollpipe.agents import (
     VTrace,
     evaluate,
 )
+from rollpipe.agents.offline import BC
 from rollpipe.agents.parallel_evaluation import ParallelEvaluation
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.agents.td import td
@@ -40,8 +39,7 @@ from rollpipe.layers import (
     RecurrentPolicy,
     RecurrentQPolicy,
 )
-from rollpipe.layers.distributions import Categorical
-from rollpipe.layers.heads import MultiCategorical
+from rollpipe.layers.heads import Categorical, MultiCategorical
 from rollpipe.pipes import (
     DataError,
     DataLoader2,
@@ -62,6 +60,7 @@ from rollpipe.pipes.data.action_masks import ActionMask, WithActionMask, mask_si
 from rollpipe.runs.export import FORMATS, PolicyFunction, export_policy
 from rollpipe.settings.config import build, make_config
 from rollpipe.testing import check_actor, check_env
+from rollpipe.testing.tasks import Gates
 
 fast = settings(deadline=None, max_examples=30)
 KEYED = dict(action_mask="action_mask")

@@ -6,12 +6,12 @@ import itertools
 import pytest
 import torch
 from random_fragments import Shared
-from rollpipe.agents.offline import BC
-from rollpipe.agents.policy_gradient import A2C, PPO, REINFORCE, VTrace
 from torch import nn
 
 from rollpipe.agents.metrics import METRICS, check_metrics
 from rollpipe.agents.natural_gradient import NPG, TRPO
+from rollpipe.agents.offline import BC
+from rollpipe.agents.policy_gradient import A2C, PPO, REINFORCE, VTrace
 from rollpipe.layers import Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.policies import SharedPolicy
 from rollpipe.pipes import nested, on_policy, rollouts

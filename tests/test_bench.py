@@ -17,7 +17,6 @@ import torch
 from command_line import alive, process, rollpipe, run_command, wait_for
 from gymnasium.wrappers import TimeLimit
 
-from rollpipe.settings.resolved import Resolved
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import DataError
@@ -30,6 +29,7 @@ from rollpipe.runs.logs import read_evaluations, read_metrics, read_records, wri
 from rollpipe.runs.training import train
 from rollpipe.settings.algorithms import ALGORITHMS
 from rollpipe.settings.config import make_config
+from rollpipe.settings.files import Resolved
 
 pytestmark = pytest.mark.usefixtures("packages")
 OPTIONS = dict(n_envs=2, n_steps=32, hidden=(8,), critic_hidden=(8,))

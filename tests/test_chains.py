@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollpipe.agents.policy_gradient import PPO
 
+from rollpipe.agents.policy_gradient import PPO
 from rollpipe.agents.tabular import QLearning, TabularQ
 from rollpipe.layers import Actor, Critic, GaussianPolicy
 from rollpipe.pipes import (

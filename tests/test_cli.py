@@ -22,7 +22,6 @@ from command_line import SMALL, lines, process, python, rollpipe, run_command, w
 from forked import Forked
 from recordings import recorded
 
-from rollpipe.traces.history import config_at
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli.main import build_parser, main
@@ -40,6 +39,7 @@ from rollpipe.runs.training import train
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import build, make_config
 from rollpipe.settings.options import parse_env_kwargs, parse_value
+from rollpipe.traces.history import config_at
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import tracemalloc
 from functools import partial
 from itertools import islice
@@ -29,8 +30,7 @@ from rollpipe.pipes.data.fragment import Fragment
 from rollpipe.pipes.data.fragment_ops import env_rewards
 from rollpipe.pipes.recording.replayer import records_of
 from rollpipe.pipes.recording.store import item_files
-from rollpipe.runs import contents
-from rollpipe.runs.contents import Contents
+from rollpipe.runs.pack import Contents, bars
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -221,7 +221,7 @@ def test_returns_that_differ_by_rounding_only_have_one_bar():
         (0.0, 1.0, 10),
         (1e9, 1e9 + 1, 10),
     ):
-        found = contents.bars(np.array([low, high, high]))
+        found = bars(np.array([low, high, high]))
         assert len(found) == n and sum(int(line.rsplit(" ", 1)[1]) for line in found) == 3
 
 
@@ -232,6 +232,6 @@ def test_ctrl_c_is_clean(tmp_path, monkeypatch, capsys):
         yield from islice(records_of(*args), 2)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(contents, "records_of", interrupted)
+    monkeypatch.setattr(sys.modules[Contents.__module__], "records_of", interrupted)
     assert rollpipe("data", tmp_path) == 130
     assert capsys.readouterr() == ("", "\ninterrupted\n")

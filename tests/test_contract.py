@@ -47,7 +47,7 @@ from rollpipe.pipes import (
     rollouts,
 )
 from rollpipe.pipes.graph.modules import bump_version
-from rollpipe.pipes.graph.states import restore_stream, stream_state
+from rollpipe.pipes.graph.pipe import restore_stream, stream_state
 from rollpipe.pipes.graph.torchdata import (
     DataLoader2,
     InProcessReadingService,

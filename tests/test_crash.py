@@ -23,8 +23,8 @@ from rollpipe.pipes.frames import Stacks
 from rollpipe.runs import replayed_run, resume, start, train
 from rollpipe.runs.moments import verify
 from rollpipe.settings.config import make_config
-from rollpipe.traces import crash as flight
-from rollpipe.traces.crash import CRASH, checksum, read_crash
+from rollpipe.traces import observers as flight
+from rollpipe.traces.observers import CRASH, checksum, read_crash
 
 POLE, PENDULUM = "CartPole-v1", "Pendulum-v1"
 SMALL = dict(n_steps=16, n_envs=2, hidden=(8,), engine="torch")

@@ -8,8 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import distributions as td
 
-from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
-from rollpipe.layers.heads import Bernoulli, Joint, MultiCategorical
+from rollpipe.layers.heads import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    GaussianParams,
+    Joint,
+    MultiCategorical,
+)
 from rollpipe.pipes import nested
 
 fast = settings(deadline=None, max_examples=25)

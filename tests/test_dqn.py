@@ -11,8 +11,8 @@ from toys import Stepped
 
 from rollpipe.agents import evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
-from rollpipe.agents.off_policy.q_learner import DQN
 from rollpipe.agents.metrics import check_metrics
+from rollpipe.agents.off_policy.q_learner import DQN
 from rollpipe.agents.off_policy.replay_learner import update_target
 from rollpipe.agents.shared_options import Schedule
 from rollpipe.agents.tabular import QLearning, TabularQ, move_towards, q_targets

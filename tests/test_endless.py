@@ -120,7 +120,7 @@ def test_films_of_an_endless_environment_end(tmp_path, monkeypatch, caplog):
     from PIL import Image
 
     monkeypatch.setattr(
-        "rollpipe.runs.films.importlib.util.find_spec", lambda name: None
+        "rollpipe.runs.evaluations.importlib.util.find_spec", lambda name: None
     )  # .gif, which needs no extra
     run = tmp_path / "run"
     assert train(run, "--video-every", 2) == 0

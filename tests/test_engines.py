@@ -31,10 +31,10 @@ from rollpipe.layers import (
     RecurrentPolicy,
     RecurrentQPolicy,
 )
-from rollpipe.layers.distributions import Categorical
+from rollpipe.layers.heads import Categorical
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested, rollouts
 from rollpipe.pipes.data.errors import ActorError, DataError
-from rollpipe.pipes.engines import choice, compiled
+from rollpipe.pipes.engines import checked_actor, compiled
 from rollpipe.pipes.engines.checked_actor import CheckedActor
 from rollpipe.pipes.engines.interaction import Interaction
 from rollpipe.pipes.engines.onnx_graph import to_onnx
@@ -51,7 +51,7 @@ pytest.importorskip("onnx")
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(choice, "_said", set())
+    monkeypatch.setattr(checked_actor, "_said", set())
 
 
 STATE = Box(-3, 3, (4,))
@@ -871,7 +871,7 @@ def test_an_engine_that_is_unknown_or_not_installed(monkeypatch, caplog):
         match=r"EnvStepper, leaf engine: unknown engine. Expected 'torch' or 'onnxruntime' or 'auto', got 'jit'",
     ):
         rollouts("CartPole-v1", actor, engine="jit")
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checked_actor.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ImportError, match=r"needs onnxruntime and onnx: pip install 'rollpipe\[fast\]'"
     ):

@@ -10,11 +10,11 @@ from toys import Counting
 from rollpipe.pipes import context, nested
 from rollpipe.pipes.data.errors import DataError, EnvError
 from rollpipe.pipes.data.fragment import State
-from rollpipe.pipes.envs.autoreset import final_observations
 from rollpipe.pipes.envs.batch import FiniteCheck, last_obs
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.envs.single import EnvBatch, _put_all, count_steps, scalar_rewards
+from rollpipe.pipes.envs.vector import final_observations
 
 fast = settings(deadline=None, max_examples=60)
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True)

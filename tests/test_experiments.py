@@ -12,9 +12,9 @@ import pytest
 import torch
 from command_line import alive, lines, process, rollpipe, wait_for
 
-from rollpipe.traces.history import config_at
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_metrics
+from rollpipe.traces.history import config_at
 
 pytestmark = pytest.mark.usefixtures("packages")
 SMALL = "--n-envs 4 --n-steps 32 --hidden 8 --critic-hidden 8 --no-tensorboard".split()

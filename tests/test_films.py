@@ -47,7 +47,7 @@ class Pictures(CartPoleEnv):
 def pictures(monkeypatch):
     gym.register("Pictures-v0", Pictures, max_episode_steps=12)
     monkeypatch.setattr(
-        "rollpipe.runs.films.importlib.util.find_spec", lambda name: None
+        "rollpipe.runs.evaluations.importlib.util.find_spec", lambda name: None
     )  # .gif, which needs no extra
     yield
     del gym.registry["Pictures-v0"]

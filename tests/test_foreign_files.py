@@ -30,9 +30,9 @@ from rollpipe.pipes.recording import from_minari, to_minari
 from rollpipe.pipes.recording.store import ItemFile, item_files, records_in
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_evaluations, read_records, records_of
-from rollpipe.traces.history import History, read_request
 from rollpipe.settings.files import read_table
 from rollpipe.traces.differences import read_fingerprints
+from rollpipe.traces.history import History, read_request
 from rollpipe.traces.journal import read_journal
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")

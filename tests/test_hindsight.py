@@ -12,7 +12,6 @@ from gymnasium.spaces import Box, Dict, Discrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
-from rollpipe.testing.tasks import BitFlip, PointReach
 from test_replay import Drawn
 
 from rollpipe.agents import DQN, evaluate
@@ -37,6 +36,7 @@ from rollpipe.pipes.graph.pipe import Source
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.replay.hindsight import Hindsight, steps_ahead
 from rollpipe.testing import check_env, check_pipe
+from rollpipe.testing.tasks import BitFlip, PointReach
 
 
 class Coarse(PointReach):

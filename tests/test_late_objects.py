@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe import PPO, Critic, MLPPolicy, on_policy
+from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import resumed, saved
 from rollpipe.runs.folder import load_run, resume, start

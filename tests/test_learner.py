@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollpipe.agents.policy_gradient import A2C, PPO, REINFORCE, VTrace
 from torch import nn
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
@@ -22,11 +21,12 @@ from rollpipe.agents.natural_gradient import NPG, TRPO, policy_rows
 from rollpipe.agents.off_policy.action_learner import SAC, TD3
 from rollpipe.agents.off_policy.crossq import CrossQ
 from rollpipe.agents.off_policy.q_learner import DQN, QRDQN
+from rollpipe.agents.policy_gradient import A2C, PPO, REINFORCE, VTrace
 from rollpipe.agents.shared_options import check_range
 from rollpipe.agents.tabular import QLearning
 from rollpipe.agents.unroll import lag_of, replay_policy
 from rollpipe.layers import ActionCritic, Critic, MLPPolicy, QPolicy, SquashedPolicy
-from rollpipe.layers.distributions import Gaussian
+from rollpipe.layers.heads import Gaussian
 from rollpipe.layers.recurrent import MemoryCritic, RecurrentPolicy
 from rollpipe.pipes import on_policy, replayed
 from rollpipe.pipes.data.errors import ActorError, DataError, check_integer

@@ -6,7 +6,6 @@ from functools import cache
 import gymnasium as gym
 import pytest
 from reference import assert_same, snapshot
-from rollpipe.agents.intrinsic import Distillation
 
 import rollpipe.testing  # noqa: F401  registers environments with goals
 from rollpipe.agents import (
@@ -25,6 +24,7 @@ from rollpipe.agents import (
     VTrace,
 )
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
+from rollpipe.agents.intrinsic import Distillation
 from rollpipe.agents.off_policy.crossq import CrossQ, RenormCritic, RenormPolicy
 from rollpipe.agents.tabular import TabularQ
 from rollpipe.layers import (
@@ -50,7 +50,7 @@ from rollpipe.pipes import (
 from rollpipe.pipes.data.chunks import ChunkFolder
 from rollpipe.pipes.envs.keeping import keeper_for
 from rollpipe.pipes.graph.edits import find
-from rollpipe.pipes.graph.states import restore_stream, stream_state, unknown_states
+from rollpipe.pipes.graph.pipe import restore_stream, stream_state, unknown_states
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.runs.states import load_states, states_of
 

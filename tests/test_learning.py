@@ -9,8 +9,8 @@ import pytest
 from toys import Recall
 
 from rollpipe.agents.evaluate import evaluate
-from rollpipe.agents.policy_gradient import PPO
 from rollpipe.agents.natural_gradient import TRPO
+from rollpipe.agents.policy_gradient import PPO
 from rollpipe.layers import Critic, MLPPolicy, RecurrentPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.runs.folder import start

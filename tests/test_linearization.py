@@ -20,8 +20,7 @@ from rollpipe.agents.linearization import (
     unflatten,
 )
 from rollpipe.layers import MLPPolicy
-from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
-from rollpipe.layers.heads import Joint
+from rollpipe.layers.heads import Categorical, Gaussian, GaussianParams, Joint
 from rollpipe.pipes import nested
 
 few = settings(deadline=None, max_examples=25)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from reference import snapshot
-from rollpipe.agents.intrinsic import RND, Distillation
 
 from rollpipe.agents import DQN, PPO, checkpoint
 from rollpipe.agents.checkpoint import save_checkpoint
+from rollpipe.agents.intrinsic import RND, Distillation
 from rollpipe.layers import Critic, MLPPolicy, QPolicy
 from rollpipe.pipes import (
     CheckpointError,

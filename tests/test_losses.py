@@ -21,10 +21,10 @@ from random_fragments import (
     random_fragment,
     shaken,
 )
-from rollpipe.agents.policy_gradient import VTrace
 from toys import Lively
 
 from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic, with_old_values
+from rollpipe.agents.policy_gradient import VTrace
 from rollpipe.agents.unroll import (
     answers_reached,
     approx_kl,

@@ -35,7 +35,7 @@ from rollpipe.pipes import (
 from rollpipe.pipes.data.errors import CheckpointError, DataError, SpaceError
 from rollpipe.pipes.data.fragment import Fragment
 from rollpipe.pipes.data.fragment_ops import join
-from rollpipe.pipes.graph.states import restore_stream, stream_state
+from rollpipe.pipes.graph.pipe import restore_stream, stream_state
 from rollpipe.pipes.recording import from_minari, to_minari, whole_episodes
 from rollpipe.pipes.recording.minari_source import dealt
 

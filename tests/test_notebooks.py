@@ -1,13 +1,12 @@
 "The runner of notebooks tells each that does not pass, whatever it does, and ends what it has started."
 
-import pytest
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from worker_cases import gone
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ from torch import nn
 from rollpipe.agents import evaluate
 from rollpipe.agents.natural_gradient import NPG, TRPO
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.layers.distributions import Gaussian, GaussianParams
+from rollpipe.layers.heads import Gaussian, GaussianParams
 from rollpipe.layers.policies import Policy
 from rollpipe.layers.recurrent import RecurrentPolicy
 from rollpipe.pipes import on_policy

@@ -10,7 +10,6 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollpipe.agents.offline import IQL, state_value_loss
 from torch import nn
 from toys import Stepped
 
@@ -25,12 +24,13 @@ from rollpipe.agents.off_policy.action_losses import (
     soft_target,
 )
 from rollpipe.agents.off_policy.crossq import CrossQ, RenormCritic, RenormPolicy
+from rollpipe.agents.offline import IQL, state_value_loss
 from rollpipe.agents.td import td_targets
 from rollpipe.cli.main import main
 from rollpipe.layers import ActionCritic, DeterministicPolicy, MLPPolicy, SquashedPolicy
-from rollpipe.layers.bounded_policies import SquashedGaussian, UnitBox
 from rollpipe.layers.critic import StackedMLP
-from rollpipe.layers.distributions import GaussianParams
+from rollpipe.layers.heads import GaussianParams
+from rollpipe.layers.policies import SquashedGaussian, UnitBox
 from rollpipe.pipes import DataError, Fragment
 from rollpipe.pipes.data.errors import SpaceError
 from rollpipe.pipes.recipes import replayed, rollouts

@@ -14,12 +14,12 @@ from command_line import rollpipe
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from recordings import recorded
 from reference import assert_same, snapshot
-from rollpipe.agents.offline import BC, IQL, TD3BC, cloning_loss, expectile_penalty
 from test_off_policy import SPACES, random_fragment, successor
 
 from rollpipe.agents import PPO, evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
+from rollpipe.agents.offline import BC, IQL, TD3BC, cloning_loss, expectile_penalty
 from rollpipe.layers import ActionCritic, Critic, DeterministicPolicy, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.critic import QVCritic
 from rollpipe.pipes import (
@@ -37,7 +37,7 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.data.errors import CheckpointError
 from rollpipe.pipes.data.fragment_ops import transitions
-from rollpipe.pipes.graph.states import restore_stream, stream_state
+from rollpipe.pipes.graph.pipe import restore_stream, stream_state
 from rollpipe.pipes.invariants import check_alignment
 from rollpipe.pipes.recording.data_sampler import DataSampler, from_data, return_scale
 from rollpipe.pipes.recording.replayer import Replayer

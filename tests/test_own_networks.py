@@ -6,11 +6,11 @@ from itertools import islice
 
 import pytest
 import torch
-from rollpipe.agents.offline import BC, TD3BC
 from torch import nn
 
 from rollpipe.agents import A2C, DQN, NPG, PPO, REINFORCE, SAC, TRPO
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
+from rollpipe.agents.offline import BC, TD3BC
 from rollpipe.layers import (
     ActionCritic,
     Critic,

@@ -17,7 +17,7 @@ from rollpipe.runs.folder import load_run
 from rollpipe.runs.moments import verify
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import build, make_config
-from rollpipe.tuning.spaces import Choice, space_for
+from rollpipe.tuning.study import Choice, space_for
 
 RECALL = "rollpipe.testing:Recall-v0"
 SMALL = dict(n_envs=4, n_steps=24, hidden=(8,), state_size=6)

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.results.bench import BENCH
-from rollpipe.results.collect import differing_options, read_results
-from rollpipe.results.curves import curve_of, draw_curves, draw_profiles, profile_of
-from rollpipe.results.page import certificate, page
-from rollpipe.results.report import write_report
-from rollpipe.results.statistics import (
+from rollpipe.results.collect import (
+    differing_options,
     improvement,
     improvement_interval,
     interval,
     iqm,
+    read_results,
     resampled,
     steps_to,
 )
+from rollpipe.results.curves import curve_of, draw_curves, draw_profiles, profile_of
+from rollpipe.results.report import certificate, page, write_report
 from rollpipe.results.tables import (
     csv_text,
     curves_text,
@@ -873,8 +873,8 @@ def charts_once(monkeypatch):
         return found[key] or ""
 
     for name in ("draw_curves", "certificate"):
-        monkeypatch.setattr(f"rollpipe.results.page.{name}", lambda results: results)
-    monkeypatch.setattr("rollpipe.results.page.svg", drawn)
+        monkeypatch.setattr(f"rollpipe.results.report.{name}", lambda results: results)
+    monkeypatch.setattr("rollpipe.results.report.svg", drawn)
 
 
 @pytest.mark.slow

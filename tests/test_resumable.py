@@ -19,11 +19,11 @@ from gymnasium.spaces import Box, Discrete
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import assert_same, snapshot
-from rollpipe.agents.intrinsic import RND, Distillation
 from tensor_worlds import CartPole, Pendulum
 from toys import Counting, Lively, Memory, Plain, Shaky
 from worker_cases import SPACES, WORLDS, Images, _above, _recipe, change
 
+from rollpipe.agents.intrinsic import RND, Distillation
 from rollpipe.layers import CategoricalPolicy, Critic, GaussianPolicy, RecurrentPolicy
 from rollpipe.pipes import (
     CheckInvariants,
@@ -52,7 +52,7 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.pipes.envs.sources import Acting
-from rollpipe.pipes.graph.states import restore_stream, stream_state, unknown_states
+from rollpipe.pipes.graph.pipe import restore_stream, stream_state, unknown_states
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 from rollpipe.pipes.lanes import learning_pipes
 from rollpipe.pipes.resumable import keep_as, keep_environments

@@ -9,10 +9,10 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from hypothesis import given
 from hypothesis import strategies as st
-from rollpipe.agents.intrinsic import Distillation, Novelty
 from torch import nn
 
 from rollpipe.agents.gradient_learner import ActorCriticLearner
+from rollpipe.agents.intrinsic import Distillation, Novelty
 from rollpipe.agents.learner import Learner
 from rollpipe.agents.off_policy.q_learner import DQN
 from rollpipe.agents.shared_options import (
@@ -25,7 +25,7 @@ from rollpipe.agents.shared_options import (
     meanings,
 )
 from rollpipe.agents.tabular import QLearning
-from rollpipe.layers.bounded_policies import UnitBox
+from rollpipe.layers.policies import UnitBox
 from rollpipe.layers.q_networks import QPolicy
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError

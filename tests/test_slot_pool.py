@@ -20,7 +20,7 @@ from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.pipes.graph.torchdata import IterDataPipe
 from rollpipe.pipes.workers.channel import WeightPublisher
 from rollpipe.pipes.workers.codec import SMALL
-from rollpipe.pipes.workers.loop import Reply
+from rollpipe.pipes.workers.entry import Reply
 from rollpipe.pipes.workers.slots import Layout, SlotPool, SlotWriter, format_of
 
 BIG = (2, 3, SMALL // 4), torch.uint8  # more than SMALL bytes, [T, B, ...]

@@ -26,7 +26,7 @@ from rollpipe.runs.logs import read_evaluations, read_metrics
 from rollpipe.settings.config import make_config
 from rollpipe.testing import check_env
 from rollpipe.testing.env_rules import ENV_CLOSE, ENV_UNDISTURBED
-from rollpipe.tuning.trials import learning_curve
+from rollpipe.tuning.study import learning_curve
 
 RUN = [*"--n-envs 1 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()]
 

@@ -41,9 +41,8 @@ from rollpipe.runs.training import Wish, train
 from rollpipe.settings.config import make_config
 from rollpipe.traces import fingerprint as module
 from rollpipe.traces import journal as journals
-from rollpipe.traces.description import Description
 from rollpipe.traces.differences import FINGERPRINTS, JOURNAL, diff, parting, read_fingerprints
-from rollpipe.traces.fingerprint import Fingerprint, fingerprint
+from rollpipe.traces.fingerprint import Description, Fingerprint, fingerprint
 from rollpipe.traces.journal import Journal, cut, read_journal
 
 # -- planted changes ---------------------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from torch import nn
 from rollpipe.agents.losses import with_standardized_adv
 from rollpipe.agents.natural_gradient import TRPO, policy_rows, subsample
 from rollpipe.layers import Critic, MLPPolicy
-from rollpipe.layers.distributions import Categorical, Gaussian, GaussianParams
-from rollpipe.layers.heads import Joint
+from rollpipe.layers.heads import Categorical, Gaussian, GaussianParams, Joint
 from rollpipe.layers.policies import Policy
 from rollpipe.pipes import nested, on_policy
 from rollpipe.pipes.data.errors import ActorError, DataError

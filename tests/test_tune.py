@@ -12,8 +12,7 @@ from rollpipe.settings import files
 from rollpipe.settings.config import device_of
 from rollpipe.settings.files import read_table
 from rollpipe.tuning import tune
-from rollpipe.tuning.spaces import Choice
-from rollpipe.tuning.study import best_of, connections, finished, open_study, try_one
+from rollpipe.tuning.study import Choice, best_of, connections, finished, open_study, try_one
 
 SMALL = [
     "--steps",
@@ -365,7 +364,7 @@ def test_an_option_that_is_not_read_is_not_searched(words, is_searched):
 
 
 def test_the_seed_decides_what_is_tried(here):
-    from rollpipe.tuning.spaces import Range
+    from rollpipe.tuning.study import Range
 
     def tried(name, seed):
         (here / name).mkdir()

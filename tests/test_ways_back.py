@@ -1,7 +1,7 @@
 "Ways back into a run: with pipes of one's own, from its start in another process, beside a training, and a resume that fails."
 
-import multiprocessing
 import math
+import multiprocessing
 import os
 import random
 import shutil
@@ -19,7 +19,6 @@ from recordings import recorded
 from test_crash import SMALL, config_of, content
 from test_fork import check_same, gone_on, trained
 
-from rollpipe.traces.history import config_at
 from rollpipe.pipes import FragmentCollector, Lanes, Pipe, Recorder, RewardScaler
 from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError, PipeError
@@ -29,6 +28,7 @@ from rollpipe.runs.moments import verify
 from rollpipe.runs.states import edited
 from rollpipe.settings.config import make_config
 from rollpipe.traces.differences import JOURNAL, diff
+from rollpipe.traces.history import config_at
 from rollpipe.traces.journal import read_journal
 
 

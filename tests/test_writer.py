@@ -16,9 +16,8 @@ from rollpipe.pipes import EpisodeStats, FragmentCollector, Lanes, Tap, insert_a
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.taps import Meter
 from rollpipe.runs.folder import load_run, resume, start
-from rollpipe.runs.logs import MetricWriter, read_metrics, read_records
+from rollpipe.runs.logs import MetricWriter, WandB, read_metrics, read_records, wandb_run
 from rollpipe.runs.plots import learning_curve
-from rollpipe.runs.sinks import WandB, wandb_run
 from rollpipe.runs.training import train
 from rollpipe.settings.config import make_config
 

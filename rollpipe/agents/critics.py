@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import rollpipe.ranks as ranks
 from ..pipes.data import nested
 from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment
-import rollpipe.ranks as ranks
 
 # %% auto #0
 __all__ = ['explained_variance', 'valid_rows', 'parameters_of', 'fit_critic', 'critic_inputs', 'check_apart', 'observations']

@@ -22,7 +22,6 @@ import torch
 from ..layers.actor import Actor
 from ..pipes.data import nested
 from ..pipes.data.action_masks import ActionMask
-from ..pipes.episodes import Trace, TraceRows
 from ..pipes.data.errors import DataError, EnvError, check_integer, describe
 from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.envs.factories import EnvFactory, close_env, is_vector, spaces_of
@@ -30,9 +29,10 @@ from ..pipes.envs.keeping import why_alone
 from ..pipes.envs.single import is_end
 from ..pipes.envs.sources import env_sources, instances_in
 from ..pipes.envs.watching import FilmRecorder, Window, check_film
+from ..pipes.episodes import Trace, TraceRows
+from ..pipes.graph.modules import EvalMode
 from ..pipes.stepper import EnvStepper
 from ..pipes.taps import EpisodeSums
-from ..pipes.graph.modules import EvalMode
 
 _log = logging.getLogger("rollpipe")
 

@@ -17,12 +17,12 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+import rollpipe.ranks as ranks
 from .learner import Learner
 from .metrics import mean_metrics
 from .shared_options import ByAdam, EntropyBonus, not_offered, number
-from ..pipes.data.fragment import Fragment
 from ..pipes.data.errors import DataError, describe
-import rollpipe.ranks as ranks
+from ..pipes.data.fragment import Fragment
 from ..pipes.graph.modules import bump_version
 
 # %% ../../nbs/agents/08_gradient_learner.ipynb #99fb1b82

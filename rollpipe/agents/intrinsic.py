@@ -14,24 +14,23 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from torch import nn, Tensor
+from torch import Tensor, nn
 
 from .critics import valid_rows
 from .learner import LARGEST
-from ..layers.mlp import MLP
+from ..layers.mlp import MLP, RunningNorm
 from ..layers.observer import ForSpaces, Torso
-from ..layers.running_norm import RunningNorm
 from ..pipes.data import nested
 from rollpipe.pipes.data.errors import (
+    DataError,
+    GraphError,
+    PipeError,
     check_fraction,
     check_integer,
-    DataError,
     describe,
-    GraphError,
     located,
-    PipeError,
 )
-from ..pipes.data.fragment import check_item, Fragment
+from ..pipes.data.fragment import Fragment, check_item
 from rollpipe.pipes.data.fragment_ops import (
     final_numbers,
     observations_reached,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+import rollpipe.ranks as ranks
 from rollpipe.agents.critics import (
     critic_inputs,
     explained_variance,
@@ -23,14 +24,13 @@ from rollpipe.agents.critics import (
     observations,
     parameters_of,
 )
-from .unroll import check_logp, lag_of, lane_restarts
 from .shared_options import Changing, Schedule, integer, number
-from ..pipes.data import nested
-from ..pipes.data.fragment import Fragment, check_item
-from ..pipes.data.errors import ActorError, DataError, describe
-import rollpipe.ranks as ranks
+from .unroll import check_logp, lag_of, lane_restarts
+from ..layers.mlp import PolicyAverage
 from ..layers.policies import SharedPolicy
-from ..layers.running_norm import PolicyAverage
+from ..pipes.data import nested
+from ..pipes.data.errors import ActorError, DataError, describe
+from ..pipes.data.fragment import Fragment, check_item
 from ..pipes.graph.modules import bump_version, few_threads, version_of
 from ..pipes.workers.entry import keep_freed_memory
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 import rollpipe.ranks as ranks
-from ..pipes.data.fragment import Fragment
 from ..pipes.data.errors import DataError, similar
+from ..pipes.data.fragment import Fragment
 from ..pipes.taps import EpisodeAccount
 
 # %% ../../nbs/agents/00_metrics.ipynb #4c9e415f

@@ -18,25 +18,25 @@ from .critics import check_apart
 from .gradient_learner import Adam
 from .learner import Learner
 from rollpipe.agents.linearization import (
+    Linearization,
     assign,
     fisher_product,
     flatten,
     in_row_blocks,
-    Linearization,
     score_layers,
     score_preconditioner,
 )
 from .losses import with_standardized_adv
-from .unroll import check_memory_known
-from .shared_options import integer, number, ScaledAdvantages, setting
+from .shared_options import ScaledAdvantages, integer, number, setting
 from rollpipe.agents.trust_region import (
-    backtrack_line_search,
     CGResult,
+    backtrack_line_search,
     conjugate_gradients,
     step_size,
 )
+from .unroll import check_memory_known
 from ..pipes.data import nested
-from ..pipes.data.errors import check_integer, DataError
+from ..pipes.data.errors import DataError, check_integer
 from ..pipes.data.fragment import Fragment, State
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #7c785a29

@@ -20,9 +20,9 @@ from rollpipe.agents.off_policy.action_losses import (
     reached,
     taken,
 )
-from .unroll import replay_recorded
-from .shared_options import not_offered, number, Schedule
+from .shared_options import Schedule, not_offered, number
 from .td import td_targets
+from .unroll import replay_recorded
 from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment
 

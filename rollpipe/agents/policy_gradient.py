@@ -25,12 +25,12 @@ from rollpipe.agents.losses import (
 )
 from .metrics import mean_metrics
 from rollpipe.agents.shared_options import (
-    check_range,
     Discounted,
     EntropyBonus,
+    ScaledAdvantages,
+    check_range,
     integer,
     number,
-    ScaledAdvantages,
     setting,
 )
 from ..pipes.advantage import values

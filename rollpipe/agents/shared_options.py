@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from math import cos, inf, isfinite, pi
 from sys import float_info
-from typing import Any, Literal, NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from ..layers.observer import split_args
-from ..pipes.data.errors import check_integer, DataError, is_between
+from ..pipes.data.errors import DataError, check_integer, is_between
 
 # %% ../../nbs/agents/06_shared_options.ipynb #6a72ed5a
 if TYPE_CHECKING:

@@ -1,16 +1,20 @@
 """Networks and actors: the contract, layers, distributions, heads, encoders, policies and critics."""
 
 from .actor import Actor
-from .bounded_policies import DeterministicPolicy, SquashedPolicy
 from .critic import ActionCritic, Critic
-from .distributions import Categorical, Gaussian
 from .encoders import ConvTrunk, encoder_for
-from .heads import head_for
-from .mlp import MLP
-from .policies import CategoricalPolicy, GaussianPolicy, MLPPolicy, Policy
+from .heads import Categorical, Gaussian, head_for
+from .mlp import MLP, RunningNorm
+from .policies import (
+    CategoricalPolicy,
+    DeterministicPolicy,
+    GaussianPolicy,
+    MLPPolicy,
+    Policy,
+    SquashedPolicy,
+)
 from .q_networks import QPolicy, QuantilePolicy, RecurrentQPolicy
 from .recurrent import GRU, LSTM, MemoryCritic, RecurrentPolicy
-from .running_norm import RunningNorm
 
 __all__ = [
     "ActionCritic",

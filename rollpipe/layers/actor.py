@@ -16,9 +16,15 @@ from ..pipes.data import nested
 from ..pipes.data.action_masks import ActionMask, no_action
 from ..pipes.data.errors import ActorError, DataError, describe
 from ..pipes.data.nested import without_past
-from ..pipes.envs.actions import action_batch, action_rows, as_like, in_containers
+from rollpipe.pipes.envs.actions import (
+    FiniteCheck,
+    RangeCheck,
+    action_batch,
+    action_rows,
+    as_like,
+    in_containers,
+)
 from ..pipes.envs.batch import read_obs
-from ..pipes.envs.checks import FiniteCheck, RangeCheck
 from ..pipes.envs.factories import space_spec
 from ..pipes.graph.modules import EvalMode
 

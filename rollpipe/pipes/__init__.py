@@ -5,7 +5,7 @@ from .advantage import AdvantageBuffer
 from .batches import FragmentStacker, Minibatcher, ToDevice
 from .data.fragment import Fragment, State
 from .data.fragment_ops import with_rewards
-from .envs.with_image import WithImage
+from .envs.watching import WithImage
 from .episodes import EpisodeCollector
 from .data.errors import (
     ActorError,

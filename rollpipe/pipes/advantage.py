@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from .data import nested, returns
-from .data.fragment import Fragment, check_item
-from .data.fragment_ops import is_cut, unstacked
 from rollpipe.pipes.data.errors import (
     DataError,
     PipeError,
@@ -23,8 +21,10 @@ from rollpipe.pipes.data.errors import (
     describe_exception,
     located,
 )
-from .graph.pipe import Pipe
+from .data.fragment import Fragment, check_item
+from .data.fragment_ops import is_cut, unstacked
 from .graph.modules import EvalMode
+from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/15_advantage.ipynb #ecf504e5

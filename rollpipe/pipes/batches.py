@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from .data import nested
-from .data.fragment import Fragment, Tick, check_item
 from .data.errors import DataError, check_integer, located
+from .data.fragment import Fragment, Tick, check_item
 from .data.fragment_ops import columns, join, pieces, transitions
 from .fragments import Destination
 from .graph.edits import short_repr

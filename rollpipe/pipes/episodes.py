@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from .data import nested
-from .data.fragment import Final, Fragment, State, Tick, check_item
 from .data.errors import DataError, check_integer, located
+from .data.fragment import Final, Fragment, State, Tick, check_item
 from .data.fragment_ops import End, pad_episodes, same_keys
 from .data.restoring import may_be_new
 from .data.row_queue import RowQueue

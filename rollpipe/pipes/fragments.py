@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .data import nested
+from .data.errors import DataError, check_integer, located
 from rollpipe.pipes.data.fragment import (
     Collected,
     Final,
@@ -22,12 +23,10 @@ from rollpipe.pipes.data.fragment import (
     TickSource,
     check_item,
 )
-from .envs.rows import Rows
-from .data.errors import DataError, check_integer, located
 from .data.fragment_ops import End, stack_infos, stack_rows
+from .envs.rows import Rows
 from .graph.edits import find
-from .graph.mixins import trait
-from .graph.pipe import Pipe, Source
+from .graph.pipe import Pipe, Source, trait
 from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/13_fragments.ipynb #b8fa0e37

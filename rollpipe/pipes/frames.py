@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .data import nested
 from .data.captures import made_of
-from .data.fragment import Fragment, check_item
 from .data.errors import DataError, check_integer, describe, located
+from .data.fragment import Fragment, check_item
 from .data.fragment_ops import continues, strands
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe

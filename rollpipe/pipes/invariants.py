@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from .data import nested
 from .advantage import AdvantageBuffer, _evaluate
-from .data.fragment import Fragment, check_item
+from .data import nested
 from .data.errors import DataError, check_fraction, describe, located
+from .data.fragment import Fragment, check_item
 from .data.fragment_ops import is_cut, strands
-from .graph.edits import find
-from .graph.pipe import Pipe
 from .envs.sources import Acting
+from .graph.edits import find
 from .graph.modules import EvalMode, version_of
+from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/20_invariants.ipynb #1421570e

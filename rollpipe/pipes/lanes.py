@@ -27,14 +27,20 @@ from rollpipe.pipes.data.errors import (
 )
 from .data.random_states import GlobalRandomStates
 from .data.restoring import restore
+from .engines.reactions import Unchanging
+from .envs.sources import Acting
 from .fragments import Destination, is_placeable
 from .graph.edits import copy_graph, find, nodes
 from .graph.modules import modules_in, torch_threads
-from .graph.mixins import held_by
-from .graph.pipe import Pipe, Seeded, opened
-from .engines.reactions import Unchanging
-from .envs.sources import Acting
-from .graph.states import named_pipes, restore_stream, stream_state
+from rollpipe.pipes.graph.pipe import (
+    Pipe,
+    Seeded,
+    held_by,
+    named_pipes,
+    opened,
+    restore_stream,
+    stream_state,
+)
 from .graph.torchdata import IterDataPipe
 
 # %% ../../nbs/pipes/14_lanes.ipynb #ed6d8fd5

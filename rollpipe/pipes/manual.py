@@ -9,9 +9,9 @@ __all__ = ['prepare', 'Context', 'startup', 'collect', 'rollout', 'EnvContext', 
 from collections.abc import Iterator
 from typing import Any
 
+from .data.errors import DataError, describe
 from .data.fragment import Fragment, State
 from .envs.batch import Outcome
-from .data.errors import DataError, describe
 from .fragments import FragmentCollector
 from .stepper import EnvStepper
 

@@ -15,21 +15,21 @@ from typing import Annotated, Any
 import numpy as np
 from fastcore.meta import delegates
 
+from . import rewrites
 from .advantage import AdvantageBuffer
 from .batches import FragmentStacker
-from .engines.choice import check_engine
 from .data.errors import DataError, GraphError, describe, is_between
+from .engines.checked_actor import check_engine
 from .envs.goals import GoalRules
 from .fragments import FragmentCollector
-from . import rewrites
 from .graph.edits import find, nodes
+from .graph.torchdata import IterDataPipe
 from .lanes import Lanes
 from .replay.hindsight import Hindsight
 from .replay.pipe import Replay
 from .stepper import EnvStepper
 from .tensors.collector import TensorCollector
 from .tensors.tensor_env import is_tensor_source
-from .graph.torchdata import IterDataPipe
 from .transforms import RewardScaler
 
 # %% ../../nbs/pipes/27_recipes.ipynb #b6d2cc50

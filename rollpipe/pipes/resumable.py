@@ -15,13 +15,13 @@ import gymnasium as gym
 import numpy as np
 
 from .data.episode_seeds import EpisodeSeeds
-from .envs.checked_vector import first_reset
 from .envs.factories import EnvFactory, env_seeds, is_vector
 from .envs.keeping import keeper_for, why_alone
 from .envs.kept import Keeper
 from .envs.sources import Acting, Lender
+from .envs.vector import first_reset
 from .graph.edits import find
-from .graph.states import numbered
+from .graph.pipe import numbered
 from .graph.torchdata import IterDataPipe
 from .lanes import Lanes
 from .tensors.collector import TensorCollector

@@ -14,10 +14,9 @@ from .batches import FragmentStacker, SideBySide
 from .data.fragment import Fragment
 from .fragments import is_placeable
 from .graph.edits import find, inputs, nodes, replace, short_repr
-from .lanes import Lanes
-from .graph.mixins import trait
-from .graph.pipe import Pipe, close
+from .graph.pipe import Pipe, close, trait
 from .graph.torchdata import IterDataPipe
+from .lanes import Lanes
 
 # %% ../../nbs/pipes/25_rewrites.ipynb #80eb2e18
 def _passes_on(pipe) -> bool:

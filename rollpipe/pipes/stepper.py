@@ -17,16 +17,16 @@ import numpy as np
 from .data.errors import DataError, EnvError, GraphError, check_integer, located
 from .data.fragment import Tick
 from .data.random_states import GlobalRandomStates
-from .engines.choice import check_engine
+from .engines.checked_actor import check_engine
 from .engines.interaction import Interaction
 from .envs.batch import Batch
-from .graph.pipe import Seeded, Source
 from .envs.factories import VectorFactory
-from .envs.sources import Acting, Lender, env_sources, instances_in, no_copy, taken
 from .envs.last_steps import check_last_steps
+from .envs.sources import Acting, Lender, env_sources, instances_in, no_copy, taken
 from .envs.vector import VectorBatch, env_batch
 from .graph.edits import nodes
 from .graph.modules import checked_device, modules_in
+from .graph.pipe import Seeded, Source
 from .graph.torchdata import IterDataPipe, reads_ahead
 
 # %% ../../nbs/pipes/12_stepper.ipynb #c153fbb7

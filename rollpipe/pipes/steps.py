@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .data import nested
-from .envs.factories import space_spec, spaces_of
-from .data.fragment import Final, Fragment, State, check_item, with_field_docs
 from .data.errors import DataError, check_integer, describe
+from .data.fragment import Final, Fragment, State, check_item, with_field_docs
 from .data.fragment_ops import next_observations, unstacked
 from .data.restoring import may_be_new
+from .envs.factories import space_spec, spaces_of
 from .graph.pipe import Pipe
-from .taps import EpisodeSums
 from .graph.torchdata import IterDataPipe
+from .taps import EpisodeSums
 
 # %% ../../nbs/pipes/23_steps.ipynb #e97c94cb
 def _random_fields(rng, obs_space, act_space) -> dict:

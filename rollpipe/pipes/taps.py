@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .data.captures import has_own_state
-from .data.fragment import Fragment, Tick, check_item
 from .data.errors import DataError, check_integer, describe, located
+from .data.fragment import Fragment, Tick, check_item
 from .data.fragment_ops import continues, env_rewards, strands
 from .data.restoring import may_be_new
 from .graph.pipe import Pipe

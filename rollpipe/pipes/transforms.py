@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .data import nested
-from .data.fragment import Fragment, Tick, check_item
 from rollpipe.pipes.data.errors import (
     DataError,
     GraphError,
@@ -24,10 +23,11 @@ from rollpipe.pipes.data.errors import (
     is_between,
     located,
 )
+from .data.fragment import Fragment, Tick, check_item
 from .data.fragment_ops import continues, final_numbers, strands, with_rewards
+from .data.returns import running_returns
 from .graph.edits import find
 from .graph.pipe import Pipe
-from .data.returns import running_returns
 from .graph.torchdata import IterDataPipe
 
 # %% auto #0

@@ -11,7 +11,7 @@ __all__ = ['MAXIMA', 'SharedSums', 'shared_sums', 'active', 'rank', 'span', 'tot
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import reduce
 from multiprocessing.connection import Client, Connection, Listener
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..pipes.data import nested
-from ..pipes.data.errors import DataError, describe, PipeError, WorkerError
+from ..pipes.data.errors import DataError, PipeError, WorkerError, describe
 from ..pipes.data.fragment import Fragment
-from ..pipes.workers.codec import aligned, SharedMemory
+from ..pipes.workers.codec import SharedMemory, aligned
 from .launch import process_group
 
 # %% ../../nbs/ranks/01_collectives.ipynb #0348fb6b

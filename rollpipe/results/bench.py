@@ -12,22 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..pipes.data.files import make_folder, write_json
 from ..agents.shared_options import Every
+from ..pipes.data.errors import CheckpointError, DataError, describe_exception, located
+from ..pipes.data.files import make_folder, write_json
+from .experiments import check_counts, command_line, python_words, run_all
+from .spec import Spec, SpecRow, check_keys, published_of, read_spec
 from ..runs.autotune import command_for
 from ..runs.commands import find_run
-from ..settings.files import check_address, name_address
-from ..settings.config import build, make_config
-from ..settings.resolved import Resolved
-from ..runs.logs import is_complete, read_evaluations
-from .experiments import check_counts, command_line, python_words, run_all
-from ..runs.locks import files_of_run, locked
-from ..settings.options import parse_seeds, typed
-from ..pipes.data.errors import CheckpointError, DataError, describe_exception, located
-from ..runs.progress import format_number
-from ..settings.files import read_table
-from .spec import SpecRow, Spec, check_keys, published_of, read_spec
 from ..runs.folder import needed_modules
+from ..runs.locks import files_of_run, locked
+from ..runs.logs import is_complete, read_evaluations
+from ..runs.progress import format_number
+from ..settings.config import build, make_config
+from ..settings.files import Resolved, check_address, name_address, read_table
+from ..settings.options import parse_seeds, typed
 
 # %% auto #0
 __all__ = ['BENCH', 'BENCH_FORMAT', 'Job', 'jobs_of', 'progress_of', 'read_bench', 'bench_file', 'bench_command']

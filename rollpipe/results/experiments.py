@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..pipes.data.errors import DataError, WorkerError
+from ..pipes.workers.entry import guard, unguard
+from ..ranks import launched
 from rollpipe.runs.commands import (
     Interrupted,
     UsageError,
@@ -27,14 +30,11 @@ from rollpipe.runs.commands import (
     find_run,
     train_command,
 )
-from ..settings.config import build
-from ..runs.logs import read_metrics
-from ..settings.options import parse_seeds, typed
-from ..pipes.data.errors import DataError, WorkerError
-from ..pipes.workers.entry import guard, unguard
-from ..ranks import launched
 from ..runs.locks import files_of_run
+from ..runs.logs import read_metrics
 from ..runs.signals import uninterrupted
+from ..settings.config import build
+from ..settings.options import parse_seeds, typed
 
 # %% auto #0
 __all__ = ['without', 'python_words', 'command_line', 'RunProcess', 'Outcome', 'run_all', 'summary', 'experiment_command',

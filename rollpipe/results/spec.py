@@ -11,11 +11,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..pipes.data.errors import DataError, similar
 from ..settings.algorithms import ALGORITHMS, options_for
 from ..settings.config import RUN_OPTIONS, RunOptions
-from ..settings.options import parse_seeds
-from ..pipes.data.errors import DataError, similar
 from ..settings.files import checked, read_table
+from ..settings.options import parse_seeds
 
 # %% auto #0
 __all__ = ['SpecRow', 'Published', 'Spec', 'check_keys', 'published_of', 'read_spec']

@@ -14,17 +14,15 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
-from ..agents.offline import BC, IQL, TD3BC
-from ..agents.policy_gradient import A2C, PPO, REINFORCE, VTrace
-
 from ..agents.natural_gradient import NPG, TRPO
 from ..agents.off_policy.action_learner import DDPG, SAC, TD3
 from ..agents.off_policy.crossq import CrossQ, RenormCritic, RenormPolicy
 from ..agents.off_policy.q_learner import DQN, QRDQN
+from ..agents.offline import BC, IQL, TD3BC
+from ..agents.policy_gradient import A2C, PPO, REINFORCE, VTrace
 from ..agents.shared_options import Change
-from ..layers.bounded_policies import DeterministicPolicy, SquashedPolicy
 from ..layers.critic import ActionCritic, Critic, QVCritic
-from ..layers.policies import MLPPolicy, SharedPolicy
+from ..layers.policies import DeterministicPolicy, MLPPolicy, SharedPolicy, SquashedPolicy
 from ..layers.q_networks import QPolicy, QuantilePolicy, RecurrentQPolicy
 from ..layers.recurrent import MemoryCritic, RecurrentPolicy, RecurrentTorso
 from ..pipes.data.errors import DataError, describe, similar

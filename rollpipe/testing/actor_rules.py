@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from ..pipes.data import nested
-from ..pipes.data.fragment import State
-from ..pipes.envs.actions import action_rows, in_containers
 from ..pipes.data.errors import ActorError, describe
+from ..pipes.data.fragment import State
+from ..pipes.engines.reactions import compared_attributes
+from ..pipes.envs.actions import action_rows, in_containers
 from ..pipes.envs.factories import space_spec, spaces_of
 from ..pipes.graph.modules import EvalMode, comparable, modules_in
-from ..pipes.engines.reactions import compared_attributes
 from .contract import Report, same, sampled, snapshot
 
 # %% auto #0

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from ..pipes.data import nested
+from ..pipes.data.errors import PipeError
+from ..pipes.data.fragment import TickSource
 from ..pipes.envs.actions import in_containers
 from ..pipes.envs.factories import space_spec
-from ..pipes.data.fragment import TickSource
-from ..pipes.data.errors import PipeError
 
 # %% auto #0
 __all__ = ['Violation', 'ContractError', 'Report', 'sampled', 'same', 'snapshot']

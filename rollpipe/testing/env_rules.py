@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from ..pipes.data import nested
-from ..pipes.envs.actions import in_containers
 from ..pipes.data.errors import describe
+from ..pipes.envs.actions import in_containers
 from ..pipes.envs.factories import EnvFactory, is_vector, space_spec
 from ..pipes.envs.keeping import keeper_for, sampler
 from ..pipes.envs.last_steps import single_makers

@@ -17,11 +17,10 @@ import cloudpickle
 import torch
 
 from ..pipes.data import nested
-from ..pipes.data.fragment import Fragment
 from ..pipes.data.errors import DataError, describe
+from ..pipes.data.fragment import Fragment
 from ..pipes.graph.edits import copy_graph, find, inputs, insert_after
-from ..pipes.graph.pipe import Pipe
-from ..pipes.graph.states import unknown_states
+from ..pipes.graph.pipe import Pipe, unknown_states
 from ..pipes.graph.torchdata import IterDataPipe
 from .contract import Report, same, snapshot
 

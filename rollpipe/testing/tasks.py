@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 
-from ..pipes.data.errors import check_integer, DataError
+from ..pipes.data.errors import DataError, check_integer
 
 # %% auto #0
 __all__ = ['NarrowPath', 'Steering', 'Gates', 'Recall', 'BitFlip', 'PointReach']

@@ -14,8 +14,8 @@ import rollpipe.ranks as ranks
 from ..td import td_targets
 from ..unroll import fill_invalid, without_terminal_obs
 from ...pipes.data import nested
-from ...pipes.data.fragment import Fragment
 from ...pipes.data.errors import DataError, describe
+from ...pipes.data.fragment import Fragment
 from ...pipes.data.fragment_ops import observations_reached
 
 # %% auto #0

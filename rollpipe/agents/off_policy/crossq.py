@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn, Tensor
+from torch import Tensor, nn
 
 from .action_learner import SoftLearner
 from .action_losses import action_value_loss, taken
 from ..shared_options import integer, not_offered, number
 from ..td import td_targets
 from ...layers.critic import ActionCritic, StackedMLP
-from ...layers.bounded_policies import SquashedPolicy
-from ...layers.mlp import linear, MLP
+from ...layers.mlp import MLP, linear
 from ...layers.observer import takes
+from ...layers.policies import SquashedPolicy
 from ...pipes.data import nested
 from ...pipes.data.errors import DataError, describe
 from ...pipes.data.fragment import Fragment

@@ -16,9 +16,9 @@ import torch
 import rollpipe.ranks as ranks
 from ..learner import Learner
 from ..metrics import mean_metrics
-from ..shared_options import Discounted, integer, not_offered, number, Schedule
+from ..shared_options import Discounted, Schedule, integer, not_offered, number
 from ...pipes.data.errors import DataError
-from ...pipes.data.fragment import check_item, Fragment
+from ...pipes.data.fragment import Fragment, check_item
 from ...pipes.graph.modules import bump_version
 from ...pipes.replay.memory import ReplayMemory, Sample
 from ...pipes.replay.pipe import Replayed

@@ -24,8 +24,8 @@ from typing import Any
 from unittest.mock import patch
 
 from ..data.errors import WorkerError
+from ..workers.channel import log
 from ..workers.entry import guard, unguard
-from ..workers.remote_errors import log
 
 # %% ../../../nbs/pipes/32_cluster/00_door.ipynb #8d5022d5
 def import_ray() -> Any:

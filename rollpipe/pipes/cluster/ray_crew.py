@@ -19,13 +19,12 @@ from .remote import LaneServer, RemoteWorker, end_remote, packed_for
 from .room import ClusterPlace
 from ..data.errors import DataError, WorkerError
 from ..graph import torchdata
-from ..workers.channel import WeightPublisher
+from ..workers.channel import WeightPublisher, send_exception
 from ..workers.codec import ItemFormat
 from ..workers.coordinator import WorkerLanes, WorkerReading, check_option
 from ..workers.crew import Member, Members, check_picklable, pickled_for, planned_pool
-from ..workers.loop import STATE
+from ..workers.entry import STATE
 from ..workers.process import NOTHING
-from ..workers.remote_errors import send_exception
 from ..workers.schedule import Request
 from ..workers.slots import Layout, Slot, SlotPool
 

@@ -23,16 +23,15 @@ import cloudpickle
 
 from ..data.errors import WorkerError
 from ..graph.modules import torch_threads
-from ..workers.entry import Terminated
-from ..workers.loop import LaneRunner, Reply, STATE
-from ..workers.process import NOTHING, STARTING, WorkerDied, WorkerNotStarted
-from rollpipe.pipes.workers.remote_errors import (
+from rollpipe.pipes.workers.channel import (
+    TracebackFile,
     log,
     log_warning,
     send_exception,
-    TracebackFile,
     unpack_exception,
 )
+from ..workers.entry import STATE, LaneRunner, Reply, Terminated
+from ..workers.process import NOTHING, STARTING, WorkerDied, WorkerNotStarted
 from ..workers.slots import Layout, Slot
 
 # %% ../../../nbs/pipes/32_cluster/02_remote.ipynb #a019ccd0

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from . import nested
-from .fragment import Final, Fragment
 from .errors import DataError
+from .fragment import Final, Fragment
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #0cea6925
 def same_keys(infos: list, valid: list) -> list:

@@ -19,7 +19,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from .errors import EnvError
 from rollpipe.pipes.data.captures import (
     all_attributes,
     array_in,
@@ -31,6 +30,7 @@ from rollpipe.pipes.data.captures import (
     place_of,
     set_attribute,
 )
+from .errors import EnvError
 from .simulators import name_of, through
 
 # %% ../../../nbs/pipes/00_data/07_leaves.ipynb #1ea7e505

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from .errors import EnvError, PipeError, describe_exception
 from rollpipe.pipes.data.captures import (
     ITEMS,
     MADE,
@@ -28,6 +27,7 @@ from rollpipe.pipes.data.captures import (
     label_of,
     set_attribute,
 )
+from .errors import EnvError, PipeError, describe_exception
 from .leaves import MISSING, Leaves, loaded, loaded_class, plain_class
 from .simulators import name_of, through
 

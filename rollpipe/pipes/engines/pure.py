@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data import nested
-from ..data.fragment import State
 from ..data.errors import ActorError, describe, describe_exception
-from ..graph.modules import EvalMode, modules_in
+from ..data.fragment import State
 from .reactions import compared_attributes
+from ..graph.modules import EvalMode, modules_in
 
 # %% ../../../nbs/pipes/11_engines/02_pure.ipynb #2d9304aa
 class Weights:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ..data import nested
-from ..data.fragment import State
 from ..data.errors import ActorError, describe, located
+from ..data.fragment import State
 from ..graph.modules import comparable, comparable_tensor, in_place_changes, modules_in
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #448ad896

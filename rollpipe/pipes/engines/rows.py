@@ -14,7 +14,7 @@ import torch
 
 from ..data import nested
 from ..data.fragment import State
-from ..envs.rows import arrays_of, Row, Rows
+from ..envs.rows import Row, Rows, arrays_of
 
 # %% ../../../nbs/pipes/11_engines/01_rows.ipynb #8b5e7db8
 class StagedRows(Rows):

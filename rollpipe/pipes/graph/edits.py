@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .drawing import Drawing
 from ..data.errors import GraphError
+from .drawing import Drawing
 from .torchdata import IterDataPipe, MapDataPipe
 
 # %% ../../../nbs/pipes/02_graph/02_edits.ipynb #2ab27c26

@@ -7,6 +7,7 @@ __all__ = ['IterDataPipe', 'MapDataPipe', 'IterableWrapper', 'Mapper', 'Sharding
 
 # %% ../../../nbs/pipes/01_loading/00_datapipes.ipynb #aa548eca
 import threading
+
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.datapipes.iter import IterableWrapper, Mapper, ShardingFilter
 from torch.utils.data.graph import traverse_dps

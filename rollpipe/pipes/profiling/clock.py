@@ -19,7 +19,7 @@ import numpy as np
 
 from ..data import nested
 from ..graph.edits import draw, nodes, reconnect
-from ..graph.pipe import close, Pipe
+from ..graph.pipe import Pipe, close
 from ..graph.torchdata import IterDataPipe
 from ..replay.pipe import Replay
 from ..stepper import EnvStepper

@@ -16,8 +16,8 @@ import numpy as np
 from gymnasium.spaces import Box
 
 from ..data import nested
-from ..data.errors import check_integer, CheckpointError, DataError
-from ..data.fragment import check_item, Fragment
+from ..data.errors import CheckpointError, DataError, check_integer
+from ..data.fragment import Fragment, check_item
 from rollpipe.pipes.data.fragment_ops import (
     ENV_REWARD,
     env_rewards,
@@ -25,7 +25,7 @@ from rollpipe.pipes.data.fragment_ops import (
     same_keys,
     unstacked,
 )
-from ..envs.checks import RangeCheck, single_spaces
+from ..envs.actions import RangeCheck, single_spaces
 from ..envs.factories import space_spec, spaces_of
 from ..graph.pipe import Pipe, Seeded, Source
 from ..graph.torchdata import IterDataPipe

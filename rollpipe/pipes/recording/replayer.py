@@ -17,11 +17,11 @@ from typing import Any
 from ..data.compare import first_difference
 from ..data.errors import CheckpointError, DataError
 from ..data.fragment import Tick, TickSource
-from ..graph.pipe import opened, Source
+from ..graph.pipe import Source, opened
 from ..graph.torchdata import IterDataPipe
 from .recorder import asking, without_objects
-from .store import item_files, Record, records_in
-from ..replay.memory import checked_errors, ReplayMemory
+from .store import Record, item_files, records_in
+from ..replay.memory import ReplayMemory, checked_errors
 from ..replay.pipe import Replayed
 
 # %% ../../../nbs/pipes/29_recording/02_replayer.ipynb #7ae84574

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..data import nested
-from ..data.errors import check_fraction, check_integer, DataError
-from ..data.fragment import check_item, Fragment, with_field_docs
+from ..data.errors import DataError, check_fraction, check_integer
+from ..data.fragment import Fragment, check_item, with_field_docs
 from ..data.fragment_ops import next_observations
-from ..graph.pipe import close, Pipe
+from ..graph.pipe import Pipe, close
 from ..graph.torchdata import IterDataPipe
 from .memory import ReplayMemory, Sample
 from .pipe import Replayed
 from .store import StepStore
-from ..steps import check_follows, check_step, Step
+from ..steps import Step, check_follows, check_step
 
 # %% auto #0
 __all__ = ['MergedStep', 'StepMerger', 'steps_ahead', 'Hindsight']

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..data import nested
 from ..data.chunks import RowChanges
-from ..data.errors import check_memory, DataError
+from ..data.errors import DataError, check_memory
 from ..data.fragment import Final, Fragment
 
 # %% ../../../nbs/pipes/24_replay/01_layout.ipynb #b4488ed4

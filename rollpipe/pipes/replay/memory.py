@@ -16,22 +16,22 @@ from ..data import nested
 from ..data.captures import capture
 from ..data.chunks import ChunkFolder, RowChanges
 from rollpipe.pipes.data.errors import (
+    LEAST_BYTES,
+    CheckpointError,
+    DataError,
     check_fraction,
     check_integer,
     check_memory,
-    CheckpointError,
-    DataError,
-    LEAST_BYTES,
     located,
 )
-from ..data.fragment import check_item, Fragment
+from ..data.fragment import Fragment, check_item
 from ..data.restoring import restore
-from ..frames import newest_frames, Stacks, with_stacks
+from ..frames import Stacks, newest_frames, with_stacks
 from .layout import unbatched
 from rollpipe.pipes.replay.store import (
     AddedSteps,
-    restore_store,
     StepStore,
+    restore_store,
     store_rows,
     store_state,
 )

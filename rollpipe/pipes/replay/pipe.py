@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..data.chunks import ChunkFolder
-from ..data.fragment import Fragment
 from rollpipe.pipes.data.errors import (
     LEAST_BYTES,
     DataError,
@@ -24,9 +23,10 @@ from rollpipe.pipes.data.errors import (
     is_between,
     located,
 )
+from ..data.fragment import Fragment
 from ..graph.pipe import Pipe, Seeded
-from .memory import ReplayMemory, Sample
 from ..graph.torchdata import IterDataPipe
+from .memory import ReplayMemory, Sample
 
 # %% ../../../nbs/pipes/24_replay/04_pipe.ipynb #5731b968
 class Replayed(NamedTuple):

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from ..data.errors import DataError, EnvError, check_integer, located
 from ..data.fragment import Fragment
+from ..data.random_states import GlobalRandomStates
 from ..envs.factories import env_seeds
 from ..envs.sources import Acting, no_copy
-from ..data.errors import DataError, EnvError, check_integer, located
-from ..data.random_states import GlobalRandomStates
 from ..graph.pipe import Seeded, Source
 from ..stepper import refuse_reading_ahead
 from .tensor_batch import TensorBatch

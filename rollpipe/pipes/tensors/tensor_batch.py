@@ -22,9 +22,8 @@ from rollpipe.pipes.data.errors import (
     describe,
     located,
 )
-from ..envs.actions import action_batch
+from ..envs.actions import action_batch, single_spaces
 from ..envs.batch import Batch
-from ..envs.checks import single_spaces
 from ..envs.factories import Claim, close_env, env_seeds, space_spec
 from ..graph.modules import checked_device
 from rollpipe.pipes.tensors.tensor_env import (

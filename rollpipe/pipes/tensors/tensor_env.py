@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ..data import nested
-from ..data.errors import describe, describe_exception, EnvError, PipeError
-from ..envs.actions import in_containers
-from ..envs.checks import RangeCheck
+from ..data.errors import EnvError, PipeError, describe, describe_exception
+from ..envs.actions import RangeCheck, in_containers
 from ..envs.factories import space_spec
 
 # %% ../../../nbs/pipes/26_tensors/00_tensor_env.ipynb #f7977764

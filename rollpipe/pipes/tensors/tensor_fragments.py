@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from ..data import nested
-from ..data.fragment import Final, Fragment, State
 from ..data.errors import ActorError, EnvError, PipeError, located
-from ..graph.modules import VersionCounter, modules_in
+from ..data.fragment import Final, Fragment, State
 from ..engines.checked_actor import CheckedActor
+from ..graph.modules import VersionCounter, modules_in
 from rollpipe.pipes.tensors.tensor_batch import (
     TensorBatch,
     TensorOutcome,

@@ -25,7 +25,7 @@ import optree
 import torch
 
 from ..data import nested
-from ..data.errors import available_memory, DataError
+from ..data.errors import DataError, available_memory
 
 # %% ../../../nbs/pipes/30_workers/00_codec.ipynb #aead1125
 # With `MAP_POPULATE`, all page faults happen in `mmap`.
