@@ -34,8 +34,9 @@ import numpy as np
 import torch
 
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.pipes.data import files, nested
+from rollpipe.pipes.data import nested
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.keeping import files
 from rollpipe.ranks import process_group
 from rollpipe.runs import resume, start, train
 from rollpipe.runs.folder import load_run

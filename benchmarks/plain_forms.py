@@ -33,8 +33,8 @@ from rollpipe import (
 )
 from rollpipe.agents import gradient_learner, natural_gradient
 from rollpipe.agents.linearization import Linearization, fisher_product
-from rollpipe.pipes.data import random_states
 from rollpipe.pipes.graph import modules
+from rollpipe.pipes.keeping import random_states
 
 ENV = "CartPole-v1"
 PARAMS = [p for net in (MLPPolicy, Critic) for p in net.for_env(ENV, seed=0).parameters()]

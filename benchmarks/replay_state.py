@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rollpipe.pipes import Fragment, ReplayMemory
-from rollpipe.pipes.data.chunks import ChunkFolder
+from rollpipe.pipes.keeping.chunks import ChunkFolder
 
 
 def fragment(shape, dtype, seq, T=125, B=8):

@@ -12,8 +12,8 @@ from command_line import alive, lines, process, rollpipe, wait_for
 from test_crash import CASES, POLE, config_of, content
 from test_fork import check_same, gone_on, numbers
 
-from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError, WorkerError
+from rollpipe.pipes.keeping.compare import first_difference
 from rollpipe.results.ablation import Branch, _beside, _fork, ablate, equal_up_to
 from rollpipe.results.pairs import course
 from rollpipe.runs import fork, start, train
@@ -362,7 +362,7 @@ def test_a_branch_that_fails_is_named_and_the_others_are_trained(tmp_path):
 def test_names_of_branches_and_environments_that_are_kept_by_a_replay(tmp_path):
     "A value may have letters that no folder should have. A note says what the branches still share."
     run = trained(tmp_path / "run", steps=320)
-    assert set(load_run(run).history.kept.values()) == {"attributes"} and POLE
+    assert set(load_run(run).history.kept.values()) == {"copy"} and POLE
     found = ablate(run, [3], dict(name=["a/b: c"]), updates=2, out=tmp_path / "out", repeat=2)
     assert (
         found.difference(found.pairs[0])[1] == 0

@@ -11,7 +11,7 @@ from command_line import SMALL, rollpipe
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes.cluster.room import ClusterPlace
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.pipes.data.files import write_atomically
+from rollpipe.pipes.keeping.files import write_atomically
 from rollpipe.results import ablation, bench
 from rollpipe.results.experiments import Outcome
 from rollpipe.runs import changes

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 
 from rollpipe.agents.checkpoint import keep_checkpoint, load_checkpoint, save_checkpoint
 from rollpipe.pipes.data.errors import CheckpointError
-from rollpipe.pipes.data.files import write_atomically
+from rollpipe.pipes.keeping.files import write_atomically
 
 
 class Agent:
@@ -296,7 +296,7 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
 def test_the_error_of_a_full_disk_names_the_file(tmp_path):
     "A limit of the file size stands for the full disk: the system refuses to write."
     code = (
-        "import os, resource, sys; from rollpipe.pipes.data.files import write_atomically\n"
+        "import os, resource, sys; from rollpipe.pipes.keeping.files import write_atomically\n"
         "from rollpipe.runs.logs import MetricWriter\n"
         "writer = MetricWriter(sys.argv[1], tensorboard=False)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
@@ -357,7 +357,7 @@ def test_killed_while_writing(tmp_path):
 def killed_writer(path):
     "A process that was killed before its file took its name."
     code = (
-        "import os, signal, sys; from rollpipe.pipes.data.files import write_atomically\n"
+        "import os, signal, sys; from rollpipe.pipes.keeping.files import write_atomically\n"
         "os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)\n"
         "write_atomically(sys.argv[1], bytes(1000))"
     )
@@ -392,7 +392,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path):
 def test_the_file_of_a_living_writer_is_left_alone(tmp_path):
     "Of one in another process, in the middle of writing, and of one in another thread."
     code = (
-        "import os, sys, time; from rollpipe.pipes.data.files import write_atomically\n"
+        "import os, sys, time; from rollpipe.pipes.keeping.files import write_atomically\n"
         "def fsync(fd):\n"
         "    print('writing', flush=True)\n"
         "    while not os.path.exists(sys.argv[2]): time.sleep(.01)\n"

@@ -25,9 +25,9 @@ from recordings import recorded
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli.main import build_parser, main
-from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import CheckpointError, DataError
-from rollpipe.pipes.data.files import write_atomically
+from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.keeping.files import write_atomically
 from rollpipe.pipes.recording.store import ItemFolder
 from rollpipe.runs import commands
 from rollpipe.runs.commands import TYPED_OPTIONS, config_from

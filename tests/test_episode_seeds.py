@@ -14,10 +14,10 @@ from test_keeping import Tensors, World
 from rollpipe.layers import MLPPolicy
 from rollpipe.pipes import DataLoader2, ProcessReading, rollouts
 from rollpipe.pipes.data.errors import DataError, EnvError
-from rollpipe.pipes.data.reseeding import reseeded
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.envs.keeping import Keeper
 from rollpipe.pipes.envs.vector import env_batch
+from rollpipe.pipes.keeping.random_states import reseeded
 
 
 def stream(source="CartPole-v1", workers=0, n=12, **kwargs):
@@ -73,7 +73,7 @@ def test_workers_give_the_same():
         assert_same(a, b)
 
 
-@pytest.mark.parametrize("keeper", ["attributes", "replay (episode)", "replay (all)"])
+@pytest.mark.parametrize("keeper", ["replay (episode)", "replay (all)"])
 def test_a_kept_batch_goes_on_with_the_same_seeds(keeper):
     def make():
         return env_batch(
@@ -131,7 +131,7 @@ def test_other_noise_gives_other_episodes():
         return env_batch(
             env_factories(World, 2),
             np.random.SeedSequence(1),
-            keeper=Keeper("attributes"),
+            keeper=Keeper("replay (episode)"),
             episode_seeds=True,
         )
 

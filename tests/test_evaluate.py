@@ -18,9 +18,9 @@ from rollpipe.agents.evaluate import Evaluation, RandomActor, evaluate, quotas
 from rollpipe.layers import Actor, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, nested
 from rollpipe.pipes.data.errors import ActorError, DataError, EnvError
-from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.pipes.envs.watching import check_film
 from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.keeping.random_states import GlobalRandomStates
 
 
 class Lengths(Stepped):

@@ -14,9 +14,10 @@ from command_line import SMALL, rollpipe
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.agents.evaluate import RandomActor
 from rollpipe.pipes import Recorder, rollouts
-from rollpipe.pipes.data.chunks import ChunkFolder, chunk_names
 from rollpipe.pipes.data.errors import CheckpointError, DataError
-from rollpipe.pipes.data.files import (
+from rollpipe.pipes.graph.torchdata import IterableWrapper
+from rollpipe.pipes.keeping.chunks import ChunkFolder, chunk_names
+from rollpipe.pipes.keeping.files import (
     SPREAD,
     most_bytes,
     packed,
@@ -24,7 +25,6 @@ from rollpipe.pipes.data.files import (
     unpack,
     write_atomically,
 )
-from rollpipe.pipes.graph.torchdata import IterableWrapper
 from rollpipe.pipes.profiling.report import Profile
 from rollpipe.pipes.recording import from_minari, to_minari
 from rollpipe.pipes.recording.store import ItemFile, item_files, records_in

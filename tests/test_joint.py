@@ -13,8 +13,8 @@ from test_ranks import run
 
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes import DataError, EnvError, WorkerError, resumable
-from rollpipe.pipes.data.chunks import ChunkFolder, chunk_names
 from rollpipe.pipes.envs.kept import Keeper, Kept
+from rollpipe.pipes.keeping.chunks import ChunkFolder, chunk_names
 from rollpipe.runs import folder as folders
 from rollpipe.runs import resume, start, train
 from rollpipe.runs.folder import load_run

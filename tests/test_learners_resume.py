@@ -47,11 +47,11 @@ from rollpipe.pipes import (
     replayed,
     rollouts,
 )
-from rollpipe.pipes.data.chunks import ChunkFolder
 from rollpipe.pipes.envs.keeping import keeper_for
 from rollpipe.pipes.graph.edits import find
 from rollpipe.pipes.graph.pipe import restore_stream, stream_state, unknown_states
 from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.keeping.chunks import ChunkFolder
 from rollpipe.runs.states import load_states, states_of
 
 N, SPLIT = 7, 4  # updates in all, and before the state is taken

@@ -26,8 +26,8 @@ from rollpipe.pipes import (
     on_policy,
     replayed,
 )
-from rollpipe.pipes.data.compare import first_difference
-from rollpipe.pipes.data.encoding import decode, encode
+from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.keeping.files import decode, encode
 from rollpipe.runs import resumed, saved
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.locks import locked, owner_of

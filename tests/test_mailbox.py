@@ -20,9 +20,9 @@ from test_crash import CASES, POLE, config_of
 from test_fork import check_same
 
 from rollpipe.agents import PPO
-from rollpipe.pipes.data import files
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.pipes.data.random_states import GlobalRandomStates
+from rollpipe.pipes.keeping import files
+from rollpipe.pipes.keeping.random_states import GlobalRandomStates
 from rollpipe.results.live import Live
 from rollpipe.runs import Wish, fork, load_agent, open_run, replayed_run, resume, start, train
 from rollpipe.runs import mailbox as module

@@ -675,7 +675,7 @@ def train(path, n):
 
 
 def test_two_learners_go_on_exactly(tmp_path):
-    assert keeper_for(make_play).name == "attributes"
+    assert keeper_for(make_play).name == "replay (all)"
     whole = train(tmp_path / "a", 5)
     train(tmp_path / "b", 3)
     assert_same(train(tmp_path / "b", 5), whole)

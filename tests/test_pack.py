@@ -23,7 +23,7 @@ from command_line import SMALL, rollpipe, settings
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.agents.evaluate import Evaluation
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.pipes.data.files import write_atomically
+from rollpipe.pipes.keeping.files import write_atomically
 from rollpipe.runs import load_agent, pack
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.pack import PACK_FILES, card, local_copy

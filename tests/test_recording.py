@@ -49,11 +49,11 @@ from rollpipe.pipes import (
     replace,
     replayed,
 )
-from rollpipe.pipes.data.compare import first_difference
-from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.graph.pipe import restore_stream, stream_state
 from rollpipe.pipes.graph.torchdata import DataLoader2
+from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.keeping.files import decode, encode
 from rollpipe.pipes.recording import store
 from rollpipe.pipes.recording.store import item_files, records_in
 from rollpipe.pipes.resumable import keep_environments

@@ -9,8 +9,8 @@ from test_stops import quietly
 from rollpipe.agents import PPO
 from rollpipe.layers import LSTM, MemoryCritic, RecurrentPolicy
 from rollpipe.layers.q_networks import RecurrentQPolicy
-from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.keeping.compare import first_difference
 from rollpipe.pipes.recipes import on_policy
 from rollpipe.runs import fork, load_agent, resume, start
 from rollpipe.runs.folder import load_run

@@ -19,9 +19,9 @@ from test_replay import collected
 
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.pipes import CheckpointError, ReplayMemory
-from rollpipe.pipes.data import chunks as chunks_module
-from rollpipe.pipes.data.chunks import ChunkFolder, RowChanges
 from rollpipe.pipes.data.fragment_ops import join
+from rollpipe.pipes.keeping import chunks as chunks_module
+from rollpipe.pipes.keeping.chunks import ChunkFolder, RowChanges
 
 
 class Nobody:

@@ -50,10 +50,10 @@ from rollpipe.pipes import (
     find,
     rollouts,
 )
-from rollpipe.pipes.data.encoding import decode, encode
 from rollpipe.pipes.envs.sources import Acting
 from rollpipe.pipes.graph.pipe import restore_stream, stream_state, unknown_states
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
+from rollpipe.pipes.keeping.files import decode, encode
 from rollpipe.pipes.lanes import learning_pipes
 from rollpipe.pipes.resumable import keep_as, keep_environments
 from rollpipe.pipes.steps import Fragments, Steps

@@ -23,8 +23,8 @@ from rollpipe.pipes import (
     rollouts,
 )
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService
+from rollpipe.pipes.keeping.random_states import GlobalRandomStates
 
 ACTORS = {"explicit": lambda: GaussianPolicy.for_env(Lively, seed=0), "global": lambda: Shaky()}
 

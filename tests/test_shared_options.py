@@ -27,8 +27,8 @@ from rollpipe.agents.shared_options import (
 from rollpipe.agents.tabular import QLearning
 from rollpipe.layers.policies import UnitBox
 from rollpipe.layers.q_networks import QPolicy
-from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.keeping.compare import first_difference
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 
 NATURAL = dict(

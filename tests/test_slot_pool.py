@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rollpipe.pipes import DataError, nested
 from rollpipe.pipes.cluster.ray_crew import ArrivalPool, Arrived
 from rollpipe.pipes.cluster.remote import LaneServer, Outbox
-from rollpipe.pipes.data.random_states import GlobalRandomStates
 from rollpipe.pipes.graph.torchdata import IterDataPipe
+from rollpipe.pipes.keeping.random_states import GlobalRandomStates
 from rollpipe.pipes.workers.channel import WeightPublisher
 from rollpipe.pipes.workers.codec import SMALL
 from rollpipe.pipes.workers.entry import Reply

@@ -215,7 +215,7 @@ def test_an_error_of_close_is_a_warning_everywhere(tmp_path):
         warned(lambda: trained(tmp_path / "two", lonely.CloseFails, "--workers", 2, "--lanes", 2))
     warned(lambda: spaces_of("CloseFails-v0"))
     warned(lambda: evaluate(lonely.CloseFails, random_actor(), 2, n_envs=1))
-    assert warned(lambda: keeper_for(lonely.CloseFails)).name == "attributes"
+    assert warned(lambda: keeper_for(lonely.CloseFails)).name == "replay (episode)"
 
     def CloseFailsVector():
         return gym.vector.SyncVectorEnv([lonely.CloseFails])
@@ -237,7 +237,7 @@ def test_an_error_of_the_close_of_tensors_is_a_warning():
         next(items)
         items.close()
     with pytest.warns(UserWarning, match=r"Stuck.*close\(\) raised OSError: busy"):
-        assert keeper_for(partial(Stuck, 2)).name == "attributes"
+        assert keeper_for(partial(Stuck, 2)).name == "copy"
 
 
 class RandomTensors:
@@ -289,7 +289,7 @@ def test_seed_0_is_never_given():
             assert seed is None or seed > 0
             super().begin(seed)
 
-    assert kept(EnvStepper(Refuses, random_actor(), 2), 3) == "attributes"
+    assert kept(EnvStepper(Refuses, random_actor(), 2), 3) == "replay (episode)"
 
 
 def test_the_test_of_keeping_has_the_options_of_the_stream():
@@ -299,7 +299,9 @@ def test_the_test_of_keeping_has_the_options_of_the_stream():
         == "replay (all)"
     )
     assert kept(EnvStepper(lonely.Clocked, random_actor(), seed=1)) == "none"
-    assert kept(EnvStepper(lonely.Clocked, random_actor(), seed=1, info_keys=())) == "attributes"
+    assert (
+        kept(EnvStepper(lonely.Clocked, random_actor(), seed=1, info_keys=())) == "replay (episode)"
+    )
     assert kept(EnvStepper(lonely.Clocked, random_actor(), seed=1, info_keys=["noise"])) == "none"
 
 
@@ -309,7 +311,7 @@ def test_texts_among_the_infos_do_not_matter():
             *answer, infos = super().step(action)
             return *answer, {"name": infos["name"]}
 
-    assert keeper_for(Named).name == "attributes"
+    assert keeper_for(Named).name == "replay (episode)"
 
 
 def test_a_vector_is_tested_with_the_seeds_of_its_stream():

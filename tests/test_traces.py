@@ -28,8 +28,8 @@ from rollpipe.agents.checkpoint import kept_checkpoints
 from rollpipe.cli.main import main
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
-from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError, EnvError
+from rollpipe.pipes.keeping.compare import first_difference
 from rollpipe.runs import training
 from rollpipe.runs.folder import discard, load_run, resume, start
 from rollpipe.runs.fork import fork

@@ -20,8 +20,8 @@ from test_crash import SMALL, config_of, content
 from test_fork import check_same, gone_on, trained
 
 from rollpipe.pipes import FragmentCollector, Lanes, Pipe, Recorder, RewardScaler
-from rollpipe.pipes.data.compare import first_difference
 from rollpipe.pipes.data.errors import DataError, PipeError
+from rollpipe.pipes.keeping.compare import first_difference
 from rollpipe.runs import fork, resume, start, train
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.moments import verify

@@ -47,9 +47,9 @@ PROCESSES = (
 
 
 def _compare():
-    "`rollpipe.pipes.data.compare` of this working tree, whichever package the cases run against."
+    "`rollpipe.pipes.keeping.compare` of this working tree, whichever package the cases run against."
     spec = importlib.util.spec_from_file_location(
-        "compare", Path(__file__).resolve().parents[2] / "rollpipe/pipes/data/compare.py"
+        "compare", Path(__file__).resolve().parents[2] / "rollpipe/pipes/keeping/compare.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -12,12 +12,11 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..pipes.data.encoding import decode, encode
 from ..pipes.data.errors import CheckpointError
-from ..pipes.data.files import pack, unpack, write_atomically
+from ..pipes.keeping.files import decode, encode, pack, unpack, write_atomically
 
 # %% ../../nbs/agents/11_checkpoint.ipynb #28bb19e3
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 class Checkpoint(NamedTuple):

@@ -23,7 +23,6 @@ from ..layers.actor import Actor
 from ..pipes.data import nested
 from ..pipes.data.action_masks import ActionMask
 from ..pipes.data.errors import DataError, EnvError, check_integer, describe
-from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.envs.factories import EnvFactory, close_env, is_vector, spaces_of
 from ..pipes.envs.keeping import why_alone
 from ..pipes.envs.single import is_end
@@ -31,6 +30,7 @@ from ..pipes.envs.sources import env_sources, instances_in
 from ..pipes.envs.watching import FilmRecorder, Window, check_film
 from ..pipes.episodes import Trace, TraceRows
 from ..pipes.graph.modules import EvalMode
+from ..pipes.keeping.random_states import GlobalRandomStates
 from ..pipes.stepper import EnvStepper
 from ..pipes.taps import EpisodeSums
 

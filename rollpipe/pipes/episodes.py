@@ -16,11 +16,11 @@ from .data import nested
 from .data.errors import DataError, check_integer, located
 from .data.fragment import Final, Fragment, State, Tick, check_item
 from .data.fragment_ops import End, pad_episodes, same_keys
-from .data.restoring import may_be_new
-from .data.row_queue import RowQueue
 from .fragments import final_rows
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
+from .keeping.chunks import RowQueue
+from .keeping.plain import may_be_new
 
 # %% ../../nbs/pipes/17_episodes.ipynb #bf479587
 def _row(x):

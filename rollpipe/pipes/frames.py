@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from .data import nested
-from .data.captures import made_of
 from .data.errors import DataError, check_integer, describe, located
 from .data.fragment import Fragment, check_item
 from .data.fragment_ops import continues, strands
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
+from .keeping.plain import made_of
 
 # %% ../../nbs/pipes/22_frames.ipynb #ee71c15f
 @made_of(lambda x: (x.frames, x.past, x.rows))

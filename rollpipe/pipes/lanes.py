@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from .data.captures import capture
 from rollpipe.pipes.data.errors import (
     LEAST_BYTES,
     CheckpointError,
@@ -25,8 +24,6 @@ from rollpipe.pipes.data.errors import (
     check_integer,
     check_memory,
 )
-from .data.random_states import GlobalRandomStates
-from .data.restoring import restore
 from .engines.reactions import Unchanging
 from .envs.sources import Acting
 from .fragments import Destination, is_placeable
@@ -42,6 +39,8 @@ from rollpipe.pipes.graph.pipe import (
     stream_state,
 )
 from .graph.torchdata import IterDataPipe
+from .keeping.plain import capture, restore
+from .keeping.random_states import GlobalRandomStates
 
 # %% ../../nbs/pipes/14_lanes.ipynb #ed6d8fd5
 _MACHINES = 2  # the value of `SHARDING_PRIORITIES.DISTRIBUTED`

@@ -14,7 +14,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from .data.episode_seeds import EpisodeSeeds
 from .envs.factories import EnvFactory, env_seeds, is_vector
 from .envs.keeping import keeper_for, why_alone
 from .envs.kept import Keeper
@@ -23,6 +22,7 @@ from .envs.vector import first_reset
 from .graph.edits import find
 from .graph.pipe import numbered
 from .graph.torchdata import IterDataPipe
+from .keeping.random_states import EpisodeSeeds
 from .lanes import Lanes
 from .tensors.collector import TensorCollector
 
@@ -47,7 +47,7 @@ def common_keeper(found: dict) -> Keeper:
             "none",
             dict(different=f"the environments of one batch are kept in different ways ({ways})"),
         )
-    return Keeper("own" if "own" in names else "+".join(sorted(names - {"attributes"})))
+    return Keeper("own" if "own" in names else "+".join(sorted(names - {"copy"})))
 
 # %% ../../nbs/pipes/28_resumable.ipynb #bed7dcff
 SLOW = 5.0  # a test that takes longer says so [s]
@@ -129,7 +129,18 @@ def _keeper_of(source: Any, in_lane: Any, n_lanes: int, tested: dict) -> Keeper:
         if keeper.alone:
             _log.warning(f"environment {name}: {keeper.alone}{_advice(source.n_envs, n_lanes)}")
             break
-    return common_keeper(keepers)
+    found = common_keeper(keepers)
+    if found.name == "replay (all)" and found.step_seconds is not None:
+        name = next(iter(keepers))
+        _log.warning(f"environment {name}: {_cost(found.step_seconds)}")
+    return found
+
+
+def _cost(step_seconds):
+    return (
+        "it is kept by all of its actions, which a resume repeats: "
+        f"about {max(1, round(step_seconds * 1e6)):,} s for a million steps"
+    )
 
 
 def _advice(n_envs, n_lanes):

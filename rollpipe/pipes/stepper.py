@@ -16,7 +16,6 @@ import numpy as np
 
 from .data.errors import DataError, EnvError, GraphError, check_integer, located
 from .data.fragment import Tick
-from .data.random_states import GlobalRandomStates
 from .engines.checked_actor import check_engine
 from .engines.interaction import Interaction
 from .envs.batch import Batch
@@ -28,6 +27,7 @@ from .graph.edits import nodes
 from .graph.modules import checked_device, modules_in
 from .graph.pipe import Seeded, Source
 from .graph.torchdata import IterDataPipe, reads_ahead
+from .keeping.random_states import GlobalRandomStates
 
 # %% ../../nbs/pipes/12_stepper.ipynb #c153fbb7
 def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:

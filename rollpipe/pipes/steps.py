@@ -22,10 +22,10 @@ from .data import nested
 from .data.errors import DataError, check_integer, describe
 from .data.fragment import Final, Fragment, State, check_item, with_field_docs
 from .data.fragment_ops import next_observations, unstacked
-from .data.restoring import may_be_new
 from .envs.factories import space_spec, spaces_of
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
+from .keeping.plain import may_be_new
 from .taps import EpisodeSums
 
 # %% ../../nbs/pipes/23_steps.ipynb #e97c94cb

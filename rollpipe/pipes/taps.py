@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .data.captures import has_own_state
 from .data.errors import DataError, check_integer, describe, located
 from .data.fragment import Fragment, Tick, check_item
 from .data.fragment_ops import continues, env_rewards, strands
-from .data.restoring import may_be_new
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
+from .keeping.plain import has_own_state, may_be_new
 
 # %% ../../nbs/pipes/19_taps.ipynb #0563a4c7
 class Tap(Pipe):

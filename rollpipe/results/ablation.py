@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..agents.checkpoint import Checkpoint
-from ..pipes.data.compare import first_difference
 from ..pipes.data.errors import DataError, check_integer
-from ..pipes.data.files import make_folder
+from ..pipes.keeping.compare import first_difference
+from ..pipes.keeping.files import make_folder
 from .experiments import check_counts, command_line, python_words, run_all
 from .pairs import Ablation, Pairs, course, draw_pairs, pairs_page, pairs_text
 from .report import write_files
@@ -319,8 +319,8 @@ def _notes(run: Path, branches: list, newest: Checkpoint) -> list:
     is_replayed = any(keeper.startswith("replay") for keeper in newest.history.kept.values())
     if is_replayed and any(branch.noise for branch in branches):
         notes.append(
-            "Branches with other noise have the same noise within their environments, "
-            "which are kept by a replay."
+            "Branches with other noise have it in the generators among the attributes of their "
+            "environments, which are kept by a replay."
         )
     for twin in branches:
         if twin.edit or twin.noise:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..agents.shared_options import Every
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception, located
-from ..pipes.data.files import make_folder, write_json
+from ..pipes.keeping.files import make_folder, write_json
 from .experiments import check_counts, command_line, python_words, run_all
 from .spec import Spec, SpecRow, check_keys, published_of, read_spec
 from ..runs.autotune import command_for

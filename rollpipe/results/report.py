@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..pipes.data.errors import describe_exception
-from ..pipes.data.files import make_folder, write_atomically
 from ..pipes.graph.edits import draw
+from ..pipes.keeping.files import make_folder, write_atomically
 from .collect import Results, RowResult, differing_options, read_results
 from .curves import color_of, draw_curves, draw_line, draw_profiles, panels
 from rollpipe.results.tables import (

@@ -15,10 +15,10 @@ from typing import Any
 from ..agents.checkpoint import Checkpoint, Snapshot, load_checkpoint
 from ..agents.shared_options import check_value
 from ..pipes.data.errors import DataError, PipeError, as_json, describe_exception
-from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.graph.edits import nodes
 from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.pipe import numbered
+from ..pipes.keeping.random_states import GlobalRandomStates
 from .folder import Run, load_run, rebuilt
 from .mailbox import Mailbox
 from .signals import Stopped, uninterrupted

@@ -14,9 +14,9 @@ from pathlib import Path
 from ..agents.checkpoint import Checkpoint, load_checkpoint
 from ..agents.evaluate import RandomActor, evaluate, policy_of
 from ..pipes.data.errors import DataError, EnvError
-from ..pipes.data.files import write_atomically
 from ..pipes.envs.factories import spaces_of, spare_environments
 from ..pipes.graph.edits import draw
+from ..pipes.keeping.files import write_atomically
 from ..ranks.launch import process_group
 from rollpipe.runs.autotune import (
     NO_TIME,

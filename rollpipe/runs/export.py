@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ..pipes.data import nested
 from ..pipes.data.errors import ActorError, DataError
-from ..pipes.data.files import write_atomically
 from ..pipes.engines.onnx_graph import hushed
 from ..pipes.envs.actions import in_containers
 from ..pipes.envs.factories import space_spec
+from ..pipes.keeping.files import write_atomically
 
 # %% auto #0
 __all__ = ['FORMATS', 'PolicyFunction', 'Format', 'export_policy']

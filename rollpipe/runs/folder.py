@@ -21,13 +21,14 @@ from rollpipe.agents.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from ..pipes.data import files, nested
-from ..pipes.data.chunks import ChunkFolder
+from ..pipes.data import nested
 from ..pipes.data.errors import CheckpointError, DataError, PipeError, describe_exception
 from ..pipes.engines.checked_actor import engine_used
 from ..pipes.envs.factories import spare_environments
 from ..pipes.graph.edits import find
 from ..pipes.graph.modules import torch_threads
+from ..pipes.keeping import files
+from ..pipes.keeping.chunks import ChunkFolder
 from ..pipes.stepper import EnvStepper
 from ..ranks.collectives import check_size
 from ..ranks.launch import launching_words

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 
 from ..agents.checkpoint import Checkpoint, load_checkpoint
-from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import DataError, PipeError, check_integer
-from ..pipes.data.files import read_file, write_atomically, write_json
-from ..pipes.data.random_states import GlobalRandomStates
-from ..pipes.data.reseeding import reseeded
+from ..pipes.keeping.chunks import ChunkFolder
+from ..pipes.keeping.files import read_file, write_atomically, write_json
+from ..pipes.keeping.random_states import GlobalRandomStates, reseeded
 from .changes import changed_run, options_in
 from .folder import command_line, folder_of, load_run, rebuilt
 from .locks import FORKED, files_of_run, lock, locked, unlock

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import rollpipe.ranks as ranks
 from ..pipes.data import nested
-from ..pipes.data.chunks import ChunkFolder, chunk_names
 from ..pipes.data.errors import DataError, WorkerError, describe_exception
-from ..pipes.data.files import pack, unpack
 from ..pipes.graph.edits import find
+from ..pipes.keeping.chunks import ChunkFolder, chunk_names
+from ..pipes.keeping.files import pack, unpack
 from ..pipes.lanes import Lanes
 from ..pipes.resumable import keep_as
 from ..ranks.collectives import check_alike

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..agents.checkpoint import kept_checkpoints
 from ..pipes.data.errors import DataError
-from ..pipes.data.files import no_wait, read_file
+from ..pipes.keeping.files import no_wait, read_file
 from ..traces.differences import FINGERPRINTS, JOURNAL
 from ..traces.history import HISTORY, REQUEST
 

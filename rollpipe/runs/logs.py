@@ -25,7 +25,7 @@ from ..agents.checkpoint import last_kept
 from ..agents.metrics import METRICS, check_metrics, near_metric
 from ..agents.shared_options import Every
 from ..pipes.data.errors import DataError, similar
-from ..pipes.data.files import names_file, read_file, write_atomically
+from ..pipes.keeping.files import names_file, read_file, write_atomically
 from ..settings.checks import is_over
 from ..traces.observers import Observer
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError
 from ..pipes.envs.sources import Acting
 from ..pipes.graph import torchdata
 from ..pipes.graph.edits import copy_graph, find
+from ..pipes.keeping.chunks import ChunkFolder
 from ..pipes.resumable import keep_as, keep_environments
 from .folder import restore_agent
 from .locks import locked

@@ -18,7 +18,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from ..pipes.data.errors import DataError
-from ..pipes.data.files import read_file, write_atomically
+from ..pipes.keeping.files import read_file, write_atomically
 from .locks import owner_of
 
 # %% auto #0

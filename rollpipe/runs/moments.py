@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from ..agents.checkpoint import Checkpoint, kept_checkpoints
 from ..pipes.data import nested
-from ..pipes.data.chunks import ChunkFolder
-from ..pipes.data.compare import first_difference, named_leaves
 from ..pipes.data.errors import CheckpointError, DataError, check_integer
-from ..pipes.data.files import names_file, write_atomically
-from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.graph.modules import torch_threads
+from ..pipes.keeping.chunks import ChunkFolder
+from ..pipes.keeping.compare import first_difference, named_leaves
+from ..pipes.keeping.files import names_file, write_atomically
+from ..pipes.keeping.random_states import GlobalRandomStates
 from .changes import edited_run
 from .folder import Run, load_run, resume, start
 from .locks import FORKED, unlock

@@ -20,10 +20,10 @@ from ..agents.checkpoint import Checkpoint
 from ..agents.evaluate import Evaluation, evaluate, policy_of
 from ..agents.learner import LearnerState
 from ..pipes.data.errors import DataError, describe_exception
-from ..pipes.data.files import make_folder, read_file, write_atomically, write_json
 from ..pipes.data.fragment import Fragment, Tick
 from ..pipes.data.nested import Form
 from ..pipes.graph.edits import draw
+from ..pipes.keeping.files import make_folder, read_file, write_atomically, write_json
 from ..pipes.recording.replayer import folder_in, parts_in, records_of
 from ..pipes.recording.store import item_files
 from ..pipes.replay.pipe import Replayed

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..agents.metrics import METRICS
 from ..pipes.data.errors import DataError, check_integer
-from ..pipes.data.files import write_atomically
+from ..pipes.keeping.files import write_atomically
 from .logs import read_metrics
 from ..settings.files import read_table
 from ..traces.history import REQUEST, History, in_words

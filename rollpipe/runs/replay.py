@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from ..pipes.batches import ToDevice
 from ..pipes.data.errors import DataError, describe, describe_exception
-from ..pipes.data.random_states import GlobalRandomStates
-from ..pipes.data.restoring import restore
 from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.torchdata import IterableWrapper
+from ..pipes.keeping.plain import restore
+from ..pipes.keeping.random_states import GlobalRandomStates
 from .folder import agent_of, folder_of, load_run
 from .logs import records_of
 from .moments import moment

@@ -18,11 +18,7 @@ import torch
 
 import rollpipe.ranks as ranks
 from ..agents.checkpoint import last_kept
-from ..pipes.data.captures import capture
-from ..pipes.data.chunks import ChunkFolder
 from ..pipes.data.errors import CheckpointError, DataError, EnvError, describe_exception
-from ..pipes.data.random_states import GlobalRandomStates
-from ..pipes.data.restoring import restore
 from ..pipes.graph.edits import nodes
 from rollpipe.pipes.graph.pipe import (
     named_pipes,
@@ -32,6 +28,9 @@ from rollpipe.pipes.graph.pipe import (
     unknown_states,
 )
 from ..pipes.graph.torchdata import IterDataPipe
+from ..pipes.keeping.chunks import ChunkFolder
+from ..pipes.keeping.plain import capture, restore
+from ..pipes.keeping.random_states import GlobalRandomStates
 from ..pipes.lanes import learning_pipes
 from ..pipes.resumable import keep_as, keep_environments
 from .logs import EVALUATIONS, read_evaluations

@@ -16,10 +16,10 @@ import rollpipe.ranks as ranks
 from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
 from ..agents.shared_options import seconds_of
 from ..pipes.data.errors import DataError, WorkerError
-from ..pipes.data.random_states import GlobalRandomStates
 from ..pipes.graph import torchdata
 from ..pipes.graph.edits import find, nodes
 from ..pipes.graph.modules import torch_threads
+from ..pipes.keeping.random_states import GlobalRandomStates
 from ..pipes.profiling.profile import Ongoing
 from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.recording.recorder import Recorder

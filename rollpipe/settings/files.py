@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import rollpipe
 from ..pipes.data.errors import DataError, similar
-from ..pipes.data.files import read_file
 from ..pipes.envs.factories import spaces_of
+from ..pipes.keeping.files import read_file
 from .options import Option, nearest
 from ..traces.history import with_options
 

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from ..pipes.data.compare import differing
 from ..pipes.data.errors import DataError
-from ..pipes.data.files import read_file, write_json
+from ..pipes.keeping.compare import differing
+from ..pipes.keeping.files import read_file, write_json
 from .fingerprint import Differences, Fingerprint
 from .history import History, in_words, origin_in_words
 from rollpipe.traces.journal import (

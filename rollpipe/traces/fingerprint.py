@@ -29,13 +29,13 @@ from gymnasium.envs.registration import load_env_creator
 
 import rollpipe
 from ..agents.shared_options import Schedule
-from ..pipes.data.captures import all_attributes
-from ..pipes.data.compare import PLAIN, as_array, form_of
 from ..pipes.data.errors import DataError
 from ..pipes.graph.edits import inputs, nodes
 from ..pipes.graph.modules import comparable, content_of, few_threads, globals_in
 from ..pipes.graph.pipe import Seeded, numbered
 from ..pipes.graph.torchdata import IterDataPipe
+from ..pipes.keeping.compare import PLAIN, as_array, form_of
+from ..pipes.keeping.plain import all_attributes
 
 # %% auto #0
 __all__ = ['UNKNOWN', 'digest', 'short', 'array_text', 'is_installed', 'version_of_package', 'code_digest', 'attributes',

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..pipes.data.errors import DataError
-from ..pipes.data.files import read_file, write_atomically
+from ..pipes.keeping.files import read_file, write_atomically
 
 # %% auto #0
 __all__ = ['REQUEST', 'HISTORY', 'EVENTS', 'check_event', 'History', 'with_options', 'with_event', 'read_request', 'config_at',

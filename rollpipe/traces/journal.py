@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 import rollpipe.pipes.data.nested as nested
-from ..pipes.data.compare import PLAIN, as_array, differing, form_of
 from ..pipes.data.errors import DataError
-from ..pipes.data.files import names_file, read_file, write_atomically
 from ..pipes.data.fragment import Fragment
+from ..pipes.keeping.compare import PLAIN, as_array, differing, form_of
+from ..pipes.keeping.files import names_file, read_file, write_atomically
 
 # %% auto #0
 __all__ = ['running', 'places', 'first_place', 'Entry', 'differing_networks', 'read_journal', 'cut', 'Journal']

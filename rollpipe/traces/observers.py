@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from ..agents.checkpoint import FORMAT_VERSION, Snapshot
 from ..agents.metrics import METRICS, added
 from ..pipes.data import nested
-from ..pipes.data.captures import capture
-from ..pipes.data.compare import named_leaves
 from ..pipes.data.errors import CheckpointError, DataError, WorkerError, describe_exception
-from ..pipes.data.files import pack, unpack, write_atomically
-from ..pipes.data.random_states import GlobalRandomStates
+from ..pipes.keeping.compare import named_leaves
+from ..pipes.keeping.files import pack, unpack, write_atomically
+from ..pipes.keeping.plain import capture
+from ..pipes.keeping.random_states import GlobalRandomStates
 from ..pipes.recording.replayer import noted, remade
 from .journal import running
 

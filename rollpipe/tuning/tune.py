@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..pipes.data.errors import DataError, WorkerError
-from ..pipes.data.files import make_folder, write_atomically
+from ..pipes.keeping.files import make_folder, write_atomically
 from rollpipe.results.experiments import (
     Outcome,
     check_counts,

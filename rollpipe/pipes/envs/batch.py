@@ -235,18 +235,22 @@ class _Naming:
 
 
 class Played:
-    "An environment whose resets and steps are told to its `Kept` beforehand."
+    "An environment whose resets, steps and answers are told to its `Kept`."
 
     def __init__(self, env: Any, kept: Any):
         self.env, self.kept = env, kept
 
     def reset(self, **given: Any) -> tuple:
         self.kept.reset(**given)
-        return self.env.reset(**given)
+        answer = self.env.reset(**given)
+        self.kept.answered(answer)
+        return answer
 
     def step(self, action: Any) -> tuple:
         self.kept.step(action)
-        return self.env.step(action)
+        answer = self.env.step(action)
+        self.kept.answered(answer)
+        return answer
 
     def __getattr__(self, name):
         return getattr(self.env, name)

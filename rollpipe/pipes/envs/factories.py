@@ -624,6 +624,13 @@ class Claim:
         ):
             self.take(part, k)
 
+    def replace(self, env: Any, b: int) -> None:
+        "Claim `env`, a new environment, in the place of environment `b`."
+        old = self._held.pop(b)
+        if _claims.get(id(old)) is self:
+            del _claims[id(old)]
+        self.take(env, b)
+
     def check(self) -> None:
         "Raise `EnvError` if the claim has ended."
         if self.lost:

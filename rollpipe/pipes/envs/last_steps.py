@@ -13,12 +13,12 @@ from typing import Any
 
 import gymnasium as gym
 
-from ..data.captures import cells_of
 from ..data.errors import EnvError
-from ..data.random_states import GlobalRandomStates
 from .keeping import bits_of, sampler
 from .kept import layers
 from .vector import autoreset_mode
+from ..keeping.copies import cells_of
+from ..keeping.random_states import GlobalRandomStates
 
 # %% ../../../nbs/pipes/10_envs/13_last_steps.ipynb #e102cb39
 def _kind_of(make: Any) -> tuple:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..data.files import read_file, write_json
 from ..graph.drawing import Drawing
 from ..graph.edits import find, nodes
 from ..graph.torchdata import IterDataPipe
+from ..keeping.files import read_file, write_json
 from ..lanes import Lanes
 from .clock import Reading
 from ..stepper import EnvStepper

@@ -28,10 +28,10 @@ from gymnasium.vector.utils import create_empty_array
 
 from ..data import nested
 from ..data.errors import DataError, PipeError, as_json, describe, describe_exception
-from ..data.files import names_file
 from ..data.fragment_ops import same_keys
 from ..envs.actions import as_like, cast_exactly
 from ..envs.factories import EnvFactory, close_env, no_array_form, space_spec
+from ..keeping.files import names_file
 from .data_sampler import whole_episodes
 
 # %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #acda2287

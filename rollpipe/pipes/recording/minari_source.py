@@ -27,12 +27,12 @@ from rollpipe.pipes.data.errors import (
     check_memory,
     describe,
 )
-from ..data.files import most_bytes, read_file, regular_size
 from ..data.fragment import Final, Fragment, State
 from ..data.fragment_ops import ENV_REWARD
 from ..envs.actions import as_like
 from ..envs.factories import space_spec
 from ..graph.pipe import Source
+from ..keeping.files import most_bytes, read_file, regular_size
 from rollpipe.pipes.recording.minari_files import (
     REPEATED,
     arrays_in,

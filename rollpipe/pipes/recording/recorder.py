@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..data.captures import capture
-from ..data.chunks import ChunkFolder
 from ..data.errors import DataError, PipeError
-from ..data.files import write_atomically
 from ..data.fragment import Tick, TickSource
 from ..envs.sources import Acting
 from ..graph.edits import find, nodes
 from ..graph.pipe import Pipe
 from ..graph.torchdata import IterDataPipe
+from ..keeping.chunks import ChunkFolder
+from ..keeping.files import write_atomically
+from ..keeping.plain import capture
 from .store import FORMAT, ItemFolder, ItemWriter, bytes_of, item_files
 from ..replay.pipe import Replayed
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..data.compare import first_difference
 from ..data.errors import CheckpointError, DataError
 from ..data.fragment import Tick, TickSource
 from ..graph.pipe import Source, opened
 from ..graph.torchdata import IterDataPipe
+from ..keeping.compare import first_difference
 from .recorder import asking, without_objects
 from .store import Record, item_files, records_in
 from ..replay.memory import ReplayMemory, checked_errors

@@ -22,9 +22,9 @@ try:
 except ImportError:
     fcntl = None  # this system has no such locks
 
-from ..data.encoding import encode
 from ..data.errors import CheckpointError, DataError
-from rollpipe.pipes.data.files import (
+from rollpipe.pipes.keeping.files import (
+    encode,
     make_folder,
     most_bytes,
     names_file,

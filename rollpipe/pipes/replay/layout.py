@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..data import nested
-from ..data.chunks import RowChanges
 from ..data.errors import DataError, check_memory
 from ..data.fragment import Final, Fragment
+from ..keeping.chunks import RowChanges
 
 # %% ../../../nbs/pipes/24_replay/01_layout.ipynb #b4488ed4
 class Field:

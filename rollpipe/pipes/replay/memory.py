@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from ..data import nested
-from ..data.captures import capture
-from ..data.chunks import ChunkFolder, RowChanges
 from rollpipe.pipes.data.errors import (
     LEAST_BYTES,
     CheckpointError,
@@ -25,8 +23,9 @@ from rollpipe.pipes.data.errors import (
     located,
 )
 from ..data.fragment import Fragment, check_item
-from ..data.restoring import restore
 from ..frames import Stacks, newest_frames, with_stacks
+from ..keeping.chunks import ChunkFolder, RowChanges
+from ..keeping.plain import capture, restore
 from .layout import unbatched
 from rollpipe.pipes.replay.store import (
     AddedSteps,

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..data.chunks import ChunkFolder
 from rollpipe.pipes.data.errors import (
     LEAST_BYTES,
     DataError,
@@ -26,6 +25,7 @@ from rollpipe.pipes.data.errors import (
 from ..data.fragment import Fragment
 from ..graph.pipe import Pipe, Seeded
 from ..graph.torchdata import IterDataPipe
+from ..keeping.chunks import ChunkFolder
 from .memory import ReplayMemory, Sample
 
 # %% ../../../nbs/pipes/24_replay/04_pipe.ipynb #5731b968

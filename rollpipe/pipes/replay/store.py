@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from ..data import nested
-from ..data.chunks import RowChanges
 from ..data.errors import DataError
 from ..data.fragment import Fragment
 from ..data.fragment_ops import same_keys, strands
+from ..keeping.chunks import RowChanges
 from .layout import FragmentLayout, Place, Ring, SideTable, unbatched
 
 # %% ../../../nbs/pipes/24_replay/02_store.ipynb #bd0c904a

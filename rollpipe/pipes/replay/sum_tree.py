@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.chunks import RowChanges
+from ..keeping.chunks import RowChanges
 
 # %% ../../../nbs/pipes/24_replay/00_sum_tree.ipynb #300b55a6
 class SumTree:

@@ -14,10 +14,10 @@ from typing import Any
 
 from ..data.errors import DataError, EnvError, check_integer, located
 from ..data.fragment import Fragment
-from ..data.random_states import GlobalRandomStates
 from ..envs.factories import env_seeds
 from ..envs.sources import Acting, no_copy
 from ..graph.pipe import Seeded, Source
+from ..keeping.random_states import GlobalRandomStates
 from ..stepper import refuse_reading_ahead
 from .tensor_batch import TensorBatch
 from .tensor_env import TensorFactory

@@ -268,8 +268,6 @@ class TensorBatch(Batch):
         with self._naming(self.env_name):
             with located("reset()", EnvError):
                 obs = self.env.reset(self._seed)
-            if self.one is not None:
-                self.one.begun()
             return self._obs_form.structure.unflatten(self._obs_form.check(obs))
 
     def advance(self, actions: Any) -> TensorOutcome:

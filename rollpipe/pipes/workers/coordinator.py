@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ..batches import FragmentStacker
-from ..data.captures import capture
 from rollpipe.pipes.data.errors import (
     CheckpointError,
     DataError,
@@ -25,14 +24,14 @@ from rollpipe.pipes.data.errors import (
     describe,
 )
 from ..data.fragment_ops import with_restarts
-from ..data.random_states import GlobalRandomStates
-from ..data.restoring import restore
 from ..episodes import EpisodeCollector
 from ..fragments import FragmentCollector
 from ..graph import torchdata
 from ..graph.edits import copy_graph, find, inputs, insert_after, nodes, replace
 from ..graph.pipe import trait, unknown_states
 from ..graph.torchdata import IterDataPipe
+from ..keeping.plain import capture, restore
+from ..keeping.random_states import GlobalRandomStates
 from ..lanes import Lanes
 from ..stepper import Acting, refuse_reading_ahead
 from ..taps import EpisodeStats, Tap, Throughput
