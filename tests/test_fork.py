@@ -410,7 +410,9 @@ def test_a_run_whose_environment_was_changed_goes_on_with_new_episodes(
     exact, tmp_path, monkeypatch, caplog
 ):
     parent = changed_corridor(tmp_path / "run", monkeypatch, exact=exact)
-    with pytest.raises(EnvError, match="leaf env.*toll: the state lacks an attribute"):
+    with pytest.raises(
+        EnvError, match=r"environment 0.*leaf TwoDoors\.toll: the state lacks an attribute"
+    ):
         gone_on(parent.folder, steps=256)
     out = fork(parent.folder, tmp_path / "out", new_episodes=True, steps=256)
     assert load_run(out).stream is None and not (out / "fork.safetensors").exists()

@@ -305,6 +305,10 @@ def _ways(env):
     return [*own, (*by_copy, *by_episode, "replay (all)")]
 
 
+def _n_steps(part):
+    return sum(name == "step" for name, *_ in part)
+
+
 def _test(make, made, only, seed, n_steps, seconds, info_keys):
     "The `Keeper`, and why other environments in the process could be the reason if it keeps nothing. With `only`, one is open at a time."
 
@@ -338,7 +342,7 @@ def _test(make, made, only, seed, n_steps, seconds, info_keys):
         try:
             begun = time.perf_counter()
             running, parts, states, broken = _played(env, first, ways, n_steps, seconds, info_keys)
-            step_seconds = (time.perf_counter() - begun) / sum(map(len, parts))
+            step_seconds = (time.perf_counter() - begun) / sum(map(_n_steps, parts))
         except Exception as e:
             problem = describe_exception(e)
             failed |= dict.fromkeys(ways, problem)

@@ -22,73 +22,83 @@ import torch
 from ..data import nested
 from ..data.errors import EnvError
 from .actions import action_rows
-from ..keeping.copies import Mark, change_noise, copies_of, parts_of, put_copies
-from ..keeping.plain import capture, name_of, restore
+from rollpipe.pipes.keeping.copies import (
+    Mark,
+    change_noise,
+    check_fits,
+    copies_of,
+    parts_of,
+    put_copies,
+)
+from ..keeping.plain import capture, restore
 from ..keeping.random_states import GlobalRandomStates
 
 # %% ../../../nbs/pipes/10_envs/05_kept.ipynb #91890656
 def has_state(env: Any) -> bool:
     "Has the class of `env` the methods `get_state()` and `set_state(state)`?"
 
-    def needs(name):
+    def n_required(name):
+        "How many arguments a method needs, with `self`."
         try:
-            found = inspect.signature(getattr(type(env), name)).parameters.values()
+            parameters = inspect.signature(getattr(type(env), name)).parameters.values()
         except (AttributeError, TypeError, ValueError):
             return None
         return sum(
             p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-            for p in found
+            for p in parameters
         )
 
-    return (needs("get_state"), needs("set_state")) == (1, 2)
+    return (n_required("get_state"), n_required("set_state")) == (1, 2)
 
 
 def layers(env: Any) -> list:
     "The environment and what it wraps, outermost first."
-    found = [env]
-    while isinstance(found[-1], (gym.Wrapper, gym.vector.VectorWrapper)):
-        found.append(found[-1].env)
-    return found
+    envs = [env]
+    while isinstance(envs[-1], (gym.Wrapper, gym.vector.VectorWrapper)):
+        envs.append(envs[-1].env)
+    return envs
 
 # %% ../../../nbs/pipes/10_envs/05_kept.ipynb #34ce26e1
 class ActionLog:
     "The actions that an environment has taken, in arrays, integers with as few bytes as they need."
 
-    CHUNK = 1024
+    CHUNK = 1024  # actions that are packed together
 
     def __init__(self):
-        self.parts = []
-        self.new = []
-        self.like = None  # leaves `[0, ...]` that tell the dtypes of the actions; None: there was no action yet
+        self.parts = []  # packed actions, nested `[T, ...]` each
+        self.new = []  # actions that are not packed yet
+        self.nbytes = 0  # of the actions that are packed
+        # leaves `[0, ...]` that tell the dtypes of the actions; None: there was no action yet
+        self.like = None
 
     def __len__(self) -> int:
         return len(self.new) + sum(len(nested.leaves(part)[0]) for part in self.parts)
-
-    @property
-    def nbytes(self) -> int:
-        "Bytes of the actions that are packed."
-        return sum(x.nbytes for part in self.parts for x in nested.leaves(part))
 
     def add(self, action: Any) -> None:
         "One more action, which is copied."
         self.new.append(nested.map(_copied, action))
         if len(self.new) == self.CHUNK:
-            self.pack()
+            self._pack_new()
+
+    def _pack_new(self):
+        part = nested.stack(self.new)
+        self.like = nested.map(lambda x: x[:0], part)
+        self.parts.append(nested.map(_narrow, part))
+        self.nbytes += _n_bytes(self.parts[-1])
+        self.new = []
 
     def pack(self) -> Any:
         "All actions, nested `[T, ...]`; None if there are none."
         if self.new:
-            part = nested.stack(self.new)
-            self.like = nested.map(lambda x: x[:0], part)
-            self.parts.append(nested.map(_narrow, part))
-            self.new = []
+            self._pack_new()
         if len(self.parts) > 1:
-            self.parts = [nested.cat(self.parts)]
+            self.go_on(nested.cat(self.parts), self.like)
         return self.parts[0] if self.parts else None
 
     def go_on(self, actions: Any, like: Any) -> None:
         "Take over what another log had."
         self.parts = [] if actions is None else [actions]
+        self.nbytes = sum(map(_n_bytes, self.parts))
         self.like = like
 
     def since(self, t: int) -> Any:
@@ -97,6 +107,10 @@ class ActionLog:
         if actions is None or t == len(self):
             return None
         return nested.map(lambda x, like: _widened(x[t:], like), actions, self.like)
+
+
+def _n_bytes(actions):
+    return sum(x.nbytes for x in nested.leaves(actions))
 
 
 def _copied(x):
@@ -114,7 +128,7 @@ def _widened(x, like):
 
 
 def checksum(x: Any, crc: int = 0) -> int:
-    "The checksum of an observation and a reward, which goes on from `crc`."
+    "The checksum of an observation, or of an observation and a reward, which goes on from `crc`."
     if isinstance(x, np.ndarray):
         is_plain = x.dtype.kind in "biufc" and x.size
         return zlib.crc32(np.ascontiguousarray(x).data, crc) if is_plain else crc
@@ -130,8 +144,10 @@ def checksum(x: Any, crc: int = 0) -> int:
 
 # %% ../../../nbs/pipes/10_envs/05_kept.ipynb #844205db
 class Kept:
-    """One environment, and how its state is kept. If its `Keeper` `logs`, `reset` and `step` are called before those of the
-    environment, and `answered` after them.
+    """One environment, and how its state is kept.
+
+    If its `Keeper` `logs`, `reset` and `step` are called before those of the environment, and
+    `answered` after them.
 
     Args:
         env: a single environment, a vector environment, or a `TensorEnv`
@@ -155,23 +171,29 @@ class Kept:
     def state(self) -> dict:
         """The state of the environment: texts, numbers and tensors, which later steps do not change.
 
-        Raises `EnvError`, which names the attribute, for what can neither be copied nor stays as it is.
+        Raises `EnvError`, which says why, if it cannot be kept.
         """
         return dict(keeper=self.name, **capture(copies_of(self.parts)))
 
     def restore(self, state: dict) -> None:
-        """Give the environment a state, from which it goes on. Raises `EnvError`, which names what does not fit.
+        """Give the environment a state, from which it goes on.
 
-        Restoring resets the environment, and may draw from global generators. After an error it is of no more use.
+        Restoring resets the environment, and may draw from global generators.
 
         Args:
             state: from the `state` of an environment that the same factory has made
+
+        Raises:
+            EnvError: names what does not fit; then the environment is of no more use
         """
         for _ in self.restoring(state):
             pass
 
     def restoring(self, state: dict) -> Iterator:
-        "As `restore`, but step by step: yields after each step of a replay. Several environments may be restored in turn so."
+        """As `restore`, but step by step: yields after each step of a replay.
+
+        Several environments may be restored in turn so.
+        """
         if not isinstance(state, dict) or state.get("keeper") != self.name:
             got = state.get("keeper") if isinstance(state, dict) else type(state).__name__
             raise EnvError(
@@ -183,7 +205,9 @@ class Kept:
 
     def _restoring(self, state: dict) -> Iterator:
         self.env.reset(seed=1)
-        put_copies(self.parts, restore(state))
+        copies = restore(state)
+        check_fits(self.parts, copies)
+        put_copies(self.parts, copies)
         return iter(())
 
 
@@ -198,33 +222,39 @@ class NotKept(Kept):
 
 
 class KeptOwn(Kept):
-    "An environment that tells its state. Of its wrappers, and of those within it, what has no `get_state` is copied."
+    """An environment that tells its state.
+
+    Of its wrappers, and of those within it, what has no `get_state` is copied.
+    """
 
     def __init__(self, env: Any, name: str):
         super().__init__(env, name)
-        self.own = []
+        self.telling = []  # parts that tell their state, with all that is within them
         covered = set()
         for part in self.parts:
             if has_state(part) and id(part) not in covered:
-                self.own.append(part)
+                self.telling.append(part)
                 covered |= {*map(id, parts_of(part))}
         self.others = [part for part in self.parts if id(part) not in covered]
 
     def state(self) -> dict:
-        own = [part.get_state() for part in self.own]
-        return dict(keeper=self.name, **capture(dict(others=copies_of(self.others), own=own)))
+        told = [part.get_state() for part in self.telling]
+        return dict(keeper=self.name, **capture(dict(others=copies_of(self.others), own=told)))
 
     def _restoring(self, state):
         self.env.reset(seed=1)
-        found = restore(state)
-        put_copies(self.others, found["others"])
-        for part, own in zip(self.own, found["own"], strict=True):
-            part.set_state(own)
+        content = restore(state)
+        check_fits(self.others, content["others"])
+        put_copies(self.others, content["others"])
+        for part, its_state in zip(self.telling, content["own"], strict=True):
+            part.set_state(its_state)
         return iter(())
 
 # %% ../../../nbs/pipes/10_envs/05_kept.ipynb #bf9990fc
 class EpisodeTooShort(EnvError):
-    "The actions of the present episode do not make the state, and a new environment has to repeat all actions."
+    """The actions of the present episode do not make the state, and a new environment has to repeat
+    all actions.
+    """
 
 
 class KeptActions(Kept):
@@ -236,29 +266,37 @@ class KeptActions(Kept):
         episode: repeat only those since the last reset, where this is enough
     """
 
-    MOST = (
-        2**26
-    )  # bytes of a log; if it has more, an environment that is kept by its episodes forgets those before
+    MOST = 2**26  # bytes of a log
 
     def __init__(self, env: Any, name: str, episode: bool):
         super().__init__(env, name)
         self.episode = episode
-        self.random = None  # states of the global generators before the first reset
-        self.made: Any = (
-            None  # copies of the attributes before it, which the constructor may have drawn
-        )
-        self.resets = []  # `(number of the next action, seed, options)`, or 'noise' and the seed of the noise from there on
+
+        # Before the first reset: the states of the global generators, and copies of the attributes,
+        # which the constructor may have drawn.
+        self.random = None
+        self.constructed: Any = None
+
+        # `(number of the next action, seed, options)` of each reset. Where other noise begins,
+        # 'noise' stands in the place of the seed, and the seed of the noise in that of the options.
+        self.resets = []
         self.log = ActionLog()
-        self.last = 0  # number of the last reset
-        self.before: Any = None  # copies of the attributes before it
-        self.crc = 0  # checksum of the answers since the last reset, or since the first one
         self.is_whole = True  # is everything since the first reset in the log?
+        self.is_lost = False  # were there too many actions, so that not even the episode is in it?
+
+        # The present episode: the number of its reset, copies of the attributes before it, and the
+        # checksum of the answers since then, or, without `episode`, since the first reset.
+        self.last = 0
+        self.before: Any = None
+        self.crc = 0
         self.repeats = None  # 'all' or 'episode': what the last `restore` has repeated
 
     def reset(self, seed: Any = None, options: Any = None) -> None:
-        if not self.resets:
+        if self.is_lost and not self.episode:
+            return
+        if self.random is None:
             self.random = GlobalRandomStates().get_state()
-            self.made = copies_of(self.parts, complete=False)
+            self.constructed = copies_of(self.parts, complete=False)
         elif self.episode:
             self._begin_episode()
         # A vector changes its options.
@@ -267,34 +305,61 @@ class KeptActions(Kept):
     def _begin_episode(self):
         self.before = copies_of(self.parts, complete=False)
         self.crc = 0
+        self.is_lost = False
+        if not self.is_whole:
+            self._forget()
         self.last = len(self.resets)
-        if self.log.nbytes > self.MOST or not self.is_whole:
-            self.is_whole = False
-            self.log = ActionLog()
-            self.resets = []
-            self.last = 0
+
+    def _forget(self):
+        self.log = ActionLog()
+        self.resets = []
+        self.is_whole = False
 
     def step(self, action: Any) -> None:
+        if self.is_lost:
+            return
         self.log.add(action)
+        if self.log.nbytes > self.MOST:
+            self._shorten()
+
+    def _shorten(self):
+        "Forget the episodes before the present one; if there is none, or it would not help, all."
+        begin, *_ = self.resets[self.last]
+        episode = self.log.since(begin) if self.last else None
+        resets = self.resets[self.last :]
+        like = self.log.like
+        self._forget()
+        if episode is not None:
+            self.resets = [(t - begin, *arguments) for t, *arguments in resets]
+            self.log.go_on(nested.map(_narrow, episode), like)
+        self.last = 0
+        self.is_lost = not self.resets or self.log.nbytes > self.MOST
 
     def answered(self, answer: Any) -> None:
-        # A reset of single and vector environments returns `(obs, info)`, and a step `(obs, reward, ...)`.
-        is_reset = isinstance(answer, tuple) and len(answer) == 2
-        shown = answer[:1] if is_reset else answer[:2] if isinstance(answer, tuple) else answer
-        self.crc = checksum(shown, self.crc)
+        # A reset of single and vector environments returns `(obs, info)`, a step more than two.
+        if isinstance(answer, tuple):
+            answer = answer[:1] if len(answer) == 2 else answer[:2]
+        self.crc = checksum(answer, self.crc)
 
     def state(self) -> dict:
-        mark = Mark(self.env) if self.before is not None else None
+        if self.is_lost:
+            raise EnvError(
+                "it has taken too many actions",
+                expected=f"a log of at most {self.MOST / 2**20:g} MiB, "
+                "or `get_state` and `set_state` in its class",
+            )
+        mark = None if self.before is None else Mark(self.env)
         if not self.is_whole and mark is not None and mark.unseen:
             problem = "it has taken too many actions, and those of the episode may not be enough"
             raise EnvError(problem, got=mark.unseen)
-        given = {str(i): (seed, options) for i, (_, seed, options) in enumerate(self.resets)}
-        found = dict(
-            classes=self._classes(),
+
+        # Most resets have no arguments.
+        arguments = {str(i): (seed, options) for i, (_, seed, options) in enumerate(self.resets)}
+        content = dict(
             random=self.random,
-            made=self.made,
+            constructed=self.constructed,
             resets=np.array([t for t, *_ in self.resets], np.int64),
-            given={i: x for i, x in given.items() if x != (None, None)},
+            arguments={i: x for i, x in arguments.items() if x != (None, None)},
             actions=self.log.pack(),
             like=self.log.like,
             last=self.last,
@@ -303,99 +368,100 @@ class KeptActions(Kept):
             mark=None if mark is None else (mark.crc, mark.unseen),
             is_whole=self.is_whole,
         )
-        return dict(keeper=self.name, **capture(found))
-
-    def _classes(self):
-        return [name_of(type(x)) for x in layers(self.env)]
+        return dict(keeper=self.name, **capture(content))
 
     def _restoring(self, state):
-        if self.resets:
+        if self.random is not None:
             raise EnvError(
                 "actions can be repeated only in a new environment", got="one that was reset before"
             )
-        found = restore(state)
-        if found["classes"] != self._classes():
-            raise EnvError(
-                "the state does not fit this environment",
-                expected=" of ".join(found["classes"]),
-                got=" of ".join(self._classes()),
-            )
-        self.random = found["random"]
-        self.made = found["made"]
+        content = restore(state)
+        check_fits(self.parts, content["constructed"])
+
+        # This environment goes on with the log of the other one.
+        self.random = content["random"]
+        self.constructed = content["constructed"]
+        arguments = content["arguments"]
         self.resets = [
-            (t, *found["given"].get(str(i), (None, None)))
-            for i, t in enumerate(found["resets"].tolist())
+            (t, *arguments.get(str(i), (None, None)))
+            for i, t in enumerate(content["resets"].tolist())
         ]
-        self.log.go_on(found["actions"], found["like"])
-        self.last = found["last"]
-        self.before = found["before"]
-        self.is_whole = found["is_whole"]
+        self.log.go_on(content["actions"], content["like"])
+        self.last = content["last"]
+        self.before = content["before"]
+        self.is_whole = content["is_whole"]
+
         # What no checksum sees may have come from an episode before.
-        is_short = self.before is None or found["mark"][1] is not None and self.is_whole
-        self.repeats = "all" if is_short else "episode"
-        steps = self._repeat_all(found) if is_short else self._repeat_episode(found)
+        needs_all = self.before is None or (content["mark"][1] is not None and self.is_whole)
+        self.repeats = "all" if needs_all else "episode"
+        steps = self._repeat_all(content) if needs_all else self._repeat_episode(content)
         return self._with_noise(steps, state.get("noise"))
 
     def _with_noise(self, steps, noise):
-        "The steps of a replay, after which the generators may get other states. The replay itself needs the old ones."
+        """The steps of a replay, after which the generators may get other states.
+
+        The replay itself needs the old ones.
+        """
         yield from steps
         if noise is not None:
             self.resets.append((len(self.log), "noise", noise))
             change_noise(self.parts, noise)
 
-    def _repeat_episode(self, found):
+    def _repeat_episode(self, content):
         self.env.reset(seed=1)
-        put_copies(self.parts, restore(capture(self.before)), complete=False)
+        put_copies(self.parts, restore(capture(self.before)))
         yield from self._repeat(self.last)
         mark = Mark(self.env)
-        if (mark.crc, self.crc) == (found["mark"][0], found["crc"]):
+        if (mark.crc, self.crc) == (content["mark"][0], content["crc"]):
             return
         if self.is_whole:
             raise EpisodeTooShort("the actions of the episode do not make its state")
-        self._refuse(found, "those before the present episode were too many to be kept")
+        self._refuse(content, "those before the present episode were too many to be kept")
 
-    def _repeat_all(self, found):
+    def _repeat_all(self, content):
         states = GlobalRandomStates()
         states.set_state(self.random)
         states.put()
-        put_copies(self.parts, restore(capture(self.made)), complete=False)
+        put_copies(self.parts, restore(capture(self.constructed)))
         yield from self._repeat(0)
-        if self.crc != found["crc"]:
-            self._refuse(found, "it depends on more than its seed and its actions")
+        if self.crc != content["crc"]:
+            self._refuse(content, "it depends on more than its seed and its actions")
 
-    def _refuse(self, found, why):
+    def _refuse(self, content, why):
         raise EnvError(
             f"a replay of its actions gives other observations or rewards: {why}",
-            expected=f"the checksum {found['crc']}, or `get_state` and `set_state` in its class",
+            expected=f"the checksum {content['crc']}, or `get_state` and `set_state` in its class",
             got=str(self.crc),
         )
 
     def repeat_all(self, state: dict) -> None:
         "As `restore`, after an `EpisodeTooShort` in another environment."
-        whole = restore(state)
-        self.restore({**state, **capture(dict(whole, before=None))})
-        self.before = whole["before"]
+        content = restore(state)
+        self.restore({**state, **capture(dict(content, before=None))})
+        self.before = content["before"]
 
     def _repeat(self, first):
         "Do what was done from reset number `first` on."
         begin = self.resets[first][0]
         actions = self._actions(self.log.since(begin))
-        left = deque(self.resets[first:])
+        resets = deque(self.resets[first:])
         for t, action in enumerate([*actions, None], begin):
-            while left and left[0][0] == t:
-                _, seed, options = left.popleft()
+            while resets and resets[0][0] == t:
+                _, seed, options = resets.popleft()
                 if isinstance(seed, str):
                     change_noise(self.parts, options)
-                    continue
-                given = dict(seed=seed, options=copy.deepcopy(options))
-                if self.episode:
-                    self.crc = 0
-                self.answered(
-                    self.env.reset(**{name: x for name, x in given.items() if x is not None})
-                )
+                else:
+                    self._repeat_reset(seed, options)
             yield
             if action is not None:
                 self.answered(self.env.step(action))
+
+    def _repeat_reset(self, seed, options):
+        if self.episode:
+            self.crc = 0
+        arguments = dict(seed=seed, options=copy.deepcopy(options))
+        arguments = {name: x for name, x in arguments.items() if x is not None}
+        self.answered(self.env.reset(**arguments))
 
     def _actions(self, log):
         if log is None:
@@ -408,7 +474,9 @@ class KeptActions(Kept):
 def restore_batch(
     kept: list, states: list, anew: Callable, named: Callable[[int], AbstractContextManager]
 ) -> None:
-    """Give the environments of a batch their states. Those that repeat all actions do it in turn, step by step, as they have played.
+    """Give the environments of a batch their states.
+
+    Those that repeat actions do it in turn, step by step, as they have played.
 
     Args:
         kept: a `Kept` for each
@@ -416,29 +484,32 @@ def restore_batch(
         anew: `anew(b)` returns the `Kept` of a new environment in the place of environment `b`
         named: `named(b)` is a context in which errors get the name of environment `b`
     """
-    running = {}
+    replays = {}
     for b, (one, state) in enumerate(zip(kept, states)):
         with named(b):
-            running[b] = one.restoring(state)
-    while running:
-        for b, steps in list(running.items()):
+            replays[b] = one.restoring(state)
+
+    # One step of each replay, until all are over
+    while replays:
+        for b, steps in list(replays.items()):
             with named(b):
                 try:
                     is_over = next(steps, steps) is steps
                 except EpisodeTooShort:
                     anew(b).repeat_all(states[b])
                     is_over = True
-                if is_over:
-                    del running[b]
+            if is_over:
+                del replays[b]
 
-# %% ../../../nbs/pipes/10_envs/05_kept.ipynb #6d0c1b9a
+# %% ../../../nbs/pipes/10_envs/05_kept.ipynb #f08bac02
 class Keeper:
     """How the environments of a factory are kept. `begin` is called with each new one.
 
     Args:
         name: 'own', 'copy', 'MuJoCo', 'ALE', 'replay (episode)', 'replay (all)' or 'none'
         failed: way -> what was found in it, for the ways that were tried before
-        only: why a process can have only one of these environments at a time; None: it can have several
+        only: why a process can have only one of these environments at a time; None: it can have
+            several
         disturbed: what changes if another one is played in turn with it; None: nothing
         step_seconds: how long a step takes; None: it was not measured
     """
@@ -459,7 +530,9 @@ class Keeper:
 
     @property
     def alone(self) -> str | None:
-        "Why a process should have one of these environments at a time; None: nothing speaks against several."
+        """Why a process should have one of these environments at a time; None: nothing speaks
+        against several.
+        """
         if self.only:
             return f"a process can have only one ({self.only})"
         if self.disturbed:
@@ -487,7 +560,7 @@ class Keeper:
 
 
 def _in_words(failed: dict) -> str:
-    "Name -> text, or a dict of the same kind, as one text: names with equal texts stand together."
+    "Name -> text or such a dict, as one text: names with equal texts stand together."
     names_of = {}
     for name, text in failed.items():
         text = text if isinstance(text, str) else _in_words(text)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MODEL', 'SIMULATORS', 'MOST', 'cells_of', 'parts_of', 'Simulator', 'simulators_in', 'Saved', 'copied', 'spaces_in',
-           'is_constant', 'is_known', 'copies_of', 'change_noise', 'put_copies', 'Mark']
+           'is_constant', 'is_known', 'copies_of', 'change_noise', 'check_fits', 'put_copies', 'Mark']
 
 # %% ../../../nbs/pipes/01_keeping/01_copies.ipynb #564f3b2e
 import copy
@@ -51,12 +51,14 @@ from rollpipe.pipes.keeping.plain import (
 # %% ../../../nbs/pipes/01_keeping/01_copies.ipynb #e7461ed4
 def cells_of(f: FunctionType) -> dict:
     "Name -> cell of the variables that a function has from around it, if they have a value."
-    found = dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
-    return {name: cell for name, cell in found.items() if cell != CellType()}
+    cells = dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
+    return {name: cell for name, cell in cells.items() if cell != CellType()}
 
 
 def parts_of(env: Any) -> list:
-    "An environment and those within it, outermost first: what wrappers wrap, and the environments of a `SyncVectorEnv`."
+    """An environment and those within it, outermost first: what wrappers wrap, and the environments
+    of a `SyncVectorEnv`.
+    """
     parts = [env]
     for part in parts:  # grows in the loop
         if isinstance(part, (gym.Wrapper, gym.vector.VectorWrapper)):
@@ -90,15 +92,17 @@ def _floats_of(kind):
 
 
 def _float_arrays(data):
-    found = ((name, getattr(data, name)) for name in _floats_of(type(data)))
+    "Name -> array of floats of `MjData`."
+    values = {name: getattr(data, name) for name in _floats_of(type(data))}
     return {
         name: x
-        for name, x in found
+        for name, x in values.items()
         if isinstance(x, np.ndarray) and x.dtype == np.float64 and x.size
     }
 
 
 def _get_mujoco(data):
+    "What MuJoCo calls the state, the sizes of all arrays of floats, and their numbers."
     mujoco: Any = importlib.import_module("mujoco")  # an extra
     spec = int(mujoco.mjtState.mjSTATE_INTEGRATION)
     arrays = _float_arrays(data)
@@ -108,13 +112,15 @@ def _get_mujoco(data):
     return [state, {name: x.size for name, x in arrays.items()}, numbers]
 
 
-def _put_mujoco(data, kept):
+def _put_mujoco(data, whole_state):
     mujoco: Any = importlib.import_module("mujoco")  # an extra
-    state, sizes, numbers = kept
+    state, sizes, numbers = whole_state
     spec = int(mujoco.mjtState.mjSTATE_INTEGRATION)
     if state.size != mujoco.mj_stateSize(data.model, spec):
         raise ValueError("the state of another model of MuJoCo")
     mujoco.mj_setState(data.model, data, state, spec)
+
+    # Arrays of the contacts may have other sizes; the next step finds them anew.
     arrays = _float_arrays(data)
     begin = 0
     for name, n in sizes.items():
@@ -150,7 +156,8 @@ def _atari_lacks(ale):
 
 
 MODEL = "mujoco._structs.MjModel"
-SIMULATORS = {  # by name, because nothing has to be imported to know that an object is of another kind
+# by name, because nothing has to be imported to know that an object is of another kind
+SIMULATORS = {
     "mujoco._structs.MjData": Simulator("MuJoCo", _get_mujoco, _put_mujoco),
     "ale_py._ale_py.ALEInterface": Simulator("ALE", _get_atari, _put_atari, _atari_lacks),
 }
@@ -158,13 +165,19 @@ SIMULATORS = {  # by name, because nothing has to be imported to know that an ob
 
 def simulators_in(parts: list) -> list:
     "The names of the simulators that the parts of an environment hold."
-    kinds = {name_of(type(x)) for part in parts for x in all_attributes(part).values()}
+    kinds = set()
+    for part in parts:
+        kinds |= {name_of(type(x)) for x in all_attributes(part).values()}
     return [how.label for name, how in SIMULATORS.items() if name in kinds]
 
 # %% ../../../nbs/pipes/01_keeping/01_copies.ipynb #371e0adb
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+# objects with nothing but plain attributes
 _HELPERS = ("gymnasium.wrappers.utils.RunningMeanStd",)
-# What does not decide what comes next: what renders, and what a wrapper was made with.
+
+# What does not decide what comes next: what renders, what a wrapper was made with, and, for a
+# class of gymnasium, attributes that are times on the clock.
 _RENDERING = (
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer",
     "pygame.surface.Surface",
@@ -172,10 +185,11 @@ _RENDERING = (
     "pygame.font.Font",
 )
 _ARGUMENTS = "_saved_kwargs", "_cached_spec"
-# Class of gymnasium -> attributes that are times on the clock.
 _CLOCKS = {
     "RecordEpisodeStatistics": ("episode_start_time", "episode_start_times", "time_queue"),
 }
+
+# parts that hold other parts
 _HOLDERS = gym.Wrapper, gym.vector.VectorWrapper, gym.vector.SyncVectorEnv
 
 
@@ -194,22 +208,31 @@ class Saved:
 
 
 def copied(x: Any) -> Any:
-    "A copy of plain data, which later steps do not change. Raises `TypeError`, which names the class, for another object."
+    """A copy of plain data, which later steps do not change.
+
+    Raises `TypeError`, which names the class, for another object.
+    """
     kind: Any = type(x)
+
+    # Numbers, texts and arrays
     if kind in _ATOMS or isinstance(x, (np.generic, enum.Enum)):
         return x
     if kind is np.ndarray and not x.dtype.hasobject:
         return x.copy("K")
     if is_dense(x):
         return x.detach().clone()
+
+    # Containers
     if kind in (list, set, frozenset):
         return kind([copied(y) for y in x])
     if kind is deque:
         return deque([copied(y) for y in x], x.maxlen)
-    if kind is tuple or isinstance(x, tuple) and hasattr(x, "_fields"):
+    if kind is tuple or (issubclass(kind, tuple) and hasattr(x, "_fields")):
         return tuple.__new__(kind, [copied(y) for y in x])
     if kind in (dict, OrderedDict):
         return kind([(copied(key), copied(y)) for key, y in x.items()])
+
+    # Generators, and values such as a date
     name = name_of(kind)
     if kind is torch.Generator:
         return x.clone_state()
@@ -222,13 +245,13 @@ def copied(x: Any) -> Any:
 
 def spaces_in(space: gym.Space) -> list:
     "A space and those within it."
-    found = [space]
-    for x in found:  # grows in the loop
+    spaces = [space]
+    for x in spaces:  # grows in the loop
         inner = getattr(x, "spaces", ())
-        found.extend(inner.values() if isinstance(inner, dict) else inner)
+        spaces.extend(inner.values() if isinstance(inner, dict) else inner)
         parts = (getattr(x, f"{name}_space", None) for name in ("feature", "node", "edge"))
-        found.extend(y for y in parts if isinstance(y, gym.Space))
-    return found
+        spaces.extend(y for y in parts if isinstance(y, gym.Space))
+    return spaces
 
 
 def _saved(x, complete):
@@ -240,19 +263,23 @@ def _saved(x, complete):
         return Saved(name, {key: copied(y) for key, y in vars(x).items()})
     if name == MODEL and complete:
         return Saved(name, _get_model(x))
-    if (how := SIMULATORS.get(name)) is None:
-        found = copied(x)
-        return x if complete else found
-    if complete and (lack := how.lacks(x)):
-        raise EnvError(lack, got=name)
-    return Saved(name, how.get(x))
+    if name in SIMULATORS:
+        simulator = SIMULATORS[name]
+        lack = simulator.lacks(x) if complete else None
+        if lack:
+            raise EnvError(lack, got=name)
+        return Saved(name, simulator.get(x))
+
+    # `capture` copies the arrays of a complete copy itself, as they share memory.
+    copy_of_x = copied(x)
+    return x if complete else copy_of_x
 
 
 def is_constant(x: Any) -> bool:
     "Does an attribute stay as it is, as far as the next steps depend on it?"
     if isinstance(x, FunctionType):
-        known = (x.__module__ or "").startswith(("gymnasium.", "rollpipe."))
-        return known or not cells_of(x)
+        is_theirs = (x.__module__ or "").startswith(("gymnasium.", "rollpipe."))
+        return is_theirs or not cells_of(x)
     if isinstance(x, MethodType):
         return isinstance(x.__self__, (*_ENVS, type))
     if type(x) in (list, tuple):
@@ -276,13 +303,15 @@ _CONSTANT = (
 
 
 def is_known(part: Any) -> bool:
-    """Is everything that the next steps depend on among the attributes of a part of an environment, and plain data?
+    """Is everything that the next steps depend on among the attributes of a part of an environment,
+    and plain data?
 
-    So it is with the classes of gymnasium, of the emulator of Atari and of rollpipe, with those that stand on gymnasium's MuJoCo, and with
-    environments of tensors. `copies_of` refuses those for which it is not so.
+    So it is with the classes of gymnasium, of the emulator of Atari and of rollpipe, with those
+    that stand on gymnasium's MuJoCo, and with environments of tensors. `copies_of` refuses those
+    for which it is not so.
     """
-    known = ("gymnasium.", "ale_py.", "rollpipe.")
-    if type(part).__module__.startswith(known) or not isinstance(part, _ENVS):
+    packages = ("gymnasium.", "ale_py.", "rollpipe.")
+    if type(part).__module__.startswith(packages) or not isinstance(part, _ENVS):
         return True
     return any(c.__module__.startswith("gymnasium.envs.mujoco.") for c in type(part).__mro__)
 
@@ -301,33 +330,40 @@ def _attributes_in(part):
 
 
 def copies_of(parts: list, complete: bool = True) -> list:
-    """What parts of an environment hold, one dict for each: `part`, the name of its class, and `holds`, name -> plain data.
+    """What parts of an environment hold, one dict for each: `part`, the name of its class, `holds`,
+    name -> plain data, and `others`, the names of attributes that are not copied.
 
     Args:
         parts: from `parts_of`
-        complete: raise `EnvError`, which names the attribute, for what can neither be copied nor stays as it is. Arrays are those of
-            the environment, which `capture` writes down as they share memory. False: leave it out, and copy the others
+        complete: nothing may be missing, and arrays are those of the environment, which `capture`
+            writes down as they share memory. False: what cannot be copied is one of the `others`
+
+    Raises:
+        EnvError: with `complete`, for an attribute that can neither be copied nor stays as it is
     """
-    found = []
+    copies = []
     for part in parts:
         holds = {}
+        others = []
         for key, x in _attributes_in(part).items():
             try:
                 holds[key] = _saved(x, complete)
             except TypeError as e:
+                others.append(key)
                 if complete and not is_constant(x):
                     leaf = f"{type(part).__name__}.{key}"
                     raise EnvError("this cannot be copied", leaf=leaf, got=str(e)) from None
             except EnvError as e:
                 raise e.locate(leaf=f"{type(part).__name__}.{key}") from None
-        found.append(dict(part=name_of(type(part)), holds=holds))
-    return found
+        copies.append(dict(part=name_of(type(part)), holds=holds, others=others))
+    return copies
 
 
 def _put(old, new):
-    """The value `new` of an attribute that was `old`. A generator stays, because other objects may hold it, too, and gets the state.
+    """The value `new` of an attribute that was `old`.
 
-    An array is another one, because `old` may be the constant of a class or module.
+    A generator stays, because other objects may hold it, too, and gets the state. An array is
+    another one, because `old` may be the constant of a class or module.
     """
     if type(new) is Saved:
         return _put_saved(old, new)
@@ -339,6 +375,7 @@ def _put(old, new):
 
 
 def _put_saved(old, new):
+    "The object `old`, with the state that was saved."
     if new.kind == "generators":
         for space, generator in zip(spaces_in(old), new.state, strict=True):
             space._np_random = None if generator is None else _put(space._np_random, generator)
@@ -355,38 +392,73 @@ def _put_saved(old, new):
 
 
 def change_noise(parts: list, seed: int) -> None:
-    "Give the random generators among the attributes of the parts of an environment, and those of its spaces, other states."
-    seeds = np.random.SeedSequence(seed)
-    for part in parts:
-        held = _attributes_in(part)
-        spaces = [
-            space for x in held.values() if isinstance(x, gym.Space) for space in spaces_in(x)
-        ]
-        for x in (*held.values(), *(space._np_random for space in spaces)):
-            word = int(seeds.spawn(1)[0].generate_state(1)[0])
-            if isinstance(x, np.random.Generator):
-                x.__init__(type(x.bit_generator)(word))
-            elif isinstance(x, (np.random.RandomState, random.Random)):
-                x.seed(word)
-            elif isinstance(x, torch.Generator):
-                x.manual_seed(word)
-        if name_of(type(part)).endswith(".random_states.EpisodeSeeds"):
-            part.first = int(seeds.spawn(1)[0].generate_state(1)[0])
-
-
-def put_copies(parts: list, copies: list, complete: bool = True) -> None:
-    """Give parts of an environment what `copies_of` such parts returned. Raises `EnvError`, which names what does not fit.
+    """Give the random generators of the parts of an environment other states: those among the
+    attributes, and those of the spaces.
 
     Args:
-        complete: as it was for `copies_of`
+        parts: from `parts_of`
+        seed: determines the new states
+    """
+    seeds = np.random.SeedSequence(seed)
+
+    def word():
+        return int(seeds.spawn(1)[0].generate_state(1)[0])
+
+    for part in parts:
+        # A word is drawn for every attribute, so that it depends on the place alone.
+        values = list(_attributes_in(part).values())
+        for space in [x for x in values if isinstance(x, gym.Space)]:
+            values += [inner._np_random for inner in spaces_in(space)]
+        for x in values:
+            _change_generator(x, word())
+        if name_of(type(part)).endswith(".random_states.EpisodeSeeds"):
+            part.first = word()
+
+
+def _change_generator(x, word):
+    if isinstance(x, np.random.Generator):
+        x.__init__(type(x.bit_generator)(word))
+    elif isinstance(x, (np.random.RandomState, random.Random)):
+        x.seed(word)
+    elif isinstance(x, torch.Generator):
+        x.manual_seed(word)
+
+
+def check_fits(parts: list, copies: list) -> None:
+    """Raise `EnvError` unless parts are of the classes that were copied, with no further attribute.
+
+    Args:
+        parts: those of an environment
+        copies: from `copies_of`
     """
     names = [name_of(type(part)) for part in parts]
-    if names != (expected := [x["part"] for x in copies]):
+    expected = [x["part"] for x in copies]
+    if names != expected:
         problem = "the state does not fit this environment"
         raise EnvError(problem, expected=" of ".join(expected), got=" of ".join(names))
-    for part, found in zip(parts, copies):
+    for part, its_copy in zip(parts, copies):
+        names = {*its_copy["holds"], *its_copy["others"]}
+        for key, x in _attributes_in(part).items():
+            if key not in names and not is_constant(x):
+                raise EnvError(
+                    "the state lacks an attribute that this environment has",
+                    leaf=f"{type(part).__name__}.{key}",
+                )
+
+
+def put_copies(parts: list, copies: list) -> None:
+    """Give parts of an environment what `copies_of` such parts returned.
+
+    Args:
+        parts: those of an environment of the same classes
+        copies: from `copies_of`
+
+    Raises:
+        EnvError: names the attribute that does not fit
+    """
+    for part, its_copy in zip(parts, copies, strict=True):
         held = _attributes_in(part)
-        for key, x in found["holds"].items():
+        for key, x in its_copy["holds"].items():
             try:
                 new = _put(held.get(key), x)
                 if key not in held or new is not held[key]:
@@ -396,16 +468,11 @@ def put_copies(parts: list, copies: list, complete: bool = True) -> None:
                     f"the state does not fit this environment ({describe_exception(e)})",
                     leaf=f"{type(part).__name__}.{key}",
                 ) from e
-        lacking = [key for key in held if key not in found["holds"] and not is_constant(held[key])]
-        if complete and lacking:
-            raise EnvError(
-                "the state lacks an attribute that this environment has",
-                leaf=f"{type(part).__name__}.{lacking[0]}",
-            )
 
 # %% ../../../nbs/pipes/01_keeping/01_copies.ipynb #f154d1b1
 MOST = 200_000  # objects at most
 
+# whose name is enough
 _SAFE = (
     type,
     ModuleType,
@@ -416,16 +483,20 @@ _SAFE = (
     property,
     *map(type, (threading.Lock(), threading.RLock())),
 )
+# whose text is enough
 _NUMBERS = Number, UUID, PurePath, np.dtype, torch.dtype, torch.device, bytearray
-_REBUILDS = (
-    "gymnasium.envs.box2d.lunar_lander.LunarLander",
-)  # each reset makes its Box2D world anew
+# Each reset of these makes its Box2D world anew.
+_REBUILDS = ("gymnasium.envs.box2d.lunar_lander.LunarLander",)
 
 
 class Mark:
     """A checksum of all that an environment reaches: `crc`.
 
-    `unseen` is the name of the class of an object whose state it does not see, such as an iterator; None: there is none.
+    `unseen` is the name of the class of an object whose state it does not see, such as an iterator;
+    None: there is none.
+
+    Args:
+        env: an environment
     """
 
     def __init__(self, env: Any):
@@ -466,6 +537,7 @@ class Mark:
         name = name_of(kind)
         self._write(name)
 
+        # Objects that are more than their attributes
         if isinstance(x, (np.ndarray, torch.Tensor)):
             return self._add_array(x)
         if isinstance(x, (FunctionType, MethodType, partial)):
@@ -483,6 +555,7 @@ class Mark:
         is_free = isinstance(x, _SAFE) or name in _RENDERING
         if is_free or self._rebuilt and name.startswith("Box2D."):
             return None
+
         self._add_items(x)
         self._add_attributes(x, kind, name)
 
@@ -521,12 +594,14 @@ class Mark:
             self._queue.extend(x)
 
     def _add_attributes(self, x, kind, name):
-        found = _counted(x)
-        for key in sorted(found):
+        attributes = _counted(x)
+        for key in sorted(attributes):
             self._write(key)
-            self._queue.append(found[key])
+            self._queue.append(attributes[key])
+
+        # Objects in C, and those of the standard library, may have more to them.
         is_container = isinstance(x, (list, tuple, dict, deque, set, frozenset, enum.Enum))
-        is_foreign = name.partition(".")[0] in sys.stdlib_module_names and not found
+        is_foreign = name.partition(".")[0] in sys.stdlib_module_names and not attributes
         is_empty = kind is SimpleNamespace or kind is object
         if not (is_container or is_empty) and (hides_state(kind) or is_foreign):
             self.unseen = self.unseen or name

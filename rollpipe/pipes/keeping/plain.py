@@ -29,7 +29,10 @@ from ..data.errors import EnvError, PipeError, describe_exception
 
 # %% ../../../nbs/pipes/01_keeping/00_plain.ipynb #79344bb7
 def name_of(kind: Any) -> str:
-    "Module and name of a class or function. A spawned worker calls the module of the script that was started `__mp_main__`."
+    """Module and name of a class or function.
+
+    A spawned worker calls the module of the script that was started `__mp_main__`.
+    """
     module = getattr(kind, "__module__", "")  # SWIG makes classes without one
     return f"{'__main__' if module == '__mp_main__' else module}.{kind.__qualname__}"
 
@@ -38,70 +41,79 @@ def loaded(name: str) -> Iterator:
     "What is called so in modules that are loaded. Nothing is imported."
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:i]))
+        x: Any = sys.modules.get(".".join(parts[:i]))
         for part in parts[i:]:
-            found = getattr(found, "__dict__", {}).get(part)
-        yield found
+            x = getattr(x, "__dict__", {}).get(part)
+        yield x
 
 
 def loaded_class(name: str, base: Any) -> Any:
-    "The class of this name, if it is a subclass of `base` in a module that is loaded, or else `ValueError`."
-    for found in loaded(name):
-        if isinstance(found, type) and issubclass(found, base):
-            return found
+    """The class of this name in a module that is loaded.
+
+    Raises `ValueError` if there is none that is a subclass of `base`.
+    """
+    for x in loaded(name):
+        if isinstance(x, type) and issubclass(x, base):
+            return x
     raise ValueError(f"no {base.__name__} is called {name}")
 
 
 @lru_cache(maxsize=1000)
 def _slots(kind):
     "Name -> descriptor of the attributes that a class keeps outside of `__dict__`."
-    return {
-        name: x
-        for c in kind.__mro__
-        if "__slots__" in vars(c) or c is defaultdict
-        for name, x in vars(c).items()
-        if isinstance(x, MemberDescriptorType)
-    }
+    slots = {}
+    for c in kind.__mro__:
+        if "__slots__" in vars(c) or c is defaultdict:
+            slots |= {k: x for k, x in vars(c).items() if isinstance(x, MemberDescriptorType)}
+    return slots
 
 
 @lru_cache(maxsize=1000)  # most objects of an environment are of few classes
 def hides_state(kind: type) -> bool:
     "Has a class fields of C, which no attribute need show, of its own or of a base?"
 
-    def shown(c):
+    def n_shown(c):
+        has_slots = "__slots__" in vars(c)
         return sum(
             name in ("__dict__", "__weakref__")
-            or "__slots__" in vars(c)
-            and isinstance(x, MemberDescriptorType)
+            or (has_slots and isinstance(x, MemberDescriptorType))
             for name, x in vars(c).items()
         )
 
+    # A class needs 8 bytes for each field that an attribute shows.
     return any(
-        c.__basicsize__ - c.__base__.__basicsize__ > 8 * shown(c)
+        c.__basicsize__ - c.__base__.__basicsize__ > 8 * n_shown(c)
         for c in kind.__mro__
         if c not in (object, SimpleNamespace)
     )
 
 
 def all_attributes(x: Any) -> dict:
-    "Name -> value of the attributes of an object, also of those that its class keeps outside of `__dict__`, if they have a value."
-    return {
-        **(getattr(x, "__dict__", None) or {}),
-        **{name: d.__get__(x) for name, d in _slots(type(x)).items() if hasattr(x, name)},
-    }
+    """Name -> value of the attributes of an object that have a value, also of those that its class
+    keeps outside of `__dict__`.
+    """
+    in_dict = getattr(x, "__dict__", None) or {}
+    in_slots = {name: d.__get__(x) for name, d in _slots(type(x)).items() if hasattr(x, name)}
+    return {**in_dict, **in_slots}
 
 
 def has_own_state(x: Any) -> bool:
-    "Does the class of `x` say itself what its state is, by methods `get_state()` and `set_state(state)`?"
+    """Does the class of `x` say itself what its state is, by methods `get_state()` and
+    `set_state(state)`?
+    """
     return all(callable(getattr(type(x), name, None)) for name in ("get_state", "set_state"))
 
 
-MADE: dict = {}  # name -> a class, and a function of such an object, which returns the arguments that make it again
-NEW: dict = {}  # name -> class of objects that `restore` may make without a call of `__init__`
+# name -> a class, and a function of such an object, which returns the arguments that make it again
+MADE: dict = {}
+# name -> class of objects that `restore` may make without a call of `__init__`
+NEW: dict = {}
 
 
 def made_of(arguments: Callable) -> Callable:
-    """A decorator of classes whose objects cannot be changed: what is kept are the arguments from which they are made again.
+    """A decorator of classes whose objects cannot be changed.
+
+    What is kept are the arguments from which such an object is made again.
 
     Args:
         arguments: function of an object; returns a tuple of tensors, arrays, numbers and texts
@@ -110,7 +122,9 @@ def made_of(arguments: Callable) -> Callable:
 
 
 def may_be_new(cls: type) -> type:
-    "A decorator of classes of plain data: `restore` may make such an object, without calling its `__init__`."
+    """A decorator of classes of plain data: `restore` may make such an object, without calling its
+    `__init__`.
+    """
     return NEW.setdefault(name_of(cls), cls)
 
 # %% ../../../nbs/pipes/01_keeping/00_plain.ipynb #2d842c00
@@ -180,17 +194,20 @@ class Memory(NamedTuple):
 
 
 def memory_of(x: Any) -> tuple[Memory, Any]:
-    "The memory of an array or tensor, and where it begins there [bytes]; of a tensor, `[elements]` times their size."
+    "The memory of an array or tensor, and where it begins there [bytes]."
     if isinstance(x, torch.Tensor):
         storage = x.untyped_storage()
         flat = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
         memory = Memory(flat.numpy() if x.is_cpu else flat, storage.data_ptr())
         return memory, x.storage_offset() * x.itemsize
+
+    # the array that owns the memory
     root = x
     while isinstance(root.base, np.ndarray):
         root = root.base
     if not (root.flags.c_contiguous or root.flags.f_contiguous):
-        root = x = np.array(x, order="C")
+        x = np.array(x, order="C")
+        root = x
     address = root.__array_interface__["data"][0]
     memory = Memory(root.reshape(-1, order="A").view(np.uint8), address)
     return memory, x.__array_interface__["data"][0] - address
@@ -206,7 +223,10 @@ def is_dense(x: Any) -> bool:
 
 
 def dtype_of(descr: Any) -> np.dtype:
-    "The dtype that `numpy.lib.format.dtype_to_descr` has described, after JSON has made lists of its tuples. Raises `ValueError`."
+    """The dtype that `numpy.lib.format.dtype_to_descr` has described.
+
+    JSON has made lists of the tuples in `descr`. Raises `ValueError` for a dtype of objects.
+    """
 
     def fields(x):
         if not isinstance(x, list):
@@ -216,10 +236,10 @@ def dtype_of(descr: Any) -> np.dtype:
             for name, of, *shape in x
         ]
 
-    found = np.lib.format.descr_to_dtype(fields(descr))
-    if found.hasobject:
+    dtype = np.lib.format.descr_to_dtype(fields(descr))
+    if dtype.hasobject:
         raise ValueError("bytes are no objects")  # they would be used as pointers
-    return found
+    return dtype
 
 
 def array_in(flat: Any, dtype: Any, shape: list, strides: list, offset: int) -> Any:
@@ -243,7 +263,8 @@ def array_in(flat: Any, dtype: Any, shape: list, strides: list, offset: int) -> 
         raise ValueError(str(e)) from e
 
 # %% ../../../nbs/pipes/01_keeping/00_plain.ipynb #0d00d554
-MOST = 1_000_000  # objects at most: who keeps more probably keeps something that is not his own
+# objects at most: who keeps more probably keeps something that is not his own
+MOST = 1_000_000
 ITEMS = list, tuple, deque, set, frozenset
 _ATOMS = frozenset((type(None), bool, int, float, str))
 
@@ -299,7 +320,7 @@ class _Capture:
         key = ("memory", x.address, len(x.flat)) if is_memory else id(x)
         if key not in self.numbers:
             self.numbers[key] = len(self.objects)
-            self.objects.append(x)  # which also keeps it, so that no other object gets its id
+            self.objects.append(x)  # which also holds it, so that no other object gets its id
         return [self.numbers[key]]
 
     def _entry(self, x):
@@ -363,23 +384,27 @@ class _Capture:
 
 
 def capture(root: Any) -> dict:
-    """What `root` keeps: `graph`, a text, and `memory`, a tensor uint8 `[n]`. Raises `EnvError` for what is no plain data.
+    """What `root` keeps: `graph`, a text, and `memory`, a tensor uint8 `[n]`.
 
-    Plain data are numbers, texts, containers, arrays, tensors, random generators, objects with nothing but attributes, those that are
-    `made_of` others, and the `get_state()` of those that have one.
+    Plain data are numbers, texts, containers, arrays, tensors, random generators, objects with
+    nothing but attributes, those that are `made_of` others, and the `get_state()` of those that
+    have one.
 
     Args:
         root: plain data
+
+    Raises:
+        EnvError: for what is no plain data
     """
     try:
-        found = _Capture(root)
-        graph = json.dumps([found.root, found.entries], separators=(",", ":"))
+        walk = _Capture(root)
+        graph = json.dumps([walk.root, walk.entries], separators=(",", ":"))
     except PipeError:
         raise
     except Exception as e:
         problem = f"this cannot be written down ({describe_exception(e)})"
         raise EnvError(problem, got=name_of(type(root))) from e
-    memory = np.concatenate([np.empty(0, np.uint8), *found.blocks])
+    memory = np.concatenate([np.empty(0, np.uint8), *walk.blocks])
     return dict(graph=graph, memory=torch.from_numpy(memory))
 
 # %% ../../../nbs/pipes/01_keeping/00_plain.ipynb #8c0c8a90
@@ -388,6 +413,7 @@ _CONTAINERS: dict = {name_of(kind): kind for kind in (list, set, deque, dict, Or
 
 
 def _beside(items, i, path):
+    "Item `i` of `root`, if there is one, and its path."
     return items[i] if i < len(items) else _MISSING, f"{path}[{i}]"
 
 
@@ -401,21 +427,27 @@ def _refill(x, items):
 
 
 class _Restore:
-    "Gives the objects that `root` reaches the values of a capture. An entry is read by the method of its name."
+    """Gives the objects that `root` reaches the values of a capture. An entry is read by the method
+    of its name.
+    """
 
     def __init__(self, graph, memory, root, name):
         code, self.entries = graph
         self.memory = memory
         self.made = {}  # number of an entry -> its object
-        self.used = {}  # id of an object of `root` -> number of the entry that it has become, and the object
-        self.todo = deque()  # fills what has been made
-        self.refills = []
-        self.last = []
+        # id of an object of `root` -> number of the entry that it has become, and the object
+        self.used = {}
+        self.todo = deque()  # functions that fill what has been made
+        self.refills = []  # containers, and the items that they get
+        self.last = []  # functions that write the states of generators and the like
+
+        # Containers are filled after the objects in them, because what is hashed has to be
+        # complete. States come last.
         self.result = self.value(code, root, name)
         while self.todo:
             self.todo.popleft()()
         for x, items in self.refills:
-            _refill(x, items)  # now, because what is hashed has to be complete
+            _refill(x, items)
         for put in self.last:
             put()
 
@@ -423,9 +455,8 @@ class _Restore:
         "The value that stands as `code` in the text; `fresh` is what `root` has there."
         if type(code) is dict:
             old = fresh if type(fresh) is tuple else ()
-            return tuple(
-                [self.value(x, *_beside(old, i, path)) for i, x in enumerate(code["tuple"])]
-            )
+            items = [self.value(x, *_beside(old, i, path)) for i, x in enumerate(code["tuple"])]
+            return tuple(items)
         if type(code) is not list:
             return code
         (k,) = code
@@ -435,7 +466,9 @@ class _Restore:
         return self.made[k]
 
     def _take(self, k, fresh, name, path, make):
-        "The object `fresh`, if it is of the class `name` and has not become another one already, or else a new one."
+        """The object `fresh`, if it is of the class `name` and has not become another one already,
+        or else a new one.
+        """
         is_alike = fresh is not _MISSING and name_of(type(fresh)) == name
         if is_alike and self.used.setdefault(id(fresh), (k, fresh))[0] == k:
             return fresh
@@ -460,9 +493,11 @@ class _Restore:
 
         if name == "builtins.frozenset":
             return frozenset(items())
+        # a named tuple
         kind = _CONTAINERS.get(name)
         if kind is None and any(isinstance(x, type) and issubclass(x, tuple) for x in loaded(name)):
-            return tuple.__new__(loaded_class(name, tuple), items())  # a named tuple
+            return tuple.__new__(loaded_class(name, tuple), items())
+
         x: Any = self._take(k, fresh, name, path, kind)
         if getattr(x, "maxlen", None) != maxlen:
             deque.__init__(x, (), maxlen)
@@ -504,7 +539,8 @@ class _Restore:
         cls = NEW.get(name)
         x = self._take(k, fresh, name, path, cls and (lambda: object.__new__(cls)))
         held = vars(x)
-        if lacking := sorted(held.keys() - attributes.keys()):
+        lacking = sorted(held.keys() - attributes.keys())
+        if lacking:
             leaf = f"{path}.{lacking[0]}"
             raise EnvError("the state lacks an attribute that this object has", leaf=leaf)
 
@@ -563,10 +599,11 @@ class _Restore:
         if is_in_place and self.used.setdefault(id(fresh), (k, fresh))[0] == k:
             return fresh
 
-        found = array_in(memory.flat, dtype, shape, strides, offset)
-        if is_alike and isinstance(found, torch.Tensor):
-            found = found.as_subclass(type(fresh)).requires_grad_(fresh.requires_grad)
-        return found
+        # a new view of the memory
+        x = array_in(memory.flat, dtype, shape, strides, offset)
+        if is_alike and isinstance(x, torch.Tensor):
+            x = x.as_subclass(type(fresh)).requires_grad_(fresh.requires_grad)
+        return x
 
     def _is_alike(self, x, dtype, shape, strides):
         if isinstance(dtype, torch.dtype):
@@ -578,7 +615,9 @@ class _Restore:
         )
 
     def _memory(self, k, place, device):
-        "The memory `k`: the one at `place`, if it has the same size and has not become another memory already."
+        """The memory `k`: the one at `place`, if it has the same size and has not become another
+        memory already.
+        """
         if k in self.made:
             return self.made[k]
         data = self._bytes_at(*self.entries[k][1:])
@@ -616,12 +655,17 @@ class _Restore:
 
 
 def restore(state: dict, root: Any = _MISSING, name: str = "state") -> Any:
-    """The plain data of a capture. Raises `EnvError`, which names what does not fit; then `root` is of no more use.
+    """The plain data of a capture.
 
     Args:
         state: what `capture` returned
-        root: containers and objects that get the values in place, where they are of the same kind; without it, everything is new
+        root: containers and objects that get the values in place, where they are of the same kind;
+            without it, everything is new
         name: of `root` in messages
+
+    Raises:
+        EnvError: the state is damaged, or something in `root`, which is named, does not fit it;
+            then `root` is of no more use
     """
     try:
         return _Restore(json.loads(state["graph"]), state["memory"], root, name).result
