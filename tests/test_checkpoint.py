@@ -228,7 +228,7 @@ class Bomb:
         return os._exit, (7,)
 
 
-META = dict(rollpipe_checkpoint="3", config='{"dict": []}', counters='{"dict": []}')
+META = dict(rollpipe_checkpoint="4", config='{"dict": []}', counters='{"dict": []}')
 
 
 def sealed(**parts):
@@ -247,9 +247,9 @@ def sealed(**parts):
         *(
             (
                 save({}, metadata=dict(META, rollpipe_checkpoint=x)),
-                f"another version of rollpipe. Expected format 3, got {x}",
+                f"another version of rollpipe. Expected format 4, got {x}",
             )
-            for x in ("4", "2", "0", "soon")
+            for x in ("5", "3", "0", "soon")
         ),
         (save({}, metadata=META), "damaged.*checksum None"),
         (sealed(), "damaged metadata.*agent is missing"),

@@ -763,11 +763,21 @@ def test_a_resumed_run_says_what_changed(tmp_path, monkeypatch, caplog):
 
 
 class OfAProcess(gym.Wrapper):
-    "Observations that depend on the process, which no test within one process can find."
+    """Observations that depend on the process, which no test within one process can find.
+
+    It tells its state, because a replay of its actions would find that they are others.
+    """
 
     def step(self, action):
         obs, *rest = self.env.step(action)
         return obs * np.float32(1 + os.getpid() % 1000 / 1e6), *rest
+
+    def get_state(self):
+        names = ("state", "steps_beyond_terminated", "_np_random")
+        return {name: getattr(self.unwrapped, name) for name in names}
+
+    def set_state(self, state):
+        vars(self.unwrapped).update(state)
 
 
 gym.register(

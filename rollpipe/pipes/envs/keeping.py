@@ -72,16 +72,22 @@ class KeptEnv:
         self.single = isinstance(env, gym.Env)
         self.vector = is_vector(env)
 
-    def do(self, name: str, given: Any) -> tuple[dict, Any]:
-        "Reset or step. Returns the bits of the answer, and where an episode ended."
+    def do(self, name: str, argument: Any) -> tuple[dict, Any]:
+        """Reset or step. Returns the bits of the answer, and where an episode ended.
+
+        Args:
+            name: 'reset' or 'step'
+            argument: the keyword arguments of a reset, or an action
+        """
         if name == "reset":
-            self.kept.reset(**given)
-            answer = self.env.reset(**copy.deepcopy(given))  # a vector changes its options
+            self.kept.reset(**argument)
+            answer = self.env.reset(**copy.deepcopy(argument))  # a vector changes its options
             self.kept.answered(answer)
             obs = answer[0] if self.single or self.vector else answer
             return dict(bits_of(obs, "obs")), False
-        self.kept.step(given)
-        answer = self.env.step(given)
+
+        self.kept.step(argument)
+        answer = self.env.step(argument)
         self.kept.answered(answer)
         *answer, infos = answer
         bits = {}
@@ -93,34 +99,40 @@ class KeptEnv:
         return bits, is_end(answer[2], answer[3]) if self.single else answer[2] | answer[3]
 
     def play(self, draw: Callable, n: int, more: int, deadline: float) -> list:
-        """Play random actions until an episode ends, and then some more. Returns what was done, with the bits of the answers.
+        """Play random actions until an episode ends, and then some more.
+
+        Returns what was done: a list of `(name, argument, bits of the answer)`.
 
         Args:
             draw: returns an action
-            n: most steps of the first episode, which is then ended by a reset, if this is a single environment; 0: none
+            n: most steps of the first episode, which is then ended by a reset, if this is a single
+                environment; 0: none
             more: steps after it
             deadline: at this time of `time.monotonic()` the rest is left out
         """
         done = []
 
         def step():
-            done.append(("step", action := draw(), (found := self.do("step", action))[0]))
-            return found[1]
+            action = draw()
+            bits, ended = self.do("step", action)
+            done.append(("step", action, bits))
+            return ended
 
-        def reset(**given):
-            done.append(("reset", given, self.do("reset", given)[0]))
+        def reset(**arguments):
+            done.append(("reset", arguments, self.do("reset", arguments)[0]))
 
-        for left in range(n + more - 1, -1, -1):
+        for n_left in range(n + more - 1, -1, -1):
             ended = step()
             late = time.monotonic() > deadline
-            forced = self.single and (
-                left == more or late
-            )  # no way is trusted that has not gone over an end
+
+            # No way is trusted that has not gone over an end.
+            forced = self.single and (n_left == more or late)
             if self.single and (ended or forced):
                 reset()
             elif self.vector and autoreset_mode(self.env) == "Disabled" and np.any(ended):
                 reset(options=dict(reset_mask=np.array(ended)))
-            if left > more and bool(np.any(np.asarray(ended))):
+
+            if n_left > more and bool(np.any(np.asarray(ended))):
                 return done + self.play(draw, 0, more, deadline)
             if late:
                 if forced:
@@ -135,10 +147,10 @@ class KeptEnv:
             done: what `play` returned
             between: is called before each reset and step; then infos do not count
         """
-        for t, (name, given, bits) in enumerate(done):
+        for t, (name, argument, bits) in enumerate(done):
             if between is not None:
                 between()
-            answer = self.do(name, given)[0]
+            answer = self.do(name, argument)[0]
             for path in bits | answer:
                 if between is not None and path.startswith("info"):
                     continue
@@ -147,7 +159,9 @@ class KeptEnv:
 
 # %% ../../../nbs/pipes/10_envs/10_keeping.ipynb #b046da18
 def sampler(env: Any, seed: int) -> Callable:
-    "A function that returns a random action for `env`, one that its `WithActionMask` allows, if there is one."
+    """A function that returns a random action for `env`, one that its `WithActionMask` allows, if
+    there is one.
+    """
     space = copy.deepcopy(env.action_space)
     space.seed(seed)
     masked = next((x for x in layers(env) if isinstance(x, WithActionMask)), None)
@@ -172,14 +186,16 @@ def _seed_all(seed):
 
 @contextmanager
 def _undisturbed():
-    "Keeps the states of the global generators, and warnings of environments, out of the block's surroundings."
+    "The block changes no states of the global generators, and environments warn nobody in it."
     with GlobalRandomStates(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 # %% ../../../nbs/pipes/10_envs/10_keeping.ipynb #88b89b2c
 class _AllWays:
-    """Keeps an environment in several ways at once. Those that fail are in `failed`, and are left out from there on.
+    """Keeps an environment in several ways at once.
+
+    Those that fail are in `failed`, and are left out from there on.
 
     Args:
         env: a new environment
@@ -217,35 +233,44 @@ _EXTRA = 20, 1, 7, 0, 3, 20, 20  # steps of each part after the end of an episod
 _KEPT = 2  # after so many parts, a new environment has another history
 
 
-def _close_all(made):
-    while made:
-        env = made.pop()
+def _close_all(envs):
+    while envs:
+        env = envs.pop()
         close_env(env, type(getattr(env, "unwrapped", env)).__name__)
 
 
 def _played(env, first, ways, n_steps, seconds, info_keys, extra=_EXTRA):
-    "Plays with a new environment. Returns its `KeptEnv`, the parts that it played, and way -> state after some of them, with what failed."
+    """Plays with a new environment.
+
+    Returns its `KeptEnv`, the parts that it played, way -> state after `_KEPT` of them, and way ->
+    what failed.
+    """
     _seed_all(0)
     running = KeptEnv(env, Keeper("none"), info_keys)
-    running.kept = recorded = _AllWays(env, ways)
+    all_ways = _AllWays(env, ways)
+    running.kept = all_ways
     draw = sampler(env, 0)
     deadline = time.monotonic() + seconds
     parts = []
-    begun = [("reset", first, running.do("reset", first)[0])]
     states = {}
+
+    # The first part begins with the reset.
+    done = [("reset", first, running.do("reset", first)[0])]
     for i, more in enumerate(extra):
         if i >= _KEPT:
             _seed_all(i)
-        parts.append(begun + running.play(draw, n_steps, more, deadline))
-        begun = []
+        parts.append(done + running.play(draw, n_steps, more, deadline))
+        done = []
         if i + 1 == _KEPT:
-            states = recorded.states()
+            states = all_ways.states()
             running.kept = Keeper("none").begin(env)
-    return running, parts, states, recorded.failed
+    return running, parts, states, all_ways.failed
 
 
 def _check(one, state, parts):
-    "Raises an exception unless a new environment goes on from a state, and from its own later states."
+    """Raises an exception unless a new environment goes on from a state, and from its own later
+    states.
+    """
     repeats_actions = isinstance(one.kept, KeptActions)
     _seed_all(100)
     for i in range(_KEPT, len(parts)):
@@ -261,8 +286,10 @@ def _check(one, state, parts):
             one.repeat(parts[i + 1])
 
 
-def _disturbance(running, one, parts, start, make, made):
-    "What differs from part `start` on if `running` plays in turn with `one`, and not if a new environment plays alone; None: nothing."
+def _disturbance(running, one, parts, start, make, envs):
+    """What differs from part `start` on if `running` plays in turn with `one`, and not if a new
+    environment plays alone; None: nothing.
+    """
     draw = sampler(running.env, 1)
 
     def act():
@@ -277,23 +304,25 @@ def _disturbance(running, one, parts, start, make, made):
             one.repeat(parts[i], act)
         return None
     except Exception as e:
-        found = describe_exception(e)
+        difference = describe_exception(e)
 
     # Numbers that depend on more than seed and actions differ anyway.
-    _close_all(made)
+    _close_all(envs)
     try:
-        made.append(make())
-        alone = KeptEnv(made[-1], Keeper("none"))
+        envs.append(make())
+        alone = KeptEnv(envs[-1], Keeper("none"))
         for i, part in enumerate(parts):
             _seed_all(i)
             alone.repeat(part, float)
     except Exception:
         return None
-    return found
+    return difference
 
 # %% ../../../nbs/pipes/10_envs/10_keeping.ipynb #4abdf8f8
 def _ways(env):
-    "Names of keepers, in groups that one environment tells about: what `get_state` does may change it."
+    """Names of keepers, in groups that one environment tells about: what `get_state` does may
+    change it.
+    """
     core = layers(env)[-1]
     is_foreign = is_vector(core) and not isinstance(core, gym.vector.VectorEnv)
     if is_foreign or isinstance(core, gym.vector.AsyncVectorEnv):
@@ -309,15 +338,18 @@ def _n_steps(part):
     return sum(name == "step" for name, *_ in part)
 
 
-def _test(make, made, only, seed, n_steps, seconds, info_keys):
-    "The `Keeper`, and why other environments in the process could be the reason if it keeps nothing. With `only`, one is open at a time."
+def _test(make, envs, only, seed, n_steps, seconds, info_keys):
+    """The `Keeper`, and why other environments in the process could be the reason if it keeps
+    nothing. With `only`, one is open at a time.
+    """
 
     def new():
         if only:
-            _close_all(made)
-        made.append(make())
-        return made[-1]
+            _close_all(envs)
+        envs.append(make())
+        return envs[-1]
 
+    # Can there be two?
     unused = [new()]
     env = unused[0]
     if not only:
@@ -326,23 +358,25 @@ def _test(make, made, only, seed, n_steps, seconds, info_keys):
         except Exception as e:
             only = describe_exception(e)
         else:
-            if getattr(env, "unwrapped", env) is getattr(made[1], "unwrapped", made[1]):
-                made.clear()  # it is not ours
+            if getattr(env, "unwrapped", env) is getattr(envs[1], "unwrapped", envs[1]):
+                envs.clear()  # it is not ours
                 lent = "the factory makes no environment of its own at each call"
                 return Keeper("none", dict(lent=lent)), None
+
     first = seed(env) if callable(seed) else dict(seed=seed)
     failed = {}
     problem = None
-    if not (groups := _ways(env)):
+    groups = _ways(env)
+    if not groups:
         core = type(layers(env)[-1]).__name__
         failed["processes"] = f"{core} keeps its environments out of reach"
     for ways in groups:
         # One environment plays alone.
         env = unused.pop() if unused else new()
         try:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             running, parts, states, broken = _played(env, first, ways, n_steps, seconds, info_keys)
-            step_seconds = (time.perf_counter() - begun) / sum(map(_n_steps, parts))
+            step_seconds = (time.perf_counter() - start) / sum(map(_n_steps, parts))
         except Exception as e:
             problem = describe_exception(e)
             failed |= dict.fromkeys(ways, problem)
@@ -362,7 +396,7 @@ def _test(make, made, only, seed, n_steps, seconds, info_keys):
                 problem = None if is_answer else failed[name]
                 continue
             last = len(parts) - 1
-            disturbed = None if only else _disturbance(running, one, parts, last, make, made)
+            disturbed = None if only else _disturbance(running, one, parts, last, make, envs)
             if name == "copy":
                 name = "+".join(simulators_in(one.kept.parts)) or name
             return Keeper(name, failed, only, disturbed, step_seconds), None
@@ -376,54 +410,60 @@ def keeper_for(
     seconds: float = 2.0,
     info_keys: Any = None,
 ) -> Keeper:
-    """The first way in which an environment can be kept exactly, as a test finds: it plays, restores, plays on and compares all bits.
+    """The first way in which an environment can be kept exactly, as a test finds: it plays,
+    restores, plays on and compares all bits.
 
-    It also finds whether several in a process disturb one another, or cannot be made (`Keeper.alone`). The global generators are not
-    changed. Two environments are made, one more for each way that fails in a new environment, and all are closed. Errors of their
-    `close` are warnings. Raises what `make` raises at its first call.
+    It also finds whether several in a process disturb one another, or cannot be made
+    (`Keeper.alone`). The global generators are not changed. Two environments are made, one more for
+    each way that fails in a new environment, and all are closed. Errors of their `close` are
+    warnings. Raises what `make` raises at its first call.
 
     Args:
         make: makes a new environment: single, vector or `TensorEnv`
-        seed: of the first reset; or a function that returns the arguments of the first reset of an environment
+        seed: of the first reset; or a function that returns the arguments of the first reset of an
+            environment
         n_steps: most steps of an episode in the test; after them it is reset
         seconds: after this time, what is played is cut short
         info_keys: infos that count; None: all that are numbers
     """
-    made = []
+    envs = []
     options = seed, n_steps, seconds, info_keys
     try:
         with _undisturbed():
-            keeper, problem = _test(make, made, None, *options)
+            keeper, problem = _test(make, envs, None, *options)
             if problem and not keeper.only:
                 # Perhaps because there was another one.
-                found = _test(make, made, problem, *options)[0]
-                keeper = keeper if found.name == "none" else found
+                alone = _test(make, envs, problem, *options)[0]
+                keeper = keeper if alone.name == "none" else alone
             return keeper
     finally:
-        _close_all(made)
+        _close_all(envs)
 
 # %% ../../../nbs/pipes/10_envs/10_keeping.ipynb #11ec9041
-def _beside(make, made):
-    "A `Keeper` that keeps nothing, and knows whether a second environment plays as the first one did alone, in turn with it."
-    made.append(make())
+def _beside(make, envs):
+    """A `Keeper` that keeps nothing, and knows whether a second environment plays as the first one
+    did alone, in turn with it.
+    """
+    envs.append(make())
     try:
-        made.append(make())
+        envs.append(make())
     except Exception as e:
         return Keeper("none", only=describe_exception(e))
-    env, other = made
+    env, other = envs
     if env.unwrapped is other.unwrapped:
-        made.clear()  # it is not ours
+        envs.clear()  # it is not ours
         return Keeper("none")
     running, parts, *_ = _played(env, dict(seed=1), (), 30, 0.5, None, (20,))
     one = KeptEnv(other, Keeper("none"))
-    return Keeper("none", disturbed=_disturbance(running, one, parts, 0, make, made))
+    return Keeper("none", disturbed=_disturbance(running, one, parts, 0, make, envs))
 
 
 _tested: dict = {}  # key of a factory -> what gymnasium has registered, and `Keeper.alone`
 
 
 def why_alone(factory: EnvFactory, keeper: Keeper | None = None) -> str | None:
-    """Why a process should have one of the environments of a factory at a time; None: nothing speaks against several.
+    """Why a process should have one of the environments of a factory at a time; None: nothing
+    speaks against several.
 
     None, too, if no environment can be made, because who needs one tells why.
 
@@ -436,14 +476,14 @@ def why_alone(factory: EnvFactory, keeper: Keeper | None = None) -> str | None:
     known_spec, known = _tested.get(factory.key, (None, None)) if is_id else (None, None)
     if keeper is None and spec is not None and known_spec is spec:
         return known
-    made = []
+    envs = []
     try:
         with _undisturbed():
-            found = keeper or _beside(factory, made)
+            keeper = keeper or _beside(factory, envs)
     except Exception:
         return None
     finally:
-        _close_all(made)
+        _close_all(envs)
     if spec is not None:
-        _tested[factory.key] = spec, found.alone
-    return found.alone
+        _tested[factory.key] = spec, keeper.alone
+    return keeper.alone

@@ -37,15 +37,16 @@ class ChunkFolder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.names = {
-            file.name for file in self.path.glob("*.chunk")
-        }  # of the files that are there
-        self.pending: dict = {}  # name -> file that has been written, and has another name yet
+        # names of the files that are there
+        self.names = {file.name for file in self.path.glob("*.chunk")}
+        # name -> file that has been written, and has another name yet
+        self.pending: dict = {}
 
     def write(self, data: np.ndarray) -> str:
-        """Write bytes, uint8 `[n]`, to a file that gets its name with the next `sync`. Returns the name.
+        """Write bytes, uint8 `[n]`, to a file that gets its name with the next `sync`.
 
-        Raises `OSError`, which names the folder, as for a full disk; then what was written since the last `sync` is gone.
+        Returns the name. Raises `OSError`, which names the folder, as for a full disk; then what
+        was written since the last `sync` is gone.
         """
         name = f"{hashlib.sha256(data.data).hexdigest()}.chunk"
         if name in self.names or name in self.pending:
@@ -60,11 +61,15 @@ class ChunkFolder:
         return name
 
     def sync(self) -> None:
-        "Wait until all that was written is on disk, and then give the files their names. Raises `OSError` as `write` does."
+        """Wait until all that was written is on disk, and then give the files their names.
+
+        Raises `OSError` as `write` does.
+        """
         if not self.pending:
             return
         with self._clearing():
-            # Together the files need the time of one, because the file system writes its journal once.
+            # Together the files need the time of one, because the file system writes its journal
+            # once.
             with ThreadPoolExecutor(len(self.pending)) as pool:
                 list(pool.map(lambda file: os.fsync(file.fileno()), self.pending.values()))
             for name, file in self.pending.items():
@@ -103,7 +108,10 @@ class ChunkFolder:
                 )
 
     def read(self, name: str) -> np.ndarray:
-        "The bytes of a chunk, uint8 `[n]`. Raises `CheckpointError` if it is missing or damaged, or another chunk has its name."
+        """The bytes of a chunk, uint8 `[n]`.
+
+        Raises `CheckpointError` if it is missing or damaged, or another chunk has its name.
+        """
         self.check([name])
         if not (self.path / name).is_file():
             raise CheckpointError(f"{self.path / name}: no chunk", expected="a regular file")
@@ -113,7 +121,8 @@ class ChunkFolder:
             raise CheckpointError(
                 f"{self.path / name}: the chunk cannot be read ({e.strerror})"
             ) from None
-        if (got := f"{hashlib.sha256(data.data).hexdigest()}.chunk") == name:
+        got = f"{hashlib.sha256(data.data).hexdigest()}.chunk"
+        if got == name:
             return data
         raise CheckpointError(
             f"{self.path / name}: the chunk is damaged, or is that of another training",
@@ -122,15 +131,16 @@ class ChunkFolder:
         )
 
     def sweep(self, checkpoints: Iterable[str | Path], names: Iterable[str] = ()) -> None:
-        """Remove all chunks that no checkpoint names, and what killed writers have left. Call it when the newest checkpoint is on disk.
+        """Remove all chunks that no checkpoint names, and what killed writers have left.
 
-        Raises `CheckpointError`, and removes nothing, if a checkpoint cannot be read.
+        Call it when the newest checkpoint is on disk. Raises `CheckpointError`, and removes
+        nothing, if a checkpoint cannot be read.
 
         Args:
             checkpoints: all safetensors files whose chunks are needed
             names: of other chunks that are needed
         """
-        named = {*names, *(name for path in checkpoints for name in chunk_names(path))}
+        named = set(names).union(*map(chunk_names, checkpoints))
         for file in self.path.glob("*"):
             if file.name not in named and (_NAME.fullmatch(file.name) or file.suffix == ".tmp"):
                 file.unlink(missing_ok=True)
@@ -138,7 +148,9 @@ class ChunkFolder:
 
 
 def chunk_names(path: str | Path) -> list:
-    "The names of chunks in the header of a safetensors file, which begins with its number of bytes."
+    """The names of chunks in the header of a safetensors file, which begins with its number of
+    bytes.
+    """
     if Path(path).exists() and not Path(path).is_file():
         raise CheckpointError(f"{path}: not a checkpoint", expected="a regular file")
     try:
@@ -184,47 +196,54 @@ class RowChanges:
             self.changed[index // self.size] = True
 
     def save(self, rows: np.ndarray, chunks: ChunkFolder | None = None) -> dict:
-        """The state of the rows, as plain data: their number `n`, the `size` of a chunk, and for each chunk the name of its file, or None
-        for zeros.
+        """The state of the rows, as plain data: their number `n`, the `size` of a chunk, and for each
+        of the `chunks` the name of its file, or None for zeros.
 
         Args:
             rows: the array
-            chunks: gets the chunks that changed, or that it lacks, and has to `sync` them; None: the state has the bytes of the chunks
+            chunks: gets the chunks that changed, or that it lacks, and has to `sync` them; None:
+                the state has the bytes of the chunks
         """
         data = rows.view(np.uint8).reshape(len(rows), rows.itemsize)
-        found = []
+        names = []
         for k, name in enumerate(self.names):
             if name is not None or self.changed[k]:
                 chunk = data[k * self.size : (k + 1) * self.size].ravel()
                 if chunks is None:
                     name = torch.from_numpy(chunk.copy())
                 elif self.changed[k] or name not in chunks.names:
-                    name = self.names[k] = chunks.write(chunk)
+                    name = chunks.write(chunk)
+                    self.names[k] = name
                     self.changed[k] = False
-            found.append(name)
-        return dict(n=len(rows), size=self.size, chunks=found)
+            names.append(name)
+        return dict(n=len(rows), size=self.size, chunks=names)
 
     def load(self, rows: np.ndarray, state: dict, chunks: ChunkFolder | None = None) -> None:
-        """Give rows of zeros what `save` returned. Raises `CheckpointError` if it does not fit, or for a missing or damaged chunk.
+        """Give rows of zeros what `save` returned.
 
         Args:
             rows: the array
             state: of an array of the same form
             chunks: the folder of the files that `state` names
+
+        Raises:
+            CheckpointError: the state does not fit, or a chunk is missing or damaged
         """
         data = rows.view(np.uint8).reshape(len(rows), rows.itemsize)
         size = int(state["size"])
-        found = state["chunks"]
-        if len(rows) != state["n"] or len(found) != -(-len(rows) // size):
+        names = state["chunks"]
+        if len(rows) != state["n"] or len(names) != -(-len(rows) // size):
             raise CheckpointError(
                 "rows of another array",
                 expected=f"{len(rows)} rows",
-                got=f"{state['n']} rows, {len(found)} chunks",
+                got=f"{state['n']} rows, {len(names)} chunks",
             )
+
+        # A chunk whose bytes are in the state is in no file yet.
         self.size = size
-        self.names = [name if isinstance(name, str) else None for name in found]
-        self.changed = np.array([isinstance(x, torch.Tensor) for x in found], bool)
-        for k, name in enumerate(found):
+        self.names = [name if isinstance(name, str) else None for name in names]
+        self.changed = np.array([isinstance(x, torch.Tensor) for x in names], bool)
+        for k, name in enumerate(names):
             if name is None:
                 continue
             chunk = _bytes_of(name, chunks)
@@ -254,17 +273,24 @@ def _bytes_of(name, chunks):
 # %% ../../../nbs/pipes/01_keeping/03_chunks.ipynb #467f2797
 @may_be_new
 class RowQueue:
-    """A queue of rows: `append` adds at the end, `drop` removes at the beginning, `cut` copies a column. Rows are numbered from 0 for good.
+    """A queue of rows, which are numbered from 0 for good.
 
-    When the buffer is full, the rows that are still needed move to a new buffer of twice their number (compaction). `capacity` is
-    its current length, at least the initial one.
+    `append` adds at the end, `drop` removes at the beginning, `cut` copies a column. When the
+    buffer is full, the rows that are still needed move to a new buffer of twice their number
+    (compaction).
+
+    Args:
+        capacity: initial and least length of the buffer
     """
 
     def __init__(self, capacity: int = 32):
-        self.least, self.capacity = capacity, 0
-        self.first = self.end = self.start = (
-            0  # numbers of the first row kept, the next row, the row at index 0
-        )
+        self.least = capacity
+        self.capacity = 0  # current length of the buffer
+
+        # numbers of the first row that is needed, of the next row, and of the row at index 0
+        self.first = 0
+        self.end = 0
+        self.start = 0
         self.buffers: Any = None  # leaves `[capacity, B, ...]`; None: there was no row yet
 
     def __len__(self):
@@ -276,18 +302,19 @@ class RowQueue:
             self._compact(row)
         leaves = nested.leaves(row)
         for i, (buffer, x) in enumerate(zip(self.buffers, leaves)):
-            if (
-                isinstance(x, np.ndarray) and x.dtype != buffer.dtype
-            ):  # the dtype of an info may be widened
-                buffer = self.buffers[i] = buffer.astype(np.result_type(buffer.dtype, x.dtype))
+            # The dtype of an info may be widened.
+            if isinstance(x, np.ndarray) and x.dtype != buffer.dtype:
+                buffer = buffer.astype(np.result_type(buffer.dtype, x.dtype))
+                self.buffers[i] = buffer
             buffer[self.end - self.start] = x
         self.end += 1
 
     def change(self, convert: Callable) -> None:
-        "Replace the container of the buffers, whose leaves are `[capacity, B, ...]`, by `convert(container)`."
-        self.buffers, self.structure = nested.flatten(
-            convert(self.structure.unflatten(self.buffers))
-        )
+        """Replace the container of the buffers, whose leaves are `[capacity, B, ...]`, by
+        `convert(container)`.
+        """
+        container = convert(self.structure.unflatten(self.buffers))
+        self.buffers, self.structure = nested.flatten(container)
 
     def get_state(self) -> dict:
         "The numbers of the rows that are kept, and copies of these rows."
@@ -318,11 +345,12 @@ class RowQueue:
         "A copy of rows `first` ... `end - 1` of one column, as tensors `[end - first, 1, ...]`."
         rows = slice(first - self.start, end - self.start)
         columns = slice(column, column + 1)
-        copy = lambda x: (
-            torch.from_numpy(x[rows, columns].copy())
-            if isinstance(x, np.ndarray)
-            else x[rows, columns].clone()
-        )
+
+        def copy(x):
+            part = x[rows, columns]
+            is_array = isinstance(part, np.ndarray)
+            return torch.from_numpy(part.copy()) if is_array else part.clone()
+
         return self.structure.unflatten([copy(x) for x in self.buffers])
 
     def _compact(self, row):
@@ -331,7 +359,7 @@ class RowQueue:
         self.capacity = max(self.least, 2 * len(self))
         self.buffers = nested.leaves(nested.alloc(row, self.capacity))
         if old is not None:
-            # rows keep a dtype that was widened
+            # Rows keep a dtype that was widened.
             self.buffers = [
                 new.astype(x.dtype) if isinstance(x, np.ndarray) else new
                 for new, x in zip(self.buffers, old)

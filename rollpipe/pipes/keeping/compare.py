@@ -19,7 +19,10 @@ PLAIN = bool, int, float, complex, str, bytes, torch.dtype, np.dtype, type(None)
 
 
 def as_array(x: Any) -> np.ndarray | None:
-    "The elements of a tensor or an array, contiguous in host memory; not copied if they are so already. None for other values."
+    """The elements of a tensor or an array, contiguous in host memory; None for other values.
+
+    They are not copied if they are so already.
+    """
     if isinstance(x, torch.Tensor):
         if x.requires_grad or not x.is_cpu or x.is_conj() or x.is_neg():
             x = x.detach().cpu().resolve_conj().resolve_neg()
@@ -35,10 +38,13 @@ def as_array(x: Any) -> np.ndarray | None:
 
 
 def form_of(x: Any) -> str:
-    """Library, dtype and shape of an array, or the text of plain data. Raises `TypeError` for another object: its text may name an address.
+    """Library, dtype and shape of an array, or the text of plain data.
 
     Args:
         x: a leaf
+
+    Raises:
+        TypeError: for another object, because its text may name an address
     """
     if isinstance(x, torch.Tensor):
         return f"torch {str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
@@ -50,7 +56,10 @@ def form_of(x: Any) -> str:
 
 
 def leaf(x: Any) -> tuple[str, str]:
-    "`(form, sha256 of the bytes)` of a leaf. Plain data has no hash. Raises `TypeError` as `form_of` does."
+    """`(form, sha256 of the bytes)` of a leaf. Plain data has no hash.
+
+    Raises `TypeError` as `form_of` does.
+    """
     data = as_array(x)
     return form_of(x), "" if data is None else hashlib.sha256(data.data).hexdigest()
 
@@ -62,12 +71,9 @@ def _is_empty(x):
 def named_leaves(tree: Any, root: str = "") -> dict:
     "Path -> leaf, for every leaf of a container, empty containers and None included."
     options: Any = dict(is_leaf=_is_empty, none_is_leaf=True)
-    return {
-        f"{root}{place.codify('')}": x
-        for place, x in zip(
-            optree.tree_accessors(tree, **options), optree.tree_leaves(tree, **options)
-        )
-    }
+    places = optree.tree_accessors(tree, **options)
+    values = optree.tree_leaves(tree, **options)
+    return {f"{root}{place.codify('')}": x for place, x in zip(places, values)}
 
 
 def leaves(label: str, tree: Any) -> list:
@@ -76,7 +82,9 @@ def leaves(label: str, tree: Any) -> list:
 
 # %% ../../../nbs/pipes/01_keeping/04_compare.ipynb #ccd69835
 def differing(a: dict, b: dict) -> Iterator[tuple]:
-    "`(key, a's value, b's value)` where two dicts differ, in their order; None stands for a missing value."
+    """`(key, a's value, b's value)` where two dicts differ, in their order; None stands for a
+    missing value.
+    """
     for key in [*a, *(key for key in b if key not in a)]:
         if key not in a or key not in b or a[key] != b[key]:
             yield key, a.get(key), b.get(key)
@@ -103,7 +111,9 @@ class Difference(NamedTuple):
 
 
 def first_difference(a: Any, b: Any, root: str = "") -> Difference | None:
-    """The first leaf in which two trees differ, bit for bit; None if they are equal. Raises `TypeError` as `form_of` does.
+    """The first leaf in which two trees differ, bit for bit; None if they are equal.
+
+    Raises `TypeError` as `form_of` does.
 
     Args:
         a: container of arrays, tensors, numbers and texts
@@ -112,20 +122,31 @@ def first_difference(a: Any, b: Any, root: str = "") -> Difference | None:
     """
     a = named_leaves(a, root)
     b = named_leaves(b, root)
-    forms = [{path: form_of(x) for path, x in tree.items()} for tree in (a, b)]
+    a_forms = {path: form_of(x) for path, x in a.items()}
+    b_forms = {path: form_of(x) for path, x in b.items()}
     for path in [*a, *(path for path in b if path not in a)]:
-        old, new = (form.get(path, "no such leaf") for form in forms)
-        if old != new:
-            return Difference(path, None, old, new)
-        x = as_array(a[path])
-        y = as_array(b[path])
-        if x is not None and y is not None and (byte := _first_byte(x, y)) is not None:
-            at = tuple(map(int, np.unravel_index(byte // a[path].itemsize, a[path].shape)))
-            return Difference(path, at, *(tree[path][at].item() for tree in (a, b)))
+        # Another form, or a leaf that is missing
+        a_form = a_forms.get(path, "no such leaf")
+        b_form = b_forms.get(path, "no such leaf")
+        if a_form != b_form:
+            return Difference(path, None, a_form, b_form)
+
+        # Other bits
+        byte = _first_byte(as_array(a[path]), as_array(b[path]))
+        if byte is not None:
+            index = np.unravel_index(byte // a[path].itemsize, a[path].shape)
+            at = tuple(map(int, index))
+            return Difference(path, at, a[path][at].item(), b[path][at].item())
     return None
 
 
 def _first_byte(x, y):
-    "The number of the first byte in which two contiguous arrays of the same form differ; None if they are equal."
-    differs = np.flatnonzero(x.reshape(-1).view(np.uint8) != y.reshape(-1).view(np.uint8))
+    """The number of the first byte in which two contiguous arrays of the same form differ; None if
+    they are equal, or are no arrays.
+    """
+    if x is None or y is None:
+        return None
+    x_bytes = x.reshape(-1).view(np.uint8)
+    y_bytes = y.reshape(-1).view(np.uint8)
+    differs = np.flatnonzero(x_bytes != y_bytes)
     return int(differs[0]) if len(differs) else None

@@ -32,18 +32,25 @@ from ..data.errors import CheckpointError, DataError, check_memory
 from .plain import MADE, array_in, dtype_of, loaded_class, name_of
 
 # %% ../../../nbs/pipes/01_keeping/02_files.ipynb #2fc12a5a
-DEPTH = 100  # most containers around a leaf: a limit of our own, because Python's differs between its versions
-LINE = 64  # bytes of a line of the processor's cache, at the border of which torch begins a tensor
+# most containers around a leaf: a limit of our own, because Python's differs between its versions
+DEPTH = 100
+# bytes of a line of the processor's cache, at the border of which torch begins a tensor
+LINE = 64
 
 
 def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
-    """`tree` in JSON's types. Raises `CheckpointError`, which names the leaf, for a leaf of another type or nested too deeply.
+    """`tree` in JSON's types.
 
     Args:
-        tree: dict (keys str, int, bool, None), list, tuple or named tuple of tensors, arrays, numbers, strings, bools, None, nested at will
-        tensors: receives name -> contiguous copy on the CPU; views and tied weights are stored with all of their elements
+        tree: dict (keys str, int, bool, None), list, tuple or named tuple of tensors, arrays,
+            numbers, strings, bools, None, nested at will
+        tensors: receives name -> contiguous copy on the CPU; views and tied weights are stored with
+            all of their elements
         name: path of `tree` in the whole state; a tensor has this name in the file
         depth: how many containers are around `tree`
+
+    Raises:
+        CheckpointError: names a leaf of another type, or one that is nested too deeply
     """
     if depth > DEPTH:
         raise CheckpointError(
@@ -53,25 +60,28 @@ def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
         return tree
     if type(tree) is float:
         return tree if math.isfinite(tree) else {"float": repr(tree)}
-    below = lambda key, value: encode(
-        value, tensors, f"{name}.{key}" if name else str(key), depth + 1
-    )
-    if (made := MADE.get(name_of(type(tree)))) is not None:
-        return {"made": [name_of(type(tree)), [below(i, x) for i, x in enumerate(made[1](tree))]]}
+
+    def inner(key, value):
+        return encode(value, tensors, f"{name}.{key}" if name else str(key), depth + 1)
+
+    # What is made of other values, and arrays
+    kind = name_of(type(tree))
+    if kind in MADE:
+        arguments = MADE[kind][1](tree)
+        return {"made": [kind, [inner(i, x) for i, x in enumerate(arguments)]]}
     if isinstance(tree, torch.Tensor):
         return {"tensor": _store(tree, tensors, name)}
     if isinstance(tree, (np.ndarray, np.generic)) and not tree.dtype.hasobject:
         return _array(tree, tensors, name)
+
+    # Containers
     if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
-        return {type(tree).__name__: [below(i, x) for i, x in enumerate(tree)]}
+        return {type(tree).__name__: [inner(i, x) for i, x in enumerate(tree)]}
     if isinstance(tree, dict):
-        return {"dict": [[_key(k, name), below(k, x)] for k, x in tree.items()]}
-    if (
-        (fields := getattr(tree, "_fields", None))
-        and isinstance(tree, tuple)
-        and _can_be_found(type(tree))
-    ):
-        return {"named": [name_of(type(tree)), [below(k, x) for k, x in zip(fields, tree)]]}
+        return {"dict": [[_key(k, name), inner(k, x)] for k, x in tree.items()]}
+    fields = getattr(tree, "_fields", None)
+    if fields and isinstance(tree, tuple) and _can_be_found(type(tree)):
+        return {"named": [kind, [inner(k, x) for k, x in zip(fields, tree)]]}
     raise CheckpointError(
         "cannot be stored without a pickle",
         leaf=name,
@@ -96,15 +106,19 @@ def _key(key, name):
 
 
 def _store(tensor, tensors, name):
-    "The name of the tensor in the file. Beside it stand shape, strides and address modulo `LINE`, unless they are the usual ones."
+    """The name of the tensor in the file. Beside it stand shape, strides and address modulo `LINE`,
+    unless they are the usual ones.
+    """
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise CheckpointError(
             "cannot be stored", leaf=name, expected="a dense tensor", got=str(tensor.layout)
         )
     while name in tensors:
         name += "'"  # both tensors of {"a.b": x, "a": {"b": y}} would be called "a.b"
+
+    # A product of the same matrices differs in the last bit if their strides or addresses do. An
+    # expanded dimension is stored once.
     x = tensor.detach()
-    # A product of the same matrices differs in the last bit if their strides or addresses do. An expanded dimension is stored once.
     shift = x.data_ptr() % LINE if x.is_cpu and x.numel() else 0
     is_plain = x.is_contiguous() and not shift or _overlaps(x)
     few = x if is_plain else x[tuple(slice(None if stride else 1) for stride in x.stride())]
@@ -121,25 +135,27 @@ def _overlaps(x) -> bool:
 def _array(x, tensors, name):
     if isinstance(x, np.generic):
         return {"number": [np.lib.format.dtype_to_descr(x.dtype), x.tobytes().hex()]}
+
+    # Arrays that torch knows, or a copy that it knows
     if x.dtype.kind in "biuf" and x.dtype.isnative and x.dtype.itemsize <= 8:
         is_known = x.flags.writeable and all(n >= 0 and n % x.itemsize == 0 for n in x.strides)
-        return {
-            "array": [_store(torch.from_numpy(x if is_known else x.copy("K")), tensors, name)]
-        }  # torch knows no other arrays
-    data = (
-        torch.frombuffer(bytearray(x.tobytes()), dtype=torch.uint8)
-        if x.nbytes
-        else torch.empty(0, dtype=torch.uint8)
-    )
-    return {
-        "array": [_store(data, tensors, name), np.lib.format.dtype_to_descr(x.dtype), list(x.shape)]
-    }
+        tensor = torch.from_numpy(x if is_known else x.copy("K"))
+        return {"array": [_store(tensor, tensors, name)]}
+
+    # Others as bytes
+    data = torch.empty(0, dtype=torch.uint8)
+    if x.nbytes:
+        data = torch.frombuffer(bytearray(x.tobytes()), dtype=torch.uint8)
+    descr = np.lib.format.dtype_to_descr(x.dtype)
+    return {"array": [_store(data, tensors, name), descr, list(x.shape)]}
 
 # %% ../../../nbs/pipes/01_keeping/02_files.ipynb #1f11302b
 def decode(code: Any, tensors: dict, depth: int = 0, most: float = math.inf) -> Any:
-    """The tree that was encoded. Raises KeyError, TypeError or ValueError if `encode` did not make `code`.
+    """The tree that was encoded.
 
-    The module of a named tuple has to be loaded, unless it is one of rollpipe's. Only what is `made_of` other values is constructed.
+    The module of a named tuple has to be loaded, unless it is one of rollpipe's. Only what is
+    `made_of` other values is constructed. Raises KeyError, TypeError or ValueError if `encode` did
+    not make `code`.
 
     Args:
         code: what `encode` returned
@@ -149,6 +165,8 @@ def decode(code: Any, tensors: dict, depth: int = 0, most: float = math.inf) -> 
     """
     if code is None or isinstance(code, (bool, int, float, str)):
         return code
+
+    # Numbers and arrays
     ((kind, value),) = code.items()
     if kind == "float":
         return float(value)
@@ -161,25 +179,24 @@ def decode(code: Any, tensors: dict, depth: int = 0, most: float = math.inf) -> 
     if kind == "array":
         return _stored_array(tensors, most, *value)
     if kind == "number":
-        return array_in(
-            np.frombuffer(bytes.fromhex(value[1]), np.uint8), dtype_of(value[0]), [], [], 0
-        )[()]
+        flat = np.frombuffer(bytes.fromhex(value[1]), np.uint8)
+        return array_in(flat, dtype_of(value[0]), [], [], 0)[()]
+
+    # Containers
     if depth >= DEPTH:
         raise ValueError(f"nested more than {DEPTH} deep")
     if kind == "dict":
         return {k: decode(x, tensors, depth + 1, most) for k, x in value}
-    found = [
-        decode(x, tensors, depth + 1, most)
-        for x in (value[1] if kind in ("named", "made") else value)
-    ]
+    codes = value[1] if kind in ("named", "made") else value
+    items = [decode(x, tensors, depth + 1, most) for x in codes]
     if kind in ("list", "tuple"):
-        return found if kind == "list" else tuple(found)
+        return items if kind == "list" else tuple(items)
     cls: Any = _known_class(value[0], tuple if kind == "named" else object)
     if kind == "made":
-        return MADE[name_of(cls)][0](*found)
-    if len(found) != len(cls._fields):
+        return MADE[name_of(cls)][0](*items)
+    if len(items) != len(cls._fields):
         raise ValueError(f"{value[0]} has other fields")
-    return tuple.__new__(cls, found)
+    return tuple.__new__(cls, items)
 
 
 def _known_class(name, base):
@@ -201,11 +218,12 @@ def _stored(place, tensors, most):
     span = x.itemsize * sum((n - 1) * stride for n, stride in zip(few, strides))
     if list(x.shape) != few or shift not in range(LINE) or not 0 <= span <= most:
         raise ValueError(f"the strides {strides} do not fit a tensor of shape {list(x.shape)}")
+
+    # Memory of torch begins at a border of `LINE`, so `shift` bytes later is the address of before.
     begin = shift // x.itemsize
     n = span // x.itemsize + 1
-    return (
-        torch.empty(begin + n, dtype=x.dtype).as_strided(few, strides, begin).copy_(x).expand(shape)
-    )
+    memory = torch.empty(begin + n, dtype=x.dtype)
+    return memory.as_strided(few, strides, begin).copy_(x).expand(shape)
 
 
 def _stored_array(tensors, most, place, descr=None, shape=()):
@@ -219,7 +237,8 @@ def _stored_array(tensors, most, place, descr=None, shape=()):
 
 # %% ../../../nbs/pipes/01_keeping/02_files.ipynb #8709b5de
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write `data` so that `path` holds either its old content or all of `data`, even if the process or the machine stops.
+    """Write `data` so that `path` holds either its old content or all of `data`, even if the process
+    or the machine stops.
 
     Raises `OSError`, which names `path`.
 
@@ -239,15 +258,17 @@ def write_atomically(path: str | Path, data: bytes) -> None:
                 if fcntl is not None:
                     os.replace(beside, path)  # while the lock keeps other writers from removing it
             if fcntl is None:
-                os.replace(
-                    beside, path
-                )  # a system without fcntl (Windows) cannot rename an open file
+                # a system without fcntl (Windows) cannot rename an open file
+                os.replace(beside, path)
         finally:
             beside.unlink(missing_ok=True)
 
 
 def sync(path: str | Path) -> None:
-    "Wait until what was written to a file, or the names in a folder, if it is there, is on disk. Raises `OSError`, which names it."
+    """Wait until what was written to a file, or the names in a folder, if it is there, is on disk.
+
+    Raises `OSError`, which names it.
+    """
     is_folder = Path(path).is_dir()
     if not Path(path).exists() or is_folder and os.name == "nt":
         return  # Windows cannot open a folder
@@ -297,10 +318,8 @@ def _open_beside(path) -> tuple:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:
-                return (
-                    file,
-                    beside,
-                )  # this file system has no locks, so nobody can remove the file as stale
+                # This file system has no locks, so nobody can remove the file as stale.
+                return file, beside
             if os.fstat(file.fileno()).st_nlink:
                 return file, beside
         except KeyboardInterrupt:  # Ctrl-C, or another signal that ends the training
@@ -310,20 +329,23 @@ def _open_beside(path) -> tuple:
 
 
 def _remove_stale(path):
-    "Remove the files beside `path` that killed writers have left. A running writer holds the lock of its file, so that file stays."
+    """Remove the files beside `path` that killed writers have left.
+
+    A running writer holds the lock of its file, so that file stays.
+    """
     if fcntl is None:
         return
-    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
         try:
-            with open(left, "rb", opener=no_wait) as file:
+            with open(stale, "rb", opener=no_wait) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                left.unlink(missing_ok=True)
+                stale.unlink(missing_ok=True)
         except OSError:
             pass
 
 
 def no_wait(path: str, flags: int) -> int:
-    "An opener that does not follow a symbolic link either, and does not wait for the other end of a named pipe."
+    "An opener that neither follows a symbolic link, nor waits for the other end of a named pipe."
     return _no_follow(path, flags | _NO_WAIT)
 
 
@@ -348,7 +370,9 @@ SPREAD = 64  # what a file stands for may be so many times its own bytes, and no
 
 
 def most_bytes(size: int) -> int:
-    "How many bytes a file of `size` bytes may stand for: `SPREAD` times its size, and 16 MiB in any case."
+    """How many bytes a file of `size` bytes may stand for: `SPREAD` times its size, and 16 MiB in
+    any case.
+    """
     return max(2**24, SPREAD * size)
 
 
@@ -368,10 +392,14 @@ def regular_size(path: str | Path) -> int:
 
 
 def read_file(path: str | Path) -> bytes:
-    """The content of a file. Raises `OSError`, and `DataError` for what is no regular file, such as a named pipe, and for want of memory.
+    """The content of a file.
 
     Args:
         path: file, or a symbolic link to one
+
+    Raises:
+        OSError: it cannot be read
+        DataError: it is no regular file, such as a named pipe, or needs more memory than there is
     """
     with _opened(path) as file:
         check_memory(str(path), os.fstat(file.fileno()).st_size)
@@ -382,17 +410,19 @@ _NO_CHECKSUM = b'"sha256":"' + b"0" * 64  # stands in the header in place of the
 
 
 def pack(kind: str, version: int, parts: dict) -> bytes:
-    """The content of a safetensors file. Raises `CheckpointError`, which names the leaf, for a leaf that cannot be stored.
+    """The content of a safetensors file.
 
     Args:
         kind: what the file is, in one word
         version: of the format
         parts: name -> tree, see `encode`
+
+    Raises:
+        CheckpointError: names a leaf that cannot be stored
     """
     tensors: dict = {}
-    return packed(
-        kind, version, {name: encode(part, tensors, name) for name, part in parts.items()}, tensors
-    )
+    codes = {name: encode(part, tensors, name) for name, part in parts.items()}
+    return packed(kind, version, codes, tensors)
 
 
 def packed(kind: str, version: int, codes: dict, tensors: dict) -> bytes:
@@ -427,13 +457,13 @@ def unpack(
         kind: as given to `pack`
         version: as given to `pack`
         data: the content; None: it is read
-        most: bytes over which the elements of a tensor may be spread; None: `SPREAD` times the content
+        most: bytes over which the elements of a tensor may be spread; None: `SPREAD` times the
+            content
     """
     try:
         data = read_file(path) if data is None else data
-        tensors = {
-            name: x.clone() for name, x in load(data).items()
-        }  # in memory that torch has aligned for its own use
+        # copies, in memory that torch has aligned for its own use
+        tensors = {name: x.clone() for name, x in load(data).items()}
         meta = _metadata(path, data, kind, version)
     except CheckpointError:
         raise
@@ -443,39 +473,49 @@ def unpack(
         raise CheckpointError(
             f"{path}: damaged, or not a {kind} ({e})", expected="a safetensors file"
         ) from None
+
+    # The header has no order.
     most = most or SPREAD * len(data)
     try:
         return {
             name: decode(json.loads(text), tensors, most=most)
             for name, text in sorted(meta.items())
-        }  # the header has no order
+        }
     except Exception as e:
         raise CheckpointError(f"{path}: damaged metadata ({type(e).__name__}: {e})") from None
 
 
 def _metadata(path, data, kind, version):
-    "The texts of the parts. Raises `CheckpointError` for another kind, another version, and a wrong checksum."
+    """The texts of the parts.
+
+    Raises `CheckpointError` for another kind, another version, and a wrong checksum.
+    """
+    # Kind and version
     begin = 8 + int.from_bytes(data[:8], "little")
     meta = json.loads(data[8:begin]).get("__metadata__", {})
-    if (found := meta.pop(f"rollpipe_{kind}", None)) is None:
+    its_version = meta.pop(f"rollpipe_{kind}", None)
+    if its_version is None:
         raise CheckpointError(
             f"{path}: a safetensors file, but not made by rollpipe",
             expected=f"rollpipe_{kind} in its metadata",
             got=sorted(meta) or "no metadata",
         )
-    if found != str(version):
+    if its_version != str(version):
         raise CheckpointError(
-            f"{path}: made by another version of rollpipe", expected=f"format {version}", got=found
+            f"{path}: made by another version of rollpipe",
+            expected=f"format {version}",
+            got=its_version,
         )
-    stored = str(meta.pop("sha256", None))
-    total = hashlib.sha256(
-        data[:begin].replace(_NO_CHECKSUM[:-64] + stored.encode(), _NO_CHECKSUM, 1)
-    )
+
+    # The checksum is that of the file with zeros in its place.
+    checksum = str(meta.pop("sha256", None))
+    header = data[:begin].replace(_NO_CHECKSUM[:-64] + checksum.encode(), _NO_CHECKSUM, 1)
+    total = hashlib.sha256(header)
     total.update(memoryview(data)[begin:])
-    if total.hexdigest() == stored:
+    if total.hexdigest() == checksum:
         return meta
     raise CheckpointError(
         f"{path}: damaged, its content is not what was saved",
-        expected=f"checksum {stored}",
+        expected=f"checksum {checksum}",
         got=total.hexdigest(),
     )

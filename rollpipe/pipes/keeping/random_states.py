@@ -31,10 +31,8 @@ def _is_plain(kind):
     generator = kind(1)
     generator.random_raw(3)
     words, position = dict[str, Any](generator.state["state"]).values()
-    return (
-        ctypes.string_at(generator.ctypes.state_address, _N_BYTES)
-        == words.astype(np.uint32).tobytes() + np.int32(position).tobytes()
-    )
+    expected = words.astype(np.uint32).tobytes() + np.int32(position).tobytes()
+    return ctypes.string_at(generator.ctypes.state_address, _N_BYTES) == expected
 
 
 def _numpy_address() -> int | None:
@@ -44,10 +42,11 @@ def _numpy_address() -> int | None:
 
 
 class NumpyState:
-    """The state of numpy's global generator. For each item of a lane, the state is taken and put back twice.
+    """The state of numpy's global generator.
 
-    numpy's functions need 96 us for this. These methods need 3 us if nothing was drawn and no normal number is stored for the
-    next draw (`benchmarks/plain_forms.py`).
+    For each item of a lane, the state is taken and put back twice. numpy's functions need 96 us for
+    this. These methods need 3 us if nothing was drawn and no normal number is stored for the next
+    draw (`benchmarks/plain_forms.py`).
     """
 
     data: bytes | None = None
@@ -76,7 +75,8 @@ class NumpyState:
 
 # %% ../../../nbs/pipes/01_keeping/05_random_states.ipynb #7713f430
 class GlobalRandomStates:
-    """States of the global random generators of Python, numpy, and torch on the CPU, which are swapped in and out.
+    """States of the global random generators of Python, numpy, and torch on the CPU, which are
+    swapped in and out.
 
     Args:
         seed: determines the states; None: take the current states
@@ -118,10 +118,13 @@ class GlobalRandomStates:
     def set_state(self, state: tuple | None) -> None:
         "Go on from what `get_state` returned."
         if state is not None:
-            self.python, self.numpy.full, self.pytorch, self.numpy.data = *state, None
+            self.python, self.numpy.full, self.pytorch = state
+            self.numpy.data = None
 
     def __enter__(self) -> None:
-        "In the `with` block the global generators continue from these states. Afterwards their old states are restored."
+        """In the `with` block the global generators continue from these states. Afterwards their
+        old states are restored.
+        """
         if self.outer is None:
             self.outer = GlobalRandomStates()
         else:
@@ -144,7 +147,10 @@ def episode_seed(first: int, number: int) -> int:
 
 
 class EpisodeSeeds(gym.Wrapper):
-    "Resets the environment with an `episode_seed`. The info of a reset and of the last step holds it under this name."
+    """Resets the environment with an `episode_seed`.
+
+    The info of a reset and of the last step holds it under this name.
+    """
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
@@ -153,22 +159,23 @@ class EpisodeSeeds(gym.Wrapper):
         self.seed = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple:
-        self.first, self.number = (self.first, self.number + 1) if seed is None else (seed, 0)
+        if seed is None:
+            self.number += 1
+        else:
+            self.first = seed
+            self.number = 0
         self.seed = episode_seed(self.first, self.number)
-        obs, info = self.env.reset(
-            seed=self.seed, **{} if options is None else {"options": options}
-        )  # which some do not take
+
+        # Some environments do not take options.
+        arguments = {} if options is None else {"options": options}
+        obs, info = self.env.reset(seed=self.seed, **arguments)
         return obs, {**info, "episode_seed": self.seed}
 
     def step(self, action: Any) -> tuple:
         obs, rew, terminated, truncated, info = self.env.step(action)
-        return (
-            obs,
-            rew,
-            terminated,
-            truncated,
-            {**info, "episode_seed": self.seed} if terminated or truncated else info,
-        )
+        if terminated or truncated:
+            info = {**info, "episode_seed": self.seed}
+        return obs, rew, terminated, truncated, info
 
 # %% ../../../nbs/pipes/01_keeping/05_random_states.ipynb #39c0ea59
 class _Reseeding:
@@ -203,57 +210,62 @@ class _Reseeding:
         memory = x["memory"].clone()
         return {**x, "graph": self.graph(x["graph"], memory.numpy()), "memory": memory}
 
-    def global_states(self, kept: dict) -> dict:
-        "The capture of a lane's states of the global generators. A lane that has not begun has none."
-        if kept["graph"].startswith("[null"):
-            return kept
-        with (states := GlobalRandomStates(np.random.SeedSequence(self.word()))):
+    def global_states(self, captured: dict) -> dict:
+        """The capture of a lane's states of the global generators.
+
+        A lane that has not begun has none.
+        """
+        if captured["graph"].startswith("[null"):
+            return captured
+        states = GlobalRandomStates(np.random.SeedSequence(self.word()))
+        with states:
             pass
         return capture(states.get_state())
 
     def graph(self, text: str, memory: np.ndarray) -> str:
         "The text of a capture. The bytes in its memory are changed in place."
         root, entries = json.loads(text)
-        inner = [
-            {key: x for key, x in entry[2] if isinstance(key, str)} if entry[0] == "dict" else {}
-            for entry in entries
-        ]
-        blocks = [
-            x["memory"][0] for x in inner if "graph" in x
-        ]  # the memories of captures within this one
-        for k, (entry, found) in enumerate(zip(entries, inner)):
-            if entry[0] == "array" and entry[2:4] == [["uint8", "cpu"], _TORCH] and k not in blocks:
+        dicts = [_named_items(entry) for entry in entries]
+        # numbers of the memories of captures within this one, which are bytes as well
+        memories = [x["memory"][0] for x in dicts if "graph" in x]
+        torch_form = [["uint8", "cpu"], _TORCH]
+        for k, (entry, items) in enumerate(zip(entries, dicts)):
+            if entry[0] == "array" and entry[2:4] == torch_form and k not in memories:
                 _bytes_of(entries, k, memory)[:] = self.torch_state().numpy()
             elif entry[:2] == ["through", "random.Random"]:
                 version, words, waits = random.Random(self.word()).getstate()
-                entries[entry[2][0]] = [
-                    "items",
-                    "builtins.list",
-                    [version, {"tuple": [*words]}, waits],
-                    None,
-                ]
-            elif "bit_generator" in found:
-                _put(entries, k, self.numpy_state(found), memory)
-            elif found.get("part") == "rollpipe.pipes.keeping.random_states.EpisodeSeeds":
-                _put(entries, found["holds"][0], dict(first=self.word()), memory)
-            elif "keeper" in found and found["keeper"].startswith("replay"):
+                state = [version, {"tuple": [*words]}, waits]
+                entries[entry[2][0]] = ["items", "builtins.list", state, None]
+            elif "bit_generator" in items:
+                _put(entries, k, self.numpy_state(items), memory)
+            elif items.get("part") == "rollpipe.pipes.keeping.random_states.EpisodeSeeds":
+                _put(entries, items["holds"][0], dict(first=self.word()), memory)
+            elif "keeper" in items and items["keeper"].startswith("replay"):
                 # The replay needs the old numbers, and those after it are others.
                 pairs = [pair for pair in entry[2] if pair[0] != "noise"]
                 entry[2] = [*pairs, ["noise", self.word()]]
-            elif "keeper" in found:
-                text = self.graph(found["graph"], _bytes_of(entries, found["memory"][0], memory))
+            elif "keeper" in items:
+                text = self.graph(items["graph"], _bytes_of(entries, items["memory"][0], memory))
                 entry[2] = [[key, text if key == "graph" else x] for key, x in entry[2]]
         return json.dumps([root, entries], separators=(",", ":"))
 
-    def numpy_state(self, found: dict) -> dict:
-        if "has_gauss" in found:
-            return np.random.RandomState(self.word()).get_state(legacy=False)  # type: ignore[return-value]
-        if (kind := getattr(np.random, found["bit_generator"], None)) is None:
+    def numpy_state(self, items: dict) -> dict:
+        "Another state of a generator of numpy, of whose state these are the items."
+        if "has_gauss" in items:
+            generator = np.random.RandomState(self.word())
+            return generator.get_state(legacy=False)  # type: ignore[return-value]
+        kind = getattr(np.random, items["bit_generator"], None)
+        if kind is None:
             raise DataError(
                 "a generator that numpy does not have cannot get other noise",
-                got=found["bit_generator"],
+                got=items["bit_generator"],
             )
         return kind(self.word()).state
+
+
+def _named_items(entry: list) -> dict:
+    "Key -> value of an entry of a capture, if it is a dict; those keys that are texts."
+    return {key: x for key, x in entry[2] if isinstance(key, str)} if entry[0] == "dict" else {}
 
 
 _TORCH = [len(torch.Generator().get_state())]  # shape of the state of a generator of torch
@@ -281,18 +293,22 @@ def _put(entries: list, k: int, state: dict, memory: np.ndarray) -> None:
 
 
 def reseeded(state: Any, seed: np.random.SeedSequence) -> Any:
-    """The state with other states of all its random generators. What is on another device than the CPU keeps its noise.
+    """The state with other states of all its random generators.
 
-    An environment that is kept by a replay gets other ones after it, see `change_noise`. Raises `DataError` if the state has no generator.
+    What is on another device than the CPU keeps its noise. An environment that is kept by a replay
+    gets other states after it, see `change_noise`.
 
     Args:
         state: plain data with captures, such as the `stream` of a checkpoint; it is not changed
         seed: determines the new states
+
+    Raises:
+        DataError: the state has no generator
     """
-    made = _Reseeding(seed)
-    found = made.tree(state)
-    if not made.n:
+    reseeding = _Reseeding(seed)
+    new_state = reseeding.tree(state)
+    if not reseeding.n:
         raise DataError(
             "other noise, but no random generator", expected="a stream that draws random numbers"
         )
-    return found
+    return new_state
