@@ -33,7 +33,7 @@ from rollpipe.pipes import nested
 from rollpipe.pipes.data.errors import EnvError
 from rollpipe.pipes.envs.factories import EnvFactory, env_factories
 from rollpipe.pipes.envs.keeping import Keeper, KeptEnv, bits_of, keeper_for
-from rollpipe.pipes.envs.kept import KeptActions, restore_batch
+from rollpipe.pipes.envs.kept import ActionLog, KeptActions, restore_batch
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.keeping.copies import copies_of, parts_of, put_copies
 from rollpipe.pipes.keeping.files import decode, encode
@@ -682,6 +682,34 @@ def test_a_log_that_grows_too_long_keeps_the_episode_alone(monkeypatch):
     late.play(lambda: 1, 100, 5000, np.inf)
     with pytest.raises(EnvError, match="too many actions, .* Got builtins.iterator"):
         late.kept.state()
+
+
+def test_a_log_that_is_too_long_is_dropped(monkeypatch):
+    "It is lost for good if all actions have to be repeated, or else up to the next reset."
+    monkeypatch.setattr(KeptActions, "MOST", 1000)
+    monkeypatch.setattr(ActionLog, "CHUNK", 50)
+    for name in ("replay (all)", "replay (episode)"):
+        running = KeptEnv(World(), Keeper(name))
+        running.do("reset", dict(seed=3))
+        running.do("reset", {})
+        for n in (1000, 200):
+            for _ in range(n):
+                running.do("step", 1)
+            if n == 1000:
+                new = restored(World, Keeper(name), stored(running.kept.state()))
+                assert new.env.x == running.env.x
+        with pytest.raises(EnvError, match="too many actions. Expected a log of at most"):
+            running.kept.state()
+        assert len(running.kept.log) == 0
+
+        running.do("reset", {})
+        running.do("step", 1)
+        if name == "replay (all)":
+            with pytest.raises(EnvError, match="too many actions"):
+                running.kept.state()
+        else:
+            new = restored(World, Keeper(name), stored(running.kept.state()))
+            new.repeat(running.play(lambda: 1, 50, 50, np.inf))
 
 
 def test_the_log_of_actions_is_small():

@@ -8,6 +8,7 @@ from gymnasium.spaces import Box, Discrete
 from rollpipe import PPO, Critic, MLPPolicy, on_policy
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.envs.kept import ActionLog, KeptActions
 from rollpipe.runs import resumed, saved
 from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.training import train
@@ -103,12 +104,19 @@ class LateTold(LateIterator):
         vars(self).update(state)
 
 
+class Tasks(LateTask):
+    "It holds an iterator from the start, so that only a replay of all of its actions is exact."
+
+    def __init__(self):
+        self.held = iter(range(10_000))
+
+
 KINDS = [LateIterator, LateGenerator, LateClosure, LateFunction, LateInside, LateLocked, LateTask]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    kinds = [*KINDS, LateTold]
+    kinds = [*KINDS, LateTold, Tasks]
     for kind in kinds:
         gym.register(f"{kind.__name__}-v0", kind)
     yield
@@ -153,6 +161,30 @@ def test_the_last_exact_checkpoint_still_goes_on_exactly(tmp_path, caplog):
     assert is_exact == [x.history.inexact is None for x in kept]
     assert is_exact == sorted(is_exact, reverse=True) and 5 < sum(is_exact) < 20
     assert caplog.text.count("it will begin new episodes") == 1
+
+
+def test_a_log_of_actions_that_is_too_long_is_dropped_and_the_run_says_so_once(
+    tmp_path, caplog, monkeypatch
+):
+    "An environment takes 16 actions of a byte in an update, and has room for 250."
+    config = config_of(Tasks, steps=1280, checkpoint_every=1, keep=20)
+    run = start(tmp_path / "run", config)
+    assert run.history.kept == {"EnvStepper": "replay (all)"}
+    monkeypatch.setattr(KeptActions, "MOST", 250)
+    monkeypatch.setattr(ActionLog, "CHUNK", 50)
+    train(run, progress=False)
+    checkpoints = [load_run(path) for path in sorted((run.folder / "checkpoints").iterdir())]
+    is_exact = [x.stream is not None for x in checkpoints]
+    assert is_exact == [x.history.inexact is None for x in checkpoints]
+    assert is_exact == [True] * 16 + [False] * 4
+    assert caplog.text.count("it will begin new episodes") == 1
+    reason = load_run(run.folder).history.inexact
+    assert "environment 0 (Tasks-v0)" in reason and "it has taken too many actions" in reason
+
+    again = resume(run.folder, steps=1344)
+    assert "begins new episodes" in caplog.text
+    train(again, progress=False)
+    assert load_run(run.folder).counters["updates"] == 21
 
 
 @pytest.mark.parametrize(

@@ -328,10 +328,10 @@ def _ways(env):
     if is_foreign or isinstance(core, gym.vector.AsyncVectorEnv):
         return []
     parts = parts_of(env)
-    own = [("own",)] * any(map(has_state, parts))
+    by_own = [("own",)] * any(map(has_state, parts))
     by_copy = ("copy",) * all(map(is_known, parts))
     by_episode = ("replay (episode)",) * isinstance(env, gym.Env)
-    return [*own, (*by_copy, *by_episode, "replay (all)")]
+    return [*by_own, (*by_copy, *by_episode, "replay (all)")]
 
 
 def _n_steps(part):

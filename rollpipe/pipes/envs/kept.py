@@ -101,6 +101,10 @@ class ActionLog:
         self.nbytes = sum(map(_n_bytes, self.parts))
         self.like = like
 
+    def drop(self, n: int) -> None:
+        "Forget the first `n` actions."
+        self.go_on(nested.map(lambda x: _copied(x[n:]), self.pack()), self.like)
+
     def since(self, t: int) -> Any:
         "The actions from number `t` on, with their dtypes; None if there are none."
         actions = self.pack()
@@ -169,7 +173,7 @@ class Kept:
         "The environment has returned this from a reset or a step."
 
     def state(self) -> dict:
-        """The state of the environment: texts, numbers and tensors, which later steps do not change.
+        """The state of the environment: texts, numbers and tensors, which no later step changes.
 
         Raises `EnvError`, which says why, if it cannot be kept.
         """
@@ -238,8 +242,11 @@ class KeptOwn(Kept):
         self.others = [part for part in self.parts if id(part) not in covered]
 
     def state(self) -> dict:
-        told = [part.get_state() for part in self.telling]
-        return dict(keeper=self.name, **capture(dict(others=copies_of(self.others), own=told)))
+        content = dict(
+            others=copies_of(self.others),
+            own=[part.get_state() for part in self.telling],
+        )
+        return dict(keeper=self.name, **capture(content))
 
     def _restoring(self, state):
         self.env.reset(seed=1)
@@ -323,17 +330,15 @@ class KeptActions(Kept):
             self._shorten()
 
     def _shorten(self):
-        "Forget the episodes before the present one; if there is none, or it would not help, all."
-        begin, *_ = self.resets[self.last]
-        episode = self.log.since(begin) if self.last else None
-        resets = self.resets[self.last :]
-        like = self.log.like
-        self._forget()
-        if episode is not None:
-            self.resets = [(t - begin, *arguments) for t, *arguments in resets]
-            self.log.go_on(nested.map(_narrow, episode), like)
+        "Forget the episodes before the present one, or all actions, if this is not enough."
+        begin = self.resets[self.last][0]
+        self.log.drop(begin)
+        self.resets = [(t - begin, *arguments) for t, *arguments in self.resets[self.last :]]
         self.last = 0
-        self.is_lost = not self.resets or self.log.nbytes > self.MOST
+        self.is_whole = False
+        if self.log.nbytes > self.MOST:
+            self._forget()
+            self.is_lost = True
 
     def answered(self, answer: Any) -> None:
         # A reset of single and vector environments returns `(obs, info)`, a step more than two.

@@ -196,8 +196,8 @@ class RowChanges:
             self.changed[index // self.size] = True
 
     def save(self, rows: np.ndarray, chunks: ChunkFolder | None = None) -> dict:
-        """The state of the rows, as plain data: their number `n`, the `size` of a chunk, and for each
-        of the `chunks` the name of its file, or None for zeros.
+        """The state of the rows, as plain data: their number `n`, the `size` of a chunk, and for
+        each of the `chunks` the name of its file, or None for zeros.
 
         Args:
             rows: the array

@@ -95,7 +95,8 @@ class Difference(NamedTuple):
 
     Args:
         path: path of the leaf
-        at: index of the first element that differs; None for plain data, other forms and missing leaves
+        at: index of the first element that differs; None for plain data, other forms and missing
+            leaves
         a: the value in the first tree, or the form of the leaf
         b: the same of the second tree
     """

@@ -237,8 +237,8 @@ def _stored_array(tensors, most, place, descr=None, shape=()):
 
 # %% ../../../nbs/pipes/01_keeping/02_files.ipynb #8709b5de
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write `data` so that `path` holds either its old content or all of `data`, even if the process
-    or the machine stops.
+    """Write `data` so that `path` holds either its old content or all of `data`, even if the
+    process or the machine stops.
 
     Raises `OSError`, which names `path`.
 

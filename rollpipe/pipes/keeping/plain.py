@@ -268,7 +268,8 @@ MOST = 1_000_000
 ITEMS = list, tuple, deque, set, frozenset
 _ATOMS = frozenset((type(None), bool, int, float, str))
 
-# name -> class of values that the arguments which `pickle` takes make again; no code of anybody else is called
+# name -> class of values that the arguments which `pickle` takes make again; no code of anybody
+# else is called
 VALUES: dict = {
     name_of(kind): kind
     for kind in (
@@ -289,7 +290,9 @@ VALUES: dict = {
 
 
 def _is_plain(x):
-    "Has an object nothing but attributes, and is it none of the standard library, such as a thread?"
+    """Has an object nothing but attributes, and is it none of the standard library, such as a
+    thread?
+    """
     kind = type(x)
     is_foreign = name_of(kind).partition(".")[0] in sys.stdlib_module_names
     return hasattr(x, "__dict__") and not (is_foreign or _slots(kind) or hides_state(kind))
@@ -357,8 +360,8 @@ class _Capture:
         if name in GENERATORS:
             return ["through", name, self.value(GENERATORS[name].get(x))]
         if has_own_state(x):
-            own: Any = x
-            return ["own", name, self.value(own.get_state())]
+            telling: Any = x
+            return ["own", name, self.value(telling.get_state())]
         if name in NEW or _is_plain(x):
             return ["object", name, {key: self.value(y) for key, y in vars(x).items()}]
         raise EnvError("this is no plain data", got=name)
