@@ -30,8 +30,8 @@ from ..runs.logs import records_of
 from ..runs.moments import checkpoint_before
 from ..settings.checks import ENDLESS, with_steps
 from ..settings.files import name_address
-from ..settings.listing import Parser
 from ..settings.options import import_words, parse_value, typed
+from ..settings.overview import Parser
 
 # %% auto #0
 __all__ = ['Branch', 'branches_of', 'equal_up_to', 'ablate', 'add_ablate', 'ablate_command']
