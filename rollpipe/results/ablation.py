@@ -19,7 +19,7 @@ from ..agents.checkpoint import Checkpoint
 from ..pipes.data.compare import first_difference
 from ..pipes.data.errors import DataError, check_integer
 from ..pipes.data.files import make_folder
-from .experiments import check_counts, command_line, python_words, run_all
+from .experiments import check_counts, python_words, run_all, typed_command
 from .pairs import Ablation, Pairs, course, draw_pairs, pairs_page, pairs_text
 from .report import write_files
 from ..runs.changes import changed_run, options_in
@@ -428,4 +428,4 @@ def ablate_command(args: Namespace) -> None:
     names = ("updates", "repeat", "jobs", "out", "metric", "last", "address")
     print(ablate(args.run, at, options, **{name: getattr(args, name) for name in names}))
     out = Path(args.out or _beside(folder_of(args.run)))
-    print(command_line(*(out / f"report.{kind}" for kind in ("md", "csv", "png", "html"))))
+    print(typed_command(*(out / f"report.{kind}" for kind in ("md", "csv", "png", "html"))))

@@ -48,17 +48,17 @@ from ..pipes.workers.reading import ProcessReading
 from ..ranks.launch import device_of_rank
 from .algorithms import ALGORITHMS, options_for, parts_for
 from .checks import check_decay, check_lanes, check_room, check_stops, with_steps
-from .files import Asked, Resolved, checked, name_address, plain, preset_for
+from .files import Asked, Resolved, changeable, checked, name_address, preset_for
 from .listing import algorithms_for
 from .options import options_of
 from ..traces.fingerprint import versions
 
 # %% auto #0
-__all__ = ['RUN_OPTIONS', 'LONGEST', 'device_of', 'reading_for', 'RunOptions', 'run_options', 'check_config', 'resolve',
+__all__ = ['RUN_OPTIONS', 'LONGEST', 'device_named', 'reading_for', 'RunOptions', 'run_options', 'check_config', 'resolve',
            'make_config', 'playing', 'allow_edits', 'build']
 
 # %% ../../nbs/settings/06_config.ipynb #210c1c22
-def device_of(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
     """The device of this name; `auto` is cuda or mps if available, else cpu.
 
     Each rank has a GPU of its own. Raises `DataError` for a device that is not available.
@@ -130,7 +130,7 @@ def reading_for(config: dict) -> Any:
     options = config["workers"], config["lag"], config["order"]
     restarts = config["restarts"]
     # The workers stay on the CPU, and only the learner uses the device.
-    learner_apart = device_of(config.get("device", "cpu")).type != "cpu"
+    learner_apart = device_named(config.get("device", "cpu")).type != "cpu"
 
     if kind == "ray":
         if not config["workers"]:
@@ -374,7 +374,7 @@ def playing(config: dict, max_episode_steps: int | None = None) -> dict:
         config: see `make_config`
         max_episode_steps: another limit than that of the run; None: that of the run
     """
-    env_kwargs = plain(config["env_kwargs"])
+    env_kwargs = changeable(config["env_kwargs"])
     limit = max_episode_steps or config.get("max_episode_steps")
     if limit is not None:
         env_kwargs["max_episode_steps"] = limit
@@ -490,7 +490,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
     Returns:
         tuple: agent, pipe
     """
-    config = plain(config)
+    config = changeable(config)
     name = config["algorithm"]
     algorithm = ALGORITHMS[name]
     env = config["env"]
@@ -515,7 +515,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
         if part in parts
     ]
     accepted = inspect.signature(algorithm.pipeline).parameters
-    device = device_of(config.get("device", "cpu"))
+    device = device_named(config.get("device", "cpu"))
     is_apart = device.type != "cpu"
     if is_apart:
         if "device" not in accepted:

@@ -22,7 +22,7 @@ from .files import presets_of
 
 # %% auto #0
 __all__ = ['KINDS', 'QUICK', 'NEEDS', 'BOX_OF_BOX2D', 'kinds_for', 'algorithms_for', 'latest', 'actions_of', 'missing_for',
-           'aligned', 'algorithm_lines', 'env_lines', 'preset_lines', 'option_lines', 'list_command']
+           'table_lines', 'algorithm_lines', 'env_lines', 'preset_lines', 'option_lines', 'list_command']
 
 # %% ../../nbs/settings/03_listing.ipynb #10a8ca78
 KINDS = dict(
@@ -124,7 +124,7 @@ def missing_for(spec: EnvSpec) -> str:
     return ""
 
 # %% ../../nbs/settings/03_listing.ipynb #36e89802
-def aligned(rows: Iterable) -> list:
+def table_lines(rows: Iterable) -> list:
     "Lines of a table with aligned columns. The last column is not padded."
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -141,7 +141,7 @@ def algorithm_lines() -> list:
     for name, algorithm in ALGORITHMS.items():
         about = summary_of(algorithm.learner)
         rows.append((name, ", ".join(kinds_for(name)), about))
-    return aligned(rows)
+    return table_lines(rows)
 
 
 def env_lines(algorithm: str | None = None) -> list:
@@ -157,7 +157,7 @@ def env_lines(algorithm: str | None = None) -> list:
         if kinds is None or kind in kinds:
             missing = missing_for(spec)
             rows.append((spec.id, kind, f"needs {missing}" if missing else ""))
-    return aligned(rows)
+    return table_lines(rows)
 
 
 def preset_lines(algorithm: str | None = None) -> list:
@@ -172,7 +172,7 @@ def preset_lines(algorithm: str | None = None) -> list:
             options = [f"{key}={x}" for key, x in table.items() if key not in ("envs", "actions")]
             envs = ", ".join(table.get("envs", []))
             rows.append((name, preset, envs, " ".join(options)))
-    return aligned(rows)
+    return table_lines(rows)
 
 
 def option_lines(algorithm: str, known: list) -> list:
@@ -185,7 +185,7 @@ def option_lines(algorithm: str, known: list) -> list:
     for option in options_for(algorithm) + known:
         kinds = "|".join(option.kinds).lower()
         rows.append((option.flag, kinds, option.default_text, option.help))
-    return aligned(rows)
+    return table_lines(rows)
 
 # %% ../../nbs/settings/03_listing.ipynb #c37c2a3f
 def list_command(args: Namespace, run_options: list) -> None:
