@@ -13,7 +13,7 @@ from rollpipe.pipes.cluster.room import ClusterPlace
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.keeping.files import write_atomically
 from rollpipe.results import ablation, bench
-from rollpipe.results.experiments import Outcome
+from rollpipe.results.experiments import EndedRuns
 from rollpipe.runs import changes
 from rollpipe.runs.folder import resume
 from rollpipe.runs.training import train
@@ -147,7 +147,7 @@ def test_a_specification_names_no_cluster(tmp_path, capsys, monkeypatch):
 
     def run_all(jobs, n):
         trained.extend(jobs)
-        return Outcome([], [], None)
+        return EndedRuns([], [], None)
 
     monkeypatch.setattr(bench, "run_all", run_all)
     assert rollpipe("bench", spec, "--dir", tmp_path / "bench") == 2
@@ -163,7 +163,7 @@ def test_an_ablation_names_the_address_to_its_branches(stranger, tmp_path, monke
 
     def run_all(commands, n):
         trained.update(commands)
-        return Outcome([], ["all: not trained here"], None)
+        return EndedRuns([], ["all: not trained here"], None)
 
     monkeypatch.setattr(ablation, "run_all", run_all)
     asked = ["--at", 2, "--set", "max_kl=0.02", "--updates", 1, "--out", tmp_path / "out"]

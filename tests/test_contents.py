@@ -28,7 +28,7 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.data.fragment import Fragment
 from rollpipe.pipes.data.fragment_ops import env_rewards
-from rollpipe.pipes.recording.replayer import records_of
+from rollpipe.pipes.recording.replayer import records_of_folder
 from rollpipe.pipes.recording.store import item_files
 from rollpipe.runs.pack import Contents, bars
 
@@ -229,9 +229,9 @@ def test_ctrl_c_is_clean(tmp_path, monkeypatch, capsys):
     list(Recorder(IterList([1, 2, 3]), tmp_path))
 
     def interrupted(*args):
-        yield from islice(records_of(*args), 2)
+        yield from islice(records_of_folder(*args), 2)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(sys.modules[Contents.__module__], "records_of", interrupted)
+    monkeypatch.setattr(sys.modules[Contents.__module__], "records_of_folder", interrupted)
     assert rollpipe("data", tmp_path) == 130
     assert capsys.readouterr() == ("", "\ninterrupted\n")

@@ -34,7 +34,7 @@ from rollpipe.runs.folder import load_run, restore, start
 from rollpipe.runs.logs import read_metrics
 from rollpipe.runs.training import train
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
-from rollpipe.settings.config import build, device_of, make_config
+from rollpipe.settings.config import build, device_named, make_config
 
 
 class Elsewhere:
@@ -409,7 +409,7 @@ def test_auto_takes_what_is_there(cuda, mps, expected, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
     monkeypatch.setattr("torch.cuda.device_count", lambda: int(cuda))
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: mps)
-    assert device_of("auto") == torch.device(expected) == device_of(expected)
+    assert device_named("auto") == torch.device(expected) == device_named(expected)
     assert (
         make_config("trpo", "CartPole-v1", device="auto")["device"] == "auto"
     )  # decided anew on each machine

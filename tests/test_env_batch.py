@@ -13,7 +13,7 @@ from rollpipe.pipes.data.fragment import State
 from rollpipe.pipes.envs.batch import FiniteCheck, last_obs
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.envs.rows import Rows
-from rollpipe.pipes.envs.single import EnvBatch, _put_all, count_steps, scalar_rewards
+from rollpipe.pipes.envs.single import EnvBatch, _put_all, scalar_rewards, write_step_numbers
 from rollpipe.pipes.envs.vector import final_observations
 
 fast = settings(deadline=None, max_examples=60)
@@ -68,7 +68,7 @@ def test_steps_are_counted(fin, first):
     "As one step after the other counts them."
     fin, found = np.array(fin), np.zeros((len(fin), 3), np.int64)
     found[0] = wanted = np.array(first)
-    count_steps(found, fin)
+    write_step_numbers(found, fin)
     for t in range(1, len(fin)):
         wanted = np.where(fin[t], 0, wanted + 1)
         assert found[t].tolist() == wanted.tolist()

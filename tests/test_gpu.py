@@ -35,7 +35,7 @@ from rollpipe.pipes.workers import crew
 from rollpipe.pipes.workers.crew import pickled_for
 from rollpipe.runs import load_agent
 from rollpipe.runs.loops import resumed, saved
-from rollpipe.settings.config import device_of
+from rollpipe.settings.config import device_named
 from rollpipe.traces.fingerprint import machine
 
 GPU = "cuda"
@@ -329,24 +329,24 @@ def test_each_rank_of_a_machine_has_a_gpu_of_its_own(a_gpu, monkeypatch):
         monkeypatch.setenv(name, device)
     for rank, device in (("0", "cuda:0"), ("1", "cuda:1")):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert device_of("cuda") == device_of("auto") == torch.device(device)
-        assert device_of("cuda:1") == torch.device("cuda:1") and device_of("cpu") == torch.device(
+        assert device_named("cuda") == device_named("auto") == torch.device(device)
+        assert device_named("cuda:1") == torch.device("cuda:1") and device_named(
             "cpu"
-        )
+        ) == torch.device("cpu")
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(
         DataError, match="no GPU of its own. Expected at most 2 ranks on .* got LOCAL_RANK=2"
     ):
-        device_of("cuda")
+        device_named("cuda")
     monkeypatch.delenv("LOCAL_RANK")
     with pytest.raises(DataError, match="got LOCAL_RANK="):
-        device_of("cuda")
+        device_named("cuda")
     monkeypatch.setattr(
         torch.cuda, "device_count", lambda: 1
     )  # the launcher shows each rank one GPU
-    assert device_of("cuda") == torch.device("cuda:0")
+    assert device_named("cuda") == torch.device("cuda:0")
     monkeypatch.delenv("RANK")
-    assert device_of("cuda") == torch.device("cuda")
+    assert device_named("cuda") == torch.device("cuda")
 
 
 class There(torch.nn.Linear):

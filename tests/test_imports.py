@@ -277,3 +277,18 @@ def test_the_public_rooms_have_few_names():
         for room in ("pipes", "layers", "agents", "testing")
     ]
     assert sum(len(re.findall(r"'\w+'", text)) for text in lists) < 110
+
+
+# `cli.start.main` hands over to `cli.main.main`.
+SHARED_NAMES = {"main", "leaves", "pack", "restore"}
+
+
+def test_no_public_function_or_class_has_the_name_of_another():
+    homes = {}
+    for module in MODULES:
+        for node in ast.parse(FILES[module].read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_":
+                homes.setdefault(node.name, []).append(module)
+    several = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert {name: several[name] for name in several.keys() - SHARED_NAMES} == {}
+    assert several.keys() >= SHARED_NAMES

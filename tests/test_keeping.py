@@ -35,7 +35,7 @@ from rollpipe.pipes.envs.factories import EnvFactory, env_factories
 from rollpipe.pipes.envs.keeping import Keeper, KeptEnv, bits_of, keeper_for
 from rollpipe.pipes.envs.kept import ActionLog, KeptActions, restore_batch
 from rollpipe.pipes.envs.vector import env_batch
-from rollpipe.pipes.keeping.copies import copies_of, parts_of, put_copies
+from rollpipe.pipes.keeping.copies import copies_of, env_parts, put_copies
 from rollpipe.pipes.keeping.files import decode, encode
 from rollpipe.pipes.keeping.plain import capture, may_be_new, restore
 from rollpipe.pipes.tensors.tensor_env import TensorEnv
@@ -1047,9 +1047,9 @@ def test_a_model_of_other_size_is_refused():
         gym.make(name, disable_env_checker=True).unwrapped for name in ("Hopper-v5", "Ant-v5")
     )
     env.reset(seed=0)
-    found = copies_of(parts_of(env))
+    found = copies_of(env_parts(env))
     with pytest.raises(EnvError, match="does not fit this environment"):
-        put_copies(parts_of(other), [{**found[0], "part": "gymnasium.envs.mujoco.ant_v5.AntEnv"}])
+        put_copies(env_parts(other), [{**found[0], "part": "gymnasium.envs.mujoco.ant_v5.AntEnv"}])
 
 
 # -- plain data -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from rollpipe.agents.linearization import (
     Linearization,
     assign,
     fisher_product,
-    flatten,
+    flat_vector,
     in_row_blocks,
     score_layers,
     score_preconditioner,
@@ -35,16 +35,16 @@ seeds = st.integers(0, 2**31 - 1)
 def test_flatten_unflatten_assign_are_inverse(shapes, seed):
     torch.manual_seed(seed)
     xs = [torch.randn(shape) for shape in shapes]
-    vector = flatten(xs)
+    vector = flat_vector(xs)
     assert all(torch.equal(a, b) for a, b in zip(unflatten(vector, xs), xs))
     ys = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     assign(ys, vector)
-    assert torch.equal(flatten(ys), vector) and not flatten(ys).requires_grad
+    assert torch.equal(flat_vector(ys), vector) and not flat_vector(ys).requires_grad
 
 
 def test_flatten_takes_tensors_in_any_memory_order_and_copies():
     x = torch.arange(6.0).view(2, 3).T
-    vector = flatten([x])
+    vector = flat_vector([x])
     assert vector.tolist() == [0, 3, 1, 4, 2, 5]
     vector.zero_()
     assert x.sum() == 15
@@ -120,25 +120,25 @@ def test_product_is_the_hessian_of_the_kl(head):
     slope = [g for g in grad(kl, params, create_graph=True, allow_unused=True)]
     for seed in range(4):
         v = torch.randn(
-            flatten(params).numel(),
+            flat_vector(params).numel(),
             generator=torch.Generator().manual_seed(seed),
             dtype=torch.double,
         )
         gv = sum((g * d).sum() for g, d in zip(slope, unflatten(v, params)) if g is not None)
         hv = grad(gv, params, retain_graph=True, allow_unused=True)
-        want = flatten([torch.zeros_like(p) if h is None else h for p, h in zip(params, hv)])
+        want = flat_vector([torch.zeros_like(p) if h is None else h for p, h in zip(params, hv)])
         torch.testing.assert_close(fisher(v), want, rtol=1e-9, atol=1e-12)
 
 
 def test_product_is_the_expected_outer_product_of_scores():
     net, x, weights, params, lin = problem("categorical", 1)
-    size = flatten(params).numel()
+    size = flat_vector(params).numel()
     logp = net(x).log_softmax(-1)
     F = torch.zeros(size, size, dtype=torch.double)
     for n in range(len(x)):
         for a in range(4):
             score = grad(logp[n, a], params, retain_graph=True, allow_unused=True)
-            score = flatten(
+            score = flat_vector(
                 [torch.zeros_like(p) if s is None else s for p, s in zip(params, score)]
             )
             F += weights[n] * logp[n, a].exp().detach() * torch.outer(score, score)
@@ -151,7 +151,7 @@ def test_product_is_the_expected_outer_product_of_scores():
 def test_product_is_linear_symmetric_and_semidefinite(head):
     _, _, weights, params, lin = problem(head, 2)
     product = fisher_product(lin, DISTS[head].fisher, weights)
-    F = dense(product, flatten(params).numel())
+    F = dense(product, flat_vector(params).numel())
     torch.testing.assert_close(F, F.T, rtol=1e-10, atol=1e-13)
     assert torch.linalg.eigvalsh(F).min() > -1e-12 and F.abs().max() > 0
     v = torch.randn(len(F), dtype=torch.double)
@@ -163,10 +163,10 @@ def test_product_is_linear_symmetric_and_semidefinite(head):
 def test_jvp_is_a_difference_quotient_and_vjp_its_transpose(head, seed, n):
     net, x, _, params, lin = problem(head, seed, n)
     g = torch.Generator().manual_seed(seed)
-    v = torch.randn(flatten(params).numel(), generator=g, dtype=torch.double)
+    v = torch.randn(flat_vector(params).numel(), generator=g, dtype=torch.double)
     c = nested.map(lambda y: torch.randn(y.shape, generator=g, dtype=torch.double), lin.outputs)
     got = lin.jvp(v)
-    theta = flatten(params)
+    theta = flat_vector(params)
     eps = 1e-6
     nested.Form(lin.outputs, "jvp").check(got)
     left = sum(float((a * b).sum()) for a, b in zip(nested.leaves(c), nested.leaves(got)))
@@ -185,7 +185,7 @@ def test_number_and_row_weights_agree_on_more_leading_dimensions():
     x = torch.randn(4, 3, 3, dtype=torch.double)
     lin = Linearization(net(x), params)
     fisher = DISTS["nested"].fisher
-    v = torch.randn(flatten(params).numel(), dtype=torch.double)
+    v = torch.randn(flat_vector(params).numel(), dtype=torch.double)
     rows = torch.full((4, 3), 1 / 12, dtype=torch.double)
     torch.testing.assert_close(
         fisher_product(lin, fisher, 1 / 12)(v), fisher_product(lin, fisher, rows)(v)
@@ -214,7 +214,7 @@ def test_blocks_of_rows_change_nothing(n, size, dim, seed):
         sum(calls) == n and max(calls) - min(calls) <= 1 and len(calls) == max(1, round(n / size))
     )
     nested.Form(whole.outputs, "outputs").check(blocks.outputs)
-    v = torch.randn(flatten(params).numel(), dtype=torch.double)
+    v = torch.randn(flat_vector(params).numel(), dtype=torch.double)
     products = [fisher_product(lin, DISTS["nested"].fisher, 1 / n)(v) for lin in (whole, blocks)]
     torch.testing.assert_close(*products)
     gradients = [
@@ -226,7 +226,7 @@ def test_blocks_of_rows_change_nothing(n, size, dim, seed):
 
 def test_unused_parameters_get_zeros_and_outputs_without_a_graph_count_as_constant():
     net, x, _, params, lin = problem("fixed", 4)
-    v = torch.randn(flatten(params).numel(), dtype=torch.double)
+    v = torch.randn(flat_vector(params).numel(), dtype=torch.double)
     assert not lin.jvp(v).log_std.any()
     parts = unflatten(fisher_product(lin, DISTS["fixed"].fisher, 1 / 7)(v), params)
     named = dict(zip([name for name, _ in net.named_parameters()], parts))
@@ -266,7 +266,7 @@ def test_gradient_is_that_of_the_whole_graph_even_under_no_grad():
     want = grad(whole, params, allow_unused=True)
     torch.testing.assert_close(value, whole.detach())
     torch.testing.assert_close(
-        got, flatten([torch.zeros_like(p) if g is None else g for p, g in zip(params, want)])
+        got, flat_vector([torch.zeros_like(p) if g is None else g for p, g in zip(params, want)])
     )
     assert not got.requires_grad and all(p.grad is None for p in params)
 
@@ -274,10 +274,10 @@ def test_gradient_is_that_of_the_whole_graph_even_under_no_grad():
 def test_products_work_under_no_grad_and_refuse_changed_parameters():
     net, x, weights, params, lin = problem("categorical", 6)
     product = fisher_product(lin, DISTS["categorical"].fisher, weights)
-    v = torch.randn(flatten(params).numel(), dtype=torch.double)
+    v = torch.randn(flat_vector(params).numel(), dtype=torch.double)
     with torch.no_grad():
         assert torch.equal(product(v), product(v))
-    assign(params, flatten(params) + 1)
+    assign(params, flat_vector(params) + 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product(v)
 
@@ -285,7 +285,7 @@ def test_products_work_under_no_grad_and_refuse_changed_parameters():
 def test_outputs_stay_what_they_were_when_the_parameters_change():
     net, x, _, params, lin = problem("free", 8)
     before = nested.map(torch.clone, lin.outputs)
-    assign(params, flatten(params) + 1)  # the log standard deviation is an expanded parameter
+    assign(params, flat_vector(params) + 1)  # the log standard deviation is an expanded parameter
     assert all(map(torch.equal, nested.leaves(before), nested.leaves(lin.outputs)))
 
 

@@ -26,7 +26,7 @@ from rollpipe.runs.logs import read_evaluations, read_metrics
 from rollpipe.settings.config import make_config
 from rollpipe.testing import check_env
 from rollpipe.testing.env_rules import ENV_CLOSE, ENV_UNDISTURBED
-from rollpipe.tuning.study import learning_curve
+from rollpipe.tuning.study import returns_of_training
 
 RUN = [*"--n-envs 1 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()]
 
@@ -143,7 +143,7 @@ def test_a_training_and_its_evaluations_do_not_disturb_one_another(tmp_path, eve
 def test_the_trials_of_a_search_do_not_disturb_their_evaluations():
     options = dict(n_envs=1, n_steps=32, hidden=(4,), critic_hidden=(4,))
     config = make_config("ppo", "OneClock-v0", options, steps=64)
-    assert [*learning_curve(config, 2)] == [30.0, 30.0]
+    assert [*returns_of_training(config, 2)] == [30.0, 30.0]
 
 
 def test_the_evaluation_on_the_command_line_plays_one_at_a_time(tmp_path, capsys):

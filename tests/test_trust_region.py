@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_linearization import DISTS, dense, few, problem, seeds
 from torch import nn
 
-from rollpipe.agents.linearization import assign, fisher_product, flatten
+from rollpipe.agents.linearization import assign, fisher_product, flat_vector
 from rollpipe.agents.trust_region import backtrack_line_search, conjugate_gradients, step_size
 
 
@@ -243,7 +243,7 @@ def test_natural_step_equals_a_dense_one_and_costs_the_kl_it_should():
     max_kl = 1e-6
     damping = 1e-3
     product = fisher_product(lin, dist.fisher, weights)
-    size = flatten(params).numel()
+    size = flat_vector(params).numel()
     act = torch.randn(7, 2, dtype=torch.double)
     adv = torch.randn(7, dtype=torch.double)
     old = lin.outputs
@@ -256,7 +256,7 @@ def test_natural_step_equals_a_dense_one_and_costs_the_kl_it_should():
     step = step_size(max_kl, float(cg.x @ F @ cg.x)) * cg.x
     torch.testing.assert_close(step, want, rtol=1e-5, atol=1e-9)
 
-    assign(params, flatten(params) + step)
+    assign(params, flat_vector(params) + step)
     with torch.no_grad():
         kl = float((weights * dist.kl(old, net(x))).sum())
     assert kl == pytest.approx(max_kl, rel=0.01)
@@ -277,11 +277,13 @@ class Search:
         self.param = nn.Parameter(torch.tensor([0.1, 1 / 3]))
         self.seen = []
         self.fns = (surrogate, kl)
-        self.start = flatten([self.param])
+        self.start = flat_vector([self.param])
 
     def __call__(self, step=(1.0, 0.0), rate=1.0, max_kl=1.0, **kw):
         def evaluate(theta):
-            torch.testing.assert_close(flatten([self.param]), theta, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                flat_vector([self.param]), theta, rtol=0, atol=0, equal_nan=True
+            )
             self.seen.append(theta)
             return tuple(fn(self.param.detach() - self.start) for fn in self.fns)
 

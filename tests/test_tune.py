@@ -9,10 +9,10 @@ from command_line import process
 
 from rollpipe.cli.main import build_parser, main
 from rollpipe.settings import files
-from rollpipe.settings.config import device_of
+from rollpipe.settings.config import device_named
 from rollpipe.settings.files import read_table
 from rollpipe.tuning import tune
-from rollpipe.tuning.study import Choice, best_of, connections, finished, open_study, try_one
+from rollpipe.tuning.study import Choice, best_of, connections, ended_trials, open_study, try_one
 
 SMALL = [
     "--steps",
@@ -160,10 +160,10 @@ def test_a_killed_search_goes_on(here):
         first = next(line for line in child.stdout if line.startswith("trial 0"))
         child.kill()
         child.wait()
-    before = {x.number: (x.value, x.params) for x in finished(study())}
+    before = {x.number: (x.value, x.params) for x in ended_trials(study())}
     assert first and 0 in before and not (here / "tuning/ppo-CartPole-v1/preset.toml").exists()
     assert main([*WORDS, "--trials", str(len(before) + 1)]) == 0
-    after = finished(study())
+    after = ended_trials(study())
     assert len(after) == len(before) + 1 and not any(
         x.state.name == "RUNNING" for x in study().trials
     )
@@ -185,7 +185,7 @@ def test_fewer_trials_than_the_study_has(here, curves, capsys):
 
 def test_processes_share_the_trials(here):
     assert main([*WORDS, "--trials", "3", "--jobs", "2"]) == 0
-    params = [x.params for x in finished(study())]
+    params = [x.params for x in ended_trials(study())]
     assert len(params) == 3 and all(a != b for k, a in enumerate(params) for b in params[:k])
 
 
@@ -261,10 +261,11 @@ def test_an_interrupt_keeps_what_is_over_and_writes_the_best(here, curves, capsy
     assert main([*WORDS, "--trials", "5"]) == code
     assert (here / "tuning/ppo-CartPole-v1/preset.toml").exists() == (at > 1)
     assert (
-        "the same command goes on" in capsys.readouterr().err and len(finished(study())) == at - 1
+        "the same command goes on" in capsys.readouterr().err
+        and len(ended_trials(study())) == at - 1
     )
     assert main([*WORDS, "--trials", "5"]) == 0
-    assert len(finished(study())) == 5 and begun[at]["lr"] == begun[at - 1]["lr"]  # tried again
+    assert len(ended_trials(study())) == 5 and begun[at]["lr"] == begun[at - 1]["lr"]  # tried again
     assert ("replaced" in capsys.readouterr().out) == (at > 1)
 
 
@@ -344,7 +345,7 @@ def test_a_trial_has_the_threads_and_the_device_of_its_configuration(here, monke
 
     monkeypatch.setattr(parallel_evaluation, "evaluate", see)
     assert main([*WORDS, "--trials", "1", "--threads", str(before + 1), "--device", "auto"]) == 0
-    assert seen == [(before + 1, device_of("auto"))] * 2 and torch.get_num_threads() == before
+    assert seen == [(before + 1, device_named("auto"))] * 2 and torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def fit_critic(
     """
     # Rows of this rank, with their places in the joined batch of all ranks
     all_rows = torch.ones_like(target, dtype=torch.bool)
-    place, n = ranks.places(all_rows if valid is None else valid)
+    place, n = ranks.places_in_batch(all_rows if valid is None else valid)
     obs = valid_rows(obs, valid, target.ndim)
     target = valid_rows(target, valid, target.ndim)
     if not len(target):
@@ -186,7 +186,7 @@ def fit_critic(
     for _ in range(epochs):
         order = torch.randperm(n, generator=generator).to(target.device)
         for rows in order.tensor_split(parts):
-            own_rows = ranks.own(rows, place, n)
+            own_rows = ranks.rows_of_rank(rows, place, n)
             own_obs = nested.getitem(obs, own_rows)
             _step(critic, optimizer, rollback.params, own_obs, target[own_rows], scale)
 

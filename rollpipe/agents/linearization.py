@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from ..pipes.data import nested
 
 # %% auto #0
-__all__ = ['flatten', 'unflatten', 'assign', 'Linearization', 'fisher_product', 'in_row_blocks', 'LayerCall', 'LayerCalls',
+__all__ = ['flat_vector', 'unflatten', 'assign', 'Linearization', 'fisher_product', 'in_row_blocks', 'LayerCall', 'LayerCalls',
            'ScoreLayer', 'score_layers', 'score_preconditioner']
 
 # %% ../../nbs/agents/01_linearization.ipynb #facd8dd4
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
+def flat_vector(tensors: Sequence[Tensor]) -> Tensor:
     "The entries of all `tensors`, detached and copied, as one vector [D]."
     return torch.cat([x.detach().reshape(-1) for x in tensors])
 
@@ -114,7 +114,7 @@ class Linearization:
         leaves = nested.leaves(cotangent)
         live_leaves = [leaves[i] for i in self._live]
         grads = _grad(self._graph, live_leaves, self._params, retain_graph=True)
-        return flatten(_with_zeros(grads, self._params))
+        return flat_vector(_with_zeros(grads, self._params))
 
     def jvp(self, tangent: Tensor) -> Any:
         "Jv for the `tangent` v [D], with the structure and the shapes of `outputs`."
@@ -361,7 +361,7 @@ def score_preconditioner(
             back[part.weight] = (g.T @ part.x).view_as(v[part.weight])
             if part.bias is not None:
                 back[part.bias] = g.sum(0)
-        return (r - flatten(back)) / damping
+        return (r - flat_vector(back)) / damping
 
     return solve
 

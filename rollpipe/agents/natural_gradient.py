@@ -21,7 +21,7 @@ from rollpipe.agents.linearization import (
     Linearization,
     assign,
     fisher_product,
-    flatten,
+    flat_vector,
     in_row_blocks,
     score_layers,
     score_preconditioner,
@@ -68,7 +68,7 @@ def policy_rows(fragment: Fragment) -> PolicyRows:
     "The `PolicyRows` of a fragment that has advantages."
     valid = fragment.valid
     all_valid = bool(valid.all())
-    place, n = ranks.places(valid)
+    place, n = ranks.places_in_batch(valid)
     state = nested.getitem(fragment.state, slice(-1))
     act = nested.getitem(fragment.state.act, slice(1, None))
     logp = fragment.actor["logp"][:-1]
@@ -105,7 +105,7 @@ def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> 
     if not isinstance(rows.weight, torch.Tensor):
         n = rows_of_all(rows)
         index = _random_subset(n, fraction, generator)
-        own_index = ranks.own(index, rows.place, n)
+        own_index = ranks.rows_of_rank(index, rows.place, n)
         picked = nested.map(
             lambda x: ranks.joined(x[0, own_index])[0][None],
             rows._replace(weight=None, place=None),
@@ -404,7 +404,7 @@ class TRPO(NaturalGradientLearner):
         rate = float(direction.gradient @ full_step)
         search = backtrack_line_search(
             lambda theta: effect(self.actor, rows, direction.old),
-            flatten(self.params),
+            flat_vector(self.params),
             full_step,
             rate,
             self.max_kl,
@@ -453,7 +453,7 @@ class NPG(NaturalGradientLearner):
         divergence are not finite is undone.
         """
         direction = self.direction(rows)
-        theta = flatten(self.params)
+        theta = flat_vector(self.params)
         if self.lr is None:
             rate = step_size(self.max_kl, direction.cg.curvature)
         else:

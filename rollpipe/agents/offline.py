@@ -18,7 +18,7 @@ from rollpipe.agents.off_policy.action_losses import (
     first_value,
     mean_size,
     reached,
-    taken,
+    steps_taken,
 )
 from .shared_options import Schedule, not_offered, number
 from .td import td_targets
@@ -107,7 +107,7 @@ def state_value_loss(
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
     """
     valid = fragment.valid
-    obs, act = taken(fragment)
+    obs, act = steps_taken(fragment)
     with torch.no_grad():
         q = target(obs, act).amin(0)
     value = check_values(critic.value(obs), valid, "V(s)")
@@ -135,7 +135,7 @@ def weighted_cloning_loss(
         max_weight: greatest weight
     """
     valid = fragment.valid
-    obs, act = taken(fragment)
+    obs, act = steps_taken(fragment)
     with torch.no_grad():
         q = target(obs, act).amin(0)
         value = check_values(critic.value(obs), valid, "V(s)")
@@ -235,7 +235,7 @@ def tied_policy_loss(
     """
     valid = fragment.valid
     box = actor.box
-    obs, act = taken(fragment)
+    obs, act = steps_taken(fragment)
     policy_act = actor.act(obs)
     value = first_value(critic, obs, policy_act)[valid]
     distance = (box.position(policy_act) - box.position(act))[valid].square().mean()

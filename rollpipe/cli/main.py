@@ -42,8 +42,9 @@ from ..runs.replay import replay_command
 from ..runs.signals import nobody_reads, stop_signals
 from ..settings.algorithms import ALGORITHMS, load_plugins, options_for
 from ..settings.config import allow_edits
-from ..settings.listing import COMMANDS, Parser, general_options, list_command, top_parser
+from ..settings.listing import list_command
 from ..settings.options import add_options, nearest
+from ..settings.overview import COMMANDS, Parser, general_options, top_parser
 from ..tuning.tune import tune_command
 
 # %% auto #0

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from ..settings.listing import is_overview, overview
+from ..settings.overview import is_overview, overview
 
 # %% ../../nbs/cli/01_start.ipynb #16944cbb
 def _leave(number, frame):

@@ -23,12 +23,12 @@ from ..pipes.data.errors import DataError, SpaceError, is_between
 from ..pipes.envs.factories import space_spec
 
 # %% auto #0
-__all__ = ['device_of', 'Categorical', 'GaussianParams', 'Gaussian', 'MultiCategorical', 'Bernoulli', 'map_parts', 'Joint',
+__all__ = ['noise_device', 'Categorical', 'GaussianParams', 'Gaussian', 'MultiCategorical', 'Bernoulli', 'map_parts', 'Joint',
            'LogitsHead', 'center_and_half_range', 'ClampedStd', 'check_std', 'GaussianHead', 'JointHead',
            'is_box_of_floats', 'unsupported', 'head_for']
 
 # %% ../../nbs/layers/02_heads.ipynb #79102e6a
-def device_of(generator: Generator | None) -> torch.device | None:
+def noise_device(generator: Generator | None) -> torch.device | None:
     """The device on which noise is drawn: that of the generator.
 
     Without a generator it is None, torch's default.
@@ -63,7 +63,7 @@ class Categorical:
 
         Source: Maddison et al. 2014, https://arxiv.org/abs/1411.0030
         """
-        x = torch.empty(*lead, self.n, device=device_of(generator))
+        x = torch.empty(*lead, self.n, device=noise_device(generator))
         x.exponential_(generator=generator)
         # A zero would become +inf, and +inf - inf is nan.
         x.clamp_(min=torch.finfo(x.dtype).tiny)
@@ -153,7 +153,9 @@ class Gaussian:
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard normal noise `[*lead, *shape]` float32."
-        return torch.randn((*lead, *self.shape), generator=generator, device=device_of(generator))
+        return torch.randn(
+            (*lead, *self.shape), generator=generator, device=noise_device(generator)
+        )
 
     def sample(self, params: GaussianParams, noise: Tensor) -> Tensor:
         return torch.addcmul(params.mean, params.log_std.exp(), noise)
@@ -269,7 +271,9 @@ class Bernoulli:
 
     def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
         "Standard logistic noise `[*lead, *shape]` float32."
-        uniform = torch.rand((*lead, *self.shape), generator=generator, device=device_of(generator))
+        uniform = torch.rand(
+            (*lead, *self.shape), generator=generator, device=noise_device(generator)
+        )
         return uniform.logit_(eps=1e-7)
 
     def sample(self, params: Tensor, noise: Tensor) -> Tensor:

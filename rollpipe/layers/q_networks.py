@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from .actor import Actor, without_past
-from .heads import device_of, unsupported
+from .heads import noise_device, unsupported
 from .mlp import MLP, check_sizes
 from .observer import ForSpaces, Torso, takes
 from .recurrent import RecurrentTorso
@@ -84,7 +84,7 @@ class EpsilonGreedy(ForSpaces, Actor):
 
         With an `action_mask`, the second number is uniform in [0, 1), too.
         """
-        device = device_of(generator)
+        device = noise_device(generator)
         noise = torch.rand(*lead, 2, generator=generator, device=device)
         if self.action_mask is None:
             noise[..., 1] = torch.randint(

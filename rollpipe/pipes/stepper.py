@@ -21,7 +21,14 @@ from .engines.interaction import Interaction
 from .envs.batch import Batch
 from .envs.factories import VectorFactory
 from .envs.last_steps import check_last_steps
-from .envs.sources import Acting, Lender, env_sources, instances_in, no_copy, taken
+from rollpipe.pipes.envs.sources import (
+    Acting,
+    Lender,
+    env_sources,
+    factories_for,
+    instances_in,
+    no_copy,
+)
 from .envs.vector import VectorBatch, env_batch
 from .graph.edits import nodes
 from .graph.modules import checked_device, modules_in
@@ -213,7 +220,7 @@ class EnvStepper(Acting, Seeded, Source):
                 expected="environments, or a pipeline",
             )
         with located(**where):
-            return taken(items, self.n_envs, self.env_kwargs)
+            return factories_for(items, self.n_envs, self.env_kwargs)
 
     def __repr__(self):
         source = self.factories[0] if self.factories else "a pipe"

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAXIMA', 'SharedSums', 'shared_sums', 'active', 'rank', 'span', 'totals', 'total', 'gathered', 'gathered_objects',
-           'mean_of_all', 'places', 'own', 'joined', 'check_alike', 'check_batches', 'check_state', 'distributed',
-           'check_size']
+           'mean_of_all', 'places_in_batch', 'rows_of_rank', 'joined', 'check_alike', 'check_batches', 'check_state',
+           'distributed', 'check_size']
 
 # %% ../../nbs/ranks/01_collectives.ipynb #3822df20
 import logging
@@ -26,7 +26,7 @@ from torch import Tensor
 from ..pipes.data import nested
 from ..pipes.data.errors import DataError, PipeError, WorkerError, describe
 from ..pipes.data.fragment import Fragment
-from ..pipes.workers.codec import SharedMemory, aligned
+from ..pipes.workers.codec import SharedMemory, next_place
 from .launch import process_group
 
 # %% ../../nbs/ranks/01_collectives.ipynb #0348fb6b
@@ -75,7 +75,7 @@ class SharedSums:
 
     def _sum(self, x):
         if x.nbytes > self.size:
-            self._grow(aligned(2 * x.nbytes))
+            self._grow(next_place(2 * x.nbytes))
 
         # The numbers of each rank, in the half whose turn it is
         self.turn = 1 - self.turn
@@ -371,7 +371,7 @@ def _column_means(table):
     return weight @ x / weight.sum(), x.amax(0)
 
 # %% ../../nbs/ranks/01_collectives.ipynb #874c834e
-def places(valid: Tensor) -> tuple:
+def places_in_batch(valid: Tensor) -> tuple:
     """The index of each valid row of this rank in the joined batch, int64 `[m]`, and their number.
 
     The index is among the valid rows of all ranks. Without other ranks it is None.
@@ -388,7 +388,7 @@ def places(valid: Tensor) -> tuple:
     return own_index[valid], int(valid_of_all.sum())
 
 
-def own(index: Tensor, place: Tensor | None, n: int) -> Tensor:
+def rows_of_rank(index: Tensor, place: Tensor | None, n: int) -> Tensor:
     """The rows of this rank that are in `index`, int64 `[k]`, in the order of `index`.
 
     Args:

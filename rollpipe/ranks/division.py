@@ -23,7 +23,15 @@ from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import Lanes, learning_pipes
 from ..pipes.replay.pipe import Replay
 from ..pipes.transforms import RewardScaler
-from .collectives import active, gathered, gathered_objects, own, places, rank, span
+from rollpipe.ranks.collectives import (
+    active,
+    gathered,
+    gathered_objects,
+    places_in_batch,
+    rank,
+    rows_of_rank,
+    span,
+)
 from .launch import launched
 
 # %% auto #0
@@ -63,7 +71,7 @@ class _Joined(NamedTuple):
 
 def _rows(fragment, size):
     "The valid rows of the joined batch."
-    place, n = places(fragment.valid)
+    place, n = places_in_batch(fragment.valid)
     rows = fragment.valid.flatten().nonzero()[:, 0]
 
     def take(items):
@@ -113,7 +121,7 @@ def parts(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) 
         for index in torch.from_numpy(rng.permutation(n_items)).split(joined.size):
             if not joined.counts[index].any():
                 continue
-            rows = joined.take(own(index, joined.place, n_items))
+            rows = joined.take(rows_of_rank(index, joined.place, n_items))
             n = rows.valid.sum()
             yield Part(rows if n else substitute, n)
 

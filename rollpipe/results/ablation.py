@@ -19,7 +19,7 @@ from ..agents.checkpoint import Checkpoint
 from ..pipes.data.errors import DataError, check_integer
 from ..pipes.keeping.compare import first_difference
 from ..pipes.keeping.files import make_folder
-from .experiments import check_counts, command_line, python_words, run_all
+from .experiments import check_counts, python_words, run_all, typed_command
 from .pairs import Ablation, Pairs, course, draw_pairs, pairs_page, pairs_text
 from .report import write_files
 from ..runs.changes import changed_run, options_in
@@ -30,8 +30,8 @@ from ..runs.logs import records_of
 from ..runs.moments import checkpoint_before
 from ..settings.checks import ENDLESS, with_steps
 from ..settings.files import name_address
-from ..settings.listing import Parser
 from ..settings.options import import_words, parse_value, typed
+from ..settings.overview import Parser
 
 # %% auto #0
 __all__ = ['Branch', 'branches_of', 'equal_up_to', 'ablate', 'add_ablate', 'ablate_command']
@@ -428,4 +428,4 @@ def ablate_command(args: Namespace) -> None:
     names = ("updates", "repeat", "jobs", "out", "metric", "last", "address")
     print(ablate(args.run, at, options, **{name: getattr(args, name) for name in names}))
     out = Path(args.out or _beside(folder_of(args.run)))
-    print(command_line(*(out / f"report.{kind}" for kind in ("md", "csv", "png", "html"))))
+    print(typed_command(*(out / f"report.{kind}" for kind in ("md", "csv", "png", "html"))))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..agents.shared_options import Every
 from ..pipes.data.errors import CheckpointError, DataError, describe_exception, located
 from ..pipes.keeping.files import make_folder, write_json
-from .experiments import check_counts, command_line, python_words, run_all
+from .experiments import check_counts, python_words, run_all, typed_command
 from .spec import Spec, SpecRow, check_keys, published_of, read_spec
 from ..runs.autotune import command_for
 from ..runs.commands import find_run
@@ -288,7 +288,7 @@ def bench_command(args: Namespace) -> None:
     # Damaged runs have failed before they began.
     of_damaged = [f"{name}: {problem}" for name, problem in damaged.items()]
     failed = of_damaged + outcome.failed
-    report = f"see the results: {command_line('rollpipe', 'report', folder)}"
+    report = f"see the results: {typed_command('rollpipe', 'report', folder)}"
     way_on = f"the same command goes on; {report}"
     outcome._replace(failed=failed).check(len(jobs), way_on=way_on)
     print(f"all {len(jobs)} runs are complete; {report}")

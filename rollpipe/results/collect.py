@@ -19,7 +19,7 @@ from ..agents.shared_options import Every
 from ..pipes.data.errors import DataError, PipeError
 from ..ranks.launch import launching_words
 from .bench import BENCH, read_bench
-from .experiments import command_line
+from .experiments import typed_command
 from .spec import check_keys
 from ..runs.logs import is_evaluated, read_evaluations, read_metrics
 from ..runs.plots import group_runs
@@ -356,7 +356,7 @@ def _of_bench(folder: Path, bench: dict) -> Results:
         # The command names the folder of the bench, with all seeds of the row.
         pair = (row["algorithm"], row["env"])
         seeds = ",".join(map(str, row["seeds"]))
-        out = command_line(folder / row["name"])
+        out = typed_command(folder / row["name"])
         threshold = row.get("threshold")
         rows.append(
             RowResult(
@@ -379,7 +379,7 @@ def _train_words(run: Result, *seeds: str) -> str:
     config = run.config
     words = ["rollpipe", "train", config["algorithm"], config["env"]]
     words += ["--config", run.folder / REQUEST, *seeds, *import_words(config.get("imports", ()))]
-    return command_line(*launching_words(config.get("ranks", 1)), *words)
+    return typed_command(*launching_words(config.get("ranks", 1)), *words)
 
 
 def _command(runs: list) -> str:

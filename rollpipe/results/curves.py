@@ -14,8 +14,8 @@ import numpy as np
 
 from ..agents.shared_options import Every
 from .collect import Result, Results, RowResult, interval, iqm
-from .tables import number, on_scales
-from ..runs.plots import LABELS, plain, style
+from .tables import on_scales, short_number
+from ..runs.plots import LABELS, escaped_text, style
 
 # %% auto #0
 __all__ = ['Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve', 'draw_line', 'draw_curves', 'profile_of',
@@ -105,7 +105,7 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
     n_lines_below = 0
     for axes, (name, draw) in zip(places, charts.items()):
         draw(axes)
-        style(axes, plain(name))
+        style(axes, escaped_text(name))
         axes.xaxis.get_major_locator().set_params(integer=True)
 
         # A legend of more than three lines goes below.
@@ -123,7 +123,7 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
     figure.set_size_inches(4.2 * n_columns + 0.6, (3.2 + 0.18 * n_lines_below) * n_rows + 0.3)
     for axes in places[len(charts) :]:
         axes.remove()
-    figure.suptitle(plain(title), fontsize="large")
+    figure.suptitle(escaped_text(title), fontsize="large")
     figure.supxlabel(xlabel, fontsize="medium")
     figure.supylabel(ylabel, fontsize="medium")
     return figure
@@ -148,7 +148,7 @@ def draw_curve(axes: Any, curve: Curve, color: str, label: str) -> None:
 def draw_line(axes: Any, x: Any, y: Any, color: str, label: str, least: int, **style: Any) -> None:
     "Draw a line, with its points if there are fewer than `least`."
     marker = "." if len(x) < least else None
-    axes.plot(x, y, color=color, label=plain(label), marker=marker, **style)
+    axes.plot(x, y, color=color, label=escaped_text(label), marker=marker, **style)
 
 
 def _draw(axes: Any, results: Results, env: str) -> None:
@@ -161,13 +161,13 @@ def _draw(axes: Any, results: Results, env: str) -> None:
             plural = "s" * (curve.n > 1)
             draw_curve(axes, curve, color, f"{row.label} ({curve.n} run{plural})")
         for x, dashes in zip(row.published, cycle(_STYLES)):
-            label = plain(f"{x.name}: {row.label}, {x.of}")
+            label = escaped_text(f"{x.name}: {row.label}, {x.of}")
             axes.axhline(x.mean, color=color, linewidth=0.9, linestyle=dashes, label=label)
 
     # Rows may have the same threshold.
     dotted = dict(color="0.5", linewidth=0.9, linestyle=":", zorder=1)
     for x in sorted({row.threshold for row in rows if row.threshold is not None}):
-        axes.axhline(x, label=f"threshold {number(x)}", **dotted)
+        axes.axhline(x, label=f"threshold {short_number(x)}", **dotted)
 
 
 def draw_curves(results: Results, title: str = "") -> Any:

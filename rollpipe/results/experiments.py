@@ -37,7 +37,7 @@ from ..settings.config import build
 from ..settings.options import parse_seeds, typed
 
 # %% auto #0
-__all__ = ['without', 'python_words', 'command_line', 'RunProcess', 'Outcome', 'run_all', 'summary', 'experiment_command',
+__all__ = ['without', 'python_words', 'typed_command', 'RunProcess', 'EndedRuns', 'run_all', 'summary', 'experiment_command',
            'check_counts', 'train_or_experiment']
 
 # %% ../../nbs/results/00_experiments.ipynb #4109b8a7
@@ -73,7 +73,7 @@ def python_words() -> list:
     return [sys.executable, "-c", code]
 
 # %% ../../nbs/results/00_experiments.ipynb #1c18c3e1
-def command_line(*words: object) -> str:
+def typed_command(*words: object) -> str:
     "A command as one types it; see `typed`."
     return shlex.join(typed(words))
 
@@ -141,7 +141,7 @@ class RunProcess:
         return number is not None and self.process.returncode in (-number, 128 + number)
 
 # %% ../../nbs/results/00_experiments.ipynb #d3d68829
-class Outcome(NamedTuple):
+class EndedRuns(NamedTuple):
     """How several runs have ended.
 
     Args:
@@ -155,7 +155,7 @@ class Outcome(NamedTuple):
     stopped: int | None
 
     @classmethod
-    def of(cls, runs: dict, stopped: int | None = None) -> Outcome:
+    def of(cls, runs: dict, stopped: int | None = None) -> EndedRuns:
         """How these processes have ended. One that the signal has ended has not failed.
 
         Args:
@@ -201,7 +201,7 @@ class Outcome(NamedTuple):
             raise WorkerError(f"{why}. When this is mended, {way_on}")
 
 # %% ../../nbs/results/00_experiments.ipynb #c5f77c2e
-def run_all(commands: dict, jobs: int) -> Outcome:
+def run_all(commands: dict, jobs: int) -> EndedRuns:
     """Run the commands, a few at a time, until all have ended. After a signal, no further command
     is started.
 
@@ -225,7 +225,7 @@ def run_all(commands: dict, jobs: int) -> Outcome:
                 elif n_running:
                     ended.get()
                 else:
-                    return Outcome.of(runs, stopped)
+                    return EndedRuns.of(runs, stopped)
             except KeyboardInterrupt as e:
                 # The runs save, and end. Then the loop ends, too.
                 stopped = int(e.args[0]) if e.args else int(signal.SIGINT)
@@ -264,7 +264,7 @@ def summary(folders: list) -> str:
             f"last return: {known.mean():.1f} +- {known.std(ddof=1):.1f} "
             f"(mean, standard deviation over {len(known)} seeds)"
         )
-    lines.append(f"draw them:  {command_line('rollpipe', 'plot', *folders)}")
+    lines.append(f"draw them:  {typed_command('rollpipe', 'plot', *folders)}")
     return "\n".join(lines)
 
 # %% ../../nbs/results/00_experiments.ipynb #f2bcd86e
@@ -286,7 +286,7 @@ def experiment_command(args: Namespace) -> None:
 
     # After an interruption, the same command continues what has begun.
     words = without(args.words, (), ("--overwrite", "--continue"))
-    way_on = command_line("rollpipe", *words, "--continue")
+    way_on = typed_command("rollpipe", *words, "--continue")
     complete = [folder for seed, folder in folders.items() if f"s{seed}" in outcome.complete]
     if complete and outcome.stopped is None:
         print(summary(complete), flush=True)

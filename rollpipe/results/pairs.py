@@ -13,9 +13,16 @@ import numpy as np
 from ..pipes.data.errors import DataError
 from .curves import curve_over, draw_curve, panels
 from .report import document, notes_html
-from .tables import Figure, csv_lines, figure_over, number, table_text, with_sd
+from rollpipe.results.tables import (
+    Figure,
+    csv_lines,
+    figure_over,
+    short_number,
+    table_text,
+    with_sd,
+)
 from ..runs.logs import read_records
-from ..runs.plots import LABELS, plain, section, svg, table_html, wide
+from ..runs.plots import LABELS, escaped_text, section, svg, table_html, wide
 
 # %% auto #0
 __all__ = ['course', 'Pairs', 'Ablation', 'draw_pairs', 'pairs_text', 'pairs_page']
@@ -196,8 +203,13 @@ class Ablation(NamedTuple):
             base, edited = self.means(pairs)
             windows = pairs.windows(self.last)
             noise = [pairs.noise(windows[part[0] - 1 : part[-1]]) for part in thirds]
-            means = [number(base.mean()), number(edited.mean())]
-            texts = [*means, str(figure), with_sd(figure.mean, figure.sd), *map(number, noise)]
+            means = [short_number(base.mean()), short_number(edited.mean())]
+            texts = [
+                *means,
+                str(figure),
+                with_sd(figure.mean, figure.sd),
+                *map(short_number, noise),
+            ]
             rows.append([pairs.label, str(len(base)), *texts])
         return columns, rows
 
@@ -250,7 +262,9 @@ def draw_pairs(ablation: Ablation) -> Any:
         for i, pairs in enumerate(ablation.pairs):
             y = [pairs.noise([window]) for window in windows[i]]
             color = f"C{i % 10}"
-            axes.plot(updates, y, color=color, linewidth=1.6, label=plain(pairs.label), marker=".")
+            axes.plot(
+                updates, y, color=color, linewidth=1.6, label=escaped_text(pairs.label), marker="."
+            )
         axes.set_ylim(0, None)
 
     name = LABELS.get(ablation.metric, ablation.metric)

@@ -31,12 +31,12 @@ from ..runs.progress import format_duration, format_number
 from ..traces.history import past_in_words
 
 # %% auto #0
-__all__ = ['ABOUT', 'number', 'with_sd', 'bounded', 'Figure', 'figure_over', 'figure_of', 'steps_needed', 'table_of',
+__all__ = ['ABOUT', 'short_number', 'with_sd', 'bounded', 'Figure', 'figure_over', 'figure_of', 'steps_needed', 'table_of',
            'columns_and_rows', 'on_scales', 'together', 'improvements', 'notes_of', 'table_text', 'markdown',
            'csv_lines', 'csv_text', 'curves_text']
 
 # %% ../../nbs/results/04_tables.ipynb #a146786d
-def number(x: float) -> str:
+def short_number(x: float) -> str:
     "A number as text, with about three digits."
     if math.isnan(x):
         return "-"
@@ -48,7 +48,11 @@ def number(x: float) -> str:
 
 def with_sd(mean: float, sd: float | None) -> str:
     "A mean and its deviation as text; None and nan: it has none."
-    return number(mean) if sd is None or math.isnan(sd) else f"{number(mean)} +- {number(sd)}"
+    return (
+        short_number(mean)
+        if sd is None or math.isnan(sd)
+        else f"{short_number(mean)} +- {short_number(sd)}"
+    )
 
 
 def bounded(x: float, bounds: tuple | None, digits: int) -> str:
@@ -87,8 +91,8 @@ class Figure(NamedTuple):
     def __str__(self):
         if self.bad:
             return f"not a number (seed {_listed(self.bad)})"
-        bounds = f" [{number(self.low)}, {number(self.high)}]" if self.n > 1 else ""
-        return number(self.iqm) + bounds
+        bounds = f" [{short_number(self.low)}, {short_number(self.high)}]" if self.n > 1 else ""
+        return short_number(self.iqm) + bounds
 
 # %% ../../nbs/results/04_tables.ipynb #3f8b5a24
 def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
@@ -132,7 +136,7 @@ def _needed(row: RowResult) -> str:
         middle = float(np.median(steps))
         text = format_number(int(middle)) if math.isfinite(middle) else "never"
         text += f" ({sum(map(math.isfinite, steps))} of {len(steps)})"
-    return text if row.threshold is None else f"{number(row.threshold)}: {text}"
+    return text if row.threshold is None else f"{short_number(row.threshold)}: {text}"
 
 
 def _published(row: RowResult, of: str) -> str:

@@ -28,8 +28,8 @@ from .mailbox import PAUSED, WISHES, ask
 from .plots import CERTIFICATE, LABELS, section, style, svg, table_html, thinned, wide
 from .progress import format_duration
 from ..settings.config import build
-from ..settings.listing import Parser
 from ..settings.options import parse_env_kwargs
+from ..settings.overview import Parser
 from ..traces.differences import JOURNAL
 from ..traces.history import in_words
 from ..traces.journal import read_journal

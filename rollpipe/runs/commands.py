@@ -51,7 +51,7 @@ from rollpipe.settings.config import (
     RUN_OPTIONS,
     RunOptions,
     build,
-    device_of,
+    device_named,
     make_config,
     playing,
     resolve,
@@ -339,7 +339,7 @@ def evaluate_command(args: Namespace) -> None:
             deterministic=not args.sample,
             seed=args.seed,
             record=args.record,
-            device=device_of(args.device),
+            device=device_named(args.device),
             **playing(checkpoint.config, args.max_episode_steps),
         )
     )
@@ -439,7 +439,7 @@ def demo_command(args: Namespace) -> None:
     random = RandomActor(spaces_of(config["env"])[1])
     policies = {"random policy": random, "trained policy, no exploration": run.agent.actor}
     for name, actor in policies.items():
-        on_device = None if actor is random else device_of(device)
+        on_device = None if actor is random else device_named(device)
         result = evaluate(config["env"], actor, device=on_device)
         print(
             f"{name:<31}{result.mean:>10.1f} +- {result.stderr:<18.1f}"

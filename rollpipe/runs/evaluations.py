@@ -30,7 +30,7 @@ from .folder import Run, agent_of, load_run
 from .logs import KINDS, read_evaluations, records_of, write_evaluations
 from .states import kept_states
 from ..settings.checks import is_over
-from ..settings.config import device_of, playing
+from ..settings.config import device_named, playing
 from ..traces.observers import Observer, Wish
 
 # %% auto #0
@@ -395,7 +395,7 @@ class EvaluationsBySteps(Observer):
         now = self.run.counters
         seed = evaluation_seed(config["seed"], kind, now["steps"])
         n_episodes = config["eval_episodes" if kind == "training" else "final_episodes"]
-        device = device_of(config.get("device", "cpu"))
+        device = device_named(config.get("device", "cpu"))
         options = dict(playing(config), n_episodes=n_episodes, seed=seed, device=device)
         answer = self.evaluate(policy_of(agent), options)
 

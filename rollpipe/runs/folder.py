@@ -54,7 +54,7 @@ from rollpipe.runs.states import (
 )
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.checks import ENDLESS, check_decay, check_room, is_over
-from ..settings.config import RUN_OPTIONS, RunOptions, build, device_of, run_options
+from ..settings.config import RUN_OPTIONS, RunOptions, build, device_named, run_options
 from ..settings.files import Resolved, check_address, name_address
 from ..settings.options import import_words, shown, typed
 from ..traces.differences import JOURNAL
@@ -305,7 +305,7 @@ def _with_engine(config: dict, agent: Any, pipe: Any) -> dict:
     """
     options = config["options"]
     actor = agent.actor
-    on_host = device_of(config.get("device", "cpu")).type == "cpu"
+    on_host = device_named(config.get("device", "cpu")).type == "cpu"
     if options.get("engine") != "auto" or getattr(actor, "observation_space", None) is None:
         return config
     name = engine_used(actor, options.get("n_envs", 1)) if on_host else "torch"

@@ -34,7 +34,7 @@ from rollpipe.runs.moments import (
 )
 from .states import exactness, lacking_pipes
 from ..settings.checks import ENDLESS
-from ..settings.config import build, device_of
+from ..settings.config import build, device_named
 from ..settings.options import shown
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from ..traces.history import REQUEST, History, in_words, read_request
@@ -197,7 +197,7 @@ def _with_noise(checkpoint: Checkpoint, folder: Path, noise: int) -> Checkpoint:
     if not noise:
         return checkpoint
     config = checkpoint.config
-    device = device_of(config["device"])
+    device = device_named(config["device"])
     if device.type != "cpu":
         raise DataError(
             f"a fork of {folder} cannot have other noise",

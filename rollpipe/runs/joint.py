@@ -28,10 +28,10 @@ from ..settings.config import build
 from ..traces.history import History
 
 # %% auto #0
-__all__ = ['divide', 'RankStream', 'Follower', 'joint']
+__all__ = ['keep_own_lanes', 'RankStream', 'Follower', 'joint']
 
 # %% ../../nbs/runs/19_joint.ipynb #f1aa24b2
-def divide(pipe: Any, rank: int, size: int, workers: int) -> None:
+def keep_own_lanes(pipe: Any, rank: int, size: int, workers: int) -> None:
     """Reduce the pipeline to this rank's part of the lanes, see `ranks.divide`.
 
     Raises `DataError` also for too few lanes per worker.
@@ -183,7 +183,7 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
         try:
             run = make() if dist.get_rank() == 0 else None
             if run is not None:
-                divide(run.pipe, 0, dist.get_world_size(), run.config["workers"])
+                keep_own_lanes(run.pipe, 0, dist.get_world_size(), run.config["workers"])
                 states = _on_host(run.agent.state_dict()), states_of(run.pipe), run.stream.restored
                 shared[0] = run.folder.resolve(), run.config, run.history, run.counters, *states
         finally:
@@ -232,7 +232,7 @@ def _follower(folder, config, history, counters, state, states, _):
     agent, pipe = build(config, counters["resumes"])
     agent.load_state_dict(state)
     load_states(pipe, states)
-    divide(pipe, dist.get_rank(), dist.get_world_size(), config["workers"])
+    keep_own_lanes(pipe, dist.get_rank(), dist.get_world_size(), config["workers"])
     if counters["updates"] or history.inexact:
         keep_as(pipe, history.kept.values())
     else:

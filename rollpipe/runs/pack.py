@@ -24,7 +24,7 @@ from ..pipes.data.fragment import Fragment, Tick
 from ..pipes.data.nested import Form
 from ..pipes.graph.edits import draw
 from ..pipes.keeping.files import make_folder, read_file, write_atomically, write_json
-from ..pipes.recording.replayer import folder_in, parts_in, records_of
+from ..pipes.recording.replayer import folder_in, parts_in, records_of_folder
 from ..pipes.recording.store import item_files
 from ..pipes.replay.pipe import Replayed
 from ..pipes.taps import EpisodeAccount
@@ -38,10 +38,10 @@ from rollpipe.runs.folder import (
     needed_modules,
     restore,
 )
-from .plots import LABELS, finished, learning_curve, plain, style
+from .plots import LABELS, escaped_text, finished, learning_curve, style
 from .progress import format_number
 from ..settings.config import playing
-from ..settings.listing import aligned
+from ..settings.listing import table_lines
 from ..settings.options import shown, typed
 from ..traces.differences import FINGERPRINTS
 from ..traces.history import REQUEST, past_in_words
@@ -170,7 +170,7 @@ class Contents:
         self.account = EpisodeAccount()
         ends = []
         for part in parts:
-            for record in records_of(part, 0, lambda error: self.faults.append(str(error))):
+            for record in records_of_folder(part, 0, lambda error: self.faults.append(str(error))):
                 ends += self._see(record.item)
         rows = [end[2:] for end in ends]
         self.episodes = np.array(rows, float).reshape(-1, 3)  # return, length, terminated
@@ -213,7 +213,7 @@ class Contents:
         rows += [("fault", fault) for fault in self.faults[:9]]
         if len(self.faults) > 9:
             rows.append(("fault", f"and {len(self.faults) - 9:,} more"))
-        tables = [aligned(x) for x in (rows, leaf_rows(self.forms), self._of_episodes())]
+        tables = [table_lines(x) for x in (rows, leaf_rows(self.forms), self._of_episodes())]
         return "\n\n".join("\n".join(lines) for lines in tables if lines)
 
     def _of_files(self) -> str:
@@ -271,7 +271,7 @@ class Contents:
         axes.stairs(counts, edges, fill=True, color="C0", alpha=0.8)
         style(
             axes,
-            plain(f"{', '.join(self.envs)} ({counts.sum():,} episodes)".strip()),
+            escaped_text(f"{', '.join(self.envs)} ({counts.sum():,} episodes)".strip()),
             xlabel=LABELS["return_mean"],
             ylabel="episodes",
         )

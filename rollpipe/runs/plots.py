@@ -23,7 +23,7 @@ from ..settings.files import read_table
 from ..traces.history import REQUEST, History, in_words
 
 # %% auto #0
-__all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'thinned', 'plain', 'style', 'picture', 'save_figure',
+__all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'thinned', 'escaped_text', 'style', 'picture', 'save_figure',
            'finished', 'svg', 'table_html', 'wide', 'section', 'learning_curve']
 
 # %% ../../nbs/runs/02_plots.ipynb #88c3ba0d
@@ -229,7 +229,7 @@ def _common_name(labels: Iterable) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def plain(text: str) -> str:
+def escaped_text(text: str) -> str:
     """The text, escaped for matplotlib.
 
     `$` begins no formula, and a legend does not leave out a label with a leading `_`.
@@ -378,10 +378,10 @@ def learning_curve(
         if len(folders) > 1:
             label += f" ({len(folders)} seeds)"
         curves = [_curve(folder, x, y, window) for folder in folders]
-        _draw_group(axes, curves, plain(label), f"C{i % 10}", band)
+        _draw_group(axes, curves, escaped_text(label), f"C{i % 10}", band)
 
     seeds = max(map(len, groups.values()))
-    titles = [title or plain(common)]
+    titles = [title or escaped_text(common)]
     if seeds > 1:
         spread = "range" if band == "range" else "standard deviation"
         titles.append(f"mean and {spread} over seeds")

@@ -23,7 +23,7 @@ from ..pipes.keeping.random_states import GlobalRandomStates
 from .folder import agent_of, folder_of, load_run
 from .logs import records_of
 from .moments import moment
-from ..settings.config import device_of
+from ..settings.config import device_named
 from ..traces.differences import JOURNAL, diff
 from ..traces.journal import read_journal
 from ..traces.observers import CRASH, checksum, read_crash
@@ -120,8 +120,8 @@ def _failed(folder: Path) -> Iterator[NextUpdate]:
     device = checkpoint.config.get("device", "cpu")
     agent = agent_of(checkpoint, device)
     batches = IterableWrapper(crash["batches"], deepcopy=False)
-    if device_of(device).type != "cpu":
-        batches = ToDevice(batches, device_of(device))
+    if device_named(device).type != "cpu":
+        batches = ToDevice(batches, device_named(device))
 
     def outcome(metrics=None, error=None):
         then = crash["error"], crash["state"]

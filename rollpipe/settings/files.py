@@ -21,8 +21,9 @@ from .options import Option, nearest
 from ..traces.history import with_options
 
 # %% auto #0
-__all__ = ['NOT_ASKED', 'NO_OPTIONS', 'Asked', 'Frozen', 'Resolved', 'plain', 'read_table', 'checked', 'tables_in', 'belongs_to',
-           'kind_of_actions', 'check_table', 'presets_of', 'preset_for', 'settings_in', 'name_address', 'check_address']
+__all__ = ['NOT_ASKED', 'NO_OPTIONS', 'Asked', 'Frozen', 'Resolved', 'changeable', 'read_table', 'checked', 'tables_in',
+           'belongs_to', 'kind_of_actions', 'check_table', 'presets_of', 'preset_for', 'settings_in', 'name_address',
+           'check_address']
 
 # %% ../../nbs/settings/02_files.ipynb #0b8379a2
 class Asked(NamedTuple):
@@ -110,13 +111,13 @@ class Resolved(Frozen):
         return Resolved(with_options(self, values))
 
 
-def plain(values: Any) -> Any:
+def changeable(values: Any) -> Any:
     """The same with dicts that may be changed.
 
     The code of others gets them, such as an environment its arguments.
     """
     if isinstance(values, dict):
-        return {name: plain(x) for name, x in values.items()}
+        return {name: changeable(x) for name, x in values.items()}
     return values
 
 # %% ../../nbs/settings/02_files.ipynb #deaad5a0

@@ -24,11 +24,11 @@ from ..pipes.data.errors import DataError, describe_exception
 from ..pipes.graph.modules import torch_threads
 from ..pipes.taps import count_steps
 from ..runs.signals import uninterrupted
-from ..settings.config import build, device_of, playing
+from ..settings.config import build, device_named, playing
 
 # %% auto #0
-__all__ = ['SPACES', 'EPISODES', 'FILE', 'Range', 'Choice', 'space_for', 'learning_curve', 'returns_of', 'import_optuna',
-           'connections', 'open_study', 'forget_running', 'finished', 'try_one', 'best_of']
+__all__ = ['SPACES', 'EPISODES', 'FILE', 'Range', 'Choice', 'space_for', 'returns_of_training', 'returns_of', 'import_optuna',
+           'connections', 'open_study', 'forget_running', 'ended_trials', 'try_one', 'best_of']
 
 # %% ../../nbs/tuning/00_study.ipynb #0f4b41f8
 class Range(NamedTuple):
@@ -149,7 +149,7 @@ EPISODES = 10  # number of episodes of an evaluation
 _SEED = 1_000_000
 
 
-def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
+def returns_of_training(config: dict, n: int) -> Generator[float, None, None]:
     """Train in this process, and yield the mean return of each evaluation. Raises `DataError` if it
     is not finite.
 
@@ -159,7 +159,7 @@ def learning_curve(config: dict, n: int) -> Generator[float, None, None]:
     """
     agent, pipe = build(config)
     seed = _SEED + config["seed"]
-    device = device_of(config["device"])
+    device = device_named(config["device"])
     options = dict(n_episodes=EPISODES, seed=seed, device=device, **playing(config))
     n_made = 0
     steps = 0
@@ -201,7 +201,7 @@ def returns_of(configs: list, n: int, report: Callable) -> list:
     last: list[float] = []
     for config in configs:
         value = math.nan
-        with torch_threads(config["threads"]), closing(learning_curve(config, n)) as curve:
+        with torch_threads(config["threads"]), closing(returns_of_training(config, n)) as curve:
             for k, value in enumerate(curve):
                 report((sum(last) + value) / (len(last) + 1), len(last) * n + k)
         last.append(value)
@@ -293,7 +293,7 @@ def forget_running(study: Any) -> None:
             _lost(study, trial.number, trial.params)
 
 
-def finished(study: Any) -> list:
+def ended_trials(study: Any) -> list:
     """The trials that are over: complete, pruned, or failed with an error. An interrupted trial has
     no error.
     """

@@ -16,11 +16,11 @@ from typing import Any
 from ..pipes.data.errors import DataError, WorkerError
 from ..pipes.keeping.files import make_folder, write_atomically
 from rollpipe.results.experiments import (
-    Outcome,
+    EndedRuns,
     check_counts,
-    command_line,
     python_words,
     run_all,
+    typed_command,
     without,
 )
 from ..runs.commands import asked_by, folder_name
@@ -31,7 +31,7 @@ from ..settings.options import import_words, parse_seeds
 from rollpipe.tuning.study import (
     EPISODES,
     best_of,
-    finished,
+    ended_trials,
     forget_running,
     import_optuna,
     open_study,
@@ -203,7 +203,7 @@ def _try(search, study, n):
         print(try_one(study, search.space, search.returns), flush=True)
 
 
-def _in_processes(search, n) -> Outcome:
+def _in_processes(search, n) -> EndedRuns:
     "Distribute `n` trials over processes."
     jobs = search.args.jobs
     words = [*python_words(), *without(search.args.words, ("--jobs",), ("--overwrite",))]
@@ -223,7 +223,7 @@ def _train_words(search) -> str:
     first = 0 if min(search.seeds) > 4 else max(search.seeds) + 1
     words = ["rollpipe", "train", args.algorithm, args.env, "--config", search.out]
     words += ["--seeds", f"{first}-{first + 4}", *import_words(getattr(args, "imports", ()))]
-    return command_line(*words)
+    return typed_command(*words)
 
 
 def _write(search, study) -> str:
@@ -231,7 +231,7 @@ def _write(search, study) -> str:
     failed.
     """
     best = best_of(study)
-    trials = finished(study)
+    trials = ended_trials(study)
     errors = [x.user_attrs["error"] for x in trials if "error" in x.user_attrs]
     if best is None and not trials:
         return "no trial is complete"
@@ -287,7 +287,7 @@ def _search(search):
     args = search.args
     study = open_study(search.folder, search.settings(), search.seed, search.free)
     forget_running(study)
-    n_over = len(finished(study))
+    n_over = len(ended_trials(study))
     n_missing = args.trials - n_over
     count = f"{args.trials} trials, of which {n_over} are over"
     if n_missing < 0:
@@ -295,7 +295,7 @@ def _search(search):
     print(f"{args.algorithm} on {args.env}: {count}, in {search.folder}", flush=True)
 
     # After an interruption, the best options so far are written, too.
-    outcome = Outcome([], [], None)
+    outcome = EndedRuns([], [], None)
     try:
         if n_missing > 0 and args.jobs > 1:
             outcome = _in_processes(search, n_missing)

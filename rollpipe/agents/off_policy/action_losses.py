@@ -19,8 +19,8 @@ from ...pipes.data.fragment import Fragment
 from ...pipes.data.fragment_ops import observations_reached
 
 # %% auto #0
-__all__ = ['reached', 'soft_target', 'smoothed_target', 'taken', 'first_value', 'mean_size', 'check_values', 'action_value_loss',
-           'soft_policy_loss', 'deterministic_policy_loss', 'temperature_loss']
+__all__ = ['reached', 'soft_target', 'smoothed_target', 'steps_taken', 'first_value', 'mean_size', 'check_values',
+           'action_value_loss', 'soft_policy_loss', 'deterministic_policy_loss', 'temperature_loss']
 
 # %% ../../../nbs/agents/14_off_policy/01_action_losses.ipynb #9efacbee
 def reached(fragment: Fragment) -> Any:
@@ -96,7 +96,7 @@ def smoothed_target(
     return td_targets(fragment, q, gamma, n_steps)
 
 # %% ../../../nbs/agents/14_off_policy/01_action_losses.ipynb #776a1820
-def taken(fragment: Fragment) -> tuple:
+def steps_taken(fragment: Fragment) -> tuple:
     """Observations and actions of the steps, `[T, B, ...]`.
 
     Rows that are not valid get those of a valid row.
@@ -174,7 +174,7 @@ def action_value_loss(
         )
 
     # Errors of each critic [k, T, B], 0 where a row is not valid
-    q = check_values(critic(*taken(fragment)), valid, "Q(s, a)", many=True)
+    q = check_values(critic(*steps_taken(fragment)), valid, "Q(s, a)", many=True)
     error = (check_values(target, valid, "target") - q).masked_fill(~valid, 0.0)
 
     n = valid.sum()
@@ -210,7 +210,7 @@ def soft_policy_loss(
     """
     valid = fragment.valid
     n = valid.sum()
-    obs, _ = taken(fragment)
+    obs, _ = steps_taken(fragment)
     act, logp = actor.sample(obs, noise)
     entropy_cost = temperature * (logp + actor.box.log_volume)
     loss = _mean(entropy_cost - critic(obs, act).amin(0), valid, n)
@@ -230,7 +230,7 @@ def deterministic_policy_loss(fragment: Fragment, actor: Any, critic: Any) -> tu
             `first_value(obs, act)` if the critic has it
     """
     valid = fragment.valid
-    obs, _ = taken(fragment)
+    obs, _ = steps_taken(fragment)
     q = first_value(critic, obs, actor.act(obs))
     loss = -_mean(q, valid, valid.sum())
     return loss, dict(loss_policy=loss.detach())

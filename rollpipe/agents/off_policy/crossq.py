@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .action_learner import SoftLearner
-from .action_losses import action_value_loss, taken
+from .action_losses import action_value_loss, steps_taken
 from ..shared_options import integer, not_offered, number
 from ..td import td_targets
 from ...layers.critic import ActionCritic, StackedMLP
@@ -247,7 +247,7 @@ class CrossQ(SoftLearner):
         def joined(x, x_next):
             return torch.cat([x[valid], x_next[next_valid]])
 
-        pairs = nested.map(joined, taken(fragment), (obs, act))
+        pairs = nested.map(joined, steps_taken(fragment), (obs, act))
         with self.critic.by_batch():
             values = self.critic(*pairs)
 

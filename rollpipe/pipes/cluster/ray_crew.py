@@ -21,7 +21,7 @@ from ..data.errors import DataError, WorkerError
 from ..graph import torchdata
 from ..workers.channel import WeightPublisher, send_exception
 from ..workers.codec import ItemFormat
-from ..workers.coordinator import WorkerLanes, WorkerReading, check_option
+from ..workers.coordinator import WorkerLanes, WorkerReading, check_coordinator_option
 from ..workers.crew import Member, Members, check_picklable, pickled_for, planned_pool
 from ..workers.entry import STATE
 from ..workers.process import NOTHING
@@ -344,7 +344,9 @@ class RayReading(WorkerReading):
         try:
             torch.device("cpu" if device is None else device)
         except (RuntimeError, TypeError) as e:
-            check_option(self, "device", False, f"a device of torch ({str(e).splitlines()[0]})")
+            check_coordinator_option(
+                self, "device", False, f"a device of torch ({str(e).splitlines()[0]})"
+            )
 
     def crew(self, seam: WorkerLanes) -> RayCrew:
         "Workers in the cluster for one iteration of `seam`. The first call connects this process."

@@ -27,7 +27,7 @@ from .infos import FINAL
 from .kept import Keeper, KeptActions, has_state, layers
 from .single import is_end
 from .vector import autoreset_mode
-from ..keeping.copies import is_known, parts_of, simulators_in
+from ..keeping.copies import env_parts, is_known, simulators_in
 from ..keeping.random_states import GlobalRandomStates
 
 # %% ../../../nbs/pipes/10_envs/10_keeping.ipynb #b13ef865
@@ -327,7 +327,7 @@ def _ways(env):
     is_foreign = is_vector(core) and not isinstance(core, gym.vector.VectorEnv)
     if is_foreign or isinstance(core, gym.vector.AsyncVectorEnv):
         return []
-    parts = parts_of(env)
+    parts = env_parts(env)
     by_own = [("own",)] * any(map(has_state, parts))
     by_copy = ("copy",) * all(map(is_known, parts))
     by_episode = ("replay (episode)",) * isinstance(env, gym.Env)

@@ -38,7 +38,8 @@ from ..replay.store import store_rows
 from ..taps import EpisodeAccount
 
 # %% auto #0
-__all__ = ['Episode', 'EpisodeCutter', 'whole_episodes', 'check_spaces', 'return_scale', 'DataSampler', 'Recording', 'from_data']
+__all__ = ['Episode', 'EpisodeCutter', 'whole_episodes', 'check_fragment_spaces', 'return_scale', 'DataSampler', 'Recording',
+           'from_data']
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #ec8f8ee6
 class Episode(NamedTuple):
@@ -277,7 +278,7 @@ def whole_episodes(
 _log = logging.getLogger("rollpipe")
 
 # %% ../../../nbs/pipes/29_recording/03_data_sampler.ipynb #76997c60
-def check_spaces(fragment: Fragment, spaces: tuple, pipe: Any = None) -> None:
+def check_fragment_spaces(fragment: Fragment, spaces: tuple, pipe: Any = None) -> None:
     """Raise `DataError` unless the observations and actions of a fragment fit the spaces.
 
     They must have the structure, the shapes and the integers of the spaces.
@@ -425,7 +426,7 @@ class DataSampler(Seeded, Pipe):
         fragment = item.fresh if isinstance(item, Replayed) else item
         check_item(fragment, Fragment, self)
         if self.spaces is not None:
-            check_spaces(fragment, self.spaces, self)
+            check_fragment_spaces(fragment, self.spaces, self)
 
         # Reports, recurrent states and versions belong to the actor that was recorded.
         return fragment._replace(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REPEATED', 'VERSION', 'hdf5', 'set_folder', 'whole_folder', 'space_facts', 'space_of', 'write_tree', 'Room', 'Images',
-           'arrays_in', 'reading', 'check_contained', 'env_facts', 'to_minari']
+           'arrays_in', 'opened_data_set', 'check_contained', 'env_facts', 'to_minari']
 
 # %% ../../../nbs/pipes/29_recording/04_minari_files.ipynb #f2c87094
 import errno
@@ -292,7 +292,7 @@ def arrays_in(node: Any, like: Any, n: int, name: str) -> Any:
 
 
 @contextmanager
-def reading(path: Path, **where: Any) -> Iterator[None]:
+def opened_data_set(path: Path, **where: Any) -> Iterator[None]:
     """A `with` block that reads a data set. Its errors name the set, and say that it is damaged.
 
     `where` has further fields of the error.

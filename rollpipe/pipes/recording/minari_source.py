@@ -38,7 +38,7 @@ from rollpipe.pipes.recording.minari_files import (
     arrays_in,
     check_contained,
     hdf5,
-    reading,
+    opened_data_set,
     set_folder,
     space_of,
 )
@@ -362,7 +362,7 @@ class MinariSource(Source):
                 got=str(self.path),
             )
 
-        with reading(self.path):
+        with opened_data_set(self.path):
             self.metadata = json.loads(read_file(self.path / "metadata.json"))
             data_format = self.metadata.get("data_format", "hdf5")
             if data_format != "hdf5":
@@ -385,12 +385,12 @@ class MinariSource(Source):
 
     def stream(self, items: Iterator) -> Iterator[Fragment]:
         # Nothing is decompressed before it is certain that the file has its numbers itself.
-        with reading(self.path):
+        with opened_data_set(self.path):
             path = self.path / "main_data.hdf5"
             size = regular_size(path)
             file = hdf5().File(path, "r")
         with file:
-            with reading(self.path):
+            with opened_data_set(self.path):
                 check_contained(file, most_bytes(size))
                 n = self.metadata["total_episodes"]
                 episodes = StoredEpisodes(file, n, self.likes, self.info_keys)
@@ -448,7 +448,7 @@ class MinariSource(Source):
         end = bisect_left(column, (rows.stop,))
         for k in range(first, end):
             start, number = column[k]
-            with reading(self.path, leaf=f"episode_{number}"):
+            with opened_data_set(self.path, leaf=f"episode_{number}"):
                 rows.put(b, start, episode(number), k == len(column) - 1)
 
 

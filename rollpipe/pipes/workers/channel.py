@@ -36,7 +36,7 @@ from rollpipe.pipes.graph.modules import (
     version_of,
 )
 from ..graph.torchdata import IterDataPipe
-from .codec import SharedMemory, aligned
+from .codec import SharedMemory, next_place
 
 # %% ../../../nbs/pipes/30_workers/02_channel.ipynb #5d0f1a06
 log = logging.getLogger("rollpipe")
@@ -279,7 +279,7 @@ class _Block:
 
     def _buffer_size(self) -> int:
         "The size of a buffer [bytes]."
-        return sum(map(aligned, self._sizes()))
+        return sum(map(next_place, self._sizes()))
 
     def available(self, publication, latest):
         "The number `publication`, or `latest` if the publication is None or was overwritten."
@@ -296,7 +296,7 @@ class _Block:
         "The buffer in this memory, which is a uint8 array."
         # The parts of the buffer, in the order of `_Buffer`.
         sizes = self._sizes()
-        starts = accumulate(map(aligned, sizes), initial=0)
+        starts = accumulate(map(next_place, sizes), initial=0)
         parts = (memory[start : start + size] for start, size in zip(starts, sizes))
 
         # Each part as an array of its dtype and shape.

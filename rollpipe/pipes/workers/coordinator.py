@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['publisher_for', 'Listener', 'ItemRecord', 'Coordinator', 'group_size', 'may_share_slots', 'WorkerLanes',
-           'check_option', 'check_service', 'WorkerReading']
+           'check_coordinator_option', 'check_service', 'WorkerReading']
 
 # %% ../../../nbs/pipes/30_workers/07_coordinator.ipynb #b77be3d9
 import time
@@ -536,7 +536,7 @@ class WorkerLanes(Lanes):
         return [] if coordinator is None else coordinator.close(failed=False)
 
 # %% ../../../nbs/pipes/30_workers/07_coordinator.ipynb #5cb9e5bf
-def check_option(service: Any, name: str, is_allowed: bool, expected: str) -> None:
+def check_coordinator_option(service: Any, name: str, is_allowed: bool, expected: str) -> None:
     """Raise `DataError` unless the value of an option is allowed.
 
     Args:
@@ -571,15 +571,15 @@ def check_service(service: Any) -> None:
 
     # Choices.
     known_order = service.order in ("canonical", "ready")
-    check_option(service, "order", known_order, "'canonical' or 'ready'")
+    check_coordinator_option(service, "order", known_order, "'canonical' or 'ready'")
     known_action = service.on_silence in ("warn", "raise")
-    check_option(service, "on_silence", known_action, "'warn' or 'raise'")
+    check_coordinator_option(service, "on_silence", known_action, "'warn' or 'raise'")
 
     # Times.
     is_positive = isinstance(service.silence, (int, float)) and service.silence > 0
-    check_option(service, "silence", is_positive, "seconds > 0")
+    check_coordinator_option(service, "silence", is_positive, "seconds > 0")
     is_time = isinstance(service.grace, (int, float)) and service.grace >= 0
-    check_option(service, "grace", is_time, "seconds >= 0")
+    check_coordinator_option(service, "grace", is_time, "seconds >= 0")
 
 # %% ../../../nbs/pipes/30_workers/07_coordinator.ipynb #5d0f2107
 def _with_lanes(pipe, n) -> tuple:

@@ -8,7 +8,7 @@ __all__ = ['ProcessReading']
 # %% ../../../nbs/pipes/30_workers/08_reading.ipynb #9164978a
 from ..data.errors import check_integer
 from ..graph import torchdata
-from .coordinator import WorkerLanes, WorkerReading, check_option
+from .coordinator import WorkerLanes, WorkerReading, check_coordinator_option
 from .crew import ProcessCrew, check_affinity
 from .process import start_method_for
 
@@ -102,9 +102,9 @@ class ProcessReading(WorkerReading):
         if n_buffers is not None:
             check_integer("n_buffers", n_buffers, pipe=self, leaf="n_buffers")
         is_list = isinstance(affinity, (list, tuple)) and len(affinity) > 0
-        check_option(self, "affinity", affinity is None or is_list, "a list, or None")
+        check_coordinator_option(self, "affinity", affinity is None or is_list, "a list, or None")
         is_time = isinstance(spin, (int, float)) and spin >= 0
-        check_option(self, "spin", is_time, "seconds >= 0")
+        check_coordinator_option(self, "spin", is_time, "seconds >= 0")
         check_affinity(affinity)
         start_method_for(start_method, worker_threads)
 

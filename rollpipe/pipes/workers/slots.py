@@ -25,10 +25,10 @@ from rollpipe.pipes.workers.codec import (
     ArraySpec,
     ItemFormat,
     SharedMemory,
-    aligned,
     check_sendable,
     copy_arrays,
     copy_tensor,
+    next_place,
     pickle_containers,
     pickle_item,
 )
@@ -52,7 +52,7 @@ class Layout:
         self.size = 0
         for shape, dtype in self.arrays:
             self.offsets.append(self.size)
-            self.size += aligned(n * prod(shape) * dtype.itemsize)
+            self.size += next_place(n * prod(shape) * dtype.itemsize)
 
     def tensor(self, memory: np.ndarray, entry: int, position: int) -> torch.Tensor:
         "The array of this entry for the item at `position`, in `memory` (uint8)."
@@ -423,7 +423,7 @@ class SlotWriter:
             spec = ArraySpec(x.dtype, tuple(x.shape), entry_of.get(i, -1), size)
             specs.append(spec)
             if spec.entry < 0:
-                size += aligned(spec.size)
+                size += next_place(spec.size)
 
         data = pickle_containers(item, specs)
         if data is None:
