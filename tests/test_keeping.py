@@ -686,7 +686,7 @@ def test_a_log_that_grows_too_long_keeps_the_episode_alone(monkeypatch):
 
 def test_a_log_that_is_too_long_is_dropped(monkeypatch):
     "It is lost for good if all actions have to be repeated, or else up to the next reset."
-    monkeypatch.setattr(KeptActions, "MOST", 1000)
+    monkeypatch.setattr(KeptActions, "MOST", 1050)
     monkeypatch.setattr(ActionLog, "CHUNK", 50)
     for name in ("replay (all)", "replay (episode)"):
         running = KeptEnv(World(), Keeper(name))

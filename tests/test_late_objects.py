@@ -166,7 +166,7 @@ def test_the_last_exact_checkpoint_still_goes_on_exactly(tmp_path, caplog):
 def test_a_log_of_actions_that_is_too_long_is_dropped_and_the_run_says_so_once(
     tmp_path, caplog, monkeypatch
 ):
-    "An environment takes 16 actions of a byte in an update, and has room for 250."
+    "Of an environment, an update has 16 actions of a byte, and every 30th step a reset of 8 bytes."
     config = config_of(Tasks, steps=1280, checkpoint_every=1, keep=20)
     run = start(tmp_path / "run", config)
     assert run.history.kept == {"EnvStepper": "replay (all)"}
@@ -176,7 +176,7 @@ def test_a_log_of_actions_that_is_too_long_is_dropped_and_the_run_says_so_once(
     checkpoints = [load_run(path) for path in sorted((run.folder / "checkpoints").iterdir())]
     is_exact = [x.stream is not None for x in checkpoints]
     assert is_exact == [x.history.inexact is None for x in checkpoints]
-    assert is_exact == [True] * 16 + [False] * 4
+    assert is_exact == [True] * 13 + [False] * 7
     assert caplog.text.count("it will begin new episodes") == 1
     reason = load_run(run.folder).history.inexact
     assert "environment 0 (Tasks-v0)" in reason and "it has taken too many actions" in reason

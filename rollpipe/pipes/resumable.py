@@ -129,14 +129,17 @@ def _keeper_of(source: Any, in_lane: Any, n_lanes: int, tested: dict) -> Keeper:
         if keeper.alone:
             _log.warning(f"environment {name}: {keeper.alone}{_advice(source.n_envs, n_lanes)}")
             break
-    found = common_keeper(keepers)
-    if found.name == "replay (all)" and found.step_seconds is not None:
+
+    # A resume may take long.
+    keeper = common_keeper(keepers)
+    if keeper.name == "replay (all)" and keeper.step_seconds is not None:
         name = next(iter(keepers))
-        _log.warning(f"environment {name}: {_cost(found.step_seconds)}")
-    return found
+        _log.warning(f"environment {name}: {_cost(keeper.step_seconds)}")
+    return keeper
 
 
 def _cost(step_seconds):
+    "How long a resume takes, in words."
     return (
         "it is kept by all of its actions, which a resume repeats: "
         f"about {max(1, round(step_seconds * 1e6)):,} s for a million steps"

@@ -273,7 +273,7 @@ class KeptActions(Kept):
         episode: repeat only those since the last reset, where this is enough
     """
 
-    MOST = 2**26  # bytes of a log
+    MOST = 2**26  # bytes of a log, with 8 for each reset
 
     def __init__(self, env: Any, name: str, episode: bool):
         super().__init__(env, name)
@@ -326,8 +326,11 @@ class KeptActions(Kept):
         if self.is_lost:
             return
         self.log.add(action)
-        if self.log.nbytes > self.MOST:
+        if self._n_bytes() > self.MOST:
             self._shorten()
+
+    def _n_bytes(self):
+        return self.log.nbytes + 8 * len(self.resets)
 
     def _shorten(self):
         "Forget the episodes before the present one, or all actions, if this is not enough."
@@ -336,7 +339,7 @@ class KeptActions(Kept):
         self.resets = [(t - begin, *arguments) for t, *arguments in self.resets[self.last :]]
         self.last = 0
         self.is_whole = False
-        if self.log.nbytes > self.MOST:
+        if self._n_bytes() > self.MOST:
             self._forget()
             self.is_lost = True
 
@@ -359,12 +362,16 @@ class KeptActions(Kept):
             raise EnvError(problem, got=reached.unseen)
 
         # Most resets have no arguments.
-        arguments = {str(i): (seed, options) for i, (_, seed, options) in enumerate(self.resets)}
+        arguments = {
+            str(i): (seed, options)
+            for i, (_, seed, options) in enumerate(self.resets)
+            if seed is not None or options is not None
+        }
         content = dict(
             random=self.random,
             constructed=self.constructed,
             resets=np.array([t for t, *_ in self.resets], np.int64),
-            arguments={i: x for i, x in arguments.items() if x != (None, None)},
+            arguments=arguments,
             actions=self.log.pack(),
             like=self.log.like,
             last=self.last,

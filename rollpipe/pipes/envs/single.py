@@ -244,6 +244,7 @@ class SingleEnvs:
 
     def renew(self, b: int) -> Any:
         "Put a new environment in the place of environment `b`. Returns its `Kept`."
+        # It is made as the old one was.
         make_seed, _, space_seed = self.seeds[b]
         with _naming(b, "the factory"):
             env = self.factories[b](make_seed)
@@ -252,6 +253,8 @@ class SingleEnvs:
         old = self.envs[b]
         self.envs[b] = EpisodeSeeds(env) if isinstance(old, EpisodeSeeds) else env
         close_env(old, str(b))
+
+        # From here on it is the one that is kept and played.
         self.kept[b] = self.keeper.begin(self.envs[b])
         self.played[b] = played(self.envs[b], self.kept[b], self.keeper)
         return self.kept[b]
@@ -506,8 +509,9 @@ class EnvBatch(Batch):
                 got=str(len(state["envs"])),
                 **self.where,
             )
-        kept = [self._kept(one) for one in single.kept]
-        restore_batch(kept, state["envs"], single.renew, lambda b: self._naming(self.name(b)))
+        all_kept = [self._kept(one) for one in single.kept]
+        named = lambda b: self._naming(self.name(b))
+        restore_batch(all_kept, state["envs"], single.renew, named)
         self._infos.set_state(state["infos"])
         if single.sticky is not None:
             single.sticky.set_state(state["sticky"])
