@@ -616,6 +616,22 @@ def test_slow_steps_are_kept_too():
     assert keeper.name == "replay (episode)" and keeper.step_seconds >= 0.01
 
 
+class Priced(GlobalNoise):
+    "Its reward is a number of numpy if the action is one."
+
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, random.random() * action, *rest
+
+
+def test_a_number_of_numpy_and_one_of_python_are_the_same_answer():
+    "An action comes back from the log as a number of Python."
+    assert keeper_for(Priced).name == "replay (all)"
+    one = played(Priced, Keeper("replay (all)"))
+    new = restored(Priced, Keeper("replay (all)"), stored(one.kept.state()))
+    assert new.env.x == one.env.x
+
+
 def test_global_generators_are_replayed_for_a_whole_batch():
     "Its environments draw from them in turn."
     factories = env_factories(GlobalNoise, 3)

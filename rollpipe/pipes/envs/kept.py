@@ -144,6 +144,9 @@ def answer_checksum(x: Any, crc: int = 0) -> int:
         return crc
     if isinstance(x, torch.Tensor):
         return answer_checksum(x.detach().cpu().numpy(), crc)
+
+    # An action, and so a reward, may come back as a number of Python.
+    x = x.item() if isinstance(x, np.generic) else x
     return zlib.crc32(repr(x).encode(), crc)
 
 # %% ../../../nbs/pipes/10_envs/05_kept.ipynb #844205db
