@@ -67,12 +67,13 @@ class ActionLog:
     def __init__(self):
         self.parts = []  # packed actions, nested `[T, ...]` each
         self.new = []  # actions that are not packed yet
+        self.n_packed = 0
         self.nbytes = 0  # of the actions that are packed
         # leaves `[0, ...]` that tell the dtypes of the actions; None: there was no action yet
         self.like = None
 
     def __len__(self) -> int:
-        return len(self.new) + sum(len(nested.leaves(part)[0]) for part in self.parts)
+        return self.n_packed + len(self.new)
 
     def add(self, action: Any) -> None:
         "One more action, which is copied."
@@ -84,6 +85,7 @@ class ActionLog:
         part = nested.stack(self.new)
         self.like = nested.map(lambda x: x[:0], part)
         self.parts.append(nested.map(_narrow, part))
+        self.n_packed += len(self.new)
         self.nbytes += _n_bytes(self.parts[-1])
         self.new = []
 
@@ -98,7 +100,8 @@ class ActionLog:
     def go_on(self, actions: Any, like: Any) -> None:
         "Take over what another log had."
         self.parts = [] if actions is None else [actions]
-        self.nbytes = sum(map(_n_bytes, self.parts))
+        self.n_packed = 0 if actions is None else len(nested.leaves(actions)[0])
+        self.nbytes = 0 if actions is None else _n_bytes(actions)
         self.like = like
 
     def drop(self, n: int) -> None:
