@@ -382,7 +382,7 @@ def test_the_schedule_of_iql_for_decay_steps_is_that_of_its_authors():
     agent = IQL(actor, critic, lr=3e-4, decay_steps=1000)
     agent.steps = 300
     assert agent.set_rates() == dict(rate_left=(1 - cos(pi * 0.7)) / 2)
-    rates = {name: x.param_groups[0]["lr"] for name, x in agent.descents.items()}
+    rates = {name: x.param_groups[0]["lr"] for name, x in agent.optimizers.items()}
     assert rates == dict(policy=3e-4 * (1 - cos(pi * 0.7)) / 2, critic=3e-4)
 
 

@@ -239,7 +239,7 @@ def off_policy_learner(kind):
             eps_steps=400,
             multi_step=2,
         )
-    for optimizer in agent.descents.values() if kind in OFF_POLICY else [agent.optimizer]:
+    for optimizer in agent.optimizers.values() if kind in OFF_POLICY else [agent.optimizer]:
         for group in optimizer.param_groups:
             group["eps"] = 1e-2
     return agent

@@ -413,7 +413,7 @@ def test_a_policy_with_convolutions_falls_back_too():
     assert TRPO(policy, precondition=8).update(f)["cg_iterations"] > 0
 
 
-# ---- the certificate
+# ---- the diagnostics
 
 
 @pytest.mark.parametrize("kind", KINDS)
