@@ -125,6 +125,7 @@ MUJOCO = [
 ]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", CLASSIC)
 def test_classic_environments_are_kept_by_their_attributes(name):
     assert check(lambda: gym.make(name), "attributes").failed == {}
@@ -765,6 +766,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_goes_on_where_it_was(name):
     factories = BATCHES[name]()

@@ -148,6 +148,7 @@ def test_the_weights_are_saved_and_the_run_says_what_is_lost(kind, tmp_path, cap
     assert load_run(run.folder).counters["updates"] == 22
 
 
+@pytest.mark.slow
 def test_the_last_exact_checkpoint_still_goes_on_exactly(tmp_path, caplog):
     config = config_of(LateIterator, steps=1280, checkpoint_every=1, keep=20)
     run = start(tmp_path / "run", config)
@@ -159,6 +160,7 @@ def test_the_last_exact_checkpoint_still_goes_on_exactly(tmp_path, caplog):
     assert caplog.text.count("it will begin new episodes") == 1
 
 
+@pytest.mark.slow
 def test_what_can_be_restored_stays_exact(tmp_path):
     whole = start(tmp_path / "whole", config_of(LateKnown, steps=1408))
     train(whole, progress=False)
@@ -170,6 +172,7 @@ def test_what_can_be_restored_stays_exact(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("restart", [0, 1])
 def test_with_workers(restart, tmp_path):
     run = start(tmp_path / "run", config_of(LateInside, steps=1280, workers=2, restarts=restart))

@@ -254,6 +254,7 @@ def slow_vtrace(steps, values, reached, fragment, gamma, lam, rho_clip, c_clip):
     return out
 
 
+@pytest.mark.slow
 @quick
 @given(
     **cases,
@@ -408,6 +409,7 @@ def test_nothing_is_changed(kind):
     assert version_of(actor) == 3
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("kind", ["plain", "shared"])
 def test_work_is_done_for_all_rows_at_once(kind):
     def operations(loss, n_steps, n_envs):

@@ -670,6 +670,7 @@ def test_random_actions_first_then_the_policy(algorithm):
     )
 
 
+@pytest.mark.slow_but_one
 @each_algorithm
 @pytest.mark.parametrize("options", [dict(length=3, prioritized=True), dict(samples_per_step=0.5)])
 def test_steps_priorities_ratio_and_nested_observations(algorithm, options):
@@ -796,6 +797,7 @@ def test_a_resumed_learner_takes_the_same_steps(algorithm, tmp_path):
             assert torch.equal(x, y)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.usefixtures("functions_of_onnx")
 @each_algorithm
 @pytest.mark.parametrize("to", ["torchscript", "onnx"])
@@ -821,6 +823,7 @@ def test_export_and_engine(algorithm, to, tmp_path):
     assert not torch.allclose(random[0], one.state.act)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", ["sac", "crossq", "td3", "ddpg"])
 def test_command_line(name, tmp_path):
     hidden = [

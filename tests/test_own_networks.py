@@ -128,6 +128,7 @@ def equal(x, y):
     return torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("cls", [PPOPredicts, Many])
 @pytest.mark.parametrize("options", [{}, dict(critic_lr=0.01), dict(critic_lr=0.02)])
 def test_a_checkpoint_has_it_and_the_training_goes_on_exactly(cls, options, tmp_path):

@@ -300,6 +300,7 @@ def labelled(folder, rows):
     return read_results(folder)
 
 
+@pytest.mark.slow
 def test_labels_are_compared_in_the_environments_that_both_have(tmp_path):
     rows = [
         ("A", "CartPole-v1", [10.0, 20.0]),
@@ -393,6 +394,7 @@ def test_a_return_that_is_not_a_number_is_shown_and_never_averaged(tmp_path, cap
     assert "NaN" not in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_line_that_was_cut_off_is_no_obstacle(tmp_path, capsys):
     folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
     path = folder / "a-s1" / "evaluations.jsonl"

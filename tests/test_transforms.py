@@ -104,6 +104,7 @@ class Normalizer:
         )
 
 
+@pytest.mark.slow
 @fast
 @given(
     each=st.lists(plans, min_size=1, max_size=3),
@@ -124,6 +125,7 @@ def test_ticks_are_scaled_as_by_vec_normalize(each, gamma, sticky):
         before = tick.next.rew
 
 
+@pytest.mark.slow
 @fast
 @given(
     each=st.lists(plans, min_size=1, max_size=3),
@@ -475,6 +477,7 @@ def film(each, n_steps, stack=None, sticky=None):
     return FragmentCollector(EnvStepper(factories(make, each), Idle(), sticky=sticky), n_steps)
 
 
+@pytest.mark.slow
 @fast
 @given(
     each=st.lists(plans, min_size=1, max_size=3),
@@ -582,6 +585,7 @@ def test_stacks_are_tensors(name):
     assert isinstance(came, Stacks) == (name in LAZY)
 
 
+@pytest.mark.slow
 @fast
 @given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 7), n=st.integers(1, 5))
 def test_steps_lead_to_the_stacks_of_gymnasium(each, n_steps, n):
