@@ -77,13 +77,18 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """What needs the cluster is slow, and is left to `make thorough`.
+    """What needs the cluster is slow, and is left to `make thorough`. So are all cases but the first
+    of a test that is marked `slow_but_one`.
 
     The files that take longest come first: then the short ones keep all processes of xdist busy until the end.
     """
+    seen = set()
     for item in items:
-        if "cluster" in item.fixturenames:
+        function = item.path, item.parent.name, getattr(item, "originalname", item.name)
+        is_further_case = item.get_closest_marker("slow_but_one") and function in seen
+        if is_further_case or "cluster" in item.fixturenames:
             item.add_marker("slow")
+        seen.add(function)
     items.sort(key=lambda item: (item.path.stem not in ON_THE_CLUSTER, item.path.stem not in LONG))
 
 

@@ -83,6 +83,7 @@ def test_forks_with_the_same_noise_are_equal_and_others_are_not(name, run, tmp_p
     check_same(one, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_run_has_its_origin_in_verify_once(tmp_path):
     out = fork(trained(tmp_path / "run"), tmp_path / "fork", 4, clip=0.3)
     gone_on(out)
@@ -112,6 +113,7 @@ def test_noise_that_cannot_be(tmp_path, capsys):
 # -- pairs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_twins_are_the_run_again_pairs_share_the_noise_and_no_effect_is_exactly_none(tmp_path):
     run = trained(tmp_path / "run")
     before = content(run)
@@ -334,6 +336,7 @@ def test_a_branch_is_known_from_another_working_folder_and_after_it_was_moved(
             _fork(branch._replace(at=4), 320, {})
 
 
+@pytest.mark.slow
 def test_a_folder_of_other_branches_and_a_run_that_has_changed_are_refused(tmp_path):
     run = trained(tmp_path / "run")
     other = trained(tmp_path / "other", seed=5)
@@ -347,6 +350,7 @@ def test_a_folder_of_other_branches_and_a_run_that_has_changed_are_refused(tmp_p
         ablate(run, [4], dict(clip=[0.1]), updates=2, out=tmp_path / "out", metric="entropy")
 
 
+@pytest.mark.slow
 def test_a_branch_that_fails_is_named_and_the_others_are_trained(tmp_path):
     run = trained(tmp_path / "run")
     ablate(run, [4], dict(clip=[0.1]), updates=2, out=tmp_path / "out", metric="entropy")
@@ -359,6 +363,7 @@ def test_a_branch_that_fails_is_named_and_the_others_are_trained(tmp_path):
     assert load_run(tmp_path / "out" / "at4-0").counters["updates"] == 8
 
 
+@pytest.mark.slow
 def test_names_of_branches_and_environments_that_are_kept_by_a_replay(tmp_path):
     "A value may have letters that no folder should have. A note says what the branches still share."
     run = trained(tmp_path / "run", steps=320)

@@ -236,6 +236,7 @@ def played(env, actor, **options):
     return list(islice(rollouts(env, actor, n_envs=3, n_steps=16, seed=5, **options), 4))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
 @pytest.mark.parametrize(
     "policy, space", [*(("mlp", space) for space in SPACES), ("gru", "dict"), ("lstm", "matrix")]
@@ -260,6 +261,7 @@ def test_policies_take_allowed_actions(policy, space, engine):
     assert sum(len(f.final.t) for f in fragments)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
 @pytest.mark.parametrize("space", ["discrete", "start"])
 @pytest.mark.parametrize("policy", Q_POLICIES)
@@ -296,6 +298,7 @@ def test_a_random_actor_draws_uniformly():
     ).mean == pytest.approx(Gates(3).value(0, p=0.5), abs=0.02)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 @pytest.mark.parametrize("key", ["obs", "info", "method"])
 def test_vectors_and_their_resets(mode, key):
@@ -391,6 +394,7 @@ def test_policy_learners_open_all_gates(name):
     assert evaluate(make, actor, 8).mean == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_vtrace_and_memory_open_all_gates():
     def make():
         return Gates(4, in_obs=True)
@@ -618,6 +622,7 @@ def test_predict():
     check_actor(actor, env)
 
 
+@pytest.mark.slow
 def test_the_mask_makes_gates_easier():
     "The network sees the same with and without the mask; only one of them pays for forbidden keys."
 
@@ -683,6 +688,7 @@ def test_refusals():
 gym.register("Gates-v0", Gates)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("algorithm", ["ppo", "a2c", "vtrace", "trpo", "dqn", "qr_dqn"])
 @pytest.mark.parametrize("env_kwargs", [{}, dict(in_obs=True)], ids=["info", "obs"])
 def test_a_run_knows_its_mask(algorithm, env_kwargs):

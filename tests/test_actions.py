@@ -89,6 +89,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("space", NUMBERS, ids=str)
 @fast
 @given(

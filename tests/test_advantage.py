@@ -250,6 +250,7 @@ def test_the_critic_is_shown_what_an_actor_is_shown():
     assert f.state.obs["exact"].dtype is torch.float64
 
 
+@pytest.mark.slow
 def test_it_can_stand_above_or_below_lanes_and_stacker():
     f = lambda: FragmentCollector(EnvStepper(Lively, Shaky(), 2), 12)
     critic = Critic.for_env(Lively, seed=0)

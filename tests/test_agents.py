@@ -63,6 +63,7 @@ def changing(module):
     }
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("memory", [False, True], ids=["mlp", "memory"])
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 @pytest.mark.parametrize("cls", ALL)
@@ -98,6 +99,7 @@ def test_lag_is_reported_and_harmless(cls):
     assert all(x.isfinite().all() for x in weights(agent))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("memory", [False, True], ids=["mlp", "memory"])
 @pytest.mark.parametrize("cls", ALL)
 def test_a_restored_learner_goes_on_bit_for_bit(cls, memory):
@@ -276,6 +278,7 @@ def numbers(agent):
     return [*weights(agent), *(x.clone() for state in optimizer.values() for x in state.values())]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "cls, what",
     [
@@ -318,6 +321,7 @@ def test_observations_that_are_infinite_as_float16_are_refused():
     agent.update(half(with_value(batch, "obs", 6e4)))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("scale", [1e5, 1e10, 1e15, 1e18])
 @pytest.mark.parametrize("cls", ALL)
 def test_what_a_learner_keeps_stays_finite_whatever_the_rewards(cls, scale):

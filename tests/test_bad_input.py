@@ -1635,6 +1635,7 @@ def test_integers_of_a_run_that_no_machine_can_count(name, value, tmp_path, caps
     )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "words, name",
     [

@@ -181,6 +181,7 @@ def as_bytes(tree):
     return tuple((path, array(x).tobytes()) for path, x in flatten(tree))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("env, actor", [(Counting, Plain), (Nested, None)])
 @fast
 @given(
@@ -252,6 +253,7 @@ def test_the_seed_fixes_the_order():
     assert not torch.equal(a.state.obs, b.state.obs)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("env, actor", [(Counting, Memory), (Nested, NestedMemory)])
 @pytest.mark.parametrize("size, per_batch", [(1, 1), (5, 1), (9, 1), (10, 2), (15, 3), (999, 4)])
 def test_recurrent_minibatches_are_whole_columns(env, actor, size, per_batch):

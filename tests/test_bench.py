@@ -75,6 +75,7 @@ WHOLE = [
 # -- evaluations of one run --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_training_does_not_notice_its_evaluations(tmp_path, whole):
     seen = whole
     plain = start(tmp_path / "b", small(eval_every=0))
@@ -108,6 +109,7 @@ class Killed(BaseException):
     "Stands for the end of the process: nothing is saved after it."
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("at", range(6))
 def test_a_run_that_ends_during_an_evaluation_makes_it_up(tmp_path, monkeypatch, at, whole):
     "The process ends after the checkpoint was saved, and before the evaluation is written."
@@ -138,6 +140,7 @@ def test_a_run_that_ends_during_an_evaluation_makes_it_up(tmp_path, monkeypatch,
     np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "words",
     [
@@ -161,6 +164,7 @@ def test_a_command_makes_the_last_evaluations_up(tmp_path, words, capsys):
         assert ("is complete" in "".join(capsys.readouterr())) == (n == 6)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on_later(tmp_path, monkeypatch):
     run = start(tmp_path / "run", small())
     real = os.fsync
@@ -183,6 +187,7 @@ def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on_later(tmp_path, monk
     assert points(run.folder) == WHOLE
 
 
+@pytest.mark.slow
 def test_from_an_earlier_checkpoint_later_evaluations_are_made_again(tmp_path):
     run = start(tmp_path / "run", small(keep=20, checkpoint_every=1))
     learn(run)
@@ -239,6 +244,7 @@ def test_lost_evaluations_are_told_and_refused_where_they_count(tmp_path, caplog
         resume(b, 704)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_trained_further_has_its_last_evaluations_at_its_end(tmp_path):
     run = start(tmp_path / "run", small())
     learn(run)
@@ -247,6 +253,7 @@ def test_a_run_that_is_trained_further_has_its_last_evaluations_at_its_end(tmp_p
     assert rollpipe("plot", run.folder, "--y", "eval_return_mean", "--out", tmp_path / "x.svg") == 0
 
 
+@pytest.mark.slow
 def test_the_last_evaluation_is_recorded_once_if_the_run_goes_on(tmp_path, whole):
     "At the end of a run it has a record of its own. A fork of the end has this record, too."
     learn(run := start(tmp_path / "run", small(steps=256)))
@@ -394,6 +401,7 @@ gym.register("Failing-v0", Failing, max_episode_steps=20)
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -646,6 +654,7 @@ def terminating(monkeypatch):
     return importlib.import_module("benchmarks.ablations").terminating
 
 
+@pytest.mark.slow
 def test_the_ablation_values_nothing_after_a_truncation(terminating):
     "The last step of an episode gains its reward, less the critic's value before it. With the recipe it gains what may follow, too."
 

@@ -247,6 +247,7 @@ def test_a_limit_that_is_taken_for_an_end_is_noticed():
 # --- learning, in seconds
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("seed", range(2))
 def test_a_table_learns_the_best_values_of_the_path(seed):
     "From actions at random: each entry is the reward and the discounted best value of the place reached."
@@ -285,6 +286,7 @@ def regret(actor):
     return float(best - total)
 
 
+@pytest.mark.slow
 def test_ppo_steers_all_but_perfectly():
     actor = GaussianPolicy.for_env(Steering, hidden=(16,), seed=0)
     critic = Critic.for_env(Steering, hidden=(16,), seed=0)

@@ -608,8 +608,10 @@ def test_a_plain_actor_that_holds_a_network_is_looked_at_too(caplog):
 
 @pytest.mark.parametrize("world", ["gaussian", "recurrent", "nested", "vector"])
 def test_ordinary_actors_give_no_warning(world, caplog, monkeypatch):
-    # A stream of this seed may have been made in this process before, which has then said it.
+    # A stream of this seed may have been made here before, and its warning is logged once a process:
+    # in a worker, which inherits what was logged here, and in the parent of workers.
     monkeypatch.setattr(InfoRecorder, "logged", set())
+    monkeypatch.setattr("rollpipe.pipes.workers.channel._LOGGED", set())
     with caplog.at_level(logging.WARNING, "rollpipe"):
         stream(world, ProcessReading(1))
     # One world has infos that are no numbers, which is said once.

@@ -89,6 +89,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(state=trees)
 def test_any_nested_state_comes_back_bit_for_bit(state, tmp_path_factory):

@@ -311,6 +311,7 @@ def tiny(algorithm, folder, checkpoint_every=2):
     )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_every_algorithm_trains_is_saved_goes_on_and_plays(algorithm, tmp_path, capsys):
     words = ["--preset", "none"]
@@ -568,6 +569,7 @@ def test_graph_draws_what_train_would_run(capsys):
     assert "Pendulum-v1" in out and "n_steps=7" in out and "n=3" in out
 
 
+@pytest.mark.slow
 def test_demo_twice(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
@@ -587,6 +589,7 @@ def test_demo_twice(tmp_path, capsys, monkeypatch):
     }
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("words", ["", "--help", "-h", "--version"])
 def test_the_list_of_commands_needs_no_torch_and_is_that_of_the_parser(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -893,6 +896,7 @@ def places(tmp_path_factory, trained):
     return {"RUN": run, "BROKEN": folder / "broken", "FOREIGN": folder / "foreign"}
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("line, message", MISTAKES)
 def test_a_mistake_is_one_clear_line(line, message, places, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -1017,6 +1021,7 @@ def test_a_strangers_sizes_are_compared_with_the_file(
 # -- a process of its own ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_trainings_do_not_share_a_folder(tmp_path, capsys):
     "The second one is refused, with whatever it is started. A process that is killed leaves no lock, not even if its workers live on."
     run = tmp_path / "run"
@@ -1050,6 +1055,7 @@ def test_two_trainings_do_not_share_a_folder(tmp_path, capsys):
     assert not (run / "lock").exists()
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "numbers, workers", [(("SIGINT", "SIGINT"), 0), (("SIGHUP", "SIGTERM", "SIGINT"), 2)]
 )
@@ -1169,6 +1175,7 @@ def test_killed_run_resumes_from_its_last_checkpoint(tmp_path):
     assert read_metrics(run)["updates"].tolist() == list(range(1, saved["updates"] + 2))
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads():
     "Of `python -m rollpipe`."
     with python("graph", "trpo", "CartPole-v1") as child:
@@ -1184,6 +1191,7 @@ def test_a_broken_pipe_that_is_not_that_of_the_output(monkeypatch, capsys):
     assert rollpipe("list") == 2 and "of a server of mine" in capsys.readouterr().err
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.skipif(os.name == "nt", reason="a shell closes the streams")
 @pytest.mark.parametrize("more", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed(more):
@@ -1195,6 +1203,7 @@ def test_streams_that_are_closed(more):
     )
 
 
+@pytest.mark.slow
 def test_a_terminal_that_does_not_know_a_letter(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     with python("graph", "trpo", "CartPole-v1") as child:
@@ -1307,6 +1316,7 @@ def test_modules_may_be_named_at_several_places(tmp_path, monkeypatch, capsys):
     assert load_run(tmp_path / "run").config["imports"] == ["one_isle", "two_isles"]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("first", [("Island-v0", "--import", "island"), ("island:Island-v0",)])
 def test_a_run_whose_environment_needs_a_module_goes_on(first, tmp_path):
     "By the command that has begun it, and with or without what says the same; and no file makes us import anything by itself."

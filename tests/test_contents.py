@@ -70,6 +70,7 @@ def record(make, edge, path, n=5):
         )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_episodes_are_those_that_were_played_on_every_edge(recipe, tmp_path):
     for name, edge in EDGES:

@@ -88,6 +88,7 @@ def cases(processes, ray):
     return [("processes", *case) for case in processes] + on_ray
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "Reading, workers", cases([(0,), (1,), (2,), (3,), (5,)], [(2,)]), indirect=["Reading"]
 )
@@ -97,6 +98,7 @@ def test_batches_and_weights_after_20_updates_are_bit_identical(Reading, workers
     assert [b.version.tolist() for b in learned_serially()[0]] == [[k] * 6 for k in range(20)]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "Reading, world, workers",
     cases(
@@ -109,6 +111,7 @@ def test_the_stream_is_that_of_the_serial_twin(Reading, world, workers):
     assert_same(stream(world, Reading(workers)), serial(world))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "Reading, lag, workers",
     cases(product((1, 2), (1, 2, 3)), [(1, 1), (1, 3)]),
@@ -123,6 +126,7 @@ def test_a_lag_is_exactly_that(Reading, lag, workers):
     assert (found[1].state.act != serial("gaussian")[1].state.act).any()
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "Reading, world, lag, order",
     cases(
@@ -543,6 +547,7 @@ def test_lanes_start_anew_elsewhere(caplog, Reading):
     ), text
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_reported_with_its_place(caplog, tmp_path, Reading):
     "Again after twice the time; and it is waited for. With `on_silence='raise'` it ends the run."
     gate = tmp_path / "gate"

@@ -60,6 +60,7 @@ def test_environments_that_do_not_close_are_not_waited_for_longer_than_grace(tmp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_hundreds_of_requests_for_one_worker():
     "More than a connection holds while nobody reads it."
     with DataLoader2(
@@ -116,6 +117,7 @@ def odd(fragment):
     return int(fragment.seq[0]) % 2 == 1
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "make",
     [

@@ -131,6 +131,7 @@ def content(folder):
 # -- the update that failed --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "share", [0.005, 1e-9, 1e9], ids=["by the clock", "from the start", "the last batch alone"]
 )
@@ -189,6 +190,7 @@ def test_a_recurrent_learner_is_made_again(tmp_path, planted):
     )
 
 
+@pytest.mark.slow
 def test_bytes_and_number_of_the_batches_are_bounded(tmp_path, planted, monkeypatch):
     monkeypatch.setattr(flight, "SHARE", 1e-9)
     seen = planted(PPO, at=23)
@@ -454,6 +456,7 @@ def test_a_run_that_has_lost_its_fingerprint_is_repeated_from_a_checkpoint(tmp_p
         assert "metrics of update 8 are equal" in moment.outcome(moment.agent.update(moment.batch))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_trained_meanwhile_is_not_disturbed(tmp_path):
     twin = start(tmp_path / "twin", config_of("dqn", steps=400))
     train(twin, progress=False, tensorboard=False)

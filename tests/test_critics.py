@@ -61,6 +61,7 @@ def test_explained_variance_of_large_returns_keeps_its_digits():
     assert isinstance(explained_variance(pred, y.detach()), float)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("n", [2048, 6000])
 def test_defaults_explain_as_much_as_twenty_full_batch_steps(n):
     x, y = batch(n)

@@ -229,7 +229,7 @@ def test_rows_that_are_no_transitions_are_not_in_the_moments():
 def test_beta1_is_an_option_and_no_state():
     agent = CrossQ(*networks(), beta1=0.7)
     agent.load_state_dict(CrossQ(*networks()).state_dict())
-    betas = {name: x.param_groups[0]["betas"][0] for name, x in agent.descents.items()}
+    betas = {name: x.param_groups[0]["betas"][0] for name, x in agent.optimizers.items()}
     assert betas == dict(critic=0.7, policy=0.7, temperature=0.9)
 
 
@@ -262,7 +262,7 @@ def test_moments_move_with_the_network_that_learns_only():
         agent.learn(Sample(fragment._replace(valid=~fragment.valid & False), None, None))
     assert not any(part.learns for part in critic.modules() if isinstance(part, BatchRenorm))
     assert {
-        name: group["betas"] for name, x in agent.descents.items() for group in x.param_groups
+        name: group["betas"] for name, x in agent.optimizers.items() for group in x.param_groups
     } == dict(critic=(0.5, 0.999), policy=(0.5, 0.999), temperature=(0.9, 0.999))
 
 

@@ -56,6 +56,7 @@ def run(code):
     )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", ["IterDataPipe"])
 def test_the_import_names_what_is_missing(name):
     done = run(GONE + "import rollpipe.pipes")

@@ -59,6 +59,7 @@ class Elsewhere:
         return hx.clone()
 
 
+@pytest.mark.slow
 def test_inputs_and_memory_are_where_the_actor_is():
     actor = Elsewhere()
     for tick in islice(
@@ -325,6 +326,7 @@ def test_a_name_that_is_no_device_here_is_refused(device, no_accelerator):
         make_config("trpo", "CartPole-v1", device=device)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize(
     "words",

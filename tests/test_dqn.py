@@ -148,6 +148,7 @@ def test_termination_stops_the_bootstrap_and_truncation_does_not(gamma):
         assert float(metrics["q_target"]) == pytest.approx(1 + gamma * after, rel=1e-6)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("learn", ["dqn", "tabular"])
 @pytest.mark.parametrize("env, values", [(Limited, [10.0]), (Ending, [2.71, 1.9, 1.0])])
 def test_values_under_a_limit_and_at_an_end(env, values, learn):
@@ -288,6 +289,7 @@ def test_without_steps_beta_is_1_at_once():
         assert DQN(actor, beta_steps=beta_steps).update(batch)["beta"] == beta
 
 
+@pytest.mark.slow
 def test_several_steps_need_longer_samples_and_value_alike():
     "Ending pays 1 three times: sums of rewards must agree with the values of one step."
     actor = QPolicy.for_env(Ending, hidden=(), seed=0)

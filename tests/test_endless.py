@@ -65,6 +65,7 @@ def train(folder, *words):
 # --- a run whose evaluations would not end
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("every", ["1", "64 steps"])
 def test_a_run_goes_on_when_its_evaluations_do_not_end(tmp_path, capsys, caplog, every):
     run = tmp_path / "run"

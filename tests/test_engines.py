@@ -212,6 +212,7 @@ def learn(actor, scale=0.05):
     bump_version(actor)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "n_envs, name", [*product((1, 3), ACTORS), *product((8,), ("mixed", "lstm", "table"))]
 )
@@ -549,6 +550,7 @@ def test_a_weight_that_is_filled_or_emptied_is_noticed(change):
     torch.testing.assert_close(*found.values(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("optimize", [True, False])
 @pytest.mark.parametrize("where", OUTSIDE)
 def test_what_an_actor_reads_besides_its_weights(where, optimize, caplog):

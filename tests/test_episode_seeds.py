@@ -107,6 +107,7 @@ def test_what_resets_its_environments_itself_is_refused():
         rollouts(Tensors, None, episode_seeds=True)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_seeds(tmp_path, capfd):
     def train(out, steps, *words):
         return rollpipe(

@@ -95,6 +95,7 @@ def check(episode, seq, expected):
     assert_same((final.obs, final.actor), last)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("world", WORLDS)
 @fast
 @given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 60))
@@ -331,6 +332,7 @@ def test_rows_become_wider():
     assert rows.cut(0, 4, 0)["x"][:, 0].tolist() == [0, 0.5, 1, 1]
 
 
+@pytest.mark.slow
 def test_memory_follows_the_oldest_episode(monkeypatch):
     "One environment has long episodes in the beginning, then all are short."
     kept = []

@@ -260,6 +260,7 @@ def test_nothing_to_evaluate(n):
 # --- episodes that are cut off
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 40, 41])
 @pytest.mark.parametrize("n_envs", [1, 3])
 def test_cut_off_is_the_limit_of_gymnasium_told_apart(limit, n_envs):

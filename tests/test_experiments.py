@@ -61,6 +61,7 @@ def test_each_run_is_as_if_it_were_alone_and_the_end_compares_them(tmp_path, cap
     assert "<svg" in (tmp_path / "curve.svg").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path, capfd):
     (tmp_path / "a-s0").write_text("a file, where the folder should be")
     assert (
@@ -84,6 +85,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path, capfd):
     )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("sends", ["terminal", "kill"])
 def test_ctrl_c_stops_all_after_saving_and_one_command_continues_all(tmp_path, sends, capfd):
     runs = [tmp_path / f"a-s{n}" for n in range(3)]

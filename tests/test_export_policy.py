@@ -119,6 +119,7 @@ def test_an_episode_by_predict_is_an_episode_of_the_evaluation(name, env_id):
     )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", ACTORS)
 @settings(deadline=None, max_examples=15)
 @given(
@@ -548,6 +549,7 @@ def test_a_file_answers_any_number_of_environments(name, to):
                 torch.testing.assert_close(torch.as_tensor(x), y)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_policy_that_sees_its_past_needs_nothing_but_its_file(to, tmp_path):
     "It sees the actions that it wanted, of which the environment gets the clipped ones."

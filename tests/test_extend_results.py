@@ -72,6 +72,7 @@ def states(folder):
     return {(row["label"], row["seed"]): (row["state"], row["last"]) for row in rows}
 
 
+@pytest.mark.slow
 def test_a_report_without_new_runs_stays_as_it_is(made):
     assert b"runs/some/TRPO-CartPole-v1" in made["report.md"] and b"Somebody" in made["report.md"]
     assert extend(Path("some.toml"), Path("runs/some"), Path("results")) == []
@@ -79,6 +80,7 @@ def test_a_report_without_new_runs_stays_as_it_is(made):
     assert not Path("results/report.html").exists()
 
 
+@pytest.mark.slow
 def test_complete_runs_have_the_numbers_of_the_bench(made):
     "As `rollpipe report` writes them for the folder with all runs."
     spec = read_spec("some.toml")
@@ -96,6 +98,7 @@ def test_complete_runs_have_the_numbers_of_the_bench(made):
     assert curves == made["report.jsonl"].decode().splitlines()
 
 
+@pytest.mark.slow
 def test_new_runs_are_added_and_replace_earlier_ones(made):
     for seed, means in ((0, [1.0, 2.0, 8.0]), (1, [2.0, 3.0, 4.0]), (7, [0.0, 0.0, 6.0])):
         make_run(Path("runs/some", f"TRPO-CartPole-v1-s{seed}"), means, seed)
@@ -139,6 +142,7 @@ def test_a_run_with_other_settings_is_an_error(made, other, told):
     assert {name: Path("results", name).read_bytes() for name in FILES} == made
 
 
+@pytest.mark.slow
 def test_what_auto_has_become_and_versions_may_differ(made):
     run = dict(options=dict(max_kl=0.01), engine="onnxruntime", versions=dict(torch="1.0"))
     make_run(Path("runs/some/TRPO-CartPole-v1-s1"), [2.0, 3.0, 4.0], 1, **run)
@@ -154,6 +158,7 @@ def test_a_damaged_run_is_an_error(made, name):
     assert {name: Path("results", name).read_bytes() for name in FILES} == made
 
 
+@pytest.mark.slow
 def test_modules_are_imported_from_the_folder_of_the_call(tmp_path):
     (tmp_path / "mine.py").write_text("raise SystemExit('mine was found')")
     script = Path(__file__).resolve().parent.parent / "benchmarks" / "extend_results.py"

@@ -60,6 +60,7 @@ def python(newest, *args):
     return res.stdout
 
 
+@pytest.mark.slow
 def test_the_newest_fastcore_is_the_one_imported(newest):
     out = python(
         newest, "-c", "import rollpipe, fastcore; print(fastcore.__version__, fastcore.__file__)"
@@ -68,6 +69,7 @@ def test_the_newest_fastcore_is_the_one_imported(newest):
     assert int(version.split(".")[0]) >= 2 and Path(file.strip()).is_relative_to(newest)
 
 
+@pytest.mark.slow
 def test_every_module_imports(newest):
     code = (
         "import importlib, pkgutil, rollpipe\n"
@@ -77,6 +79,7 @@ def test_every_module_imports(newest):
     assert "rollpipe.pipes.data.nested" in python(newest, "-c", code).split()
 
 
+@pytest.mark.slow
 def test_the_command_line_answers(newest):
     assert "train" in python(newest, "-m", "rollpipe", "--help")
     assert "--max" in python(

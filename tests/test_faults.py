@@ -344,6 +344,7 @@ def test_the_start_of_a_worker_is_no_silence(method, caplog):
     assert len(said_of_the_worker) == 1 and "Its lanes start anew" in said_of_the_worker[0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_start_is_reported(caplog, monkeypatch):
     "After a time of its own. The question where it is would kill it before it can understand, so it is not asked."
     monkeypatch.setattr("rollpipe.pipes.workers.process.STARTING", 0.1)
@@ -506,6 +507,7 @@ if __name__ == '__main__':
 """
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "method, doing", [("fork", "computes"), pytest.param("spawn", "runs", marks=pytest.mark.slow)]
 )
@@ -689,6 +691,7 @@ def test_episodes_do_not_mix_after_a_restart(lag):
 # --- nothing is left
 
 
+@pytest.mark.slow
 def test_nothing_is_left_open():
     "Descriptors, after loaders that ended well, were broken off, failed or lost a worker."
 

@@ -104,6 +104,7 @@ def test_refuses_the_names_of_others_and_leaves_the_table_as_it_was(name, proble
     assert IterDataPipe.functions == before
 
 
+@pytest.mark.slow
 def test_nothing_is_registered_before_it_is_imported():
     code = (
         "import rollpipe.pipes as p; from rollpipe.pipes.graph.torchdata import IterDataPipe as D; "

@@ -112,6 +112,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "name",
     [

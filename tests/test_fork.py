@@ -153,6 +153,7 @@ def test_the_memories_of_parent_and_fork_are_apart(path, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_the_parent_may_be_in_training(tmp_path):
     twin = trained(tmp_path / "twin", "dqn", 400)
 
@@ -191,6 +192,7 @@ def test_forks_beside_a_training_that_saves_all_the_time(tmp_path):
         check_same(tmp_path / "run", out)
 
 
+@pytest.mark.slow
 def test_chunks_that_the_training_removes_meanwhile(tmp_path, monkeypatch):
     "The parent saves between the reading of its checkpoint and the naming of the chunks."
     module = sys.modules["rollpipe.runs.moments"]
@@ -210,6 +212,7 @@ def test_chunks_that_the_training_removes_meanwhile(tmp_path, monkeypatch):
     check_same(parent.folder, out)
 
 
+@pytest.mark.slow
 def test_a_fork_has_the_evaluations_up_to_there_and_a_recording_of_its_own(tmp_path):
     parent = trained(
         tmp_path / "run",
@@ -274,6 +277,7 @@ def test_a_fork_has_the_best_policy_of_its_time(keep, tmp_path):
     check_same(parent.folder, out)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_extended(tmp_path):
     "The checkpoint of its old end says that it is complete, as does that with which a fork of this end begins."
     parent, twin = (trained(tmp_path / name, steps=320, keep=9) for name in ("run", "twin"))
@@ -290,6 +294,7 @@ def test_a_run_that_was_extended(tmp_path):
         check_same(parent.folder, out)
 
 
+@pytest.mark.slow
 def test_an_old_end_does_not_end_a_run_that_was_extended(tmp_path):
     "Its checkpoint lacks the last evaluations, which the longer run has dropped. To make them is no reason to lose what came after it."
     run = trained(
@@ -313,6 +318,7 @@ def test_an_old_end_does_not_end_a_run_that_was_extended(tmp_path):
     assert load_run(run.folder).counters["steps"] == 480
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "name, value", [("steps", 640.0), ("steps", np.int64(640)), ("steps", 0), ("workers", -1)]
 )
@@ -340,6 +346,7 @@ def test_one_module_may_be_imported(tmp_path):
     assert load_run(run.folder).config["imports"] == ["json"]
 
 
+@pytest.mark.slow
 def test_updates_without_a_step_are_recorded_once(tmp_path):
     "They have the number of steps of the checkpoint before them. Vectors reset in a step that is no transition."
     options = dict(
@@ -405,6 +412,7 @@ def changed_corridor(folder, monkeypatch, **run):
     return made
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_run_whose_environment_was_changed_goes_on_with_new_episodes(
     exact, tmp_path, monkeypatch, caplog
@@ -466,6 +474,7 @@ def test_the_command_names_the_way_out(tmp_path, monkeypatch, capsys):
     assert rollpipe("train", "--resume", tmp_path / "out", "--steps", "256", "--quiet") == 0
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "name, options",
     [("ppo", dict(n_envs=3, gamma=0.9, lr=3e-3)), ("dqn", dict(capacity=300, n_envs=1, noise=1))],
@@ -489,6 +498,7 @@ def test_a_fork_that_could_not_go_on_exactly_is_not_exact(tmp_path, monkeypatch)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_new_episodes_from_an_earlier_update_and_of_an_inexact_run(tmp_path):
     parent = trained(tmp_path / "run", steps=320)
     out = fork(parent.folder, tmp_path / "out", 3, new_episodes=True)
@@ -509,6 +519,7 @@ def test_new_episodes_from_an_earlier_update_and_of_an_inexact_run(tmp_path):
 # -- edits -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_options_and_where_the_runs_part(tmp_path):
     parent = trained(tmp_path / "run", "trpo", 800)
     out = fork(parent.folder, tmp_path / "fork", 8, max_kl=0.5, critic_lr=1e-4)
@@ -539,6 +550,7 @@ def test_other_options_and_where_the_runs_part(tmp_path):
     assert load_run(again).history.origin["set"] == dict(max_kl=0.5, critic_lr=1e-4)
 
 
+@pytest.mark.slow
 def test_a_decaying_rate_begins_where_the_option_says(tmp_path):
     parent = trained(tmp_path / "run", "decay", 800)
     run = gone_on(fork(parent.folder, tmp_path / "a", 8, lr=1e-2))
@@ -557,6 +569,7 @@ def test_a_decaying_rate_begins_where_the_option_says(tmp_path):
     check_same(parent.folder, out)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "name, options",
     [
@@ -606,6 +619,7 @@ def test_what_the_state_does_not_fit_is_refused_by_name(name, options, tmp_path)
     assert os.listdir(tmp_path) == ["run"] and content(parent.folder) == before
 
 
+@pytest.mark.slow
 def test_what_has_been_learned_since_is_refused(tmp_path):
     parent = trained(tmp_path / "run", "sac", 320)
     with pytest.raises(DataError, match="leaf first_temperature: .*or a new run, got 0.5"):
@@ -615,6 +629,7 @@ def test_what_has_been_learned_since_is_refused(tmp_path):
         fork(trpo.folder, tmp_path / "fork", log_std=0.3)
 
 
+@pytest.mark.slow
 def test_a_learned_temperature_may_become_a_fixed_one_but_not_the_other_way_round(tmp_path):
     parent = trained(tmp_path / "run", "sac", 320)
     run = gone_on(fixed := fork(parent.folder, tmp_path / "fixed", 8, temperature=0.5))
@@ -623,6 +638,7 @@ def test_a_learned_temperature_may_become_a_fixed_one_but_not_the_other_way_roun
         fork(fixed, tmp_path / "learned", temperature=None, steps=640)
 
 
+@pytest.mark.slow
 def test_impossible_values_are_refused(tmp_path):
     parent = trained(tmp_path / "run", "ppo", 320)
     cases = {
@@ -647,6 +663,7 @@ def test_impossible_values_are_refused(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["lanes", "run"]
 
 
+@pytest.mark.slow
 def test_an_impossible_option_is_refused_before_the_run_is_repeated(tmp_path, monkeypatch):
     parent = trained(tmp_path / "run", "ppo", 320, keep=1)
 
@@ -671,6 +688,7 @@ def test_an_impossible_option_is_refused_before_the_run_is_repeated(tmp_path, mo
     )
 
 
+@pytest.mark.slow
 def test_edits_of_the_graph(tmp_path):
     "Those that the parent had are needed to repeat it; another one works from the update on."
     edit = RewardScaler.inserter(after=FragmentCollector)
@@ -709,6 +727,7 @@ def test_refused_runs(tmp_path):
     assert not (tmp_path / "f").exists() and not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_fork_knows_what_it_did_not_make(tmp_path):
     run = trained(tmp_path / "run", steps=640)
     gone_on(out := fork(run.folder, tmp_path / "fork", 8, lr=0.01))
@@ -854,6 +873,7 @@ def test_a_file_system_without_second_names(tmp_path, monkeypatch):
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     parent = trained(tmp_path / "run", steps=640)
     out = tmp_path / "fork"

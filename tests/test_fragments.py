@@ -76,6 +76,7 @@ def apply_dim1(hxs):
     )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("world", WORLDS)
 @fast
 @given(plans=st.lists(episodes, min_size=1, max_size=3), n_steps=st.integers(1, 7))

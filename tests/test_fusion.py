@@ -91,6 +91,7 @@ def assert_same_streams(make, n=4):
 # --- the stream
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("world", WORLDS)
 @fast
 @given(
@@ -158,6 +159,7 @@ def test_with_vector_environments(mode, terminal_obs):
     assert_same_streams(make, 5)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "kind, options",
     [
@@ -202,6 +204,7 @@ def assert_same_while_it_learns(kind, options, source, n_steps, n_items, **kwarg
         assert_same(a, b)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "kind, options", [(MLPPolicy, {}), (RecurrentPolicy, dict(cell="lstm", past=True, report=True))]
 )
@@ -464,6 +467,7 @@ def told(harm, place, at, change):
     return found
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "place",
     [
@@ -591,6 +595,7 @@ def test_the_first_fault_is_told_and_nothing_that_is_not_finite_leaves(then, at)
         assert "non-finite" in texts[0][1]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("then", ["nothing", "raises", "reward", "info", "end"])
 @pytest.mark.parametrize("at", [1, 4, 9, 200])
 def test_the_first_fault_with_another_engine(then, at):

@@ -106,6 +106,7 @@ def test_lanes_that_write_into_the_batch_yield_the_same(
     assert_same_streams(make)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("kwargs", [{}, dict(terminal_obs=True), dict(sticky=5)])
 @pytest.mark.parametrize("source", ["vector", "single"])
@@ -120,6 +121,7 @@ def test_every_kind_of_reset(mode, kwargs, source):
     assert_same_streams(lambda: joined(envs, Memory(), 5, 3, 3, judge, **kwargs))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("engine", ["torch", "onnxruntime"])
 def test_with_networks_whose_weights_change(engine):
     "Versions, the recurrent state and the normaliser, too; nothing changes in what is kept."
@@ -213,6 +215,7 @@ class Some(Pipe):
         yield from islice(items, 5 * (self.lane + 1))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("n", [2, 3, 4, 7])
 def test_lanes_that_end(n):
     "The last batches are made of the lanes that are left, and the last one is smaller."
@@ -351,6 +354,7 @@ def test_the_newest_critic_judges():
             critic[0].bias.fill_(7.0 * (k + 1))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("n_workers, lag", [(0, 0), (1, 0), (2, 0), (2, 1)])
 def test_the_same_with_any_number_of_workers(n_workers, lag):
     "The learner's process estimates, with the weights that it has then."
@@ -413,6 +417,7 @@ def raising(obs, hit):
     return judge(obs)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("lane", [0, 1, 2])
 @pytest.mark.parametrize(
     "then",

@@ -295,6 +295,7 @@ def test_torch_makes_only_steps_that_are_rare(monkeypatch):
     assert len(calls) == 3
 
 
+@pytest.mark.slow
 def test_a_training_does_not_import_torchs_compiler(tmp_path):
     "It takes a second of each command."
     code = (

@@ -15,7 +15,7 @@ from reference import assert_same, snapshot
 from test_replay import Drawn
 
 from rollpipe.agents import DQN, evaluate
-from rollpipe.agents.unroll import observations_reached
+from rollpipe.agents.unroll import next_observations
 from rollpipe.layers import DeterministicPolicy, MLPPolicy, QPolicy, RecurrentQPolicy
 from rollpipe.pipes import (
     DataError,
@@ -121,7 +121,7 @@ class Episodes:
 def check(sample, episodes, env):
     "Every step of a sample; returns how often the goal is another one."
     f, changed = sample.fragment, 0
-    reached = observations_reached(f)
+    reached = next_observations(f)
     for j, serial in enumerate(sample.index.tolist()):
         step = episodes.steps[serial]
         goal = f.state.obs["desired_goal"][0, j]
@@ -276,6 +276,7 @@ def test_the_contract_of_pipes():
     check_pipe(lambda: Drawn(bits()), n_items=6)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("env", [BitFlip, PointReach, Coarse])
 def test_the_contract_of_environments(env):
     check_env(env)
@@ -473,7 +474,7 @@ def test_goals_may_be_floats_of_two_sizes(dtypes):
     )
     samples = [sample.fragment for item in islice(pipe, 6) for sample in item.samples]
     for f in samples:
-        reached = observations_reached(f)["achieved_goal"][0]
+        reached = next_observations(f)["achieved_goal"][0]
         desired = f.state.obs["desired_goal"][0]
         torch.testing.assert_close(f.state.rew[1], -(reached - desired).abs().sum(-1).float())
     assert samples

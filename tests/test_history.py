@@ -84,6 +84,7 @@ def test_the_history_has_an_event_for_all_that_happened(folder):
     assert load_run(folder).history == history
 
 
+@pytest.mark.slow
 def test_a_fork_begins_a_history_of_its_own(folder, tmp_path):
     first = fork(folder, tmp_path / "first", 5, gamma=0.9, steps=480)
     trained(resume(first), {7: dict(clip=0.4)})

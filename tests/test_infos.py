@@ -635,6 +635,7 @@ def test_a_vector_gives_the_fragments_of_single_environments(story, n, mode):
     assert_same(a, b)
 
 
+@pytest.mark.slow
 @stream
 @given(
     story=seeds, n=few, batch=st.integers(1, 4), pad=st.booleans(), lanes=few, below=st.booleans()
@@ -652,6 +653,7 @@ def test_whole_episodes(story, n, batch, pad, lanes, below):
     )
 
 
+@pytest.mark.slow
 @stream
 @given(story=seeds, n=few, lanes=few, data=st.data())
 def test_batches_their_parts_and_minibatches(story, n, lanes, data):
@@ -670,6 +672,7 @@ def test_batches_their_parts_and_minibatches(story, n, lanes, data):
     check_fragments(story, islice(Minibatcher(stacked, 3, seed=0), 12))
 
 
+@pytest.mark.slow
 @stream
 @given(
     story=seeds,
@@ -761,6 +764,7 @@ def piped(story, lanes):
     )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("story", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, dict(lag=1)], ids=["lag 0", "lag 1"])
 def test_the_stream_does_not_depend_on_the_workers(story, options):

@@ -146,6 +146,7 @@ def python(wheel, tmp_path_factory):
 # -- what is in them ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_nothing_else(sources, wheel):
     found = members(wheel)
     package = {n for n in sources if n.startswith("rollpipe/")}
@@ -179,6 +180,7 @@ def test_the_sdist_holds_the_source_and_nothing_else(sources, sdist):
     assert found - sources - made == set(), "MANIFEST.in lets them in"
 
 
+@pytest.mark.slow
 def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
     run(sys.executable, "-m", "tarfile", "-e", sdist, tmp_path / "source", cwd=tmp_path)
     again = build_wheel(next((tmp_path / "source").iterdir()), tmp_path)
@@ -212,6 +214,7 @@ def test_no_address_is_made_up(metadata, wheel):
     assert not {name for name, text in members(wheel).items() if address.search(text)}
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "version, fits", {"3.9": False, "3.10": True, "3.11": True, "3.12": True, "3.13": True}.items()
 )
@@ -291,6 +294,7 @@ def test_every_module_imports_from_where_it_is_installed(python, sources, tmp_pa
     assert all(Path(file).is_relative_to(python.parents[1]) for file in found.values())
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_evaluates(python, tmp_path):
     command = python.with_name("rollpipe")
     assert run(command, "--version", cwd=tmp_path) == f"rollpipe {settings['version']}\n"

@@ -209,7 +209,7 @@ def test_updates_are_those_of_the_equations(outside):
         (of_policy, plain.policy, policy),
         (of_value, plain.value, value),
     ):
-        optimizer = agent.descents["policy" if moments is policy else "critic"]
+        optimizer = agent.optimizers["policy" if moments is policy else "critic"]
         for name, rows in (("exp_avg", moments.first), ("exp_avg_sq", moments.second)):
             for p, x in zip(network, layers(rows)):
                 close(optimizer.state[p][name], x)
@@ -219,7 +219,7 @@ def test_updates_are_those_of_the_equations(outside):
     q = plain.adams["q"]
     for k, p in enumerate([*critic.net.weights, *critic.net.biases]):
         close(p, stacked(plain.q, k).reshape(p.shape))
-        state = agent.descents["critic"].state[p]
+        state = agent.optimizers["critic"].state[p]
         for name, rows in (("exp_avg", q.first), ("exp_avg_sq", q.second)):
             close(state[name], stacked([rows[:4], rows[4:]], k).reshape(p.shape))
     for k, p in enumerate([*target.net.weights, *target.net.biases]):

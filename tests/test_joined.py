@@ -88,6 +88,7 @@ def is_shared(x, pool):
 assert B * 96 * 80 * (T + 1) >= SMALL
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("lag", [0, 1, None])
 @pytest.mark.parametrize("lanes, joined", [(2, 2), (3, 3), (3, 2), (2, 4), (2, None)])
 def test_the_stream_is_that_of_one_process(lanes, joined, lag):
@@ -194,6 +195,7 @@ class Keeps(FragmentCollector):
             yield fragment if len(kept) < 3 else kept.pop(0)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "wrap",
     [Delayed, Twice, lambda pipe: Keeps(pipe.pipe, T), lambda pipe: FragmentStacker(pipe, 3)],
@@ -255,6 +257,7 @@ class Sizes(Source):
             )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "order, lag", [("canonical", 0), ("canonical", 2), ("canonical", None), ("ready", 1)]
 )
@@ -305,6 +308,7 @@ def test_a_lost_worker_leaves_half_a_picture():
         assert_same(snapshot(batch), known)
 
 
+@pytest.mark.slow
 def test_weights_that_change_meanwhile():
     "As in one process, with large observations."
 
@@ -376,6 +380,7 @@ class Elephant(Parrot):
         )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("actor", [Parrot(), Elephant()])
 @pytest.mark.parametrize("n_steps", [3, 5])
@@ -458,6 +463,7 @@ def test_pipes_of_others_see_contiguous_fragments_of_their_own():
         assert torch.equal(fragment.state.obs["image"].view(-1, 96 * 80).sum(1), total)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("n_buffers", [None, 8, 12])
 def test_versions_do_not_depend_on_what_is_kept(n_buffers):
     "Lanes of different lengths, so that groups do not begin where slots do."

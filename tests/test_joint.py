@@ -191,6 +191,7 @@ def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(tmp_path):
     assert guillotine.differences(guillotine.numbers(twin), guillotine.numbers(one)) == []
 
 
+@pytest.mark.slow
 def test_a_batch_that_breaks_in_one_rank_leaves_the_last_checkpoint(tmp_path):
     one = tmp_path / "one"
     twin = tmp_path / "twin"
@@ -218,6 +219,7 @@ def test_a_batch_that_breaks_in_one_process_leaves_the_last_update(
     assert (found.counters["updates"], found.stream is not None) == (4, is_exact)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_exact_goes_on_with_new_episodes(tmp_path):
     more = dict(order="ready", lag=1)
     assert attempt(tmp_path / "one", "ppo", workers=1, more=more) == [None, None]
@@ -248,6 +250,7 @@ def kept(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "how, text",
     [

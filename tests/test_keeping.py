@@ -132,6 +132,7 @@ MUJOCO = [
 ]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", CLASSIC)
 def test_classic_environments_are_copied(name):
     assert check(lambda: gym.make(name), "copy").failed == {}
@@ -945,6 +946,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", BATCHES)
 def test_a_batch_goes_on_where_it_was(name):
     factories = BATCHES[name]()

@@ -40,6 +40,7 @@ def kept(folder):
 # --- the best evaluation
 
 
+@pytest.mark.slow
 def test_the_best_file_holds_the_weights_that_were_evaluated(tmp_path):
     run = train_small(tmp_path / "run", 1280, eval_every=1, seed=3)
     found = load_run(tmp_path / "run", best=True)
@@ -61,6 +62,7 @@ def test_the_best_file_holds_the_weights_that_were_evaluated(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_file_is_that_of_the_evaluation_although_training_goes_on(tmp_path, monkeypatch):
     "The first evaluation takes as long as the rest of the training, and is the best. The same training for one update gives its weights."
     calls = []
@@ -86,6 +88,7 @@ def test_the_file_is_that_of_the_evaluation_although_training_goes_on(tmp_path, 
     )
 
 
+@pytest.mark.slow
 def test_evaluate_best_says_what_training_has_said(tmp_path, capsys):
     run = tmp_path / "run"
     assert (
@@ -116,6 +119,7 @@ def test_evaluate_best_says_what_training_has_said(tmp_path, capsys):
     assert rollpipe("export", run, "--best", "--to", "pt2") == 0 and (run / "policy.pt2").exists()
 
 
+@pytest.mark.slow
 def test_the_best_score_survives_resuming(tmp_path):
     run = train_small(tmp_path / "run", 256, eval_every=1)
     train(resume(run.folder, 384), progress=False, tensorboard=False)
@@ -188,6 +192,7 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(tmp_path):
     ] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_stays_there_if_it_ends_before_its_first_update(tmp_path, monkeypatch):
     run = train_small(tmp_path / "run", keep=9, checkpoint_every=1, record=True)
     more = resume(run.folder / "checkpoints" / "checkpoint-000000256.safetensors")
@@ -215,6 +220,7 @@ def test_a_run_goes_on_from_its_best(tmp_path):
     assert read_metrics(run.folder)["steps"][-1] == 512
 
 
+@pytest.mark.slow
 def test_overwriting_removes_them_and_nothing_else(tmp_path):
     run = train_small(tmp_path / "run", keep=2, eval_every=5)
     mine = run.folder / "checkpoints" / "checkpoint-of-mine.safetensors"

@@ -176,6 +176,7 @@ def test_a_stream_refuses_last_observations_that_a_reset_changes(name, kind):
     assert caught.value.leaf == leaf and "CopiesLastObs" in str(caught.value)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", REUSING)
 @pytest.mark.parametrize("kind", [0, 1], ids=["sync", "async"])
 def test_check_env_tells_of_last_observations_that_a_reset_changes(name, kind):

@@ -152,6 +152,7 @@ def test_the_weights_are_saved_and_the_run_says_what_is_lost(tmp_path, caplog):
     assert load_run(run.folder).counters["updates"] == 22
 
 
+@pytest.mark.slow
 def test_the_last_exact_checkpoint_still_goes_on_exactly(tmp_path, caplog):
     config = config_of(LateTold, steps=1280, checkpoint_every=1, keep=20)
     run = start(tmp_path / "run", config)
@@ -187,9 +188,8 @@ def test_a_log_of_actions_that_is_too_long_is_dropped_and_the_run_says_so_once(
     assert load_run(run.folder).counters["updates"] == 21
 
 
-@pytest.mark.parametrize(
-    "kind", [LateTask, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:-1])]
-)
+@pytest.mark.slow_but_one
+@pytest.mark.parametrize("kind", [LateTask, *KINDS[:-1]])
 def test_a_replay_keeps_what_comes_late(kind, tmp_path):
     whole = start(tmp_path / "whole", config_of(kind, steps=1408))
     train(whole, progress=False)
@@ -201,6 +201,7 @@ def test_a_replay_keeps_what_comes_late(kind, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("restart", [0, 1])
 def test_with_workers(restart, tmp_path):
     run = start(tmp_path / "run", config_of(LateTold, steps=1280, workers=2, restarts=restart))

@@ -344,6 +344,7 @@ def test_unsupported_action_spaces(space, where):
         head_for(space, 8)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "space",
     [

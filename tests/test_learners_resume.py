@@ -222,6 +222,7 @@ def check(case, workers, change=lambda state: state, chunks=lambda: None, then=N
     assert_same(again, weights)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("case", CASES)
 def test_the_rest_is_the_same_in_new_objects(case):
     check(case, workers=int(case == "vtrace"))

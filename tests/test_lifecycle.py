@@ -74,6 +74,7 @@ def take(pipe, n=4):
 # --- iterating
 
 
+@pytest.mark.slow_but_one
 @each_pipe
 @pytest.mark.parametrize("service", [None, InProcessReadingService])
 def test_under_data_loader(name, service):
@@ -120,6 +121,7 @@ def test_a_new_iterator_ends_the_older_one(name):
 # --- copies
 
 
+@pytest.mark.slow_but_one
 @each_pipe
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_pickles(name, protocol):

@@ -256,6 +256,7 @@ def test_a_long_request_is_refused(over, size):
     refused.value.close()
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("algorithm, workers", [("dqn", 0), ("ppo", 0), ("ppo", 2)])
 def test_a_training_writes_what_its_stages_cost(tmp_path, algorithm, workers):
     "Without workers the shares of all stages, of the learner and of the rest are the whole time."

@@ -83,6 +83,7 @@ def assert_equal(a, b):
     assert (found := first_difference(a, b)) is None, found
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("workers", [(0, 0), (0, 2), (2, 0)])
 @pytest.mark.parametrize("make", [ppo, dqn, rnd])
 def test_the_whole_equals_a_part_and_the_rest(make, workers, tmp_path):
@@ -92,6 +93,7 @@ def test_the_whole_equals_a_part_and_the_rest(make, workers, tmp_path):
     assert_equal((whole, weights), (first + rest, found))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("make", [ppo, dqn])
 def test_a_loop_goes_on_many_times(make, tmp_path):
     whole, weights = go_on(tmp_path / "whole.safetensors", make, 5)

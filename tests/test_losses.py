@@ -26,13 +26,13 @@ from toys import Lively
 from rollpipe.agents.losses import a2c, ppo, reinforce, vtrace_actor_critic, with_old_values
 from rollpipe.agents.policy_gradient import VTrace
 from rollpipe.agents.unroll import (
-    answers_reached,
     approx_kl,
     fill_invalid,
     lag_of,
+    next_outputs,
+    next_states,
     replay_policy,
     spliced,
-    states_reached,
     timeshift,
 )
 from rollpipe.layers import Critic, GaussianPolicy
@@ -254,6 +254,7 @@ def slow_vtrace(steps, values, reached, fragment, gamma, lam, rho_clip, c_clip):
     return out
 
 
+@pytest.mark.slow
 @quick
 @given(
     **cases,
@@ -408,6 +409,7 @@ def test_nothing_is_changed(kind):
     assert version_of(actor) == 3
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("kind", ["plain", "shared"])
 def test_work_is_done_for_all_rows_at_once(kind):
     def operations(loss, n_steps, n_envs):
@@ -456,7 +458,7 @@ def test_random_fragments_keep_the_rules(seed, n_steps, n_envs, kind, terminal_o
 @given(**{**cases, "kind": st.sampled_from(["shared", "shared memory"])})
 def test_answers_to_the_states_reached(seed, n_steps, n_envs, kind, terminal_obs, garbage):
     actor, _, fragment = setting(seed, n_steps, n_envs, kind, terminal_obs, garbage)
-    fast = answers_reached(
+    fast = next_outputs(
         lambda state, hx: actor.step(*state, hx=hx, virtual=True)[2]["value"], fragment
     )
     assert fast.shape == fragment.valid.shape and not fast.requires_grad
@@ -467,7 +469,7 @@ def test_answers_to_the_states_reached(seed, n_steps, n_envs, kind, terminal_obs
 
 def test_the_state_reached_is_the_next_row_or_the_true_last_one():
     _, _, fragment = setting(7, 12, 5, "memory", p_end=0.5)
-    reached = states_reached(fragment)
+    reached = next_states(fragment)
     rows = torch.ones(12, 5, dtype=torch.bool)
     for k, (t, b) in enumerate(zip(fragment.final.t, fragment.final.b)):
         rows[t, b] = False
@@ -483,9 +485,7 @@ def test_splicing_keeps_every_row():
     each = torch.arange(5)
     most = int(fragment.final.b.bincount().max())
     assert len(state.fin) == 13 + most and len(fragment.final.t) > most > 1
-    for x, y, z in zip(
-        *(nested.leaves(s) for s in (state, fragment.state, states_reached(fragment)))
-    ):
+    for x, y, z in zip(*(nested.leaves(s) for s in (state, fragment.state, next_states(fragment)))):
         assert torch.equal(x[row, each], y[:-1]) and torch.equal(x[row + 1, each], z)
 
 

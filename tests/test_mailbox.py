@@ -214,6 +214,7 @@ def lines(folder):
 # -- edits -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_edit_takes_effect_is_told_and_can_be_undone(tmp_path, caplog):
     config = config_of("ppo", steps=640, keep=3, checkpoint_every=2)
     answers = []
@@ -260,6 +261,7 @@ def test_an_edit_takes_effect_is_told_and_can_be_undone(tmp_path, caplog):
     assert (parting.after, parting.by) == (4, 6)  # updates with checkpoints have lines in both
 
 
+@pytest.mark.slow
 def test_edits_are_made_again_if_a_run_goes_back(tmp_path):
     plan = {6: [dict(set=dict(clip=0.5))], 9: [dict(set=dict(lr=1e-4))]}
     run = trained(
@@ -310,6 +312,7 @@ def test_the_best_checkpoint_from_before_an_edit_of_its_update_is_refused_and_no
     assert (run.folder / "checkpoint.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_steps_that_are_edited_and_set_by_a_resume(tmp_path):
     "A repetition goes past the end that the edit has set, and a fork from before the edit has the steps from before it."
     run = trained(
@@ -321,6 +324,7 @@ def test_steps_that_are_edited_and_set_by_a_resume(tmp_path):
         assert load_run(fork(run.folder, tmp_path / str(at), at)).config["steps"] == steps
 
 
+@pytest.mark.slow
 def test_an_edit_of_a_schedule_gives_what_a_fork_gives(tmp_path):
     "The value depends on the steps of the learner alone, from the start."
     config = config_of("ppo", steps=640)
@@ -357,6 +361,7 @@ def test_an_edit_and_a_stop_in_one_look_leave_a_line(tmp_path):
     assert verify(run.folder, 10).is_equal
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_is_not_edited_and_an_edit_may_stop_it(tmp_path):
     answers: list = []
 
@@ -415,6 +420,7 @@ def test_learners_with_and_without_a_memory(name, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_pipe_is_inserted(tmp_path, capsys):
     run = start(tmp_path / "run", config_of("ppo", steps=640))
     answers = []
@@ -448,6 +454,7 @@ def test_a_pipe_is_inserted(tmp_path, capsys):
     assert rollpipe("verify", run.folder, "--import", "mailbox_edits") == 0
 
 
+@pytest.mark.slow
 def test_a_pipe_of_the_lanes_is_taken_out_unless_it_keeps_something(tmp_path):
     run = start(tmp_path / "run", config_of("ppo", steps=640))
     answers = []
@@ -537,6 +544,7 @@ def test_what_python_has_edited_and_what_is_inexact_is_refused(tmp_path):
 # -- pause, save, stop -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_training_waits_is_edited_goes_on_and_stops(tmp_path, capsys):
     "By two who ask at the same time, in processes of their own."
     folder = tmp_path / "run"
@@ -616,6 +624,7 @@ def test_a_training_in_a_thread_has_its_folder_alone_and_returns_when_it_is_aske
     assert resume(run.folder).counters["updates"] == found[0]["updates"]
 
 
+@pytest.mark.slow
 def test_signals_end_a_pause_and_a_dead_training_does_not_answer(tmp_path):
     for number, code in ((signal.SIGTERM, 143), (signal.SIGKILL, -9)):
         folder = tmp_path / str(int(number))

@@ -376,6 +376,7 @@ def test_a_resumed_stream_goes_on_where_it_was(tmp_path):
 # -- round trips ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("reward", [np.float64, np.float32, np.int64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_set_that_is_played_and_written_is_the_same(kind, reward, tmp_path):
@@ -437,6 +438,7 @@ def recorded(env, n=6, n_envs=3, n_steps=80, **options):
     return list(islice(Lanes(pipe, 2, seed=3), n))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "FrozenLake-v1", "Taxi-v4"])
 def test_a_recorded_stream_has_its_steps_in_the_file(env, tmp_path):
     fragments = recorded(env)
@@ -796,6 +798,7 @@ def cut(data):
     (data / "main_data.hdf5").write_bytes((data / "main_data.hdf5").read_bytes()[:5000])
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "change, more, words",
     [
@@ -960,6 +963,7 @@ def test_a_killed_writer_leaves_no_set(wait, tmp_path):
     assert len(read(path)) == 1
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("limit", [2**20, 2**25 + 77])
 def test_a_full_disk_is_an_error_and_leaves_nothing(limit, tmp_path):
     res = run_forked(["-c", WRITER, tmp_path, limit])

@@ -106,6 +106,7 @@ def test_on_a_quadratic_it_follows_the_recursion_of_theory_whatever_the_paramete
 # ---- beside TRPO
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "env, cls, kw",
     [

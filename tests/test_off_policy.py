@@ -447,8 +447,23 @@ def test_each_loss_moves_its_own_network_only():
     before = state()
     agent.improve_policy(fragment)
     assert moved(before, after := state()) == [True, False, False]
-    agent.lower("critic", action_value_loss(fragment, agent.critic, torch.zeros(4, 5))[0], "x")
+    agent.optimizer_step(
+        "critic", action_value_loss(fragment, agent.critic, torch.zeros(4, 5))[0], "x"
+    )
     assert moved(after, state()) == [False, True, False]
+
+
+def test_a_state_of_before_the_optimizers_had_their_name_is_loaded():
+    agent = make(SAC)
+    agent.improve_policy(random_fragment())
+    before = agent.state_dict()
+    before["descents"] = before.pop("optimizers")
+    fresh = make(SAC, seed=1)
+    fresh.load_state_dict(before)
+    for loaded, kept in zip(fresh.actor.parameters(), agent.actor.parameters()):
+        assert torch.equal(loaded, kept)
+    # The moments of Adam are not those of a fresh optimiser.
+    assert fresh.optimizers["policy"].state_dict()["state"][0]["step"] == 1
 
 
 # --- whole updates beside an implementation with ordinary modules
@@ -655,6 +670,7 @@ def test_random_actions_first_then_the_policy(algorithm):
     )
 
 
+@pytest.mark.slow_but_one
 @each_algorithm
 @pytest.mark.parametrize("options", [dict(length=3, prioritized=True), dict(samples_per_step=0.5)])
 def test_steps_priorities_ratio_and_nested_observations(algorithm, options):
@@ -781,6 +797,7 @@ def test_a_resumed_learner_takes_the_same_steps(algorithm, tmp_path):
             assert torch.equal(x, y)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.usefixtures("functions_of_onnx")
 @each_algorithm
 @pytest.mark.parametrize("to", ["torchscript", "onnx"])
@@ -806,6 +823,7 @@ def test_export_and_engine(algorithm, to, tmp_path):
     assert not torch.allclose(random[0], one.state.act)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", ["sac", "crossq", "td3", "ddpg"])
 def test_command_line(name, tmp_path):
     hidden = [

@@ -49,6 +49,7 @@ def quietly(run, **kwargs):
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_values_at_the_first_the_last_and_a_resumed_update(tmp_path):
     "512 steps in 16 updates of 32. The schedule of the learning rate ends with the run, that of the clip after 8 updates."
     options = dict(lr="linear:8e-4:0", clip="cosine:.3:.1:256", c_entropy="linear:0:.01:512")
@@ -176,6 +177,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("algorithm, name", CASES)
 def test_an_option_that_is_set_acts_as_one_that_the_learner_was_made_with(algorithm, name):
     "So no learner keeps an older value anywhere."
@@ -258,6 +260,7 @@ RATES = [
 ]  # lr, decay_steps
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("new", RATES)
 @pytest.mark.parametrize("old", RATES)
 def test_a_loaded_learner_has_its_own_learning_rates(old, new):
@@ -352,6 +355,7 @@ def test_the_command_line_reads_schedules_and_says_what_is_wrong(tmp_path, monke
     )
 
 
+@pytest.mark.slow
 def test_a_fork_may_have_another_schedule_and_one_that_does_not_fit_is_refused(tmp_path):
     parent = trained(tmp_path / "run", "ppo", 640)
     run = gone_on(fork(parent.folder, tmp_path / "a", 8, lr="linear:1e-2:0"))
@@ -382,7 +386,7 @@ def test_the_schedule_of_iql_for_decay_steps_is_that_of_its_authors():
     agent = IQL(actor, critic, lr=3e-4, decay_steps=1000)
     agent.steps = 300
     assert agent.set_rates() == dict(rate_left=(1 - cos(pi * 0.7)) / 2)
-    rates = {name: x.param_groups[0]["lr"] for name, x in agent.descents.items()}
+    rates = {name: x.param_groups[0]["lr"] for name, x in agent.optimizers.items()}
     assert rates == dict(policy=3e-4 * (1 - cos(pi * 0.7)) / 2, critic=3e-4)
 
 

@@ -128,6 +128,7 @@ def equal(x, y):
     return torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("cls", [PPOPredicts, Many])
 @pytest.mark.parametrize("options", [{}, dict(critic_lr=0.01), dict(critic_lr=0.02)])
 def test_a_checkpoint_has_it_and_the_training_goes_on_exactly(cls, options, tmp_path):
@@ -304,7 +305,7 @@ def test_reinforce_behaviour_cloning_and_dqn_train_it():
 
 
 def test_learners_with_an_optimiser_for_each_network_want_one_for_it():
-    "SAC and TD3BC: whose loss it belongs to is not known. One in `descents` is lowered by `lower`, and saved."
+    "SAC and TD3BC: whose loss it belongs to is not known. One in `optimizers` is stepped by `optimizer_step`, and saved."
     sac = SquashedPolicy.for_env(PENDULUM, hidden=(8,), seed=0)
     td3 = DeterministicPolicy.for_env(PENDULUM, hidden=(8,), seed=0)
     for cls, actor in ((SAC, sac), (TD3BC, td3)):
@@ -312,7 +313,7 @@ def test_learners_with_an_optimiser_for_each_network_want_one_for_it():
         class Own(cls):
             def critic_loss(self, fragment, weight):
                 loss = next_error(self.predict_next, fragment)
-                self.lower("next", loss, "loss_next", n=fragment.valid.sum())
+                self.optimizer_step("next", loss, "loss_next", n=fragment.valid.sum())
                 return super().critic_loss(fragment, weight)
 
         critic = ActionCritic.for_env(PENDULUM, hidden=(8,), seed=1)
@@ -322,9 +323,9 @@ def test_learners_with_an_optimiser_for_each_network_want_one_for_it():
         iterator = iter(items)
         with pytest.raises(DataError, match="Own would never train this network"):
             agent.update(next(iterator))
-        agent.descents["next"] = torch.optim.Adam(agent.predict_next.parameters(), lr=0.01)
+        agent.optimizers["next"] = torch.optim.Adam(agent.predict_next.parameters(), lr=0.01)
         for _ in range(4):
             agent.update(next(iterator))
         assert not torch.equal(agent.predict_next.weight, linear(3, 3).weight)
-        assert {"predict_next", "descents"} < agent.state_dict().keys()
-        assert {*agent.state_dict()["descents"]} >= {"critic", "policy", "next"}
+        assert {"predict_next", "optimizers"} < agent.state_dict().keys()
+        assert {*agent.state_dict()["optimizers"]} >= {"critic", "policy", "next"}

@@ -77,6 +77,7 @@ def same_policy(a, b):
     ) and np.array_equal(a.actor.predict(OBS)[0], b.actor.predict(OBS)[0])
 
 
+@pytest.mark.slow
 def test_what_a_pack_holds(run, capsys):
     assert rollpipe("pack", run, "--episodes", 3, "--seed", 0) == 0
     out = capsys.readouterr().out
@@ -117,6 +118,7 @@ def test_what_a_pack_holds(run, capsys):
     )
 
 
+@pytest.mark.slow
 def test_no_file_of_a_pack_is_a_pickle(run):
     for path in pack(run, episodes=1).iterdir():
         head = path.read_bytes()[:9]
@@ -198,6 +200,7 @@ def test_the_card_of_a_fork_and_of_an_edited_run_says_so(run, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_pack_takes_the_place_of_nothing_else(run, tmp_path):
     other = Path(shutil.copytree(run, tmp_path / "other"))
     begun = tmp_path / "begun"
@@ -237,6 +240,7 @@ def test_without_the_client_the_extra_is_named(run, monkeypatch, capsys):
         load_agent("some/one")
 
 
+@pytest.mark.slow
 def test_a_run_goes_to_a_hub_and_back(run, monkeypatch, capsys, tmp_path):
     told = []
 

@@ -41,6 +41,7 @@ from rollpipe.pipes.graph.torchdata import DataLoader2
 # what is evaluated
 
 
+@pytest.mark.slow
 def test_same_as_here_when_spawned():
     check_same_as_here(partial(ParallelEvaluation, start_method="spawn"))
 
@@ -266,12 +267,14 @@ def program(tmp_path, then):
                 pass  # as it should be
 
 
+@pytest.mark.slow
 def test_the_end_of_the_program(tmp_path):
     with program(tmp_path, "end") as (parent, pids):
         _, err = parent.communicate(timeout=PATIENCE)
         assert len(pids) == 2 and (parent.returncode, err, gone(pids, 0)) == (0, "", [])
 
 
+@pytest.mark.slow
 def test_a_parent_that_is_killed(tmp_path):
     with program(tmp_path, "wait") as (parent, pids):
         assert all(map(runs, pids))
@@ -280,6 +283,7 @@ def test_a_parent_that_is_killed(tmp_path):
         assert gone(pids, 2) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c(tmp_path):
     "To the whole group: only the parent says so."
     with program(tmp_path, "wait") as (parent, pids):

@@ -336,6 +336,7 @@ def test_inserter_and_replacer():
         Scale.replacer(Toy)(pipe)
 
 
+@pytest.mark.slow
 def test_the_door_is_cheap_and_silent():
     code = (
         "import sys, rollpipe.pipes.graph.torchdata\n"

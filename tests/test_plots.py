@@ -37,6 +37,7 @@ def run(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_first_cell_of_a_notebook_shows_a_picture(run):
     done = subprocess.run(
         [sys.executable, "-c", FIRST_CELL, str(run)], capture_output=True, text=True, timeout=120

@@ -232,6 +232,7 @@ def test_an_installed_algorithm_is_on_the_command_line_and_its_runs_need_nothing
 # -- --import ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_imported_algorithm_is_trained_resumed_evaluated_and_exported(tmp_path):
     (tmp_path / "shy.py").write_text(REGISTERS)
     trained = script(

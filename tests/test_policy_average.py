@@ -21,6 +21,7 @@ def weights(network):
     return torch.cat([p.detach().double().flatten() for p in network.parameters()])
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("algorithm", ONLINE)
 def test_each_learner_keeps_the_mean_that_is_promised(algorithm):
     "With n = 7 the newest weights count 1, 1/2, 1/3, 1/4, 1/4, ...; the mean over six updates is written as one sum."
@@ -67,6 +68,7 @@ def test_each_learner_keeps_the_mean_that_is_promised(algorithm):
         )
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_exported_and_in_the_journal_and_collects_nothing(tmp_path, capsys):
     words = "train ppo CartPole-v1 --steps 4096 --n-envs 4 --n-steps 128 --hidden 8 --critic-hidden 8 --preset none".split()
     more = ["--quiet", "--no-tensorboard", "--eval-every", "2048 steps", "--final-episodes", "5"]

@@ -145,6 +145,7 @@ LEARNERS = dict(
 )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("cls", [Tiny, Recurrent])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LEARNERS)

@@ -318,6 +318,7 @@ def test_the_configuration_of_a_run_over_ranks_is_a_file_of_settings(tmp_path):
     assert rollpipe("train", "dqn", "CartPole-v1", "--config", tmp_path / "own.toml") == 2
 
 
+@pytest.mark.slow
 def test_several_seeds_have_the_preset_too(tmp_path):
     "It ships, because the runs have processes of their own."
     assert (

@@ -340,6 +340,7 @@ def profiled(pipe, n, service=None, then=lambda batch: None):
     return found
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_stream_is_the_same_bit_for_bit(world, workers):

@@ -118,6 +118,7 @@ def slow_penalty(goals, values, huber):
     return total
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 2**31),

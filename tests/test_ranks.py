@@ -239,7 +239,7 @@ def off_policy_learner(kind):
             eps_steps=400,
             multi_step=2,
         )
-    for optimizer in agent.descents.values() if kind in OFF_POLICY else [agent.optimizer]:
+    for optimizer in agent.optimizers.values() if kind in OFF_POLICY else [agent.optimizer]:
         for group in optimizer.param_groups:
             group["eps"] = 1e-2
     return agent
@@ -255,6 +255,7 @@ def many_updates(rank, folder, kind):
     return batches, agent.state_dict()
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("kind", ["TRPO", "PPO"])
 def test_twenty_updates_are_those_of_one_process(kind, tmp_path):
     a, b = run(many_updates, tmp_path, kind)
@@ -341,6 +342,7 @@ def replay_updates(rank, folder, kind, n_extra=0):
     return found
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("kind", ["DQN", "QRDQN", "SAC", "TD3", "DDPG", "TD3BC"])
 def test_memories_of_several_ranks_are_one(kind, tmp_path):
     a, b = run(replay_updates, tmp_path, kind)

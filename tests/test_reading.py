@@ -74,6 +74,7 @@ def test_a_shuffle_below_the_lanes_keeps_the_seed_of_the_recipe(num_workers):
     assert found == [x.lane.tolist() for x in islice(shuffled(), 6)] != [[0, 1, 2]] * 6
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("method, workers", [("spawn", 1), ("forkserver", 3)])
 def test_the_start_method_makes_no_difference(method, workers):
     assert_same(learned(ProcessReading(workers, start_method=method)), learned_serially())
@@ -104,6 +105,7 @@ def test_the_parents_threads_make_no_difference():
         torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_a_worker_may_have_several_threads():
     def threads(lanes):
         actor = Plain()
@@ -143,6 +145,7 @@ def test_lag_none_is_bounded_and_reported():
     assert max(told) > 0  # while the learner waits, workers collect in advance
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("n", [1, 2, 4, 5])
 def test_no_fragment_is_stale_whatever_is_joined(n):
     "With lag 0 all columns of a batch of `n` fragments of 3 lanes have the newest version, under both orders; serially, they have too."
@@ -304,6 +307,7 @@ def test_options_out_of_range():
         ProcessReading(1, start_method="thread")
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("n_cores", [1, 8])
 @pytest.mark.parametrize("lag", [0, None])
 def test_spinning_changes_nothing(lag, n_cores, monkeypatch):
@@ -394,6 +398,7 @@ def test_two_loaders_in_two_threads():
             assert np.array_equal(f.state.act, g.state.act)
 
 
+@pytest.mark.slow
 def test_seeds():
     "`DataLoader2.seed` fixes what has no seed of its own, as in-process; a pipe's own seed takes precedence."
 
@@ -505,6 +510,7 @@ def done(process, timeout=120):
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_a_script_with_everything_in_it(tmp_path):
     "Lambdas and classes of `__main__`, spawned; the interpreter ends while the loader lives."
     code, out, err = done(
@@ -555,6 +561,7 @@ if __name__ == '__main__':
     assert not os.path.exists(f"/proc/{lines[3]}") and err == ""
 
 
+@pytest.mark.slow
 def test_a_notebook(tmp_path):
     "Cells have no file; their classes and lambdas go to spawned workers all the same, without a guard."
     code, out, err = done(
@@ -653,6 +660,7 @@ TAPS = [
 each_tap = pytest.mark.parametrize("make", TAPS, ids=["EpisodeStats", "Tap", "Throughput"])
 
 
+@pytest.mark.slow_but_one
 @each_tap
 @pytest.mark.parametrize("where", ["above, on ticks", "above, on fragments", "above lanes to come"])
 def test_a_tap_whose_function_would_be_a_copy_in_a_worker_is_refused(make, where):
@@ -670,6 +678,7 @@ def test_a_tap_whose_function_would_be_a_copy_in_a_worker_is_refused(make, where
         told.clear()
 
 
+@pytest.mark.slow_but_one
 @each_tap
 @pytest.mark.parametrize("where", ["below", "below lanes to come"])
 def test_a_tap_below_the_lanes_is_told_all(make, where):

@@ -195,6 +195,7 @@ def assert_equal(a, b):
 EDGES = [(name, type(p).__name__) for name, make in RECIPES.items() for p in nodes(make()[0])]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("recipe,edge", EDGES)
 def test_training_from_the_recording_of_an_edge_equals_training_from_environments(
     recipe, edge, tmp_path
@@ -271,6 +272,7 @@ def loop(folder, until, workers=0, above=True, every=2):
                 saved(folder / "run.safetensors", loader, agent, update + 1)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("above", [True, False])
 @pytest.mark.parametrize("workers", [(0, 0, 0), (0, 2, 1)])
 def test_a_resumed_loop_records_each_item_once(workers, above, tmp_path):
@@ -371,6 +373,7 @@ def test_a_worker_that_is_replaced_records_each_item_once(tmp_path):
     assert_equal(list(islice(Replayer(tmp_path / "there"), 10)), found)
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_with_an_open_iteration_records_all_of_its_items(tmp_path):
     code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "break").replace(
         "for k, _ in enumerate(", "items = enumerate("

@@ -179,6 +179,7 @@ def test_a_fork_cannot_get_another_memory(tmp_path):
             fork(run.folder, tmp_path / "fork", 2, **options)
 
 
+@pytest.mark.slow
 def test_the_command_line_a_file_and_the_search_know_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [

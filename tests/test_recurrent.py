@@ -96,6 +96,7 @@ def test_packing_keeps_pieces_whole_and_in_order(fin):
             assert p.first[b] == piece
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("layers", (1, 2))
 @pytest.mark.parametrize("cell", CELLS)
 @given(fin=ends())
@@ -119,6 +120,7 @@ def test_both_ways_are_that_of_an_episode_alone(cell, layers, fin):
             close(grads, results[0][2], tol * 30)  # sums of many terms
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("method", ("step", "packed"))
 @pytest.mark.parametrize("cell", CELLS)
 def test_twice_differentiable(cell, method):
@@ -196,6 +198,7 @@ ENVS = dict(
 )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("lanes, sticky", [(1, None), (2, None), (2, 5)])
 @pytest.mark.parametrize("past", (False, True))
 @pytest.mark.parametrize("cell", CELLS)

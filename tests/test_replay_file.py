@@ -202,6 +202,7 @@ def in_process(function, *args):
         return pool.apply_async(function, args).get(60)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_of_two_processes_that_begin_together_one_has_the_file(tmp_path):
     "Also if an earlier one has left a file, and however the folder is spelled."

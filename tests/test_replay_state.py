@@ -270,6 +270,7 @@ def refused(saved, *words, chunks=None, **options):
     assert all(str(word) in str(e.value) for word in words), str(e.value)
 
 
+@pytest.mark.slow
 def test_each_missing_or_damaged_chunk_is_named(saved):
     for name in saved[2]:
         file = saved[1] / name

@@ -69,6 +69,7 @@ class Stacking(gym.ObservationWrapper):
         return dict(obs, image=np.stack(self.frames))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "n_steps, length, prioritized, mode",
     [

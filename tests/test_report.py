@@ -26,7 +26,7 @@ from rollpipe.results.collect import (
     steps_to,
 )
 from rollpipe.results.curves import curve_of, draw_curves, draw_profiles, profile_of
-from rollpipe.results.report import certificate, page, write_report
+from rollpipe.results.report import diagnostics, page, write_report
 from rollpipe.results.tables import (
     csv_text,
     curves_text,
@@ -37,7 +37,7 @@ from rollpipe.results.tables import (
     together,
 )
 from rollpipe.runs.evaluations import evaluation_seed, write_evaluations
-from rollpipe.runs.plots import CERTIFICATE, svg
+from rollpipe.runs.plots import DIAGNOSTICS, svg
 from rollpipe.traces.history import History
 
 HOSTILE = "_<script>alert('1')</script>&\"|`=[a](b)$\\frac$\\"
@@ -300,6 +300,7 @@ def labelled(folder, rows):
     return read_results(folder)
 
 
+@pytest.mark.slow
 def test_labels_are_compared_in_the_environments_that_both_have(tmp_path):
     rows = [
         ("A", "CartPole-v1", [10.0, 20.0]),
@@ -393,6 +394,7 @@ def test_a_return_that_is_not_a_number_is_shown_and_never_averaged(tmp_path, cap
     assert "NaN" not in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_line_that_was_cut_off_is_no_obstacle(tmp_path, capsys):
     folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]])
     path = folder / "a-s1" / "evaluations.jsonl"
@@ -846,7 +848,7 @@ OF_A_RUN = [
 def charts_once(monkeypatch):
     "Pages whose charts are drawn again only where what they show has changed. Most damages are elsewhere."
     found = {}
-    figures = dict(curves=draw_curves, certificate=certificate)
+    figures = dict(curves=draw_curves, diagnostics=diagnostics)
 
     def drawn(results, name):
         rows = [
@@ -854,11 +856,11 @@ def charts_once(monkeypatch):
                 row.label,
                 row.env,
                 [
-                    (run.seed, [run.metrics.get(x) for x in ("updates", *CERTIFICATE)])
+                    (run.seed, [run.metrics.get(x) for x in ("updates", *DIAGNOSTICS)])
                     for run in row.results
                 ],
             )
-            if name == "certificate"
+            if name == "diagnostics"
             else (
                 row.label,
                 row.env,
@@ -872,7 +874,7 @@ def charts_once(monkeypatch):
             found[key] = (figure := figures[name](results)) and svg(figure, name)
         return found[key] or ""
 
-    for name in ("draw_curves", "certificate"):
+    for name in ("draw_curves", "diagnostics"):
         monkeypatch.setattr(f"rollpipe.results.report.{name}", lambda results: results)
     monkeypatch.setattr("rollpipe.results.report.svg", drawn)
 

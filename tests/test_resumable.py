@@ -242,11 +242,13 @@ def cart():
     )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", PIPES)
 def test_a_pipe_goes_on(name):
     resumes(PIPES[name], 7)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "name", [name for name in PIPES if name != "novelty"]
 )  # which goes on learning when it is iterated again
@@ -254,6 +256,7 @@ def test_a_pipe_keeps_all_rules(name):
     check_pipe(lambda: PIPES[name](2)[0])
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "name", ["episodes", "merged", "steps_of_batches", "minibatches", "fragments"]
 )
@@ -357,6 +360,7 @@ ALL = {
 }
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", ALL)
 def test_a_pipeline_goes_on(name):
     if name.startswith("onnx"):
@@ -372,6 +376,7 @@ SERVICES = dict(
 )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "name, services",
     [
@@ -463,6 +468,7 @@ def ending(lanes):
     return _above(Counting, Plain(), lanes, lambda p: Ends(FragmentCollector(p, 3)))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("service", ["none", "one", "two"])
 def test_lanes_that_have_ended(service):
     whole, _ = part(ending, 9, lanes=3)
@@ -473,6 +479,7 @@ def test_lanes_that_have_ended(service):
         part(ending, 2, 8, state, SERVICES[service](), lanes=3)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("k", [2, 8])
 def test_lanes_whose_end_was_collected_ahead(k):
     "A lane that has ended does not begin anew. After 8 items, all lanes have ended, and one item waits."
@@ -740,6 +747,7 @@ def mortal(path, at):
     return world
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("at", [1, 3, 9, 13])
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_restarted_worker_goes_on_where_it_was(at, lag, tmp_path, caplog):
@@ -757,6 +765,7 @@ def test_a_restarted_worker_goes_on_where_it_was(at, lag, tmp_path, caplog):
     assert_same(whole, first + part(world, 3, 9, state, ProcessReading(1, lag=lag), lanes=3)[0])
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("restart", [0, 1])
 def test_a_worker_that_dies_while_the_state_is_asked_for(lag, restart, tmp_path):
@@ -809,6 +818,7 @@ def test_lanes_that_cannot_tell_are_named_and_go_on():
 # --- shapes
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.integers(1, 3),

@@ -329,6 +329,7 @@ def test_a_memory_has_the_novelty_of_every_step():
     assert (sample.state.rew[1:] > env_rewards(sample)).all()
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("scale", ["sign", 0.1, "learn"])
 def test_a_scale_that_would_be_that_of_the_novelty_too_is_refused(scale):
     def pipe(after):

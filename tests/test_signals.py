@@ -93,6 +93,7 @@ def interpreter(folder):
     return python(folder, "-c", SCRIPT.format(handler=""))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "name, begin, code, told",
     [
@@ -197,6 +198,7 @@ def struck(run, event, error):
     return load_checkpoint(run.checkpoint)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "number, reaches_all, error",
     [(signal.SIGKILL, False, WorkerError), (signal.SIGTERM, True, Stopped)],

@@ -274,6 +274,7 @@ class Model:
         return len(found)
 
 
+@pytest.mark.slow_but_one
 @each_kind
 @settings(deadline=None, max_examples=60)
 @given(
@@ -458,6 +459,7 @@ def usage():
     return Path("/proc/self/maps").read_text().count("rollpipe"), len(gc.get_objects())
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_thousands_of_items():
     "While some of them are always kept."
     rng = random.Random(0)

@@ -321,6 +321,7 @@ def numbered(k, rng):
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(
     seed=st.integers(0, 10**6),
@@ -590,6 +591,7 @@ def places(layout, leaves, named):
     return [None] * len(leaves) if named else found
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=120)
 @given(group=groups(), rounds=st.integers(1, 2), data=st.data())
 def test_items_side_by_side(group, rounds, data):
@@ -1023,6 +1025,7 @@ FACTORY = {
 }
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("make", FACTORY.values(), ids=FACTORY)
 def test_a_writer_and_its_reader_do_not_grow(make):
     "Over thousands of forms."
@@ -1093,6 +1096,7 @@ def test_nothing_grows_over_ten_thousand_items(lag, number):
     gc.collect()
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_many_loaders():
     pipe = Lanes(Numbers(), 2, 0)
 

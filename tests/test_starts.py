@@ -129,6 +129,7 @@ def test_other_evaluations_stay_side_by_side():
     assert beside.returns.tolist() == eight.returns.tolist()
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("every", ["1", "32 steps"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_training_and_its_evaluations_do_not_disturb_one_another(tmp_path, every, workers):
@@ -161,6 +162,7 @@ def test_the_evaluation_on_the_command_line_plays_one_at_a_time(tmp_path, capsys
 # -- only one in a process --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "kind, inexact",
     [(lonely.OnlyOne, False), (lonely.OnlyOneRuns, False), (lonely.OnlyOneHidden, True)],
@@ -334,6 +336,7 @@ def test_a_vector_is_tested_with_the_seeds_of_its_stream():
 # -- the price --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_start_makes_three_environments(tmp_path, monkeypatch):
     def made(name, *words):
         monkeypatch.setenv("COUNTED", str(tmp_path / f"{name}.txt"))

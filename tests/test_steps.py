@@ -510,6 +510,7 @@ def naive_merged(steps, i, n, gamma):
     return total, weight, m, steps[i + m - 1]
 
 
+@pytest.mark.slow
 @fast
 @given(
     plans=st.lists(episodes, min_size=1, max_size=3),

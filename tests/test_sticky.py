@@ -29,6 +29,7 @@ def check(fragment, columns):
             assert fragment.env["count"][t, b] == (0 if info is None else info["count"])
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("world", WORLDS)
 @settings(deadline=None, max_examples=25)
 @given(

@@ -145,6 +145,7 @@ def test_at_a_return_it_stops_says_why_and_is_complete(whole, tmp_path, monkeypa
     check_goes_on(whole.folder, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_stops_where_it_would_have_stopped(whole, tmp_path):
     _, k = goal_of(whole)
     goal = dict(EVERY, stop_at_return=means(whole.folder)[k])
@@ -174,6 +175,7 @@ def test_a_run_that_is_interrupted_stops_where_it_would_have_stopped(whole, tmp_
     )
 
 
+@pytest.mark.slow
 def test_patience(tmp_path):
     run = quietly(made(tmp_path / "run", patience=2, steps=10_000, **EVERY))
     found = means(run.folder)
@@ -188,6 +190,7 @@ class Killed(BaseException):
     "Stands for the end of the process."
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("place, name", [(Run, "save"), (History, "write")])
 def test_a_run_that_is_killed_while_its_stop_is_saved_is_complete_later(
     tmp_path, monkeypatch, place, name
@@ -212,6 +215,7 @@ def test_a_run_that_is_killed_while_its_stop_is_saved_is_complete_later(
     )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("kind", ["training", "last", "best"])
 def test_a_kill_after_one_of_the_last_evaluations_loses_no_record(kind, tmp_path, monkeypatch):
     quietly(whole := made(tmp_path / "whole", steps=256, **EVERY))
@@ -257,6 +261,7 @@ def test_after_some_time_it_stops(tmp_path, monkeypatch):
 # -- wishes of a callback ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_callback_may_wish_to_save_or_to_stop(whole, tmp_path):
     saved = []
 
@@ -292,6 +297,7 @@ def test_a_wish_to_stop_may_be_a_comparison(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_stopped_run_may_go_on(whole, tmp_path):
     run = quietly(
         made(tmp_path / "run", **EVERY),

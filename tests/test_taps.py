@@ -191,6 +191,7 @@ def test_a_lane_that_skips_a_fragment_is_followed_anew(joined):
     assert ends == []
 
 
+@pytest.mark.slow
 @fast
 @given(
     each=st.lists(plans, min_size=1, max_size=3),
@@ -428,6 +429,7 @@ def test_sound_policies_with_memory_pass(sticky):
         run(CheckInvariants(Stale(source()), rate=1), 10)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "kind", ["memory", "nested", "sticky", "episodes", "vector", "policy", "joined"]
 )
@@ -621,11 +623,13 @@ def take(pipe, n=4):
     return [snapshot(x[:10] if isinstance(x, Tick) else x) for x in islice(pipe, n)]
 
 
+@pytest.mark.slow_but_one
 @each_pipe
 def test_contract(name):
     assert check_pipe(PIPES[name]) == []
 
 
+@pytest.mark.slow_but_one
 @each_pipe
 def test_iterations_and_loaders(name):
     "A second iteration and a loader start afresh and yield the same."

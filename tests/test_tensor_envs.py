@@ -107,6 +107,7 @@ def test_the_dynamics_are_those_of_gymnasium(name, id):
 # --- the same stream as through numpy
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("terminal_obs", [False, True])
 @settings(deadline=None, max_examples=25)
@@ -148,6 +149,7 @@ def test_fragments_are_those_of_the_slow_oracle(plans, n_steps):
             assert_same((f.final.obs[k], apply(lambda v, k=k: v[k], f.final.actor)), (x, info))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("explore", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world", SIMULATED)
@@ -200,6 +202,7 @@ def learned(source, n_envs, agent):
     return metrics, [p.detach().clone() for p in actor.parameters()]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("agent", [PPO, TRPO])
 def test_learners_learn_the_same(agent):
     (_, a) = learned(CartPole, 8, agent)
@@ -293,6 +296,7 @@ def not_on_host(patch):
     patch.setattr(tensor_fragments.Ends, "__init__", elsewhere)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("world", SIMULATED)
 def test_within_a_fragment_nobody_waits(world, policy, monkeypatch):
@@ -616,6 +620,7 @@ def test_actions_are_clipped_for_the_environment_alone():
 # --- the contract kit
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "source",
     [

@@ -730,6 +730,7 @@ def violations(check, toy):
     return check(*args, raises=False)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("check, toy, only", CASES)
 def test_a_broken_rule_is_named(check, toy, only):
     found = violations(check, toy)
@@ -748,6 +749,7 @@ def test_there_is_an_example_for_every_rule():  # those of a `TensorEnv` are in 
     assert set(COVERED) == {name for name in RULES if not name.startswith("TENSOR_ENV_")}
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "env",
     [Sound, Counting, Nested, Lively, "CartPole-v1", "Pendulum-v1", "Acrobot-v1", "FrozenLake-v1"],
@@ -811,6 +813,7 @@ PIPES = {
 }
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", PIPES)
 def test_sound_pipes_pass(name):
     assert check_pipe(PIPES[name]) == []

@@ -247,6 +247,7 @@ def test_a_choice_between_two_items_counts_at_once(three):
     assert {*numbers} == {1, 2} and torch.get_num_threads() == 2
 
 
+@pytest.mark.slow
 def test_workers_compute_with_the_threads_that_they_got(three):
     "Also if they got as many as torch begins with."
 
@@ -289,6 +290,7 @@ print(json.dumps([first, sorted(numbers), torch.get_num_threads()]))
 """
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("chosen", [None, 2 * (os.cpu_count() or 1)])
 def test_a_pasted_loop(chosen):
     "In a fresh process, with the number of threads with which torch begins there, or one that is chosen before the import of rollpipe."

@@ -244,6 +244,7 @@ def assert_part_of(found, expected):
         assert_same(fragments, expected[lane][: len(fragments)])
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("n_workers, n_lanes", [(0, 2), (1, 2), (2, 1), (2, 4), (2, 3), (3, 5)])
 def test_torchs_workers_divide_the_lanes(n_workers, n_lanes, unheard):
     expected = per_lane(islice(collect(n_lanes), 24 * n_lanes))
@@ -255,6 +256,7 @@ def test_torchs_workers_divide_the_lanes(n_workers, n_lanes, unheard):
         assert told == [(k % n_lanes, k // n_lanes) for k in range(12)], "the serial stream"
 
 
+@pytest.mark.slow_but_one
 @needs_torchdata
 @pytest.mark.parametrize("n_workers, n_lanes", [(1, 2), (2, 4), (2, 3)])
 def test_the_workers_of_torchdata_divide_the_lanes(n_workers, n_lanes):
@@ -276,6 +278,7 @@ def test_without_a_seed_no_two_lanes_are_alike(service, unheard):
     assert len({tuple(f.state.obs[:, b].ravel().tolist()) for f in found for b in range(2)}) == 16
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_graph_without_lanes_is_refused_where_all_workers_would_collect_the_same(
     service, unheard
@@ -340,6 +343,7 @@ def test_divisions_add_up():
         next(iter(pipe))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("order", ["canonical", "ready"])
 def test_workers_collect_the_lanes_of_their_machine(rank, order):

@@ -156,11 +156,12 @@ def test_python_the_source_the_spec_and_the_machine_are_told(base, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(gym.registry["CartPole-v1"], "max_episode_steps", 9)
         assert list(base.differs(made())) == ["versions/CartPole-v1/max_episode_steps"]
-    torch.set_num_threads(2)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
     try:
         assert list(base.differs(made())) == ["machine/threads"]
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(before)
 
 
 def test_the_engine_of_an_environment_has_its_version(tmp_path, monkeypatch):
@@ -257,6 +258,7 @@ def tap(see):
     return made(edit=lambda pipe: Tap.inserter(after=Lanes, see=see)(pipe))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "a, b, leaf",
     [
@@ -475,6 +477,7 @@ def several():
     return made(), *map(tap, edits), made(edit=First.inserter(after=Lanes))
 
 
+@pytest.mark.slow
 def test_two_processes_agree():
     "With another seed of hashes, and so another order of sets; and with other addresses."
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
@@ -534,6 +537,7 @@ def whole(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("whole") / "run")
 
 
+@pytest.mark.slow
 def test_one_unit_in_the_last_place_is_found(whole, tmp_path):
     "The sixth item is lane 1's part of the third update; its columns 3, 4 and 5 of the batch are the environments 0, 1 and 2."
     other = trained(tmp_path / "run", edits=[Nudge.inserter(after=Lanes, item=5, at=(77, 2, 1))])
@@ -552,6 +556,7 @@ def test_one_unit_in_the_last_place_is_found(whole, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_change_in_learning_is_told_from_one_in_collection(whole, tmp_path):
     run = start(tmp_path / "run", configured())
 
@@ -592,6 +597,7 @@ def test_both_numbers_are_told_when_both_runs_make_them_once_more(
     assert numbers(a, a, at) == "the updates are equal when they are made once more"
 
 
+@pytest.mark.slow
 def test_a_run_that_prints_a_space_midway_equals_its_repeat(tmp_path):
     "An evaluation in the training prints the space of the observations."
     run = trained(tmp_path / "run", steps=4000, eval_every=2)
@@ -622,6 +628,7 @@ def test_repeats_are_equal_with_any_workers(algorithm, options, method, tmp_path
         )
 
 
+@pytest.mark.slow
 def test_small_batches_have_lines_by_steps_and_at_checkpoints(tmp_path):
     a = trained(tmp_path / "a", "dqn", 10_000, dict(warmup=100), checkpoint_every=1000)
     lines = read_journal(a / JOURNAL)
@@ -639,6 +646,7 @@ def test_small_batches_have_lines_by_steps_and_at_checkpoints(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_weights_after_the_last_of_small_batches_are_compared(tmp_path):
     "They are in no batch that follows. A run of so few steps has no regular line."
     options = dict(n_envs=2, n_steps=16)
@@ -709,6 +717,7 @@ def test_a_training_that_has_ended_is_resumed_and_not_trained_again(lacks, tmp_p
     assert verify(run.folder, 9).common == 2
 
 
+@pytest.mark.slow
 def test_small_batches_go_on_in_the_middle_of_a_line(tmp_path):
     options = "a2c", 9000, dict(n_envs=4, n_steps=32)
     whole = trained(tmp_path / "whole", *options)
@@ -877,6 +886,7 @@ def until(update):
     return lambda run, record: Wish(stop=record["updates"] == update)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "algorithm, options, every, update, run",
     [

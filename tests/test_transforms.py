@@ -53,7 +53,11 @@ from rollpipe.pipes import (
     rollouts,
 )
 from rollpipe.pipes.advantage import values
-from rollpipe.pipes.data.fragment_ops import env_rewards, next_observations, with_restarts
+from rollpipe.pipes.data.fragment_ops import (
+    env_rewards,
+    next_observations_in_episode,
+    with_restarts,
+)
 from rollpipe.pipes.frames import Stacks
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 from rollpipe.pipes.workers.reading import ProcessReading
@@ -100,6 +104,7 @@ class Normalizer:
         )
 
 
+@pytest.mark.slow
 @fast
 @given(
     each=st.lists(plans, min_size=1, max_size=3),
@@ -120,6 +125,7 @@ def test_ticks_are_scaled_as_by_vec_normalize(each, gamma, sticky):
         before = tick.next.rew
 
 
+@pytest.mark.slow
 @fast
 @given(
     each=st.lists(plans, min_size=1, max_size=3),
@@ -471,6 +477,7 @@ def film(each, n_steps, stack=None, sticky=None):
     return FragmentCollector(EnvStepper(factories(make, each), Idle(), sticky=sticky), n_steps)
 
 
+@pytest.mark.slow
 @fast
 @given(
     each=st.lists(plans, min_size=1, max_size=3),
@@ -578,12 +585,13 @@ def test_stacks_are_tensors(name):
     assert isinstance(came, Stacks) == (name in LAZY)
 
 
+@pytest.mark.slow
 @fast
 @given(each=st.lists(plans, min_size=1, max_size=3), n_steps=st.integers(1, 7), n=st.integers(1, 5))
 def test_steps_lead_to_the_stacks_of_gymnasium(each, n_steps, n):
     merger = NStep(film(each, n_steps), 3)
     for plain, lazy in zip(islice(film(each, n_steps, n), 4), FrameStack(film(each, n_steps), n)):
-        assert torch.equal(next_observations(lazy), next_observations(plain))
+        assert torch.equal(next_observations_in_episode(lazy), next_observations_in_episode(plain))
         a, b = (merger.sums(f).reached(f.state.obs, f.final.obs) for f in (plain, lazy))
         assert torch.equal(b, a)
 

@@ -245,6 +245,7 @@ def updated(policy, f, **kw):
 # ---- gradient, Fisher matrix, natural gradient
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_one_cg_iteration_steps_along_the_gradient_of_the_plain_loss(kind, off_policy):
@@ -262,6 +263,7 @@ def test_one_cg_iteration_steps_along_the_gradient_of_the_plain_loss(kind, off_p
     close(delta, scale * g * (2e-4 / gFg).sqrt())
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("damping", [0.1, 1.0])
 @pytest.mark.parametrize("off_policy", [False, True])
@@ -341,6 +343,7 @@ def test_the_preconditioner_is_made_of_the_scores_of_the_actions_taken(kind):
     )
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("env, share", [("CartPole-v1", 0.999), ("Pendulum-v1", 0.99)])
 def test_five_products_predict_what_ten_plain_ones_do(env, share):
     actor = MLPPolicy.for_env(env, seed=0)
@@ -413,7 +416,7 @@ def test_a_policy_with_convolutions_falls_back_too():
     assert TRPO(policy, precondition=8).update(f)["cg_iterations"] > 0
 
 
-# ---- the certificate
+# ---- the diagnostics
 
 
 @pytest.mark.parametrize("kind", KINDS)

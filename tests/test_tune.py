@@ -62,6 +62,7 @@ def study(folder=Path("tuning/ppo-CartPole-v1")):
     return optuna.load_study(study_name="rollpipe", storage=storage)
 
 
+@pytest.mark.slow
 def test_training_accepts_the_preset(here, capsys):
     assert main([*WORDS, "--trials", "2"]) == 0
     out, preset = capsys.readouterr().out, "tuning/ppo-CartPole-v1/preset.toml"
@@ -123,6 +124,7 @@ def test_the_printed_command_has_seeds_that_the_search_has_not_seen(
     assert f"--seeds {others}" in capsys.readouterr().out
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("words", [[], ["--preset", "none"]])
 def test_the_preset_is_complete_whatever_the_package_has(here, curves, monkeypatch, words):
     "What the search took from a preset of the package is in the file, and what it did not take is not added to it."
@@ -154,6 +156,7 @@ def test_the_preset_is_complete_whatever_the_package_has(here, curves, monkeypat
             )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_killed_search_goes_on(here):
     with process(*WORDS, "--trials", "1000") as child:
@@ -183,12 +186,14 @@ def test_fewer_trials_than_the_study_has(here, curves, capsys):
     )
 
 
+@pytest.mark.slow
 def test_processes_share_the_trials(here):
     assert main([*WORDS, "--trials", "3", "--jobs", "2"]) == 0
     params = [x.params for x in ended_trials(study())]
     assert len(params) == 3 and all(a != b for k, a in enumerate(params) for b in params[:k])
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_is_recorded_and_the_search_goes_on(curves, capsys):
     def curve(options):
         if options["clip"] == 0.1:
@@ -230,6 +235,7 @@ def test_if_all_fail_there_is_an_error_and_no_preset(here, curves, capsys):
     assert not list(here.rglob("*.toml"))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_a_poor_curve_ends_early(curves, seeds):
     begun = []
@@ -247,6 +253,7 @@ def test_a_poor_curve_ends_early(curves, seeds):
     )  # a third of the first training is free
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("at, code", [(1, 130), (3, 130)])
 def test_an_interrupt_keeps_what_is_over_and_writes_the_best(here, curves, capsys, at, code):
     begun = []
@@ -275,6 +282,7 @@ def test_without_optuna_the_error_says_what_to_install(here, monkeypatch, capsys
     assert "pip install 'rollpipe[tune]'" in capsys.readouterr().err and not list(here.iterdir())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_right_is_refused(here, curves, capsys):
     def refused(text, *words):
         assert main([*WORDS, "--trials", "1", *words]) == 2
@@ -330,6 +338,7 @@ def test_what_cannot_be_right_is_refused(here, curves, capsys):
     refused("study.db: cannot be used as the file of a study")
 
 
+@pytest.mark.slow
 def test_a_trial_has_the_threads_and_the_device_of_its_configuration(here, monkeypatch):
     import torch
 

@@ -95,6 +95,7 @@ def collect(actor, reading=None, n=12, n_steps=3, lanes=2, wrap=lambda pipe: pip
         return list(islice(loader, n))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("reading", READINGS, ids=NAMES)
 @pytest.mark.parametrize("change", TENSORS)
 def test_a_tensor_that_changes_is_an_error(change, reading):
@@ -142,6 +143,7 @@ def test_changes_that_torch_does_not_count(reading):
         collect(Sly(), reading)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "change, reading", [*product(ATTRIBUTES, READINGS[:3]), ("attribute n", READINGS[3])]
 )
@@ -255,6 +257,7 @@ def test_ordinary_actors_are_left_alone(policy, caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("change", [name for name in CHANGES if "late" not in name])
 @pytest.mark.parametrize("virtual", [False, True])
 def test_the_contract_names_what_changes(change, virtual):

@@ -282,6 +282,7 @@ def check_adapter(source, env, actor, plans, n_steps):
     return found
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_every_adapter_gives_the_same_transitions(adapter, world):
@@ -290,6 +291,7 @@ def test_every_adapter_gives_the_same_transitions(adapter, world):
         check_adapter(ADAPTERS[adapter](env, PLANS), env, actor(), PLANS, n_steps)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "adapter", [*WRITTEN, "SyncVectorEnv NEXT_STEP", "SyncVectorEnv SAME_STEP", "EnvPool"]
 )

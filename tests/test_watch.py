@@ -120,6 +120,7 @@ def test_a_window_shows_as_many_episodes_as_asked_for(run, no_screen, capsys):
         ]
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("step, episodes", [(1, 0), (3, 1), (7, 2)])
 def test_closing_the_window_is_the_end(run, no_screen, capsys, monkeypatch, step, episodes):
     monkeypatch.setattr(Pictures, "closes_at", step)
@@ -166,6 +167,7 @@ def no_display(monkeypatch):
     pygame.quit()
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "env", [dict(), dict(SDL_VIDEODRIVER="x11"), dict(DISPLAY=":987")], ids=["none", "x11", "wrong"]
 )

@@ -67,6 +67,7 @@ class RunningMean(Pipe):
             yield fragment._replace(state=fragment.state._replace(rew=rew))
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize(
     "kind, place, workers",
     [
@@ -129,6 +130,7 @@ class Jitter(Pipe):
 JITTER = Jitter.inserter(after=Lanes)
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("at", [5, 13])
 def test_a_fork_that_repeats_its_run_from_the_start_has_the_same_noise(at, tmp_path):
     parent = trained(tmp_path / "run", steps=640, edits=[JITTER], checkpoint_every=20)
@@ -175,6 +177,7 @@ def test_new_episodes_draw_other_numbers_than_the_start(tmp_path):
 # -- beside a training -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", ["ppo", "dqn"])
 @pytest.mark.parametrize("by_file", [False, True])
 def test_a_fork_of_the_newest_checkpoint_is_not_made_from_the_start(
@@ -291,6 +294,7 @@ def test_a_resume_that_fails_leaves_every_file_of_the_folder_as_it_is(
     assert content(folder) == before
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("is_earlier", [False, True])
 def test_a_resume_writes_what_it_changes_with_its_first_update(is_earlier, rested, tmp_path):
     "And removes the checkpoints that are made again. A kill in this update loses nothing of it."

@@ -319,6 +319,7 @@ def test_a_callback_cannot_replace_a_number(name, tmp_path):
     assert load_run(run.folder).counters["updates"] == 1  # and the update, too
 
 
+@pytest.mark.slow_but_one
 @pytest.mark.parametrize("name", sorted(OF_THE_LOOP))
 def test_a_learner_cannot_replace_what_the_loop_measures(name, tmp_path):
     run = small(tmp_path / "run")

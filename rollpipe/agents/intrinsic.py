@@ -33,7 +33,7 @@ from rollpipe.pipes.data.errors import (
 from ..pipes.data.fragment import Fragment, check_item
 from rollpipe.pipes.data.fragment_ops import (
     final_numbers,
-    observations_reached,
+    next_observations,
     strands,
     with_rewards,
 )
@@ -151,7 +151,7 @@ def finite_observations(fragment: Fragment) -> Any:
             expected="`terminal_obs=True`, of the recipe or the `EnvStepper`",
         )
 
-    rows = valid_rows(nested.as_seen(observations_reached(fragment)), fragment.valid, 2)
+    rows = valid_rows(nested.as_seen(next_observations(fragment)), fragment.valid, 2)
     for x, path in zip(nested.leaves(rows), nested.paths(rows, "obs")):
         if not x.is_floating_point():
             continue

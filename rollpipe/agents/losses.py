@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import rollpipe.ranks as ranks
-from .unroll import answers_reached, approx_kl, lag_of, replay_policy
+from .unroll import approx_kl, lag_of, next_outputs, replay_policy
 from ..pipes.advantage import values
 from ..pipes.data import nested
 from ..pipes.data.errors import DataError, describe
@@ -354,7 +354,7 @@ def _values_of_both_ends(fragment, actor, critic, replay):
     if critic is not None:
         v_tp1 = values(fragment, critic)[1]
     else:
-        v_tp1 = answers_reached(reported_value, fragment)
+        v_tp1 = next_outputs(reported_value, fragment)
     return v, v_tp1.masked_fill(fragment.term[1:] | ~fragment.valid, 0.0)
 
 # %% ../../nbs/agents/05_losses.ipynb #f84fc308

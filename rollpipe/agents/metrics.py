@@ -49,7 +49,7 @@ METRICS = dict(
 
 # %% ../../nbs/agents/00_metrics.ipynb #2460705d
 METRICS |= dict(
-    # certificate of a trust-region update (Schulman et al. 2015, arXiv:1502.05477)
+    # diagnostics of a trust-region update (Schulman et al. 2015, arXiv:1502.05477)
     surrogate_before="mean of ratio * advantage over valid rows before the update; ratio = 1 if "
     "the data are fresh",
     surrogate_after="mean of ratio * advantage over valid rows after the update",

@@ -14,10 +14,10 @@ from .gradient_learner import GradientLearner
 from .metrics import mean_metrics
 from .off_policy.action_learner import ActionLearner, SmoothedLearner
 from rollpipe.agents.off_policy.action_losses import (
+    bootstrap_observations,
     check_values,
     first_value,
     mean_size,
-    reached,
     steps_taken,
 )
 from .shared_options import Schedule, not_offered, number
@@ -194,13 +194,13 @@ class IQL(ActionLearner):
 
     def decay_of_rate(self, group: dict) -> Schedule | None:
         "How the learning rate of the policy falls by `decay_steps`. That of the critic stays."
-        is_policy = group is self.descents["policy"].param_groups[0]
+        is_policy = group is self.optimizers["policy"].param_groups[0]
         return super().decay_of_rate(group) if is_policy else None
 
     @torch.no_grad()
     def critic_target(self, fragment: Fragment) -> Tensor:
         "The rewards, and the values of the states that they led to, see `td_targets`."
-        value = self.critic.value(reached(fragment))
+        value = self.critic.value(bootstrap_observations(fragment))
         return td_targets(fragment, value, self.gamma, self.multi_step)
 
     def critic_loss(self, fragment: Fragment, weight: Tensor | None) -> tuple:
@@ -216,7 +216,7 @@ class IQL(ActionLearner):
         loss, metrics = weighted_cloning_loss(
             fragment, self.actor, self.critic, self.target, self.beta, self.max_weight
         )
-        return self.lower("policy", loss, "loss_policy", metrics, fragment.valid.sum())
+        return self.optimizer_step("policy", loss, "loss_policy", metrics, fragment.valid.sum())
 
 # %% ../../nbs/agents/18_offline.ipynb #7e7f4877
 def tied_policy_loss(
@@ -264,4 +264,4 @@ class TD3BC(SmoothedLearner):
     def improve_policy(self, fragment: Fragment) -> dict:
         "A step of the policy, see `tied_policy_loss`."
         loss, metrics = tied_policy_loss(fragment, self.actor, self.critic, self.alpha)
-        return self.lower("policy", loss, "loss_policy", metrics, fragment.valid.sum())
+        return self.optimizer_step("policy", loss, "loss_policy", metrics, fragment.valid.sum())

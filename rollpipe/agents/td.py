@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from rollpipe.agents.unroll import (
-    answers_reached,
     check_segments,
     fill_invalid,
     lag_of,
+    next_outputs,
     timeshift,
     without_terminal_obs,
 )
@@ -107,7 +107,7 @@ def _values_reached(fragment, method, *nets):
     def values(state, hx):
         return [getattr(net, method)(state, hx)[0] for net in nets]
 
-    return answers_reached(values, without_terminal_obs(fragment))
+    return next_outputs(values, without_terminal_obs(fragment))
 
 
 def _both_values(rows, fragment, method, actor, target, double, burn_in):

@@ -15,13 +15,13 @@ from ..layers.recurrent import RecurrentTorso
 from ..pipes.data import nested
 from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment, State
-from ..pipes.data.fragment_ops import observations_reached
+from ..pipes.data.fragment_ops import next_observations
 from ..pipes.graph.modules import version_of
 
 # %% auto #0
-__all__ = ['timeshift', 'without_terminal_obs', 'states_reached', 'spliced', 'answers_reached', 'fill_invalid', 'approx_kl',
-           'lag_of', 'lane_restarts', 'PolicyReplay', 'check_logp', 'check_segments', 'check_memory_known',
-           'replay_recorded', 'replay_policy']
+__all__ = ['timeshift', 'without_terminal_obs', 'next_states', 'spliced', 'next_outputs', 'fill_invalid', 'approx_kl', 'lag_of',
+           'lane_restarts', 'PolicyReplay', 'check_logp', 'check_segments', 'check_memory_known', 'replay_recorded',
+           'replay_policy']
 
 # %% ../../nbs/agents/03_unroll.ipynb #1bb90c57
 def timeshift(state: Any) -> tuple[Any, Any]:
@@ -52,7 +52,7 @@ def without_terminal_obs(fragment: Fragment) -> Fragment:
     return fragment._replace(final=nested.getitem(final, ~is_terminal))
 
 
-def states_reached(fragment: Fragment) -> State:
+def next_states(fragment: Fragment) -> State:
     """The state that each step led to, `[T, B, ...]`.
 
     It is the next row, or the true last observation if that is in `final`. Such a last state has
@@ -70,7 +70,7 @@ def states_reached(fragment: Fragment) -> State:
 
     return after._replace(
         stepno=at_ends(after.stepno, before.stepno[t, b] + 1),
-        obs=observations_reached(fragment),
+        obs=next_observations(fragment),
         fin=at_ends(after.fin, torch.zeros_like(t, dtype=torch.bool)),
     )
 
@@ -102,12 +102,12 @@ def spliced(fragment: Fragment) -> tuple[State, Tensor]:
         out.index_put_((row, columns), x)
         return out.index_put_((row[t, b] + 1, b), last)
 
-    last_states = nested.getitem(states_reached(fragment), (t, b))
+    last_states = nested.getitem(next_states(fragment), (t, b))
     return nested.map(insert, fragment.state, last_states), row[:-1]
 
 # %% ../../nbs/agents/03_unroll.ipynb #9fc787eb
 @torch.no_grad()
-def answers_reached(net: Callable[[State, Any], Any], fragment: Fragment) -> Any:
+def next_outputs(net: Callable[[State, Any], Any], fragment: Fragment) -> Any:
     """The outputs of `net` `[T, B, ...]` for the states that the steps led to, without gradients.
 
     A recurrent `net` has its memory of that time.
@@ -118,7 +118,7 @@ def answers_reached(net: Callable[[State, Any], Any], fragment: Fragment) -> Any
     """
     # Without memory, all states may be computed in any order.
     if not nested.leaves(fragment.hx):
-        return net(nested.as_seen(states_reached(fragment)), fragment.hx)
+        return net(nested.as_seen(next_states(fragment)), fragment.hx)
 
     # Without last observations, the states reached are the next rows.
     if not len(fragment.final.t):

@@ -21,7 +21,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from .data import nested
 from .data.errors import DataError, check_integer, describe
 from .data.fragment import Final, Fragment, State, check_item, with_field_docs
-from .data.fragment_ops import next_observations, unstacked
+from .data.fragment_ops import next_observations_in_episode, unstacked
 from .envs.factories import space_spec, spaces_of
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
@@ -262,7 +262,7 @@ class Steps(Pipe):
         step = Step(
             nested.getitem(state.obs, slice(T)),
             nested.getitem(state.act, slice(1, None)),
-            next_observations(fragment),
+            next_observations_in_episode(fragment),
             fragment.term[1:],
             state.fin[1:] & ~fragment.term[1:],
             state.rew[1:],

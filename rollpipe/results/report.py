@@ -33,7 +33,7 @@ from rollpipe.results.tables import (
 )
 from ..runs.folder import load_run
 from rollpipe.runs.plots import (
-    CERTIFICATE,
+    DIAGNOSTICS,
     LABELS,
     picture,
     section,
@@ -45,18 +45,18 @@ from rollpipe.runs.plots import (
 from ..settings.config import build
 
 # %% auto #0
-__all__ = ['STYLE', 'certificate', 'pipeline_svg', 'notes_html', 'document', 'page', 'write_files', 'write_report',
+__all__ = ['STYLE', 'diagnostics', 'pipeline_svg', 'notes_html', 'document', 'page', 'write_files', 'write_report',
            'report_command']
 
 # %% ../../nbs/results/06_report.ipynb #dec4c98d
-def certificate(results: Results) -> Any:
-    """A `Figure` of the certificate, a panel for each environment and metric; None if no run has
+def diagnostics(results: Results) -> Any:
+    """A `Figure` of the diagnostics, a panel for each environment and metric; None if no run has
     one. A single row has a colour per seed.
     """
     charts = {}
     for env in dict.fromkeys(row.env for row in results.rows):
         rows = [row for row in results.rows if row.env == env]
-        for name, meaning in CERTIFICATE.items():
+        for name, meaning in DIAGNOSTICS.items():
             if any(_runs_with(row, name) for row in rows):
                 draw = partial(_draw, rows=rows, name=name, results=results)
                 charts[f"{env}\n{meaning}"] = draw
@@ -212,7 +212,7 @@ def page(results: Results) -> str:
         "All environments together": _together(results) + profiles,
         "Probability of improvement": _improvements(results),
         "Published figures": _sources(results),
-        "The course of the certificate": _picture(certificate(results), "certificate"),
+        "The course of the diagnostics": _picture(diagnostics(results), "diagnostics"),
         "What differs between the configurations": _table(["option", *names], options),
         "The pipelines": graphs,
         "The commands": commands,

@@ -25,7 +25,7 @@ from .folder import folder_of, load_run
 from .locks import COSTS, owner_of
 from .logs import read_metrics, read_records
 from .mailbox import PAUSED, WISHES, ask
-from .plots import CERTIFICATE, LABELS, section, style, svg, table_html, thinned, wide
+from .plots import DIAGNOSTICS, LABELS, section, style, svg, table_html, thinned, wide
 from .progress import format_duration
 from ..settings.config import build
 from ..settings.options import parse_env_kwargs
@@ -72,9 +72,9 @@ def _curves(folder: Path) -> str:
 
 @lru_cache(16)
 def _drawn_curves(folder: Path, changed: Any) -> str:
-    "The curves of the returns and of the certificate, which stand side by side if there is room."
+    "The curves of the returns and of the diagnostics, which stand side by side if there is room."
     metrics = read_metrics(folder)
-    labels = {name: LABELS[name] for name in ("return_mean", "eval_return_mean")} | CERTIFICATE
+    labels = {name: LABELS[name] for name in ("return_mean", "eval_return_mean")} | DIAGNOSTICS
     charts = [
         _chart(folder, metrics, name, text)
         for name, text in labels.items()

@@ -23,7 +23,7 @@ from ..settings.files import read_table
 from ..traces.history import REQUEST, History, in_words
 
 # %% auto #0
-__all__ = ['LABELS', 'CERTIFICATE', 'group_runs', 'align', 'smooth', 'thinned', 'escaped_text', 'style', 'picture', 'save_figure',
+__all__ = ['LABELS', 'DIAGNOSTICS', 'group_runs', 'align', 'smooth', 'thinned', 'escaped_text', 'style', 'picture', 'save_figure',
            'finished', 'svg', 'table_html', 'wide', 'section', 'learning_curve']
 
 # %% ../../nbs/runs/02_plots.ipynb #88c3ba0d
@@ -214,7 +214,7 @@ LABELS = dict(
     eval_return_std="return of evaluations, deviation",
 )
 # What shows whether the steps of a learner were sound
-CERTIFICATE = dict(
+DIAGNOSTICS = dict(
     kl="KL(old || new) of each step [nat]",
     accepted="share of steps that the line search kept",
     approx_kl="estimated KL(old || new) [nat]",

@@ -42,8 +42,8 @@ def _adam(params, lr):
 class ActionLearner(ReplayLearner, ByAdam):
     """Base of learners of continuous actions from a replay memory.
 
-    A subclass writes `critic_target(fragment)` and `improve_policy(fragment)`. `descents` is a dict
-    of name -> optimiser.
+    A subclass writes `critic_target(fragment)` and `improve_policy(fragment)`. `optimizers` is a
+    dict of name -> optimiser.
 
     Args:
         actor: the policy, with a buffer `is_random`
@@ -62,7 +62,7 @@ class ActionLearner(ReplayLearner, ByAdam):
     # rest
     eta = 0.9
     actor_needs = ("is_random",)
-    keeps = (*ReplayLearner.keeps, "descents")
+    keeps = (*ReplayLearner.keeps, "optimizers")
     joins_ranks = True  # see `ranks.distributed`
 
     def __post_init__(self):
@@ -77,7 +77,7 @@ class ActionLearner(ReplayLearner, ByAdam):
         check_apart(self, self.actor, self.critic)
 
         # Each network has an optimiser of its own.
-        self.descents = dict(
+        self.optimizers = dict(
             critic=_adam(self.critic.parameters(), self.lr_of_critic),
             policy=_adam(self.actor.parameters(), self.lr),
         )
@@ -87,11 +87,17 @@ class ActionLearner(ReplayLearner, ByAdam):
     def rates(self) -> list:
         "The groups of all optimisers. All but the critic's have the policy's learning rate."
         pairs = []
-        for name, optimizer in self.descents.items():
+        for name, optimizer in self.optimizers.items():
             has_critic_lr = name == "critic" and self.critic_lr is not None
             option = "critic_lr" if has_critic_lr else "lr"
             pairs += [(group, option) for group in optimizer.param_groups]
         return pairs
+
+    def load_state_dict(self, state: dict) -> None:
+        "As `Learner.load_state_dict`, also of a state that has `optimizers` under its former name."
+        if "descents" in state:
+            state = {"optimizers" if name == "descents" else name: x for name, x in state.items()}
+        super().load_state_dict(state)
 
     def explore(self) -> None:
         "Let the actor act at random for the first `random_steps` steps."
@@ -101,7 +107,7 @@ class ActionLearner(ReplayLearner, ByAdam):
         "The probability of a random action now."
         return dict(epsilon=float(self.actor.is_random))
 
-    def lower(
+    def optimizer_step(
         self,
         name: str,
         loss: torch.Tensor,
@@ -114,13 +120,13 @@ class ActionLearner(ReplayLearner, ByAdam):
         It changes its own network only, whatever else the loss depends on.
 
         Args:
-            name: name of the optimiser in `descents`
+            name: name of the optimiser in `optimizers`
             loss: 0-dim
             of: name of the loss
             metrics: see `descend`
             n: see `descend`
         """
-        optimizer = self.descents[name]
+        optimizer = self.optimizers[name]
         limit = None if name == "temperature" else self.max_grad_norm
         return descend(parameters_of(optimizer), optimizer, limit, loss, of, metrics, n)
 
@@ -168,7 +174,7 @@ class ActionLearner(ReplayLearner, ByAdam):
 
         # The critic learns from each sample.
         loss, metrics, errors = self.critic_loss(fragment, weight)
-        metrics = self.lower("critic", loss, "loss_value", metrics, fragment.valid.sum())
+        metrics = self.optimizer_step("critic", loss, "loss_value", metrics, fragment.valid.sum())
         metrics["grad_norm_critic"] = metrics.pop("grad_norm")
         self.gradient_steps += 1
 
@@ -223,7 +229,7 @@ class DeterministicLearner(ActionLearner):
     def improve_policy(self, fragment: Fragment) -> dict:
         "A step of the policy, see `deterministic_policy_loss`."
         loss, metrics = deterministic_policy_loss(fragment, self.actor, self.critic)
-        return self.lower("policy", loss, "loss_policy", metrics, fragment.valid.sum())
+        return self.optimizer_step("policy", loss, "loss_policy", metrics, fragment.valid.sum())
 
     def move_targets(self) -> None:
         "Move the target networks of critic and policy."
@@ -299,7 +305,7 @@ class SoftLearner(ActionLearner):
         log_start = torch.tensor(log(max(start, 1e-9))).to(device)
         self.log_temperature = log_start.requires_grad_(not self.is_fixed)
         if not self.is_fixed:
-            self.descents["temperature"] = _adam([self.log_temperature], self.lr)
+            self.optimizers["temperature"] = _adam([self.log_temperature], self.lr)
 
     @property
     def entropy_weight(self) -> torch.Tensor:
@@ -328,12 +334,12 @@ class SoftLearner(ActionLearner):
         loss, metrics = soft_policy_loss(fragment, self.actor, self.critic, noise, temperature)
         entropy = metrics["entropy"] - self.actor.box.log_volume
         metrics = metrics | dict(temperature=temperature)
-        metrics = self.lower("policy", loss, "loss_policy", metrics, n)
+        metrics = self.optimizer_step("policy", loss, "loss_policy", metrics, n)
 
         # The temperature, towards the target of the entropy
         if not self.is_fixed:
             loss = temperature_loss(self.log_temperature, entropy, self.entropy_target)
-            self.lower("temperature", loss, "temperature", n=n)
+            self.optimizer_step("temperature", loss, "temperature", n=n)
         return metrics
 
 # %% ../../../nbs/agents/14_off_policy/02_action_learner.ipynb #70e5f683

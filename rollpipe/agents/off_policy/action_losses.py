@@ -16,19 +16,19 @@ from ..unroll import fill_invalid, without_terminal_obs
 from ...pipes.data import nested
 from ...pipes.data.errors import DataError, describe
 from ...pipes.data.fragment import Fragment
-from ...pipes.data.fragment_ops import observations_reached
+from ...pipes.data.fragment_ops import next_observations
 
 # %% auto #0
-__all__ = ['reached', 'soft_target', 'smoothed_target', 'steps_taken', 'first_value', 'mean_size', 'check_values',
+__all__ = ['bootstrap_observations', 'soft_target', 'smoothed_target', 'steps_taken', 'first_value', 'mean_size', 'check_values',
            'action_value_loss', 'soft_policy_loss', 'deterministic_policy_loss', 'temperature_loss']
 
 # %% ../../../nbs/agents/14_off_policy/01_action_losses.ipynb #9efacbee
-def reached(fragment: Fragment) -> Any:
+def bootstrap_observations(fragment: Fragment) -> Any:
     """The observations that the steps led to, nested `[T, B, ...]`.
 
     Where an episode was truncated, it is the true last one.
     """
-    return nested.as_seen(observations_reached(without_terminal_obs(fragment)))
+    return nested.as_seen(next_observations(without_terminal_obs(fragment)))
 
 # %% ../../../nbs/agents/14_off_policy/01_action_losses.ipynb #34039091
 @torch.no_grad()
@@ -59,7 +59,7 @@ def soft_target(
         n_steps: largest number of rewards that are summed before a value; fewer where an episode or
             the fragment ends
     """
-    obs = reached(fragment)
+    obs = bootstrap_observations(fragment)
     act, logp = actor.sample(obs, noise)
     q = target(obs, act).amin(0)
     entropy_bonus = -temperature * (logp + actor.box.log_volume)
@@ -91,7 +91,7 @@ def smoothed_target(
         n_steps: largest number of rewards that are summed before a value; fewer where an episode or
             the fragment ends
     """
-    obs = reached(fragment)
+    obs = bootstrap_observations(fragment)
     q = target(obs, actor.act(obs, shift)).amin(0)
     return td_targets(fragment, q, gamma, n_steps)
 

@@ -23,7 +23,7 @@ from ...layers.policies import SquashedPolicy
 from ...pipes.data import nested
 from ...pipes.data.errors import DataError, describe
 from ...pipes.data.fragment import Fragment
-from ...pipes.data.fragment_ops import final_numbers, observations_reached, transitions
+from ...pipes.data.fragment_ops import final_numbers, next_observations, transitions
 
 # %% auto #0
 __all__ = ['BatchRenorm', 'RenormMLP', 'StackedRenormMLP', 'Renormed', 'RenormPolicy', 'RenormCritic', 'CrossQ']
@@ -217,7 +217,7 @@ class CrossQ(SoftLearner):
     def set_betas(self) -> None:
         "Give `beta1` to the optimisers of policy and critic."
         for name in ("critic", "policy"):
-            for group in self.descents[name].param_groups:
+            for group in self.optimizers[name].param_groups:
                 group["betas"] = self.beta1, group["betas"][1]
 
     def load_state_dict(self, state: dict) -> None:
@@ -234,7 +234,7 @@ class CrossQ(SoftLearner):
 
     def critic_loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "As `action_value_loss`, with soft targets from the same batch of the critic as the values."
-        obs = nested.as_seen(observations_reached(fragment))
+        obs = nested.as_seen(next_observations(fragment))
         with torch.no_grad():
             act, logp = self.actor.sample(obs, self.noise(fragment))
 

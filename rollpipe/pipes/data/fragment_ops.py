@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENV_REWARD', 'same_keys', 'stack_rows', 'stack_infos', 'End', 'with_restarts', 'join', 'pad_episodes', 'strands',
-           'continues', 'columns', 'pieces', 'unstacked', 'is_cut', 'final_numbers', 'observations_reached',
-           'next_observations', 'transitions', 'with_rewards', 'env_rewards']
+           'continues', 'columns', 'pieces', 'unstacked', 'is_cut', 'final_numbers', 'next_observations',
+           'next_observations_in_episode', 'transitions', 'with_rewards', 'env_rewards']
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #5899a8ef
 from collections.abc import Iterable, Iterator
@@ -311,7 +311,7 @@ def final_numbers(fragment: Fragment) -> Tensor:
     return numbers
 
 
-def observations_reached(fragment: Fragment) -> Any:
+def next_observations(fragment: Fragment) -> Any:
     "The observations `[T, B, ...]` after each step: of the next row, or of `final`."
     after = nested.getitem(fragment.state.obs, slice(1, None))
     final = fragment.final
@@ -320,7 +320,7 @@ def observations_reached(fragment: Fragment) -> Any:
     return nested.map(lambda x, last: x.index_put((final.t, final.b), last), after, final.obs)
 
 
-def next_observations(fragment: Fragment) -> Any:
+def next_observations_in_episode(fragment: Fragment) -> Any:
     """The observations `[T, B, ...]` after each step, never one of the next episode.
 
     Where an episode ended, this is the observation in `final`, or the one before the step if
@@ -331,7 +331,7 @@ def next_observations(fragment: Fragment) -> Any:
     def known(x, before):
         return x.index_put((unknown,), before[:-1][unknown])
 
-    return nested.map(known, observations_reached(fragment), fragment.state.obs)
+    return nested.map(known, next_observations(fragment), fragment.state.obs)
 
 
 def transitions(fragment: Fragment, index: Tensor) -> Fragment:

@@ -18,7 +18,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from ..data import nested
 from ..data.errors import DataError, check_fraction, check_integer
 from ..data.fragment import Fragment, check_item, with_field_docs
-from ..data.fragment_ops import next_observations
+from ..data.fragment_ops import next_observations_in_episode
 from ..graph.pipe import Pipe, close
 from ..graph.torchdata import IterDataPipe
 from .memory import ReplayMemory, Sample
@@ -233,7 +233,7 @@ def _after(fragment: Fragment, name: str) -> Tensor:
     "The part `name` of the observations after the steps, `[T, B, ...]`."
     state = fragment.state._replace(obs=fragment.state.obs[name])
     final = fragment.final._replace(obs=fragment.final.obs[name])
-    return next_observations(fragment._replace(state=state, final=final))
+    return next_observations_in_episode(fragment._replace(state=state, final=final))
 
 
 class Hindsight(Pipe):
