@@ -19,10 +19,10 @@ from rollpipe.pipes.graph.torchdata import IterableWrapper
 from rollpipe.pipes.keeping.chunks import ChunkFolder, chunk_names
 from rollpipe.pipes.keeping.files import (
     SPREAD,
+    from_safetensors,
     most_bytes,
     packed,
     read_file,
-    unpack,
     write_atomically,
 )
 from rollpipe.pipes.profiling.report import Profile
@@ -204,11 +204,11 @@ def test_a_tensor_with_strides_is_made_once(tmp_path):
     spread = ["x", [1000], [10], 0]
     once = packed("test", 1, dict(a=dict(tensor=spread)), dict(x=torch.ones(1000)))
     write_atomically(tmp_path / "once", once)
-    assert unpack(tmp_path / "once", "test", 1)["a"].stride() == (10,)
+    assert from_safetensors(tmp_path / "once", "test", 1)["a"].stride() == (10,)
     codes = dict(a=dict(list=[dict(tensor=spread)] * 3))
     write_atomically(tmp_path / "often", packed("test", 1, codes, dict(x=torch.ones(1000))))
     with pytest.raises(CheckpointError, match="damaged metadata"):
-        unpack(tmp_path / "often", "test", 1)
+        from_safetensors(tmp_path / "often", "test", 1)
 
 
 # --- no way into other files

@@ -280,7 +280,7 @@ def test_the_public_rooms_have_few_names():
 
 
 # `cli.start.main` hands over to `cli.main.main`.
-SHARED_NAMES = {"main", "leaves", "pack", "restore"}
+SHARED_NAMES = {"main"}
 
 
 def test_no_public_function_or_class_has_the_name_of_another():

@@ -37,7 +37,7 @@ from rollpipe.pipes.envs.kept import ActionLog, KeptActions, restore_batch
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.keeping.copies import copies_of, env_parts, put_copies
 from rollpipe.pipes.keeping.files import decode, encode
-from rollpipe.pipes.keeping.plain import capture, may_be_new, restore
+from rollpipe.pipes.keeping.plain import capture, may_be_new, restore_object
 from rollpipe.pipes.tensors.tensor_env import TensorEnv
 
 Point = namedtuple("Point", "x y")
@@ -909,7 +909,7 @@ def state_of(batch):
 
 
 def go_on(batch, state):
-    own, row, term = restore(state)
+    own, row, term = restore_object(state)
     batch.set_state(own)
     batch._at = rows, _ = batch.rows(), 0
     rows.put(0, row, term)
@@ -1080,11 +1080,11 @@ class Hand(list):
 @pytest.mark.parametrize("fresh", [None, [1], deque([1])])
 def test_a_container_of_a_class_of_its_own_has_to_be_there(fresh):
     state = capture(dict(x=Hand([1, 2])))
-    found = restore(state, dict(x=Hand()))["x"]
+    found = restore_object(state, dict(x=Hand()))["x"]
     assert (type(found), found) == (Hand, [1, 2])
     told = r"leaf state\['x'\]: .*Expected a test_keeping.Hand, .*got a \w+\.(NoneType|list|deque)"
     with pytest.raises(EnvError, match=told):
-        restore(state, dict(x=fresh))
+        restore_object(state, dict(x=fresh))
 
 
 ZONE = datetime.timezone(datetime.timedelta(hours=2), "here")
@@ -1106,7 +1106,7 @@ VALUES = [
 @pytest.mark.parametrize("x", VALUES, ids=repr)
 def test_values_come_back_whatever_a_new_environment_has(x):
     for fresh in (x, None, VALUES[0], VALUES[2]):
-        found = restore(stored(capture([x])), [fresh])[0]
+        found = restore_object(stored(capture([x])), [fresh])[0]
         assert (type(found), found, repr(found)) == (type(x), x, repr(x))
 
 
@@ -1154,7 +1154,7 @@ def test_generators_share_what_they_shared():
     old = world(3)
     new = world(4)
     old["one"].spawn(2)
-    assert restore(stored(capture(old)), new) is new
+    assert restore_object(stored(capture(old)), new) is new
     for x in (old, new):
         drawn = [
             x["one"].random(),
@@ -1195,7 +1195,7 @@ DAMAGED = [
 @pytest.mark.parametrize("graph", DAMAGED)
 def test_a_damaged_state_is_an_error_and_executes_nothing(graph):
     with pytest.raises(EnvError):
-        restore(dict(graph=graph, memory=torch.zeros(8, dtype=torch.uint8)))
+        restore_object(dict(graph=graph, memory=torch.zeros(8, dtype=torch.uint8)))
 
 
 # -- all kinds of data ------------------------------------------------------------------------------------------------
@@ -1256,10 +1256,10 @@ class Holder:
 @settings(deadline=None, max_examples=150)
 @given(trees, trees)
 def test_plain_data_come_back(tree, other):
-    assert text(restore(stored(capture(tree)))) == text(tree)
+    assert text(restore_object(stored(capture(tree)))) == text(tree)
     a = Holder(tree=tree, both=[tree])
     b = Holder(tree=other, both=[other])
-    assert restore(stored(capture(a)), b) is b
+    assert restore_object(stored(capture(a)), b) is b
     assert text(b.tree) == text(a.tree) and text(b.both) == text(a.both)
     if isinstance(a.tree, (list, dict, np.ndarray)):
         assert b.tree is b.both[0]
@@ -1285,7 +1285,7 @@ def test_views_of_one_memory_stay_views_of_one_memory(cuts, torchy, fresh, data)
 
     a = world(0, cuts)
     b = world(1, data.draw(st.permutations(cuts)))
-    b = restore(stored(capture(a)), b) if fresh else restore(stored(capture(a)))
+    b = restore_object(stored(capture(a)), b) if fresh else restore_object(stored(capture(a)))
     for x in (a, b):
         rows = data.draw(st.integers(0, 5)) if x is a else slice(None)
         x["base"][rows] = a["base"] if x is b else 7.0
@@ -1316,7 +1316,7 @@ def test_names_of_one_object_stay_names_of_one_object():
     old = world(2)
     new = world(1)
     at, more = new["array"], new["more"]
-    restore(stored(capture(old)), new)
+    restore_object(stored(capture(old)), new)
     assert new["x"] is new["y"] is new["holder"].a is new["objects"][0] and new["x"] == [2]
     assert new["me"] is new["objects"][1] is new
     assert new["array"] is at is new["holder"].b and new["more"] is more

@@ -453,19 +453,6 @@ def test_each_loss_moves_its_own_network_only():
     assert moved(after, state()) == [False, True, False]
 
 
-def test_a_state_of_before_the_optimizers_had_their_name_is_loaded():
-    agent = make(SAC)
-    agent.improve_policy(random_fragment())
-    before = agent.state_dict()
-    before["descents"] = before.pop("optimizers")
-    fresh = make(SAC, seed=1)
-    fresh.load_state_dict(before)
-    for loaded, kept in zip(fresh.actor.parameters(), agent.actor.parameters()):
-        assert torch.equal(loaded, kept)
-    # The moments of Adam are not those of a fresh optimiser.
-    assert fresh.optimizers["policy"].state_dict()["state"][0]["step"] == 1
-
-
 # --- whole updates beside an implementation with ordinary modules
 
 

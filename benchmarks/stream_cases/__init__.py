@@ -57,7 +57,8 @@ def _compare():
 
 
 compare = _compare()
-leaf, leaves = compare.leaf, compare.leaves
+leaf = compare.leaf
+leaves = compare.leaf_digests
 
 
 def record(case) -> dict:

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..pipes.data.errors import CheckpointError
-from ..pipes.keeping.files import decode, encode, pack, unpack, write_atomically
+from rollpipe.pipes.keeping.files import (
+    decode,
+    encode,
+    from_safetensors,
+    to_safetensors,
+    write_atomically,
+)
 
 # %% ../../nbs/agents/11_checkpoint.ipynb #28bb19e3
 FORMAT_VERSION = 4
@@ -52,7 +58,7 @@ class Checkpoint(NamedTuple):
             history=None if self.history is None else [*self.history],
         )
         fields |= {name: x for name, x in optional.items() if x is not None}
-        return pack("checkpoint", FORMAT_VERSION, fields)
+        return to_safetensors("checkpoint", FORMAT_VERSION, fields)
 
 
 def save_checkpoint(
@@ -149,7 +155,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         path: file that `save_checkpoint` wrote
     """
     try:
-        data = unpack(path, "checkpoint", FORMAT_VERSION)
+        data = from_safetensors(path, "checkpoint", FORMAT_VERSION)
     except CheckpointError as e:
         newest = last_kept(Path(path).parent / "checkpoints")
         if newest:

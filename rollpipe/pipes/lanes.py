@@ -39,7 +39,7 @@ from rollpipe.pipes.graph.pipe import (
     stream_state,
 )
 from .graph.torchdata import IterDataPipe
-from .keeping.plain import capture, restore
+from .keeping.plain import capture, restore_object
 from .keeping.random_states import GlobalRandomStates
 
 # %% ../../nbs/pipes/14_lanes.ipynb #ed6d8fd5
@@ -200,7 +200,7 @@ class LaneStates:
         lane_before = state["lanes"][lane]  # what `lane_state` returned
         if not again and lane_before is not None:
             restore_stream(graph, lane_before["pipes"])
-            states.set_state(restore(lane_before["random"]))
+            states.set_state(restore_object(lane_before["random"]))
         return graph, states
 
 # %% ../../nbs/pipes/14_lanes.ipynb #558ede5f
@@ -333,7 +333,7 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
                         turn.remove(lane)
                     continue
                 now.n += 1
-                yield restore(item)
+                yield restore_object(item)
             while turn:
                 lane = turn.popleft()
                 _, items, states = lanes[lane]

@@ -17,7 +17,7 @@ from ..pipes.data import nested
 from ..pipes.data.errors import DataError, WorkerError, describe_exception
 from ..pipes.graph.edits import find
 from ..pipes.keeping.chunks import ChunkFolder, chunk_names
-from ..pipes.keeping.files import pack, unpack
+from ..pipes.keeping.files import from_safetensors, to_safetensors
 from ..pipes.lanes import Lanes
 from ..pipes.resumable import keep_as
 from ..ranks.collectives import check_alike
@@ -79,7 +79,7 @@ class RankStream(Stream):
             return
         name = restored["ranks"][rank]
         data = chunks.read(name)  # which compares the content with the name
-        self.restored = unpack(chunks.path / name, "part", 1, data.tobytes())["stream"]
+        self.restored = from_safetensors(chunks.path / name, "part", 1, data.tobytes())["stream"]
 
     def state(self) -> dict | None:
         """The names of the parts of all ranks, which are on disk.
@@ -88,7 +88,7 @@ class RankStream(Stream):
         """
         if self.pipe is None or self.reason:
             return None
-        data = pack("part", 1, dict(stream=super().state()))
+        data = to_safetensors("part", 1, dict(stream=super().state()))
         name = self.chunks.write(np.frombuffer(data, np.uint8))
         self.chunks.sync()
         names, reasons = zip(*ranks.gathered_objects((name, self.reason)))

@@ -18,7 +18,7 @@ from ..pipes.batches import ToDevice
 from ..pipes.data.errors import DataError, describe, describe_exception
 from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.torchdata import IterableWrapper
-from ..pipes.keeping.plain import restore
+from ..pipes.keeping.plain import restore_object
 from ..pipes.keeping.random_states import GlobalRandomStates
 from .folder import agent_of, folder_of, load_run
 from .logs import records_of
@@ -116,7 +116,7 @@ def _failed(folder: Path) -> Iterator[NextUpdate]:
     checkpoint = load_run(path)
     crash = read_crash(folder)
     random = GlobalRandomStates()
-    random.set_state(restore(crash["random"]))
+    random.set_state(restore_object(crash["random"]))
     device = checkpoint.config.get("device", "cpu")
     agent = agent_of(checkpoint, device)
     batches = IterableWrapper(crash["batches"], deepcopy=False)

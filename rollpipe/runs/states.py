@@ -29,7 +29,7 @@ from rollpipe.pipes.graph.pipe import (
 )
 from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.keeping.chunks import ChunkFolder
-from ..pipes.keeping.plain import capture, restore
+from ..pipes.keeping.plain import capture, restore_object
 from ..pipes.keeping.random_states import GlobalRandomStates
 from ..pipes.lanes import learning_pipes
 from ..pipes.resumable import keep_as, keep_environments
@@ -232,8 +232,8 @@ class Stream:
 
         # It goes on: so do the generators and the accounts.
         states = GlobalRandomStates()
-        states.set_state(restore(restored["random"]))
-        restore(restored["accounts"], list(accounts), "accounts")
+        states.set_state(restore_object(restored["random"]))
+        restore_object(restored["accounts"], list(accounts), "accounts")
         states.put()
         for k, x in enumerate(restored.get("gpus", [])[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(x, k)

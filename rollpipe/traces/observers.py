@@ -19,7 +19,7 @@ from ..agents.metrics import METRICS, added
 from ..pipes.data import nested
 from ..pipes.data.errors import CheckpointError, DataError, WorkerError, describe_exception
 from ..pipes.keeping.compare import named_leaves
-from ..pipes.keeping.files import pack, unpack, write_atomically
+from ..pipes.keeping.files import from_safetensors, to_safetensors, write_atomically
 from ..pipes.keeping.plain import capture
 from ..pipes.keeping.random_states import GlobalRandomStates
 from ..pipes.recording.replayer import noted, remade
@@ -363,7 +363,7 @@ class FlightRecorder(Observer):
 
             # The file is a checkpoint, too.
             self.path.parent.mkdir(exist_ok=True)
-            write_atomically(self.path, pack("checkpoint", FORMAT_VERSION, content))
+            write_atomically(self.path, to_safetensors("checkpoint", FORMAT_VERSION, content))
             return f"The update can be made again with: {self.command}"
         except Exception as e:
             return f"What the update learned from could not be written ({describe_exception(e)})"
@@ -388,7 +388,7 @@ def read_crash(folder: str | Path) -> dict:
         learner before the first of them.
     """
     path = Path(folder, *CRASH)
-    crash = unpack(path, "checkpoint", FORMAT_VERSION).get("crash") or {}
+    crash = from_safetensors(path, "checkpoint", FORMAT_VERSION).get("crash") or {}
     try:
         return {**crash, "batches": [*map(remade, crash["batches"])]}
     except Exception as e:

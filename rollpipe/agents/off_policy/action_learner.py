@@ -93,12 +93,6 @@ class ActionLearner(ReplayLearner, ByAdam):
             pairs += [(group, option) for group in optimizer.param_groups]
         return pairs
 
-    def load_state_dict(self, state: dict) -> None:
-        "As `Learner.load_state_dict`, also of a state that has `optimizers` under its former name."
-        if "descents" in state:
-            state = {"optimizers" if name == "descents" else name: x for name, x in state.items()}
-        super().load_state_dict(state)
-
     def explore(self) -> None:
         "Let the actor act at random for the first `random_steps` steps."
         self.actor.is_random.fill_(self.steps < self.random_steps)

@@ -30,7 +30,7 @@ from rollpipe.pipes.keeping.copies import (
     env_parts,
     put_copies,
 )
-from ..keeping.plain import capture, restore
+from ..keeping.plain import capture, restore_object
 from ..keeping.random_states import GlobalRandomStates
 
 # %% ../../../nbs/pipes/10_envs/05_kept.ipynb #91890656
@@ -215,7 +215,7 @@ class Kept:
 
     def _restoring(self, state: dict) -> Iterator:
         self.env.reset(seed=1)
-        copies = restore(state)
+        copies = restore_object(state)
         check_fits(self.parts, copies)
         put_copies(self.parts, copies)
         return iter(())
@@ -256,7 +256,7 @@ class KeptOwn(Kept):
 
     def _restoring(self, state):
         self.env.reset(seed=1)
-        content = restore(state)
+        content = restore_object(state)
         check_fits(self.others, content["others"])
         put_copies(self.others, content["others"])
         for part, its_state in zip(self.telling, content["own"], strict=True):
@@ -393,7 +393,7 @@ class KeptActions(Kept):
             raise EnvError(
                 "actions can be repeated only in a new environment", got="one that was reset before"
             )
-        content = restore(state)
+        content = restore_object(state)
         check_fits(self.parts, content["constructed"])
 
         # This environment goes on with the log of the other one.
@@ -427,7 +427,7 @@ class KeptActions(Kept):
 
     def _repeat_episode(self, content):
         self.env.reset(seed=1)
-        put_copies(self.parts, restore(capture(self.before)))
+        put_copies(self.parts, restore_object(capture(self.before)))
         yield from self._repeat(self.last)
         reached = EnvChecksum(self.env)
         if (reached.crc, self.crc) == (content["reached"][0], content["crc"]):
@@ -440,7 +440,7 @@ class KeptActions(Kept):
         states = GlobalRandomStates()
         states.set_state(self.random)
         states.put()
-        put_copies(self.parts, restore(capture(self.constructed)))
+        put_copies(self.parts, restore_object(capture(self.constructed)))
         yield from self._repeat(0)
         if self.crc != content["crc"]:
             self._refuse(content, "it depends on more than its seed and its actions")
@@ -454,7 +454,7 @@ class KeptActions(Kept):
 
     def repeat_all(self, state: dict) -> None:
         "As `restore`, after an `EpisodeTooShort` in another environment."
-        content = restore(state)
+        content = restore_object(state)
         self.restore({**state, **capture(dict(content, before=None))})
         self.before = content["before"]
 

@@ -26,7 +26,7 @@ from .edits import Where, nodes, short_repr
 from .modules import Handle, few_threads
 from .torchdata import IterDataPipe, Mapper, too_long
 from ..keeping.chunks import ChunkFolder
-from ..keeping.plain import capture, restore
+from ..keeping.plain import capture, restore_object
 from ..keeping.random_states import GlobalRandomStates
 
 # %% ../../../nbs/pipes/03_graph/04_pipe.ipynb #cf978720
@@ -178,7 +178,7 @@ class Keeps:
                 got=", ".join(state["keeps"]),
             )
         with GlobalRandomStates():
-            return restore(state, self.kept, type(self).__name__)
+            return restore_object(state, self.kept, type(self).__name__)
 
     def get_state(self, chunks: ChunkFolder | None = None) -> dict | None:
         """The state of what the present iteration keeps, which later items do not change; None if

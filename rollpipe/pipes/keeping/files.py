@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DEPTH', 'LINE', 'SPREAD', 'encode', 'decode', 'write_atomically', 'sync', 'make_folder', 'write_json', 'no_wait',
-           'names_file', 'most_bytes', 'regular_size', 'read_file', 'pack', 'packed', 'unpack']
+           'names_file', 'most_bytes', 'regular_size', 'read_file', 'to_safetensors', 'packed', 'from_safetensors']
 
 # %% ../../../nbs/pipes/01_keeping/02_files.ipynb #bca04cd9
 import glob
@@ -409,7 +409,7 @@ def read_file(path: str | Path) -> bytes:
 _NO_CHECKSUM = b'"sha256":"' + b"0" * 64  # stands in the header in place of the checksum
 
 
-def pack(kind: str, version: int, parts: dict) -> bytes:
+def to_safetensors(kind: str, version: int, parts: dict) -> bytes:
     """The content of a safetensors file.
 
     Args:
@@ -426,7 +426,7 @@ def pack(kind: str, version: int, parts: dict) -> bytes:
 
 
 def packed(kind: str, version: int, codes: dict, tensors: dict) -> bytes:
-    """What `pack` returns, of parts that have been encoded already.
+    """What `to_safetensors` returns, of parts that have been encoded already.
 
     Args:
         kind: what the file is, in one word
@@ -441,21 +441,21 @@ def packed(kind: str, version: int, codes: dict, tensors: dict) -> bytes:
     )
 
 
-def unpack(
+def from_safetensors(
     path: str | Path,
     kind: str,
     version: int,
     data: bytes | None = None,
     most: int | None = None,
 ) -> dict:
-    """The parts of a file that `pack` has made; nothing in it is executed.
+    """The parts of a file that `to_safetensors` has made; nothing in it is executed.
 
     Raises `CheckpointError` if the file is missing, damaged, of another kind or version.
 
     Args:
         path: the file
-        kind: as given to `pack`
-        version: as given to `pack`
+        kind: as given to `to_safetensors`
+        version: as given to `to_safetensors`
         data: the content; None: it is read
         most: bytes over which the elements of a tensor may be spread; None: `SPREAD` times the
             content

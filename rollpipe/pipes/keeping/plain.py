@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MADE', 'NEW', 'GENERATORS', 'MOST', 'ITEMS', 'VALUES', 'name_of', 'loaded', 'loaded_class', 'hides_state',
            'all_attributes', 'has_own_state', 'made_of', 'may_be_new', 'Through', 'Memory', 'memory_of', 'is_dense',
-           'dtype_of', 'array_in', 'capture', 'restore']
+           'dtype_of', 'array_in', 'capture', 'restore_object']
 
 # %% ../../../nbs/pipes/01_keeping/00_plain.ipynb #3f6ba7fa
 import enum
@@ -106,7 +106,7 @@ def has_own_state(x: Any) -> bool:
 
 # name -> a class, and a function of such an object, which returns the arguments that make it again
 MADE: dict = {}
-# name -> class of objects that `restore` may make without a call of `__init__`
+# name -> class of objects that `restore_object` may make without a call of `__init__`
 NEW: dict = {}
 
 
@@ -122,7 +122,7 @@ def made_of(arguments: Callable) -> Callable:
 
 
 def may_be_new(cls: type) -> type:
-    """A decorator of classes of plain data: `restore` may make such an object, without calling its
+    """A decorator of classes of plain data: `restore_object` may make such an object, without calling its
     `__init__`.
     """
     return NEW.setdefault(name_of(cls), cls)
@@ -657,7 +657,7 @@ class _Restore:
         return array_in(flat, dtype_of(descr), [], [], 0)[()]
 
 
-def restore(state: dict, root: Any = _MISSING, name: str = "state") -> Any:
+def restore_object(state: dict, root: Any = _MISSING, name: str = "state") -> Any:
     """The plain data of a capture.
 
     Args:

@@ -25,6 +25,7 @@ except ImportError:
 from ..data.errors import CheckpointError, DataError
 from rollpipe.pipes.keeping.files import (
     encode,
+    from_safetensors,
     make_folder,
     most_bytes,
     names_file,
@@ -32,7 +33,6 @@ from rollpipe.pipes.keeping.files import (
     packed,
     read_file,
     sync,
-    unpack,
 )
 
 # %% ../../../nbs/pipes/29_recording/00_store.ipynb #2bccceec
@@ -409,7 +409,7 @@ def records_in(file: ItemFile) -> Iterator[Record]:
             raise CheckpointError(f"{file.path}: damaged, or not a recording ({e})") from None
 
     # Each part is an item, with the list of what it was asked for.
-    parts = unpack(file.path, "recording", FORMAT, data, limit)
+    parts = from_safetensors(file.path, "recording", FORMAT, data, limit)
     expected = {*map(str, range(file.first, file.end))}
     are_pairs = all(isinstance(x, list) and len(x) == 2 for x in parts.values())
     if parts.keys() != expected or not are_pairs:

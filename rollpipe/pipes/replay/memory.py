@@ -25,7 +25,7 @@ from rollpipe.pipes.data.errors import (
 from ..data.fragment import Fragment, check_item
 from ..frames import Stacks, newest_frames, with_stacks
 from ..keeping.chunks import ChunkFolder, RowChanges
-from ..keeping.plain import capture, restore
+from ..keeping.plain import capture, restore_object
 from .layout import unbatched
 from rollpipe.pipes.replay.store import (
     AddedSteps,
@@ -516,7 +516,7 @@ class ReplayMemory:
             state: the state
             chunks: the folder that `get_state` got
         """
-        small = restore(state, name="memory")
+        small = restore_object(state, name="memory")
         settings = self._settings()
         if small["settings"] != settings:
             raise CheckpointError(

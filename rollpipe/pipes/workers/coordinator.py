@@ -30,7 +30,7 @@ from ..graph import torchdata
 from ..graph.edits import copy_graph, find, inputs, insert_after, nodes, replace
 from ..graph.pipe import trait, unknown_states
 from ..graph.torchdata import IterDataPipe
-from ..keeping.plain import capture, restore
+from ..keeping.plain import capture, restore_object
 from ..keeping.random_states import GlobalRandomStates
 from ..lanes import Lanes
 from ..stepper import Acting, refuse_reading_ahead
@@ -265,7 +265,7 @@ class Coordinator:
             # An item without a destination comes from the state of an earlier iteration.
             if request.destination is None:
                 if not request.ended:
-                    yield restore(*request.answer)
+                    yield restore_object(*request.answer)
             elif request.ended:
                 slot, _ = request.destination
                 pool.give_back(slot)
