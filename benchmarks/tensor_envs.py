@@ -20,11 +20,11 @@ from floor import HALF_LOG_2PI, mlp
 from report import header, spread, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from tensor_worlds import CartPole, Pendulum  # noqa: E402
+from tensor_worlds import CartPole, Pendulum
 
-from rollpipe.layers import Critic, MLPPolicy  # noqa: E402
-from rollpipe.pipes import AdvantageBuffer  # noqa: E402
-from rollpipe.pipes.tensors.collector import TensorCollector  # noqa: E402
+from rollpipe.layers import Critic, MLPPolicy
+from rollpipe.pipes import AdvantageBuffer
+from rollpipe.pipes.tensors.collector import TensorCollector
 
 ENVS = {"CartPole": CartPole, "Pendulum": Pendulum}
 

@@ -1606,9 +1606,7 @@ def test_more_environments_and_lanes_than_there_is_memory_for(make, name):
 def test_integers_of_a_run_that_no_machine_can_count(name, value, tmp_path, capsys):
     algorithm = "dqn" if name in ("capacity", "batch_size") else "ppo"
     given = (
-        dict({name: value})
-        if name in ("workers", "steps", "threads")
-        else dict(options={name: value})
+        {name: value} if name in ("workers", "steps", "threads") else dict(options={name: value})
     )
     failure(DataError, lambda: make_config(algorithm, "CartPole-v1", **given), name)
     assert (

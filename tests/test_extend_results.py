@@ -16,7 +16,7 @@ from rollpipe.results.report import write_report
 from rollpipe.results.spec import read_spec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from extend_results import extend  # noqa: E402
+from extend_results import extend
 
 FILES = "report.md", "report.csv", "report.jsonl", "report.png"
 SPEC = """

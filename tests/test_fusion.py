@@ -586,7 +586,7 @@ def test_the_first_fault_is_told_and_nothing_that_is_not_finite_leaves(then, at)
                 )
             )
             counts.append(0)
-            with pytest.raises(Exception) as e:  # noqa: PT011  the texts are compared
+            with pytest.raises(Exception) as e:
                 for fragment in items:
                     counts[-1] += 1
                     assert all(x.isfinite().all() for x in leaves(fragment.state))
@@ -610,7 +610,7 @@ def test_the_first_fault_with_another_engine(then, at):
             seed=0,
         )
         with pytest.raises(Exception) as e:
-            first(change(FragmentCollector(stepper, 140)), 3)  # noqa: PT011  the texts are compared
+            first(change(FragmentCollector(stepper, 140)), 3)
         texts.append((type(e.value), str(e.value), repr(e.value.__cause__)))
     assert texts[0] == texts[1] and "non-finite" in texts[0][1]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import guillotine  # noqa: E402
+import guillotine
 
 NEEDS = {
     **dict.fromkeys(("halfcheetah", "hopper", "walker2d", "ant", "humanoid"), "mujoco"),

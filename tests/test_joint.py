@@ -24,7 +24,7 @@ from rollpipe.runs.signals import Stopped, stop_signals
 from rollpipe.settings.config import make_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import guillotine  # noqa: E402
+import guillotine
 
 
 class Fails(CartPoleEnv):

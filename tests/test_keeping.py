@@ -320,7 +320,7 @@ class File(World):
     "Reads its noise from an open file, whose position is not data."
 
     def __init__(self):
-        self.file = tempfile.TemporaryFile("w+")  # noqa: SIM115  it stays open
+        self.file = tempfile.TemporaryFile("w+")
         self.file.write("".join(f"{i % 5 - 2}\n" for i in range(5_000)))
         self.file.seek(0)
 
@@ -534,7 +534,7 @@ class ComesObject(Comes):
 
 class ComesFile(Comes):
     def comes(self):
-        file = tempfile.TemporaryFile("w+")  # noqa: SIM115  it stays open
+        file = tempfile.TemporaryFile("w+")
         file.write("".join(f"{i % 5 - 2}\n" for i in range(5_000)))
         file.seek(0)
         return file

@@ -256,7 +256,7 @@ def test_streams_that_return_an_iterator_raise_or_are_abstract():
             return (x for x in items)
 
     class One(Pipe):
-        stream = lambda self, items: zip(items)  # noqa: E731
+        stream = lambda self, items: zip(items)
 
     class Base(Pipe):
         def stream(self, items):

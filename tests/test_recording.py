@@ -701,7 +701,7 @@ def test_samples_are_compared_as_they_are_drawn(tmp_path):
         for item in islice(Replayer(tmp_path, against=make(0)[0]), 4):
             if item.memory is not None:
                 item.memory.sampler_seed = 1
-            list(item.samples), list(item.memory.sample(8) for _ in range(1))
+            list(item.samples), [item.memory.sample(8) for _ in range(1)]
 
     with pytest.raises(DataError, match="what it was asked for differs"):
         wrong()

@@ -15,9 +15,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import same_stream  # noqa: E402
-import stream_cases  # noqa: E402
-from stream_cases.tools import named  # noqa: E402
+import same_stream
+import stream_cases
+from stream_cases.tools import named
 
 TREE = dict(a=torch.arange(6.0).reshape(2, 3), b=(np.int64(3), [], None), c="text")
 

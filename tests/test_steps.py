@@ -77,9 +77,7 @@ def test_every_field_against_the_naive_engine(actor, plans, n_steps):
                 and step.reward == np.float32(rew)
             )
             assert bool(step.terminated) is term and bool(step.truncated) is bool(fin and not term)
-            assert np.array_equal(
-                step.next_state, finals[t] if t in finals else obs if fin else after
-            )
+            assert np.array_equal(step.next_state, finals.get(t, obs if fin else after))
             assert (
                 step.total_reward == pytest.approx(total)
                 and step.advantage is None
