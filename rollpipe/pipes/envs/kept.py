@@ -77,7 +77,13 @@ class ActionLog:
 
     def add(self, action: Any) -> None:
         "One more action, which is copied."
-        self.new.append(nested.map(_copied, action))
+        # Most actions are one number, which nobody can change, or one array.
+        if isinstance(action, (int, np.generic)):
+            self.new.append(action)
+        elif type(action) is np.ndarray:
+            self.new.append(action.copy())
+        else:
+            self.new.append(nested.map(_copied, action))
         if len(self.new) == self.CHUNK:
             self._pack_new()
 
@@ -137,8 +143,9 @@ def _widened(x, like):
 def answer_checksum(x: Any, crc: int = 0) -> int:
     "The checksum of an observation, or of an observation and a reward, which goes on from `crc`."
     if isinstance(x, np.ndarray):
-        is_plain = x.dtype.kind in "biufc" and x.size
-        return zlib.crc32(np.ascontiguousarray(x).data, crc) if is_plain else crc
+        if x.dtype.kind not in "biufc" or not x.size:
+            return crc
+        return zlib.crc32((x if x.flags.c_contiguous else np.ascontiguousarray(x)).data, crc)
     if isinstance(x, dict):
         x = list(x.values())
     if isinstance(x, (list, tuple)):
@@ -350,10 +357,14 @@ class KeptActions(Kept):
             self.is_lost = True
 
     def answered(self, answer: Any) -> None:
+        if not isinstance(answer, tuple):
+            self.crc = answer_checksum(answer, self.crc)
+            return
+
         # A reset of single and vector environments returns `(obs, info)`, a step more than two.
-        if isinstance(answer, tuple):
-            answer = answer[:1] if len(answer) == 2 else answer[:2]
-        self.crc = answer_checksum(answer, self.crc)
+        n_parts = 2 if len(answer) > 2 else 1
+        for part in answer[:n_parts]:
+            self.crc = answer_checksum(part, self.crc)
 
     def state(self) -> dict:
         if self.is_lost:

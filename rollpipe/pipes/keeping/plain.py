@@ -122,8 +122,8 @@ def made_of(arguments: Callable) -> Callable:
 
 
 def may_be_new(cls: type) -> type:
-    """A decorator of classes of plain data: `restore_object` may make such an object, without calling its
-    `__init__`.
+    """A decorator of classes of plain data: `restore_object` may make such an object, without
+    calling its `__init__`.
     """
     return NEW.setdefault(name_of(cls), cls)
 
