@@ -166,9 +166,16 @@ def test_the_readme_works_from_top_to_bottom(tmp_path, monkeypatch, packages):
     runs_left(README)
 
 
-@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md"])
+# words
+LONGEST = {"README.md": 1500, "ARCHITECTURE.md": 1340}
+
+
+@pytest.mark.parametrize("name", LONGEST)
 def test_a_text_of_the_root_is_one_page(name):
-    assert len((ROOT / name).read_text(encoding="utf-8").split()) <= 1500
+    text = (ROOT / name).read_text(encoding="utf-8")
+    # The block of import directions is a table for `test_imports.py`, and has a line for each room.
+    text = re.sub(r"```imports\n.*?```", "", text, flags=re.S)
+    assert len(text.split()) <= LONGEST[name]
 
 
 def test_the_readme_has_a_drawing_and_leads_to_every_how_to_page():
