@@ -238,6 +238,8 @@ class LearnerState(Changing):
         Returns:
             dict: name -> part, such as 'predict_next', or 'heads.0' for one in a list
         """
+        # `params` lists weights that other attributes hold. It is not in `known`, because `adopt`
+        # puts parts of one's own into it.
         known = {"actor", "critic", "average", *self.keeps}
         others = {
             name: x for name, x in vars(self).items() if name not in known and name != "params"
@@ -275,7 +277,8 @@ class LearnerState(Changing):
     def adopt(self) -> None:
         """Let an optimiser train the networks of one's own.
 
-        Raises `DataError` for one that is in no optimiser.
+        Here there is none that could, so this raises `DataError` for a network that is in no
+        optimiser. `GradientLearner` adds them to its `optimizer`.
         """
         for name in self.untrained():
             attribute = f"self.{name.partition('.')[0]}_optimizer"
@@ -414,7 +417,9 @@ class ScheduledLearner(LearnerState):
         # The options with a schedule, then the learning rates of the optimisers
         values = self.advance()
         for group, name in self.rates():
-            schedule = self.schedules.get(name) or decay_steps and self.decay_of_rate(group)
+            schedule = self.schedules.get(name)
+            if schedule is None and decay_steps:
+                schedule = self.decay_of_rate(group)
             if schedule:
                 group["initial_lr"] = group.get("initial_lr", group["lr"])
                 group["lr"] = schedule(self.steps)
@@ -468,7 +473,8 @@ class ScheduledLearner(LearnerState):
             if not name:
                 continue
 
-            # `initial_lr` is the rate from which a decay begins.
+            # A constant rate is the option. One with a schedule of its own is set before the next
+            # update. One that falls by `decay_steps` begins at the option, its `initial_lr`.
             changes = name in self.schedules or self.decay_steps and self.decay_of_rate(group)
             if not changes:
                 group.pop("initial_lr", None)
@@ -493,7 +499,8 @@ class Learner(ScheduledLearner):
 
     def __post_init__(self):
         super().__post_init__()
-        fits_no_values = self.critic is None and {"adv", "ret"} & {*self.batch_needs} == {"adv"}
+        needs_only_adv = "adv" in self.batch_needs and "ret" not in self.batch_needs
+        fits_no_values = self.critic is None and needs_only_adv
         if fits_no_values and isinstance(self.actor, SharedPolicy):
             raise DataError(
                 f"{type(self).__name__} would never fit the values that this policy reports",

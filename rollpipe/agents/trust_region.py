@@ -92,7 +92,7 @@ def conjugate_gradients(
     # Zero is the solution for zero, and there is none for what is not finite.
     b_norm2 = float(b @ b)
     if not 0 < b_norm2 < math.inf:
-        return CGResult.nothing(b, b_norm2)
+        return CGResult.nothing(b, residual=b_norm2)  # 0, inf or nan
 
     x = torch.zeros_like(b)
     residual = b

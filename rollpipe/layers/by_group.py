@@ -214,8 +214,8 @@ class ActorByGroup(_Groups, Actor):
 
         Each has the columns of the group's agents, with what the group's actor reported and
         remembered. A group whose agents all rest has none, because no learner could learn from it.
-        The version is that of the group's actor: it was as many updates ago as that of this actor
-        was, or fewer.
+        A part gets the lag of the whole fragment as its own, counted in the updates of the group's
+        actor. The true lag may be smaller, because a group that rests misses updates.
 
         Args:
             fragment: of a pipeline with this actor

@@ -45,7 +45,7 @@ class _Integers(nn.Module):
     """
 
     is_normalized = True
-    owner: Tensor
+    owner: Tensor  # the integer of each feature; `Embeddings` has none
 
     def __init__(self, shape: tuple, **constants: np.ndarray):
         super().__init__()
@@ -118,7 +118,7 @@ class Bits(_Integers):
         self.n_out = sum(n_bits)
 
     def forward(self, obs: Tensor) -> Tensor:
-        return (self.repeated(obs) - self.start & self.power != 0).float()
+        return (((self.repeated(obs) - self.start) & self.power) != 0).float()
 
 # %% ../../nbs/layers/03_encoders.ipynb #bf9ad266
 class Embeddings(_Integers):

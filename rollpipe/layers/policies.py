@@ -267,7 +267,8 @@ def _center_and_half_range(space, owner):
 
 def _largest_fitting(center, half, low, high):
     "The largest float32 numbers up to `half` with which `center` +- them is in `[low, high]`."
-    # Floats >= 0 have the order of their bits read as integers, so bisection of these finds them.
+    # For floats >= 0, the order of the numbers is that of their bits read as integers. So these
+    # integers are bisected: `fitting` always fits, and nothing above `largest` does.
     fitting = np.zeros_like(half).view(np.int32)
     largest = half.view(np.int32)
     for _ in range(32):
@@ -367,10 +368,11 @@ class SquashedGaussian:
     def sample_with_log_prob(self, params: GaussianParams, noise: Tensor) -> tuple[Tensor, Tensor]:
         "Actions `[*lead, *shape]` and their log-densities `[*lead]`, both with gradients."
         u = self.normal.sample(params, noise)
-        # Minus the log-density of `u`, up to a constant
+        # As `log_prob`: the density of `u`, the slope of `tanh` and the volume of the box, with one
+        # sum for the first two. The surprise is minus the log-density of `u`, up to a constant.
         surprise = params.log_std + 0.5 * noise.square()
-        changed = self.normal._sum(surprise + log_slope_of_tanh(u))
-        logp = -self.normal._log_norm - changed - self.box.log_volume
+        summed = self.normal._sum(surprise + log_slope_of_tanh(u))
+        logp = -self.normal._log_norm - summed - self.box.log_volume
         return self.box(u.tanh()), logp
 
     def log_prob(self, params: GaussianParams, act: Tensor) -> Tensor:

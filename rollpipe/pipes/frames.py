@@ -152,6 +152,8 @@ def _join_parts(func, parts, dim=0):
     first = 0
     rows = []
     later = sum(len(x.past) for x in parts)
+
+    # Numbers from the end move by the pasts that are joined behind, others by the frames in front.
     for x in parts:
         later -= len(x.past)
         rows.append(torch.where(x.rows < 0, x.rows - later, x.rows + first))
@@ -207,8 +209,8 @@ def _frame_numbers(fragment, n):
     sizes = [torch.arange(size, device=stepno.device) for size in stepno.shape]
     every_t, every_b = torch.meshgrid(*sizes, indexing="ij")
 
-    # The true last observation replaces row t + 1. Its number may be too large, but this frame is
-    # replaced later anyway.
+    # The true last observation replaces row t + 1. The number of its newest frame may be too large,
+    # but this frame is replaced later anyway.
     t = fragment.final.t
     b = fragment.final.b
     largest = (fragment.n_steps + 1) * n_envs - 1
@@ -373,8 +375,10 @@ def _are_stacks(fragment, x):
     # Before a step that is none, such as the reset of a vector, a row shows the last stack of its
     # episode; so may the last row.
     yes = torch.ones_like(fragment.valid[:1])
-    is_last = torch.cat([yes, follows]) & torch.cat([~fragment.valid, yes])
-    beginnings_are_right = copies | is_last | ~begins
+    continues = torch.cat([yes, follows])  # row t continues row t - 1
+    no_step_follows = torch.cat([~fragment.valid, yes])  # step t is none, or t is the last row
+    may_be_old = continues & no_step_follows
+    beginnings_are_right = copies | may_be_old | ~begins
     others_are_right = follows | begins[1:]
     return bool(beginnings_are_right.all() and others_are_right.all())
 

@@ -309,10 +309,12 @@ class Lanes(Divided, LaneStates, Seeded, Pipe):
         state = self.beginning()
         lanes = {}
         self.warn_of_old_weights()
-        open_lane = opened if destination is None else partial(opened_into, destination=destination)
+        open_stream = (
+            opened if destination is None else partial(opened_into, destination=destination)
+        )
         for lane in state["lanes"]:
             graph, states = self.open_lane(lane, state)
-            lanes[lane] = graph, open_lane(graph), states
+            lanes[lane] = graph, open_stream(graph), states
         unchanging = Unchanging(self.held_above(), logging.getLogger("rollpipe").warning)
         # An object, because an edit of a graph looks for pipes in dicts and lists.
         now = SimpleNamespace(

@@ -110,7 +110,7 @@ def improvement(xs: list, ys: list) -> np.ndarray:
 
 def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
     """The interval of `improvement` that contains it with 95 %; None: a task has only one run, or
-    all runs of X and Y are equal.
+    all resamples give one number that is neither 0 nor 1, as where all runs are equal.
 
     It is that of the bootstrap, see `interval`, where the runs of X and of Y are drawn apart. If
     all runs of X are better, or all are worse, each resample says so, and the width would be 0.
@@ -133,10 +133,14 @@ def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
     if bounds is None or bounds[0] < bounds[1]:
         return bounds
 
-    # Each resample says the same.
+    # Each resample says the same: always worse, always better, or nothing that tells the width.
     n_pairs = len(xs) * min(numbers)
     width = 1 - 0.025 ** (1 / n_pairs)
-    return {0.0: (0.0, width), 1.0: (1 - width, 1.0)}.get(float(bounds[0]))
+    if bounds[0] == 0:
+        return 0.0, width
+    if bounds[0] == 1:
+        return 1 - width, 1.0
+    return None
 
 # %% ../../nbs/results/03_collect.ipynb #ecd8069d
 def steps_to(steps: list, returns: list, threshold: float) -> float:

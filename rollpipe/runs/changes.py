@@ -64,8 +64,8 @@ def options_in(words: Sequence, run: str | Path, several: bool = False) -> dict:
 def changed_run(who: str, checkpoint: Checkpoint, options: dict) -> tuple[Checkpoint, dict]:
     """The checkpoint of a run with other options, and those that are others.
 
-    Where an option is declared, it says when it may change, see `Change`. Whether a run can go on
-    with a value, it tells when it goes on.
+    Where an option is declared, it says when it may change, see `Change`. Whether it can go on with
+    the value is found out when it does.
 
     Args:
         who: the run, for messages
@@ -262,7 +262,7 @@ def make_edit(run: Run, edit: dict, updates: Any = None) -> Run:
 
 
 def made_again(run: Run, updates: Any = None) -> Run:
-    """The run with the edits that it has made before after its last update; see `make_edit`.
+    """The run, in which those of its `due` edits are made again that belong to its last update.
 
     A run that has gone back to an earlier checkpoint makes them again.
     """

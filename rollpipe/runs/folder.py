@@ -190,9 +190,8 @@ def folder_of(path: str | Path) -> Path:
 
 # %% ../../nbs/runs/05_folder.ipynb #c4515767
 def _check_stored(checkpoint: Checkpoint) -> None:
-    """Raise `DataError` for values of the wrong type.
-
-    So it does for sizes that do not agree with the rest of the file.
+    """Raise `DataError` for values of the wrong type, and for sizes that do not agree with the rest
+    of the file.
     """
     config = checkpoint.config
     counters = checkpoint.counters
@@ -224,7 +223,11 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
     tensors = [x for x in nested.leaves(checkpoint.agent_state) if isinstance(x, torch.Tensor)]
     sizes = {n for x in tensors for n in x.shape}
     has = config["options"].get
-    absent = {"critic" if has("shared") else "", "" if has("recurrent") else "recurrence"}
+    absent = set()  # parts that these networks do not have
+    if has("shared"):
+        absent.add("critic")
+    if not has("recurrent"):
+        absent.add("recurrence")
     values = {}
     for option in options_for(config["algorithm"]):
         value = has(option.name, option.default)
@@ -234,7 +237,8 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
         if not is_size or option.part in absent:
             continue
 
-        # A tensor has the width of a layer, or several of them side by side.
+        # A tensor has the width of a layer, or several of them side by side. `hidden` lists widths.
+        # Any other size stands alone, and its multiples count.
         widths = value
         if option.param != "hidden":
             multiples = [n for n in sizes if 0 < value <= n and n % value == 0]
@@ -369,8 +373,8 @@ def load_run(path: str | Path, best: bool = False, builds: bool = True) -> Check
     checkpoint = load_checkpoint(file)
     config = checkpoint.config
     names = ("algorithm", "env", "env_kwargs", "options", *vars(RunOptions()))
-    is_complete = _has(config, *names) and _has(config["options"])
-    if not (is_complete and _has(checkpoint.counters, *_COUNTERS)):
+    has_all = _has(config, *names) and _has(config["options"])
+    if not (has_all and _has(checkpoint.counters, *_COUNTERS)):
         raise CheckpointError(
             f"{path}: not the checkpoint of a run", expected=f"one of {', '.join(ALGORITHMS)}"
         )

@@ -479,13 +479,15 @@ def read_evaluations(folder: str | Path) -> list:
     if not path.is_file():
         return []
     lines = read_file(path).decode(errors="replace").split("\n")
-    return [_record(line, f"{path}, line {i}") for i, line in enumerate(lines[:-1], 1)]
+    return [_evaluation_in(line, f"{path}, line {i}") for i, line in enumerate(lines[:-1], 1)]
 
 
-def _record(line: str, where: str) -> dict:
+def _evaluation_in(line: str, where: str) -> dict:
+    "The record of an evaluation in a line. Raises `DataError`, which names `where`."
     try:
         record = json.loads(line)
-        int(record.get("resumes", 0)), int(record.get("cut_off", 0))
+        for name in ("resumes", "cut_off"):
+            int(record.get(name, 0))  # raises an error if it is no number
         version = record["format"]
         if version == EVALUATIONS_FORMAT and record["kind"] in KINDS:
             numbers = {name: _number(record[name]) for name in _NUMBERS}

@@ -168,17 +168,18 @@ class Contents:
         self.steps = 0
         self.n_ends = 0
         self.account = EpisodeAccount()
-        ends = []
+        episodes = []
         for part in parts:
             for record in records_of_folder(part, 0, lambda error: self.faults.append(str(error))):
-                ends += self._see(record.item)
-        rows = [end[2:] for end in ends]
+                episodes += self._see(record.item)
+        rows = [episode[2:] for episode in episodes]
         self.episodes = np.array(rows, float).reshape(-1, 3)  # return, length, terminated
 
     def _see(self, item) -> list:
         "Count an item. Returns the whole episodes that end in it."
         inner = item if isinstance(item, list) else [item]
-        self.kinds[" of ".join(dict.fromkeys(type(x).__name__ for x in (item, *inner)))] += 1
+        names = dict.fromkeys(type(x).__name__ for x in (item, *inner))  # each name once
+        self.kinds[" of ".join(names)] += 1  # "Fragment", or "list of Tick"
         self.forms |= {Form(x): None for x in inner}
         episodes = []
         for x in parts_of(item):

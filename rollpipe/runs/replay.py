@@ -61,6 +61,7 @@ def _collected(folder: Path, update: int, edits: tuple) -> Iterator[NextUpdate]:
 
         def outcome(metrics: dict | None = None, error: Exception | None = None) -> str:
             if error is not None:
+                # An update that failed then has no line in the journal.
                 last = max((line.updates for line in read_journal(folder / JOURNAL)), default=0)
                 if update > last:
                     return _compared(folder, run.folder, update, {})
@@ -83,13 +84,13 @@ def _compared(folder: Path, again: Path, update: int, metrics: dict) -> str:
         raise DataError(f"{folder} does not repeat here\n{difference}")
 
     # The metrics that both have, but for those of the clock
-    known = {}
+    recorded = {}
     for record in records_of(folder):
         if record["updates"] == update:
-            known.update(record)
-    names = [name for name in metrics if name in known and not name.startswith("seconds")]
+            recorded.update(record)
+    names = [name for name in metrics if name in recorded and not name.startswith("seconds")]
     for name in names:
-        then = repr(known[name])
+        then = repr(recorded[name])
         now = repr(float(metrics[name]))
         if then != now:
             raise DataError(f"{folder} does not repeat here", leaf=name, expected=then, got=now)

@@ -112,7 +112,7 @@ def check_room(options: dict) -> None:
         ("batch_size", "length"): LEAST_BYTES,
     }
     if options.get("path") is None:
-        sizes["capacity",] = LEAST_BYTES
+        sizes[("capacity",)] = LEAST_BYTES
     for names, size in sizes.items():
         counts = {name: options[name] for name in names if isinstance(options.get(name), int)}
         if counts:

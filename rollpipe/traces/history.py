@@ -100,7 +100,7 @@ class History(list):
         self.append(check_event(plain, event))
 
     def until(self, update: float) -> History:
-        "The history up to an update, with what happened after it."
+        "The events up to an update, those between it and the next one included."
         return History(event for event in self if event["at"] <= update)
 
     def config(self, request: dict) -> dict:

@@ -241,6 +241,10 @@ def cut(path: str | Path, updates: int) -> None:
 class Journal:
     """The journal of a run that is being trained.
 
+    Its lines are of three kinds. A *regular* line, of a large batch or every `SPACING` steps, has
+    the weights and stays. A *passing* one, of an update between, has no new weights, and goes with
+    the next line that stays. An *extra* one, at a checkpoint or an edit, has `now` and stays.
+
     Raises `DataError` if the file is damaged, and `OSError`, which names the file, if the disk is
     full.
 
@@ -281,7 +285,7 @@ class Journal:
         # The line that the checksums continue; without it, they begin here.
         rows = [] if self.path is None else _entries(self.path)
         last = None
-        self.sum = 0
+        self.sum = 0  # checksum of the last line that stays
         for entry, _, total in rows:
             if entry.updates <= n:
                 last = entry
@@ -294,7 +298,7 @@ class Journal:
             self.batch = last.batch
             self.weights = last.weights
         # checksum of the last line, which may be a passing one
-        self.passing = self.sum
+        self.sum_with_passing = self.sum
         # the update of the last line that stays, or of the checkpoint
         self.written = n
         # the update of the last line that was there
@@ -304,7 +308,7 @@ class Journal:
         self.again = {}
         if differs:
             self.again = {e.updates: e for e, *_ in rows if e.updates > n and self._continues(e)}
-        self.until = max(self.again, default=0)
+        self.last_again = max(self.again, default=0)
         # the last update after which the weights are known to be equal
         self.equal = n
 
@@ -347,7 +351,7 @@ class Journal:
         is_large = steps - before >= self.LARGE
         self.is_regular = is_large or steps // self.SPACING > before // self.SPACING
 
-        # The leaves. Without a line, only the states count, because the rest follows from them.
+        # The leaves. Between regular lines, only the states count: the rest follows from them.
         fresh = getattr(batch, "fresh", batch)
         is_fragment = isinstance(fresh, Fragment)
         is_part = is_fragment and not self.is_regular
@@ -383,7 +387,9 @@ class Journal:
         self._write(self.is_regular, **self.more)
 
     def _after(self, weights):
-        "The running checksums of the weights, if these are those before."
+        """The checksums `weights`, name -> number, each continued with the present weights of its
+        network. A checksum that is not there begins.
+        """
         sums = dict(weights)
         for name, network in self.networks.items():
             for x in (*network.parameters(), *network.buffers()):
@@ -424,18 +430,18 @@ class Journal:
 
         # The first line that is written cuts off those which are still to be compared, so passing
         # ones wait.
-        if not stays and entry.updates < self.until:
+        if not stays and entry.updates < self.last_again:
             return
         if self.file is None:
             self.open()
 
         with names_file(self.file.name):
-            if stays and self.passing != self.sum:
+            if stays and self.sum_with_passing != self.sum:
                 self.file.truncate(self.size)
-            line, total = _line(entry, self.sum if stays else self.passing)
+            line, total = _line(entry, self.sum if stays else self.sum_with_passing)
             self.file.write(line)
             self.file.flush()
-        self.passing = total
+        self.sum_with_passing = total
         if stays:
             self.sum = total
             self.size += len(line)
@@ -449,7 +455,7 @@ class Journal:
         if before.batch != entry.batch or differing_networks(before, entry):
             self.differs(before, entry, self.equal)
             self.again.clear()  # running checksums differ from here on
-            self.until = 0
+            self.last_again = 0
         elif stays and (before.now is None) == (entry.now is None):
             self.equal = entry.updates
 

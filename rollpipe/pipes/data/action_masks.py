@@ -62,12 +62,14 @@ def allowed(mask: Tensor, sizes: tuple) -> Tensor:
 
 
 def _masked(x, mask, sizes):
+    "`x` with -inf where the mask forbids the value."
     if isinstance(sizes, dict):
         return {**x, **{k: _masked(x[k], mask[k], part) for k, part in sizes.items()}}
     return x.masked_fill(~allowed(mask, sizes), -torch.inf)
 
 
 def _opened(mask, sizes):
+    "The mask, in which an integer without an allowed value gets all of them."
     if isinstance(sizes, dict):
         return {k: _opened(mask[k], x) for k, x in sizes.items()}
     return allowed(torch.from_numpy(mask), sizes).numpy().astype(mask.dtype)
@@ -82,6 +84,7 @@ def _leaves(mask, sizes, leaf):
 
 
 def _drawn(space, act, mask, sizes):
+    "`act`, whose integers with a mask are drawn anew by the generator of `space`."
     if isinstance(sizes, dict):
         return {**act, **{k: _drawn(space[k], act[k], mask[k], x) for k, x in sizes.items()}}
     # One integer for each part of the mask

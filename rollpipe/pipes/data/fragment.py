@@ -508,7 +508,8 @@ class Fragment(NamedTuple):
         `final(final)` for the whole `Final`. Fields without a function stay as they are.
         """
         new = {"final": final(self.final)} if final else {}
-        fields = {}
+        # Fields with the same function share one call, which saves time.
+        names_of = {}
         for names, fn in (
             (self.ROWS, rows),
             (self.STEPS, steps),
@@ -516,10 +517,8 @@ class Fragment(NamedTuple):
             (("hx",), hx),
         ):
             if fn:
-                fields[fn] = (
-                    fields.get(fn, ()) + names
-                )  # fields with the same function share one call, which saves time
-        for fn, names in fields.items():
+                names_of[fn] = names_of.get(fn, ()) + names
+        for fn, names in names_of.items():
             new |= zip(names, nested.map(fn, [getattr(self, name) for name in names]))
         return self._replace(**new)
 

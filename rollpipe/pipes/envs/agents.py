@@ -230,10 +230,11 @@ class Agents(gym.vector.VectorEnv):
             for agent, b in acting.items():
                 self._put(answer[0], agent, b)
                 try:
-                    rew[b], *over = (
-                        own(_part(*x, agent))
-                        for x in zip(answer[1:4], ("rew", "terminated", "truncated"))
-                    )
+                    rew[b] = own(_part(answer[1], "rew", agent))
+                    over = [
+                        own(_part(answer[2], "terminated", agent)),
+                        own(_part(answer[3], "truncated", agent)),
+                    ]
                     if answer[4]:
                         infos[b] = own(_part(answer[4], "info", agent))
                     if ended := is_end(*over):
@@ -265,7 +266,8 @@ class Agents(gym.vector.VectorEnv):
     def _seat(self, c, obs, acting=()):
         """Agents of copy `c` that are new begin, and those that are gone rest.
 
-        After a reset, they show the observation of another one.
+        After a reset, they show the observation of another one. `acting`: agent -> column of those
+        that took part in the step; empty after a reset.
         """
         # earlier masks stay as they are
         env = self.copies[c]
@@ -280,7 +282,10 @@ class Agents(gym.vector.VectorEnv):
             )
         for b, agent in self._columns(c):
             resting[b] = agent not in env.agents
-            if agent in acting or resting[b] and acting:
+
+            # After a step, those that acted are stored already, and those that rest keep theirs.
+            is_stored = agent in acting or (resting[b] and acting)
+            if is_stored:
                 continue
             self._put(obs, env.agents[0] if resting[b] else agent, b)
         self.resting = resting

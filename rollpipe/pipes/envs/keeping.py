@@ -91,10 +91,10 @@ class KeptEnv:
         self.kept.answered(answer)
         *answer, infos = answer
         bits = {}
-        for name, x in zip(("obs", "reward", "terminated", "truncated", "final_obs"), answer):
-            bits.update(bits_of(x, name))
+        for part, x in zip(("obs", "reward", "terminated", "truncated", "final_obs"), answer):
+            bits.update(bits_of(x, part))
         for path, x in bits_of(_recorded(infos, self.info_keys), "info"):
-            if x[0][1] in "biuf":
+            if x[0][1] in "biuf":  # the kind in its dtype, 'f' in '<f8'
                 bits[path] = x
         return bits, is_end(answer[2], answer[3]) if self.single else answer[2] | answer[3]
 
@@ -121,6 +121,7 @@ class KeptEnv:
         def reset(**arguments):
             done.append(("reset", arguments, self.do("reset", arguments)[0]))
 
+        # `n_left`: steps left after this one. While it is above `more`, the first episode goes on.
         for n_left in range(n + more - 1, -1, -1):
             ended = step()
             late = time.monotonic() > deadline
@@ -132,8 +133,11 @@ class KeptEnv:
             elif self.vector and autoreset_mode(self.env) == "Disabled" and np.any(ended):
                 reset(options=dict(reset_mask=np.array(ended)))
 
+            # The episode has ended before its `n` steps: only those after it are left.
             if n_left > more and bool(np.any(np.asarray(ended))):
                 return done + self.play(draw, 0, more, deadline)
+
+            # Out of time: one more step if a reset was forced, so that it has gone over an end.
             if late:
                 if forced:
                     step()
@@ -281,6 +285,9 @@ def _check(one, state, parts):
         _seed_all(i)
         one.repeat(parts[i])
         state = one.kept.state()
+
+        # It plays on after its state was taken, so that the next restore has something to undo. A
+        # replay needs a new environment, so there is one restore.
         if not repeats_actions and i + 1 < len(parts):
             _seed_all(i + 1)
             one.repeat(parts[i + 1])
@@ -313,7 +320,7 @@ def _disturbance(running, one, parts, start, make, envs):
         alone = KeptEnv(envs[-1], Keeper("none"))
         for i, part in enumerate(parts):
             _seed_all(i)
-            alone.repeat(part, float)
+            alone.repeat(part, lambda: None)  # with `between`, infos do not count
     except Exception:
         return None
     return difference

@@ -244,6 +244,7 @@ class FilmRecorder:
         self.closes = closes
         self.fps = 30
         self.path = path
+        # episodes of the film that have not begun; below 0: the film is over
         self.left = 0 if path is None else n_episodes
         self.film: Any = None
         self.n = 0  # frames so far

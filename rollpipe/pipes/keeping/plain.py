@@ -430,8 +430,9 @@ def _refill(x, items):
 
 
 class _Restore:
-    """Gives the objects that `root` reaches the values of a capture. An entry is read by the method
-    of its name.
+    """Gives the objects that `root` reaches the values of a capture.
+
+    An entry is read by the method of its name; those of memory by `_array`, through `_memory`.
     """
 
     def __init__(self, graph, memory, root, name):
@@ -473,7 +474,7 @@ class _Restore:
         or else a new one.
         """
         is_alike = fresh is not _MISSING and name_of(type(fresh)) == name
-        if is_alike and self.used.setdefault(id(fresh), (k, fresh))[0] == k:
+        if is_alike and self._claims(k, fresh):
             return fresh
         if make is not None:
             return make()
@@ -484,6 +485,10 @@ class _Restore:
             expected=f"a {name}, as when it was kept",
             got=got + ", which stands in two places" * is_alike,
         )
+
+    def _claims(self, k, fresh):
+        "Does entry `k` get the object `fresh`? The first entry that asks for it does."
+        return self.used.setdefault(id(fresh), (k, fresh))[0] == k
 
     # -- containers
 
@@ -587,19 +592,24 @@ class _Restore:
     # -- arrays and numbers
 
     def _array(self, k, fresh, path, block, form, shape, strides, offset):
-        dtype = getattr(torch, form[0]) if len(form) == 2 else dtype_of(form[0])
-        device = torch.device(form[1] if len(form) == 2 else "cpu")
+        is_tensor = len(form) == 2
+        dtype = getattr(torch, form[0]) if is_tensor else dtype_of(form[0])
+        device = torch.device(form[1] if is_tensor else "cpu")
         is_alike = self._is_alike(fresh, dtype, shape, strides)
 
         # The memory of `fresh` gets the numbers if the array begins at the same place in it.
         place = None
         if is_alike:
-            place, begin = memory_of(fresh.detach() if isinstance(fresh, torch.Tensor) else fresh)
-            device = getattr(fresh, "device", device) if len(form) == 2 else device
-            place = place if begin == offset else None
+            old_memory, begin = memory_of(
+                fresh.detach() if isinstance(fresh, torch.Tensor) else fresh
+            )
+            if is_tensor:
+                device = fresh.device
+            if begin == offset:
+                place = old_memory
         memory = self._memory(block[0], place, device)
         is_in_place = place is not None and memory.address == place.address
-        if is_in_place and self.used.setdefault(id(fresh), (k, fresh))[0] == k:
+        if is_in_place and self._claims(k, fresh):
             return fresh
 
         # a new view of the memory

@@ -198,6 +198,7 @@ class Recorder(Pipe):
 
     def _guarded(self, progress, write, *args):
         "Call `write`. With `on_error='stop'`, a full disk stops the recording."
+        # What has stopped writes no more, but still releases its folder.
         if progress["stopped"] and write.__name__ != "close":
             return None
         try:
