@@ -374,7 +374,7 @@ class ItemFormat:
         self.specs = None
         self._prepared = None
         if only_arrays:
-            # `pickle_containers` has put an `ArraySpec` in place of each array, so that `get` is not
+            # `pickle_containers` has put an `ArraySpec` in place of each array: `get` is not
             # called.
             self.specs, self.tree = nested.flatten(self.unpickle(None))
             # indices of the small arrays in the item's own memory
