@@ -567,7 +567,7 @@ def test_a_slow_worker_is_reported_with_its_place(caplog, tmp_path, Reading):
             if len(caplog.records) >= 2:
                 gate.touch()
 
-    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Waits(), Plain()), 5), 1, 0)
+    pipe = Lanes(FragmentCollector(EnvStepper(lambda: Waits(), Plain(), info_keys=()), 5), 1, 0)
     told = r"(?s)lane 0: worker 0 \(pid \d+\).* has been silent for \d+ s; it is here:.*in wait_for_the_robot\n"
     logging.getLogger("rollpipe").addHandler(opens := Opens())
     try:

@@ -295,7 +295,17 @@ def test_an_inexact_file_does_not_go_on_exactly(tmp_path):
 
 
 class OfAProcess(gym.Wrapper):
-    "Observations that depend on the process, which no test within one process can find."
+    """Observations that depend on the process, which no test within one process can find.
+
+    It tells its state, because a replay of its actions would find that they are others.
+    """
+
+    def get_state(self):
+        names = ("state", "steps_beyond_terminated", "_np_random")
+        return {name: getattr(self.unwrapped, name) for name in names}
+
+    def set_state(self, state):
+        vars(self.unwrapped).update(state)
 
     def step(self, action):
         obs, *rest = self.env.step(action)

@@ -69,11 +69,21 @@ def _config(run: str | Path) -> dict:
     if not path.is_file():
         raise DataError(f"{run}: not the folder of a run", expected=f"{REQUEST} in it")
     config = read_table(path)
-    kinds: dict[str, type] = dict(options=dict, env_kwargs=dict, name=str, imports=list)
+    kinds: dict[str, type] = dict(
+        options=dict, env_kwargs=dict, name=str, imports=list, inserts=list
+    )
     for name, kind in kinds.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
             raise DataError(
                 f"{path}: damaged", leaf=name, expected=kind.__name__, got=repr(config[name])[:80]
+            )
+    for module in config.get("imports") or []:
+        if not isinstance(module, str):
+            raise DataError(
+                f"{path}: damaged",
+                leaf="imports",
+                expected="names of modules",
+                got=repr(module)[:80],
             )
 
     # What else may differ between runs counts as an option, too.
