@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import weakref
+import zlib
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from contextlib import nullcontext
 from decimal import Decimal
@@ -33,7 +34,7 @@ from rollpipe.pipes import nested
 from rollpipe.pipes.data.errors import EnvError
 from rollpipe.pipes.envs.factories import EnvFactory, env_factories
 from rollpipe.pipes.envs.keeping import Keeper, KeptEnv, bits_of, keeper_for
-from rollpipe.pipes.envs.kept import ActionLog, KeptActions, restore_batch
+from rollpipe.pipes.envs.kept import ActionLog, KeptActions, answer_checksum, restore_batch
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.keeping.copies import copies_of, env_parts, put_copies
 from rollpipe.pipes.keeping.files import decode, encode
@@ -727,6 +728,46 @@ def test_a_log_that_is_too_long_is_dropped(monkeypatch):
         else:
             new = restored(World, Keeper(name), stored(running.kept.state()))
             new.repeat(running.play(lambda: 1, 50, 50, np.inf))
+
+
+def test_options_of_resets_count_in_a_log(monkeypatch):
+    "A vector that resets by a mask has options in each reset. What is stored is within the bound."
+    monkeypatch.setattr(KeptActions, "MOST", 2**18)
+    monkeypatch.setattr(ActionLog, "CHUNK", 50)
+    running = KeptEnv(World(), Keeper("replay (all)"))
+    running.do("reset", dict(seed=3))
+    constant = stored_bytes(running.kept.state())  # of the generators and the constructor
+    most = 0
+    with pytest.raises(EnvError, match="too many actions"):
+        for t in range(10_000):
+            running.kept.reset(options=dict(reset_mask=np.ones(64, bool)))
+            running.kept.step(1)
+            if t % 50 == 0:
+                most = max(most, stored_bytes(running.kept.state()) - constant)
+    assert 2**16 < most <= 2**18
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.array(1.0),
+        np.zeros((2, 6))[:, ::2],
+        np.array([1j]),
+        np.zeros(0),
+        np.ones(3, ">f4"),
+        np.array([True, False]),
+        torch.arange(3),
+        dict(a=np.arange(3), b=(np.ones(2), np.ones(1))),
+    ],
+    ids=repr,
+)
+def test_a_checksum_of_answers_is_that_of_all_bytes_in_turn(x):
+    data = b"".join(np.asarray(leaf).tobytes() for leaf in nested.leaves(x))
+    assert answer_checksum(x, 7) == zlib.crc32(data, 7)
+
+
+def stored_bytes(state):
+    return len(state["graph"]) + len(state["memory"])
 
 
 def test_the_log_of_actions_is_small():

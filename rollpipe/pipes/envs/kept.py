@@ -286,7 +286,9 @@ class KeptActions(Kept):
         episode: repeat only those since the last reset, where this is enough
     """
 
-    MOST = 2**26  # bytes of a log, with 8 for each reset
+    # bytes of a log, with 8 for each reset, and `OPTIONS` for its options, beside their arrays
+    MOST = 2**26
+    OPTIONS = 512
 
     def __init__(self, env: Any, name: str, episode: bool):
         super().__init__(env, name)
@@ -299,8 +301,8 @@ class KeptActions(Kept):
 
         # `(number of the next action, seed, options)` of each reset. Where other noise begins,
         # 'noise' stands in the place of the seed, and the seed of the noise in that of the options.
-        self.resets = []
         self.log = ActionLog()
+        self._take_resets([])
         self.is_whole = True  # is everything since the first reset in the log?
         self.is_lost = False  # were there too many actions, so that not even the episode is in it?
 
@@ -321,6 +323,16 @@ class KeptActions(Kept):
             self._begin_episode()
         # A vector changes its options.
         self.resets.append((len(self.log), seed, copy.deepcopy(options)))
+        self.option_bytes += self._bytes_of(options)
+
+    def _take_resets(self, resets):
+        self.resets = resets
+        self.option_bytes = sum(self._bytes_of(options) for _, _, options in resets)
+
+    def _bytes_of(self, options):
+        if options is None:
+            return 0
+        return self.OPTIONS + sum(getattr(x, "nbytes", 0) for x in nested.leaves(options))
 
     def _begin_episode(self):
         self.before = copies_of(self.parts, complete=False)
@@ -332,7 +344,7 @@ class KeptActions(Kept):
 
     def _forget(self):
         self.log = ActionLog()
-        self.resets = []
+        self._take_resets([])
         self.is_whole = False
 
     def step(self, action: Any) -> None:
@@ -343,13 +355,13 @@ class KeptActions(Kept):
             self._shorten()
 
     def _n_bytes(self):
-        return self.log.nbytes + 8 * len(self.resets)
+        return self.log.nbytes + 8 * len(self.resets) + self.option_bytes
 
     def _shorten(self):
         "Forget the episodes before the present one, or all actions, if this is not enough."
         begin = self.resets[self.last][0]
         self.log.drop(begin)
-        self.resets = [(t - begin, *arguments) for t, *arguments in self.resets[self.last :]]
+        self._take_resets([(t - begin, *x) for t, *x in self.resets[self.last :]])
         self.last = 0
         self.is_whole = False
         if self._n_bytes() > self.MOST:
@@ -411,10 +423,10 @@ class KeptActions(Kept):
         self.random = content["random"]
         self.constructed = content["constructed"]
         arguments = content["arguments"]
-        self.resets = [
-            (t, *arguments.get(str(i), (None, None)))
-            for i, t in enumerate(content["resets"].tolist())
-        ]
+        numbers = content["resets"].tolist()
+        self._take_resets(
+            [(t, *arguments.get(str(i), (None, None))) for i, t in enumerate(numbers)]
+        )
         self.log.go_on(content["actions"], content["like"])
         self.last = content["last"]
         self.before = content["before"]
