@@ -22,7 +22,7 @@ from rollpipe.pipes.data.errors import (
     describe,
     describe_exception,
 )
-from .actions import action_rows
+from .actions import action_rows, tuple_of
 from .batch import put_obs
 from .factories import space_spec
 from .rows import own
@@ -116,13 +116,7 @@ def _with_id(space, n):
 def _answer(env, method, n, *args, **kwargs):
     "What a method of a parallel environment returns, a tuple of `n`. Raises `EnvError`."
     answer = getattr(env, method)(*args, **kwargs)
-    if isinstance(answer, (tuple, list)) and len(answer) == n:
-        return answer
-    raise EnvError(
-        f"{method}() gave no tuple of {n}",
-        expected=f"what `{method}` of PettingZoo returns",
-        got=describe(answer),
-    )
+    return tuple_of(answer, n, method, f"what `{method}` of PettingZoo returns")
 
 
 def _part(answer, leaf, agent):

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..data import nested
 from ..data.errors import EnvError, PipeError, describe, describe_exception
-from .actions import as_like, in_containers
+from .actions import as_like, in_containers, tuple_of
 from .batch import Batch, played, put_obs, read_obs
 from rollpipe.pipes.envs.factories import (
     Claim,
@@ -230,13 +230,7 @@ class CheckedVector:
             raise
         except Exception as e:
             raise EnvError(f"{method}() raised {describe_exception(e)}") from e
-        if isinstance(answer, (tuple, list)) and len(answer) == n:
-            return answer
-        raise EnvError(
-            f"{method}() gave no tuple of {n}",
-            expected=f"what gymnasium's `{method}` returns",
-            got=describe(answer),
-        )
+        return tuple_of(answer, n, method, f"what gymnasium's `{method}` returns")
 
     def _put(self, obs, leaves):
         buffer = leaves[0]

@@ -22,7 +22,7 @@ from rollpipe.pipes.data.errors import (
     describe,
     located,
 )
-from ..envs.actions import action_batch, single_spaces
+from ..envs.actions import action_batch, single_spaces, tuple_of
 from ..envs.batch import Batch
 from ..envs.factories import Claim, close_env, env_seeds, space_spec
 from ..graph.modules import checked_device
@@ -282,14 +282,8 @@ class TensorBatch(Batch):
             self.claim.check()
             with located("step()", EnvError):
                 answer = self.env.step(actions)
-            if not isinstance(answer, (tuple, list)) or len(answer) != 6:
-                raise EnvError(
-                    "step() gave no tuple of 6",
-                    got=describe(answer),
-                    expected="(obs, rew, terminated, truncated, final_obs, info)",
-                )
-
-            obs, *one_each, final, info = answer
+            values = "(obs, rew, terminated, truncated, final_obs, info)"
+            obs, *one_each, final, info = tuple_of(answer, 6, "step", values)
             rew, term, trunc = [form.check(x)[0] for form, x in zip(self._one_each, one_each)]
             return TensorOutcome(
                 self._obs_form.check(obs),
