@@ -824,3 +824,18 @@ def test_the_configuration_of_a_stranger_calls_nothing(tmp_path, monkeypatch):
     ):
         resume(run.folder)
     assert rollpipe("pack", run.folder, "--episodes", 1) == 0 and not called
+
+
+def test_a_folder_of_questions_that_goes_while_it_is_read_ends_no_training(tmp_path, monkeypatch):
+    "Whoever asks removes the folder with his answer, perhaps between two calls of the training."
+    (tmp_path / "inbox").mkdir()
+    scandir = os.scandir
+
+    def removed_before(path="."):
+        if Path(path).name == "inbox":
+            os.rmdir(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", removed_before)
+    assert list(Mailbox(tmp_path).take()) == []
+    assert not (tmp_path / "inbox").exists()

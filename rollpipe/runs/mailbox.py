@@ -81,7 +81,10 @@ class Mailbox:
             before: only what was asked before this time [ns]
         """
         times = {}
-        for path in (self.folder / _INBOX).glob("*.ask"):
+        questions = []
+        with suppress(FileNotFoundError):  # the last one who asked removes the folder
+            questions += (self.folder / _INBOX).glob("*.ask")
+        for path in questions:
             with suppress(OSError):  # it was withdrawn
                 times[path] = path.lstat().st_mtime_ns
         for path in sorted(times, key=lambda path: times[path]):
