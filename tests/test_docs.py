@@ -197,7 +197,7 @@ def test_the_first_training_of_the_readme_is_solved_with_every_seed(seed):
     first = next(
         i
         for i, (language, text) in enumerate(blocks)
-        if language == "python" and "trpo.update" in text
+        if language == "python" and "agent.update" in text
     )
     printed = run(
         re.sub(r"seed=(\d)", lambda match: f"seed={seed + int(match[1])}", blocks[first][1])
