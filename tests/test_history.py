@@ -139,3 +139,108 @@ def test_a_checkpoint_without_a_history_is_refused(history, tmp_path):
     run.checkpoint.write_bytes(damaged.data())
     with pytest.raises(CheckpointError, match="not a configuration that was saved.*history"):
         load_run(run.folder)
+
+
+# -- runs of before ----------------------------------------------------------------------------------------------------
+
+# Runs that were trained when `config.json` was request and diary at once. For each: what of its
+# request ever changed, with an option that did not, its history, and what the checkpoints of that
+# time held: first update, last update, and the values that were not those of the request.
+BEGAN = dict(event="began", at=0, kept={}, inexact=None)
+CLIPPED = dict(insert="run_edits:clipped", kwargs=dict(clip=5.0))
+PASSED = dict(insert="run_edits:passed", kwargs={})
+RUNS_OF_BEFORE = {
+    "edited twice": (
+        dict(steps=320, keep=1000, options=dict(clip=0.2, lr=0.001, gamma=0.99)),
+        [
+            BEGAN,
+            dict(event="edited", at=4, set=dict(clip=0.1)),
+            dict(event="edited", at=9, set=dict(lr="linear:0.01:0.001:400", steps=400)),
+        ],
+        [
+            (1, 3, {}),
+            (4, 8, dict(clip=0.1)),
+            (9, 25, dict(clip=0.1, lr="linear:0.01:0.001:400", steps=400)),
+        ],
+    ),
+    "three edits of one update": (
+        dict(steps=320, keep=1000, options=dict(clip=0.2, lr=0.001, gamma=0.99)),
+        [
+            BEGAN,
+            dict(event="edited", at=4, set=dict(clip=0.1)),
+            dict(event="edited", at=4, set=dict(clip=0.3)),
+            dict(event="edited", at=4, set=dict(gamma=0.9, clip=0.2)),
+        ],
+        [(1, 3, {}), (4, 20, dict(gamma=0.9))],
+    ),
+    "pipes inserted": (
+        dict(steps=320, options=dict(clip=0.2, lr=0.001)),
+        [
+            BEGAN,
+            dict(event="edited", at=3, **CLIPPED),
+            dict(event="edited", at=8, set=dict(clip=0.1)),
+            dict(event="edited", at=12, **PASSED),
+        ],
+        [
+            (1, 2, {}),
+            (3, 7, dict(imports=["run_edits"], inserts=[CLIPPED])),
+            (8, 11, dict(imports=["run_edits"], inserts=[CLIPPED], clip=0.1)),
+            (12, 20, dict(imports=["run_edits"], inserts=[CLIPPED, PASSED], clip=0.1)),
+        ],
+    ),
+    "shortened, extended and shortened": (
+        dict(steps=320, keep=1000, options=dict(lr=0.001)),
+        [
+            BEGAN,
+            dict(event="edited", at=4, set=dict(steps=240)),
+            dict(event="extended", at=15, set=dict(steps=400)),
+            dict(event="edited", at=22, set=dict(steps=384)),
+        ],
+        [
+            (1, 3, {}),
+            (4, 14, dict(steps=240)),
+            (16, 21, dict(steps=400)),
+            (22, 24, dict(steps=384)),
+        ],
+    ),
+    "stopped by its patience and extended": (
+        dict(steps=3200, patience=2, stop_at_return=None, stop_after=None, options=dict(lr=0.0)),
+        [
+            BEGAN,
+            dict(event="stopped", at=20, why="no evaluation was better"),
+            dict(
+                event="extended",
+                at=20,
+                set=dict(steps=640, patience=0, stop_at_return=None, stop_after=None),
+            ),
+        ],
+        [(1, 19, {}), (21, 40, dict(steps=640, patience=0))],
+    ),
+    "a fork of an edited run": (
+        dict(steps=400, keep=1000, options=dict(clip=0.1, lr="linear:0.01:0.001:400")),
+        [
+            dict(event="forked", at=12, run="edited_twice", set={}, kept={}, inexact=None),
+            dict(event="edited", at=14, set=dict(clip=0.25)),
+        ],
+        [(13, 13, {}), (14, 25, dict(clip=0.25))],
+    ),
+    "killed, and resumed with more workers": (
+        dict(steps=320, workers=1, options=dict(lanes=2)),
+        [BEGAN, dict(event="resumed", at=3, set=dict(workers=2))],
+        [(6, 6, dict(workers=2)), (9, 10, dict(workers=2))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS_OF_BEFORE)
+def test_the_fold_gives_what_the_checkpoints_of_runs_of_before_held(name):
+    request, events, answers = RUNS_OF_BEFORE[name]
+    text = json.dumps(request)
+    history = History(events)
+    for first, last, others in answers:
+        options = {key: others.get(key, x) for key, x in request["options"].items()}
+        of_run = {key: x for key, x in others.items() if key not in options}
+        for update in range(first, last + 1):
+            folded = history.until(update).config(request)
+            assert folded == {**request, **of_run, "options": options}, update
+    assert json.dumps(request) == text

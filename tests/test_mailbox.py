@@ -344,6 +344,18 @@ def test_an_edit_of_a_schedule_gives_what_a_fork_gives(tmp_path):
     assert verify(run.folder, 20).is_equal
 
 
+def test_a_run_that_rewards_novelty_is_edited_as_its_fork_is(tmp_path):
+    "Its pipe takes options by any name, so all of its attributes count, but for those of an iteration."
+    config = config_of("ppo", steps=640, intrinsic=0.1)
+    answers: list = []
+    edits = {5: [dict(set=dict(clip=0.1))]}
+    run = trained(start(tmp_path / "run", config), edits, answers)
+    assert [answer(path)["made"] for path in answers] == [True], answer(answers[0])
+    plain = trained(start(tmp_path / "plain", config), {})
+    forked = trained(resume(fork(plain.folder, tmp_path / "fork", 5, clip=0.1)), {})
+    check_same(forked.folder, run.folder)
+
+
 def test_an_edit_and_a_stop_in_one_look_leave_a_line(tmp_path):
     "The run that goes on does not write it once more."
     run = start(tmp_path / "run", config_of("ppo", steps=320))

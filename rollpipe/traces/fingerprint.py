@@ -121,6 +121,8 @@ def _ordered(x):
 # %% ../../nbs/traces/01_fingerprint.ipynb #0f85b0f0
 # Attributes of a process, an iteration or a folder
 _APART = set("process timer given_seed lane divisions path keeper".split())
+# What a pipe has only while it is iterated
+_OF_ITERATION = {"kept", "restored", "running"}
 # Attributes of a class that are no code of its author
 _NO_CODE = set(
     "__module__ __qualname__ __dict__ __weakref__ __doc__ __annotations__ __slots__ "
@@ -163,6 +165,8 @@ def attributes(x: Any) -> dict:
 
 def _is_filled_later(x: Any, name: str, value: Any) -> bool:
     "Whether the attribute depends on who has used the object, and not on what the object means."
+    if isinstance(x, IterDataPipe) and name in _OF_ITERATION:
+        return True
     if isinstance(getattr(type(x), name, None), functools.cached_property):
         return True
     if isinstance(x, gym.Space) and isinstance(value, _RANDOM):
