@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from ..layers.observer import split_args
+from ..layers.observer import entries_of, explained
 from ..pipes.data.errors import DataError, check_integer, is_between
 
 # %% ../../nbs/agents/06_shared_options.ipynb #6a72ed5a
@@ -37,11 +37,11 @@ def summary_of(x: Any) -> str:
 
 def args_section(docstring: str | None) -> dict:
     "Parameter -> meaning, from the `Args:` section of a docstring."
-    _, _, rest = inspect.cleandoc(docstring or "").partition("\nArgs:\n")
-    # The next line without indentation ends the section.
-    section = re.split(r"^\S", rest, maxsplit=1, flags=re.M)[0]
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section, re.M)
-    return {name: " ".join(text.split()) for name, text in entries}
+    meaning_of = {}
+    for name, entry in entries_of(docstring).items():
+        _, _, text = entry.partition(": ")
+        meaning_of[name] = " ".join(text.split())
+    return meaning_of
 
 
 def meanings(function: Callable) -> dict:
@@ -269,21 +269,11 @@ class Options:
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         doc = cls.__doc__
-        documented = args_section(doc)
         dataclass(eq=False, kw_only=True, repr=False)(cls)
-        if not doc:
-            return
-
-        # The options that it inherits come at the end of its `Args:`.
-        parameters = inspect.signature(cls).parameters
-        inherited = [
-            f"    {name}: {text}"
-            for name, text in meanings(cls).items()
-            if name in parameters and name not in documented
-        ]
-        if inherited:
-            before, entries, behind = split_args(inspect.cleandoc(doc))
-            cls.__doc__ = before + "\n".join(filter(None, [entries, *inherited])) + behind
+        if doc:
+            # The options that it inherits come at the end of its `Args:`.
+            bases = reversed(cls.__mro__[1:])
+            cls.__doc__ = explained(doc, inspect.signature(cls).parameters, bases)
 
     def __repr__(self):
         owner: Any = self

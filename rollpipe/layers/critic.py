@@ -114,9 +114,7 @@ class Critic(Torso):
             last.weight.copy_(last.weight.double() * factor)
             last.bias.copy_(bias)
 
-        buffers = dict(ret_count=count, ret_mean=mean, ret_var=var, ret_std=std)
-        for name, value in buffers.items():
-            self._buffers[name].copy_(value)
+        self.set_buffers(ret_count=count, ret_mean=mean, ret_var=var, ret_std=std)
 
 # %% ../../nbs/layers/06_critic.ipynb #ab323538
 class StackedMLP(FastModule):

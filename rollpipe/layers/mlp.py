@@ -62,9 +62,8 @@ def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int)
 
     # A layer has a weight for each input of each output, and a bias for each output.
     outputs = {} if n_out is None else {"n_out": n_out}
-    ins = [n_in, *hidden]
-    outs = [*hidden, *outputs.values()]
-    n_parameters = sum((n + 1) * m for n, m in zip(ins, outs))
+    sizes = [n_in, *hidden, *outputs.values()]
+    n_parameters = sum((n + 1) * m for n, m in zip(sizes, sizes[1:]))
     check_parameters(n_parameters * prod(more.values()), hidden=tuple(hidden), **outputs, **more)
 
 # %% ../../nbs/layers/01_mlp.ipynb #c3f52c22
@@ -148,6 +147,11 @@ class FastModule(nn.Module):
 
     _modules: dict[str, Any]
     _buffers: dict[str, Any]
+
+    def set_buffers(self, **values: Tensor) -> None:
+        "Copy each value into the buffer of this name."
+        for name, value in values.items():
+            self._buffers[name].copy_(value)
 
 
 class MLP(FastModule):
@@ -249,10 +253,10 @@ def moments(x: Tensor, event_ndim: int, valid: Tensor | None = None) -> tuple:
     """
     if valid is None:
         event_shape = x.shape[x.ndim - event_ndim :]
-        rows = x.detach().reshape(-1, *event_shape)
+        rows = x.reshape(-1, *event_shape)
     else:
-        rows = x.detach()[valid]
-    rows = rows.double()
+        rows = x[valid]
+    rows = rows.detach().double()
 
     divisor = max(len(rows), 1)
     mean = rows.sum(0) / divisor
@@ -357,9 +361,7 @@ class RunningNorm(FastModule):
             clip = clip.where(only, torch.inf)
 
         inv_std = (var + self.eps).rsqrt()
-        buffers = dict(count=count, mean=mean, var=var, inv_std=inv_std, low=-clip, high=clip)
-        for name, value in buffers.items():
-            self._buffers[name].copy_(value)
+        self.set_buffers(count=count, mean=mean, var=var, inv_std=inv_std, low=-clip, high=clip)
 
 # %% ../../nbs/layers/01_mlp.ipynb #295f495f
 class PolicyAverage(nn.Module):

@@ -58,6 +58,16 @@ class Policy(ForSpaces, Actor):
         """
         return self.to_own_device(self.dist.noise(lead, generator))
 
+    def answer(
+        self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor
+    ) -> tuple:
+        """`(params, hx, info)`: as `params`, with what the actor reports, which has `dist=params`.
+
+        A policy that reports more writes this method.
+        """
+        params, hx = self.params(obs, act, rew, fin, hx=hx, stepno=stepno)
+        return params, hx, {"dist": params}
+
     def forward(
         self,
         obs: Any,
@@ -71,19 +81,23 @@ class Policy(ForSpaces, Actor):
         noise: Any = None,
     ) -> tuple:
         dist = self.dist
-        params, hx = self.params(obs, act, rew, fin, hx=hx, stepno=stepno)
+        params, hx, info = self.answer(obs, act, rew, fin, hx=hx, stepno=stepno)
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
-        return act, hx, {"dist": params}
+        return act, hx, info
+
+    def _answer_in(self, state, hx):
+        stepno, obs, act, rew, fin = state
+        if self.uses_past:
+            act, rew = without_past(act, rew, fin)
+        return self.answer(obs, act, rew, fin, hx=hx, stepno=stepno)
 
     def distribution(self, state: Any, hx: Any) -> Any:
         """Parameters of `dist` `[T, B, ...]` in the states `[T, B, ...]`, with gradients.
 
         The states are a `State` in float32; `hx` is that of row 0.
         """
-        stepno, obs, act, rew, fin = state
-        if self.uses_past:
-            act, rew = without_past(act, rew, fin)
-        return self.params(obs, act, rew, fin, hx=hx, stepno=stepno)[0]
+        params, _, _ = self._answer_in(state, hx)
+        return params
 
     def replay(self, fragment: Any) -> dict:
         """What the policy reports for the steps of a fragment under its present weights.
@@ -94,9 +108,9 @@ class Policy(ForSpaces, Actor):
         state = nested.map(lambda x: nested.as_seen(x[:-1]), fragment.state)
         # Without a `forward` of its own, the policy need not compute actions again.
         if type(self).forward is Policy.forward:
-            info = {"dist": self.distribution(state, fragment.hx)}
+            _, _, info = self._answer_in(state, fragment.hx)
         else:
-            info = self.step(*state, hx=fragment.hx, virtual=True)[2]
+            _, _, info = self.step(*state, hx=fragment.hx, virtual=True)
 
         # The action of row t stands in the state of row t + 1.
         act = nested.getitem(fragment.state.act, slice(1, None))
@@ -175,24 +189,13 @@ class SharedPolicy(MLPPolicy):
         super().__init__(observation_space, action_space, **more)
         self.value = orthogonal_linear(self.trunk.n_out, 1)
 
-    def forward(
-        self,
-        obs: Any,
-        act: Any,
-        rew: Tensor,
-        fin: Tensor,
-        *,
-        hx: Any,
-        stepno: Tensor,
-        virtual: bool,
-        noise: Any = None,
+    def answer(
+        self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor
     ) -> tuple:
         y = self.hidden_features(obs)
-        dist = self.dist
         params = self.masked(self.head.forward(y), obs)
-        act = dist.mode(params) if noise is None else dist.sample(params, noise)
         value = linear(self.value, y).squeeze(-1)
-        return act, (), {"dist": params, "value": value}
+        return params, (), {"dist": params, "value": value}
 
 # %% ../../nbs/layers/05_policies.ipynb #043d9d15
 @takes(Torso.make_torso, Torso.make_masked_torso)

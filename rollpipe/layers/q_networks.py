@@ -47,6 +47,13 @@ class DuellingHead(nn.Module):
         advantage = modules["advantage"].forward(x)
         return modules["value"].forward(x) + (advantage - advantage.mean(-1, keepdim=True))
 
+
+def _head(n_in, n_actions, hidden, duelling, activation: Any = "relu"):
+    "A plain or duelling head for values."
+    if duelling:
+        return DuellingHead(n_in, n_actions, hidden, activation)
+    return MLP(n_in, (), n_actions, gain=0.01)
+
 # %% ../../nbs/layers/08_q_networks.ipynb #84b77e20
 class EpsilonGreedy(ForSpaces, Actor):
     """Base of actors with values of Discrete actions.
@@ -185,10 +192,11 @@ class QPolicy(Torso, EpsilonGreedy):
         self.trunk = self.make_masked_torso(
             observation_space, action_space, hidden=in_trunk, activation=activation, **torso
         )
-        if duelling:
-            self.head = DuellingHead(self.trunk.n_out, self.n_actions, hidden[-1:], activation)
-        else:
-            self.head = MLP(self.trunk.n_out, (), self.n_actions, gain=0.01)
+        self.head = self.make_head(hidden[-1:] if duelling else (), duelling, activation)
+
+    def make_head(self, hidden: tuple, duelling: bool, activation: str | type) -> nn.Module:
+        "The last layers, behind `trunk`."
+        return _head(self.trunk.n_out, self.n_actions, hidden, duelling, activation)
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
         q = self._modules["head"].forward(self.hidden_features(obs))
@@ -232,10 +240,7 @@ class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         self.make_memory(observation_space, action_space, **torso)
-        if duelling:
-            self.head = DuellingHead(self.memory.n_out, self.n_actions)
-        else:
-            self.head = MLP(self.memory.n_out, (), self.n_actions, gain=0.01)
+        self.head = _head(self.memory.n_out, self.n_actions, (), duelling)
 
     def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
         y, hx = self.recurrent_features(obs, act, rew, fin, hx)
@@ -285,7 +290,7 @@ class QuantileHead(nn.Module):
 
 # %% ../../nbs/layers/08_q_networks.ipynb #d9f58bbc
 @takes(Torso.make_torso, Torso.make_masked_torso, normalize=False)
-class QuantilePolicy(Torso, EpsilonGreedy):
+class QuantilePolicy(QPolicy):
     """Quantiles of the return of Discrete actions, by a perceptron.
 
     It consists of encoder, running normaliser, hidden layers, and a plain or duelling head.
@@ -302,8 +307,6 @@ class QuantilePolicy(Torso, EpsilonGreedy):
         ValueError: `epsilon` is not in [0, 1].
     """
 
-    uses_past = False
-
     def __init__(
         self,
         observation_space: gym.Space,
@@ -315,19 +318,14 @@ class QuantilePolicy(Torso, EpsilonGreedy):
         epsilon: float = 0.1,
         **torso: Any,
     ):
-        super().__init__()
-        self.set_exploration(action_space, epsilon)
-        check_sizes(1, hidden)
-        check_integer("n_quantiles", n_quantiles)
-        # The last hidden layer of a duelling network belongs to its head.
-        in_trunk, in_head = hidden, ()
-        if duelling:
-            in_trunk, in_head = hidden[:-1], hidden[-1:]
-        self.trunk = self.make_masked_torso(
-            observation_space, action_space, hidden=in_trunk, activation=activation, **torso
+        self.n_quantiles = check_integer("n_quantiles", n_quantiles)
+        super().__init__(
+            observation_space, action_space, hidden, duelling, activation, epsilon, **torso
         )
-        self.head = QuantileHead(
-            self.trunk.n_out, self.n_actions, n_quantiles, in_head, activation, duelling
+
+    def make_head(self, hidden: tuple, duelling: bool, activation: str | type) -> nn.Module:
+        return QuantileHead(
+            self.trunk.n_out, self.n_actions, self.n_quantiles, hidden, activation, duelling
         )
 
     def quantiles(self, state: Any, hx: Any = None) -> tuple:

@@ -92,7 +92,7 @@ def cleared(hx: Any, fin: Tensor) -> Any:
     return map_memory(lambda h: h.masked_fill(fin.view(-1, 1), 0), hx)
 
 
-def _output(h: Any) -> Tensor:
+def _output(h):
     "The part of the memory that is also the output of the layer."
     return h if isinstance(h, Tensor) else h[0]
 
@@ -174,10 +174,6 @@ class Recurrent(nn.Module):
         self.n_out = n_out
         self.layers = layers
         self.method = method
-        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        self._names = []
-        for i in range(layers):
-            self._names.append([f"{kind}_l{i}" for kind in kinds])
 
         # The initial weights
         with torch.no_grad():
@@ -218,19 +214,18 @@ class Recurrent(nn.Module):
         They have the order in which torch's functions for a single cell take them.
         """
         parameters = self.rnn._parameters
-        return [[parameters[name] for name in names] for names in self._names]
+        return [[parameters[name] for name in names] for names in self.rnn._all_weights]
 
-    def _step_by_step(self, x: Tensor, fin: Tensor | None, hx: Any) -> tuple:
+    def _step_by_step(self, x, fin, hx):
         T, B = x.shape[:2]
-        sizes = [B] * T
         # At row 0 the given memories have been cleared already.
         begins: list = [None] * T
         if fin is not None:
-            begins[1:] = fin[1:].unsqueeze(-1).unbind()
-        y, hx = self._run(x.flatten(0, 1), sizes, begins, hx, slice(-B, None))
+            begins[1:] = fin[1:].unsqueeze(-1)
+        y, hx = self._run(x.flatten(0, 1), [B] * T, begins, hx, slice(-B, None))
         return y.unflatten(0, (T, B)), hx
 
-    def _packed(self, x: Tensor, pieces: Packing, hx: Any) -> tuple:
+    def _packed(self, x, pieces, hx):
         T, B = x.shape[:2]
         sizes = pieces.sizes.tolist()
         nowhere = [None] * len(sizes)  # no memory is cleared, because pieces do not span episodes
@@ -246,7 +241,7 @@ class Recurrent(nn.Module):
         y, hx = self._run(rows, sizes, nowhere, start, last)
         return y[pieces.position].unflatten(0, (T, B)), hx
 
-    def _run(self, x: Tensor, sizes: list, begins: list, hx: Any, last: slice | Tensor) -> tuple:
+    def _run(self, x, sizes, begins, hx, last):
         """`scan` by all layers over the rows `x` `[N, n_in]`.
 
         Returns the output `[N, n_out]`, and the memories at the rows `last`.
@@ -457,29 +452,17 @@ class RecurrentPolicy(RecurrentTorso, Policy):
     def params(
         self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor
     ) -> tuple:
-        y, hx = self.recurrent_features(obs, act, rew, fin, hx)
-        return self.masked(self.head.forward(y), obs), hx
+        return self.answer(obs, act, rew, fin, hx=hx, stepno=stepno)[:2]
 
-    def forward(
-        self,
-        obs: Any,
-        act: Any,
-        rew: Tensor,
-        fin: Tensor,
-        *,
-        hx: Any,
-        stepno: Tensor,
-        virtual: bool,
-        noise: Any = None,
+    def answer(
+        self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor
     ) -> tuple:
         y, hx = self.recurrent_features(obs, act, rew, fin, hx)
         params = self.masked(self.head.forward(y), obs)
-        dist = self.dist
-        act = dist.mode(params) if noise is None else dist.sample(params, noise)
         info = {"dist": params}
         if self.report:
             info["memory"] = y
-        return act, hx, info
+        return params, hx, info
 
 # %% ../../nbs/layers/07_recurrent.ipynb #ac233251
 @takes(Torso.make_torso)
