@@ -86,12 +86,12 @@ def check_range(owner: Any, low: float, high: float = float_info.max, **values: 
     for name, value in values.items():
         if is_between(value, low, high):
             continue
-        if high == float_info.max:
-            expected = f"{low} <= {name} < {inf}"
-        else:
-            expected = f"{low} <= {name} <= {high}"
+        limit = f"< {inf}" if high == float_info.max else f"<= {high}"
         raise DataError(
-            f"{_name_of(owner)}: out of range", leaf=name, got=str(value), expected=expected
+            f"{_name_of(owner)}: out of range",
+            leaf=name,
+            got=str(value),
+            expected=f"{low} <= {name} {limit}",
         )
 
 # %% ../../nbs/agents/06_shared_options.ipynb #07d8119d
@@ -129,7 +129,11 @@ def number(
     return _field(default, changes, check)
 
 
-def integer(default: int | None, least: int = 1, changes: Change = "never") -> Any:
+def integer(
+    default: int | None,
+    least: int = 1,
+    changes: Change = "never",
+) -> Any:
     """A field of a dataclass whose value is an integer, or None if the annotation allows it.
 
     One of numpy becomes one of Python.
@@ -196,9 +200,7 @@ def _declared(cls: Any) -> dict:
     if not (isinstance(cls, type) and is_dataclass(cls)):
         return {}
     metadata_of = {}
-    for base in reversed(cls.__mro__):
-        if not is_dataclass(base):
-            continue
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
         metadata_of |= {f.name: f.metadata for f in fields(base) if "check" in f.metadata}
     names = [f.name for f in fields(cls) if f.init and f.name in metadata_of]
     return {name: metadata_of[name] for name in names}
@@ -313,9 +315,7 @@ class Schedule(NamedTuple):
         kind, *parts = str(text).lower().split(":")
         try:
             # An ending k or m multiplies a number of steps.
-            n_texts = [
-                re.sub("[km]$", lambda x: {"k": "e3", "m": "e6"}[x[0]], x) for x in parts[2:]
-            ]
+            n_texts = [re.sub("m$", "e6", re.sub("k$", "e3", x)) for x in parts[2:]]
             start, end, *n_in_text = map(float, [*parts[:2], *n_texts])
             if kind not in ("linear", "cosine") or len(n_in_text) > 1:
                 raise ValueError
@@ -378,7 +378,10 @@ def schedule_of(cls: type, name: str, value: Any) -> Callable | None:
         schedule = value if isinstance(value, Schedule) else Schedule.of(value)
     except DataError as e:
         raise DataError(
-            f"{cls.__name__}: {e.problem}", leaf=name, expected=e.expected, got=e.got
+            f"{cls.__name__}: {e.problem}",
+            leaf=name,
+            expected=e.expected,
+            got=e.got,
         ) from None
     for x in (schedule.start, schedule.end):
         if x or name not in RATES:  # a rate may end with 0, when training ends
@@ -411,8 +414,9 @@ class Changing(Options):
     def plan(self) -> None:
         "Check all options, and begin their schedules."
         self.schedules: dict[str, Callable] = {}
+        names = changing(type(self))
         for name in _declared(type(self)):
-            if name in changing(type(self)):
+            if name in names:
                 self._take(name, getattr(self, name))
             else:
                 self._check_constant(name)

@@ -30,9 +30,24 @@ from ..pipes.envs.factories import space_spec
 from ..pipes.graph.modules import EvalMode
 
 # %% auto #0
-__all__ = ['check_signature', 'ActingState', 'Actor']
+__all__ = ['must_define', 'check_signature', 'ActingState', 'Actor']
 
 # %% ../../nbs/layers/00_actor.ipynb #f6e05071
+def must_define(signature: str) -> Any:
+    """A method that every subclass writes.
+
+    Called before, it raises `NotImplementedError`.
+
+    Args:
+        signature: the name of the method and what it gets, such as 'improve(batch)'
+    """
+
+    def missing(self, *args, **kwargs):
+        raise NotImplementedError(f"{type(self).__name__} must define {signature}")
+
+    return missing
+
+
 def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) -> None:
     """Check that `cls.method` can be called as the contract says.
 
@@ -269,10 +284,27 @@ class Actor(torch.nn.Module):
 
         # Only an actor that draws noise takes noise.
         if hasattr(type(self), "draw_noise"):
-            return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual, noise=noise)
+            return self(
+                obs,
+                act,
+                rew,
+                fin,
+                hx=hx,
+                stepno=stepno,
+                virtual=virtual,
+                noise=noise,
+            )
         if noise is not None:
             raise TypeError(f"{type(self).__name__} has no draw_noise and takes no noise")
-        return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual)
+        return self(
+            obs,
+            act,
+            rew,
+            fin,
+            hx=hx,
+            stepno=stepno,
+            virtual=virtual,
+        )
 
     def reset(self, hx: Any, at: Any) -> Any:
         """A new recurrent state in which the environments `at` are in their initial state.
@@ -346,12 +378,23 @@ class Actor(torch.nn.Module):
                 raise no_action(DataError, *stuck)
 
         # One step, as a pipe that collects takes it
-        inputs, hx = self._step_inputs(batch, n, state, episode_start, reward)
+        inputs, hx = self._step_inputs(
+            batch,
+            n,
+            state,
+            episode_start,
+            reward,
+        )
         with EvalMode(self):
             noise = {}
             if hasattr(self, "draw_noise"):
                 noise["noise"] = None if deterministic else self.draw_noise((1, n))
-            act, hx, _ = self.step(*inputs, hx=hx, virtual=False, **noise)
+            act, hx, _ = self.step(
+                *inputs,
+                hx=hx,
+                virtual=False,
+                **noise,
+            )
         next_state = ActingState(inputs[0].cpu(), nested.map(Tensor.cpu, act), hx)
 
         # The action as gymnasium takes it

@@ -82,7 +82,11 @@ class OneHot(_Integers):
         check_memory(f"{n_out:,} values", 16 * n_out, pipe=type(self))
         ranges = [np.arange(first, first + k) for first, k in zip(start, n)]
         owner = np.repeat(np.arange(len(n)), n)
-        super().__init__(shape, owner=owner, values=np.concatenate(ranges))
+        super().__init__(
+            shape,
+            owner=owner,
+            values=np.concatenate(ranges),
+        )
         self.n_out = n_out
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -134,12 +138,22 @@ class Embeddings(_Integers):
 
     offset: Tensor
 
-    def __init__(self, shape: tuple, n: Any, start: Any = 0, size: int = 16):
+    def __init__(
+        self,
+        shape: tuple,
+        n: Any,
+        start: Any = 0,
+        size: int = 16,
+    ):
         n, start = _numbers(shape, n, start)
         # The row of an integer's value in `table`: the rows of the integers before it come first.
         super().__init__(shape, offset=np.cumsum(n) - n - start)
         total = int(n.sum())
-        check_parameters(total * check_integer("size", size, pipe=self), pipe=self, size=size)
+        check_parameters(
+            total * check_integer("size", size, pipe=self),
+            pipe=self,
+            size=size,
+        )
         self.n_out = len(n) * size
         self.table = nn.Embedding(total, size)
 
@@ -231,7 +245,12 @@ class ConvTrunk(nn.Module):
     large = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
     small = ((16, 3, 1),)
 
-    def __init__(self, shape: tuple, n_out: int | None = None, layers: Sequence | None = None):
+    def __init__(
+        self,
+        shape: tuple,
+        n_out: int | None = None,
+        layers: Sequence | None = None,
+    ):
         super().__init__()
         self.shape = tuple(shape)
         self.planes, self.channels_last = _layout(self.shape)

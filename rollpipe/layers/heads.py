@@ -58,7 +58,11 @@ class Categorical:
     n: int
     start: int = 0
 
-    def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
+    def noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Tensor:
         """Standard Gumbel noise `[*lead, n]` float32.
 
         Source: Maddison et al. 2014, https://arxiv.org/abs/1411.0030
@@ -152,10 +156,16 @@ class Gaussian:
     def _sum(self, x):
         return _sum_over(x, self.shape)
 
-    def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
+    def noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Tensor:
         "Standard normal noise `[*lead, *shape]` float32."
         return torch.randn(
-            (*lead, *self.shape), generator=generator, device=noise_device(generator)
+            (*lead, *self.shape),
+            generator=generator,
+            device=noise_device(generator),
         )
 
     def sample(self, params: GaussianParams, noise: Tensor) -> Tensor:
@@ -206,7 +216,11 @@ class MultiCategorical:
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "shape", shape)
 
-    def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
+    def noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Tensor:
         "Standard Gumbel noise `[*lead, sum(n)]` float32."
         return Categorical(sum(self.n)).noise(lead, generator)
 
@@ -270,10 +284,16 @@ class Bernoulli:
     def _sum(self, x):
         return _sum_over(x, self.shape)
 
-    def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
+    def noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Tensor:
         "Standard logistic noise `[*lead, *shape]` float32."
         uniform = torch.rand(
-            (*lead, *self.shape), generator=generator, device=noise_device(generator)
+            (*lead, *self.shape),
+            generator=generator,
+            device=noise_device(generator),
         )
         return uniform.logit_(eps=1e-7)
 
@@ -343,7 +363,11 @@ class Joint:
         results = self._each(method, *trees)
         return sum(results.values() if isinstance(results, dict) else results)
 
-    def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Any:
+    def noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Any:
         return map_parts(lambda part: part.noise(lead, generator), self.parts)
 
     def sample(self, params: Any, noise: Any) -> Any:
@@ -368,7 +392,12 @@ class Joint:
 class LogitsHead(FastModule):
     "Features `[..., n_in]` -> logits `[..., *shape]`, the parameters of `dist`."
 
-    def __init__(self, n_in: int, dist: Categorical | MultiCategorical | Bernoulli, shape: tuple):
+    def __init__(
+        self,
+        n_in: int,
+        dist: Categorical | MultiCategorical | Bernoulli,
+        shape: tuple,
+    ):
         super().__init__()
         self.logits = orthogonal_linear(n_in, prod(shape), 0.01)
         self.dist = dist
@@ -378,7 +407,11 @@ class LogitsHead(FastModule):
         return shaped(linear(self._modules["logits"], x), self.shape)
 
 # %% ../../nbs/layers/02_heads.ipynb #341c2af2
-def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tuple[Tensor, Tensor]:
+def center_and_half_range(
+    shape: tuple,
+    low: Any = None,
+    high: Any = None,
+) -> tuple[Tensor, Tensor]:
     """Float32 tensors of `shape`: the middle and half the width of `[low, high]`.
 
     Without two finite bounds: its number nearest to 0, and 1.
@@ -547,7 +580,12 @@ def unsupported(space: gym.Space, owner: str, expected: str) -> SpaceError:
     )
 
 # %% ../../nbs/layers/02_heads.ipynb #b6f52a1c
-def head_for(space: gym.Space, n_in: int, name: str = "action_space", **gaussian: Any) -> nn.Module:
+def head_for(
+    space: gym.Space,
+    n_in: int,
+    name: str = "action_space",
+    **gaussian: Any,
+) -> nn.Module:
     """The head for an action space.
 
     The space is Discrete, MultiDiscrete, MultiBinary, a Box of floats of any shape, or a Dict or
@@ -590,7 +628,13 @@ def head_for(space: gym.Space, n_in: int, name: str = "action_space", **gaussian
     if isinstance(space, gym.spaces.MultiBinary):
         return LogitsHead(n_in, Bernoulli(space.shape), space.shape)
     if is_box_of_floats(space):
-        return GaussianHead(n_in, space.shape, space.low, space.high, **gaussian)
+        return GaussianHead(
+            n_in,
+            space.shape,
+            space.low,
+            space.high,
+            **gaussian,
+        )
     raise SpaceError(
         "unsupported action space",
         leaf=name,

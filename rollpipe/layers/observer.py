@@ -86,7 +86,10 @@ class ForSpaces:
 C = TypeVar("C", bound=type)
 
 
-def takes(*makers: Callable, **defaults: Any) -> Callable[[C], C]:
+def takes(
+    *makers: Callable,
+    **defaults: Any,
+) -> Callable[[C], C]:
     """Decorator of a class whose `__init__(self, ..., **more)` passes `more` on to the `makers`.
 
     The class also has their keyword-only parameters. Its signature shows them, its docstring
@@ -155,7 +158,11 @@ def entries_of(doc: str | None) -> dict[str, str]:
     return {entry[1]: entry[0] for entry in re.finditer(_ENTRY, entries, re.M)}
 
 
-def explained(doc: str | None, names: Iterable, makers: Iterable) -> str:
+def explained(
+    doc: str | None,
+    names: Iterable,
+    makers: Iterable,
+) -> str:
     """The docstring with entries for all the `names`; those that it lacks are those of the makers.
 
     Args:
@@ -287,7 +294,11 @@ class Torso(ForSpaces, FastModule):
         return self._modules["trunk"].forward(self.features(obs))
 
     @torch.no_grad()
-    def observe(self, obs: Any, valid: Tensor | None = None) -> None:
+    def observe(
+        self,
+        obs: Any,
+        valid: Tensor | None = None,
+    ) -> None:
         """Update the normaliser with observations `[*lead, ...]`; for learners.
 
         Those where `valid` `[*lead]` is False are left out.
