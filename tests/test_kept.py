@@ -1,6 +1,5 @@
 "Checkpoints beside the last one: that of the best evaluation, and the newest few."
 
-import dataclasses
 import errno
 import os
 import time
@@ -71,7 +70,7 @@ def test_the_file_is_that_of_the_evaluation_although_training_goes_on(tmp_path, 
     def slow(**options):
         calls.append(time.sleep(0.5))
         found = evaluate(**options)
-        return dataclasses.replace(found, returns=found.returns - 1000 * len(calls))
+        return found._replace(returns=found.returns - 1000 * len(calls))
 
     monkeypatch.setattr(parallel_evaluation, "evaluate", slow)
     train_small(tmp_path / "run", 1280, eval_every=1)

@@ -11,10 +11,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -54,33 +53,50 @@ def quotas(n_episodes: int, n_envs: int) -> np.ndarray:
     return quotient + (np.arange(n_envs) < remainder)
 
 # %% ../../nbs/agents/09_evaluate.ipynb #5eeb8d56
-@dataclass(eq=False)
-class Evaluation:
+class _Episodes(NamedTuple):
+    returns: np.ndarray
+    lengths: np.ndarray
+    terminated: np.ndarray
+
+
+class Evaluation(_Episodes):
     """Whole episodes, environment by environment. It unpacks into `returns, lengths, terminated`.
 
     An episode that was cut off after `max_steps` steps has a partial return: the sum of its rewards
     up to there.
-
-    Args:
-        returns: float64 [n_episodes]: undiscounted returns
-        lengths: int64 [n_episodes]: numbers of steps
-        terminated: bool [n_episodes]: whether the environment ended the episode, not a limit
-        cut_off: bool [n_episodes]: whether `max_steps` ended it; None: nowhere
-        trace: the single steps, if asked for
     """
 
-    returns: np.ndarray
-    lengths: np.ndarray
-    terminated: np.ndarray
-    cut_off: Any = None
-    trace: Trace | None = None
+    cut_off: np.ndarray
+    trace: Trace | None
 
-    def __post_init__(self):
-        if self.cut_off is None:
-            self.cut_off = np.zeros(len(self.returns), bool)
+    def __new__(
+        cls,
+        returns: np.ndarray,
+        lengths: np.ndarray,
+        terminated: np.ndarray,
+        cut_off: np.ndarray | None = None,
+        trace: Trace | None = None,
+    ) -> "Evaluation":
+        """The result of `evaluate`.
 
-    def __iter__(self):
-        return iter((self.returns, self.lengths, self.terminated))
+        Args:
+            returns: float64 [n_episodes]: undiscounted returns
+            lengths: int64 [n_episodes]: numbers of steps
+            terminated: bool [n_episodes]: whether the environment ended the episode, not a limit
+            cut_off: bool [n_episodes]: whether `max_steps` ended it; None: nowhere
+            trace: the single steps, if asked for
+        """
+        self = super().__new__(cls, returns, lengths, terminated)
+        self.cut_off = np.zeros(len(returns), bool) if cut_off is None else cut_off
+        self.trace = trace
+        return self
+
+    # `cut_off` and `trace` stay, which are no fields of the tuple.
+    def _replace(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        **fields: Any,
+    ) -> "Evaluation":
+        return Evaluation(*super()._replace(**fields), self.cut_off, self.trace)
 
     @property
     def mean(self) -> float:

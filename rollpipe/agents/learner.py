@@ -96,17 +96,24 @@ def check_batch(
             raise number_error(
                 leaf[index],
                 "a value in the batch",
+                "finite numbers where valid",
                 pipe=name,
                 lane=None if batch.lane is None else int(batch.lane[index[1]]),
                 leaf=f"{nested.paths(tree, tree_name)[k]}{[*index]}",
             )
 
 
-def number_error(x: torch.Tensor, what: str, **where: Any) -> DataError:
+def number_error(
+    x: torch.Tensor,
+    what: str,
+    finite: str = "finite numbers",
+    **where: Any,
+) -> DataError:
     """The error for numbers that are not finite, or whose squares are not.
 
     Args:
         what: what they are, with its article
+        finite: what is expected instead of a number that is not finite
         **where: context for the message: pipe, lane, env, leaf
     """
     if x.isfinite().all():
@@ -114,7 +121,7 @@ def number_error(x: torch.Tensor, what: str, **where: Any) -> DataError:
         expected = f"at most {LARGEST:.1e}, whose square is finite"
     else:
         problem = f"non-finite {what.partition(' ')[2]}"
-        expected = "finite numbers"
+        expected = finite
     return DataError(
         problem,
         expected=expected,

@@ -94,6 +94,14 @@ def expectile_penalty(error: Tensor, level: float) -> Tensor:
     return torch.where(error < 0, 1 - level, level) * error.square()
 
 
+def _both_values(fragment, critic, target):
+    "The values of the steps' actions by `target`, and of their states by the critic, `[T, B]`."
+    obs, act = steps_taken(fragment)
+    with torch.no_grad():
+        q = target(obs, act).amin(0)
+    return q, check_values(critic.value(obs), fragment.valid, "V(s)")
+
+
 def state_value_loss(
     fragment: Fragment,
     critic: Any,
@@ -113,11 +121,7 @@ def state_value_loss(
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
     """
     valid = fragment.valid
-    obs, act = steps_taken(fragment)
-    with torch.no_grad():
-        q = target(obs, act).amin(0)
-    value = check_values(critic.value(obs), valid, "V(s)")
-
+    q, value = _both_values(fragment, critic, target)
     penalty = expectile_penalty(q - value, level)
     if weight is not None:
         penalty = weight * penalty
@@ -141,10 +145,8 @@ def weighted_cloning_loss(
         max_weight: greatest weight
     """
     valid = fragment.valid
-    obs, act = steps_taken(fragment)
     with torch.no_grad():
-        q = target(obs, act).amin(0)
-        value = check_values(critic.value(obs), valid, "V(s)")
+        q, value = _both_values(fragment, critic, target)
         adv = (q - value)[valid]
         weight = (beta * adv).exp().clamp(max=max_weight)
 

@@ -34,9 +34,7 @@ __all__ = ['must_define', 'check_signature', 'ActingState', 'Actor']
 
 # %% ../../nbs/layers/00_actor.ipynb #f6e05071
 def must_define(signature: str) -> Any:
-    """A method that every subclass writes.
-
-    Called before, it raises `NotImplementedError`.
+    """A method that every subclass writes; that of the base raises `NotImplementedError`.
 
     Args:
         signature: the name of the method and what it gets, such as 'improve(batch)'
