@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from ..layers.observer import entries_of, explained
-from ..pipes.data.errors import DataError, check_integer, is_between
+from ..pipes.data.errors import DataError, check_integer, is_between, signature_of
 
 # %% ../../nbs/agents/06_shared_options.ipynb #6a72ed5a
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def may_change(function: Any) -> dict:
     if isinstance(function, type):
         return {name: metadata["changes"] for name, metadata in _declared(function).items()}
     when_of = {}
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in signature_of(function).parameters.values():
         _, when = split_annotation(parameter)
         if when:
             when_of[parameter.name] = when
@@ -275,7 +275,7 @@ class Options:
         if doc:
             # The options that it inherits come at the end of its `Args:`.
             bases = reversed(cls.__mro__[1:])
-            cls.__doc__ = explained(doc, inspect.signature(cls).parameters, bases)
+            cls.__doc__ = explained(doc, signature_of(cls).parameters, bases)
 
     def __repr__(self):
         owner: Any = self

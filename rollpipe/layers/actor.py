@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..pipes.data import nested
 from ..pipes.data.action_masks import ActionMask, no_action
-from ..pipes.data.errors import ActorError, DataError, describe
+from ..pipes.data.errors import ActorError, DataError, describe, signature_of
 from ..pipes.data.nested import without_past
 from rollpipe.pipes.envs.actions import (
     FiniteCheck,
@@ -56,7 +56,7 @@ def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) 
             ones that are not expected.
     """
     P = inspect.Parameter
-    _, *parameters = inspect.signature(getattr(cls, method)).parameters.values()
+    _, *parameters = signature_of(getattr(cls, method)).parameters.values()
     kinds = {p.kind for p in parameters}
     named = [p for p in parameters if p.kind not in (P.VAR_POSITIONAL, P.VAR_KEYWORD)]
 
