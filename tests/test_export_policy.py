@@ -470,18 +470,13 @@ MATRIX = {
         dict(encoder=own_encoder),
     ),
     **{
-        f"{cell}, {method}": (
+        f"{cell}, {layers}": (
             image(6, 5, 3),
             Dict(a=Discrete(3), b=Box(-1, 1, (2,))),
             RecurrentPolicy,
-            dict(encoder=CONV, cell=cell, method=method, layers=layers, past=layers == 2, memory=4),
+            dict(encoder=CONV, cell=cell, layers=layers, past=layers == 2, memory=4),
         )
-        for cell, method, layers in (
-            ("gru", "step", 1),
-            ("lstm", "packed", 1),
-            ("gru", None, 2),
-            ("lstm", None, 2),
-        )
+        for cell, layers in (("gru", 1), ("lstm", 1), ("gru", 2), ("lstm", 2))
     },
     **{
         f"{cell}, q": (

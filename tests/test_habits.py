@@ -20,13 +20,13 @@ WIDTH = 100
 
 # habit -> most places in the package
 MOST = {
-    "three values in one assignment": 2,
-    "vague name": 34,
+    "three values in one assignment": 0,
+    "vague name": 31,
     "walrus within an expression": 4,
-    "nested comprehension": 36,
+    "nested comprehension": 32,
     "nested conditional expression": 0,
-    "dense line": 24,
-    "long line": 46,
+    "dense line": 19,
+    "long line": 38,
 }
 LEAST_COMMENTS = 40  # comment lines in 1 000 lines of code
 

@@ -170,13 +170,13 @@ TAKE = {"observation_space", "hidden", "normalize", "activation", "encoder"}
         (GaussianPolicy, "action_space action_mask std log_std"),
         (
             RecurrentPolicy,
-            "action_space action_mask std log_std report memory cell layers span past method",
+            "action_space action_mask std log_std report memory cell layers span past",
         ),
         (QPolicy, "action_space action_mask duelling epsilon"),
         (QuantilePolicy, "action_space action_mask duelling epsilon n_quantiles"),
         (
             RecurrentQPolicy,
-            "action_space action_mask duelling epsilon memory cell layers span past method",
+            "action_space action_mask duelling epsilon memory cell layers span past",
         ),
         (SquashedPolicy, "action_space"),
         (RenormPolicy, "action_space"),

@@ -217,7 +217,7 @@ def test_a_critic_with_weights_of_the_policy_is_refused_where_it_is_fitted_alone
 def test_a_critic_that_shares_the_loss_is_told_before_the_step():
     called, metrics = phases(
         ActorCriticLearner,
-        ["check", "provenance", "explained", "tell_critic", "improve", "tell_actor", "count"],
+        ["check", "provenance", "explained", "tell_critic", "improve", "tell_actor", "count_steps"],
     )
     assert called == [
         "check",
@@ -226,7 +226,7 @@ def test_a_critic_that_shares_the_loss_is_told_before_the_step():
         "tell_critic",
         "improve",
         "tell_actor",
-        "count",
+        "count_steps",
     ]
     assert metrics.keys() == {"lag", "explained_variance", "seconds_update"}
 

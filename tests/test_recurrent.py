@@ -15,7 +15,7 @@ from rollpipe.agents.evaluate import evaluate
 from rollpipe.agents.natural_gradient import TRPO
 from rollpipe.layers import GRU, LSTM, Actor, Critic, MemoryCritic, MLPPolicy, RecurrentPolicy
 from rollpipe.layers.actor import without_past
-from rollpipe.layers.recurrent import pack_episodes
+from rollpipe.layers.recurrent import Recurrent, pack_episodes
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, nested, on_policy
 from rollpipe.pipes.batches import values
 from rollpipe.pipes.data.errors import DataError
@@ -39,15 +39,24 @@ def ends(draw):
     return torch.from_numpy(fin)
 
 
-def case(cell, fin, layers=1, dtype=torch.float32, method=None):
+def case(cell, fin, layers=1, dtype=torch.float32):
     "A layer, its inputs, and the memory before row 0; inputs and memory require gradients."
     T, B = fin.shape
-    rnn = CELLS[cell](3, 4, layers, method=method).to(dtype)
+    rnn = CELLS[cell](3, 4, layers).to(dtype)
     x, *hx = (
         torch.randn(*shape, dtype=dtype, requires_grad=True)
         for shape in ((T, B, 3), (layers, B, 4), (layers, B, 4))
     )
     return rnn, x, hx[0] if cell == "gru" else tuple(hx)
+
+
+def row_by_row(rnn, x, fin, hx):
+    "The same, one row at a time."
+    outputs = []
+    for x_row, fin_row in zip(x.split(1), fin.split(1)):
+        y, hx = rnn(x_row, fin_row, hx)
+        outputs.append(y)
+    return torch.cat(outputs), hx
 
 
 def alone(rnn, x, fin, hx):
@@ -106,9 +115,8 @@ def test_both_ways_are_that_of_an_episode_alone(cell, layers, fin):
     for dtype, tol in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
         rnn, x, hx = case(cell, fin, layers, dtype)
         results = []
-        for run in ("alone", "packed", "step"):
-            rnn.method = run
-            y, h = alone(rnn, x, fin, hx) if run == "alone" else rnn(x, fin, hx)
+        for run in (alone, row_by_row, Recurrent.__call__):
+            y, h = run(rnn, x, fin, hx)
             inputs = [x, *nested.leaves(hx), *rnn.parameters()]
             loss = y.square().sum() + sum(u.sin().sum() for u in nested.leaves(h))
             grads = torch.autograd.grad(loss, inputs, allow_unused=True)
@@ -121,19 +129,17 @@ def test_both_ways_are_that_of_an_episode_alone(cell, layers, fin):
 
 
 @pytest.mark.slow_but_one
-@pytest.mark.parametrize("method", ("step", "packed"))
 @pytest.mark.parametrize("cell", CELLS)
-def test_twice_differentiable(cell, method):
+def test_twice_differentiable(cell):
     fin = torch.tensor([[1, 0], [0, 0], [0, 1], [1, 0]]).bool()
-    rnn, x, hx = case(cell, fin, dtype=torch.float64, method=method)
+    rnn, x, hx = case(cell, fin, dtype=torch.float64)
     weights = list(rnn.parameters())
 
     def fn(x, *w):
         return torch.func.functional_call(rnn, dict(zip(names, w)), (x, fin, hx))[0]
 
     names = [name for name, _ in rnn.named_parameters()]
-    if method == "step":
-        assert torch.autograd.gradgradcheck(fn, (x, *weights))
+    assert torch.autograd.gradgradcheck(fn, (x, *weights))
     # the Gauss-Newton products of TRPO, against finite differences
     v = [torch.randn_like(w) for w in weights]
     y = rnn(x, fin, hx)[0]
@@ -153,18 +159,18 @@ def test_twice_differentiable(cell, method):
     close(tangent, (moved(1e-6) - moved(-1e-6)) / 2e-6, 1e-7)
 
 
-@pytest.mark.parametrize("method", ("step", "packed"))
+@pytest.mark.parametrize("run", (row_by_row, Recurrent.__call__))
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_spoilt_memory_ends_with_its_episode(cell, method):
+def test_a_spoilt_memory_ends_with_its_episode(cell, run):
     fin = torch.tensor([[1, 0], [0, 0], [0, 1]]).bool()
-    rnn, x, hx = case(cell, fin, method=method)
+    rnn, x, hx = case(cell, fin)
     with torch.no_grad():
         for h in nested.leaves(hx):
             h[:, 0] = torch.nan
-        y, h = rnn(x, fin, hx)
+        y, h = run(rnn, x, fin, hx)
         assert all(u.isfinite().all() for u in nested.leaves((y, h)))
         x[0, 1] = torch.nan
-        y, h = rnn(x, fin, hx)
+        y, h = run(rnn, x, fin, hx)
     assert (
         y[:2, 1].isnan().all()
         and y[2].isfinite().all()
@@ -180,8 +186,7 @@ def test_inputs_stay_and_devices_without_data_work(cell):
     rnn(x, fin, hx), rnn(x[:1], fin[:1], hx)
     for a, b in zip(nested.leaves(before), nested.leaves((x, fin, hx))):
         assert torch.equal(a, b)
-    rnn.to("meta").method = "step"
-    y, h = rnn(*nested.map(lambda u: u.to("meta"), (x, fin, hx)))
+    y, h = row_by_row(rnn.to("meta"), *nested.map(lambda u: u.to("meta"), (x, fin, hx)))
     assert (
         y.is_meta
         and y.shape == (2, 2, 4)
@@ -218,24 +223,22 @@ def test_replaying_a_fragment_reproduces_what_was_recorded(env, cell, past, lane
             sticky is None or not f.state.fin[1:-1].any()
         )
         obs = nested.getitem(f.state.obs, slice(-1))
-        for method in ("step", "packed"):
-            actor.memory.method = method
-            with torch.no_grad():
-                seen = actor.replay(f)
-            assert set(seen) == {"dist", "logp", "memory"}
-            for a, b in zip(nested.leaves(seen), nested.leaves(nested.getitem(f.actor, slice(-1)))):
-                torch.testing.assert_close(a[f.valid], b[f.valid], rtol=1e-5, atol=1e-5)
-            with torch.no_grad():
-                value = critic(critic.inputs(obs, seen))
-            torch.testing.assert_close(
-                value[f.valid], values(f, critic)[0][f.valid], rtol=1e-5, atol=1e-5
-            )
-            forgetful = actor.distribution(nested.as_seen(nested.getitem(f.state, slice(-1))), None)
-            begun = f.state.fin[:-1].cummax(0)[0]
-            changed = (nested.leaves(forgetful)[0] != nested.leaves(seen["dist"])[0]).any(-1)
-            if k:
-                assert begun.all() or changed[~begun].any()  # the memory has an effect
-            close(*(nested.getitem(d, begun) for d in (forgetful, seen["dist"])), 1e-5)
+        with torch.no_grad():
+            seen = actor.replay(f)
+        assert set(seen) == {"dist", "logp", "memory"}
+        for a, b in zip(nested.leaves(seen), nested.leaves(nested.getitem(f.actor, slice(-1)))):
+            torch.testing.assert_close(a[f.valid], b[f.valid], rtol=1e-5, atol=1e-5)
+        with torch.no_grad():
+            value = critic(critic.inputs(obs, seen))
+        torch.testing.assert_close(
+            value[f.valid], values(f, critic)[0][f.valid], rtol=1e-5, atol=1e-5
+        )
+        forgetful = actor.distribution(nested.as_seen(nested.getitem(f.state, slice(-1))), None)
+        begun = f.state.fin[:-1].cummax(0)[0]
+        changed = (nested.leaves(forgetful)[0] != nested.leaves(seen["dist"])[0]).any(-1)
+        if k:
+            assert begun.all() or changed[~begun].any()  # the memory has an effect
+        close(*(nested.getitem(d, begun) for d in (forgetful, seen["dist"])), 1e-5)
     stream.close()
 
 

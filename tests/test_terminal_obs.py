@@ -20,8 +20,7 @@ from rollpipe.pipes import (
     nested,
     replayed,
 )
-from rollpipe.pipes.graph.torchdata import IterableWrapper
-from rollpipe.pipes.steps import Fragments, Steps
+from rollpipe.pipes.steps import Steps
 
 MIXED = ((3, "term"), (4, "trunc"), (1, "both"), (2, "term"))
 OTHER = ((5, "term"), (2, "trunc"))
@@ -70,7 +69,7 @@ def test_advantages_are_the_same(actor, critic):
         assert torch.equal(a.adv, b.adv) and torch.equal(a.ret, b.ret)
 
 
-def test_steps_and_fragments_of_them():
+def test_steps():
     for told, steps in (
         (False, list(islice(Steps(collector(False)), 80))),
         (True, list(islice(Steps(collector(True)), 80))),
@@ -79,15 +78,6 @@ def test_steps_and_fragments_of_them():
         assert len(ended) > 5
         for s in ended:
             assert s.next_state[2] == s.state[2] + told and s.next_state[1] == s.state[1]
-    steps = list(islice(Steps(collector(True)), 80))
-    again = list(Steps(Fragments(IterableWrapper(steps, deepcopy=False), 4)))
-    assert len(again) == len(steps)
-
-    def key(s):
-        return int(s.proc_id), int(s.env_id), int(s.episode_n), int(s.step_n)
-
-    for a, b in zip(sorted(steps, key=key), sorted(again, key=key)):
-        assert torch.equal(a.next_state, b.next_state) and torch.equal(a.terminated, b.terminated)
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -4,13 +4,14 @@ A case is a generator function without parameters. It yields pairs of a label an
 is recorded by its path, its form (dtype and shape) and the sha256 of its bytes. Cases use only the public names of README and tutorials.
 """
 
-import importlib.util
+import importlib
 import inspect
 import json
 import random
 import re
 import sys
 import traceback
+import types
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +49,11 @@ PROCESSES = (
 
 def _compare():
     "`rollpipe.pipes.data.nested` of this working tree, whichever package the cases run against."
-    spec = importlib.util.spec_from_file_location(
-        "compare", Path(__file__).resolve().parents[2] / "rollpipe/pipes/data/nested.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    # A package of its own, because the module imports its neighbours.
+    package = types.ModuleType("compared")
+    package.__path__ = [str(Path(__file__).resolve().parents[2] / "rollpipe/pipes/data")]
+    sys.modules["compared"] = package
+    return importlib.import_module("compared.nested")
 
 
 compare = _compare()

@@ -86,7 +86,13 @@ def save_checkpoint(
         OSError: if the file cannot be written.
     """
     checkpoint = Checkpoint(
-        config or {}, counters or {}, agent.state_dict(), evaluated, pipes, stream, history
+        config or {},
+        counters or {},
+        agent.state_dict(),
+        evaluated,
+        pipes,
+        stream,
+        history,
     )
     write_atomically(path, checkpoint.data())
 
@@ -111,18 +117,18 @@ def kept_checkpoints(folder: str | Path) -> dict:
     return dict(sorted(path_of.items()))
 
 
-def last_kept(folder: str | Path, steps: float = math.inf) -> Path | None:
+def last_kept(
+    folder: str | Path,
+    steps: float = math.inf,
+) -> Path | None:
     """The newest checkpoint that `keep_checkpoint` has written into a folder; None: there is none.
 
     Args:
         folder: it need not exist
         steps: largest number of steps that it may have
     """
-    newest = None
-    for n, path in kept_checkpoints(folder).items():
-        if n <= steps:
-            newest = path
-    return newest
+    paths = [path for n, path in kept_checkpoints(folder).items() if n <= steps]
+    return paths[-1] if paths else None
 
 
 def keep_checkpoint(folder: str | Path, data: bytes, steps: int, n: int) -> None:
@@ -164,15 +170,8 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     lacking = {"config", "counters", "agent"} - data.keys()
     if lacking:
         raise CheckpointError(f"{path}: damaged metadata ({', '.join(sorted(lacking))} is missing)")
-    return Checkpoint(
-        data["config"],
-        data["counters"],
-        data["agent"],
-        evaluated=data.get("evaluated"),
-        pipes=data.get("pipes"),
-        stream=data.get("stream"),
-        history=data.get("history"),
-    )
+    optional = {name: data.get(name) for name in Checkpoint._field_defaults}
+    return Checkpoint(data["config"], data["counters"], data["agent"], **optional)
 
 # %% ../../nbs/agents/11_checkpoint.ipynb #0e6bc062
 class Snapshot:

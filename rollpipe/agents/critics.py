@@ -5,6 +5,7 @@
 # %% ../../nbs/agents/04_critics.ipynb #a00edebe
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from math import isfinite
 from typing import Any
@@ -93,13 +94,11 @@ class _Rollback:
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
-        self.state = nested.map(
-            lambda x: x.clone() if isinstance(x, Tensor) else x, optimizer.state_dict()
-        )
+        self.state = copy.deepcopy(optimizer.state_dict())
         self.params = parameters_of(optimizer)
         self.values = [p.detach().clone() for p in self.params]
 
-    def is_finite(self) -> bool:
+    def is_finite(self):
         """Are the parameters, and the optimiser's averages, finite now?
 
         An infinite average of squares would stop learning for ever.
@@ -188,7 +187,14 @@ def fit_critic(
         for rows in order.tensor_split(parts):
             own_rows = ranks.rows_of_rank(rows, place, n)
             own_obs = nested.getitem(obs, own_rows)
-            _step(critic, optimizer, rollback.params, own_obs, target[own_rows], scale)
+            _step(
+                critic,
+                optimizer,
+                rollback.params,
+                own_obs,
+                target[own_rows],
+                scale,
+            )
 
     loss_after, explained_after = _measure(critic, obs, target, scale)
     if not (isfinite(loss_after) and rollback.is_finite()):
@@ -218,7 +224,11 @@ def critic_inputs(critic: Any, batch: Fragment) -> Any:
     return critic.inputs(obs, nested.getitem(batch.actor, slice(-1)))
 
 
-def check_apart(owner: Any, actor: torch.nn.Module, critic: torch.nn.Module | None) -> None:
+def check_apart(
+    owner: Any,
+    actor: torch.nn.Module,
+    critic: torch.nn.Module | None,
+) -> None:
     """Raise `DataError` if a weight that learns is in both networks.
 
     The `owner` takes steps of each of them apart from the other.

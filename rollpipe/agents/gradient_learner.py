@@ -21,6 +21,7 @@ import rollpipe.ranks as ranks
 from .learner import Learner
 from .metrics import mean_metrics
 from .shared_options import ByAdam, EntropyBonus, not_offered, number
+from ..layers.actor import must_define
 from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment
 from ..pipes.graph.modules import bump_version
@@ -381,7 +382,8 @@ class GradientLearner(ByAdam, Learner):
 
     `params` are the trainable parameters of actor and critic, each once, and those of networks in
     other attributes, which a loss may use, too. One step with one limit of the gradient changes
-    them all. `fit` uses the same optimiser.
+    them all. `fit` uses the same optimiser. A subclass writes `loss(batch)`, or `improve(batch)` for
+    more than one step.
     """
 
     def __post_init__(self):
@@ -395,9 +397,8 @@ class GradientLearner(ByAdam, Learner):
         )
 
         # The option of each group's learning rate: the actor's group comes first, if there is one.
-        names = ["critic_lr" if has_critic_lr else "lr"]
-        if any(p.requires_grad for p in self.actor.parameters()):
-            names.insert(0, "lr")
+        acts = any(p.requires_grad for p in self.actor.parameters())
+        names = ["lr"] * acts + ["critic_lr" if has_critic_lr else "lr"]
         self.names_of_rates = names[: len(self.optimizer.param_groups)]
 
     def adopt(self) -> None:
@@ -451,7 +452,23 @@ class GradientLearner(ByAdam, Learner):
 
         Arguments and result are those of `descend`.
         """
-        return descend(self.params, self.optimizer, self.max_grad_norm, loss, name, metrics, n)
+        return descend(
+            self.params,
+            self.optimizer,
+            self.max_grad_norm,
+            loss,
+            name,
+            metrics,
+            n,
+        )
+
+    # `(loss, metrics)`: a 0-dim tensor with a graph, and the metrics to be reported
+    loss = must_define("loss(batch)")
+
+    def improve(self, batch: Fragment) -> dict:
+        "Take one step that lowers the loss; returns its metrics."
+        loss, metrics = self.loss(batch)
+        return mean_metrics([self.step(loss, metrics=metrics, n=batch.valid.sum())])
 
     def rng(self) -> np.random.Generator:
         """A generator for the order of an update's minibatches.
@@ -463,8 +480,6 @@ class GradientLearner(ByAdam, Learner):
 # %% ../../nbs/agents/08_gradient_learner.ipynb #49a60a42
 class ActorCriticLearner(EntropyBonus, GradientLearner):
     """Base of learners whose policy and critic share a loss.
-
-    A subclass writes `loss(batch)`, or `improve(batch)` for more than one step.
 
     Args:
         actor: a `Policy`, such as `MLPPolicy` or `RecurrentPolicy`
@@ -492,23 +507,10 @@ class ActorCriticLearner(EntropyBonus, GradientLearner):
         metrics |= self.improve(batch)
         self.tell_actor(batch)
 
-        self.count()
+        bump_version(self.actor)
+        if self.critic is not None:
+            bump_version(self.critic)
         self.count_steps(batch)
         self.end()
         metrics |= begin_metrics
         return metrics | dict(seconds_update=perf_counter() - start)
-
-    def improve(self, batch: Fragment) -> dict:
-        "Take one step that lowers the loss; returns its metrics."
-        loss, metrics = self.loss(batch)
-        return mean_metrics([self.step(loss, metrics=metrics, n=batch.valid.sum())])
-
-    def loss(self, batch: Fragment) -> tuple:
-        "`(loss, metrics)`: a 0-dim tensor with a graph, and the metrics to be reported."
-        raise NotImplementedError(f"{type(self).__name__} must define loss(batch)")
-
-    def count(self) -> None:
-        "Count the update: the versions of actor and critic rise by one."
-        bump_version(self.actor)
-        if self.critic is not None:
-            bump_version(self.critic)

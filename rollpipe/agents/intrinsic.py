@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .critics import valid_rows
-from .learner import LARGEST
+from .learner import LARGEST, number_error
+from .shared_options import check_range
 from ..layers.mlp import MLP, RunningNorm
 from ..layers.observer import ForSpaces, Torso
 from ..pipes.data import nested
@@ -25,7 +26,6 @@ from rollpipe.pipes.data.errors import (
     DataError,
     GraphError,
     PipeError,
-    check_fraction,
     check_integer,
     describe,
     located,
@@ -56,7 +56,6 @@ class Features(Torso):
         observation_space: see `encoder_for`
         hidden: sizes of the hidden layers
         n_out: number of features
-        clip: largest magnitude of a normalised observation
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
 
@@ -68,7 +67,6 @@ class Features(Torso):
         observation_space: gym.Space,
         hidden: tuple,
         n_out: int,
-        clip: float = 5.0,
         encoder: dict | Callable | None = None,
     ):
         super().__init__()
@@ -76,7 +74,7 @@ class Features(Torso):
             observation_space, n_out=n_out, hidden=hidden, activation="relu", encoder=encoder
         )
         if self.obs_norm is not None:
-            self.obs_norm.clip = clip
+            self.obs_norm.clip = 5.0  # as in the paper
 
     def forward(self, obs: Any) -> Tensor:
         return self.net(self.features(obs))
@@ -95,7 +93,6 @@ class Distillation(ForSpaces, nn.Module):
         observation_space: see `encoder_for`
         hidden: sizes of the target's hidden layers; the predictor has the last one three times
         n_out: number of features to predict
-        clip: largest magnitude of a normalised observation
         encoder: options of `encoder_for`, such as {'images': 'conv'}, or a function space -> module
     """
 
@@ -106,18 +103,17 @@ class Distillation(ForSpaces, nn.Module):
         observation_space: gym.Space,
         hidden: tuple = (64, 64),
         n_out: int = 64,
-        clip: float = 5.0,
         encoder: dict | Callable | None = None,
     ):
         super().__init__()
         check_integer("n_out", n_out)
         hidden = tuple(hidden)
-        target = Features(observation_space, hidden, n_out, clip, encoder)
+        target = Features(observation_space, hidden, n_out, encoder)
         self.target = target.requires_grad_(False)
 
         # The predictor is deeper, so that it is able to learn the target.
         deeper = (*hidden, *hidden[-1:] * 2)
-        self.predictor = Features(observation_space, deeper, n_out, clip, encoder)
+        self.predictor = Features(observation_space, deeper, n_out, encoder)
 
     def forward(self, obs: Any) -> Tensor:
         return (self.predictor(obs) - self.target(obs)).square().mean(-1)
@@ -162,19 +158,8 @@ def finite_observations(fragment: Fragment) -> Any:
         # The first row with such a number, and the step that led to it
         row = too_large.nonzero()[0][0].item()
         t, b = fragment.valid.nonzero()[row].tolist()
-        if x[row].isfinite().all():
-            problem = "too large an"
-            expected = f"at most {LARGEST:.1e}, whose square is finite"
-        else:
-            problem = "non-finite"
-            expected = "finite numbers"
-        raise DataError(
-            f"{problem} observation",
-            env=b,
-            leaf=f"{path} after step [{t}, {b}]",
-            expected=expected,
-            got=str(x[row]),
-        )
+        leaf = f"{path} after step [{t}, {b}]"
+        raise number_error(x[row], "an observation", env=b, leaf=leaf)
     return rows
 
 # %% ../../nbs/agents/17_intrinsic.ipynb #afadcff3
@@ -206,13 +191,9 @@ class Novelty:
         fraction: float = 1.0,
         seed: int = 0,
     ):
-        check_fraction("gamma", gamma, pipe=self)
-        check_fraction("fraction", fraction, pipe=self)
-        for name, value in (("fraction", fraction), ("lr", lr)):
-            if not value > 0:
-                raise DataError(
-                    "out of range", pipe=self, leaf=name, expected="more than 0", got=str(value)
-                )
+        check_range(self, 0, 1, gamma=gamma)
+        check_range(self, 1e-12, 1, fraction=fraction)
+        check_range(self, 1e-12, lr=lr)
         self.network = network
         self.gamma = gamma
         self.lr = lr
@@ -362,12 +343,7 @@ class RND(Pipe):
                 expected="a Distillation",
                 got=describe(network),
             )
-        for name, value in (("weight", weight), ("env_weight", env_weight)):
-            if 0 <= value < float("inf"):
-                continue
-            raise DataError(
-                "out of range", pipe=self, leaf=name, expected="at least 0, finite", got=str(value)
-            )
+        check_range(self, 0, weight=weight, env_weight=env_weight)
 
         self.network = network
         self.weight = weight

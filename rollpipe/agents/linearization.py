@@ -154,7 +154,9 @@ class Linearization:
 
 # %% ../../nbs/agents/01_linearization.ipynb #59afec18
 def fisher_product(
-    lin: Linearization, metric: Callable[[Any, Any], Any], weights: float | Tensor
+    lin: Linearization,
+    metric: Callable[[Any, Any], Any],
+    weights: float | Tensor,
 ) -> Callable[[Tensor], Tensor]:
     """The function v [D] -> F v [D], where F is the sum over the rows of weight * J' metric J.
 
@@ -184,7 +186,12 @@ def fisher_product(
     return product
 
 # %% ../../nbs/agents/01_linearization.ipynb #84db0d18
-def in_row_blocks(fn: Callable[[Any], Any], tree: Any, size: int = 2048, dim: int = 0) -> Any:
+def in_row_blocks(
+    fn: Callable[[Any], Any],
+    tree: Any,
+    size: int = 2048,
+    dim: int = 0,
+) -> Any:
     """`fn(tree)`, computed on blocks of equal size and joined.
 
     Args:
@@ -234,7 +241,11 @@ class LayerCalls(TorchFunctionMode):
         self._known = {id(p) for p in params}
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
+        self,
+        func: Callable,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict | None = None,
     ) -> Any:
         "Call the function, and record the call if it is a `LayerCall`."
         out = func(*args, **(kwargs or {}))
@@ -268,7 +279,8 @@ class ScoreLayer(NamedTuple):
 
 
 def score_layers(
-    log_prob: Callable[[], Tensor], params: Sequence[Tensor]
+    log_prob: Callable[[], Tensor],
+    params: Sequence[Tensor],
 ) -> list[ScoreLayer] | None:
     """The scores of m rows, layer by layer.
 

@@ -146,6 +146,28 @@ def _square_error(v, target, critic):
     "Squared errors `[N]`, in units of `critic.ret_std` where there is one."
     return ((v - target) / getattr(critic, "ret_std", 1.0)).square()
 
+
+def _value_loss(fragment, replay, critic, loss, clip_value=None):
+    """`(loss_value, metrics)` for the values of the critic or of the actor.
+
+    The `loss_value` is None if there are none. The error names the `loss` that needs them.
+    """
+    v = _present_values(fragment, replay, critic)
+    if v is None:
+        return None, {}
+    ret = _required(fragment, "ret", replay, loss)
+    error = _square_error(v, ret, critic)
+    if clip_value is None:
+        return error.mean(), {}
+
+    # The greater error of two values. The other one is the old value, moved towards `v`.
+    v_old = _old_values(fragment, replay)
+    limit = clip_value * getattr(critic, "ret_std", 1.0)
+    clipped = v_old + (v - v_old).clamp(-limit, limit)
+    error = torch.maximum(error, _square_error(clipped, ret, critic))
+    is_clipped = (v.detach() - v_old).abs() > limit
+    return error.mean(), dict(clip_fraction_value=is_clipped.float().mean())
+
 # %% ../../nbs/agents/05_losses.ipynb #9082098e
 def a2c(
     fragment: Fragment,
@@ -175,19 +197,24 @@ def a2c(
     replay = replay_policy(fragment, actor)
     adv = _required(fragment, "adv", replay, "a2c")
 
-    v = _present_values(fragment, replay, critic)
-    loss_value = None
-    if v is not None:
-        ret = _required(fragment, "ret", replay, "a2c")
-        loss_value = _square_error(v, ret, critic).mean()
-
+    loss_value, _ = _value_loss(fragment, replay, critic, "a2c")
     loss_policy = -(adv * replay.logp).mean()
     entropy = _mean_entropy(replay, actor.dist, c_entropy)
-    loss, terms = _total(loss_policy, entropy, c_entropy, loss_value, c_value)
+    loss, terms = _total(
+        loss_policy,
+        entropy,
+        c_entropy,
+        loss_value,
+        c_value,
+    )
     return loss, _metrics(fragment, actor, replay, terms, rho_mean=replay.ratios().detach().mean())
 
 # %% ../../nbs/agents/05_losses.ipynb #32041aaa
-def clipped_surrogate(ratio: Tensor, adv: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(
+    ratio: Tensor,
+    adv: Tensor,
+    clip: float,
+) -> tuple[Tensor, Tensor]:
     """`(loss, clip_fraction)`, 0-dim: PPO's loss, and the fraction of the ratios that it clips.
 
     The loss is `mean[-min(ρₜ Aₜ, clip(ρₜ, 1-ε, 1+ε) Aₜ)]`: the surrogate does not grow for a ratio
@@ -259,17 +286,6 @@ def _old_values(fragment, replay):
         got=f"leaves {nested.paths(fragment.actor, 'actor')}",
     )
 
-
-def _clipped_square_error(v, v_old, target, critic, clip_value):
-    """`(errors [N], clip_fraction_value)`: the greater error of two values.
-
-    One is `v`, and the other is `v_old`, moved towards `v` by at most `clip_value`.
-    """
-    limit = clip_value * getattr(critic, "ret_std", 1.0)
-    clipped = v_old + (v - v_old).clamp(-limit, limit)
-    error = torch.maximum(_square_error(v, target, critic), _square_error(clipped, target, critic))
-    return error, ((v.detach() - v_old).abs() > limit).float().mean()
-
 # %% ../../nbs/agents/05_losses.ipynb #beb1af90
 def ppo(
     fragment: Fragment,
@@ -314,22 +330,22 @@ def ppo(
     loss_policy, clip_fraction = clipped_surrogate(ratio, adv, clip)
     others = dict(rho_mean=ratio.detach().mean(), clip_fraction=clip_fraction)
 
-    # The values, of a critic or of the actor, if there are any
-    v = _present_values(fragment, replay, critic)
-    loss_value = None
-    if v is not None:
-        ret = _required(fragment, "ret", replay, "ppo")
-        if clip_value is None:
-            error = _square_error(v, ret, critic)
-        else:
-            v_old = _old_values(fragment, replay)
-            error, clipped = _clipped_square_error(v, v_old, ret, critic, clip_value)
-            others["clip_fraction_value"] = clipped
-        loss_value = error.mean()
-
+    loss_value, clipped = _value_loss(
+        fragment,
+        replay,
+        critic,
+        "ppo",
+        clip_value,
+    )
     entropy = _mean_entropy(replay, actor.dist, c_entropy)
-    loss, terms = _total(loss_policy, entropy, c_entropy, loss_value, c_value)
-    return loss, _metrics(fragment, actor, replay, terms, **others)
+    loss, terms = _total(
+        loss_policy,
+        entropy,
+        c_entropy,
+        loss_value,
+        c_value,
+    )
+    return loss, _metrics(fragment, actor, replay, terms, **others, **clipped)
 
 # %% ../../nbs/agents/05_losses.ipynb #945688e3
 def _values_of_both_ends(fragment, actor, critic, replay):
@@ -416,7 +432,13 @@ def vtrace_actor_critic(
     loss_policy = -(adv * replay.logp).mean()
     entropy = _mean_entropy(replay, actor.dist, c_entropy)
     loss_value = _square_error(v, vs, critic).mean()
-    loss, terms = _total(loss_policy, entropy, c_entropy, loss_value, c_value)
+    loss, terms = _total(
+        loss_policy,
+        entropy,
+        c_entropy,
+        loss_value,
+        c_value,
+    )
     return loss, _metrics(
         fragment,
         actor,

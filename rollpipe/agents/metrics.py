@@ -14,7 +14,7 @@ import torch
 import rollpipe.ranks as ranks
 from ..pipes.data.errors import DataError, similar
 from ..pipes.data.fragment import Fragment
-from ..pipes.taps import EpisodeAccount
+from ..pipes.taps import EpisodeAccount, one_number
 
 # %% ../../nbs/agents/00_metrics.ipynb #4c9e415f
 METRICS = dict(
@@ -145,7 +145,10 @@ METRICS |= dict(
 LONGEST_NAME = 200  # characters in the name of a metric
 
 
-def check_metrics(metrics: dict, own: bool = False) -> dict[str, float]:
+def check_metrics(
+    metrics: dict,
+    own: bool = False,
+) -> dict[str, float]:
     """`metrics` with every value as a Python float.
 
     Raises `DataError` for a name that is not allowed, or a value that is not one number.
@@ -169,7 +172,7 @@ def check_metrics(metrics: dict, own: bool = False) -> dict[str, float]:
     # Names of a user's own follow rules, because loggers and files have to write them.
     for name in unknown:
         _check_own_name(name)
-    return {name: _number(name, value) for name, value in metrics.items()}
+    return {name: one_number(name, value) for name, value in metrics.items()}
 
 
 def _check_own_name(name):
@@ -184,19 +187,6 @@ def _check_own_name(name):
         expected=f"printable text of at most {LONGEST_NAME} characters, such as "
         "'my/temperature', that begins with no underscore or space",
     )
-
-
-def _number(name, value):
-    "A metric's value as a Python float. Raises `DataError` for anything but one number."
-    try:
-        # `float` would take a text such as "1.5", too.
-        if isinstance(value, (str, bytes)):
-            raise TypeError
-        return float(value.item() if hasattr(value, "item") else value)
-    except (TypeError, ValueError, RuntimeError):
-        raise DataError(
-            "a metric must be one number", leaf=name, expected="a number", got=repr(value)[:80]
-        ) from None
 
 
 def near_metric(name: str) -> str | None:
@@ -242,7 +232,9 @@ def added(record: dict, metrics: Any, source: str, taken: Any) -> dict:
         return record
     if not isinstance(metrics, dict):
         raise DataError(
-            f"{source} reports no metrics", expected="a dict name -> number", got=repr(metrics)[:80]
+            f"{source} reports no metrics",
+            expected="a dict name -> number",
+            got=repr(metrics)[:80],
         )
 
     # A metric is reported once: two parts with one name would hide each other's numbers.

@@ -35,6 +35,7 @@ from rollpipe.agents.trust_region import (
     step_size,
 )
 from .unroll import check_memory_known
+from ..layers.actor import must_define
 from ..pipes.data import nested
 from ..pipes.data.errors import DataError, check_integer
 from ..pipes.data.fragment import Fragment, State
@@ -72,7 +73,14 @@ def policy_rows(fragment: Fragment) -> PolicyRows:
     state = nested.getitem(fragment.state, slice(-1))
     act = nested.getitem(fragment.state.act, slice(1, None))
     logp = fragment.actor["logp"][:-1]
-    rows = PolicyRows(nested.as_seen(state), fragment.hx, act, fragment.adv, logp, 1 / n)
+    rows = PolicyRows(
+        nested.as_seen(state),
+        fragment.hx,
+        act,
+        fragment.adv,
+        logp,
+        1 / n,
+    )
 
     # With recurrent state, all rows stay: the memory of later rows depends on the invalid ones.
     # These get finite numbers, because 0 * nan is nan.
@@ -147,7 +155,12 @@ def distribution_on(actor: Any, rows: PolicyRows) -> Any:
     # Blocks that fit into the cache: a later product on 25,000 rows takes 24 ms in place of 33 ms
     # (`benchmarks/plain_forms.py`). Blocks below 256 columns would mean too many short steps.
     size = max(256, 2048 // rows.adv.shape[0])
-    return in_row_blocks(params, (rows.state, rows.hx), size=size, dim=1)
+    return in_row_blocks(
+        params,
+        (rows.state, rows.hx),
+        size=size,
+        dim=1,
+    )
 
 
 def surrogate(dist: Any, params: Any, rows: PolicyRows) -> torch.Tensor:
@@ -162,7 +175,11 @@ def surrogate(dist: Any, params: Any, rows: PolicyRows) -> torch.Tensor:
 
 
 @torch.no_grad()
-def effect(actor: Any, rows: PolicyRows, old: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def effect(
+    actor: Any,
+    rows: PolicyRows,
+    old: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Surrogate of the policy as it is now, and its mean KL divergence from `old`, both 0-dim.
 
     Args:
@@ -244,7 +261,11 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
             check_integer("precondition (or 'auto')", self.precondition, 0, pipe=self)
         self.params = [p for p in self.actor.parameters() if p.requires_grad]
         if self.critic is not None:
-            self.optimizer = Adam(self.critic.parameters(), lr=self.critic_lr, fused=True)
+            self.optimizer = Adam(
+                self.critic.parameters(),
+                lr=self.critic_lr,
+                fused=True,
+            )
 
     def rates(self) -> list:
         "The critic's group. The step of the policy has no optimiser."
@@ -256,12 +277,9 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         rows = policy_rows(with_standardized_adv(batch, self.normalize_adv))
         return *self.take_step(rows), rows
 
-    def take_step(self, rows: PolicyRows) -> tuple[dict, Any]:
-        """Change the policy.
-
-        Returns the metrics of the step, and the parameters of the distribution before it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must define take_step(rows)")
+    # changes the policy; returns the metrics of the step, and the parameters of the distribution
+    # before it
+    take_step = must_define("take_step(rows)")
 
     def report(self, outcome: tuple) -> dict:
         """The metrics of the step.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .gradient_learner import GradientLearner
-from .metrics import mean_metrics
 from rollpipe.agents.off_policy.action_learner import (
     ActionLearner,
     SmoothedLearner,
@@ -32,7 +31,10 @@ __all__ = ['cloning_loss', 'BC', 'expectile_penalty', 'state_value_loss', 'weigh
            'TD3BC']
 
 # %% ../../nbs/agents/18_offline.ipynb #98cd0b3c
-def cloning_loss(fragment: Fragment, actor: Any) -> tuple[torch.Tensor, dict]:
+def cloning_loss(
+    fragment: Fragment,
+    actor: Any,
+) -> tuple[torch.Tensor, dict]:
     """`(loss, metrics)`: `-mean log pi(a|s)` over valid rows.
 
     Raises `DataError` as `replay_recorded` does.
@@ -68,10 +70,9 @@ class BC(GradientLearner):
     joins_ranks = True  # see `ranks.distributed`
     batch_needs = ()
 
-    def improve(self, batch: Fragment) -> dict:
-        "Take a step; returns the metrics."
-        loss, metrics = cloning_loss(batch, self.actor)
-        return mean_metrics([self.step(loss, metrics=metrics, n=batch.valid.sum())])
+    def loss(self, batch: Fragment) -> tuple:
+        "See `cloning_loss`."
+        return cloning_loss(batch, self.actor)
 
 # %% ../../nbs/agents/18_offline.ipynb #519b127f
 def expectile_penalty(error: Tensor, level: float) -> Tensor:
@@ -93,8 +94,20 @@ def expectile_penalty(error: Tensor, level: float) -> Tensor:
     return torch.where(error < 0, 1 - level, level) * error.square()
 
 
+def _both_values(fragment, critic, target):
+    "The values of the steps' actions by `target`, and of their states by the critic, `[T, B]`."
+    obs, act = steps_taken(fragment)
+    with torch.no_grad():
+        q = target(obs, act).amin(0)
+    return q, check_values(critic.value(obs), fragment.valid, "V(s)")
+
+
 def state_value_loss(
-    fragment: Fragment, critic: Any, target: Any, level: float, weight: Tensor | None = None
+    fragment: Fragment,
+    critic: Any,
+    target: Any,
+    level: float,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, dict]:
     """`(loss, metrics)`: `mean[weight * expectile_penalty(min Q(s, a) - V(s))]` over valid rows.
 
@@ -108,11 +121,7 @@ def state_value_loss(
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
     """
     valid = fragment.valid
-    obs, act = steps_taken(fragment)
-    with torch.no_grad():
-        q = target(obs, act).amin(0)
-    value = check_values(critic.value(obs), valid, "V(s)")
-
+    q, value = _both_values(fragment, critic, target)
     penalty = expectile_penalty(q - value, level)
     if weight is not None:
         penalty = weight * penalty
@@ -136,10 +145,8 @@ def weighted_cloning_loss(
         max_weight: greatest weight
     """
     valid = fragment.valid
-    obs, act = steps_taken(fragment)
     with torch.no_grad():
-        q = target(obs, act).amin(0)
-        value = check_values(critic.value(obs), valid, "V(s)")
+        q, value = _both_values(fragment, critic, target)
         adv = (q - value)[valid]
         weight = (beta * adv).exp().clamp(max=max_weight)
 
@@ -212,12 +219,16 @@ class IQL(ActionLearner):
         )
         return loss + value_loss, metrics | value_metrics, errors
 
-    def improve_policy(self, fragment: Fragment) -> dict:
-        "A step of the policy, see `weighted_cloning_loss`."
-        loss, metrics = weighted_cloning_loss(
-            fragment, self.actor, self.critic, self.target, self.beta, self.max_weight
+    def policy_loss(self, fragment: Fragment) -> tuple:
+        "See `weighted_cloning_loss`."
+        return weighted_cloning_loss(
+            fragment,
+            self.actor,
+            self.critic,
+            self.target,
+            self.beta,
+            self.max_weight,
         )
-        return self.optimizer_step("policy", loss, "loss_policy", metrics, fragment.valid.sum())
 
 # %% ../../nbs/agents/18_offline.ipynb #7e7f4877
 def tied_policy_loss(
@@ -262,7 +273,6 @@ class TD3BC(SmoothedLearner):
     alpha: float = number(2.5, changes="by schedule")
     random_steps: int = not_offered(0)
 
-    def improve_policy(self, fragment: Fragment) -> dict:
-        "A step of the policy, see `tied_policy_loss`."
-        loss, metrics = tied_policy_loss(fragment, self.actor, self.critic, self.alpha)
-        return self.optimizer_step("policy", loss, "loss_policy", metrics, fragment.valid.sum())
+    def policy_loss(self, fragment: Fragment) -> tuple:
+        "See `tied_policy_loss`."
+        return tied_policy_loss(fragment, self.actor, self.critic, self.alpha)

@@ -184,13 +184,11 @@ class EvaluationProcess:
         During an evaluation, the next one uses the weights of the latest request.
         """
         self._listen()
-        if self.error is not None:
-            raise self.error
+        self._raise_error()
         self.publisher.publish()
         if not self.busy:
             self._ask()
-        if self.error is not None:
-            raise self.error
+        self._raise_error()
 
     def poll(self) -> list:
         """The answers that have arrived since the last `poll`, a list of `Evaluated`.
@@ -198,8 +196,8 @@ class EvaluationProcess:
         It does not wait.
         """
         self._listen()
-        if self.error is not None and not self.answers:
-            raise self.error
+        if not self.answers:
+            self._raise_error()
         answers = self.answers
         self.answers = []
         return answers
@@ -209,7 +207,7 @@ class EvaluationProcess:
 
         The answer to the last request comes last.
         """
-        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         self._listen()
         while self.busy:
             now = time.monotonic()
@@ -229,8 +227,7 @@ class EvaluationProcess:
         if self.error is not None:
             return
         self._listen()
-        if self.error is not None:
-            raise self.error
+        self._raise_error()
         error = self._end(WorkerError("this evaluation is closed"))
         if error is not None:
             raise error
@@ -244,6 +241,10 @@ class EvaluationProcess:
         except Exception:
             if kind is None:
                 raise  # otherwise the exception of the block is more useful
+
+    def _raise_error(self):
+        if self.error is not None:
+            raise self.error
 
     def _restart_patience(self):
         "Note that the process has just sent something, or had no reason to."

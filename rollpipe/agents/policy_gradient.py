@@ -97,7 +97,13 @@ class A2C(ScaledAdvantages, ActorCriticLearner):
     def loss(self, batch: Fragment) -> tuple:
         "The loss of policy, values and entropy, and its metrics."
         scaled = with_standardized_adv(batch, self.normalize_adv)
-        return a2c(scaled, self.actor, self.critic, c_value=self.c_value, c_entropy=self.c_entropy)
+        return a2c(
+            scaled,
+            self.actor,
+            self.critic,
+            c_value=self.c_value,
+            c_entropy=self.c_entropy,
+        )
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #5030f1aa
 def what_the_loss_needs(batch: Fragment) -> Fragment:
@@ -276,4 +282,10 @@ class VTrace(Discounted, ActorCriticLearner):
         """
         _, v_tp1 = values(batch, self.critic)
         discount = self.gamma * ~batch.term[1:]
-        return discounted_returns(batch.state.rew[1:], discount, v_tp1[-1], is_cut(batch), v_tp1)
+        return discounted_returns(
+            batch.state.rew[1:],
+            discount,
+            v_tp1[-1],
+            is_cut(batch),
+            v_tp1,
+        )

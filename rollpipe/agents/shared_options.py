@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from ..layers.observer import split_args
+from ..layers.observer import entries_of, explained
 from ..pipes.data.errors import DataError, check_integer, is_between, signature_of
 
 # %% ../../nbs/agents/06_shared_options.ipynb #6a72ed5a
@@ -37,11 +37,11 @@ def summary_of(x: Any) -> str:
 
 def args_section(docstring: str | None) -> dict:
     "Parameter -> meaning, from the `Args:` section of a docstring."
-    _, _, rest = inspect.cleandoc(docstring or "").partition("\nArgs:\n")
-    # The next line without indentation ends the section.
-    section = re.split(r"^\S", rest, maxsplit=1, flags=re.M)[0]
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section, re.M)
-    return {name: " ".join(text.split()) for name, text in entries}
+    meaning_of = {}
+    for name, entry in entries_of(docstring).items():
+        _, _, text = entry.partition(": ")
+        meaning_of[name] = " ".join(text.split())
+    return meaning_of
 
 
 def meanings(function: Callable) -> dict:
@@ -86,12 +86,12 @@ def check_range(owner: Any, low: float, high: float = float_info.max, **values: 
     for name, value in values.items():
         if is_between(value, low, high):
             continue
-        if high == float_info.max:
-            expected = f"{low} <= {name} < {inf}"
-        else:
-            expected = f"{low} <= {name} <= {high}"
+        limit = f"< {inf}" if high == float_info.max else f"<= {high}"
         raise DataError(
-            f"{_name_of(owner)}: out of range", leaf=name, got=str(value), expected=expected
+            f"{_name_of(owner)}: out of range",
+            leaf=name,
+            got=str(value),
+            expected=f"{low} <= {name} {limit}",
         )
 
 # %% ../../nbs/agents/06_shared_options.ipynb #07d8119d
@@ -129,7 +129,11 @@ def number(
     return _field(default, changes, check)
 
 
-def integer(default: int | None, least: int = 1, changes: Change = "never") -> Any:
+def integer(
+    default: int | None,
+    least: int = 1,
+    changes: Change = "never",
+) -> Any:
     """A field of a dataclass whose value is an integer, or None if the annotation allows it.
 
     One of numpy becomes one of Python.
@@ -196,9 +200,7 @@ def _declared(cls: Any) -> dict:
     if not (isinstance(cls, type) and is_dataclass(cls)):
         return {}
     metadata_of = {}
-    for base in reversed(cls.__mro__):
-        if not is_dataclass(base):
-            continue
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
         metadata_of |= {f.name: f.metadata for f in fields(base) if "check" in f.metadata}
     names = [f.name for f in fields(cls) if f.init and f.name in metadata_of]
     return {name: metadata_of[name] for name in names}
@@ -269,21 +271,11 @@ class Options:
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         doc = cls.__doc__
-        documented = args_section(doc)
         dataclass(eq=False, kw_only=True, repr=False)(cls)
-        if not doc:
-            return
-
-        # The options that it inherits come at the end of its `Args:`.
-        parameters = signature_of(cls).parameters
-        inherited = [
-            f"    {name}: {text}"
-            for name, text in meanings(cls).items()
-            if name in parameters and name not in documented
-        ]
-        if inherited:
-            before, entries, behind = split_args(inspect.cleandoc(doc))
-            cls.__doc__ = before + "\n".join(filter(None, [entries, *inherited])) + behind
+        if doc:
+            # The options that it inherits come at the end of its `Args:`.
+            bases = reversed(cls.__mro__[1:])
+            cls.__doc__ = explained(doc, signature_of(cls).parameters, bases)
 
     def __repr__(self):
         owner: Any = self
@@ -323,9 +315,7 @@ class Schedule(NamedTuple):
         kind, *parts = str(text).lower().split(":")
         try:
             # An ending k or m multiplies a number of steps.
-            n_texts = [
-                re.sub("[km]$", lambda x: {"k": "e3", "m": "e6"}[x[0]], x) for x in parts[2:]
-            ]
+            n_texts = [re.sub("m$", "e6", re.sub("k$", "e3", x)) for x in parts[2:]]
             start, end, *n_in_text = map(float, [*parts[:2], *n_texts])
             if kind not in ("linear", "cosine") or len(n_in_text) > 1:
                 raise ValueError
@@ -388,7 +378,10 @@ def schedule_of(cls: type, name: str, value: Any) -> Callable | None:
         schedule = value if isinstance(value, Schedule) else Schedule.of(value)
     except DataError as e:
         raise DataError(
-            f"{cls.__name__}: {e.problem}", leaf=name, expected=e.expected, got=e.got
+            f"{cls.__name__}: {e.problem}",
+            leaf=name,
+            expected=e.expected,
+            got=e.got,
         ) from None
     for x in (schedule.start, schedule.end):
         if x or name not in RATES:  # a rate may end with 0, when training ends
@@ -421,8 +414,9 @@ class Changing(Options):
     def plan(self) -> None:
         "Check all options, and begin their schedules."
         self.schedules: dict[str, Callable] = {}
+        names = changing(type(self))
         for name in _declared(type(self)):
-            if name in changing(type(self)):
+            if name in names:
                 self._take(name, getattr(self, name))
             else:
                 self._check_constant(name)

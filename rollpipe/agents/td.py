@@ -26,7 +26,7 @@ from ..pipes.data.fragment_ops import is_cut
 from ..pipes.data.returns import n_step_returns
 
 # %% auto #0
-__all__ = ['burnt_in', 'huber_penalty', 'td_targets', 'td_loss', 'td', 'priorities']
+__all__ = ['burnt_in', 'huber_penalty', 'check_weight', 'td_targets', 'td_loss', 'td', 'priorities']
 
 # %% ../../nbs/agents/13_td.ipynb #5da679da
 def burnt_in(fragment: Fragment, net: Any, n: int) -> Fragment:
@@ -84,17 +84,20 @@ def huber_penalty(error: Tensor, limit: float | None) -> Tensor:
     return inner * (2 * size - inner)
 
 
-def _weights(weight, fragment, burn_in):
-    "Weights `[B]` or `[T - burn_in, B]`."
-    if weight is None or weight.ndim == 1 and len(weight) == fragment.n_envs:
-        return weight
-    if weight.shape == fragment.valid.shape:
-        return weight[burn_in:]
+def check_weight(weight: Tensor | None, valid: Tensor, loss: str) -> None:
+    """Raise `DataError`, which names the `loss`, for weights of another shape.
+
+    Args:
+        weight: importance weights of prioritised replay, [B] or [T, B]; None: there are none
+        valid: bool [T, B]
+    """
+    if weight is None or weight.shape in (valid.shape, valid.shape[1:]):
+        return
     raise DataError(
-        "td: wrong shape",
+        f"{loss}: wrong shape",
         leaf="weight",
         got=describe(weight),
-        expected=f"[B] or [T, B] = {list(fragment.valid.shape)}",
+        expected=f"[B] or [T, B] = {list(valid.shape)}",
     )
 
 # %% ../../nbs/agents/13_td.ipynb #3265c152
@@ -147,7 +150,11 @@ def _of_action(q, index):
 
 
 def td_targets(
-    fragment: Fragment, v_tp1: Tensor, gamma: float, n_steps: int = 1, bonus: Tensor | None = None
+    fragment: Fragment,
+    v_tp1: Tensor,
+    gamma: float,
+    n_steps: int = 1,
+    bonus: Tensor | None = None,
 ) -> Tensor:
     """Targets `Gₜ`, one for each value.
 
@@ -211,7 +218,9 @@ def td_loss(
     # Rows that are trained on; those before them only build up the memory.
     rows = burnt_in(fragment, actor, burn_in)
     valid = rows.valid
-    weight = _weights(weight, fragment, burn_in)
+    check_weight(weight, fragment.valid, "td")
+    if weight is not None and weight.ndim == 2:
+        weight = weight[burn_in:]
 
     # Q(s, ·) with gradients
     before, after = timeshift(fill_invalid(rows).state)
@@ -228,7 +237,15 @@ def td_loss(
     # Targets, without gradients
     double = double and target is not None
     with torch.no_grad():
-        q_next, q_choice = _both_values(rows, fragment, method, actor, target, double, burn_in)
+        q_next, q_choice = _both_values(
+            rows,
+            fragment,
+            method,
+            actor,
+            target,
+            double,
+            burn_in,
+        )
         best_action = _mean_value(q_choice, 3).argmax(-1)
         goal = td_targets(rows, _of_action(q_next, best_action), gamma, n_steps)
 

@@ -40,7 +40,11 @@ class CGResult(NamedTuple):
     def nothing(cls, b: Tensor, residual: float) -> CGResult:
         "The answer to a right-hand side `b` that is zero, or not finite: x is zero."
         return cls(
-            torch.zeros_like(b), 0, residual, 0.0, "converged" if residual == 0 else "non-finite"
+            torch.zeros_like(b),
+            0,
+            residual,
+            0.0,
+            "converged" if residual == 0 else "non-finite",
         )
 
 # %% ../../nbs/agents/02_trust_region.ipynb #1336d6a7
@@ -142,7 +146,13 @@ def conjugate_gradients(
 
     # (A + damping I)x is b - residual, so the curvature needs no further product.
     curvature = float(x.double() @ (b - residual).double())
-    return CGResult(x, iterations, math.sqrt(residual_norm2 / b_norm2), curvature, status)
+    return CGResult(
+        x,
+        iterations,
+        math.sqrt(residual_norm2 / b_norm2),
+        curvature,
+        status,
+    )
 
 # %% ../../nbs/agents/02_trust_region.ipynb #6d322cce
 def step_size(max_kl: float, curvature: float) -> float:
@@ -188,7 +198,16 @@ class LineSearch(NamedTuple):
     @classmethod
     def refused(cls, theta: Tensor, trials: int, before: float, status: str) -> LineSearch:
         "The outcome of a search that accepted none of its `trials`: the old parameters."
-        return cls(False, theta, trials, before, before, 0.0, 0.0, status)
+        return cls(
+            False,
+            theta,
+            trials,
+            before,
+            before,
+            0.0,
+            0.0,
+            status,
+        )
 
 # %% ../../nbs/agents/02_trust_region.ipynb #e2ff3e1c
 def backtrack_line_search(
@@ -251,7 +270,16 @@ def backtrack_line_search(
             elif ratio < accept_ratio or surrogate <= before:
                 status = "no improvement"
             else:
-                best = LineSearch(True, trial, k, before, surrogate, kl, ratio, "accepted")
+                best = LineSearch(
+                    True,
+                    trial,
+                    k,
+                    before,
+                    surrogate,
+                    kl,
+                    ratio,
+                    "accepted",
+                )
                 break
     finally:
         # Also after an error of `evaluate`, the old parameters are back.

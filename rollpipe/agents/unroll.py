@@ -107,7 +107,10 @@ def spliced(fragment: Fragment) -> tuple[State, Tensor]:
 
 # %% ../../nbs/agents/03_unroll.ipynb #9fc787eb
 @torch.no_grad()
-def next_outputs(net: Callable[[State, Any], Any], fragment: Fragment) -> Any:
+def next_outputs(
+    net: Callable[[State, Any], Any],
+    fragment: Fragment,
+) -> Any:
     """The outputs of `net` `[T, B, ...]` for the states that the steps led to, without gradients.
 
     A recurrent `net` has its memory of that time.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,9 +30,22 @@ from ..pipes.envs.factories import space_spec
 from ..pipes.graph.modules import EvalMode
 
 # %% auto #0
-__all__ = ['check_signature', 'ActingState', 'Actor']
+__all__ = ['must_define', 'check_signature', 'ActingState', 'Actor']
 
 # %% ../../nbs/layers/00_actor.ipynb #f6e05071
+def must_define(signature: str) -> Any:
+    """A method that every subclass writes; that of the base raises `NotImplementedError`.
+
+    Args:
+        signature: the name of the method and what it gets, such as 'improve(batch)'
+    """
+
+    def missing(self, *args, **kwargs):
+        raise NotImplementedError(f"{type(self).__name__} must define {signature}")
+
+    return missing
+
+
 def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) -> None:
     """Check that `cls.method` can be called as the contract says.
 
@@ -42,35 +56,33 @@ def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) 
             ones that are not expected.
     """
     P = inspect.Parameter
-    parameters = list(signature_of(getattr(cls, method)).parameters.values())[1:]
+    _, *parameters = signature_of(getattr(cls, method)).parameters.values()
     kinds = {p.kind for p in parameters}
+    named = [p for p in parameters if p.kind not in (P.VAR_POSITIONAL, P.VAR_KEYWORD)]
 
     # The first parameters receive the positional arguments, the others need a keyword.
-    by_position = [p for p in parameters if p.kind in (P.POSITIONAL_ONLY, P.POSITIONAL_OR_KEYWORD)]
+    by_position = [p for p in named if p.kind is not P.KEYWORD_ONLY]
     n_positional = min(len(by_position), len(positional))
-    others = by_position[n_positional:] + [p for p in parameters if p.kind is P.KEYWORD_ONLY]
-    by_name = {p.name for p in others if p.kind is not P.POSITIONAL_ONLY}
+    others = {p.name: p for p in named[n_positional:]}
 
     # Arguments of the contract that no parameter accepts
     missing = []
     if P.VAR_POSITIONAL not in kinds:
         missing += positional[n_positional:]
     if P.VAR_KEYWORD not in kinds:
-        missing += [name for name in keywords if name not in by_name]
+        missing += [name for name in keywords if name not in others]
 
     # Parameters without a default that get no argument
-    required = [p for p in others if p.default is P.empty]
-    excess = [p.name for p in required if p.kind is P.POSITIONAL_ONLY or p.name not in keywords]
+    required = [name for name, p in others.items() if p.default is P.empty]
+    excess = [name for name in required if name not in keywords]
 
-    problems = []
-    if missing:
-        problems.append(f"lacks {', '.join(missing)}")
-    if excess:
-        problems.append(f"demands {', '.join(excess)}")
+    names_of = dict(lacks=missing, demands=excess)
+    problems = [f"{verb} {', '.join(names)}" for verb, names in names_of.items() if names]
     if problems:
+        signature = ", ".join(("self", *positional, "*", *keywords))
         raise TypeError(
-            f"{cls.__name__}.{method} {' and '.join(problems)}. Expected the signature "
-            f"{method}(self, {', '.join(positional + ('*',) + keywords)})"
+            f"{cls.__name__}.{method} {' and '.join(problems)}. "
+            f"Expected the signature {method}({signature})"
         )
 
 # %% ../../nbs/layers/00_actor.ipynb #ec4a104b
@@ -96,13 +108,13 @@ def _as_batch(obs, space):
     """
     # An observation of several environments has one dimension more than the space says.
     like = space_spec(space, "obs")
-    shapes = [np.shape(x) for x in nested.leaves(in_containers(obs, like, as_like))]
+    leaves = nested.leaves(in_containers(obs, like, as_like))
     ndim_of_one = nested.leaves(like)[0].ndim
-    is_single = not shapes or len(shapes[0]) != ndim_of_one + 1
+    is_single = not leaves or np.ndim(leaves[0]) != ndim_of_one + 1
     if is_single:
         batch = nested.map(lambda x: x[None], read_obs(obs, like))
     else:
-        batch = read_obs(obs, nested.alloc(like, shapes[0][0]), batch=True)
+        batch = read_obs(obs, nested.alloc(like, len(leaves[0])), batch=True)
 
     # float64 may become infinite in float32, so the numbers are checked as the actor sees them.
     batch = nested.numpify(nested.as_seen(nested.torchify(batch)))
@@ -148,17 +160,17 @@ def _as_rewards(reward, n):
         )
 
     # A single number holds for all environments; the first one that is not finite is named.
-    rew = rew.expand(1, n)
-    if not rew.isfinite().all():
-        b = int(rew[0].isfinite().logical_not().nonzero()[0])
-        raise DataError(
-            "non-finite value",
-            env=b,
-            leaf="reward",
-            expected="finite numbers",
-            got=str(rew[0, b].item()),
-        )
-    return rew
+    rew = rew.expand(n)
+    for b, number in enumerate(rew.tolist()):
+        if not isfinite(number):
+            raise DataError(
+                "non-finite value",
+                env=b,
+                leaf="reward",
+                expected="finite numbers",
+                got=str(number),
+            )
+    return rew[None]
 
 
 def _check_state(state, n):
@@ -171,7 +183,7 @@ def _check_state(state, n):
             got=describe(state),
         )
 
-    n_in_state = state.stepno.shape[1]
+    _, n_in_state = state.stepno.shape
     if n_in_state != n:
         raise DataError(
             "this state is of other environments",
@@ -270,10 +282,27 @@ class Actor(torch.nn.Module):
 
         # Only an actor that draws noise takes noise.
         if hasattr(type(self), "draw_noise"):
-            return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual, noise=noise)
+            return self(
+                obs,
+                act,
+                rew,
+                fin,
+                hx=hx,
+                stepno=stepno,
+                virtual=virtual,
+                noise=noise,
+            )
         if noise is not None:
             raise TypeError(f"{type(self).__name__} has no draw_noise and takes no noise")
-        return self(obs, act, rew, fin, hx=hx, stepno=stepno, virtual=virtual)
+        return self(
+            obs,
+            act,
+            rew,
+            fin,
+            hx=hx,
+            stepno=stepno,
+            virtual=virtual,
+        )
 
     def reset(self, hx: Any, at: Any) -> Any:
         """A new recurrent state in which the environments `at` are in their initial state.
@@ -286,7 +315,7 @@ class Actor(torch.nn.Module):
             # ONNX knows no assignment to a mask.
             if isinstance(at, Tensor) and at.dtype == torch.bool:
                 ones = (1,) * (x.ndim - 2)
-                return x.masked_fill(at.to(x.device).reshape(x.shape[1], *ones), 0)
+                return x.masked_fill(at.to(x.device).view(-1, *ones), 0)
             x = x.clone()
             x[:, at] = 0
             return x
@@ -347,12 +376,23 @@ class Actor(torch.nn.Module):
                 raise no_action(DataError, *stuck)
 
         # One step, as a pipe that collects takes it
-        inputs, hx = self._step_inputs(batch, n, state, episode_start, reward)
+        inputs, hx = self._step_inputs(
+            batch,
+            n,
+            state,
+            episode_start,
+            reward,
+        )
         with EvalMode(self):
             noise = {}
             if hasattr(self, "draw_noise"):
                 noise["noise"] = None if deterministic else self.draw_noise((1, n))
-            act, hx, _ = self.step(*inputs, hx=hx, virtual=False, **noise)
+            act, hx, _ = self.step(
+                *inputs,
+                hx=hx,
+                virtual=False,
+                **noise,
+            )
         next_state = ActingState(inputs[0].cpu(), nested.map(Tensor.cpu, act), hx)
 
         # The action as gymnasium takes it

@@ -88,7 +88,11 @@ class CriticByGroup(_Groups):
         values = {name: critic(obs) for name, critic in self.members.items()}
         return self.select(self.groups_of(obs), values)
 
-    def observe(self, obs: Any, valid: Tensor | None = None) -> None:
+    def observe(
+        self,
+        obs: Any,
+        valid: Tensor | None = None,
+    ) -> None:
         """Update the normaliser of each critic that has one; for learners.
 
         It sees the observations `[*lead, ...]` of its agents, but for those where `valid` is False.
@@ -99,7 +103,11 @@ class CriticByGroup(_Groups):
                 is_k = group == k
                 critic.observe(obs, is_k if valid is None else valid & is_k)
 
-    def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
+    def observe_returns(
+        self,
+        ret: Tensor,
+        valid: Tensor | None = None,
+    ) -> None:
         """Update the scale of the returns of each critic that has one; for learners.
 
         It sees the returns `[*lead]` of all agents, but for those where `valid` is False.
@@ -160,7 +168,11 @@ class ActorByGroup(_Groups, Actor):
                 got=describe(list(of)),
             )
 
-    def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> dict:
+    def draw_noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> dict:
         "The noise of each member that takes noise."
         return {
             name: actor.draw_noise(lead, generator)
@@ -233,6 +245,9 @@ class ActorByGroup(_Groups, Actor):
                 version = version + (version_of(member) - version_of(self))
             final = part.final._replace(actor=part.final.actor[name])
             fragments[name] = part._replace(
-                actor=part.actor[name], hx=part.hx[name], final=final, version=version
+                actor=part.actor[name],
+                hx=part.hx[name],
+                final=final,
+                version=version,
             )
         return fragments

@@ -86,7 +86,11 @@ class Critic(Torso):
         return torch.addcmul(b["ret_mean"], b["ret_std"], y)
 
     @torch.no_grad()
-    def observe_returns(self, ret: Tensor, valid: Tensor | None = None) -> None:
+    def observe_returns(
+        self,
+        ret: Tensor,
+        valid: Tensor | None = None,
+    ) -> None:
         """Update the moments with returns `[*lead]`, and rescale the last layer.
 
         Returns where `valid` `[*lead]` is False are left out.
@@ -114,9 +118,7 @@ class Critic(Torso):
             last.weight.copy_(last.weight.double() * factor)
             last.bias.copy_(bias)
 
-        buffers = dict(ret_count=count, ret_mean=mean, ret_var=var, ret_std=std)
-        for name, value in buffers.items():
-            self._buffers[name].copy_(value)
+        self.set_buffers(ret_count=count, ret_mean=mean, ret_var=var, ret_std=std)
 
 # %% ../../nbs/layers/06_critic.ipynb #ab323538
 class StackedMLP(FastModule):
@@ -133,7 +135,12 @@ class StackedMLP(FastModule):
     """
 
     def __init__(
-        self, k: int, n_in: int, hidden: tuple, n_out: int, activation: str | type = "relu"
+        self,
+        k: int,
+        n_in: int,
+        hidden: tuple,
+        n_out: int,
+        activation: str | type = "relu",
     ):
         super().__init__()
         check_integer("k", k, pipe=self)
@@ -152,7 +159,11 @@ class StackedMLP(FastModule):
         self.activation = activation_for(activation)
         self.k = k
 
-    def forward(self, x: Tensor, n: int | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        n: int | None = None,
+    ) -> Tensor:
         """The outputs `[k, N, n_out]`, or those of the first `n` perceptrons.
 
         Args:
@@ -231,16 +242,27 @@ class ActionCritic(Torso):
         self.box = UnitBox(action_space, type(self).__name__)
         n_numbers = self.box.center.numel()
         networks = partial(self.perceptron, n_critics)
-        self.net = self.make_torso(observation_space, n_numbers, 1, networks, **torso)
+        self.net = self.make_torso(
+            observation_space,
+            n_numbers,
+            1,
+            networks,
+            **torso,
+        )
 
     def first_value(self, obs: Any, act: Tensor) -> Tensor:
         "The values `[*lead]` of the first network alone."
-        # A subclass need not accept `n`.
-        is_plain = type(self).forward is ActionCritic.forward and type(self.net) is StackedMLP
-        values = self(obs, act, 1) if is_plain else self(obs, act)
+        # A `forward` of a subclass need not accept `n`.
+        accepts_n = type(self).forward is ActionCritic.forward
+        values = self(obs, act, 1) if accepts_n else self(obs, act)
         return values[0]
 
-    def forward(self, obs: Any, act: Tensor, n: int | None = None) -> Tensor:
+    def forward(
+        self,
+        obs: Any,
+        act: Tensor,
+        n: int | None = None,
+    ) -> Tensor:
         """The values `[n_critics, *lead]`, or those of the first `n` networks.
 
         Args:

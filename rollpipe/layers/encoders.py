@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .heads import items_of
 from .mlp import check_parameters, linear, orthogonal_, orthogonal_linear
 from rollpipe.pipes.data.errors import (
     DataError,
@@ -29,13 +30,14 @@ from ..pipes.envs.factories import space_spec
 __all__ = ['OneHot', 'Bits', 'Embeddings', 'ConvTrunk', 'n_out_of', 'ModuleDict', 'Flatten', 'Concatenate', 'encoder_for']
 
 # %% ../../nbs/layers/03_encoders.ipynb #9348ede6
-def _numbers(shape: tuple, n: Any, start: Any) -> tuple:
-    "`n` and `start` as flat int64 arrays with one entry per integer."
+def _numbers(shape, *numbers):
+    "The `numbers`, each as a flat int64 array with one entry per integer."
+    return [np.broadcast_to(x, shape).reshape(-1).astype(np.int64) for x in numbers]
 
-    def flat(x):
-        return np.broadcast_to(x, shape).reshape(-1).astype(np.int64)
 
-    return flat(n), flat(start)
+def _flat(obs, event_ndim):
+    "Numbers `[*lead, *shape]`, where `shape` has `event_ndim` dimensions, as `[*lead, n]`."
+    return obs.flatten(obs.ndim - event_ndim) if event_ndim else obs.unsqueeze(-1)
 
 
 class _Integers(nn.Module):
@@ -53,13 +55,9 @@ class _Integers(nn.Module):
         for name, x in constants.items():
             self.register_buffer(name, torch.from_numpy(x), persistent=False)
 
-    def flat(self, obs: Tensor) -> Tensor:
-        "The integers as `[*lead, n]`."
-        return obs.flatten(obs.ndim - self.event_ndim) if self.event_ndim else obs.unsqueeze(-1)
-
-    def repeated(self, obs: Tensor) -> Tensor:
+    def repeated(self, obs):
         "The integer of each feature, `[*lead, n_out]`, or `[*lead, 1]` if there is one integer."
-        obs = self.flat(obs)
+        obs = _flat(obs, self.event_ndim)
         return obs.index_select(-1, self.owner) if self.event_ndim else obs
 
 # %% ../../nbs/layers/03_encoders.ipynb #7f330779
@@ -84,7 +82,11 @@ class OneHot(_Integers):
         check_memory(f"{n_out:,} values", 16 * n_out, pipe=type(self))
         ranges = [np.arange(first, first + k) for first, k in zip(start, n)]
         owner = np.repeat(np.arange(len(n)), n)
-        super().__init__(shape, owner=owner, values=np.concatenate(ranges))
+        super().__init__(
+            shape,
+            owner=owner,
+            values=np.concatenate(ranges),
+        )
         self.n_out = n_out
 
     def forward(self, obs: Tensor) -> Tensor:
@@ -136,20 +138,31 @@ class Embeddings(_Integers):
 
     offset: Tensor
 
-    def __init__(self, shape: tuple, n: Any, start: Any = 0, size: int = 16):
+    def __init__(
+        self,
+        shape: tuple,
+        n: Any,
+        start: Any = 0,
+        size: int = 16,
+    ):
         n, start = _numbers(shape, n, start)
         # The row of an integer's value in `table`: the rows of the integers before it come first.
         super().__init__(shape, offset=np.cumsum(n) - n - start)
         total = int(n.sum())
-        check_parameters(total * check_integer("size", size, pipe=self), pipe=self, size=size)
+        check_parameters(
+            total * check_integer("size", size, pipe=self),
+            pipe=self,
+            size=size,
+        )
         self.n_out = len(n) * size
         self.table = nn.Embedding(total, size)
 
     def forward(self, obs: Tensor) -> Tensor:
-        return self.table(self.flat(obs) + self.offset).flatten(-2)
+        rows = _flat(obs, self.event_ndim) + self.offset
+        return self.table(rows).flatten(-2)
 
 # %% ../../nbs/layers/03_encoders.ipynb #9684f915
-def _layout(shape: tuple) -> tuple[tuple, bool]:
+def _layout(shape):
     """The shape `(channels, h, w)` of an image, and whether its channels are last.
 
     The channels of a stack of images are concatenated.
@@ -176,7 +189,7 @@ def _layout(shape: tuple) -> tuple[tuple, bool]:
     return (prod(stack) * image[0], *image[1:]), channels_last
 
 
-def _check_layer(layer: tuple | list, n: int, size: list, name: str) -> None:
+def _check_layer(layer, n, size, name):
     """Raise `DataError` unless `layer` is a convolution of images `[n, *size]`.
 
     The message calls it `name`. There must be memory for its parameters.
@@ -232,7 +245,12 @@ class ConvTrunk(nn.Module):
     large = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
     small = ((16, 3, 1),)
 
-    def __init__(self, shape: tuple, n_out: int | None = None, layers: Sequence | None = None):
+    def __init__(
+        self,
+        shape: tuple,
+        n_out: int | None = None,
+        layers: Sequence | None = None,
+    ):
         super().__init__()
         self.shape = tuple(shape)
         self.planes, self.channels_last = _layout(self.shape)
@@ -337,7 +355,7 @@ class ModuleDict(nn.ModuleDict):
         return torch.cat(features, self.dim)
 
 
-def _by_name(x: Any) -> Any:
+def _by_name(x):
     "A list or tuple as a dict with keys '0', '1', ...; any other value unchanged."
     if isinstance(x, (list, tuple)):
         return {str(i): item for i, item in enumerate(x)}
@@ -364,7 +382,7 @@ class Flatten(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         if self.event_ndim != 1:
-            obs = obs.flatten(obs.ndim - self.event_ndim) if self.event_ndim else obs.unsqueeze(-1)
+            obs = _flat(obs, self.event_ndim)
         if obs.dtype is not torch.float32:
             obs = obs.float()
         return obs if self.scale == 1 else obs / self.scale
@@ -384,12 +402,11 @@ class Concatenate(nn.Module):
         self.encoders = nn.ModuleList(items.values())
 
         # One flag for each feature, or one for all of them if they are equal
-        flags = torch.cat(
-            [torch.as_tensor(x.is_normalized).expand(x.n_out) for x in items.values()]
-        )
+        flags = []
+        for x in items.values():
+            flags += torch.as_tensor(x.is_normalized).expand(x.n_out).tolist()
         self.n_out = len(flags)
-        is_mixed = flags.any() and not flags.all()
-        self.is_normalized = flags.tolist() if is_mixed else bool(flags.all())
+        self.is_normalized = flags if len(set(flags)) > 1 else all(flags)
 
     def forward(self, obs: Any) -> Tensor:
         features = [encoder(obs[key]) for key, encoder in zip(self.keys, self.encoders)]
@@ -453,12 +470,8 @@ def encoder_for(
         options: dict[str, Any] = dict(
             images=images, discrete=discrete, size=size, n_out=n_out, layers=layers
         )
-        if isinstance(space, gym.spaces.Dict):
-            items = space.spaces
-        else:
-            items = dict(enumerate(space.spaces))
         encoders = {}
-        for key, item in items.items():
+        for key, item in items_of(space):
             encoders[key] = encoder_for(item, f"{name}[{key!r}]", **options)
         return Concatenate(encoders)
 
@@ -483,9 +496,7 @@ def encoder_for(
     )
 
 
-def _box_encoder(
-    space: gym.spaces.Box, name: str, images: str, n_out: int | None, layers: Sequence | None
-) -> nn.Module:
+def _box_encoder(space, name, images, n_out, layers):
     # Convolutions, if they are asked for and the Box may be an image or a stack of images
     is_integer = space.dtype in (np.uint8, bool)
     if images == "conv" and is_integer and 2 <= len(space.shape) <= 4:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from sys import float_info
@@ -25,7 +25,7 @@ from ..pipes.envs.factories import space_spec
 # %% auto #0
 __all__ = ['noise_device', 'Categorical', 'GaussianParams', 'Gaussian', 'MultiCategorical', 'Bernoulli', 'map_parts', 'Joint',
            'LogitsHead', 'center_and_half_range', 'ClampedStd', 'check_std', 'GaussianHead', 'JointHead',
-           'is_box_of_floats', 'unsupported', 'head_for']
+           'is_box_of_floats', 'items_of', 'unsupported', 'head_for']
 
 # %% ../../nbs/layers/02_heads.ipynb #79102e6a
 def noise_device(generator: Generator | None) -> torch.device | None:
@@ -58,7 +58,11 @@ class Categorical:
     n: int
     start: int = 0
 
-    def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
+    def noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Tensor:
         """Standard Gumbel noise `[*lead, n]` float32.
 
         Source: Maddison et al. 2014, https://arxiv.org/abs/1411.0030
@@ -105,7 +109,7 @@ class Categorical:
         return p * (tangent - (p * tangent).sum(-1, keepdim=True))
 
 
-def _finite(logp: Tensor) -> Tensor:
+def _finite(logp):
     "`logp` with -inf replaced by the smallest finite number, because 0 * -inf is nan."
     return logp.clamp(min=torch.finfo(logp.dtype).min)
 
@@ -115,6 +119,11 @@ class GaussianParams(NamedTuple):
 
     mean: Tensor
     log_std: Tensor
+
+
+def _sum_over(x, shape):
+    "The sums `[*lead]` of `x` `[*lead, *shape]`."
+    return x.sum(tuple(range(-len(shape), 0))) if shape else x
 
 
 @dataclass(frozen=True)
@@ -136,25 +145,27 @@ class Gaussian:
     """
 
     shape: tuple = ()
-    _dims: tuple | int = field(init=False, repr=False, compare=False)
     _log_norm: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        # What every call needs is computed once. Fields of a frozen dataclass are set like this.
-        n_dims = len(self.shape)
-        dims = -1 if n_dims == 1 else tuple(range(-n_dims, 0))
-        log_norm = 0.5 * math.log(2 * math.pi) * math.prod(self.shape)
+        # Fields of a frozen dataclass are set like this.
+        log_norm = 0.5 * math.log(2 * math.pi) * prod(self.shape)
         object.__setattr__(self, "shape", tuple(self.shape))
-        object.__setattr__(self, "_dims", dims)
         object.__setattr__(self, "_log_norm", log_norm)
 
-    def _sum(self, x: Tensor) -> Tensor:
-        return x.sum(self._dims) if self._dims else x
+    def _sum(self, x):
+        return _sum_over(x, self.shape)
 
-    def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
+    def noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Tensor:
         "Standard normal noise `[*lead, *shape]` float32."
         return torch.randn(
-            (*lead, *self.shape), generator=generator, device=noise_device(generator)
+            (*lead, *self.shape),
+            generator=generator,
+            device=noise_device(generator),
         )
 
     def sample(self, params: GaussianParams, noise: Tensor) -> Tensor:
@@ -205,7 +216,11 @@ class MultiCategorical:
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "shape", shape)
 
-    def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
+    def noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Tensor:
         "Standard Gumbel noise `[*lead, sum(n)]` float32."
         return Categorical(sum(self.n)).noise(lead, generator)
 
@@ -237,10 +252,10 @@ class MultiCategorical:
         return torch.cat([row[..., :n] for row, n in zip(rows, self.n)], -1)
 
     @property
-    def _row(self) -> Categorical:
+    def _row(self):
         return Categorical(max(self.n))
 
-    def _rows(self, x: Tensor, fill: float = -torch.inf) -> Tensor:
+    def _rows(self, x, fill=-torch.inf):
         "Split `[*lead, sum(n)]` into one row per number, padded to `[*lead, len(n), max(n)]`."
         # Rows of one length need no padding.
         longest = max(self.n)
@@ -266,13 +281,19 @@ class Bernoulli:
     def __post_init__(self):
         object.__setattr__(self, "shape", tuple(self.shape))
 
-    def _sum(self, x: Tensor) -> Tensor:
-        return x.sum(tuple(range(-len(self.shape), 0))) if self.shape else x
+    def _sum(self, x):
+        return _sum_over(x, self.shape)
 
-    def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
+    def noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Tensor:
         "Standard logistic noise `[*lead, *shape]` float32."
         uniform = torch.rand(
-            (*lead, *self.shape), generator=generator, device=noise_device(generator)
+            (*lead, *self.shape),
+            generator=generator,
+            device=noise_device(generator),
         )
         return uniform.logit_(eps=1e-7)
 
@@ -333,16 +354,20 @@ class Joint:
     def __hash__(self):
         return hash(repr(self))
 
-    def _each(self, method: str, *trees: Any) -> Any:
+    def _each(self, method, *trees):
         "What `method` of each part returns, in the containers of the parts."
         return map_parts(lambda part, *args: getattr(part, method)(*args), self.parts, *trees)
 
-    def _total(self, method: str, *trees: Any) -> Any:
+    def _total(self, method, *trees) -> Any:
         "The sum over the parts of what `method` of each returns."
         results = self._each(method, *trees)
         return sum(results.values() if isinstance(results, dict) else results)
 
-    def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Any:
+    def noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Any:
         return map_parts(lambda part: part.noise(lead, generator), self.parts)
 
     def sample(self, params: Any, noise: Any) -> Any:
@@ -367,7 +392,12 @@ class Joint:
 class LogitsHead(FastModule):
     "Features `[..., n_in]` -> logits `[..., *shape]`, the parameters of `dist`."
 
-    def __init__(self, n_in: int, dist: Categorical | MultiCategorical | Bernoulli, shape: tuple):
+    def __init__(
+        self,
+        n_in: int,
+        dist: Categorical | MultiCategorical | Bernoulli,
+        shape: tuple,
+    ):
         super().__init__()
         self.logits = orthogonal_linear(n_in, prod(shape), 0.01)
         self.dist = dist
@@ -377,7 +407,11 @@ class LogitsHead(FastModule):
         return shaped(linear(self._modules["logits"], x), self.shape)
 
 # %% ../../nbs/layers/02_heads.ipynb #341c2af2
-def center_and_half_range(shape: tuple, low: Any = None, high: Any = None) -> tuple[Tensor, Tensor]:
+def center_and_half_range(
+    shape: tuple,
+    low: Any = None,
+    high: Any = None,
+) -> tuple[Tensor, Tensor]:
     """Float32 tensors of `shape`: the middle and half the width of `[low, high]`.
 
     Without two finite bounds: its number nearest to 0, and 1.
@@ -410,15 +444,14 @@ class ClampedStd(FastModule):
     Args:
         n_in: number of features
         n: number of standard deviations
-        low: the smallest one
-        high: the largest one
     """
 
-    def __init__(self, n_in: int, n: int, low: float = 0.3, high: float = 10.0):
+    low = 0.3
+    high = 10.0
+
+    def __init__(self, n_in: int, n: int):
         super().__init__()
         self.linear = orthogonal_linear(n_in, n, 0.01)
-        self.low = low
-        self.high = high
 
     def forward(self, x: Tensor) -> Tensor:
         x = linear(self._modules["linear"], x)
@@ -530,6 +563,13 @@ def is_box_of_floats(space: gym.Space) -> TypeGuard[gym.spaces.Box]:
     return isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating)
 
 
+def items_of(space: Any) -> Iterable:
+    "Pairs of the key and the space of each item of a Dict or a Tuple."
+    if isinstance(space, gym.spaces.Dict):
+        return space.spaces.items()
+    return enumerate(space.spaces)
+
+
 def unsupported(space: gym.Space, owner: str, expected: str) -> SpaceError:
     "The error for an action space that does not fit the `owner`."
     return SpaceError(
@@ -540,7 +580,12 @@ def unsupported(space: gym.Space, owner: str, expected: str) -> SpaceError:
     )
 
 # %% ../../nbs/layers/02_heads.ipynb #b6f52a1c
-def head_for(space: gym.Space, n_in: int, name: str = "action_space", **gaussian: Any) -> nn.Module:
+def head_for(
+    space: gym.Space,
+    n_in: int,
+    name: str = "action_space",
+    **gaussian: Any,
+) -> nn.Module:
     """The head for an action space.
 
     The space is Discrete, MultiDiscrete, MultiBinary, a Box of floats of any shape, or a Dict or
@@ -565,16 +610,11 @@ def head_for(space: gym.Space, n_in: int, name: str = "action_space", **gaussian
     check_std(**{"std": "free", **gaussian})
 
     # Containers have a head for each item.
-    if isinstance(space, gym.spaces.Dict):
+    if isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
         heads = {}
-        for key, part in space.spaces.items():
+        for key, part in items_of(space):
             heads[key] = head_for(part, n_in, f"{name}[{key!r}]", **gaussian)
-        return JointHead(heads)
-    if isinstance(space, gym.spaces.Tuple):
-        heads = []
-        for i, part in enumerate(space.spaces):
-            heads.append(head_for(part, n_in, f"{name}[{i}]", **gaussian))
-        return JointHead(tuple(heads))
+        return JointHead(heads if isinstance(space, gym.spaces.Dict) else tuple(heads.values()))
 
     # Integers and switches have logits, floats have a mean and a standard deviation.
     if isinstance(space, gym.spaces.Discrete):
@@ -588,7 +628,13 @@ def head_for(space: gym.Space, n_in: int, name: str = "action_space", **gaussian
     if isinstance(space, gym.spaces.MultiBinary):
         return LogitsHead(n_in, Bernoulli(space.shape), space.shape)
     if is_box_of_floats(space):
-        return GaussianHead(n_in, space.shape, space.low, space.high, **gaussian)
+        return GaussianHead(
+            n_in,
+            space.shape,
+            space.low,
+            space.high,
+            **gaussian,
+        )
     raise SpaceError(
         "unsupported action space",
         leaf=name,

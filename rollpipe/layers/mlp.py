@@ -39,7 +39,12 @@ def check_parameters(n: int, *, pipe: Any = None, **sizes: Any) -> None:
     check_memory(f"{described} with {n:,} parameters", 16 * n, pipe=pipe)
 
 
-def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int) -> None:
+def check_sizes(
+    n_in: int,
+    hidden: tuple,
+    n_out: int | None = None,
+    **more: int,
+) -> None:
     """Raise `DataError` unless a perceptron can have these sizes.
 
     The hidden layers need integer sizes >= 1, and there must be memory for the weights.
@@ -62,10 +67,14 @@ def check_sizes(n_in: int, hidden: tuple, n_out: int | None = None, **more: int)
 
     # A layer has a weight for each input of each output, and a bias for each output.
     outputs = {} if n_out is None else {"n_out": n_out}
-    ins = [n_in, *hidden]
-    outs = [*hidden, *outputs.values()]
-    n_parameters = sum((n + 1) * m for n, m in zip(ins, outs))
-    check_parameters(n_parameters * prod(more.values()), hidden=tuple(hidden), **outputs, **more)
+    sizes = [n_in, *hidden, *outputs.values()]
+    n_parameters = sum((n + 1) * m for n, m in zip(sizes, sizes[1:]))
+    check_parameters(
+        n_parameters * prod(more.values()),
+        hidden=tuple(hidden),
+        **outputs,
+        **more,
+    )
 
 # %% ../../nbs/layers/01_mlp.ipynb #c3f52c22
 def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
@@ -78,12 +87,20 @@ def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
         return nn.init.orthogonal_(weight, gain)
 
 # %% ../../nbs/layers/01_mlp.ipynb #ccddde85
-def orthogonal_linear(n_in: int, n_out: int, gain: float = 1.0) -> nn.Linear:
+def orthogonal_linear(
+    n_in: int,
+    n_out: int,
+    gain: float = 1.0,
+) -> nn.Linear:
     """A linear layer with orthogonal weights times `gain`, and zero bias.
 
     Source: Saxe et al. 2013, https://arxiv.org/abs/1312.6120
     """
-    check_parameters((n_in + 1) * n_out, n_in=n_in, n_out=n_out)
+    check_parameters(
+        (n_in + 1) * n_out,
+        n_in=n_in,
+        n_out=n_out,
+    )
     layer = nn.Linear(n_in, n_out)
     orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -148,6 +165,11 @@ class FastModule(nn.Module):
 
     _modules: dict[str, Any]
     _buffers: dict[str, Any]
+
+    def set_buffers(self, **values: Tensor) -> None:
+        "Copy each value into the buffer of this name."
+        for name, value in values.items():
+            self._buffers[name].copy_(value)
 
 
 class MLP(FastModule):
@@ -237,7 +259,11 @@ def merge_moments(
     return count, mean, var
 
 
-def moments(x: Tensor, event_ndim: int, valid: Tensor | None = None) -> tuple:
+def moments(
+    x: Tensor,
+    event_ndim: int,
+    valid: Tensor | None = None,
+) -> tuple:
     """Count (int), mean and variance (float64 `[*event]`) of samples.
 
     Mean and variance are meaningless if the count is 0.
@@ -249,10 +275,10 @@ def moments(x: Tensor, event_ndim: int, valid: Tensor | None = None) -> tuple:
     """
     if valid is None:
         event_shape = x.shape[x.ndim - event_ndim :]
-        rows = x.detach().reshape(-1, *event_shape)
+        rows = x.reshape(-1, *event_shape)
     else:
-        rows = x.detach()[valid]
-    rows = rows.double()
+        rows = x[valid]
+    rows = rows.detach().double()
 
     divisor = max(len(rows), 1)
     mean = rows.sum(0) / divisor
@@ -310,7 +336,11 @@ class RunningNorm(FastModule):
     high: Tensor
 
     def __init__(
-        self, shape: int | tuple, clip: float = 10.0, eps: float = 1e-8, only: Tensor | None = None
+        self,
+        shape: int | tuple,
+        clip: float = 10.0,
+        eps: float = 1e-8,
+        only: Tensor | None = None,
     ):
         super().__init__()
         self.shape = shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -336,7 +366,11 @@ class RunningNorm(FastModule):
         return z.clamp(b["low"], b["high"])
 
     @torch.no_grad()
-    def update(self, x: Tensor, valid: Tensor | None = None) -> None:
+    def update(
+        self,
+        x: Tensor,
+        valid: Tensor | None = None,
+    ) -> None:
         """Merge the samples `x` `[*lead, *shape]` into the moments.
 
         Those where `valid` `[*lead]` is False are left out.
@@ -357,9 +391,14 @@ class RunningNorm(FastModule):
             clip = clip.where(only, torch.inf)
 
         inv_std = (var + self.eps).rsqrt()
-        buffers = dict(count=count, mean=mean, var=var, inv_std=inv_std, low=-clip, high=clip)
-        for name, value in buffers.items():
-            self._buffers[name].copy_(value)
+        self.set_buffers(
+            count=count,
+            mean=mean,
+            var=var,
+            inv_std=inv_std,
+            low=-clip,
+            high=clip,
+        )
 
 # %% ../../nbs/layers/01_mlp.ipynb #295f495f
 class PolicyAverage(nn.Module):
@@ -399,7 +438,11 @@ class PolicyAverage(nn.Module):
                     average.copy_(newest.get_buffer(name))
         bump_version(self.policy, to=version_of(actor))
 
-    def restore(self, state: dict | None, actor: nn.Module) -> None:
+    def restore(
+        self,
+        state: dict | None,
+        actor: nn.Module,
+    ) -> None:
         """Restore what `state_dict` returned for `actor`.
 
         None begins the mean again, with the present weights of `actor`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from operator import index
@@ -25,7 +25,7 @@ from ..pipes.data.errors import DataError, describe, signature_of
 from ..pipes.envs.factories import spaces_of
 
 # %% auto #0
-__all__ = ['C', 'seeded', 'ForSpaces', 'takes', 'split_args', 'Torso']
+__all__ = ['C', 'seeded', 'ForSpaces', 'takes', 'split_args', 'entries_of', 'explained', 'Torso']
 
 # %% ../../nbs/layers/04_observer.ipynb #82d1879d
 @contextmanager
@@ -86,7 +86,10 @@ class ForSpaces:
 C = TypeVar("C", bound=type)
 
 
-def takes(*makers: Callable, **defaults: Any) -> Callable[[C], C]:
+def takes(
+    *makers: Callable,
+    **defaults: Any,
+) -> Callable[[C], C]:
     """Decorator of a class whose `__init__(self, ..., **more)` passes `more` on to the `makers`.
 
     The class also has their keyword-only parameters. Its signature shows them, its docstring
@@ -123,7 +126,7 @@ def takes(*makers: Callable, **defaults: Any) -> Callable[[C], C]:
 
         vars(init_with_all).update(__signature__=signature)
         cls.__init__ = init_with_all
-        cls.__doc__ = _explained(cls.__doc__, signature.parameters, makers)
+        cls.__doc__ = explained(cls.__doc__, signature.parameters, makers)
         return cls
 
     return decorate
@@ -149,17 +152,30 @@ def split_args(doc: str) -> tuple[str, str, str]:
     return before + heading, entries, gap + behind
 
 
-def _explained(doc, names, makers):
-    "The docstring with entries for all the `names`; those that it lacks are those of the makers."
+def entries_of(doc: str | None) -> dict[str, str]:
+    "Parameter -> its entry in the `Args:` section of a docstring, with all its lines."
+    _, entries, _ = split_args(inspect.cleandoc(doc or ""))
+    return {entry[1]: entry[0] for entry in re.finditer(_ENTRY, entries, re.M)}
+
+
+def explained(
+    doc: str | None,
+    names: Iterable,
+    makers: Iterable,
+) -> str:
+    """The docstring with entries for all the `names`; those that it lacks are those of the makers.
+
+    Args:
+        names: parameters, in their order
+        makers: functions or classes; the last one that explains a parameter counts
+    """
     entry_of = {}
     for maker in makers:
-        _, entries, _ = split_args(inspect.cleandoc(maker.__doc__ or ""))
-        for entry in re.finditer(_ENTRY, entries, re.M):
-            entry_of[entry[1]] = entry[0]
+        entry_of |= entries_of(maker.__doc__)
 
     before, entries, behind = split_args(inspect.cleandoc(doc or ""))
-    explained = {entry[1] for entry in re.finditer(_ENTRY, entries, re.M)}
-    more = [entry_of[name] for name in names if name in entry_of and name not in explained]
+    lacking = entry_of.keys() - entries_of(doc)
+    more = [entry_of[name] for name in names if name in lacking]
     return before + "\n".join(filter(None, [entries, *more])) + behind
 
 # %% ../../nbs/layers/04_observer.ipynb #9177a270
@@ -278,7 +294,11 @@ class Torso(ForSpaces, FastModule):
         return self._modules["trunk"].forward(self.features(obs))
 
     @torch.no_grad()
-    def observe(self, obs: Any, valid: Tensor | None = None) -> None:
+    def observe(
+        self,
+        obs: Any,
+        valid: Tensor | None = None,
+    ) -> None:
         """Update the normaliser with observations `[*lead, ...]`; for learners.
 
         Those where `valid` `[*lead]` is False are left out.

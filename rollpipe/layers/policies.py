@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import sqrt
 from sys import float_info
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import softplus
 
-from .actor import Actor, without_past
+from .actor import Actor, must_define, without_past
 from .heads import Gaussian, GaussianParams, head_for, is_box_of_floats, unsupported
 from .mlp import MLP, FastModule, linear, orthogonal_linear, shaped
 from .observer import ForSpaces, Torso, takes
@@ -44,19 +44,43 @@ class Policy(ForSpaces, Actor):
     dist: Any
     _contract = {**Actor._contract, "params": (("obs", "act", "rew", "fin"), ("hx", "stepno"))}
 
-    def params(
-        self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor
-    ) -> tuple:
-        raise NotImplementedError(
-            f"{type(self).__name__} must define params(obs, act, rew, fin, *, hx, stepno)"
-        )
+    # the parameters of `dist`, and the new recurrent state
+    params = must_define("params(obs, act, rew, fin, *, hx, stepno)")
 
-    def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Any:
+    def draw_noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Any:
         """Noise `[*lead, ...]` for actions `[*lead, ...]`.
 
         `dist` draws it on the generator's device; it is moved to the policy's device.
         """
         return self.to_own_device(self.dist.noise(lead, generator))
+
+    def answer(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+        stepno: Tensor,
+    ) -> tuple:
+        """`(params, hx, info)`: as `params`, with what the actor reports, which has `dist=params`.
+
+        A policy that reports more writes this method.
+        """
+        params, hx = self.params(
+            obs,
+            act,
+            rew,
+            fin,
+            hx=hx,
+            stepno=stepno,
+        )
+        return params, hx, {"dist": params}
 
     def forward(
         self,
@@ -71,19 +95,37 @@ class Policy(ForSpaces, Actor):
         noise: Any = None,
     ) -> tuple:
         dist = self.dist
-        params, hx = self.params(obs, act, rew, fin, hx=hx, stepno=stepno)
+        params, hx, info = self.answer(
+            obs,
+            act,
+            rew,
+            fin,
+            hx=hx,
+            stepno=stepno,
+        )
         act = dist.mode(params) if noise is None else dist.sample(params, noise)
-        return act, hx, {"dist": params}
+        return act, hx, info
+
+    def _answer_in(self, state, hx):
+        stepno, obs, act, rew, fin = state
+        if self.uses_past:
+            act, rew = without_past(act, rew, fin)
+        return self.answer(
+            obs,
+            act,
+            rew,
+            fin,
+            hx=hx,
+            stepno=stepno,
+        )
 
     def distribution(self, state: Any, hx: Any) -> Any:
         """Parameters of `dist` `[T, B, ...]` in the states `[T, B, ...]`, with gradients.
 
         The states are a `State` in float32; `hx` is that of row 0.
         """
-        stepno, obs, act, rew, fin = state
-        if self.uses_past:
-            act, rew = without_past(act, rew, fin)
-        return self.params(obs, act, rew, fin, hx=hx, stepno=stepno)[0]
+        params, _, _ = self._answer_in(state, hx)
+        return params
 
     def replay(self, fragment: Any) -> dict:
         """What the policy reports for the steps of a fragment under its present weights.
@@ -94,9 +136,13 @@ class Policy(ForSpaces, Actor):
         state = nested.map(lambda x: nested.as_seen(x[:-1]), fragment.state)
         # Without a `forward` of its own, the policy need not compute actions again.
         if type(self).forward is Policy.forward:
-            info = {"dist": self.distribution(state, fragment.hx)}
+            _, _, info = self._answer_in(state, fragment.hx)
         else:
-            info = self.step(*state, hx=fragment.hx, virtual=True)[2]
+            _, _, info = self.step(
+                *state,
+                hx=fragment.hx,
+                virtual=True,
+            )
 
         # The action of row t stands in the state of row t + 1.
         act = nested.getitem(fragment.state.act, slice(1, None))
@@ -148,11 +194,23 @@ class MLPPolicy(Torso, Policy):
         super().__init__()
         self.trunk = self.make_masked_torso(observation_space, action_space, **torso)
         self.action_space = copy.deepcopy(action_space)
-        self.head = head_for(action_space, self.trunk.n_out, std=std, log_std=log_std)
+        self.head = head_for(
+            action_space,
+            self.trunk.n_out,
+            std=std,
+            log_std=log_std,
+        )
         self.dist = self.head.dist
 
     def params(
-        self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+        stepno: Tensor,
     ) -> tuple:
         params = self._modules["head"].forward(self.hidden_features(obs))
         return self.masked(params, obs), ()
@@ -175,7 +233,7 @@ class SharedPolicy(MLPPolicy):
         super().__init__(observation_space, action_space, **more)
         self.value = orthogonal_linear(self.trunk.n_out, 1)
 
-    def forward(
+    def answer(
         self,
         obs: Any,
         act: Any,
@@ -184,15 +242,11 @@ class SharedPolicy(MLPPolicy):
         *,
         hx: Any,
         stepno: Tensor,
-        virtual: bool,
-        noise: Any = None,
     ) -> tuple:
         y = self.hidden_features(obs)
-        dist = self.dist
         params = self.masked(self.head.forward(y), obs)
-        act = dist.mode(params) if noise is None else dist.sample(params, noise)
         value = linear(self.value, y).squeeze(-1)
-        return act, (), {"dist": params, "value": value}
+        return params, (), {"dist": params, "value": value}
 
 # %% ../../nbs/layers/05_policies.ipynb #043d9d15
 @takes(Torso.make_torso, Torso.make_masked_torso)
@@ -349,12 +403,17 @@ class SquashedGaussian:
     """
 
     box: UnitBox
-    normal: Gaussian = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):
-        object.__setattr__(self, "normal", Gaussian(self.box.shape))
+    @property
+    def normal(self) -> Gaussian:
+        "The distribution of `u`."
+        return Gaussian(self.box.shape)
 
-    def noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
+    def noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Tensor:
         "Standard normal noise `[*lead, *shape]` float32."
         return self.normal.noise(lead, generator)
 
@@ -365,14 +424,19 @@ class SquashedGaussian:
         "The action of the mean of `u`, which is the median of each component."
         return self.box(params.mean.tanh())
 
-    def sample_with_log_prob(self, params: GaussianParams, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def sample_with_log_prob(
+        self,
+        params: GaussianParams,
+        noise: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         "Actions `[*lead, *shape]` and their log-densities `[*lead]`, both with gradients."
-        u = self.normal.sample(params, noise)
+        normal = self.normal
+        u = normal.sample(params, noise)
         # As `log_prob`: the density of `u`, the slope of `tanh` and the volume of the box, with one
         # sum for the first two. The surprise is minus the log-density of `u`, up to a constant.
         surprise = params.log_std + 0.5 * noise.square()
-        summed = self.normal._sum(surprise + log_slope_of_tanh(u))
-        logp = -self.normal._log_norm - summed - self.box.log_volume
+        summed = normal._sum(surprise + log_slope_of_tanh(u))
+        logp = -normal._log_norm - summed - self.box.log_volume
         return self.box(u.tanh()), logp
 
     def log_prob(self, params: GaussianParams, act: Tensor) -> Tensor:
@@ -410,15 +474,22 @@ class BoundedActor(Torso, Actor):
         super().__init__()
         self.box = UnitBox(action_space, type(self).__name__)
         self.action_space = copy.deepcopy(action_space)
-        self.trunk = self.make_torso(observation_space, mlp=self.perceptron, **torso)
+        self.trunk = self.make_torso(
+            observation_space,
+            mlp=self.perceptron,
+            **torso,
+        )
         n_out = self.n_params * self.box.center.numel()
         self.head = MLP(self.trunk.n_out, (), n_out, gain=0.01)
         self.register_buffer("is_random", torch.tensor(False))
 
-    def position(self, features: Tensor, noise: Tensor | None) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} must define position(features, noise)")
+    position = must_define("position(features, noise)")
 
-    def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
+    def draw_noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Tensor:
         "Standard normal noise `[*lead, *shape]` float32."
         return Gaussian(self.box.shape).noise(lead, generator).to(self.box.center.device)
 
@@ -482,7 +553,11 @@ class SquashedPolicy(BoundedActor):
         u = mean if noise is None else torch.addcmul(mean, log_std.exp(), noise)
         return u.tanh()
 
-    def sample(self, obs: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def sample(
+        self,
+        obs: Any,
+        noise: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Actions `[*lead, *shape]` and their log-densities `[*lead]`, both with gradients.
 
         The observations are `[*lead, ...]`, the noise is `[*lead, *shape]`.
@@ -536,7 +611,11 @@ class DeterministicPolicy(BoundedActor):
             return position
         return torch.addcmul(position, self._buffers["explore_std"], noise).clamp(-1, 1)
 
-    def act(self, obs: Any, shift: Tensor | None = None) -> Tensor:
+    def act(
+        self,
+        obs: Any,
+        shift: Tensor | None = None,
+    ) -> Tensor:
         """Actions `[*lead, *shape]` for observations `[*lead, ...]`, with gradients.
 
         `shift` is added to the positions in the unit box.

@@ -13,7 +13,7 @@ import gymnasium as gym
 import torch
 from torch import Generator, Tensor, nn
 
-from .actor import Actor, without_past
+from .actor import Actor, must_define, without_past
 from .heads import noise_device, unsupported
 from .mlp import MLP, check_sizes
 from .observer import ForSpaces, Torso, takes
@@ -37,15 +37,34 @@ class DuellingHead(nn.Module):
         activation: activation after each hidden layer, see `activation_for`
     """
 
-    def __init__(self, n_in: int, n: int, hidden: tuple = (), activation: str | type = "relu"):
+    def __init__(
+        self,
+        n_in: int,
+        n: int,
+        hidden: tuple = (),
+        activation: str | type = "relu",
+    ):
         super().__init__()
         self.value = MLP(n_in, hidden, 1, activation)
-        self.advantage = MLP(n_in, hidden, n, activation, gain=0.01)
+        self.advantage = MLP(
+            n_in,
+            hidden,
+            n,
+            activation,
+            gain=0.01,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         modules = self._modules
         advantage = modules["advantage"].forward(x)
         return modules["value"].forward(x) + (advantage - advantage.mean(-1, keepdim=True))
+
+
+def _head(n_in, n_actions, hidden, duelling, activation: Any = "relu"):
+    "A plain or duelling head for values."
+    if duelling:
+        return DuellingHead(n_in, n_actions, hidden, activation)
+    return MLP(n_in, (), n_actions, gain=0.01)
 
 # %% ../../nbs/layers/08_q_networks.ipynb #84b77e20
 class EpsilonGreedy(ForSpaces, Actor):
@@ -76,16 +95,25 @@ class EpsilonGreedy(ForSpaces, Actor):
         self.start = int(action_space.start)
         self.register_buffer("epsilon", torch.tensor(float(epsilon), dtype=torch.float32))
 
-    def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
-        raise NotImplementedError(f"{type(self).__name__} must define q(obs, act, rew, fin, *, hx)")
+    # the values of the actions, and the new recurrent state
+    q = must_define("q(obs, act, rew, fin, *, hx)")
 
-    def draw_noise(self, lead: Sequence[int], generator: Generator | None = None) -> Tensor:
+    def draw_noise(
+        self,
+        lead: Sequence[int],
+        generator: Generator | None = None,
+    ) -> Tensor:
         """Noise `[*lead, 2]` float32: a uniform number in [0, 1), and the number of an action.
 
         With an `action_mask`, the second number is uniform in [0, 1), too.
         """
         device = noise_device(generator)
-        noise = torch.rand(*lead, 2, generator=generator, device=device)
+        noise = torch.rand(
+            *lead,
+            2,
+            generator=generator,
+            device=device,
+        )
         if self.action_mask is None:
             noise[..., 1] = torch.randint(
                 self.n_actions, tuple(lead), generator=generator, device=device
@@ -104,7 +132,13 @@ class EpsilonGreedy(ForSpaces, Actor):
         virtual: bool,
         noise: Any = None,
     ) -> tuple:
-        q, hx = self.q(obs, act, rew, fin, hx=hx)
+        q, hx = self.q(
+            obs,
+            act,
+            rew,
+            fin,
+            hx=hx,
+        )
         act = q.argmax(-1)
 
         # With noise some actions are random: all in one operation, because rows differ.
@@ -136,7 +170,13 @@ class EpsilonGreedy(ForSpaces, Actor):
         if self.uses_past:
             act, rew = without_past(act, rew, fin)
         is_initial = isinstance(hx, tuple) and not hx
-        return self.q(obs, act, rew, fin, hx=None if is_initial else hx)
+        return self.q(
+            obs,
+            act,
+            rew,
+            fin,
+            hx=None if is_initial else hx,
+        )
 
 # %% ../../nbs/layers/08_q_networks.ipynb #b5af11fb
 @takes(Torso.make_torso, Torso.make_masked_torso, normalize=False)
@@ -185,12 +225,32 @@ class QPolicy(Torso, EpsilonGreedy):
         self.trunk = self.make_masked_torso(
             observation_space, action_space, hidden=in_trunk, activation=activation, **torso
         )
-        if duelling:
-            self.head = DuellingHead(self.trunk.n_out, self.n_actions, hidden[-1:], activation)
-        else:
-            self.head = MLP(self.trunk.n_out, (), self.n_actions, gain=0.01)
+        self.head = self.make_head(hidden[-1:] if duelling else (), duelling, activation)
 
-    def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
+    def make_head(
+        self,
+        hidden: tuple,
+        duelling: bool,
+        activation: str | type,
+    ) -> nn.Module:
+        "The last layers, behind `trunk`."
+        return _head(
+            self.trunk.n_out,
+            self.n_actions,
+            hidden,
+            duelling,
+            activation,
+        )
+
+    def q(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+    ) -> tuple:
         q = self._modules["head"].forward(self.hidden_features(obs))
         return self.masked(q, obs), ()
 
@@ -217,7 +277,7 @@ class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
 
     Raises:
         SpaceError: there is no encoder for the observations, or the actions are not Discrete.
-        ValueError: an unknown `cell` or `method`, or `epsilon` is not in [0, 1].
+        ValueError: an unknown `cell`, or `epsilon` is not in [0, 1].
     """
 
     def __init__(
@@ -232,13 +292,24 @@ class RecurrentQPolicy(RecurrentTorso, EpsilonGreedy):
         super().__init__()
         self.set_exploration(action_space, epsilon)
         self.make_memory(observation_space, action_space, **torso)
-        if duelling:
-            self.head = DuellingHead(self.memory.n_out, self.n_actions)
-        else:
-            self.head = MLP(self.memory.n_out, (), self.n_actions, gain=0.01)
+        self.head = _head(self.memory.n_out, self.n_actions, (), duelling)
 
-    def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
-        y, hx = self.recurrent_features(obs, act, rew, fin, hx)
+    def q(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+    ) -> tuple:
+        y, hx = self.recurrent_features(
+            obs,
+            act,
+            rew,
+            fin,
+            hx,
+        )
         return self.masked(self.head.forward(y), obs), hx
 
 # %% ../../nbs/layers/08_q_networks.ipynb #8fa01269
@@ -270,7 +341,13 @@ class QuantileHead(nn.Module):
     ):
         super().__init__()
         self.shape = (n, n_quantiles)
-        self.advantage = MLP(n_in, hidden, n * n_quantiles, activation, gain=0.01)
+        self.advantage = MLP(
+            n_in,
+            hidden,
+            n * n_quantiles,
+            activation,
+            gain=0.01,
+        )
         value = MLP(n_in, hidden, n_quantiles, activation) if duelling else None
         self.register_module("value", value)
 
@@ -285,7 +362,7 @@ class QuantileHead(nn.Module):
 
 # %% ../../nbs/layers/08_q_networks.ipynb #d9f58bbc
 @takes(Torso.make_torso, Torso.make_masked_torso, normalize=False)
-class QuantilePolicy(Torso, EpsilonGreedy):
+class QuantilePolicy(QPolicy):
     """Quantiles of the return of Discrete actions, by a perceptron.
 
     It consists of encoder, running normaliser, hidden layers, and a plain or duelling head.
@@ -302,8 +379,6 @@ class QuantilePolicy(Torso, EpsilonGreedy):
         ValueError: `epsilon` is not in [0, 1].
     """
 
-    uses_past = False
-
     def __init__(
         self,
         observation_space: gym.Space,
@@ -315,19 +390,24 @@ class QuantilePolicy(Torso, EpsilonGreedy):
         epsilon: float = 0.1,
         **torso: Any,
     ):
-        super().__init__()
-        self.set_exploration(action_space, epsilon)
-        check_sizes(1, hidden)
-        check_integer("n_quantiles", n_quantiles)
-        # The last hidden layer of a duelling network belongs to its head.
-        in_trunk, in_head = hidden, ()
-        if duelling:
-            in_trunk, in_head = hidden[:-1], hidden[-1:]
-        self.trunk = self.make_masked_torso(
-            observation_space, action_space, hidden=in_trunk, activation=activation, **torso
+        self.n_quantiles = check_integer("n_quantiles", n_quantiles)
+        super().__init__(
+            observation_space, action_space, hidden, duelling, activation, epsilon, **torso
         )
-        self.head = QuantileHead(
-            self.trunk.n_out, self.n_actions, n_quantiles, in_head, activation, duelling
+
+    def make_head(
+        self,
+        hidden: tuple,
+        duelling: bool,
+        activation: str | type,
+    ) -> nn.Module:
+        return QuantileHead(
+            self.trunk.n_out,
+            self.n_actions,
+            self.n_quantiles,
+            hidden,
+            activation,
+            duelling,
         )
 
     def quantiles(self, state: Any, hx: Any = None) -> tuple:
@@ -345,5 +425,13 @@ class QuantilePolicy(Torso, EpsilonGreedy):
         is_forbidden = ~self.action_mask.allowed(obs)
         return quantiles.masked_fill(is_forbidden.unsqueeze(-1), -torch.inf)
 
-    def q(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any) -> tuple:
+    def q(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+    ) -> tuple:
         return self.quantiles_of(obs).mean(-1), ()

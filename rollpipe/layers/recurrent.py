@@ -92,12 +92,18 @@ def cleared(hx: Any, fin: Tensor) -> Any:
     return map_memory(lambda h: h.masked_fill(fin.view(-1, 1), 0), hx)
 
 
-def _output(h: Any) -> Tensor:
+def _output(h):
     "The part of the memory that is also the output of the layer."
     return h if isinstance(h, Tensor) else h[0]
 
 # %% ../../nbs/layers/07_recurrent.ipynb #e7b406c4
-def scan(cell: Callable, gates: tuple, sizes: list, begins: list, h: Any, *weights: Tensor) -> Any:
+def scan(
+    cell: Callable,
+    gates: tuple,
+    sizes: list,
+    h: Any,
+    *weights: Tensor,
+) -> Any:
     """Apply a cell step by step; returns the memories `[N, n]` after each row.
 
     When a step has fewer rows, the last memories are dropped.
@@ -106,15 +112,11 @@ def scan(cell: Callable, gates: tuple, sizes: list, begins: list, h: Any, *weigh
         cell: cell(*gates, h, *weights) -> h for one step
         gates: contributions of the input to the gates: tensors `[N, ...]`, the rows of all steps
         sizes: number of rows of each step; it never increases
-        begins: for each step a bool tensor `[rows, 1]`, where memories are cleared before it, or
-            None
         h: memories `[sizes[0], n]` before the first step
     """
     gates_of_steps = zip(*(g.split(sizes) for g in gates))
     memories = []
-    for n, begin, step_gates in zip(sizes, begins, gates_of_steps):
-        if begin is not None:
-            h = map_memory(lambda h, at=begin: h.masked_fill(at, 0), h)
+    for n, step_gates in zip(sizes, gates_of_steps):
         if n < len(_output(h)):
             h = map_memory(lambda h, n=n: h[:n], h)
         h = cell(*step_gates, h, *weights)
@@ -141,10 +143,8 @@ class Recurrent(nn.Module):
         n_out: size of the memory and of the output
         layers: number of recurrent layers
         span: number of steps for which the memory of an untrained network lasts
-        method: 'step', 'packed', or None: packed if an episode begins after row 0
-
     Raises:
-        ValueError: an unknown `method`, or a `span` below 2.
+        ValueError: a `span` below 2.
         DataError: a size that is no integer >= 1, or no memory for the weights.
     """
 
@@ -157,13 +157,15 @@ class Recurrent(nn.Module):
     cell: Callable
 
     def __init__(
-        self, n_in: int, n_out: int, layers: int = 1, span: float = 32, method: str | None = None
+        self,
+        n_in: int,
+        n_out: int,
+        layers: int = 1,
+        span: float = 32,
     ):
         super().__init__()
         if not span >= 2:
             raise ValueError(f"Expected span >= 2, got {span!r}")
-        if method not in (None, "step", "packed"):
-            raise ValueError(f"Expected method None, 'step' or 'packed', got {method!r}")
         # Each layer maps its input and its memory to all gates, and adds two biases.
         n_gate_outputs = self.n_gates * check_integer("n_out", n_out, pipe=self)
         n_upper = check_integer("layers", layers, pipe=self) - 1
@@ -173,11 +175,6 @@ class Recurrent(nn.Module):
         self.rnn = self.module(n_in, n_out, layers)
         self.n_out = n_out
         self.layers = layers
-        self.method = method
-        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        self._names = []
-        for i in range(layers):
-            self._names.append([f"{kind}_l{i}" for kind in kinds])
 
         # The initial weights
         with torch.no_grad():
@@ -189,7 +186,12 @@ class Recurrent(nn.Module):
                 keep = torch.empty(n_out).uniform_(1, span - 1).log_()
                 self.init_gates(b_ih.split(n_out), keep)
 
-    def forward(self, x: Tensor, fin: Tensor | None = None, hx: Any = None) -> tuple:
+    def forward(
+        self,
+        x: Tensor,
+        fin: Tensor | None = None,
+        hx: Any = None,
+    ) -> tuple:
         T, B = x.shape[:2]
         # The memories before row 0
         if hx is None:
@@ -197,13 +199,11 @@ class Recurrent(nn.Module):
         elif fin is not None:
             hx = cleared(hx, fin[0])
 
-        # One row, row by row, or the pieces between the beginnings of episodes
+        # One row, or the pieces between the beginnings of episodes
         if T == 1:
             y, hx = self.one_step(x[0], hx)
             return y.unsqueeze(0), hx
-        if self.method == "step":
-            return self._step_by_step(x, fin, hx)
-        if fin is not None and (self.method == "packed" or fin[1:].any()):
+        if fin is not None and fin[1:].any():
             return self._packed(x, pack_episodes(fin), hx)
 
         # cuDNN has no second derivatives, which the Fisher-vector product needs.
@@ -218,22 +218,11 @@ class Recurrent(nn.Module):
         They have the order in which torch's functions for a single cell take them.
         """
         parameters = self.rnn._parameters
-        return [[parameters[name] for name in names] for names in self._names]
+        return [[parameters[name] for name in names] for names in self.rnn._all_weights]
 
-    def _step_by_step(self, x: Tensor, fin: Tensor | None, hx: Any) -> tuple:
-        T, B = x.shape[:2]
-        sizes = [B] * T
-        # At row 0 the given memories have been cleared already.
-        begins: list = [None] * T
-        if fin is not None:
-            begins[1:] = fin[1:].unsqueeze(-1).unbind()
-        y, hx = self._run(x.flatten(0, 1), sizes, begins, hx, slice(-B, None))
-        return y.unflatten(0, (T, B)), hx
-
-    def _packed(self, x: Tensor, pieces: Packing, hx: Any) -> tuple:
+    def _packed(self, x, pieces, hx):
         T, B = x.shape[:2]
         sizes = pieces.sizes.tolist()
-        nowhere = [None] * len(sizes)  # no memory is cleared, because pieces do not span episodes
 
         # The given memories go to the pieces that hold row 0, the other pieces begin with zeros.
         def by_piece(h):
@@ -242,23 +231,25 @@ class Recurrent(nn.Module):
 
         start = map_memory(by_piece, hx)
         last = pieces.position[-B:]
-        rows = x.flatten(0, 1)[pieces.order]
-        y, hx = self._run(rows, sizes, nowhere, start, last)
-        return y[pieces.position].unflatten(0, (T, B)), hx
 
-    def _run(self, x: Tensor, sizes: list, begins: list, hx: Any, last: slice | Tensor) -> tuple:
-        """`scan` by all layers over the rows `x` `[N, n_in]`.
-
-        Returns the output `[N, n_out]`, and the memories at the rows `last`.
-        """
+        # Layer by layer, the output `[T * B, n]` and the memories after the last row
+        y = x.flatten(0, 1)[pieces.order]
         memories = []
         for i, (w_ih, w_hh, b_ih, b_hh) in enumerate(self.weights()):
-            gates = self.split_gates(nn.functional.linear(x, w_ih, b_ih))
-            start = map_memory(lambda h, i=i: h[i], hx)
-            h = scan(self.cell, gates, sizes, begins, start, w_hh.t(), b_hh)
-            x = _output(h)
+            gates = self.split_gates(nn.functional.linear(y, w_ih, b_ih))
+            begin = map_memory(lambda h, i=i: h[i], start)
+            h = scan(
+                self.cell,
+                gates,
+                sizes,
+                begin,
+                w_hh.t(),
+                b_hh,
+            )
+            y = _output(h)
             memories.append(map_memory(lambda h: h[last], h))
-        return x, map_memory(lambda *hs: torch.stack(hs), *memories)
+        hx = map_memory(lambda *hs: torch.stack(hs), *memories)
+        return y[pieces.position].unflatten(0, (T, B)), hx
 
 # %% ../../nbs/layers/07_recurrent.ipynb #80d8fe77
 class GRU(Recurrent):
@@ -303,7 +294,14 @@ class GRU(Recurrent):
     def split_gates(self, x: Tensor) -> tuple:
         return x.split([2 * self.n_out, self.n_out], -1)
 
-    def cell(self, x_rz: Tensor, x_n: Tensor, h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    def cell(
+        self,
+        x_rz: Tensor,
+        x_n: Tensor,
+        h: Tensor,
+        w: Tensor,
+        b: Tensor,
+    ) -> Tensor:
         memory_gates = torch.addmm(b, h, w)
         rz, n = memory_gates.split([2 * self.n_out, self.n_out], 1)
         r, z = torch.sigmoid(x_rz + rz).chunk(2, 1)
@@ -371,7 +369,6 @@ class RecurrentTorso(Torso):
         layers: int = 1,
         span: float = 32,
         past: bool = False,
-        method: str | None = None,
         **torso: Any,
     ) -> None:
         """Make all modules.
@@ -382,12 +379,11 @@ class RecurrentTorso(Torso):
             layers: number of recurrent layers
             span: number of steps for which the memory of an untrained network lasts
             past: the network also sees the previous action and its reward
-            method: how fragments are processed: 'step', 'packed' or None (`Recurrent`)
             **torso: see `Torso.make_masked_torso`; the hidden layers are those before the memory
 
         Raises:
             SpaceError: there is no encoder for the spaces.
-            ValueError: an unknown `cell` or `method`.
+            ValueError: an unknown `cell`.
         """
         if cell not in self.cells:
             known = " or ".join(map(repr, self.cells))
@@ -397,9 +393,16 @@ class RecurrentTorso(Torso):
         self.past_encoder = encoder_for(action_space, "action_space") if past else None
         n_past = 0 if self.past_encoder is None else n_out_of(self.past_encoder) + 1
         self.trunk = self.make_masked_torso(observation_space, action_space, n_past, **torso)
-        self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span, method)
+        self.memory = self.cells[cell](self.trunk.n_out, memory, layers, span)
 
-    def recurrent_features(self, obs: Any, act: Any, rew: Tensor, fin: Tensor, hx: Any) -> tuple:
+    def recurrent_features(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        hx: Any,
+    ) -> tuple:
         "The output of the memory at each row, `[T, B, memory]`, and the new recurrent state."
         x = self.features(obs)
         if self.uses_past:
@@ -428,7 +431,7 @@ class RecurrentPolicy(RecurrentTorso, Policy):
 
     Raises:
         SpaceError: there is no encoder for the observations, or no head for the actions.
-        ValueError: an unknown `cell` or `method`.
+        ValueError: an unknown `cell`.
 
     Example:
         >>> from rollpipe.layers import RecurrentPolicy
@@ -449,18 +452,17 @@ class RecurrentPolicy(RecurrentTorso, Policy):
     ):
         super().__init__()
         self.make_memory(observation_space, action_space, **torso)
-        self.head = head_for(action_space, self.memory.n_out, std=std, log_std=log_std)
+        self.head = head_for(
+            action_space,
+            self.memory.n_out,
+            std=std,
+            log_std=log_std,
+        )
         self.action_space = copy.deepcopy(action_space)
         self.dist = self.head.dist
         self.report = report
 
     def params(
-        self, obs: Any, act: Any, rew: Tensor, fin: Tensor, *, hx: Any, stepno: Tensor
-    ) -> tuple:
-        y, hx = self.recurrent_features(obs, act, rew, fin, hx)
-        return self.masked(self.head.forward(y), obs), hx
-
-    def forward(
         self,
         obs: Any,
         act: Any,
@@ -469,17 +471,31 @@ class RecurrentPolicy(RecurrentTorso, Policy):
         *,
         hx: Any,
         stepno: Tensor,
-        virtual: bool,
-        noise: Any = None,
     ) -> tuple:
-        y, hx = self.recurrent_features(obs, act, rew, fin, hx)
+        return self.answer(obs, act, rew, fin, hx=hx, stepno=stepno)[:2]
+
+    def answer(
+        self,
+        obs: Any,
+        act: Any,
+        rew: Tensor,
+        fin: Tensor,
+        *,
+        hx: Any,
+        stepno: Tensor,
+    ) -> tuple:
+        y, hx = self.recurrent_features(
+            obs,
+            act,
+            rew,
+            fin,
+            hx,
+        )
         params = self.masked(self.head.forward(y), obs)
-        dist = self.dist
-        act = dist.mode(params) if noise is None else dist.sample(params, noise)
         info = {"dist": params}
         if self.report:
             info["memory"] = y
-        return act, hx, info
+        return params, hx, info
 
 # %% ../../nbs/layers/07_recurrent.ipynb #ac233251
 @takes(Torso.make_torso)
@@ -522,7 +538,11 @@ class MemoryCritic(Critic):
     def features(self, obs: dict) -> Tensor:
         return torch.cat([super().features(obs["obs"]), obs["memory"]], -1)
 
-    def observe(self, obs: dict, valid: Tensor | None = None) -> None:
+    def observe(
+        self,
+        obs: dict,
+        valid: Tensor | None = None,
+    ) -> None:
         """Update the normaliser with the observations among the `inputs`; for learners.
 
         Those where `valid` `[*lead]` is False are left out.

@@ -46,7 +46,9 @@ def _evaluate(critic, obs, actor):
         obs = critic.inputs(obs, actor)
     try:
         return critic(obs)
-    except RuntimeError:  # a `view` needs contiguous observations, but those from worker processes may have other strides
+    # A `view` needs contiguous observations, but those from worker processes may have other
+    # strides.
+    except RuntimeError:
         if all(x.is_contiguous() for x in nested.leaves(obs)):
             raise
         return critic(nested.map(Tensor.contiguous, obs))
@@ -73,7 +75,10 @@ def _judged(critic, obs, actor, leaf):
         ) from e
 
 # %% ../../nbs/pipes/16_batches.ipynb #4695536d
-def values(fragment: Fragment, critic: Any = None) -> tuple[Tensor, Tensor]:
+def values(
+    fragment: Fragment,
+    critic: Any = None,
+) -> tuple[Tensor, Tensor]:
     """`(v_t, v_tp1)`, both `[T, B]` float32: the values of each step's state and of the next state.
 
     Where an episode was truncated, `v_tp1` is the value of the true last observation. Where it
@@ -150,7 +155,11 @@ class AdvantageBuffer(Pipe):
     fusible = True
 
     def __init__(
-        self, pipe: IterDataPipe, critic: Any = None, gamma: float = 0.99, lam: float = 0.95
+        self,
+        pipe: IterDataPipe,
+        critic: Any = None,
+        gamma: float = 0.99,
+        lam: float = 0.95,
     ):
         super().__init__(pipe)
         for name, x in (("gamma", gamma), ("lam", lam)):
@@ -170,27 +179,32 @@ class AdvantageBuffer(Pipe):
             return self._estimate(fragment)
         except PipeError as e:
             parts = unstacked(fragment)
-            for part in parts if len(parts) > 1 else ():
-                self._estimate(part)  # the error then names the lane of the part that fails
             if len(parts) > 1:
-                e.lane = ", ".join(dict.fromkeys(str(int(part.lane[0])) for part in parts))
+                for part in parts:
+                    self._estimate(part)  # the error then names the lane of the part that fails
+                lanes = [str(int(part.lane[0])) for part in parts]
+                e.lane = ", ".join(dict.fromkeys(lanes))
             raise
 
     def _estimate(self, fragment):
+        # The values of both ends of each step, and the advantages from them
         lane = None if fragment.lane is None else int(fragment.lane[0])
         with located(pipe=self, lane=lane):
             v_t, v_tp1 = values(fragment, self.critic)
         rew = fragment.state.rew[1:]
         adv = returns.gae(
-            rew, v_t, v_tp1, self.gamma * ~fragment.term[1:], self.lam, cut=is_cut(fragment)
+            rew,
+            v_t,
+            v_tp1,
+            self.gamma * ~fragment.term[1:],
+            self.lam,
+            cut=is_cut(fragment),
         )
-        if not torch.isfinite(adv).all():
-            culprits = ~(
-                torch.isfinite(rew) & torch.isfinite(v_t) & torch.isfinite(v_tp1)
-            ) & ~torch.isfinite(adv)
-            t, b = (
-                (culprits if culprits.any() else ~torch.isfinite(adv)).nonzero()[0].tolist()
-            )  # a nan spreads to the rows before it
+        is_wrong = ~adv.isfinite()
+        if is_wrong.any():
+            # A nan spreads to the rows before it, so one with a wrong input is named.
+            culprits = is_wrong & ~(rew.isfinite() & v_t.isfinite() & v_tp1.isfinite())
+            t, b = (culprits if culprits.any() else is_wrong).nonzero()[0].tolist()
             raise DataError(
                 "non-finite advantage",
                 pipe=self,
@@ -227,8 +241,8 @@ class FragmentStacker(Pipe):
         super().__init__(pipe)
         self.n = check_integer("n", n, pipe=self)
 
-    @property
-    def reads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  it follows from `n`
+    @property  # it follows from `n`
+    def reads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.n
 
     def fits(self, pipe: IterDataPipe) -> bool:
@@ -293,7 +307,8 @@ class Arena(Destination):
         if prod(shape) * np.dtype(dtype).itemsize < self.LEAST:
             return np.empty(shape, dtype)
         try:
-            place = self.take(tuple(shape), torch.from_numpy(np.empty(0, dtype)).dtype)
+            torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+            place = self.take(tuple(shape), torch_dtype)
         except (TypeError, ValueError):
             place = -1  # torch lacks this dtype
         if place < 0:
@@ -307,19 +322,23 @@ class Arena(Destination):
 
         Returns the number of the place; -1: there is none.
         """
-        place = next((k for k in self.free if self.kinds[k] == (shape, dtype)), -1)
-        if place >= 0:
-            self.free.remove(place)
-        return place
+        for place in self.free:
+            if self.kinds[place] == (shape, dtype):
+                self.free.remove(place)
+                return place
+        return -1
 
     def find(self, x: Tensor) -> tuple:
         """The number of the place in which `empty` made the array `x`, and the tensor there.
 
         For another array, -1 and `x` itself.
         """
+
+        def form(x):
+            return x.dtype, x.shape, x.stride()
+
         place, array = self.made.get(x.data_ptr(), (-1, x))
-        is_same = (array.dtype, array.shape, array.stride()) == (x.dtype, x.shape, x.stride())
-        return (place, array) if is_same else (-1, x)
+        return (place, array) if form(array) == form(x) else (-1, x)
 
 
 class SideBySide(Arena):
@@ -355,8 +374,9 @@ class SideBySide(Arena):
 
     def tensor(self, place: int) -> Tensor:
         "The columns of the current fragment in the array at this place."
-        width = self.kinds[place][0][1]
-        return self.wholes[place][:, self.position * width : (self.position + 1) * width]
+        (_, width, *_), _ = self.kinds[place]
+        begin = self.position * width
+        return self.wholes[place][:, begin : begin + width]
 
     def completing(self) -> None:
         self.position += 1
@@ -366,16 +386,19 @@ class SideBySide(Arena):
         """The `fragments` of a batch with their arrays as columns of the joined ones, so that
         `join` finds them side by side.
         """
-        if self.made:
-            fragments = [
-                f._replace(state=nested.map(lambda x: self.find(x)[1], f.state)) for f in fragments
-            ]
+        placed = []
+        for fragment in fragments:
+            state = nested.map(lambda x: self.find(x)[1], fragment.state)
+            placed.append(fragment._replace(state=state))
         self._begin()
-        return fragments
+        return placed
 
 # %% ../../nbs/pipes/16_batches.ipynb #918e626b
 def minibatches(
-    fragment: Fragment, size: int, epochs: int, rng: np.random.Generator
+    fragment: Fragment,
+    size: int,
+    epochs: int,
+    rng: np.random.Generator,
 ) -> Iterator[Fragment]:
     """Shuffled minibatches of one fragment, each a fragment itself.
 
@@ -401,6 +424,7 @@ def minibatches(
         numbers = fragment.valid.flatten().nonzero()[:, 0]
         take = partial(transitions, fragment)
         at_once = 8
+    # Every epoch has an order of its own.
     for _ in range(epochs):
         order = numbers[torch.from_numpy(rng.permutation(len(numbers)))]
         for index in order.split(at_once * size) if len(numbers) else ():
@@ -423,7 +447,13 @@ class Minibatcher(Seeded, Pipe):
         seed: determines the order; None: that of a loader, or fresh entropy for each iteration
     """
 
-    def __init__(self, pipe: IterDataPipe, size: int, epochs: int = 1, seed: int | None = None):
+    def __init__(
+        self,
+        pipe: IterDataPipe,
+        size: int,
+        epochs: int = 1,
+        seed: int | None = None,
+    ):
         super().__init__(pipe)
         self.size = check_integer("size", size, pipe=self)
         self.epochs = check_integer("epochs", epochs, pipe=self)
@@ -433,7 +463,11 @@ class Minibatcher(Seeded, Pipe):
         rng = np.random.default_rng(self.seed_sequence())
         # The fragment in progress, `n` of whose minibatches were yielded, and the state of the
         # generator before it
-        progress = self.keep(fragment=None, n=0, before=rng.bit_generator.state)
+        progress = self.keep(
+            fragment=None,
+            n=0,
+            before=rng.bit_generator.state,
+        )
         rng.bit_generator.state = progress["before"]
         in_progress = [] if progress["fragment"] is None else [progress["fragment"]]
         for fragment in chain(in_progress, items):
@@ -443,7 +477,11 @@ class Minibatcher(Seeded, Pipe):
             for minibatch in islice(shuffled, progress["n"], None):
                 progress["n"] += 1
                 yield minibatch
-            progress.update(fragment=None, n=0, before=rng.bit_generator.state)
+            progress.update(
+                fragment=None,
+                n=0,
+                before=rng.bit_generator.state,
+            )
 
 # %% ../../nbs/pipes/16_batches.ipynb #b45ca730
 def _begin(item, device, side):
@@ -521,7 +559,12 @@ class ToDevice(Pipe):
     def stream(self, items: Iterator) -> Iterator:
         device = torch.device(self.device)
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise DataError("no such device here", pipe=self, expected="CUDA", got=str(device))
+            raise DataError(
+                "no such device here",
+                pipe=self,
+                expected="CUDA",
+                got=str(device),
+            )
         side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
         # copies that have begun, oldest first

@@ -16,7 +16,7 @@ from .data import nested
 from .data.errors import DataError, check_integer, located
 from .data.fragment import Final, Fragment, State, Tick, check_item
 from .data.fragment_ops import End, pad_episodes, same_keys
-from .fragments import final_rows
+from .fragments import complete
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
 from .keeping.chunks import RowQueue
@@ -30,6 +30,11 @@ def _row(x):
     if x.device.type != "cpu" or x.dtype == torch.bfloat16:
         return x[0]
     return x.detach().numpy()[0]
+
+
+def _column(tree, k):
+    "The entries `[:, k : k + 1]` of all leaves."
+    return nested.getitem(tree, (slice(None), slice(k, k + 1)))
 
 
 @may_be_new
@@ -59,15 +64,20 @@ class EpisodeBuilder:
         self.stepno = tick.next.stepno
         if self.waiting:
             self._start(tick, valid & (self.begin == now))
+
+        # The row of this tick
         env = tick.env
         if isinstance(env, dict) and env.keys() != self.infos:
             env = self._with_all_infos(env, valid)
         self.rows.append((tick.state, nested.map(_row, tick.actor), env))
+
+        # The episodes that end with it
         self.waiting = bool(fin.any())
         if not self.waiting:
             return []
         ended = np.flatnonzero(fin & valid).tolist()
         episodes = self._finish(tick, ended) if ended else []
+
         # where an episode has ended, or an environment rests, the next episode cannot begin before
         # the next row
         self.begin[fin] = now + 1
@@ -94,10 +104,10 @@ class EpisodeBuilder:
         def widen(rows):
             nonlocal env
             # Every row of an episode is valid, and no other row is ever read.
-            before, env = same_keys(
-                [rows[2], env], [np.ones((self.rows.capacity, len(valid)), bool), valid]
-            )
-            return *rows[:2], before
+            state, actor, before = rows
+            all_valid = np.ones((self.rows.capacity, len(valid)), bool)
+            before, env = same_keys([before, env], [all_valid, valid])
+            return state, actor, before
 
         if self.infos is not None:
             self.rows.change(widen)
@@ -109,9 +119,7 @@ class EpisodeBuilder:
         if not nested.leaves(tick.hx):
             return
         for b in np.flatnonzero(began):
-            self.hx[b] = nested.map(
-                torch.clone, nested.getitem(tick.hx, (slice(None), slice(b, b + 1)))
-            )
+            self.hx[b] = nested.map(torch.clone, _column(tick.hx, b))
 
     def _finish(self, tick, ended):
         "The episodes of the environments `ended`, whose last step was `tick`."
@@ -131,39 +139,33 @@ class EpisodeBuilder:
         )
         # One call of the actor serves all environments. The actor sees an ordinary next state:
         # `fin` is False.
-        act, info = tick.source.react(last, nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0])
-        last = nested.map(torch.from_numpy, last._replace(fin=np.ones(len(ended), bool)))
+        hx = nested.cat(hx, dim=1) if nested.leaves(hx) else hx[0]
+        act, info = tick.source.react(last, hx)
+        last = last._replace(fin=np.ones(len(ended), bool))
 
         # Everything `[1, K, ...]`, one column for each episode that ended.
-        reactions = nested.map(lambda x: x[None], last), act, nested.map(torch.clone, info)
-        episodes = []
-        for k, b in enumerate(ended):
-            column = nested.getitem(reactions, (slice(None), slice(k, k + 1)))
-            episodes.append(self._episode(tick, b, *column))
-        return episodes
+        reactions = nested.torchify(last, 1), act, nested.map(torch.clone, info)
+        columns = (_column(reactions, k) for k in range(len(ended)))
+        return [self._episode(tick, b, *column) for b, column in zip(ended, columns)]
 
     def _episode(self, tick, b, last, act, info):
         """The episode of environment `b`, which ended in the state `last` with the virtual reaction
         `act`, `info`, all `[1, 1, ...]`.
         """
-        state, actor, env = self.rows.cut(int(self.begin[b]), self.rows.end, b)
+        begin = int(self.begin[b])
+        state, actor, env = self.rows.cut(begin, self.rows.end, b)
         n_steps = len(state.rew)
 
         # The last row: the true last observation, and the reaction to it.
         state = nested.cat([state, last])
-        actor = nested.cat([actor, nested.map(lambda x, like: x.to(like.dtype), info, actor)])
-        actor = tick.source.complete(
-            nested.cat([nested.getitem(state.act, slice(1, None)), act]), actor
-        )
+        info = nested.map(lambda x, like: x.to(like.dtype), info, actor)
+        acts = nested.getitem(state.act, slice(1, None))
+        actor = tick.source.complete(nested.cat([acts, act]), nested.cat([actor, info]))
 
         term = torch.zeros(n_steps + 1, 1, dtype=torch.bool)
         term[-1] = bool(tick.term[b])
-        final = Final(
-            torch.tensor([n_steps - 1]),
-            torch.tensor([0]),
-            nested.map(lambda x: x[-1].clone(), state.obs),
-            nested.map(lambda x: x[-1].clone(), actor),
-        )
+        last_obs, last_report = nested.map(lambda x: x[-1].clone(), (state.obs, actor))
+        final = Final(torch.tensor([n_steps - 1]), torch.tensor([0]), last_obs, last_report)
         self.seq += 1
         return Fragment(
             state,
@@ -211,16 +213,20 @@ class EpisodeCollector(Pipe):
 
     batch: int
 
-    def __init__(self, pipe: IterDataPipe, batch: int = 1, pad: bool = False):
+    def __init__(
+        self,
+        pipe: IterDataPipe,
+        batch: int = 1,
+        pad: bool = False,
+    ):
         super().__init__(pipe)
         # torch registers a method of this name on every pipe.
         self.batch = check_integer("batch", batch, pipe=self)  # pyright: ignore[reportIncompatibleMethodOverride]
         self.pad = pad
 
     def stream(self, items: Iterator[Tick]) -> Iterator[list[Fragment] | Fragment]:
-        builders, ready = self.keep(
-            builders={}, ready=[]
-        ).values()  # lane -> `EpisodeBuilder`; episodes that wait for their batch
+        # lane -> `EpisodeBuilder`; episodes that wait for their batch
+        builders, ready = self.keep(builders={}, ready=[]).values()
         yield from self._batches(ready)  # those that a resumed iteration begins with
         for tick in items:
             check_item(tick, Tick, self)
@@ -280,21 +286,14 @@ class TraceRows:
         Args:
             valid: bool [B]: True where the step belongs to an episode of the evaluation
         """
-        self.ends += [
-            End(len(self.rows), b, obs, hx, False)
-            for b, (obs, hx) in tick.final.items()
-            if not tick.term[b]
-        ]
-        self.rows.append(
-            (
-                tick.state.stepno,
-                np.where(valid, tick.next.rew, 0).astype(np.float32),
-                tick.next.fin,
-                valid,
-                tick.next.act,
-                tick.actor,
-            )
-        )
+        t = len(self.rows)
+        for b, (obs, hx) in tick.final.items():
+            end = End(t, b, obs, hx, bool(tick.term[b]))
+            self.ends.append(end)
+
+        rew = np.where(valid, tick.next.rew, 0).astype(np.float32)
+        row = tick.state.stepno, rew, tick.next.fin, valid, tick.next.act, tick.actor
+        self.rows.append(row)
         self.tick = tick
 
     def trace(self, unfinished: np.ndarray) -> Trace:
@@ -307,44 +306,56 @@ class TraceRows:
         if not self.rows:
             none = np.zeros((0, self.n_envs), bool)
             return Trace(none.astype(np.float32), none, none, {})
-        stepno, rew, fin, valid, act, actor = zip(*self.rows)
-        stepno, rew, fin, valid = map(np.stack, (stepno, rew, fin, valid))
-        after = np.flip(
-            np.maximum.accumulate(np.flip(fin & valid, 0)), 0
-        )  # does an episode end with this step or later?
-        valid &= after | ~unfinished
-        reports = self._reports(nested.torchify(nested.stack(act)), actor)
-        last = len(valid) - np.flip(valid, 0).argmax(0)  # the row after the last valid step
-        over = np.flatnonzero(valid.any(0) & fin[last - 1, np.arange(self.n_envs)])
-        return Trace(
-            np.where(valid, rew, 0),
-            fin,
-            valid,
-            self._with_last(reports, stepno, rew, nested.stack(act), last, over),
+        *arrays, act, actor = zip(*self.rows)
+        stepno, rew, fin, valid = map(np.stack, arrays)
+
+        # The steps behind the last end of an episode count if that one was the last to be played.
+        ends_later = np.maximum.accumulate((fin & valid)[::-1])[::-1]
+        valid &= ends_later | ~unfinished
+
+        # Row t + 1 of a state belongs to step t. The observations are those of the last row alone,
+        # because nobody reads the others.
+        tick = self.tick
+        steps = nested.stack(act), rew
+        act, rew_rows = nested.map(lambda x: np.concatenate([x[:1], x]), steps)
+        state = nested.torchify(State(stepno, tick.next.obs, act, rew_rows, fin))
+        fields = dict(env={}, hx=(), term=None, valid=None)
+        numbers = dict(
+            lane=tick.lane,
+            seq=0,
+            version=tick.version,
         )
+        fragment = complete(
+            tick.source,
+            state,
+            tick.next,
+            tick.next_hx,
+            [*actor],
+            self.ends,
+            fields,
+            numbers,
+        )
+        actor = self._with_last(fragment, fin, valid)
+        return Trace(np.where(valid, rew, 0), fin, valid, actor)
 
-    def _reports(self, act, actor):
-        """The completed reports of the actor, and as last row its virtual reaction to the next
-        state: `[T+1, B, ...]`.
+    def _with_last(self, fragment, fin, valid):
+        """The reports `[T+1, B, ...]`; the row after the last step of an environment, if an episode
+        ended there, has the reaction to the last observation, or zeros after a termination.
         """
-        source = self.tick.source
-        act_ahead, ahead = source.react(self.tick.next, self.tick.next_hx)
-        return source.complete(nested.cat([act, act_ahead]), nested.cat([*actor, ahead]))
+        # the row after the last valid step
+        last = len(valid) - valid[::-1].argmax(0)
+        ends_with_it = fin[last - 1, np.arange(self.n_envs)]
+        is_over = valid.any(0) & ends_with_it
+        row, is_over = map(torch.from_numpy, (last, is_over))
+        ended = is_over.nonzero()[:, 0]
 
-    def _with_last(self, reports, stepno, rew, act, last, over):
-        """The reports; rows `last` of the environments `over` become the reactions to the last
-        observations, or zeros after a termination.
-        """
-        # Row t + 1 of a state belongs to step t.
-        act, rew = nested.map(lambda x: np.concatenate([x[:1], x]), (act, rew))
-        state = nested.torchify(State(stepno, self.tick.next.obs, act, rew, ()))
-        ends = [end for end in self.ends if end.b in over and end.t + 1 == last[end.b]]
+        t, b, _, reactions = fragment.final
+        is_last = (t + 1 == row[b]) & is_over[b]
+        rows = row[b[is_last]], b[is_last]
 
         # Zeros first: they stay where an episode terminated.
-        rows = torch.from_numpy(last[over]), torch.from_numpy(over)
-        reports = nested.map(lambda x: x.index_put(rows, x.new_zeros(())), reports)
-        if ends:
-            rows = tuple(torch.tensor([(end.t + 1, end.b) for end in ends]).T)
-            reactions = final_rows(ends, self.tick.source, state, reports).actor
-            nested.setitem(reports, rows, reactions)
-        return reports
+        def replaced(x, reaction):
+            zeroed = x.index_put((row[ended], ended), x.new_zeros(()))
+            return zeroed.index_put(rows, reaction[is_last])
+
+        return nested.map(replaced, fragment.actor, reactions)

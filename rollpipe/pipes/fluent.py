@@ -1,11 +1,13 @@
-"""Importing this module adds methods to all datapipes, for those who like torchdata's functional form.
+"""Importing this module adds methods to all datapipes: torchdata's functional form.
 
     import rollpipe.pipes.fluent
-    pipe = EnvStepper("CartPole-v1", actor, n_envs=8).fragments(n_steps=128).lanes(2, seed=0).advantage(critic).stack(2)
+    pipe = EnvStepper("CartPole-v1", actor, n_envs=8).fragments(n_steps=128)
+    pipe = pipe.lanes(2, seed=0).advantage(critic).stack(2)
 
-`pipe.fragments(n_steps=128)` is `FragmentCollector(pipe, n_steps=128)`, and so on: see `NAMES`. torchdata keeps one table of
-such names for the whole process. So the names are registered here and nowhere else, and only for those who import this module.
-It may be imported and reloaded any number of times, in notebooks too.
+`pipe.fragments(n_steps=128)` is `FragmentCollector(pipe, n_steps=128)`, and so on: see `NAMES`.
+torchdata keeps one table of such names for the whole process. So the names are registered here and
+nowhere else, and only for those who import this module. It may be imported and reloaded any number
+of times, in notebooks too.
 """
 
 from .batches import AdvantageBuffer
@@ -17,8 +19,8 @@ from .frames import FrameStack
 from .invariants import CheckInvariants
 from .lanes import Lanes
 from .replay.hindsight import StepMerger
-from .steps import Fragments, Steps
-from .taps import EpisodeStats, Tap, Throughput
+from .steps import Steps
+from .taps import EpisodeStats, Tap
 from .graph.torchdata import IterDataPipe
 from .transforms import NStep, ObservationCast, RewardScaler
 
@@ -36,12 +38,10 @@ NAMES = {
     "merge_steps": StepMerger,
     "minibatches": Minibatcher,
     "n_step": NStep,
-    "regroup": Fragments,
     "scale_rewards": RewardScaler,
     "stack": FragmentStacker,
     "steps": Steps,
     "tap": Tap,
-    "throughput": Throughput,
     "to_device": ToDevice,
 }
 

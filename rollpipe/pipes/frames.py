@@ -21,7 +21,7 @@ from .graph.torchdata import IterDataPipe
 from .keeping.plain import made_of
 
 # %% ../../nbs/pipes/22_frames.ipynb #ee71c15f
-@made_of(lambda x: (x.frames, x.past, x.rows))
+@made_of(lambda x: x.parts)
 class Stacks(torch.Tensor):
     """A tensor `[*lead, n, *frame]` that stores each frame once: element `i` is frame number
     `rows[i]`, with `rows` int64 `[*lead, n]`.
@@ -52,8 +52,13 @@ class Stacks(torch.Tensor):
         dtype = str(self.dtype).removeprefix("torch.")
         return f"Stacks({dtype} {list(self.shape)}, {len(self.frames)} frames)"
 
+    @property
+    def parts(self) -> tuple:
+        "The tensors that it consists of: frames, past and rows."
+        return self.frames, self.past, self.rows
+
     def __reduce_ex__(self, protocol):
-        return Stacks, (self.frames, self.past, self.rows)
+        return Stacks, self.parts
 
     def numpy(self, **kwargs: Any) -> Any:
         return self.dense().numpy(**kwargs)
@@ -69,7 +74,7 @@ class Stacks(torch.Tensor):
 
         The stacks have no memory of their own, and torch would crash.
         """
-        for part in (self.frames, self.past, self.rows):
+        for part in self.parts:
             part.share_memory_()
         return self
 
@@ -120,26 +125,33 @@ def _index_rows(func, x, *args, **kwargs):
     lead = x.rows.ndim - 1
     if func is aten.index.Tensor:
         # A mask takes as many dimensions as it has, every other index one.
-        masks = [i for i in args[0] if i is not None and i.dtype == torch.bool]
-        n_dims = len(args[0]) - len(masks) + sum(mask.ndim for mask in masks)
+        n_dims = 0
+        for index in args[0]:
+            is_mask = index is not None and index.dtype == torch.bool
+            n_dims += index.ndim if is_mask else 1
         inside = n_dims <= lead
     else:
-        dim = _from_front(args[0] if args else 0, x.ndim + (func is aten.unsqueeze.default))
+        dim = args[0] if args else 0
+        is_added = func is aten.unsqueeze.default
+        dim = _from_front(dim, x.ndim + is_added)
         inside = 0 <= dim < lead
         args = (dim, *args[1:])
-    return Stacks(x.frames, x.past, func(x.rows, *args, **kwargs)) if inside else None
+    if not inside:
+        return None
+    rows = func(x.rows, *args, **kwargs)
+    return Stacks(x.frames, x.past, rows)
 
 
 def _each_part(func, x, *args, dtype=None, **kwargs):
     "Apply an operation on the whole tensor to frames, past and rows, unless it changes the dtype."
     if dtype not in (None, x.dtype):
         return None
-    return Stacks(*(func(part, *args, **kwargs) for part in (x.frames, x.past, x.rows)))
+    return Stacks(*(func(part, *args, **kwargs) for part in x.parts))
 
 
 def _record(func, x, stream):
     "The memory of each part is in use in a CUDA stream."
-    for part in (x.frames, x.past, x.rows):
+    for part in x.parts:
         func(part, stream)
     return x
 
@@ -147,20 +159,21 @@ def _record(func, x, stream):
 def _join_parts(func, parts, dim=0):
     "Join stacks along a leading dimension: join their frames and pasts, and renumber the rows."
     dim = _from_front(dim, parts[0].ndim)
-    if not all(isinstance(x, Stacks) for x in parts) or not 0 <= dim < parts[0].rows.ndim - 1:
+    if not all(isinstance(x, Stacks) for x in parts):
         return None
-    first = 0
-    rows = []
-    later = sum(len(x.past) for x in parts)
+    all_frames, pasts, all_rows = zip(*(x.parts for x in parts))
+    if not 0 <= dim < all_rows[0].ndim - 1:
+        return None
 
     # Numbers from the end move by the pasts that are joined behind, others by the frames in front.
-    for x in parts:
-        later -= len(x.past)
-        rows.append(torch.where(x.rows < 0, x.rows - later, x.rows + first))
-        first += len(x.frames)
-    return Stacks(
-        torch.cat([x.frames for x in parts]), torch.cat([x.past for x in parts]), func(rows, dim)
-    )
+    first = 0
+    later = sum(map(len, pasts))
+    moved_rows = []
+    for frames, past, rows in zip(all_frames, pasts, all_rows):
+        later -= len(past)
+        moved_rows.append(torch.where(rows < 0, rows - later, rows + first))
+        first += len(frames)
+    return Stacks(torch.cat(all_frames), torch.cat(pasts), func(moved_rows, dim))
 
 
 def _writes(func, args, kwargs):
@@ -192,6 +205,26 @@ _LAZY = {
 }
 
 # %% ../../nbs/pipes/22_frames.ipynb #ed20a39c
+def _images(leaves, fragment, problem, expected):
+    "The numbers of the leaves of the observations that hold images. There must be one."
+    images = [i for i, x in enumerate(leaves) if x.ndim >= 4]
+    if images:
+        return images
+    raise DataError(
+        problem,
+        leaf="obs",
+        expected=f"a leaf {expected}",
+        got=describe(fragment.state.obs),
+    )
+
+
+def _with_obs(fragment, structure, leaves, finals):
+    "The fragment with these leaves of its observations, and of the true last ones."
+    state = fragment.state._replace(obs=structure.unflatten(leaves))
+    final = fragment.final._replace(obs=structure.unflatten(finals))
+    return fragment._replace(state=state, final=final)
+
+
 def _frame_numbers(fragment, n):
     """The frame numbers of the stacks in each row, int64 `[T+1, B, n]`, and of the true last
     observations, `[K, n]`.
@@ -214,7 +247,8 @@ def _frame_numbers(fragment, n):
     t = fragment.final.t
     b = fragment.final.b
     largest = (fragment.n_steps + 1) * n_envs - 1
-    end = numbers(t + 1, b, stepno[t, b] + 1).clamp(max=largest)
+    end_stepno = stepno[t, b] + 1
+    end = numbers(t + 1, b, end_stepno).clamp(max=largest)
     return numbers(every_t, every_b, stepno), end
 
 # %% ../../nbs/pipes/22_frames.ipynb #e3c187c4
@@ -251,17 +285,9 @@ class FrameStack(Pipe):
 
     def _stacked(self, fragment, lanes):
         frames, structure = nested.flatten(fragment.state.obs)
-
-        # the leaves `[T+1, B, height, width, ...]`
-        images = [i for i, x in enumerate(frames) if x.ndim >= 4]
-        if not images:
-            raise DataError(
-                "there are no images to be stacked",
-                pipe=self,
-                leaf="obs",
-                expected="a leaf [T+1, B, height, width]",
-                got=describe(fragment.state.obs),
-            )
+        with located(pipe=self):
+            problem = "there are no images to be stacked"
+            images = _images(frames, fragment, problem, "[T+1, B, height, width]")
 
         pasts = self._pasts(fragment, [frames[i] for i in images], lanes)
         finals = nested.leaves(fragment.final.obs)
@@ -274,17 +300,15 @@ class FrameStack(Pipe):
             finals[i] = Stacks(flat, past.flatten(0, 1), end_rows).dense()
             finals[i][:, -1] = end
 
-        final = fragment.final._replace(obs=structure.unflatten(finals))
-        return fragment._replace(
-            state=fragment.state._replace(obs=structure.unflatten(frames)), final=final
-        )
+        return _with_obs(fragment, structure, frames, finals)
 
     def _pasts(self, fragment, images, lanes):
         """For each image, the `n - 1` frames `[n - 1, B, ...]` before row 0.
 
         Stores the last frames of this fragment for the next one.
         """
-        pasts = [x.new_zeros((self.n - 1, *x.shape[1:])) for x in images]
+        n_before = self.n - 1
+        pasts = [x.new_zeros((n_before, *x.shape[1:])) for x in images]
         for strand in strands(fragment):
             lane, seq, columns = strand
             n_columns = columns.stop - columns.start
@@ -294,7 +318,8 @@ class FrameStack(Pipe):
             with located(pipe=self):
                 follows = continues(fragment, strand, None if before is None else before + 1)
             follows = follows and all(x.shape[1] == n_columns for x in last_frames)
-            if not follows and self.n > 1 and bool(fragment.state.stepno[0, columns].any()):
+            is_within_episode = fragment.state.stepno[0, columns].any()
+            if not follows and self.n > 1 and is_within_episode:
                 raise DataError(
                     "a fragment is missing before this one",
                     pipe=self,
@@ -307,11 +332,15 @@ class FrameStack(Pipe):
             if follows:
                 for past, x in zip(pasts, last_frames):
                     past[:, columns] = x
-            rows = [
-                torch.cat([past[:, columns], x[:-1, columns][-self.n :]])
-                for past, x in zip(pasts, images)
-            ]
-            lanes[lane] = seq, [x[len(x) - self.n + 1 :].clone() for x in rows]
+
+            # The last frames, some of which may come from before this fragment
+            newest = []
+            for past, x in zip(pasts, images):
+                last_rows = x[:-1, columns][-self.n :]
+                rows = torch.cat([past[:, columns], last_rows])
+                first = len(rows) - self.n + 1
+                newest.append(rows[first:].clone())
+            lanes[lane] = seq, newest
         return pasts
 
 # %% ../../nbs/pipes/22_frames.ipynb #e2295292
@@ -331,16 +360,12 @@ def newest_frames(fragment: Fragment, n: int) -> Fragment:
         raise DataError("stacks of frames for an actor with memory", leaf="frames", expected="1")
     leaves, structure = nested.flatten(fragment.state.obs)
     finals = nested.leaves(fragment.final.obs)
-    t, b = fragment.final[:2]
-    for i, x in enumerate(leaves):
-        if x.ndim < 4:
-            continue
-        if (
-            x.ndim < 5
-            or x.shape[2] != n
-            or not _are_stacks(fragment, x)
-            or not torch.equal(finals[i][:, :-1], x[t, b, 1:])
-        ):
+    images = _images(
+        leaves, fragment, "there are no stacks of frames", f"[T+1, B, {n}, height, width]"
+    )
+    for i in images:
+        x = leaves[i]
+        if x.ndim < 5 or x.shape[2] != n or not _are_stacks(fragment, x, finals[i]):
             raise DataError(
                 "these are no stacks of frames",
                 leaf=nested.paths(fragment.state.obs, "obs")[i],
@@ -350,26 +375,21 @@ def newest_frames(fragment: Fragment, n: int) -> Fragment:
             )
         leaves[i] = x[:, :, -1]
         finals[i] = finals[i][:, -1]
-    if all(x.ndim < 4 for x in nested.leaves(fragment.state.obs)):
-        raise DataError(
-            "there are no stacks of frames",
-            leaf="obs",
-            expected=f"a leaf [T+1, B, {n}, height, width]",
-            got=describe(fragment.state.obs),
-        )
-    final = fragment.final._replace(obs=structure.unflatten(finals))
-    return fragment._replace(
-        state=fragment.state._replace(obs=structure.unflatten(leaves)), final=final
-    )
+    return _with_obs(fragment, structure, leaves, finals)
 
 
-def _are_stacks(fragment, x):
-    """Does each stack hold the frames of the one before, or, where an episode begins, copies of one
-    frame?
+def _are_stacks(fragment, x, last):
+    """Does each stack of `x` hold the frames of the one before, or, where an episode begins, copies
+    of one frame? So must those of the true last observations, `last`.
     """
+    t, b = fragment.final[:2]
+    if not torch.equal(last[:, :-1], x[t, b, 1:]):
+        return False
     begins = fragment.state.stepno == 0
-    copies = (x == x[:, :, -1:]).flatten(2).all(-1)
-    is_shifted = (x[1:, :, :-1] == x[:-1, :, 1:]).flatten(2).all(-1)
+    is_newest = x == x[:, :, -1:]
+    copies = is_newest.flatten(2).all(-1)
+    older, newer = x[1:, :, :-1], x[:-1, :, 1:]
+    is_shifted = (older == newer).flatten(2).all(-1)
     follows = is_shifted | ~fragment.valid
 
     # Before a step that is none, such as the reset of a vector, a row shows the last stack of its
@@ -411,12 +431,7 @@ def with_stacks(fragment: Fragment, n: int) -> Fragment:
     def cut(x):
         return x[n_cut:]
 
-    final = fragment.final._replace(
-        t=fragment.final.t[remains] - n_cut,
-        b=fragment.final.b[remains],
-        actor=nested.getitem(fragment.final.actor, remains),
-        obs=structure.unflatten(finals),
-    )
-    shorter = fragment._replace(state=fragment.state._replace(obs=())).map(rows=cut, steps=cut)
-    state = shorter.state._replace(obs=structure.unflatten(leaves))
-    return shorter._replace(state=state, final=final)
+    final = fragment.final._replace(obs=())
+    final = nested.getitem(final._replace(t=final.t - n_cut), remains)
+    shorter = fragment._replace(state=fragment.state._replace(obs=()), final=final)
+    return _with_obs(shorter.map(rows=cut, steps=cut), structure, leaves, finals)

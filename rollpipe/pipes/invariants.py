@@ -32,9 +32,22 @@ def _demand(mask, problem, leaf, got, row=0):
     if mask.all():
         return
     t, b = (~mask).nonzero()[0].tolist()
-    raise DataError(problem, env=b, leaf=f"{leaf}[{t + row}, {b}]", got=str(got[t, b].item()))
+    raise DataError(
+        problem,
+        env=b,
+        leaf=f"{leaf}[{t + row}, {b}]",
+        got=str(got[t, b].item()),
+    )
 
 # %% ../../nbs/pipes/20_invariants.ipynb #767ebbb4
+def _demand_equal(x, expected, name, problem, **where):
+    "Raise `DataError` for the first leaf of `x` that differs from that of `expected`."
+    are_equal = map(torch.equal, nested.leaves(x), nested.leaves(expected))
+    for is_equal, path in zip(are_equal, nested.paths(x, name)):
+        if not is_equal:
+            raise DataError(problem, leaf=path, **where)
+
+
 def check_shapes(fragment: Fragment) -> None:
     "Raise `DataError` unless every leaf of `fragment` has the `T + 1` or `T` rows of its field."
     T, B = fragment.valid.shape
@@ -64,54 +77,54 @@ def check_alignment(fragment: Fragment) -> None:
     # step number 0.
     is_next = stepno[1:] == stepno[:-1] + 1
     is_first = fin[1:] & (stepno[1:] == 0)
+    problem = "the steps of an episode are not counted one by one"
     _demand(
         is_next | is_first | ~valid,
-        "the steps of an episode are not counted one by one",
+        problem,
         "state.stepno",
         stepno[1:],
         1,
     )
     begins_at_zero = fin[:-1] == (stepno[:-1] == 0)
-    _demand(
-        ~valid | begins_at_zero,
-        "an episode does not begin at step 0",
-        "state.stepno",
-        stepno[:-1],
-    )
+    problem = "an episode does not begin at step 0"
+    _demand(~valid | begins_at_zero, problem, "state.stepno", stepno[:-1])
 
     # Ends of episodes, and rows that are no steps
+    truncated = fin & ~term
     _demand(fin | ~term, "an episode terminates without an end", "term", term)
+    problem = "a row that is no step has no `fin`, or terminates"
     _demand(
-        valid | (fin & ~term)[1:],
-        "a row that is no step has no `fin`, or terminates",
+        valid | truncated[1:],
+        problem,
         "state.fin",
         fin[1:],
         1,
     )
-    _demand(valid | (rew[1:] == 0), "a row that is no step pays a reward", "state.rew", rew[1:], 1)
+    _demand(
+        valid | (rew[1:] == 0),
+        "a row that is no step pays a reward",
+        "state.rew",
+        rew[1:],
+        1,
+    )
     _demand(torch.isfinite(rew), "a reward is not finite", "state.rew", rew)
 
     # number of final rows of each step
     t, b = fragment.final.t, fragment.final.b
     n_final = torch.zeros_like(fin[1:], dtype=torch.int64)
-    truncated = (fin & ~term)[1:] & valid
-    if len(t):
-        n_final.index_put_((t, b), torch.ones_like(t), accumulate=True)
-    _demand(
-        (n_final == 1) | ((n_final == 0) & ~truncated),
-        "a truncated episode has no final row, or more than one",
-        "final",
-        n_final,
-    )
-    _demand(
-        (n_final == 0) | (fin[1:] & valid),
-        "a final row belongs to no end of an episode",
-        "final",
-        n_final,
-    )
+    n_final.index_put_((t, b), torch.ones_like(t), accumulate=True)
+    may_lack = (n_final == 0) & ~(truncated[1:] & valid)
+    problem = "a truncated episode has no final row, or more than one"
+    _demand((n_final == 1) | may_lack, problem, "final", n_final)
+    is_end = fin[1:] & valid
+    problem = "a final row belongs to no end of an episode"
+    _demand((n_final == 0) | is_end, problem, "final", n_final)
 
 # %% ../../nbs/pipes/20_invariants.ipynb #3b691991
-def check_continued(fragment: Fragment, before: dict | None = None) -> dict:
+def check_continued(
+    fragment: Fragment,
+    before: dict | None = None,
+) -> dict:
     """Raise `DataError` unless row 0 of each strand is the last row of the previous fragment, where
     that is known.
 
@@ -126,17 +139,20 @@ def check_continued(fragment: Fragment, before: dict | None = None) -> dict:
     for lane, seq, at in strands(fragment):
         first = nested.getitem((fragment.state, fragment.term), (0, at))
         last = nested.getitem((fragment.state, fragment.term, fragment.valid), (-1, at))
-        came_from, old = known.get(lane, (None, None))
-        if came_from is not None and came_from + 1 == seq and len(old[1]) == len(first[1]):
-            goes_on = ~old[0].fin | ((old[0].stepno == 0) & old[2])
-            for x, y, path in zip(
-                nested.leaves(first), nested.leaves(old[:2]), nested.paths(first, "(state, term)")
-            ):
-                if not torch.equal(x[goes_on], y[goes_on]):
-                    raise DataError(
-                        "row 0 does not continue the fragment before", leaf=path, lane=lane
-                    )
+        seq_before, last_before = known.get(lane, (None, None))
         known[lane] = seq, nested.map(torch.clone, last)
+        if seq_before is None or seq_before + 1 != seq:
+            continue
+
+        # Where an episode was still under way, or the next one had begun, row 0 repeats the last
+        # row.
+        state, term, valid = last_before
+        if len(term) != len(first[1]):
+            continue
+        goes_on = ~state.fin | ((state.stepno == 0) & valid)
+        rows, rows_before = nested.getitem((first, (state, term)), goes_on)
+        problem = "row 0 does not continue the fragment before"
+        _demand_equal(rows, rows_before, "(state, term)", problem, lane=lane)
     return known
 
 
@@ -151,17 +167,22 @@ def check_hx(fragment: Fragment, actor: Any) -> None:
     begins = fragment.state.fin[0].nonzero()[:, 0].tolist()
     if not begins or not nested.leaves(fragment.hx):
         return
-    fresh = actor.reset(fragment.hx, begins)
-    for x, y, path in zip(
-        nested.leaves(fragment.hx), nested.leaves(fresh), nested.paths(fragment.hx, "hx")
-    ):
-        if not torch.equal(x, y):
-            raise DataError(
-                "memory was not reset where an episode begins", leaf=path, env=begins[0]
-            )
+    initial = actor.reset(fragment.hx, begins)
+    problem = "memory was not reset where an episode begins"
+    _demand_equal(
+        fragment.hx,
+        initial,
+        "hx",
+        problem,
+        env=begins[0],
+    )
 
 # %% ../../nbs/pipes/20_invariants.ipynb #8452eb88
-def check_ratio(fragment: Fragment, actor: Any, tolerance: float = 1e-3) -> None:
+def check_ratio(
+    fragment: Fragment,
+    actor: Any,
+    tolerance: float = 1e-3,
+) -> None:
     """Raise `DataError` unless the current weights of `actor` give the recorded log-probabilities:
     ratio 1 within `tolerance`.
 
@@ -173,24 +194,25 @@ def check_ratio(fragment: Fragment, actor: Any, tolerance: float = 1e-3) -> None
         actor: the actor that collected it
         tolerance: greatest deviation of a ratio from 1
     """
-    if not hasattr(actor, "replay") or not (
-        isinstance(fragment.actor, dict) and "logp" in fragment.actor
-    ):
+    reports = fragment.actor if isinstance(fragment.actor, dict) else {}
+    if not hasattr(actor, "replay") or "logp" not in reports:
         return
-    if fragment.version is not None and bool((fragment.version != version_of(actor)).any()):
+    if fragment.version is not None and (fragment.version != version_of(actor)).any():
         return
     with torch.no_grad():
-        ratio = (actor.replay(fragment)["logp"] - fragment.actor["logp"][:-1]).exp()
-    _demand(
-        ((ratio - 1).abs() <= tolerance) | ~fragment.valid,
-        "the likelihood ratio of fresh data is not 1",
-        "actor['logp']",
-        ratio,
-    )
+        logp = actor.replay(fragment)["logp"]
+        ratio = (logp - reports["logp"][:-1]).exp()
+    is_one = (ratio - 1).abs() <= tolerance
+    problem = "the likelihood ratio of fresh data is not 1"
+    _demand(is_one | ~fragment.valid, problem, "actor['logp']", ratio)
 
 
 def check_advantages(
-    fragment: Fragment, critic: Callable | None, gamma: float, lam: float, tolerance: float = 1e-3
+    fragment: Fragment,
+    critic: Callable | None,
+    gamma: float,
+    lam: float,
+    tolerance: float = 1e-3,
 ) -> None:
     """Raise `DataError` unless `adv` and `ret` are those of `critic`, `gamma` and `lam`.
 
@@ -214,29 +236,29 @@ def check_advantages(
             return array(actor["value"])
         return array(_evaluate(critic, nested.as_seen(obs), actor))
 
+    # Values of all rows, and of the true last observations instead of the rows behind them
     with EvalMode(critic):
         v = value(fragment.state.obs, fragment.actor)
-        # (t, b) -> value of the true last observation of an episode
-        last = {}
+        v_next = v[1:].copy()
         if len(final.t):
-            ends = zip(final.t.tolist(), final.b.tolist())
-            last = dict(zip(ends, value(final.obs, final.actor)))
+            v_next[array(final.t).astype(int), array(final.b).astype(int)] = value(
+                final.obs, final.actor
+            )
 
     # The estimates in float64, from the last row to the first: the formula as it is written
-    rew = array(fragment.state.rew)
-    cut = is_cut(fragment).cpu().numpy()
-    term = fragment.term.cpu().numpy()
-    adv = np.zeros_like(v[1:])
+    rew = array(fragment.state.rew[1:])
+    goes_on = array(~is_cut(fragment))
+    has_value = array(~fragment.term[1:])
+    adv = np.zeros_like(v_next)
     later = np.zeros_like(v[0])
     for t in reversed(range(len(adv))):
-        v_next = np.array([last.get((t, b), v[t + 1, b]) for b in range(len(later))])
-        delta = rew[t + 1] + gamma * (v_next * ~term[t + 1]) - v[t]
-        later = adv[t] = delta + gamma * lam * ~cut[t] * later
+        target = rew[t] + gamma * has_value[t] * v_next[t]
+        delta = target - v[t]
+        later = adv[t] = delta + gamma * lam * goes_on[t] * later
 
-    ret = adv + v[:-1]
-    for name, x, expected in (("adv", fragment.adv, adv), ("ret", fragment.ret, ret)):
-        x = x.double().cpu()
-        expected = torch.from_numpy(expected)
+    for name, correct in dict(adv=adv, ret=adv + v[:-1]).items():
+        x = getattr(fragment, name).double().cpu()
+        expected = torch.from_numpy(correct)
         is_close = (x - expected).abs() <= tolerance * (1 + expected.abs())
         _demand(is_close | ~fragment.valid.cpu(), "wrong advantage or value target", name, x)
 
@@ -302,12 +324,19 @@ class CheckInvariants(Pipe):
             yield fragment
 
     def _is_due(self, n):
-        return self.rate > 0 and (n == 0 or int(n * self.rate) > int((n - 1) * self.rate))
+        def n_checked(n):
+            "How many of the first `n` items are checked."
+            return int((n - 1) * self.rate)
+
+        is_next = n_checked(n + 1) > n_checked(n)
+        return self.rate > 0 and (n == 0 or is_next)
 
     def _lookup(self):
         "The actor, and the arguments of `check_advantages`, or None where they are not known."
+        actor = self.actor
         steppers = find(self.pipe, Acting)
-        actor = steppers[0].actor if self.actor is None and len(steppers) == 1 else self.actor
+        if actor is None and len(steppers) == 1:
+            actor = steppers[0].actor
 
         # What was not given is that of the buffer, if there is one.
         buffers = find(self.pipe, AdvantageBuffer)

@@ -56,7 +56,10 @@ def between(stacker: FragmentStacker) -> tuple:
     return pipe, passed
 
 
-def obstacle(stacker: FragmentStacker, pipe: IterDataPipe) -> str | None:
+def obstacle(
+    stacker: FragmentStacker,
+    pipe: IterDataPipe,
+) -> str | None:
     """The reason why, in the graph that ends in `pipe`, the lanes cannot make fragments in memory
     of the stacker; None if they can.
     """
@@ -152,18 +155,19 @@ def common_keeper(found: dict) -> Keeper:
     names = {keeper.name for keeper in found.values()}
     if len(names) == 1:
         return next(iter(found.values()))
-    if "none" in names:
-        return Keeper(
-            "none", {name: keeper.failed for name, keeper in found.items() if keeper.name == "none"}
-        )
-    own_failed = "own" in names and any("own" in keeper.failed for keeper in found.values())
-    if own_failed or any(keeper.logs for keeper in found.values()):
+    failed = {name: keeper.failed for name, keeper in found.items() if keeper.name == "none"}
+    if failed:
+        return Keeper("none", failed)
+
+    keepers = found.values()
+    own_failed = "own" in names and any("own" in keeper.failed for keeper in keepers)
+    if own_failed or any(keeper.logs for keeper in keepers):
         ways = ", ".join(f"{name}: {keeper.name}" for name, keeper in found.items())
-        return Keeper(
-            "none",
-            dict(different=f"the environments of one batch are kept in different ways ({ways})"),
-        )
-    return Keeper("own" if "own" in names else "+".join(sorted(names - {"copy"})))
+        why = f"the environments of one batch are kept in different ways ({ways})"
+        return Keeper("none", dict(different=why))
+    if "own" in names:
+        return Keeper("own")
+    return Keeper("+".join(sorted(names - {"copy"})))
 
 # %% ../../nbs/pipes/26_passes.ipynb #bed7dcff
 SLOW = 5.0  # a test that takes longer says so [s]
@@ -208,7 +212,10 @@ def keep_environments(pipe: IterDataPipe) -> dict:
     return {name: source.keeper for name, source in sources.items()}
 
 
-def keep_as(pipe: IterDataPipe, names: Iterable[str]) -> None:
+def keep_as(
+    pipe: IterDataPipe,
+    names: Iterable[str],
+) -> None:
     """Let the sources of a graph keep their environments as an earlier test has found.
 
     The graph is changed in place.
@@ -220,7 +227,12 @@ def keep_as(pipe: IterDataPipe, names: Iterable[str]) -> None:
         source.keeper = Keeper(name)
 
 
-def _keeper_of(source: Any, in_lane: Any, n_lanes: int, tested: dict) -> Keeper:
+def _keeper_of(
+    source: Any,
+    in_lane: Any,
+    n_lanes: int,
+    tested: dict,
+) -> Keeper:
     "The keeper for a source, from its copy in the first lane, which has the seeds."
     factories = [source.factory] if isinstance(source, TensorCollector) else source.factories
 
@@ -269,7 +281,11 @@ def _advice(n_envs, n_lanes):
 
 
 def _tested(
-    factory: Any, b: int, source: Any, seed: np.random.SeedSequence, tested: dict
+    factory: Any,
+    b: int,
+    source: Any,
+    seed: np.random.SeedSequence,
+    tested: dict,
 ) -> Keeper:
     """The keeper for the environments of a factory, the `b`-th one of its batch, whose seed is
     `seed`.

@@ -94,11 +94,19 @@ def rollouts(
         only["episode_seeds"] = True
     if is_tensor_source(env):
         only["engine"] = None if check_engine(engine) in ("torch", "auto") else engine
-        pipe = _of_tensors(env, actor, n_steps, n_envs, options, only)
+        pipe = _of_tensors(
+            env,
+            actor,
+            n_steps,
+            n_envs,
+            options,
+            only,
+        )
     else:
         pipe = FragmentCollector(
             EnvStepper(env, actor, n_envs, engine=engine, **options, **only), n_steps
         )
+    # Lanes, joined in a batch, with the user's edits
     pipe = FragmentStacker(Lanes(pipe, lanes, seed), lanes)
     for edit in _listed(edits):
         pipe = edit(pipe)
@@ -166,7 +174,11 @@ def _seeded(pipe, seed):
     return pipe
 
 # %% ../../nbs/pipes/27_recipes.ipynb #21762989
-def check_reward_scale(scale: Any, words: tuple, actor: Any = None) -> None:
+def check_reward_scale(
+    scale: Any,
+    words: tuple,
+    actor: Any = None,
+) -> None:
     """Raise `DataError` unless `scale` is a number above 0, None or one of `words`, and for another
     one than 1 if the actor sees rewards.
 
@@ -199,9 +211,8 @@ def _scaler(scale, gamma, actor):
     check_reward_scale(scale, ("learn", "sign"), actor)
     if scale is None:
         return []
-    return [
-        RewardScaler.inserter(after=Lanes, scale=None if scale == "learn" else scale, gamma=gamma)
-    ]
+    factor = None if scale == "learn" else scale
+    return [RewardScaler.inserter(after=Lanes, scale=factor, gamma=gamma)]
 
 
 def _known(recipe, options):
@@ -211,11 +222,11 @@ def _known(recipe, options):
     """
     known = signature_of(recipe).parameters
     for name in options:
-        if name in known:
-            continue
-        raise TypeError(
-            f"{recipe.__name__}() got an unexpected keyword argument {name!r}. Expected {', '.join(known)}"
-        )
+        if name not in known:
+            raise TypeError(
+                f"{recipe.__name__}() got an unexpected keyword argument {name!r}. "
+                f"Expected {', '.join(known)}"
+            )
     return options
 
 # %% ../../nbs/pipes/27_recipes.ipynb #fe1641a6
@@ -250,7 +261,12 @@ def on_policy(
             `SomePipe.inserter(after=FragmentCollector)`
         **kwargs: see `rollouts`
     """
-    advantage = AdvantageBuffer.inserter(after=Lanes, critic=critic, gamma=gamma, lam=lam)
+    advantage = AdvantageBuffer.inserter(
+        after=Lanes,
+        critic=critic,
+        gamma=gamma,
+        lam=lam,
+    )
     return rollouts(
         env,
         actor,
@@ -327,6 +343,7 @@ def replayed(
             expected="a number or 'sign', without n_sampled_goal",
             got=repr(reward_scale),
         )
+    # The memory, and what comes before and behind it
     replay = partial(
         Replay,
         capacity=capacity,
@@ -342,8 +359,10 @@ def replayed(
         path=path,
         frames=frames,
     )
-    rules = GoalRules(env, kwargs.get("env_kwargs")) if n_sampled_goal else None
-    hindsight = [partial(Hindsight, rules=rules, n_sampled_goal=n_sampled_goal)] if rules else []
+    hindsight = []
+    if n_sampled_goal:
+        rules = GoalRules(env, kwargs.get("env_kwargs"))
+        hindsight.append(partial(Hindsight, rules=rules, n_sampled_goal=n_sampled_goal))
     edits = [*_scaler(reward_scale, 1.0, actor), replay, *hindsight, *_listed(edits)]
     return rollouts(
         env,

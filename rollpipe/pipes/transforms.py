@@ -39,9 +39,10 @@ class _Moments:
     `VecNormalize` of stable-baselines3.
     """
 
-    def __init__(self, **begin):
-        begin = begin or dict(count=1e-4, mean=0.0, var=1.0)
-        self.count, self.mean, self.var = begin.values()
+    def __init__(self, count=1e-4, mean=0.0, var=1.0):
+        self.count = count
+        self.mean = mean
+        self.var = var
 
     def update(self, x):
         "Include the values `x` `[n]`, float64."
@@ -51,7 +52,8 @@ class _Moments:
         total = self.count + n
         delta = x.mean() - self.mean
         # sum of squares around the new mean: those of both parts, and that between their means
-        squares = self.var * self.count + x.var() * n + delta**2 * self.count * n / total
+        between = delta**2 * self.count * n / total
+        squares = self.var * self.count + x.var() * n + between
         self.mean = self.mean + delta * n / total
         self.var = squares / total
         self.count = total
@@ -140,7 +142,12 @@ class RewardScaler(Pipe):
         super().__init__(pipe)
         check_fraction("gamma", gamma, pipe=self)
         if clip is not None and not clip > 0:
-            raise DataError("out of range", pipe=self, expected="clip > 0", got=f"clip={clip}")
+            raise DataError(
+                "out of range",
+                pipe=self,
+                expected="clip > 0",
+                got=f"clip={clip}",
+            )
         if scale not in (None, "sign") and not is_between(scale, -1e30, 1e30):
             raise DataError(
                 "no scale of rewards",
@@ -179,10 +186,12 @@ class RewardScaler(Pipe):
     def _scale_tick(self, tick, moments, lanes):
         n = len(tick.valid)
         rew = tick.next.rew
-        before = lanes.get(tick.lane) or _LaneRewards(None, np.zeros(n), np.zeros(n, np.float32))
+        first = _LaneRewards(None, np.zeros(n), np.zeros(n, np.float32))
+        before = lanes.get(tick.lane, first)
         ret = before.ret * self.gamma + rew
         scaled = self._scaled(rew, moments, ret[tick.valid])
-        lanes[tick.lane] = _LaneRewards(None, np.where(tick.next.fin, 0.0, ret), scaled)
+        ret_after = np.where(tick.next.fin, 0.0, ret)
+        lanes[tick.lane] = _LaneRewards(None, ret_after, scaled)
         return tick._replace(
             state=tick.state._replace(rew=before.last), next=tick.next._replace(rew=scaled)
         )
@@ -205,7 +214,8 @@ class RewardScaler(Pipe):
             discount = self.gamma * ~fin[:-1, columns]
             ret_before = before.ret if follows else 0.0
             ret = running_returns(rewards.astype(np.float64), discount, ret_before)
-            scaled[1:, columns] = self._scaled(rewards, moments, ret[valid[:, columns]])
+            valid_returns = ret[valid[:, columns]]
+            scaled[1:, columns] = self._scaled(rewards, moments, valid_returns)
 
             # Row 0 repeats the last row of the fragment before.
             if follows:
@@ -220,53 +230,59 @@ class RewardScaler(Pipe):
 
     def _scaled(self, rew, moments, ret=None):
         "`rew` in float32, scaled after the returns `ret` `[n]` have been included in the variance."
-        if self.scale is not None:
-            return (np.sign(rew) if self.scale == "sign" else rew * self.scale).astype(np.float32)
-        for values in () if ret is None else self.gathered(ret):
-            moments.update(values)
-        rew = rew / np.sqrt(moments.var + 1e-8)
-        return (rew if self.clip is None else rew.clip(-self.clip, self.clip)).astype(np.float32)
+        # A constant scale
+        if self.scale == "sign":
+            rew = np.sign(rew)
+        elif self.scale is not None:
+            rew = rew * self.scale
+        # The learnt one, with the returns of all processes
+        else:
+            for values in () if ret is None else self.gathered(ret):
+                moments.update(values)
+            rew = rew / np.sqrt(moments.var + 1e-8)
+            if self.clip is not None:
+                rew = rew.clip(-self.clip, self.clip)
+        return rew.astype(np.float32)
 
     def state_dict(self) -> dict:
         "Count, mean and variance of the discounted returns so far; empty with a constant scale."
-        return (
-            {}
-            if self.scale is not None
-            else {name: float(x) for name, x in vars(self.begin.newest).items()}
-        )
+        if self.scale is not None:
+            return {}
+        return {name: float(x) for name, x in vars(self.begin.newest).items()}
 
     def load_state_dict(self, state: dict) -> None:
         """Let the next iterations begin with a state from `state_dict`.
 
         Raises `DataError` for any other `state`.
         """
-        names = list(self.state_dict())
-        if set(state) != set(names) or not all(map(isfinite, state.values())):
+        names = self.state_dict().keys()
+        if state.keys() != names or not all(map(isfinite, state.values())):
             raise DataError(
                 "not the state of this scale",
                 pipe=self,
                 expected=f"finite {', '.join(names) or 'nothing'}",
                 got=str(state),
             )
-        self.begin.first = {name: state[name] for name in names}
+        self.begin.first = dict(state)
 
 # %% ../../nbs/pipes/21_transforms.ipynb #8a99616c
 class ObservationCast(Pipe):
-    """Cast the floating-point leaves of the observations in `Fragment`s or `Tick`s to `dtype`.
+    """Cast the floating-point leaves of the observations in `Fragment`s to `dtype`.
 
-    Integer and bool leaves stay.
-
-    In `Tick`s only float32 and float64 are possible, because the actor's virtual reactions are
-    computed from them. Raises `DataError` for other dtypes.
+    Integer and bool leaves stay. Raises `DataError` for a dtype that is not floating.
 
     Args:
-        pipe: yields `Tick`s or `Fragment`s
+        pipe: yields `Fragment`s
         dtype: floating dtype, such as `torch.float32` or `torch.bfloat16`
     """
 
     reads = 1
 
-    def __init__(self, pipe: IterDataPipe, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        pipe: IterDataPipe,
+        dtype: torch.dtype = torch.float32,
+    ):
         super().__init__(pipe)
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise DataError(
@@ -274,42 +290,17 @@ class ObservationCast(Pipe):
             )
         self.dtype = dtype
 
-    def stream(self, items: Iterator) -> Iterator:
-        for item in items:
-            yield self._cast_tick(item) if isinstance(item, Tick) else self._cast_fragment(item)
-
-    def _cast_fragment(self, fragment):
-        check_item(fragment, Fragment, self)
-
-        def cast(obs):
-            return nested.map(lambda x: x.to(self.dtype) if x.is_floating_point() else x, obs)
-
-        return fragment._replace(
-            state=fragment.state._replace(obs=cast(fragment.state.obs)),
-            final=fragment.final._replace(obs=cast(fragment.final.obs)),
-        )
-
-    def _cast_tick(self, tick):
-        dtype = {torch.float32: np.float32, torch.float64: np.float64}.get(self.dtype)
-        if dtype is None:
-            raise DataError(
-                "ticks cannot be cast",
-                pipe=self,
-                lane=tick.lane,
-                expected="float32 or float64",
-                got=str(self.dtype),
+    def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
+        for fragment in items:
+            check_item(fragment, Fragment, self)
+            state, final = fragment.state, fragment.final
+            yield fragment._replace(
+                state=state._replace(obs=nested.map(self._cast, state.obs)),
+                final=final._replace(obs=nested.map(self._cast, final.obs)),
             )
 
-        def cast(obs):
-            return nested.map(
-                lambda x: x.astype(dtype, copy=False) if x.dtype.kind == "f" else x, obs
-            )
-
-        return tick._replace(
-            state=tick.state._replace(obs=cast(tick.state.obs)),
-            next=tick.next._replace(obs=cast(tick.next.obs)),
-            final={b: (cast(obs), hx) for b, (obs, hx) in tick.final.items()},
-        )
+    def _cast(self, x):
+        return x.to(self.dtype) if x.is_floating_point() else x
 
 # %% ../../nbs/pipes/21_transforms.ipynb #922fe140
 class NSteps(NamedTuple):
@@ -346,11 +337,11 @@ class NSteps(NamedTuple):
         """
         b = torch.arange(self.row.shape[1], device=self.row.device)
         ended = self.final >= 0
+        final_rows = self.final[ended]
 
+        # not in place, because `Stacks` are lazy
         def pick(x, end):
-            return x[self.row, b].index_put(
-                (ended,), end[self.final[ended]]
-            )  # not in place, because `Stacks` are lazy
+            return x[self.row, b].index_put((ended,), end[final_rows])
 
         return nested.map(pick, rows, final)
 
@@ -407,19 +398,24 @@ class NStep(Pipe):
         going = valid.clone()
         n_rows = len(rew)
         for k in range(min(self.n, n_rows)):
-            here = going[: n_rows - k] & valid[k:]
-            total[: n_rows - k] += torch.where(here, self.gamma**k * rew[k:], 0.0)
-            m[: n_rows - k] += here
-            going[: n_rows - k] = here & ~fin[k:]
+            begins = slice(n_rows - k)  # the rows whose k-th next row is in the fragment
+            here = going[begins] & valid[k:]
+            total[begins] += torch.where(here, self.gamma**k * rew[k:], 0.0)
+            m[begins] += here
+            going[begins] = here & ~fin[k:]
+
+        # the row after the last one in the sum
         row = torch.arange(n_rows, device=m.device)[:, None] + m
         last = (row - 1).clamp(min=0)
         none = m == 0
-        discount = (self.gamma ** m.to(rew.dtype)).masked_fill(none | term.gather(0, last), 0.0)
+        has_no_value = none | term.gather(0, last)
+        discount = (self.gamma ** m.to(rew.dtype)).masked_fill(has_no_value, 0.0)
+        final = final_numbers(fragment).gather(0, last).masked_fill(none, -1)
         return NSteps(
             fragment,
             total,
             discount,
             m,
             row,
-            final_numbers(fragment).gather(0, last).masked_fill(none, -1),
+            final,
         )

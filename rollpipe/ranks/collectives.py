@@ -41,7 +41,12 @@ class SharedSums:
         timeout: seconds to wait for another rank
     """
 
-    def __init__(self, peers: dict[int, Connection], memories: list[SharedMemory], timeout: float):
+    def __init__(
+        self,
+        peers: dict[int, Connection],
+        memories: list[SharedMemory],
+        timeout: float,
+    ):
         self.peers = peers
         self.memories = memories
         self.timeout = timeout
@@ -308,7 +313,10 @@ MAXIMA = ("rho_max", "lag")  # for these metrics, the maximum over the ranks is 
 
 
 def mean_of_all(
-    loss: Tensor, n: int | Tensor | None, metrics: dict | None = None, params: Iterable = ()
+    loss: Tensor,
+    n: int | Tensor | None,
+    metrics: dict | None = None,
+    params: Iterable = (),
 ) -> tuple:
     """`(loss, metrics)` over the rows of all ranks, by a single collective call.
 
@@ -422,7 +430,10 @@ def joined(*xs: Tensor) -> tuple:
 
 # %% ../../nbs/ranks/01_collectives.ipynb #d29f9bb7
 def check_alike(
-    values: list, problem: str, pipe: str | None = None, missing: str = "no such leaf"
+    values: list,
+    problem: str,
+    pipe: str | None = None,
+    missing: str = "no such leaf",
 ) -> None:
     """Raise `DataError` if a rank has another value than rank 0.
 
@@ -468,7 +479,11 @@ def _forms(batch):
     compared.
     """
     if isinstance(batch, Fragment):
-        batch = batch._replace(env=(), restarts=None, final=nested.getitem(batch.final, slice(0)))
+        batch = batch._replace(
+            env=(),
+            restarts=None,
+            final=nested.getitem(batch.final, slice(0)),
+        )
     return nested.Form(batch, "batch").texts()
 
 
@@ -502,7 +517,10 @@ def check_state(agent: Any) -> None:
 
 # %% ../../nbs/ranks/01_collectives.ipynb #8f4e164b
 @contextmanager
-def distributed(agent: Any, size: int | None = None) -> Iterator[Any]:
+def distributed(
+    agent: Any,
+    size: int | None = None,
+) -> Iterator[Any]:
     """In this block, `agent.update(batch)` takes a step on the joined batch of all ranks.
 
     It is the step that one process would take. Each rank calls it equally often, with a batch of

@@ -91,7 +91,12 @@ def _columns(fragment, size):
     return _Joined(take, place, counts.cpu(), max(1, size // fragment.n_steps))
 
 # %% ../../nbs/ranks/02_division.ipynb #abc321fd
-def parts(fragment: Fragment, size: int, epochs: int, rng: np.random.Generator) -> Iterator[Part]:
+def parts(
+    fragment: Fragment,
+    size: int,
+    epochs: int,
+    rng: np.random.Generator,
+) -> Iterator[Part]:
     """This rank's parts of the `minibatches` of the joined batch.
 
     A minibatch without a valid row, as of idle environments, is left out.

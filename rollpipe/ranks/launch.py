@@ -111,7 +111,12 @@ def process_group() -> Iterator[Launch | None]:
 
     # Numbers on the host are always summed by gloo, those on a GPU by NCCL.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=_store(launch), rank=launch.rank, world_size=launch.size)
+    dist.init_process_group(
+        backend,
+        store=_store(launch),
+        rank=launch.rank,
+        world_size=launch.size,
+    )
     try:
         yield launch
     finally:

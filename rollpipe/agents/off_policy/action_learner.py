@@ -19,8 +19,9 @@ from ..critics import check_apart, parameters_of
 from ..gradient_learner import Adam, descend
 from .replay_learner import ReplayLearner, update_buffers, update_target
 from ..shared_options import ByAdam, check_range, integer, not_offered, number
-from ..td import priorities, td_targets
+from ..td import check_weight, td_targets
 from ..unroll import fill_invalid, without_terminal_obs
+from ...layers.actor import must_define
 from ...layers.critic import Critic
 from ...pipes.data import nested
 from ...pipes.data.errors import DataError, describe
@@ -176,13 +177,7 @@ def action_value_loss(
         weight: importance weights of prioritised replay, float32 [B] or [T, B]
     """
     valid = fragment.valid
-    if weight is not None and weight.shape not in (valid.shape, valid.shape[1:]):
-        raise DataError(
-            "action_value_loss: wrong shape",
-            leaf="weight",
-            got=describe(weight),
-            expected=f"[B] or [T, B] = {list(valid.shape)}",
-        )
+    check_weight(weight, valid, "action_value_loss")
 
     # Errors of each critic [k, T, B], 0 where a row is not valid
     q = check_values(critic(*steps_taken(fragment)), valid, "Q(s, a)", many=True)
@@ -228,7 +223,11 @@ def soft_policy_loss(
     return loss, dict(loss_policy=loss.detach(), entropy=_mean(-logp.detach(), valid, n))
 
 
-def deterministic_policy_loss(fragment: Fragment, actor: Any, critic: Any) -> tuple[Tensor, dict]:
+def deterministic_policy_loss(
+    fragment: Fragment,
+    actor: Any,
+    critic: Any,
+) -> tuple[Tensor, dict]:
     """`(loss, metrics)`: `-mean Q` of the policy's own actions over valid rows.
 
     Source: Silver et al. 2014, *Deterministic policy gradient algorithms*,
@@ -263,13 +262,17 @@ def temperature_loss(
 
 # %% ../../../nbs/agents/14_off_policy/01_action_learner.ipynb #c9810b85
 def _adam(params, lr):
-    return Adam([p for p in params if p.requires_grad], lr=lr, fused=True)
+    return Adam(
+        [p for p in params if p.requires_grad],
+        lr=lr,
+        fused=True,
+    )
 
 
 class ActionLearner(ReplayLearner, ByAdam):
     """Base of learners of continuous actions from a replay memory.
 
-    A subclass writes `critic_target(fragment)` and `improve_policy(fragment)`. `optimizers` is a
+    A subclass writes `critic_target(fragment)` and `policy_loss(fragment)`. `optimizers` is a
     dict of name -> optimiser.
 
     Args:
@@ -285,9 +288,6 @@ class ActionLearner(ReplayLearner, ByAdam):
     max_grad_norm: float | None = None
     decay_steps: int = not_offered(0)
     policy_every = 1  # steps of the critic for each step of policy and target networks
-    # weight of the greatest TD error in the priority of a longer sample; the mean error has the
-    # rest
-    eta = 0.9
     actor_needs = ("is_random",)
     keeps = (*ReplayLearner.keeps, "optimizers")
     joins_ranks = True  # see `ranks.distributed`
@@ -349,7 +349,15 @@ class ActionLearner(ReplayLearner, ByAdam):
         """
         optimizer = self.optimizers[name]
         limit = None if name == "temperature" else self.max_grad_norm
-        return descend(parameters_of(optimizer), optimizer, limit, loss, of, metrics, n)
+        return descend(
+            parameters_of(optimizer),
+            optimizer,
+            limit,
+            loss,
+            of,
+            metrics,
+            n,
+        )
 
     def copy_buffers(self) -> None:
         "As `ReplayLearner.copy_buffers`, from the critic: the target network is its copy."
@@ -364,17 +372,26 @@ class ActionLearner(ReplayLearner, ByAdam):
         noise = self.actor.draw_noise((fragment.n_steps, n), self.generator)
         return noise[:, own_columns]
 
-    def critic_target(self, fragment: Fragment) -> torch.Tensor:
-        "Targets `[T, B]` of the action values."
-        raise NotImplementedError(f"{type(self).__name__} must define critic_target(fragment)")
+    # targets `[T, B]` of the action values
+    critic_target = must_define("critic_target(fragment)")
 
     def critic_loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "`(loss, metrics, errors)`, see `action_value_loss`."
         return action_value_loss(fragment, self.critic, self.critic_target(fragment), weight)
 
+    # `(loss, metrics)` of the policy: a 0-dim tensor with a graph, and numbers or 0-dim tensors
+    policy_loss = must_define("policy_loss(fragment)")
+
     def improve_policy(self, fragment: Fragment) -> dict:
         "Take one step of the policy; returns metrics, some of them tensors."
-        raise NotImplementedError(f"{type(self).__name__} must define improve_policy(fragment)")
+        loss, metrics = self.policy_loss(fragment)
+        return self.optimizer_step(
+            "policy",
+            loss,
+            "loss_policy",
+            metrics,
+            fragment.valid.sum(),
+        )
 
     def move_targets(self) -> None:
         "Move the target networks."
@@ -386,7 +403,7 @@ class ActionLearner(ReplayLearner, ByAdam):
 
         Errors become priorities. Returns metrics, some as tensors.
         """
-        fragment, weight, index = sample
+        fragment, weight, _ = sample
         self.check_length(fragment.n_steps)
         if nested.leaves(fragment.hx):
             raise DataError(
@@ -395,7 +412,13 @@ class ActionLearner(ReplayLearner, ByAdam):
 
         # The critic learns from each sample.
         loss, metrics, errors = self.critic_loss(fragment, weight)
-        metrics = self.optimizer_step("critic", loss, "loss_value", metrics, fragment.valid.sum())
+        metrics = self.optimizer_step(
+            "critic",
+            loss,
+            "loss_value",
+            metrics,
+            fragment.valid.sum(),
+        )
         metrics["grad_norm_critic"] = metrics.pop("grad_norm")
         self.gradient_steps += 1
 
@@ -404,10 +427,7 @@ class ActionLearner(ReplayLearner, ByAdam):
             metrics |= self.improve_policy(fragment)
             self.move_targets()
 
-        if not getattr(memory, "prioritized", False):
-            return metrics
-        memory.prioritize(index, priorities(errors, fragment.valid, self.eta))
-        return metrics | dict(weight_min=weight.min())
+        return metrics | self.prioritize(memory, sample, errors, fragment.valid)
 
 # %% ../../../nbs/agents/14_off_policy/01_action_learner.ipynb #2452a072
 class DeterministicLearner(ActionLearner):
@@ -447,10 +467,9 @@ class DeterministicLearner(ActionLearner):
             n_steps=self.multi_step,
         )
 
-    def improve_policy(self, fragment: Fragment) -> dict:
-        "A step of the policy, see `deterministic_policy_loss`."
-        loss, metrics = deterministic_policy_loss(fragment, self.actor, self.critic)
-        return self.optimizer_step("policy", loss, "loss_policy", metrics, fragment.valid.sum())
+    def policy_loss(self, fragment: Fragment) -> tuple:
+        "See `deterministic_policy_loss`."
+        return deterministic_policy_loss(fragment, self.actor, self.critic)
 
     def move_targets(self) -> None:
         "Move the target networks of critic and policy."
@@ -552,7 +571,13 @@ class SoftLearner(ActionLearner):
 
         # The policy
         noise = self.noise(fragment)
-        loss, metrics = soft_policy_loss(fragment, self.actor, self.critic, noise, temperature)
+        loss, metrics = soft_policy_loss(
+            fragment,
+            self.actor,
+            self.critic,
+            noise,
+            temperature,
+        )
         entropy = metrics["entropy"] - self.actor.box.log_volume
         metrics = metrics | dict(temperature=temperature)
         metrics = self.optimizer_step("policy", loss, "loss_policy", metrics, n)

@@ -137,7 +137,12 @@ class StackedRenormMLP(StackedMLP):
     """
 
     def __init__(
-        self, k: int, n_in: int, hidden: tuple, n_out: int, activation: str | type = "relu"
+        self,
+        k: int,
+        n_in: int,
+        hidden: tuple,
+        n_out: int,
+        activation: str | type = "relu",
     ):
         super().__init__(k, n_in, hidden, n_out, activation)
         self.norms = nn.ModuleList(BatchRenorm((k, 1, n)) for n in (n_in, *hidden))
@@ -258,7 +263,13 @@ class CrossQ(SoftLearner):
         q_next = spread(values[:, n:], next_valid).detach().amin(0)
 
         entropy_bonus = -self.entropy_weight * (logp + self.actor.box.log_volume)
-        target = td_targets(fragment, q_next, self.gamma, self.multi_step, entropy_bonus)
+        target = td_targets(
+            fragment,
+            q_next,
+            self.gamma,
+            self.multi_step,
+            entropy_bonus,
+        )
         return action_value_loss(fragment, lambda *_: q, target, weight)
 
     def improve_policy(self, fragment: Fragment) -> dict:

@@ -15,8 +15,9 @@ import rollpipe.ranks as ranks
 from ..gradient_learner import GradientLearner
 from .replay_learner import ReplayLearner, update_target
 from ..shared_options import DecayingEpsilon, flag, integer, not_offered, number
-from ..td import huber_penalty, priorities, td, td_loss
+from ..td import huber_penalty, td, td_loss
 from ..unroll import check_segments
+from ...layers.actor import must_define
 from ...pipes.data import nested
 from ...pipes.data.fragment import Fragment
 from ...pipes.replay.memory import ReplayMemory, Sample
@@ -88,16 +89,15 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
             return super().least_lengths()
         return {"burn_in + multi_step": self.burn_in + self.multi_step}
 
-    def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
-        "`(loss, metrics, errors)`, see `td_loss`."
-        raise NotImplementedError(f"{type(self).__name__} must define loss(fragment, weight)")
+    # `(loss, metrics, errors)`, see `td_loss`
+    loss = must_define("loss(fragment, weight)")
 
     def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
         """One step of the optimiser from a `Sample`, whose TD errors become priorities.
 
         Returns metrics, some of them tensors.
         """
-        fragment, weight, index = sample
+        fragment, weight, _ = sample
         trained_rows = slice(self.burn_in, None)
 
         # All trained rows may rest. Ranks compute along, because others may have valid ones.
@@ -113,10 +113,7 @@ class DeepQLearner(DecayingEpsilon, ReplayLearner, GradientLearner):
         metrics = self.step(loss, metrics=metrics, n=valid.sum())
         self.count_step()
 
-        if not getattr(memory, "prioritized", False):
-            return metrics
-        memory.prioritize(index, priorities(errors[trained_rows], valid, self.eta))
-        return metrics | dict(weight_min=weight.min())
+        return metrics | self.prioritize(memory, sample, errors[trained_rows], valid)
 
 # %% ../../../nbs/agents/14_off_policy/03_q_learner.ipynb #a24e6624
 def levels(n: int, like: Tensor) -> Tensor:
@@ -205,7 +202,12 @@ class DQN(DeepQLearner):
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "See `td`."
         return td(
-            fragment, self.actor, self.target, weight=weight, huber=self.huber, **self.td_options
+            fragment,
+            self.actor,
+            self.target,
+            weight=weight,
+            huber=self.huber,
+            **self.td_options,
         )
 
 # %% ../../../nbs/agents/14_off_policy/03_q_learner.ipynb #98f181e5
@@ -230,5 +232,10 @@ class QRDQN(DeepQLearner):
     def loss(self, fragment: Fragment, weight: torch.Tensor | None) -> tuple:
         "See `quantile_td`."
         return quantile_td(
-            fragment, self.actor, self.target, weight=weight, huber=self.huber, **self.td_options
+            fragment,
+            self.actor,
+            self.target,
+            weight=weight,
+            huber=self.huber,
+            **self.td_options,
         )

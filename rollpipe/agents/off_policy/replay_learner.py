@@ -17,10 +17,12 @@ import rollpipe.ranks as ranks
 from ..learner import Learner
 from ..metrics import mean_metrics
 from ..shared_options import Discounted, Schedule, integer, not_offered, number
+from ..td import priorities
+from ...layers.actor import must_define
 from ...pipes.data.errors import DataError
 from ...pipes.data.fragment import Fragment, check_item
 from ...pipes.graph.modules import bump_version
-from ...pipes.replay.memory import ReplayMemory, Sample
+from ...pipes.replay.memory import Sample
 from ...pipes.replay.pipe import Replayed
 
 # %% ../../../nbs/agents/14_off_policy/00_replay_learner.ipynb #aaa45080
@@ -38,7 +40,11 @@ def update_buffers(target: torch.nn.Module, net: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def update_target(target: torch.nn.Module, net: torch.nn.Module, tau: float = 1.0) -> None:
+def update_target(
+    target: torch.nn.Module,
+    net: torch.nn.Module,
+    tau: float = 1.0,
+) -> None:
     """Move the parameters of `target` towards those of `net`; buffers become equal.
 
     Args:
@@ -95,6 +101,9 @@ class ReplayLearner(Discounted, Learner):
     critic_epochs: int = not_offered(0)
     keeps = (*Learner.keeps, "target", "gradient_steps", "target_updates")
     batch_needs = ()  # a fresh fragment needs no advantages, value targets and log-probabilities
+    # weight of the greatest TD error in the priority of a longer sample; the mean error has the
+    # rest
+    eta = 0.9
 
     def make_target(self, net: torch.nn.Module) -> None:
         "Make the target network, a copy of `net`, and set all counters to 0."
@@ -171,12 +180,21 @@ class ReplayLearner(Discounted, Learner):
             seconds_update=perf_counter() - start,
         )
 
-    def learn(self, sample: Sample, memory: ReplayMemory | None = None) -> dict:
-        """The algorithm: learn from a `Sample`, and tell a prioritised memory the errors.
+    # the algorithm: learns from a `Sample`, and tells a prioritised memory the errors; returns
+    # metrics, some of them tensors
+    learn = must_define("learn(sample, memory)")
 
-        Returns metrics, some of them tensors.
+    def prioritize(
+        self, memory: Any, sample: Sample, errors: torch.Tensor, valid: torch.Tensor
+    ) -> dict:
+        """Tell a memory with priorities the errors `[T, B]` of a sample; returns metrics.
+
+        Other memories are told nothing.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define learn(sample, memory)")
+        if not getattr(memory, "prioritized", False):
+            return {}
+        memory.prioritize(sample.index, priorities(errors, valid, self.eta))
+        return dict(weight_min=sample.weight.min())
 
     def least_lengths(self) -> dict[str, int]:
         "Option -> the smallest number of steps of a sample that it works with."

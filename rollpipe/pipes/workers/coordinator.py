@@ -34,7 +34,7 @@ from ..keeping.plain import capture, restore_object
 from ..keeping.random_states import GlobalRandomStates
 from ..lanes import Lanes
 from ..stepper import Acting, refuse_reading_ahead
-from ..taps import EpisodeStats, Tap, Throughput
+from ..taps import EpisodeStats, Tap
 from .channel import WeightPublisher
 from .crew import Member, Members, Supervision
 from .entry import holders_in
@@ -615,7 +615,7 @@ def _check_taps(seam):
 
     Its function would run in a worker, unseen by this process.
     """
-    taps = find(seam.pipe, lambda p: isinstance(p, (EpisodeStats, Tap, Throughput)))
+    taps = find(seam.pipe, lambda p: isinstance(p, (EpisodeStats, Tap)))
     if taps:
         raise GraphError(
             "in a worker process a tap calls a copy of its function, and what that is told stays "
