@@ -47,7 +47,7 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.graph.edits import insert_after, nodes
 from rollpipe.pipes.graph.torchdata import DataLoader2, InProcessReadingService
-from rollpipe.pipes.taps import EpisodeStats, Tap
+from rollpipe.pipes.taps import EpisodeStats, Tap, Throughput
 
 # --- whoever collects, it is the same stream
 
@@ -655,8 +655,9 @@ def tapped(where, tap):
 TAPS = [
     lambda p, told: EpisodeStats(p, told),
     lambda p, told: Tap(p, told),
+    lambda p, told: Throughput(p, told),
 ]
-each_tap = pytest.mark.parametrize("make", TAPS, ids=["EpisodeStats", "Tap"])
+each_tap = pytest.mark.parametrize("make", TAPS, ids=["EpisodeStats", "Tap", "Throughput"])
 
 
 @pytest.mark.slow_but_one
@@ -667,7 +668,7 @@ def test_a_tap_whose_function_would_be_a_copy_in_a_worker_is_refused(make, where
     pipe = tapped(where, lambda p: make(p, told.append))
     with pytest.raises(
         GraphError,
-        match=r"^(EpisodeStats|Tap): in a worker process .* Expected taps below `Lanes`",
+        match=r"^(EpisodeStats|Tap|Throughput): in a worker process .* Expected taps below `Lanes`",
     ):
         iter(DataLoader2(pipe, reading_service=ProcessReading(2)))
     for service in (None, ProcessReading(0)):  # in one process it tells all

@@ -35,7 +35,7 @@ from rollpipe.pipes import (
 from rollpipe.pipes.data.fragment import Final, Tick
 from rollpipe.pipes.graph.torchdata import IterableWrapper
 from rollpipe.pipes.replay.hindsight import MergedStep
-from rollpipe.pipes.steps import Step, Steps
+from rollpipe.pipes.steps import Fragments, Step, Steps
 
 fast = settings(deadline=None, max_examples=20)
 MIXED = ((3, "term"), (4, "trunc"), (1, "both"), (2, "trunc"))
@@ -186,7 +186,7 @@ def test_refuses_other_items():
     with pytest.raises(DataError, match="Fragments are wanted here"):
         list(Steps(EnvStepper(Counting, Plain())))
     with pytest.raises(DataError, match="Steps are wanted here"):
-        list(StepMerger(collector(), 2))
+        list(Fragments(collector(), 2))
     with pytest.raises(TypeError):
         len(Steps(collector()))
 
@@ -297,6 +297,92 @@ def test_n_step_groups_hold_successive_steps_of_one_episode():
 
 # --- back to fragments
 
+SAME = ("state", "term", "valid", "lane", "seq")
+
+
+def same_final(a, b):
+    for name in ("t", "b", "obs"):
+        assert_same(getattr(a.final, name), getattr(b.final, name))
+
+
+@fast
+@given(
+    plans=st.lists(episodes, min_size=1, max_size=3),
+    n_steps=st.integers(1, 7),
+    lanes=st.integers(1, 2),
+)
+def test_back_to_fragments_of_any_length(plans, n_steps, lanes):
+    pipe = Steps(
+        AdvantageBuffer(Lanes(collector(plans, 4), lanes), judge, lam=0.0)
+    )  # TD errors do not depend on the cut
+    direct = defaultdict(list)
+    for f in islice(
+        AdvantageBuffer(Lanes(collector(plans, n_steps), lanes), judge, lam=0.0), 3 * lanes
+    ):
+        direct[int(f.lane[0])].append(f)
+    for fragment in islice(Fragments(pipe, n_steps), 2 * lanes):
+        other = direct[int(fragment.lane[0])][int(fragment.seq[0])]
+        for name in SAME:
+            assert_same(getattr(fragment, name), getattr(other, name))
+        same_final(fragment, other)
+        assert torch.equal(fragment.adv[~fragment.term[1:]], other.adv[~fragment.term[1:]])
+
+
+def test_what_is_left_makes_shorter_last_fragments():
+    steps = list(islice(Steps(collector([MIXED] * 2)), 2 * 11))
+    fragments = list(
+        Fragments(IterableWrapper(steps[:-1], deepcopy=False), 4)
+    )  # the last environment lacks one step
+    assert [f.n_steps for f in fragments] == [4, 4, 2] and fragments[0].adv is None
+    total = sum(float(f.state.rew[1:].sum()) for f in fragments)
+    assert total == pytest.approx(sum(float(s.reward) for s in steps[:20]))
+    assert list(Fragments(IterableWrapper([]), 4)) == []
+
+
+@pytest.mark.parametrize("plan, n_steps", [([(2, "term")], 5), ([(2, "term"), (3, "term")], 50)])
+def test_refuses_environments_that_take_unequal_numbers_of_steps(plan, n_steps):
+    "With `sticky`, the steps of others would wait for an environment that rests, and be dropped at the end."
+    envs = [lambda plan=plan: Counting(plan) for plan in ([(100, "term")], plan)]
+    pipe = FragmentCollector(EnvStepper(envs, Plain(), sticky=5), 5)
+    text = r"Fragments, lane 0, environment 1: it takes fewer steps than others, .* Expected \d+ steps since the last fragment, got \d+"
+    with pytest.raises(DataError, match=text):
+        list(Fragments(Steps(Limit(pipe, 9)), n_steps))
+
+
+def test_regained_fragments_are_fit_for_the_pipes_below():
+    again = FragmentStacker(
+        AdvantageBuffer(Fragments(Steps(Lanes(collector([MIXED] * 2), 2)), 5), judge), 2
+    )
+    direct = FragmentStacker(AdvantageBuffer(Lanes(collector([MIXED] * 2), 2), judge), 2)
+    for a, b in zip(islice(again, 3), direct):
+        assert_same(a.adv, b.adv)
+        assert [m.n_envs for m in Minibatcher(IterableWrapper([a]), 8, seed=0)] == [8, 8, 4]
+
+
+@pytest.mark.parametrize(
+    "break_it", [lambda s: s[1:2] + s[:1], lambda s: s[:1] + s[2:], lambda s: s[:3] + s[4:]]
+)
+def test_refuses_steps_that_do_not_follow_one_another(break_it):
+    steps = break_it(list(islice(Steps(collector()), 8)))
+    with pytest.raises(
+        DataError,
+        match=r"lane 0, environment 0: the steps of an environment must follow one another. Expected step \d",
+    ):
+        list(Fragments(IterableWrapper(steps, deepcopy=False), 3))
+
+
+def test_refuses_batches_late_environments_and_bad_lengths():
+    steps = list(islice(Steps(collector()), 6))
+    with pytest.raises(DataError, match="env_id: single steps"):
+        list(Fragments(IterableWrapper([Step.stack(steps)]), 3))
+    late = [*steps, steps[0]._replace(env_id=torch.tensor(1))]
+    with pytest.raises(DataError, match="a new environment among"):
+        list(Fragments(IterableWrapper(late, deepcopy=False), 3))
+    for n in (0, 2.0, True):
+        with pytest.raises(DataError, match="n_steps >= 1"):
+            Fragments(Steps(collector()), n)
+
+
 # --- what else yields fragments
 
 
@@ -353,7 +439,7 @@ def test_run_in_a_loader():
 
 
 def test_survive_a_copy_of_the_graph():
-    for pipe in (Limit(Steps(collector()), 12),):
+    for pipe in (Limit(Steps(collector()), 12), Limit(Fragments(Steps(collector()), 3), 3)):
         for a, b in zip(pipe, copy.deepcopy(pipe)):
             assert_same(a._asdict(), b._asdict())
 

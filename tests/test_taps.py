@@ -54,7 +54,7 @@ from rollpipe.pipes.graph.torchdata import (
     IterableWrapper,
     traverse_dps,
 )
-from rollpipe.pipes.taps import EpisodeEnd, EpisodeSums
+from rollpipe.pipes.taps import EpisodeEnd, EpisodeSums, Rate, Throughput
 from rollpipe.testing import check_pipe
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_open")
@@ -294,11 +294,54 @@ def test_taps_pass_the_very_same_items():
     ):
         source = Given(IterableWrapper([]))
         nothing = lambda x: None
-        taps = [Tap(source, nothing), EpisodeStats(source, nothing)]
+        taps = [Tap(source, nothing), EpisodeStats(source, nothing), Throughput(source, nothing)]
         if not isinstance(kept[0], Tick):
             taps.append(CheckInvariants(source, rate=1))
         for tap in taps:
             assert [id(x) for x in tap] == [id(x) for x in kept]
+
+
+def test_throughput_with_a_clock_of_our_own():
+    now = [0.0]
+    rates = []
+
+    class Slow(Pipe):
+        def stream(self, items):
+            for item in items:
+                now[0] += 2
+                yield item
+
+    pipe = Throughput(
+        Slow(Limit(FragmentCollector(EnvStepper(Counting, Plain(), 3), 4), 5)),
+        rates.append,
+        every=2,
+        clock=lambda: now[0],
+    )
+    for _ in pipe:
+        now[0] += 1
+    # the time between two items is that of the item before; the first window lacks it once
+    assert rates == [Rate(2, 24, 5, 4), Rate(2, 24, 6, 4), Rate(1, 12, 4, 2)]
+    assert rates[1].steps_per_second == 4
+
+
+def test_throughput_counts_valid_steps_only():
+    rates = []
+    run(
+        Throughput(
+            EnvStepper(lambda: Counting([(2, "term")]), Plain(), sticky=5), rates.append, every=10
+        ),
+        10,
+    )
+    assert rates[0][:2] == (10, 4)
+    run(
+        Throughput(
+            EpisodeCollector(EnvStepper(lambda: Counting([(3, "trunc")]), Plain()), 2),
+            rates.append,
+            every=3,
+        ),
+        3,
+    )
+    assert rates[1][:2] == (3, 18)
 
 
 @pytest.mark.parametrize(
@@ -306,11 +349,15 @@ def test_taps_pass_the_very_same_items():
     [
         lambda p: Tap(p, None),
         lambda p: EpisodeStats(p, 3),
+        lambda p: Throughput(p, []),
+        lambda p: Throughput(p, print, every=0),
         lambda p: CheckInvariants(p, rate=2),
     ],
 )
 def test_arguments(make):
-    with pytest.raises(DataError, match=r"(Tap|EpisodeStats|CheckInvariants): .*Expected"):
+    with pytest.raises(
+        DataError, match=r"(Tap|EpisodeStats|Throughput|CheckInvariants): .*Expected"
+    ):
         make(EnvStepper(Counting, Plain()))
 
 
@@ -548,6 +595,7 @@ PIPES = {
         EnvStepper(lambda: Brief(), GaussianPolicy.for_env(Lively, seed=0), 2, seed=1), 2
     ),
     "EpisodeStats": lambda: EpisodeStats(fragments(), nothing),
+    "Throughput": lambda: Throughput(fragments(), nothing),
     "Tap": lambda: Tap(stepper(), nothing),
     "CheckInvariants": lambda: CheckInvariants(
         AdvantageBuffer(fragments(), lambda obs: obs.sum(-1)), 1
@@ -648,6 +696,7 @@ def test_one_item_for_one_item():
     pipes = [
         Tap(source, nothing),
         EpisodeStats(source, nothing),
+        Throughput(source, nothing),
         CheckInvariants(source),
         RewardScaler(source),
         ObservationCast(source),

@@ -20,7 +20,8 @@ from rollpipe.pipes import (
     nested,
     replayed,
 )
-from rollpipe.pipes.steps import Steps
+from rollpipe.pipes.graph.torchdata import IterableWrapper
+from rollpipe.pipes.steps import Fragments, Steps
 
 MIXED = ((3, "term"), (4, "trunc"), (1, "both"), (2, "term"))
 OTHER = ((5, "term"), (2, "trunc"))
@@ -69,7 +70,7 @@ def test_advantages_are_the_same(actor, critic):
         assert torch.equal(a.adv, b.adv) and torch.equal(a.ret, b.ret)
 
 
-def test_steps():
+def test_steps_and_fragments_of_them():
     for told, steps in (
         (False, list(islice(Steps(collector(False)), 80))),
         (True, list(islice(Steps(collector(True)), 80))),
@@ -78,6 +79,15 @@ def test_steps():
         assert len(ended) > 5
         for s in ended:
             assert s.next_state[2] == s.state[2] + told and s.next_state[1] == s.state[1]
+    steps = list(islice(Steps(collector(True)), 80))
+    again = list(Steps(Fragments(IterableWrapper(steps, deepcopy=False), 4)))
+    assert len(again) == len(steps)
+
+    def key(s):
+        return int(s.proc_id), int(s.env_id), int(s.episode_n), int(s.step_n)
+
+    for a, b in zip(sorted(steps, key=key), sorted(again, key=key)):
+        assert torch.equal(a.next_state, b.next_state) and torch.equal(a.terminated, b.terminated)
 
 
 @pytest.mark.parametrize("n", [1, 3])

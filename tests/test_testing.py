@@ -21,7 +21,7 @@ from rollpipe.pipes import (
     on_policy,
 )
 from rollpipe.pipes.graph.torchdata import IterableWrapper, IterDataPipe
-from rollpipe.pipes.steps import Steps
+from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.testing import ContractError, check_actor, check_env, check_pipe
 
 RULES = {name: rule for name, rule in vars(testing).items() if name.isupper()}
@@ -806,6 +806,7 @@ PIPES = {
     ),
     "minibatches": lambda: Minibatcher(collector(), 4, epochs=2, seed=3),
     "steps": lambda: Steps(collector()),
+    "regained": lambda: Fragments(Steps(collector()), 3),
     "finite": lambda: Finite(collector()),
     "wrapped": lambda: IterableWrapper(range(3)),
     "recipe": lambda: on_policy(Counting, Plain(), judge, n_envs=2, n_steps=5, lanes=2, seed=0),

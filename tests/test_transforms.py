@@ -323,6 +323,19 @@ def test_casts(dtype):
     )
 
 
+def test_casts_of_ticks():
+    def source():
+        return EnvStepper(lambda: Nested([(2, "trunc")]), NestedMemory(), 2)
+
+    a = next(iter(FragmentCollector(ObservationCast(source(), torch.float32), 5)))
+    b = next(iter(ObservationCast(FragmentCollector(source(), 5), torch.float32)))
+    assert_same(a, b)
+    with pytest.raises(
+        DataError, match="ObservationCast, lane 0: .*float32 or float64, got torch.float16"
+    ):
+        next(iter(ObservationCast(source(), torch.float16)))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, "float32", np.float32, None])
 def test_dtypes(dtype):
     with pytest.raises(DataError, match="ObservationCast: .*a floating torch.dtype"):

@@ -14,7 +14,8 @@ from rollpipe.pipes import (
     rollouts,
 )
 from rollpipe.pipes.data.fragment_ops import pad_episodes
-from rollpipe.pipes.steps import Steps
+from rollpipe.pipes.steps import Fragments, Steps
+from rollpipe.pipes.taps import Throughput
 
 from .tools import first, named
 from .worlds import Hybrid, Push, Walk, critic, policy, vector
@@ -79,6 +80,10 @@ def steps_of_resting_environments():
     )
 
 
+def steps_and_back():
+    yield from first(Fragments(Steps(_joined(Push)), 6), 6)
+
+
 class _Drawn(Walk):
     render_mode = "rgb_array"
 
@@ -100,16 +105,19 @@ def ends():
     "What the taps and the accountant tell of episodes, in ticks, in fragments of lanes, and in those that were joined."
     from_ticks = []
     from_lanes = []
+    rates = []
     account = EpisodeReturns()
+    clock = iter(range(10_000))
     pipe = EpisodeStats(EnvStepper(Push, policy(Push), 3), from_ticks.append)
     pipe = EpisodeStats(Lanes(FragmentCollector(pipe, 8), 2, 0), from_lanes.append)
-    for _, fragment in first(pipe, 7):
+    for _, fragment in first(Throughput(pipe, rates.append, every=2, clock=lambda: next(clock)), 7):
         account.add(fragment)
     yield (
         "told",
         dict(
             from_ticks=from_ticks,
             from_lanes=from_lanes,
+            rates=rates,
             pop=account.pop(),
             steps=account.steps,
         ),

@@ -51,6 +51,10 @@ def learnt_reward_scale_of_ticks():
     yield from first(_lanes(Push, lambda pipe: RewardScaler(pipe, clip=0.5)), 5)
 
 
+def cast_ticks():
+    yield from first(_lanes(Hybrid, ObservationCast))
+
+
 def cast_fragments():
     yield from first(ObservationCast(_lanes(Hybrid), torch.bfloat16))
 

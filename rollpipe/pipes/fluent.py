@@ -19,8 +19,8 @@ from .frames import FrameStack
 from .invariants import CheckInvariants
 from .lanes import Lanes
 from .replay.hindsight import StepMerger
-from .steps import Steps
-from .taps import EpisodeStats, Tap
+from .steps import Fragments, Steps
+from .taps import EpisodeStats, Tap, Throughput
 from .graph.torchdata import IterDataPipe
 from .transforms import NStep, ObservationCast, RewardScaler
 
@@ -38,10 +38,12 @@ NAMES = {
     "merge_steps": StepMerger,
     "minibatches": Minibatcher,
     "n_step": NStep,
+    "regroup": Fragments,
     "scale_rewards": RewardScaler,
     "stack": FragmentStacker,
     "steps": Steps,
     "tap": Tap,
+    "throughput": Throughput,
     "to_device": ToDevice,
 }
 

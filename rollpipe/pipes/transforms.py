@@ -267,22 +267,21 @@ class RewardScaler(Pipe):
 
 # %% ../../nbs/pipes/21_transforms.ipynb #8a99616c
 class ObservationCast(Pipe):
-    """Cast the floating-point leaves of the observations in `Fragment`s to `dtype`.
+    """Cast the floating-point leaves of the observations in `Fragment`s or `Tick`s to `dtype`.
 
-    Integer and bool leaves stay. Raises `DataError` for a dtype that is not floating.
+    Integer and bool leaves stay.
+
+    In `Tick`s only float32 and float64 are possible, because the actor's virtual reactions are
+    computed from them. Raises `DataError` for other dtypes.
 
     Args:
-        pipe: yields `Fragment`s
+        pipe: yields `Tick`s or `Fragment`s
         dtype: floating dtype, such as `torch.float32` or `torch.bfloat16`
     """
 
     reads = 1
 
-    def __init__(
-        self,
-        pipe: IterDataPipe,
-        dtype: torch.dtype = torch.float32,
-    ):
+    def __init__(self, pipe: IterDataPipe, dtype: torch.dtype = torch.float32):
         super().__init__(pipe)
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise DataError(
@@ -290,17 +289,42 @@ class ObservationCast(Pipe):
             )
         self.dtype = dtype
 
-    def stream(self, items: Iterator[Fragment]) -> Iterator[Fragment]:
-        for fragment in items:
-            check_item(fragment, Fragment, self)
-            state, final = fragment.state, fragment.final
-            yield fragment._replace(
-                state=state._replace(obs=nested.map(self._cast, state.obs)),
-                final=final._replace(obs=nested.map(self._cast, final.obs)),
+    def stream(self, items: Iterator) -> Iterator:
+        for item in items:
+            yield self._cast_tick(item) if isinstance(item, Tick) else self._cast_fragment(item)
+
+    def _cast_fragment(self, fragment):
+        check_item(fragment, Fragment, self)
+
+        def cast(obs):
+            return nested.map(lambda x: x.to(self.dtype) if x.is_floating_point() else x, obs)
+
+        return fragment._replace(
+            state=fragment.state._replace(obs=cast(fragment.state.obs)),
+            final=fragment.final._replace(obs=cast(fragment.final.obs)),
+        )
+
+    def _cast_tick(self, tick):
+        dtype = {torch.float32: np.float32, torch.float64: np.float64}.get(self.dtype)
+        if dtype is None:
+            raise DataError(
+                "ticks cannot be cast",
+                pipe=self,
+                lane=tick.lane,
+                expected="float32 or float64",
+                got=str(self.dtype),
             )
 
-    def _cast(self, x):
-        return x.to(self.dtype) if x.is_floating_point() else x
+        def cast(obs):
+            return nested.map(
+                lambda x: x.astype(dtype, copy=False) if x.dtype.kind == "f" else x, obs
+            )
+
+        return tick._replace(
+            state=tick.state._replace(obs=cast(tick.state.obs)),
+            next=tick.next._replace(obs=cast(tick.next.obs)),
+            final={b: (cast(obs), hx) for b, (obs, hx) in tick.final.items()},
+        )
 
 # %% ../../nbs/pipes/21_transforms.ipynb #922fe140
 class NSteps(NamedTuple):
