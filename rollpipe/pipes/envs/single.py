@@ -15,7 +15,7 @@ import numpy as np
 from ..data import nested
 from ..data.errors import EnvError, PipeError, describe
 from .actions import action_rows, env_failure
-from .batch import CONSTANT, Batch, Row, Rows, last_obs, own, played, put_obs
+from .batch import Batch, Row, Rows, last_obs, played, put_obs
 from rollpipe.pipes.envs.factories import (
     Claim,
     close_env,
@@ -26,6 +26,7 @@ from rollpipe.pipes.envs.factories import (
 )
 from .infos import SingleInfos
 from .kept import restore_batch
+from .wrappers import CONSTANT, own
 from ..keeping.random_states import EpisodeSeeds
 
 # %% ../../../nbs/pipes/10_envs/06_single.ipynb #e8b1e78b
@@ -55,7 +56,7 @@ class Sticky:
 
     def begin(self) -> None:
         "Begin a new period, in which all environments act."
-        # for each index, the environment or its `RestingEnv`; indices that rest
+        # For each index, the environment or its `RestingEnv`; indices that rest
         self.acting = list(self.envs)
         self.resting = []
         self.count = 0
@@ -84,6 +85,8 @@ class Sticky:
         """
         valid = self.all.copy()
         valid[self.resting] = False
+
+        # Those that ended rest from the next step on, and show the first observation meanwhile.
         for b in ended:
             self.acting[b] = RestingEnv(nested.map(np.array, nested.getitem(obs, b)))
         ended += self.resting
@@ -107,6 +110,7 @@ def scalar_rewards(rews: list) -> np.ndarray:
     if rew is not None and rew.shape == (len(rews),) and rew.dtype.kind in "biuf":
         return rew
 
+    # The first environment whose reward is not one number
     def is_number(x):
         return not np.shape(x) and np.asarray(x).dtype.kind in "biuf"
 
@@ -151,9 +155,9 @@ def write_step_numbers(stepno: np.ndarray, fin: np.ndarray) -> None:
     stepno[1:] = stepno[0] + t
     if not fin.any():
         return
-    last = np.maximum.accumulate(
-        np.where(fin, t, 0)
-    )  # the last row with an end; 0 if there is none
+
+    # For each row the last one with an end, 0 if there is none: steps count from there.
+    last = np.maximum.accumulate(np.where(fin, t, 0))
     stepno[1:] -= np.where(last, stepno[0] + last, 0)
 
 
@@ -163,7 +167,8 @@ def _put_all(rews, out):
     Returns whether they are.
     """
     flat = list(chain.from_iterable(rews))
-    if not all(issubclass(kind, (float, np.floating)) for kind in {*map(type, flat)}):
+    kinds = {*map(type, flat)}
+    if not all(issubclass(kind, (float, np.floating)) for kind in kinds):
         return False  # `scalar_rewards` converts others
     out[:] = np.array(flat).reshape(out.shape)
     return True
@@ -206,22 +211,33 @@ class EnvBatch(Batch):
         episode_seeds: bool = False,
         **where: Any,
     ):
+        # What says how environments are made and closed
         n = len(factories)
         self.factories = factories
         self.seeds = env_seeds(seed, n)
         self.closes = closes
         self.keeper = keeper
         self.where = where
+
+        # The environments, and what depends on their spaces
         self.claim = Claim()
         self.envs = [] if first is None else [first]
         try:
             self._make_envs()
             if episode_seeds:
                 self.envs[:] = map(EpisodeSeeds, self.envs)
-            self._prepare(*spaces_of(self.envs[0]), n, clip_actions)
+            self._prepare(
+                *spaces_of(self.envs[0]),
+                n,
+                clip_actions,
+            )
             like = self._obs_like
             self._form = (like.shape, like.dtype) if isinstance(like, np.ndarray) else (None, None)
-            self._infos = SingleInfos(n, info_keys, str((seed.entropy, factories[0].name)))
+            self._infos = SingleInfos(
+                n,
+                info_keys,
+                str((seed.entropy, factories[0].name)),
+            )
         except BaseException as e:
             self.close()
             if isinstance(e, PipeError):
@@ -245,6 +261,8 @@ class EnvBatch(Batch):
             if not is_first:
                 self.envs.append(env)  # after the claim, so that no environment is closed twice
             env.action_space.seed(space_seed)
+
+        # All must have the spaces of the first.
         for b, env in enumerate(self.envs):
             self._check_spaces(b, env)
 
@@ -285,7 +303,11 @@ class EnvBatch(Batch):
 
         # From here on it is the one that is kept and played.
         self.kept[b] = self.keeper.begin(self.envs[b])
-        self.played[b] = played(self.envs[b], self.kept[b], self.keeper)
+        self.played[b] = played(
+            self.envs[b],
+            self.kept[b],
+            self.keeper,
+        )
         return self.kept[b]
 
     def name(self, b: int) -> str:
@@ -320,8 +342,14 @@ class EnvBatch(Batch):
         except PipeError as e:
             self._locate(e)
             raise
+
+        # Numbers of steps and ends, and the checks that cannot wait for `settle`
         if "stepno" in rows.reads:
-            np.add(rows.rows[t].stepno, 1, out=row.stepno)
+            np.add(
+                rows.rows[t].stepno,
+                1,
+                out=row.stepno,
+            )
         if ended:
             row.stepno[ended] = 0
             row.fin[ended] = True
@@ -337,6 +365,8 @@ class EnvBatch(Batch):
         """
         if self.claim.lost:
             self.claim.check()
+
+        # Names of the loop, which must be fast
         like = self._obs_like
         (shape, dtype) = self._form
         buffer = row.leaves[0]
@@ -386,7 +416,8 @@ class EnvBatch(Batch):
 
         # All steps at once, if all is in order
         if len(rewards) > 1:
-            are_written = "rew" in rows.reads or _put_all(rewards, rows.state.rew[begin + 1 : end])
+            out = rows.state.rew[begin + 1 : end]
+            are_written = "rew" in rows.reads or _put_all(rewards, out)
             if are_written and self._all_fine(rows.state, slice(begin + 1, end)):
                 return
 
@@ -418,7 +449,12 @@ class EnvBatch(Batch):
                 **self.where,
             )
         all_kept = [self._kept(one) for one in self.kept]
-        restore_batch(all_kept, state["envs"], self._renew, self._naming)
+        restore_batch(
+            all_kept,
+            state["envs"],
+            self._renew,
+            self._naming,
+        )
         self._infos.set_state(state["infos"])
         if self.sticky is not None:
             self.sticky.set_state(state["sticky"])
