@@ -434,8 +434,7 @@ class VectorFactory:
             options = dict(disable_env_checker=True, wrappers=wrappers)
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second
             # call.
-            if hasattr(gym.vector, "AutoresetMode"):
-                options["vector_kwargs"] = dict(autoreset_mode="SameStep")
+            options["vector_kwargs"] = dict(autoreset_mode="SameStep")
         return gym.make_vec(
             check_id(self.name),
             self.n_envs,

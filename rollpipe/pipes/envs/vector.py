@@ -31,9 +31,8 @@ from .infos import FINAL, SingleInfos, VectorInfos, column_of, is_mask, reporter
 from .single import EnvBatch
 
 # %% ../../../nbs/pipes/10_envs/07_vector.ipynb #30b5c3d1
-# What a vector has in its metadata that begins anew within the step that ends an episode; gymnasium
-# 1.0 has no name for it.
-SAME_STEP: Any = getattr(gym.vector, "AutoresetMode", str)("SameStep")
+# What a vector has in its metadata that begins anew within the step that ends an episode
+SAME_STEP = gym.vector.AutoresetMode.SAME_STEP
 
 
 def autoreset_mode(vec: Any) -> str:
@@ -42,11 +41,8 @@ def autoreset_mode(vec: Any) -> str:
     Raises `EnvError` if `vec` does not declare it.
     """
     mode = (getattr(vec, "metadata", None) or {}).get("autoreset_mode")
-    # EnvPool and gymnasium 1.0 do not declare their mode, because NextStep is the only one that
-    # they have.
-    if mode is None and (
-        not isinstance(vec, gym.vector.VectorEnv) or not hasattr(gym.vector, "AutoresetMode")
-    ):
+    # EnvPool does not declare its mode, because NextStep is the only one that it has.
+    if mode is None and not isinstance(vec, gym.vector.VectorEnv):
         return "NextStep"
     mode = getattr(mode, "value", mode)
     if mode not in ("NextStep", "SameStep", "Disabled"):
