@@ -10,7 +10,7 @@ from toys import Counting
 from rollpipe.pipes import context, nested
 from rollpipe.pipes.data.errors import DataError, EnvError
 from rollpipe.pipes.data.fragment import State
-from rollpipe.pipes.envs.batch import FiniteCheck, Rows, last_obs
+from rollpipe.pipes.envs.batch import FiniteCheck, Rows, _pinned, last_obs
 from rollpipe.pipes.envs.factories import env_factories
 from rollpipe.pipes.envs.single import EnvBatch, _put_all, scalar_rewards, write_step_numbers
 from rollpipe.pipes.envs.vector import final_observations
@@ -201,3 +201,10 @@ def test_final_observations_as_objects_or_as_a_batch(n, data, deep):
             nested.leaves(found)[0].tolist() == x[at].tolist()
             and nested.leaves(found)[0].dtype == np.float32
         )
+
+
+@pytest.mark.gpu
+def test_page_locked_memory_is_that_of_the_array():
+    memory = _pinned((2, 3), np.float32)
+    assert memory.shape == (2, 3) and memory.dtype == np.float32
+    assert torch.from_numpy(memory).is_pinned()

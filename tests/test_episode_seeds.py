@@ -147,7 +147,7 @@ def test_other_noise_gives_other_episodes():
 
     ours = make()
     ours.reset()
-    begun = {env.seed for env in ours.single.envs}
+    begun = {env.seed for env in ours.envs}
     state = ours.get_state()
     found = []
     for noise in (1, 2):

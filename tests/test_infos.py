@@ -958,6 +958,7 @@ class OwnStatistics(gym.wrappers.vector.RecordEpisodeStatistics):
 def test_statistics_that_an_older_gymnasium_counts_wrongly(monkeypatch, wrap, vector):
     Stats = gym.wrappers.vector.RecordEpisodeStatistics
     monkeypatch.setattr(Stats, "step", step_of_gymnasium_1_3)
+    monkeypatch.setattr(gym, "__version__", "1.3.0")
 
     def source(mode=AutoresetMode.SAME_STEP):
         if vector is Agents:

@@ -424,7 +424,8 @@ class Actor(torch.nn.Module):
         # Where an episode begins, steps are counted from 0, and the memory is cleared.
         hx = self.reset(state.hx, start[0]) if nested.leaves(state.hx) else state.hx
         stepno = (state.stepno + 1).masked_fill(start, 0)
-        inputs = (stepno, nested.torchify(batch, 1), state.act, rew, start)
+        batch = nested.map(lambda x: x[None], nested.torchify(batch))
+        inputs = (stepno, batch, state.act, rew, start)
         return self.to_own_device(inputs), hx
 
     def to_own_device(self, x: Any) -> Any:

@@ -7,14 +7,14 @@ __all__ = ['refuse_reading_ahead', 'EnvStepper']
 
 # %% ../../nbs/pipes/12_stepper.ipynb #7d47c8c7
 import multiprocessing
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from .data.errors import DataError, EnvError, GraphError, check_integer, located
+from .data.errors import EnvError, GraphError, check_integer, located
 from .data.fragment import Tick
 from .engines.checked_actor import check_engine
 from .engines.interaction import Interaction
@@ -50,14 +50,17 @@ def refuse_reading_ahead(pipe: IterDataPipe, holders: Iterable) -> None:
     is_fixed = multiprocessing.current_process().daemon
     if is_fixed or not reads_ahead():
         return
-    modules = (module for x in holders for module in modules_in(x))
-    if not any(True for module in modules for _ in module.parameters()):
+
+    # Without weights nothing can be outdated.
+    modules = chain.from_iterable(map(modules_in, holders))
+    n_weights = sum(len(list(module.parameters())) for module in modules)
+    if n_weights == 0:
         return
     raise GraphError(
         "a `Prefetcher` below collects in a thread, while the learner changes the weights",
         pipe=pipe,
-        expected="`ProcessReading(num_workers, lag=1)`, which collects ahead with weights of one version, "
-        "or a `Prefetcher` below pipes that ask no network",
+        expected="`ProcessReading(num_workers, lag=1)`, which collects ahead with weights of one "
+        "version, or a `Prefetcher` below pipes that ask no network",
     )
 
 # %% ../../nbs/pipes/12_stepper.ipynb #766d90ee
@@ -140,6 +143,8 @@ class EnvStepper(Acting, Seeded, Source):
         episode_seeds: bool = False,
     ):
         super().__init__()
+
+        # Only single environments can rest.
         if sticky is not None:
             check_integer("sticky", sticky, pipe=self)
         if sticky and vector:
@@ -150,37 +155,27 @@ class EnvStepper(Acting, Seeded, Source):
                 got=f"sticky={sticky}, vector={vector!r}",
             )
         self._set_source(source, n_envs, vector, env_kwargs)
-        self._set_actor(actor)
-        if isinstance(info_keys, str) or not (info_keys is None or isinstance(info_keys, Iterable)):
-            raise DataError(
-                "names are wanted, not one name",
-                pipe=self,
-                leaf="info_keys",
-                expected=f"[{info_keys!r}]",
-                got=repr(info_keys),
-            )
+        self._set_actor(actor, info_keys)
 
-        # how environments are made and stepped
+        # How environments are made and stepped
         self.vector = vector
         self.sticky = sticky
         self.terminal_obs = terminal_obs
         self.close_made = close
         self.episode_seeds = episode_seeds
-        self.info_keys = info_keys
         self.seed = seed
         self.clip_actions = clip_actions
 
-        # how the actor answers
+        # How the actor answers
         self.explore = explore
         self.device = None if device is None else checked_device(device, pipe=self)
         self.engine = check_engine(engine, pipe=self)
 
     def _set_source(self, source, n_envs, vector, env_kwargs):
-        # no factory: a pipe
+        # Without factories, the environments come from a pipe.
         self.factories = []
         self.n_envs = n_envs
         self.env_kwargs = env_kwargs
-        self.process = os.getpid()
         if vector is not None:
             width = 1 if n_envs is None else n_envs
             self.factories = [VectorFactory(source, width, vector, env_kwargs)]
@@ -188,6 +183,8 @@ class EnvStepper(Acting, Seeded, Source):
             self.factories = env_sources(source, n_envs, env_kwargs)
         else:
             self.pipe = source
+
+        # Factories know their number, and a pipe may yield any.
         if self.factories:
             self.n_envs = sum(factory.n_envs for factory in self.factories)
         elif n_envs is not None:
@@ -198,9 +195,11 @@ class EnvStepper(Acting, Seeded, Source):
 
     def refuse_copies(self, owner: str, got: str, **where: Any) -> None:
         "See `Acting`."
+        # Instances may be in the attributes of pipes.
         holders = list(self.factories)
         if not self.factories:
-            holders = [x for pipe in nodes(self.pipe) for x in vars(pipe).values()]
+            for pipe in nodes(self.pipe):
+                holders += vars(pipe).values()
         for env in instances_in(holders):
             raise no_copy(Lender(env).name, owner, got, **where)
 
@@ -209,8 +208,7 @@ class EnvStepper(Acting, Seeded, Source):
 
         The environments of a pipe come from its iterator `items`.
         """
-        if os.getpid() != self.process:
-            self.refuse_copies("each process", "another process", **where)
+        self.refuse_other_process(**where)
         if self.factories:
             return self.factories
         if items is None:
@@ -235,6 +233,8 @@ class EnvStepper(Acting, Seeded, Source):
         """
         where = dict(pipe=type(self).__name__, lane=self.lane)
         factories = self._factories(items, **where)
+
+        # The batch, as its class knows it
         envs = env_batch(
             factories,
             seed,
@@ -255,6 +255,8 @@ class EnvStepper(Acting, Seeded, Source):
             except EnvError:
                 envs.close()
                 raise
+
+        # What the batch does for this pipe
         envs.terminal_obs = self.terminal_obs
         envs.pinned = self.device is not None and self.device.type == "cuda"
         return envs
@@ -265,7 +267,8 @@ class EnvStepper(Acting, Seeded, Source):
         """
         self.refuse_processes()
         refuse_reading_ahead(self, [self.actor])
-        check_engine(self.engine, pipe=self)  # again, because an edit may have changed it
+        # Again, because an edit may have changed it
+        check_engine(self.engine, pipe=self)
         env_seed, actor_seed = self.seed_sequence().spawn(2)
         envs = self.make_envs(env_seed, items)
         return Interaction(

@@ -8,7 +8,6 @@ __all__ = ['mask_sizes', 'mask_space', 'allowed', 'WithActionMask', 'ActionMask'
 # %% ../../../nbs/pipes/00_data/05_action_masks.ipynb #7c4f478d
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import gymnasium as gym
@@ -57,36 +56,51 @@ def allowed(mask: Tensor, sizes: tuple) -> Tensor:
     """The mask `[*lead, sum(sizes)]` as bool, with True for all values of an integer of which none
     is allowed.
     """
-    parts = [x | ~x.any(-1, keepdim=True) for x in mask.bool().split(sizes, -1)]
+    parts = mask.bool().split(sizes, -1)
+    parts = [x | ~x.any(-1, keepdim=True) for x in parts]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _each(function, sizes, *trees):
+    "`function(sizes, *parts of the trees)` for each mask, in the dicts of `sizes`."
+    if not isinstance(sizes, dict):
+        return function(sizes, *trees)
+    return {k: _each(function, x, *(tree[k] for tree in trees)) for k, x in sizes.items()}
 
 
 def _masked(x, mask, sizes):
     "`x` with -inf where the mask forbids the value."
-    if isinstance(sizes, dict):
-        return {**x, **{k: _masked(x[k], mask[k], part) for k, part in sizes.items()}}
-    return x.masked_fill(~allowed(mask, sizes), -torch.inf)
+    if not isinstance(sizes, dict):
+        return x.masked_fill(~allowed(mask, sizes), -torch.inf)
+    masked = {k: _masked(x[k], mask[k], part) for k, part in sizes.items()}
+    return {**x, **masked}
 
 
 def _opened(mask, sizes):
     "The mask, in which an integer without an allowed value gets all of them."
-    if isinstance(sizes, dict):
-        return {k: _opened(mask[k], x) for k, x in sizes.items()}
-    return allowed(torch.from_numpy(mask), sizes).numpy().astype(mask.dtype)
+
+    def opened(sizes, mask):
+        return allowed(torch.from_numpy(mask), sizes).numpy().astype(mask.dtype)
+
+    return _each(opened, sizes, mask)
 
 
 def _leaves(mask, sizes, leaf):
     "Each mask, its sizes and its name."
     if not isinstance(sizes, dict):
         return [(mask, sizes, leaf)]
-    parts = [_leaves(mask[key], x, f"{leaf}[{key!r}]") for key, x in sizes.items()]
-    return list(chain.from_iterable(parts))
+    leaves = []
+    for key, part in sizes.items():
+        leaves += _leaves(mask[key], part, f"{leaf}[{key!r}]")
+    return leaves
 
 
 def _drawn(space, act, mask, sizes):
     "`act`, whose integers with a mask are drawn anew by the generator of `space`."
     if isinstance(sizes, dict):
-        return {**act, **{k: _drawn(space[k], act[k], mask[k], x) for k, x in sizes.items()}}
+        drawn = {k: _drawn(space[k], act[k], mask[k], x) for k, x in sizes.items()}
+        return {**act, **drawn}
+
     # One integer for each part of the mask
     parts = np.split(mask != 0, np.cumsum(sizes)[:-1])
     integers = [space.np_random.choice(part.nonzero()[0]) for part in parts]
@@ -99,8 +113,18 @@ def _sizes_in(space, sizes, leaf, what):
         has_numbers = isinstance(space, (gym.spaces.MultiBinary, gym.spaces.Box))
         if has_numbers and space.shape == (sum(sizes),):
             return sizes
+
+    # A Dict may have masks for some parts of the action only.
     elif isinstance(space, gym.spaces.Dict) and space.spaces and set(space.spaces) <= set(sizes):
-        return {k: _sizes_in(x, sizes[k], f"{leaf}[{k!r}]", what) for k, x in space.spaces.items()}
+        sizes_of_part = {}
+        for key, part in space.spaces.items():
+            sizes_of_part[key] = _sizes_in(
+                part,
+                sizes[key],
+                f"{leaf}[{key!r}]",
+                what,
+            )
+        return sizes_of_part
     raise SpaceError(
         f"{what}: this is no mask of the actions",
         leaf=leaf,
@@ -132,11 +156,18 @@ class WithActionMask(gym.Wrapper):
         self.key = key
         self.mask = None
         self.sizes = _checked_sizes(env.action_space, what)
+
+        # The entry is there already, or it joins those of a Dict, or the observation, named `obs`.
         parts = space.spaces if isinstance(space, gym.spaces.Dict) else None
         self.is_dict = parts is not None
         self.has_entry = parts is not None and key in parts
         if self.has_entry:
-            self.sizes = _sizes_in(space[key], self.sizes, f"observation_space[{key!r}]", what)
+            self.sizes = _sizes_in(
+                space[key],
+                self.sizes,
+                f"observation_space[{key!r}]",
+                what,
+            )
         else:
             others = {"obs": space} if parts is None else parts
             self.observation_space = gym.spaces.Dict({**others, key: mask_space(self.sizes)})
@@ -167,24 +198,34 @@ class WithActionMask(gym.Wrapper):
                 got=f"infos {sorted(map(str, info))}",
                 expected="an info, or a method of the environment, of this name",
             )
-        self.mask = _fitting(mask, self.sizes, f"info[{key!r}]")
+        self.mask = _fitting(
+            mask,
+            self.sizes,
+            f"info[{key!r}]",
+        )
         if self.has_entry:
             return obs, info
+
+        # The mask moves from the infos into the observation.
         others = obs if self.is_dict else {"obs": obs}
-        return {**others, key: self.mask}, {name: x for name, x in info.items() if name != key}
+        other_infos = {name: x for name, x in info.items() if name != key}
+        return {**others, key: self.mask}, other_infos
 
     def sample(self, space: gym.Space) -> Any:
         """A random action that the present mask allows, drawn from `space`, a copy of the action
         space with a generator of its own.
         """
-        return _drawn(space, space.sample(), _opened(self.mask, self.sizes), self.sizes)
+        return _drawn(
+            space,
+            space.sample(),
+            _opened(self.mask, self.sizes),
+            self.sizes,
+        )
 
 
 def _everywhere(sizes, x):
     "A mask with the number `x` everywhere."
-    if isinstance(sizes, dict):
-        return {key: _everywhere(part, x) for key, part in sizes.items()}
-    return np.full(sum(sizes), x, np.int8)
+    return _each(lambda sizes: np.full(sum(sizes), x, np.int8), sizes)
 
 
 def _fitting(mask, sizes, leaf):
@@ -198,10 +239,14 @@ def _fitting(mask, sizes, leaf):
         if x.shape == (sum(sizes),) and x.dtype.kind in "biuf":
             return (x != 0).astype(np.int8)
     elif isinstance(mask, Mapping) and set(mask) <= set(sizes):
-        return {
-            k: _fitting(mask[k], x, f"{leaf}[{k!r}]") if k in mask else _everywhere(x, 1)
-            for k, x in sizes.items()
-        }
+        fitting: Any = _everywhere(sizes, 1)
+        for key, part in mask.items():
+            fitting[key] = _fitting(
+                part,
+                sizes[key],
+                f"{leaf}[{key!r}]",
+            )
+        return fitting
     raise EnvError(
         "this is no mask of the actions",
         leaf=leaf,
@@ -273,7 +318,12 @@ class ActionMask:
             obs: observations, numpy [n, ...]; other entries than the mask may be missing
             acting: bool [n]: False where no action will be taken
         """
-        for x, sizes, leaf in _leaves(obs[self.name], self.sizes, f"obs[{self.name!r}]"):
+        leaves = _leaves(
+            obs[self.name],
+            self.sizes,
+            f"obs[{self.name!r}]",
+        )
+        for x, sizes, leaf in leaves:
             # Has each integer, whose values begin at `first`, one that is allowed?
             first = np.cumsum((0, *sizes[:-1]))
             has_action = np.logical_or.reduceat(x != 0, first, -1).all(-1)
@@ -287,13 +337,21 @@ class ActionMask:
         """The observations, numpy `[n, ...]`, whose mask allows all values of an integer of which
         it would allow none.
         """
-        return {**obs, self.name: _opened(obs[self.name], self.sizes)}
+        return {
+            **obs,
+            self.name: _opened(obs[self.name], self.sizes),
+        }
 
     def draw(self, space: Any, act: Any, obs: dict) -> Any:
         """The action `act` of `space`, in which each integer with a mask is drawn anew, uniformly
         from its allowed values.
         """
-        return _drawn(space, act, obs[self.name], self.sizes)
+        return _drawn(
+            space,
+            act,
+            obs[self.name],
+            self.sizes,
+        )
 
 
 def no_action(kind: Any, env: Any, leaf: str, mask: Any) -> Any:

@@ -27,8 +27,8 @@ def describe(value: Any, width: int = 120, depth: int = 6) -> str:
     cut off after `width` characters.
     """
     if hasattr(value, "dtype") and hasattr(value, "ndim"):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {list(value.shape)}" if len(value.shape) else f"{dtype} {value.item()}"
+        content = list(value.shape) if len(value.shape) else value.item()
+        return f"{str(value.dtype).removeprefix('torch.')} {content}"
     if isinstance(value, type):
         text = value.__name__
     else:
@@ -45,18 +45,25 @@ def _describe_items(value, width, depth) -> str | None:
         return None
     if not depth:
         return "..."
+
+    # A dict
     if isinstance(value, dict):
-        first = islice(value.items(), width)
-        items = [f"{key!r}: {describe(x, depth=depth - 1)}" for key, x in first]
+        items = []
+        for key, x in islice(value.items(), width):
+            items.append(f"{key!r}: {describe(x, depth=depth - 1)}")
         return "{" + ", ".join(items) + "}"
+
+    # A list, a named tuple, or another tuple
     items = [describe(x, depth=depth - 1) for x in value[:width]]
     if isinstance(value, list):
         return f"[{', '.join(items)}]"
     fields = getattr(value, "_fields", None)
-    if fields is not None:  # a named tuple
+    if fields is not None:
         items = [f"{name}={x}" for name, x in zip(fields, items)]
         return f"{type(value).__name__}({', '.join(items)})"
-    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    if len(items) == 1:
+        items.append("")
+    return f"({', '.join(items).rstrip()})"
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #a7bd921a
 def shortened(text: str, limit: int = 20_000) -> str:
@@ -64,9 +71,8 @@ def shortened(text: str, limit: int = 20_000) -> str:
     left_out = len(text) - limit
     if left_out <= 0:
         return text
-    return (
-        f"{text[: limit // 2]} ... ({left_out} characters are left out) ... {text[-(limit // 2) :]}"
-    )
+    half = limit // 2
+    return f"{text[:half]} ... ({left_out} characters are left out) ... {text[-half:]}"
 
 
 def describe_exception(e: BaseException, width: int = 2_000) -> str:
@@ -78,7 +84,8 @@ def describe_exception(e: BaseException, width: int = 2_000) -> str:
         text = str(e)
     except Exception as other:
         text = f"(its text cannot be made: {type(other).__name__})"
-    return f"{type(e).__name__}: {shortened(text, width)}" if text else type(e).__name__
+    name = type(e).__name__
+    return f"{name}: {shortened(text, width)}" if text else name
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #71d2222b
 class PipeError(RuntimeError):
@@ -144,12 +151,17 @@ class PipeError(RuntimeError):
             ("environment ", self.env),
             ("" if str(self.leaf).startswith("--") else "leaf ", self.leaf),
         )
-        where = ", ".join(f"{word}{value}" for word, value in places if value not in (None, ""))
+        where = [f"{word}{value}" for word, value in places if value not in (None, "")]
+        problem = ", ".join(where) + ": " * bool(where) + self.problem
+
+        # A sentence for the problem, and one for what was expected and what came
         facts = ("expected", self.expected), ("got", self.got)
-        seen = ", ".join(f"{word} {value}" for word, value in facts if value is not None)
-        text = f"{where}: {self.problem}" if where else self.problem
-        sentences = [text, seen[0].upper() + seen[1:]] if seen else [text]
-        return " ".join(s if s.endswith((".", "!", "?", "\n")) else s + "." for s in sentences)
+        facts = ", ".join(f"{word} {value}" for word, value in facts if value is not None)
+        sentences = []
+        for sentence in filter(None, (problem, facts[:1].upper() + facts[1:])):
+            is_complete = sentence.endswith((".", "!", "?", "\n"))
+            sentences.append(sentence + "." * (not is_complete))
+        return " ".join(sentences)
 
     def __reduce__(self):
         return _restore, (type(self), self.problem), self.__dict__
@@ -268,7 +280,12 @@ def check_fraction(name: str, value: Any, **where: Any) -> float:
     """
     if is_between(value, 0, 1):
         return value
-    raise DataError("out of range", expected=f"0 <= {name} <= 1", got=f"{name}={value!r}", **where)
+    raise DataError(
+        "out of range",
+        expected=f"0 <= {name} <= 1",
+        got=f"{name}={value!r}",
+        **where,
+    )
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #5a9c7002
 def signature_of(function: Callable, **options: Any) -> inspect.Signature:
@@ -322,11 +339,20 @@ def as_json(value: Any, leaf: str, **where: Any) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as e:
         problem = e
+
+    # The part that cannot be written raises its own error.
     if isinstance(problem, TypeError):
-        pairs = value.items() if isinstance(value, dict) else ()
-        pairs = enumerate(value) if isinstance(value, (list, tuple)) else pairs
+        pairs = ()
+        if isinstance(value, dict):
+            pairs = value.items()
+        elif isinstance(value, (list, tuple)):
+            pairs = enumerate(value)
         for key, x in pairs:
-            as_json(x, f"{leaf}[{key!r}]", **where)
+            as_json(
+                x,
+                f"{leaf}[{key!r}]",
+                **where,
+            )
     raise DataError(
         "JSON cannot write this value",
         leaf=leaf,
@@ -341,9 +367,10 @@ def available_memory() -> int:
 
     If the system does not report it, this is a very large number.
     """
+    # Without any report, more than any computer has
     limits = [2**62]
 
-    # what the system has
+    # What the system has
     try:
         with open("/proc/meminfo") as f:
             in_kib = [int(line.split()[1]) for line in f if line.startswith("MemAvailable")]
@@ -351,14 +378,16 @@ def available_memory() -> int:
     except OSError:
         pass
 
-    # what the control group, of version 2 or 1, may have
+    # What the control group, of version 2 or 1, may have
     for group, limit, used, prefix in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
         try:
-            with open(f"{group}/{limit}") as most, open(f"{group}/{used}") as now:
-                unused = int(most.read()) - int(now.read())
+            with open(f"{group}/{limit}") as file:
+                most = int(file.read())
+            with open(f"{group}/{used}") as file:
+                unused = most - int(file.read())
             limits.append(unused + _file_bytes(f"{group}/memory.stat", prefix))
         except (OSError, ValueError):
             pass  # there is no control group, or its limit is "max"
@@ -369,12 +398,13 @@ def _file_bytes(stat, prefix):
     """Bytes of cached files in a control group, which the system can free when memory is needed; 0
     if unknown.
     """
-    names = f"{prefix}inactive_file", f"{prefix}active_file"
     try:
         with open(stat) as f:
-            return sum(int(line.split()[1]) for line in f if line.split()[0] in names)
+            bytes_of = dict(line.split() for line in f)
     except OSError:
         return 0
+    names = f"{prefix}inactive_file", f"{prefix}active_file"
+    return sum(int(bytes_of.get(name, 0)) for name in names)
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #e52f6dc4
 LEAST_BYTES = 40  # bytes of a recorded step, without observation and action

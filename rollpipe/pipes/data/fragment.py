@@ -61,7 +61,11 @@ class State(NamedTuple):
 
     def without_past(self) -> "State":
         "The state, tensors `[T, B, ...]`, with zeros in `act` and `rew` where `fin`."
-        act, rew = nested.without_past(self.act, self.rew, self.fin)
+        act, rew = nested.without_past(
+            self.act,
+            self.rew,
+            self.fin,
+        )
         return self._replace(act=act, rew=rew)
 
     def seen_by(self, actor: Any) -> "State":
@@ -125,8 +129,8 @@ class TickSource:
     collected: "Collected"  # of the steps of `collect_into`
 
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
-        """The actor's virtual reaction `(act, info)`, torch `[1, n, ...]`, to a `state`, numpy
-        `[n, ...]`, with the recurrent state `hx`.
+        """The actor's virtual reaction `(act, info)`, torch `[1, n, ...]`, to a `state`, numpy or
+        torch `[n, ...]`, with the recurrent state `hx`.
 
         A collector calls this when it has all steps of a fragment: once for the look-ahead at row
         `T`, and once for all truncated ends. The environments do not take this action. The call
@@ -249,15 +253,28 @@ def _history(first, obs, act, rew, end) -> State:
     """The rows `[T+1, B]` of environments whose step numbers begin with `first` `[B]`; `end`
     `[T, B]` is True where an episode ended.
     """
+    # Steps count on from row to row, and begin again at 0 after an end.
     stepno = [first]
     for over in end:
         stepno.append(torch.where(over, 0, stepno[-1] + 1))
-    act, rew = nested.map(lambda x: torch.cat([torch.zeros_like(x[:1]), x]), (act, rew))
-    return State(torch.stack(stepno), obs, act, rew, torch.cat([(first == 0)[None], end]))
+
+    # Nobody knows the action before row 0.
+    def after_zeros(x):
+        return torch.cat([torch.zeros_like(x[:1]), x])
+
+    act, rew = nested.map(after_zeros, (act, rew))
+    fin = torch.cat([(first == 0)[None], end])
+    return State(
+        torch.stack(stepno),
+        obs,
+        act,
+        rew,
+        fin,
+    )
 
 
-def _check_tensors(**trees):
-    "Raise `DataError` for a leaf of other data than tensors."
+def _check_tensors(kind, lead, **trees):
+    "Raise `DataError` unless each leaf is a tensor whose first dimensions are `lead`."
     for name, tree in trees.items():
         for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
             if not isinstance(x, Tensor):
@@ -268,36 +285,21 @@ def _check_tensors(**trees):
                     expected="a torch.Tensor; `torch.as_tensor(x)` makes one of an array or a list",
                     got=type(x).__name__,
                 )
-
-
-def _check_shapes(shape, rows, steps, columns):
-    n_steps, n_envs = shape
-    for kind, trees, lead in (
-        ("[T+1, B]", rows, (n_steps + 1, n_envs)),
-        ("[T, B]", steps, (n_steps, n_envs)),
-        ("[B]", columns, (n_envs,)),
-    ):
-        for name, tree in trees.items():
-            _check_lead(name, tree, kind, lead)
-
-
-def _check_lead(name, tree, kind, lead):
-    for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
-        if tuple(x.shape[: len(lead)]) == lead:
-            continue
-        raise DataError(
-            "wrong shape",
-            pipe="Fragment.from_steps",
-            leaf=path,
-            expected=f"{kind} = {list(lead)}",
-            got=describe(x),
-        )
+            if tuple(x.shape[: len(lead)]) != lead:
+                raise DataError(
+                    "wrong shape",
+                    pipe="Fragment.from_steps",
+                    leaf=path,
+                    expected=f"{kind} = {list(lead)}",
+                    got=describe(x),
+                )
 
 
 def _final_rows(cut, obs, actor, last_obs, last_actor):
     "The `Final` of the truncated steps `cut` `[T, B]`."
     t, b = cut.nonzero(as_tuple=True)
 
+    # Rows that are missing are an error, unless no step was truncated.
     def rows(name, last, like):
         if last is None and len(t) and nested.leaves(like):
             raise DataError(
@@ -309,10 +311,19 @@ def _final_rows(cut, obs, actor, last_obs, last_actor):
             )
         if last is None:
             return nested.map(lambda x: x[0, :0], like)
-        _check_lead(name, last, "[K]", (len(t),))
+        _check_tensors(
+            "[K]",
+            (len(t),),
+            **{name: last},
+        )
         return last
 
-    return Final(t, b, rows("last_obs", last_obs, obs), rows("last_actor", last_actor, actor))
+    return Final(
+        t,
+        b,
+        rows("last_obs", last_obs, obs),
+        rows("last_actor", last_actor, actor),
+    )
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #f63668f2
 def from_steps(
@@ -367,8 +378,7 @@ def from_steps(
         restarts: int64 [B]: how often the lane was lost with its worker and began anew; None: never
     """
     columns = dict(lane=lane, seq=seq, version=version, restarts=restarts)
-    _check_tensors(obs=obs, act=act, rew=rew, actor=actor, env=env, hx=hx, adv=adv, ret=ret)
-    _check_tensors(last_obs=last_obs, last_actor=last_actor, **columns)
+    _check_tensors("", (), rew=rew, hx=hx)
     _check_rewards(rew)
 
     # Defaults, and the shapes of all arguments
@@ -377,20 +387,24 @@ def from_steps(
     truncated = _flags(rew, "truncated", truncated)
     actor = {} if actor is None else actor
     env = {} if env is None else env
-    _check_shapes(
-        rew.shape,
-        rows=dict(obs=obs, actor=actor),
-        columns=columns,
-        steps=dict(
-            act=act,
-            terminated=terminated,
-            truncated=truncated,
-            env=env,
-            valid=valid,
-            adv=adv,
-            ret=ret,
-        ),
+    n_steps, n_envs = rew.shape
+    _check_tensors(
+        "[T+1, B]",
+        (n_steps + 1, n_envs),
+        obs=obs,
+        actor=actor,
     )
+    flags = dict(terminated=terminated, truncated=truncated, valid=valid)
+    _check_tensors(
+        "[T, B]",
+        (n_steps, n_envs),
+        act=act,
+        env=env,
+        adv=adv,
+        ret=ret,
+        **flags,
+    )
+    _check_tensors("[B]", (n_envs,), **columns)
     if lane is not None and seq is None:
         raise DataError(
             "a lane numbers its fragments", leaf="seq", expected="int64 [B]", got="None"
@@ -399,10 +413,33 @@ def from_steps(
     # Rows, terminations and true last observations
     first = _first_numbers(stepno, rew)
     end = terminated | truncated | ~valid
-    state = _history(first, obs, act, rew.masked_fill(~valid, 0.0), end)
+    state = _history(
+        first,
+        obs,
+        act,
+        rew.masked_fill(~valid, 0.0),
+        end,
+    )
     term = torch.cat([torch.zeros_like(valid[:1]), terminated & valid])
-    final = _final_rows(truncated & ~terminated & valid, obs, actor, last_obs, last_actor)
-    return Fragment(state, actor, env, hx, term, final, valid, adv, ret, **columns)
+    final = _final_rows(
+        truncated & ~terminated & valid,
+        obs,
+        actor,
+        last_obs,
+        last_actor,
+    )
+    return Fragment(
+        state,
+        actor,
+        env,
+        hx,
+        term,
+        final,
+        valid,
+        adv,
+        ret,
+        **columns,
+    )
 
 # %% ../../../nbs/pipes/00_data/02_fragment.ipynb #b2cd708c
 @with_field_docs
@@ -473,9 +510,11 @@ class Fragment(NamedTuple):
 
     def __repr__(self):
         # Forms only, because the numbers of a batch fill many screens.
-        fields = [(name, x) for name, x in zip(self._fields, self) if x is not None]
-        lines = [f"  {name}={describe(x, 1000)}," for name, x in fields]
-        return "\n".join(["Fragment(", *lines, ")"])
+        lines = ["Fragment("]
+        for name, x in zip(self._fields, self):
+            if x is not None:
+                lines.append(f"  {name}={describe(x, 1000)},")
+        return "\n".join([*lines, ")"])
 
     @property
     def n_steps(self) -> int:
@@ -508,6 +547,7 @@ class Fragment(NamedTuple):
         `final(final)` for the whole `Final`. Fields without a function stay as they are.
         """
         new = {"final": final(self.final)} if final else {}
+
         # Fields with the same function share one call, which saves time.
         names_of = {}
         for names, fn in (
@@ -518,6 +558,8 @@ class Fragment(NamedTuple):
         ):
             if fn:
                 names_of[fn] = names_of.get(fn, ()) + names
+
+        # One call for the leaves of all these fields
         for fn, names in names_of.items():
             new |= zip(names, nested.map(fn, [getattr(self, name) for name in names]))
         return self._replace(**new)

@@ -9,6 +9,7 @@ __all__ = ['ENV_REWARD', 'same_keys', 'stack_rows', 'stack_infos', 'End', 'with_
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #5899a8ef
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +70,11 @@ def _missing(x, n, valid):
     """
     shape = *valid.shape, *x.shape[n:]
     if isinstance(x, np.ndarray):
-        return np.full(shape, np.nan if x.dtype.kind == "f" else 0, x.dtype)
+        return np.full(
+            shape,
+            np.nan if x.dtype.kind == "f" else 0,
+            x.dtype,
+        )
     return x.new_full(shape, float("nan") if x.is_floating_point() else 0)
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #160552f4
@@ -80,9 +85,10 @@ def stack_rows(rows: list) -> Any:
     """
 
     def stack(*xs):
-        return torch.from_numpy(np.concatenate(xs).reshape(len(xs), *xs[0].shape))
+        joined = np.concatenate(xs)
+        return torch.from_numpy(joined.reshape(len(xs), *xs[0].shape))
 
-    return stack(*rows) if isinstance(rows[0], np.ndarray) else nested.map(stack, *rows)
+    return nested.map(stack, *rows)
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #6a2da3f2
 def stack_infos(infos: list, valid: list) -> Any:
@@ -152,11 +158,16 @@ def join(fragments: Iterable[Fragment]) -> Fragment:
     # Leaves with environments on dim 1, numbers of environments, and one value a column
     wide = [f.only(*Fragment.ROWS, *Fragment.STEPS, "hx") for f in fragments]
     offsets = np.cumsum([0, *widths]).tolist()
-    finals = [f.final._replace(b=f.final.b + offset) for f, offset in zip(fragments, offsets)]
+    finals = []
+    for f, offset in zip(fragments, offsets):
+        finals.append(f.final._replace(b=f.final.b + offset))
     columns = {}
     for name in Fragment.COLUMNS:
         columns[name] = nested.cat([getattr(f, name) for f in fragments])
-    return nested.cat(wide, dim=1, view=True)._replace(final=nested.cat(finals), **columns)
+    return nested.cat(wide, dim=1, view=True)._replace(
+        final=nested.cat(finals),
+        **columns,
+    )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #1c115c45
 def pad_episodes(fragments: Iterable[Fragment]) -> Fragment:
@@ -177,11 +188,14 @@ def _padded(fragment, n):
         return fragment
 
     def repeat(x):
-        return torch.cat([x, x[-1:].expand(n, *x.shape[1:])])
+        last = x[-1:].expand(n, *x.shape[1:])
+        return torch.cat([x, last])
 
     def fill(x, value=0):
-        return torch.cat([x, x.new_full((n, *x.shape[1:]), value)])
+        filler = x.new_full((n, *x.shape[1:]), value)
+        return torch.cat([x, filler])
 
+    # Fields that count or flag are filled with numbers, and not with their last row.
     state = fragment.state
     padded = fragment.map(rows=repeat, steps=fill)
     state = padded.state._replace(
@@ -197,14 +211,19 @@ def strands(fragment: Fragment) -> list:
     n = fragment.n_envs
     if fragment.lane is None:
         return [(0, None, slice(0, n))]
-    restarts = torch.zeros_like(fragment.seq) if fragment.restarts is None else fragment.restarts
-    numbers = np.stack([x.cpu().numpy() for x in (restarts, fragment.seq, fragment.lane)])
+    restarts = fragment.restarts
+    if restarts is None:
+        restarts = torch.zeros_like(fragment.seq)
+    numbers = torch.stack([restarts, fragment.seq, fragment.lane], 1).tolist()
 
-    # A part ends where one of the numbers changes.
-    changes = (numbers[:, 1:] != numbers[:, :-1]).any(0)
-    borders = [0, *(np.flatnonzero(changes) + 1).tolist(), n]
-    parts = [(*numbers[:, i].tolist(), slice(i, j)) for i, j in zip(borders, borders[1:])]
-    parts.sort(key=lambda part: part[:2])  # by restarts and seq
+    # A part has the same numbers in all its columns. Parts are in the order of restarts and seq.
+    parts = []
+    first = 0
+    for key, columns in groupby(numbers):
+        end = first + len(list(columns))
+        parts.append((*key, slice(first, end)))
+        first = end
+    parts.sort(key=lambda part: part[:2])
     return [(lane, seq, columns) for _, seq, lane, columns in parts]
 
 
@@ -221,9 +240,12 @@ def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
         expected: number of the next fragment of this lane; None: unknown
     """
     lane, seq, at = strand
-    if None in (seq, expected):
+    if seq is None or expected is None:
         return False
-    if seq >= expected or seq == 0 and not fragment.state.stepno[0, at].any():
+
+    # A lane that begins anew counts from 0 again.
+    begins_anew = seq == 0 and not fragment.state.stepno[0, at].any()
+    if seq >= expected or begins_anew:
         return seq == expected
     raise DataError(
         "a fragment comes twice or too late, or two sources have the same lane",
@@ -235,18 +257,24 @@ def continues(fragment: Fragment, strand: tuple, expected: int | None) -> bool:
     )
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #d4f3c844
-def columns(fragment: Fragment, index: Tensor) -> Fragment:
+def columns(fragment: Fragment, index: Tensor | slice) -> Fragment:
     """The environments `index` of a fragment, as a fragment `[T, n]`.
 
     Args:
-        index: int64 [n]: indices of environments, each at most once
+        index: int64 [n]: indices of environments, each at most once; or a slice, with which memory
+            is shared
     """
     device = fragment.valid.device
-    index = index.to(device)  # a tensor of the host takes no indices of a GPU
+    if isinstance(index, Tensor):
+        index = index.to(device)  # a tensor of the host takes no indices of a GPU
 
-    # environment -> its place in `index`, or -1
-    place = torch.full((fragment.n_envs,), -1, device=device)
-    place[index] = torch.arange(len(index), device=device)
+    # Environment -> its place in `index`, or -1
+    place = torch.full(
+        (fragment.n_envs,),
+        -1,
+        device=device,
+    )
+    place[index] = torch.arange(len(place[index]), device=device)
 
     def wide(x):
         return x[:, index]
@@ -255,7 +283,13 @@ def columns(fragment: Fragment, index: Tensor) -> Fragment:
         final = nested.getitem(final, place[final.b] >= 0)
         return final._replace(b=place[final.b])
 
-    return fragment.map(rows=wide, steps=wide, hx=wide, columns=lambda x: x[index], final=ends)
+    return fragment.map(
+        rows=wide,
+        steps=wide,
+        hx=wide,
+        columns=lambda x: x[index],
+        final=ends,
+    )
 
 
 def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
@@ -265,18 +299,8 @@ def pieces(fragment: Fragment, size: int) -> Iterator[Fragment]:
     Args:
         size: environments per piece
     """
-    parts = [slice(first, first + size) for first in range(0, fragment.n_envs, size)]
-    wide, structure = nested.flatten(fragment.only(*Fragment.ROWS, *Fragment.STEPS, "hx"))
-    narrow = {name: getattr(fragment, name) for name in Fragment.COLUMNS}
-    narrow = {name: x for name, x in narrow.items() if x is not None}
-    for part in parts:
-        leaves = [x[:, part] for x in wide]
-        final = fragment.final
-        if len(final.b):
-            final = nested.getitem(final, final.b // size == part.start // size)
-            final = final._replace(b=final.b - part.start)
-        columns = {name: x[part] for name, x in narrow.items()}
-        yield structure.unflatten(leaves)._replace(final=final, **columns)
+    for first in range(0, fragment.n_envs, size):
+        yield columns(fragment, slice(first, first + size))
 
 # %% ../../../nbs/pipes/00_data/04_fragment_ops.ipynb #25c2c0b5
 def unstacked(fragment: Fragment) -> list:
@@ -285,6 +309,8 @@ def unstacked(fragment: Fragment) -> list:
     """
     if fragment.lane is None:
         return [fragment]
+
+    # (lane, seq, restarts) -> its columns
     groups = {}
     keys = [x.tolist() for x in (fragment.lane, fragment.seq, fragment.restarts) if x is not None]
     for b, key in enumerate(zip(*keys)):
@@ -298,6 +324,7 @@ def is_cut(fragment: Fragment) -> Tensor:
     """Where a step is not continued by the next row, bool `[T, B]`: its episode ended, or the next
     row is not `valid`.
     """
+    # A copy, because it is changed here
     over = fragment.state.fin[1:].clone()
     over[:-1] |= ~fragment.valid[1:]
     return over
@@ -306,18 +333,29 @@ def is_cut(fragment: Fragment) -> Tensor:
 def final_numbers(fragment: Fragment) -> Tensor:
     "For each step, the number of its row in `final`, int64 `[T, B]`; -1 if it has no row there."
     final = fragment.final
-    numbers = torch.full(fragment.valid.shape, -1, device=final.t.device)
-    numbers[final.t, final.b] = torch.arange(len(final.t), device=final.t.device)
+    device = final.t.device
+    numbers = torch.full(
+        fragment.valid.shape,
+        -1,
+        device=device,
+    )
+    numbers[final.t, final.b] = torch.arange(len(final.t), device=device)
     return numbers
 
 
 def next_observations(fragment: Fragment) -> Any:
     "The observations `[T, B, ...]` after each step: of the next row, or of `final`."
     after = nested.getitem(fragment.state.obs, slice(1, None))
+
+    # Where an episode ended, the next row has the first one of another.
     final = fragment.final
     if not len(final.t):
         return after
-    return nested.map(lambda x, last: x.index_put((final.t, final.b), last), after, final.obs)
+    return nested.map(
+        lambda x, last: x.index_put((final.t, final.b), last),
+        after,
+        final.obs,
+    )
 
 
 def next_observations_in_episode(fragment: Fragment) -> Any:
@@ -331,7 +369,11 @@ def next_observations_in_episode(fragment: Fragment) -> Any:
     def known(x, before):
         return x.index_put((unknown,), before[:-1][unknown])
 
-    return nested.map(known, next_observations(fragment), fragment.state.obs)
+    return nested.map(
+        known,
+        next_observations(fragment),
+        fragment.state.obs,
+    )
 
 
 def transitions(fragment: Fragment, index: Tensor) -> Fragment:
@@ -403,10 +445,12 @@ def with_rewards(fragment: Fragment, rew: Tensor) -> Fragment:
             expected="a dict",
             got=type(fragment.env).__name__,
         )
+
+    # Rewards that an earlier pipe has kept are the original ones.
     env = {
         ENV_REWARD: fragment.state.rew[1:],
         **fragment.env,
-    }  # rewards that an earlier pipe has kept are the original ones
+    }
     return fragment._replace(state=fragment.state._replace(rew=rew), env=env)
 
 
@@ -414,8 +458,6 @@ def env_rewards(fragment: Fragment) -> Tensor:
     """The rewards of the environment, float32 `[T, B]`, also if pipes have changed the rewards by
     `with_rewards`.
     """
-    return (
-        fragment.env.get(ENV_REWARD, fragment.state.rew[1:])
-        if isinstance(fragment.env, dict)
-        else fragment.state.rew[1:]
-    )
+    env = fragment.env
+    has_own = isinstance(env, dict) and ENV_REWARD in env
+    return env[ENV_REWARD] if has_own else fragment.state.rew[1:]

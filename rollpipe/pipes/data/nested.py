@@ -211,14 +211,26 @@ def _cat(xs, dim):
     n_bytes = sum(x.nbytes for x in xs)
     if n_bytes < 2**22 or not all(map(_is_ordinary, xs)):
         return torch.cat(xs, dim)
-    forms = {(x.dtype, *x.shape[:dim], *x.shape[dim + 1 :]) for x in xs}
-    if len(forms) > 1 or dim < 0:
-        return torch.cat(xs, dim)  # which says what does not fit
+
+    # torch says what does not fit.
     first = xs[0]
-    size = sum(x.shape[dim] for x in xs)
+    if dim < 0 or any(_beside(x, dim) != _beside(first, dim) for x in xs):
+        return torch.cat(xs, dim)
     memory = torch.from_numpy(np.empty(n_bytes, np.uint8))
-    out = memory.view(first.dtype).view(*first.shape[:dim], size, *first.shape[dim + 1 :])
+    out = memory.view(first.dtype).view(_joined_shape(xs, dim))
     return torch.cat(xs, dim, out=out)
+
+
+def _beside(x, dim):
+    "The dtype of a tensor, and its sizes beside those of `dim`."
+    return x.dtype, x.shape[:dim], x.shape[dim + 1 :]
+
+
+def _joined_shape(xs, dim):
+    "The shape of tensors joined along `dim`."
+    shape = list(xs[0].shape)
+    shape[dim] = sum(x.shape[dim] for x in xs)
+    return shape
 
 
 def _is_ordinary(x):
@@ -230,34 +242,39 @@ def _adjoin(xs, dim):
 
     There is no copy if each tensor begins in memory where the previous one ends.
     """
-    if dim < 0 or not all(type(x) is torch.Tensor and dim < x.ndim and _is_plain(x) for x in xs):
+    if dim < 0 or not all(_is_plain(x) and dim < x.ndim for x in xs):
         return _cat(xs, dim)
     first = xs[0]
 
     def form(x):
-        return x.dtype, x.stride(), x.shape[:dim], x.shape[dim + 1 :]
+        return x.stride(), _beside(x, dim)
 
     # Each must have the form of the first, and begin where the one before ends.
     memory = first.untyped_storage()
     end = first.storage_offset()
+
     for x in xs:
+        # It must lie in the same memory, right behind the one before.
         is_same_memory = x.untyped_storage().data_ptr() == memory.data_ptr()
         if form(x) != form(first) or x.storage_offset() != end or not is_same_memory:
             return _cat(xs, dim)
         end += x.shape[dim] * first.stride(dim)
 
-    size = sum(x.shape[dim] for x in xs)
-    shape = *first.shape[:dim], size, *first.shape[dim + 1 :]
+    # The place of the last element
+    shape = _joined_shape(xs, dim)
     strides = first.stride()
-    last = first.storage_offset() + sum((n - 1) * stride for n, stride in zip(shape, strides))
+    last = first.storage_offset()
+    for n, stride in zip(shape, strides):
+        last += (n - 1) * stride
     if 0 in shape or (last + 1) * first.itemsize > memory.nbytes():
         return _cat(xs, dim)  # a view would reach beyond the storage
     return first.as_strided(shape, strides)
 
 
 def _is_plain(x) -> bool:
-    is_lazy = x.is_conj() or x.is_neg()
-    return x.layout is torch.strided and x.is_cpu and not x.requires_grad and not is_lazy
+    if not _is_ordinary(x) or x.layout is not torch.strided:
+        return False
+    return not (x.is_conj() or x.is_neg())
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #a346561b
 def stack(trees: Iterable, dim: int = 0) -> Any:
@@ -275,7 +292,12 @@ def cat(trees: Iterable, dim: int = 0, view: bool = False) -> Any:
     With `view`, tensors that already lie side by side are not copied: the result shares their
     memory.
     """
-    return _join(trees, dim, np.concatenate, _adjoin if view else _cat)
+    return _join(
+        trees,
+        dim,
+        np.concatenate,
+        _adjoin if view else _cat,
+    )
 
 
 def _join(trees, dim, npy, pyt):
@@ -293,7 +315,10 @@ def _join(trees, dim, npy, pyt):
         for j, tree in enumerate(trees):
             if flatten(tree)[1] != flatten(trees[0])[1]:
                 Form(trees[0], f"trees[{j}]").other_structure(tree)
-        for path, *xs in zip(paths(trees[0]), *(leaves(tree) for tree in trees)):
+
+        # The structure is the same, so a leaf does not fit.
+        columns = [leaves(tree) for tree in trees]
+        for path, *xs in zip(paths(trees[0]), *columns):
             try:
                 join(*xs)
             except (ValueError, RuntimeError, TypeError):
@@ -313,7 +338,11 @@ def alloc(tree: Any, *leading: int) -> Any:
 
     def new(x):
         if isinstance(x, torch.Tensor):
-            return torch.empty(leading + x.shape, dtype=x.dtype, device=x.device)
+            return torch.empty(
+                leading + x.shape,
+                dtype=x.dtype,
+                device=x.device,
+            )
         x = np.asarray(x)
         return np.empty(leading + x.shape, dtype=x.dtype)
 
@@ -341,64 +370,40 @@ def _map_named(fn, tree):
         raise
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #d23519d0
-def torchify(
-    tree: Any, *leading: int, copy: bool = False, pinned: bool = False, shared: bool = False
-) -> Any:
-    """Host tensors of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where
-    possible.
+def torchify(tree: Any) -> Any:
+    """Host tensors, which alias the memory of the leaves where possible.
 
     Tensors are returned unchanged, arrays are aliased, and scalars become new tensors (a Python
-    float gets torch's default dtype). A new copy, detached and contiguous, is made if `copy`,
-    `pinned` or `shared` is set, if a leading dimension is not 1, or if torch cannot alias the array
-    (read-only memory, negative strides). Set `shared` if the tensor will be sent to another
-    process. Otherwise torch moves it to shared memory when it is sent, and the array no longer
-    aliases it.
+    float gets torch's default dtype). An array that torch cannot alias (read-only memory, negative
+    strides) is copied.
 
     Args:
         tree: container of numeric arrays, host tensors or scalars
-        *leading: sizes of new leading dimensions, over which the data is repeated
-        copy: always copy
-        pinned: allocate page-locked memory, for faster transfers to an accelerator
-        shared: allocate memory that other processes see
 
     Raises:
-        ValueError: if both `pinned` and `shared` are set.
         DataError: if a leaf is not numeric or not in host memory; the message names the leaf.
     """
-    if pinned and shared:
-        raise ValueError("pinned and shared exclude one another: set at most one of them")
-    alias = not (copy or pinned or shared or any(n != 1 for n in leading))
 
     def to_tensor(x):
-        if isinstance(x, np.ndarray) and not (x.flags.writeable and all(n >= 0 for n in x.strides)):
-            x = x.copy()
-        x = _on_host(torch.as_tensor(x))
-        if alias:
-            return x.reshape(leading + x.shape) if leading else x
-        out = torch.empty(leading + x.shape, dtype=x.dtype, pin_memory=pinned)
-        out.copy_(x.detach())
-        return out.share_memory_() if shared else out
+        if isinstance(x, np.ndarray):
+            can_be_shared = x.flags.writeable and min(x.strides, default=0) >= 0
+            x = x if can_be_shared else x.copy()
+        return _on_host(torch.as_tensor(x))
 
     return _map_named(to_tensor, tree)
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #a10d3b3b
-def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
-    """Arrays of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where
-    possible.
+def numpify(tree: Any) -> Any:
+    """Arrays, which alias the memory of the leaves where possible.
 
     Arrays are returned unchanged, host tensors are detached and aliased, and scalars become new
-    arrays. A new copy is made if `copy` is set or a leading dimension is not 1. Raises DataError if
-    a leaf is not in host memory.
+    arrays. Raises `DataError` if a leaf is not in host memory.
     """
-    alias = not (copy or any(n != 1 for n in leading))
 
     def to_array(x):
-        x = _on_host(x).detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
-        if alias:
-            return x.reshape(leading + x.shape) if leading else x
-        out = np.empty(leading + x.shape, dtype=x.dtype)
-        out[...] = x
-        return out
+        if isinstance(x, torch.Tensor):
+            return _on_host(x).detach().numpy()
+        return np.asarray(x)
 
     return _map_named(to_array, tree)
 
@@ -416,7 +421,9 @@ def without_past(act: Any, rew: Any, fin: torch.Tensor) -> tuple:
     """
 
     def masked(x):
-        return x.masked_fill(fin.reshape(fin.shape + (1,) * (x.ndim - 2)), 0)
+        # A dimension of size 1 for each further one of the leaf
+        ones = (1,) * (x.ndim - 2)
+        return x.masked_fill(fin.reshape(fin.shape + ones), 0)
 
     return map(masked, (act, rew))
 
@@ -543,7 +550,12 @@ def first_difference(a: Any, b: Any, root: str = "") -> Difference | None:
         if byte is not None:
             index = np.unravel_index(byte // a[path].itemsize, a[path].shape)
             at = tuple(map(int, index))
-            return Difference(path, at, a[path][at].item(), b[path][at].item())
+            return Difference(
+                path,
+                at,
+                a[path][at].item(),
+                b[path][at].item(),
+            )
     return None
 
 

@@ -48,7 +48,9 @@ def _padded(x: Tensor, shape: torch.Size, right: bool = False) -> list[tuple[int
         candidates.append((*ones, *x.shape))
 
     def fits(way):
-        return len(way) == len(shape) and all(n in (1, m) for n, m in zip(way, shape))
+        if len(way) != len(shape):
+            return False
+        return all(n in (1, m) for n, m in zip(way, shape))
 
     return list(filter(fits, candidates))
 
@@ -75,7 +77,10 @@ def _rows(cut: Any = None, **args: Any) -> Any:
             expected="a floating point tensor or array [T, ...] with T > 0",
             got=_describe(x),
         )
-    others = [_row(name, x, first, like, numpy) for name, x in args.items() if name != first]
+
+    # All others have the form of the first.
+    del args[first]
+    others = [_row(name, x, first, like, numpy) for name, x in args.items()]
     mask = None if cut is None else _mask(cut, like, numpy)
     back = Tensor.numpy if numpy else lambda x: x
     return like, *others, mask, back
@@ -87,8 +92,10 @@ def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
     """
     x = _as_tensor(arg, numpy)
     rate = name in ("discount", "a")
+
+    # A rate of integers is a mask times a gamma of 0 or 1.
     if rate and x is not None and x.dtype == torch.int64:
-        x = x.to(like.dtype)  # a mask times a gamma of 0 or 1
+        x = x.to(like.dtype)
     if x is not None and x.shape == like.shape and x.dtype == like.dtype:
         return x
     if isinstance(arg, Real) and not isinstance(arg, bool):
@@ -104,7 +111,8 @@ def _row(name: str, arg: Any, first: str, like: Tensor, numpy: bool) -> Tensor:
 
     # A rate may lack its first dimensions, anything else its last ones.
     ways = []
-    if x.dtype == like.dtype and (rate or x.shape[:1] in ((), like.shape[:1])):
+    may_be_padded = rate or x.shape[:1] in ((), like.shape[:1])
+    if x.dtype == like.dtype and may_be_padded:
         ways = _padded(x, like.shape, right=rate)
     if len(ways) == 1:
         return x.reshape(ways[0]).expand(like.shape)
@@ -158,7 +166,11 @@ def _edge(name: str, x: Any, like: Tensor) -> Tensor:
 def _check_unit(**args: float) -> None:
     for name, x in args.items():
         if not 0 <= x <= 1:
-            raise DataError(f"{name}: out of range", expected="a number in [0, 1]", got=describe(x))
+            raise DataError(
+                f"{name}: out of range",
+                expected="a number in [0, 1]",
+                got=describe(x),
+            )
 
 
 def _carry(coef: Tensor, cut: Tensor | None) -> Tensor:
@@ -191,7 +203,11 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
     while stride < n_rows:
         # x_t now holds the terms up to b_{t+stride-1}; a_t is the product of `stride` coefficients,
         # where all of them exist
-        longer = torch.addcmul(x[:-stride], a[: n_rows - stride], x[stride:])
+        longer = torch.addcmul(
+            x[:-stride],
+            a[: n_rows - stride],
+            x[stride:],
+        )
         x = torch.cat([longer, x[-stride:]])
         if 2 * stride < n_rows:
             a = a[:-stride] * a[stride:]  # needed only in the next round
@@ -204,7 +220,11 @@ def _solve_in_order(a: Tensor, b: Tensor) -> Tensor:
     x = torch.zeros_like(b[0])
     rows = []  # the last one first
     for a_t, b_t in zip(reversed(a.unbind()), reversed(b.unbind())):
-        x = torch.where(a_t == 0, b_t, torch.addcmul(b_t, a_t, x))
+        x = torch.where(
+            a_t == 0,
+            b_t,
+            torch.addcmul(b_t, a_t, x),
+        )
         rows.append(x)
     return torch.stack(rows[::-1])
 
@@ -236,8 +256,14 @@ def discounted_returns(
     Raises:
         DataError: if shapes or dtypes do not fit; the message names the argument.
     """
-    optional = {name: x for name, x in (("v_tp1", v_tp1), ("rho", rho)) if x is not None}
-    r, g, *others, end, back = _rows(cut, rew=rew, discount=discount, **optional)
+    optional = dict(v_tp1=v_tp1, rho=rho)
+    optional = {name: x for name, x in optional.items() if x is not None}
+    r, g, *others, end, back = _rows(
+        cut,
+        rew=rew,
+        discount=discount,
+        **optional,
+    )
     optional = dict(zip(optional, others))
 
     # What follows where the trace stops: the value of the state reached, or the bootstrap
@@ -247,8 +273,10 @@ def discounted_returns(
     last = _edge("bootstrap", bootstrap, r)
     if end is not None:
         last = last * ~end[-1]
-    tail = torch.cat([tail[:-1], (tail[-1] + last)[None]])
+    last = tail[-1] + last
+    tail = torch.cat([tail[:-1], last[None]])
 
+    # The recursion, with importance weights if there are some
     a = _carry(g, end)
     b = r + g * tail
     if rho is None:
@@ -282,22 +310,39 @@ def n_step_returns(
     Raises:
         DataError: if shapes or dtypes do not fit, or n < 1; the message names the argument.
     """
-    r, v_next, g, end, back = _rows(cut, rew=rew, v_tp1=v_tp1, discount=discount)
+    r, v_next, g, end, back = _rows(
+        cut,
+        rew=rew,
+        v_tp1=v_tp1,
+        discount=discount,
+    )
     if n < 1:
         raise DataError("n: too few steps", expected="n >= 1", got=describe(n))
+
+    # With one step, or one row, there is nothing to carry back.
     one_step = r + g * v_next
     if min(n, len(r)) == 1:
         return back(one_step)
-    a = _carry(g, end)
+
     # The value counts only where the trace stops; elsewhere the n-1 step return of the next row
     # replaces it.
+    a = _carry(g, end)
     b = r if end is None else torch.where(end, one_step, r)
     b = torch.cat([b[:-1], one_step[-1:]])
+
+    # So many steps reach the end of each trace.
     if n >= len(r):
         return back(_solve(a, b))
+
+    # Each round adds one step to the returns.
     x = one_step
     for _ in range(n - 1):
-        x = torch.cat([torch.addcmul(b[:-1], a[:-1], x[1:]), b[-1:]])
+        longer = torch.addcmul(
+            b[:-1],
+            a[:-1],
+            x[1:],
+        )
+        x = torch.cat([longer, b[-1:]])
     return back(x)
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #e16c1723
@@ -316,7 +361,12 @@ def td_errors(
     Raises:
         DataError: if shapes or dtypes do not fit; the message names the argument.
     """
-    r, v, v_next, g, _, back = _rows(rew=rew, v_t=v_t, v_tp1=v_tp1, discount=discount)
+    r, v, v_next, g, _, back = _rows(
+        rew=rew,
+        v_t=v_t,
+        v_tp1=v_tp1,
+        discount=discount,
+    )
     return back(_td(r, v, v_next, g))
 
 
@@ -359,8 +409,15 @@ def gae(
         DataError: if shapes or dtypes do not fit or lam is out of range; the message names the
             argument.
     """
+    # The recursion over the TD errors, stopped at each end
     _check_unit(lam=lam)
-    r, v, v_next, g, end, back = _rows(cut, rew=rew, v_t=v_t, v_tp1=v_tp1, discount=discount)
+    r, v, v_next, g, end, back = _rows(
+        cut,
+        rew=rew,
+        v_t=v_t,
+        v_tp1=v_tp1,
+        discount=discount,
+    )
     return back(_solve(_carry(g * lam, end), _td(r, v, v_next, g)))
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #53661be4
@@ -427,7 +484,8 @@ def vtrace(
     delta = _td(r, v, v_next, g)
     carry = _carry(g * lam, end)
     error = _solve(carry * ratio.clamp(max=c_clip), weight * delta)
-    later = torch.cat([carry[:-1] * error[1:], torch.zeros_like(error[-1:])])
+    later = torch.zeros_like(error)
+    later[:-1] = carry[:-1] * error[1:]
     return VTraceTargets(back(v + error), back(weight * (delta + later)))
 
 # %% ../../../nbs/pipes/00_data/03_returns.ipynb #724bf72e

@@ -117,7 +117,11 @@ class Interaction(TickSource):
         rows = self.envs.rows()
         self.row = rows.rows[0]
         self._check_form(self.row.state(()), state["row"])
-        rows.put(0, state["row"], state["term"])
+        rows.put(
+            0,
+            state["row"],
+            state["term"],
+        )
 
         # The actor answers once, so its action and memory have a form to compare with.
         self._begin()
@@ -134,7 +138,11 @@ class Interaction(TickSource):
         # One virtual call, because only the actor knows the structure of its recurrent state and
         # the dtype of its actions.
         seen = self.row.seen(nested.as_seen(self.envs.no_action()))
-        act, hx, _ = self._answer(seen, None, virtual=True)
+        act, hx, _ = self._answer(
+            seen,
+            None,
+            virtual=True,
+        )
         self.act = nested.map(torch.zeros_like, act)
         self.hx = self._reset(hx, list(range(len(self.envs))))
         self._use(self.checked.engine(self.engine_choice, self.state, self.hx))
@@ -149,7 +157,14 @@ class Interaction(TickSource):
         envs = self.envs
         fault = None
         try:
-            env_rows, at = self._engine_begin(rows, begin, n, self.row, self.act, self.hx)
+            env_rows, at = self._engine_begin(
+                rows,
+                begin,
+                n,
+                self.row,
+                self.act,
+                self.hx,
+            )
         except Exception:
             with self.checked.calling_step:
                 raise
@@ -163,7 +178,11 @@ class Interaction(TickSource):
                 except Exception:
                     with self.checked.calling_step:
                         raise
-                final, ended, env, valid = self._step_into(env_rows, at + t, array)
+                final, ended, env, valid = self._step_into(
+                    env_rows,
+                    at + t,
+                    array,
+                )
                 env_rows.put_act(at + t + 1, array)
                 collected.env.append(env)
                 collected.valid.append(valid)
@@ -173,8 +192,10 @@ class Interaction(TickSource):
                 # The last observation of an episode stays, with the memory that belongs to it.
                 term = env_rows.term[at + t + 1]
                 for b, obs in final.items():
-                    memory = nested.map(lambda x, b=b: x[:, b : b + 1].clone(), hx)
-                    collected.ends.append(End(begin + t, b, obs, memory, bool(term[b])))
+                    column = slice(b, b + 1)
+                    memory = nested.map(lambda x, column=column: x[:, column].clone(), hx)
+                    end = End(begin + t, b, obs, memory, bool(term[b]))
+                    collected.ends.append(end)
                 engine.renew(t, self._reset(hx, ended))
         except Exception as e:
             fault = e
@@ -183,7 +204,11 @@ class Interaction(TickSource):
         envs.settle(env_rows, at)
         if fault is not None:
             raise fault
-        reports, self.act, self.hx = self._engine_end(rows, begin, n)
+        reports, self.act, self.hx = self._engine_end(
+            rows,
+            begin,
+            n,
+        )
         collected.reports.extend(reports)
 
     def _load(self):
@@ -265,7 +290,11 @@ class Interaction(TickSource):
 
     def react(self, state: State, hx: Any) -> tuple[Any, Any]:
         "The actor's virtual reaction `(act, info)`: see `TickSource`."
-        act, _, info = self._answer(State(*map(as_input, state)), hx, virtual=True)
+        act, _, info = self._answer(
+            State(*map(as_input, state)),
+            hx,
+            virtual=True,
+        )
         return act, info
 
     def complete(self, act: Any, info: Any) -> Any:

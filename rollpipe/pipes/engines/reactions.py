@@ -8,7 +8,6 @@ __all__ = ['OF_TORCH', 'SeededActor', 'as_input', 'TensorsOfAnyDtype', 'AnswerCh
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #82945338
 from collections.abc import Callable, Iterable, Iterator
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -138,7 +137,9 @@ class SeededActor:
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #ea0149ff
 def as_input(x: Any) -> Any:
-    """A numpy container `[B, ...]` as tensors `[1, B, ...]`. Only float64 is copied, to float32.
+    """A container of arrays or tensors `[B, ...]` as tensors `[1, B, ...]`.
+
+    Only float64 is copied, to float32.
 
     >>> import numpy as np
     >>> from rollpipe.pipes.engines.reactions import as_input
@@ -147,6 +148,8 @@ def as_input(x: Any) -> Any:
     """
     if isinstance(x, np.ndarray):
         return nested.as_seen(torch.from_numpy(x[None]))
+    if isinstance(x, torch.Tensor):
+        return nested.as_seen(x[None])
     return nested.map(as_input, x)
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #04ca993e
@@ -182,7 +185,11 @@ class AnswerCheck:
 
     def calling(self, method: str) -> located:
         "A `with` block in which an exception of the actor's `method` becomes an `ActorError`."
-        return located(f"{self.name}.{method}", ActorError, **self.where)
+        return located(
+            f"{self.name}.{method}",
+            ActorError,
+            **self.where,
+        )
 
     def triple(self, answer: Any) -> tuple:
         "Return `answer`. Raises `ActorError` unless it is a triple `(act, hx, info)`."
@@ -255,9 +262,24 @@ class AnswerCheck:
     def _learn(self, act, hx, info):
         "Store the first answer, if it is valid."
         n_envs = len(self.envs)
-        self._check_lead("act", act, (1, n_envs), self.step)
-        self._check_lead("info", info, (1, n_envs), self.step)
-        self._check_lead("hx", hx, ("layers", n_envs), self.step)
+        self._check_lead(
+            "act",
+            act,
+            (1, n_envs),
+            self.step,
+        )
+        self._check_lead(
+            "info",
+            info,
+            (1, n_envs),
+            self.step,
+        )
+        self._check_lead(
+            "hx",
+            hx,
+            ("layers", n_envs),
+            self.step,
+        )
 
         # numpy refuses tensors that require gradients.
         if torch.is_grad_enabled() and any(x.requires_grad for x in nested.leaves(act)):
@@ -294,7 +316,12 @@ class AnswerCheck:
                 got="None",
                 **self.where,
             )
-        self._check_lead("info", info, lead, f"{self.name}.complete")
+        self._check_lead(
+            "info",
+            info,
+            lead,
+            f"{self.name}.complete",
+        )
 
     def _check_lead(self, name, tree, lead, method):
         """Raise `ActorError` unless each leaf is a tensor whose first dimensions are `lead`.
@@ -368,6 +395,16 @@ def compared_attributes(holder: Any) -> dict:
     }
 
 # %% ../../../nbs/pipes/11_engines/00_reactions.ipynb #710db387
+class _Identity:
+    "A tensor that is compared by identity, and stays in memory, so no other one has its address."
+
+    def __init__(self, x):
+        self.x = x
+
+    def __eq__(self, other):
+        return self.x is other.x
+
+
 class Unchanging:
     """Checks that actors and networks do not change while lanes collect.
 
@@ -391,22 +428,16 @@ class Unchanging:
 
         self.actors = list(filter(is_actor, holders))
 
-        # Each module once, with its first holder
-        parts = {}
+        # The dicts of all parameters and buffers, each once, with their first holder and with what
+        # the names of their entries begin with
+        tables = {}
         for holder in holders:
             for module in modules_in(holder):
                 for name, part in module.named_modules():
-                    parts.setdefault(id(part), (holder, name, part))
-        self.parts = list(parts.values())
-
-        # The dicts of all parameters and buffers, and the ids of those that have no values yet
-        self.slots = []
-        for _, _, part in self.parts:
-            self.slots += [part._parameters, part._buffers]
-        is_lazy = torch.nn.parameter.is_lazy
-        self.lazy = set()
-        for slots in self.slots:
-            self.lazy.update(id(x) for x in slots.values() if is_lazy(x))
+                    within = f"{name}." if name else ""
+                    for kind, slots in (("parameter", part._parameters), ("buffer", part._buffers)):
+                        tables.setdefault(id(slots), (holder, f"{kind} {within}", slots))
+        self.tables = list(tables.values())
 
     def during(self, lane: int) -> "Unchanging":
         "The context manager for a `with` block in which `lane` collects one item."
@@ -422,64 +453,51 @@ class Unchanging:
     def __exit__(self, kind: Any, *exception: Any) -> None:
         if kind is not None:
             return
-        before = self.before
         after = self._look(self.closely)
-        ids_before = list(map(id, before[0]))
-        ids_after = list(map(id, after[0]))
-        if ids_after != ids_before or after[1:] != before[1:]:
-            self._refuse(before, after, self.lane)
+        if after != self.before:
+            self._refuse(self.before, after)
         for actor, attributes in zip(self.actors, self.attributes):
             self._compare(actor, attributes)
         self.n_items += 1
 
-    def _look(self, closely) -> tuple:
-        """All parameters and buffers, and the number of in-place changes of each.
+    def _look(self, closely) -> dict:
+        """(number of its table, name) -> identity and number of in-place changes of each parameter
+        and buffer, None for a lazy one.
 
-        With `closely`, also objects that compare their values.
+        With `closely`, also an object that compares its values.
         """
-        tensors = []
-        for slots in self.slots:
-            tensors += [x for x in slots.values() if x is not None]
-        try:
-            changes = list(map(in_place_changes, tensors))
-        except RuntimeError:
-            # torch has no count for tensors that were made in inference mode.
-            changes = [0 if x.is_inference() else in_place_changes(x) for x in tensors]
-        values = [comparable_tensor(x) for x in tensors] if closely else []
-        return tensors, changes, values
+        facts = {}
+        for k, (_, _, slots) in enumerate(self.tables):
+            for name, x in slots.items():
+                if x is None:
+                    continue
+                if torch.nn.parameter.is_lazy(x):
+                    facts[k, name] = None
+                    continue
+                # torch counts no changes of tensors that were made in inference mode.
+                n_changes = 0 if x.is_inference() else in_place_changes(x)
+                values = comparable_tensor(x) if closely else None
+                facts[k, name] = (_Identity(x), n_changes, values)
+        return facts
 
-    def _refuse(self, before, after, lane):
-        """Raise an error that names the tensors that differ.
-
-        A lazy layer may initialise its weights.
-        """
-        # id of a tensor -> its number of changes, and its values if they were looked at
-        facts_before = {id(x): facts for x, *facts in zip_longest(*before)}
-        facts_after = {id(x): facts for x, *facts in zip_longest(*after)}
-        lazy = self.lazy
-        self.lazy = set()
-
-        def has_changed(x):
-            if x is None or id(x) in lazy:
-                return False
-            return facts_before.get(id(x)) != facts_after[id(x)]
-
-        culprits = []
+    def _refuse(self, before, after):
+        "Raise an error that names the tensors that differ, if there are some."
         changed = []
-        for holder, part_name, part in self.parts:
-            for kind, slots in (("parameter", part._parameters), ("buffer", part._buffers)):
-                prefix = f"{kind} {part_name}." if part_name else f"{kind} "
-                names = [prefix + name for name, x in slots.items() if has_changed(x)]
-                changed += names
-                culprits += [holder] * len(names)
-        if changed:
-            raise ActorError(
-                f"{type(culprits[0]).__name__} changed while a lane collected",
-                lane=lane,
-                leaf=", ".join(changed),
-                expected="parameters and buffers that only a learner changes, in the thread that "
-                "collects, and memory in `hx`",
-            )
+        for key, facts in after.items():
+            # A lazy layer may give its weights their first values.
+            was_lazy = key in before and before[key] is None
+            if not was_lazy and before.get(key) != facts:
+                changed.append(key)
+        if not changed:
+            return
+        holder = self.tables[changed[0][0]][0]
+        raise ActorError(
+            f"{type(holder).__name__} changed while a lane collected",
+            lane=self.lane,
+            leaf=", ".join(self.tables[k][1] + name for k, name in changed),
+            expected="parameters and buffers that only a learner changes, in the thread that "
+            "collects, and memory in `hx`",
+        )
 
     def _compare(self, actor, before):
         "Warn of each attribute whose value differs from the earlier one."
@@ -526,7 +544,11 @@ class StagedRows(Rows):
         self.n = n
 
         # States and recurrent states have one row more than answers.
-        super().__init__(state, n + 1, np.zeros)
+        super().__init__(
+            state,
+            n + 1,
+            np.zeros,
+        )
         self.hx = nested.map(lambda x: np.zeros((n + 1, *x.shape), x.dtype), hx)
 
         def one_per_step(x):

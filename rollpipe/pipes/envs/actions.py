@@ -62,10 +62,13 @@ class RangeCheck:
 
     def __init__(self, space: gym.Space, name: str):
         spaces = single_spaces(space)
-        parts = enumerate(zip(nested.leaves(spaces), nested.paths(spaces, name)))
-        self.parts = [
-            (i, *limits(s), path, s) for i, (s, path) in parts if not isinstance(s, gym.spaces.Box)
-        ]
+        paths = nested.paths(spaces, name)
+
+        # (index of the leaf, least and greatest number, path, space)
+        self.parts = []
+        for i, part in enumerate(nested.leaves(spaces)):
+            if not isinstance(part, gym.spaces.Box):
+                self.parts.append((i, *limits(part), paths[i], part))
 
     def find(self, leaves: list) -> tuple | None:
         """`(environment, leaf, value, space)` of the first environment with such a number; None if
@@ -82,7 +85,9 @@ def single_spaces(space: gym.Space) -> Any:
     "The single spaces in `space`, in plain containers."
     if isinstance(space, gym.spaces.Dict):
         return {k: single_spaces(s) for k, s in space.spaces.items()}
-    return tuple(map(single_spaces, space.spaces)) if isinstance(space, gym.spaces.Tuple) else space
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(map(single_spaces, space.spaces))
+    return space
 
 # %% ../../../nbs/pipes/10_envs/02_actions.ipynb #e7d204b9
 _ANSWERS = {
@@ -104,7 +109,11 @@ def tuple_of(answer: Any, n: int, method: str, expected: str) -> Any:
     """
     if isinstance(answer, (tuple, list)) and len(answer) == n:
         return answer
-    raise EnvError(f"{method}() gave no tuple of {n}", expected=expected, got=describe(answer))
+    raise EnvError(
+        f"{method}() gave no tuple of {n}",
+        expected=expected,
+        got=describe(answer),
+    )
 
 
 def env_failure(call: str, env: Any, e: Exception) -> EnvError:
@@ -202,18 +211,20 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
         return _container_batch(space, clip, copy)
     shape = space.shape
     kinds = "f" if space.dtype.kind == "f" else "iub"
-    low, high = (None, None) if isinstance(space, gym.spaces.Box) else limits(space)
-    bounds = bounds_of_one = (
-        (space.low, space.high)
-        if clip and kinds == "f" and isinstance(space, gym.spaces.Box)
-        else None
-    )
+
+    # Integers must be within their limits, and floats are clipped to the bounds of a Box.
+    is_box = isinstance(space, gym.spaces.Box)
+    low, high = (None, None) if is_box else limits(space)
+    bounds = bounds_of_one = None
+    if clip and kinds == "f" and is_box:
+        bounds = bounds_of_one = space.low, space.high
     if bounds and not any(np.isfinite(x).any() for x in bounds):
         bounds = None
 
     def batch(act, leaf="act"):
         nonlocal bounds
-        if not isinstance(act, np.ndarray) or act.shape[1:] != shape or act.dtype.kind not in kinds:
+        is_array = isinstance(act, np.ndarray)
+        if not is_array or act.shape[1:] != shape or act.dtype.kind not in kinds:
             raise ActorError(
                 "wrong action",
                 leaf=leaf,
@@ -223,7 +234,8 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
         if kinds == "f":
             # The sum of squares is a fast first check. It is infinite for huge finite actions too,
             # so then each number is checked.
-            if not math.isfinite(np.vdot(act, act)) and not np.isfinite(act).all():
+            squares = np.vdot(act, act)
+            if not math.isfinite(squares) and not np.isfinite(act).all():
                 b = int(np.argwhere(~np.isfinite(act))[0][0])
                 raise ActorError(
                     "non-finite action",
@@ -256,11 +268,8 @@ def action_batch(space: gym.Space, clip: bool = True, copy: bool = True) -> Call
 
 def _container_batch(space, clip, copy):
     "`action_batch` for a `Dict` or a `Tuple`."
-    items = (
-        space.spaces.items()
-        if isinstance(space, gym.spaces.Dict)
-        else list(enumerate(space.spaces))
-    )
+    is_dict = isinstance(space, gym.spaces.Dict)
+    items = space.spaces.items() if is_dict else enumerate(space.spaces)
     parts: dict[Any, Callable] = {k: action_batch(s, clip, copy) for k, s in items}
     names = set(parts)
 
@@ -277,8 +286,10 @@ def _container_batch(space, clip, copy):
                 got=describe(act),
                 expected=f"{type(space).__name__} of {sorted(names)}",
             )
-        checked = {k: part(act[k], f"{leaf}[{k!r}]") for k, part in parts.items()}
-        return checked if isinstance(space, gym.spaces.Dict) else tuple(checked.values())
+        checked = {}
+        for k, part in parts.items():
+            checked[k] = part(act[k], f"{leaf}[{k!r}]")
+        return checked if is_dict else tuple(checked.values())
 
     return batch
 
@@ -304,13 +315,11 @@ def action_rows(space: gym.Space, clip: bool = True) -> Callable:
         if not isinstance(act, np.ndarray) or act.ndim != 1 or act.dtype.kind not in "iu":
             return split(checked(act))
         numbers = act.tolist()
-        if (
-            known.issuperset(numbers)
-            if known
-            else numbers and min(numbers) >= first and max(numbers) <= last
-        ):
-            return numbers
-        return split(checked(act))  # raises the error
+        if known:
+            are_actions = known.issuperset(numbers)
+        else:
+            are_actions = numbers and min(numbers) >= first and max(numbers) <= last
+        return numbers if are_actions else split(checked(act))  # which raises the error
 
     return rows
 
@@ -323,7 +332,12 @@ def _splitter(space):
         return list
     if isinstance(space, gym.spaces.Tuple):
         parts = [_splitter(s) for s in space.spaces]
-        return lambda act: list(zip(*(split(x) for split, x in zip(parts, act))))
+
+        def split_tuple(act):
+            columns = [split(x) for split, x in zip(parts, act)]
+            return list(zip(*columns))
+
+        return split_tuple
     splitter_of = {key: _splitter(part) for key, part in space.spaces.items()}
 
     def split_dict(act):

@@ -23,10 +23,11 @@ from rollpipe.pipes.data.errors import (
     describe_exception,
 )
 from .actions import action_rows, tuple_of
-from .batch import own, put_obs
+from .batch import put_obs
 from .factories import space_spec
 from .single import is_end, scalar_rewards
 from .vector import SAME_STEP
+from .wrappers import own
 
 # %% ../../../nbs/pipes/10_envs/10_agents.ipynb #bd1c7370
 AGENT = "agent"  # the entry of the observations with the number of the agent
@@ -44,11 +45,10 @@ def _parallel(make):
             got=type(env).__name__,
             expected="a parallel one, such as `pettingzoo.utils.conversions.aec_to_parallel(env)`",
         )
-    lacks = [
-        name
-        for name in ("possible_agents", "observation_space", "action_space", "reset", "step")
-        if not hasattr(env, name)
-    ]
+
+    # What a batch of agents asks of it
+    interface = "possible_agents", "observation_space", "action_space", "reset", "step"
+    lacks = [name for name in interface if not hasattr(env, name)]
     if lacks:
         raise EnvError(
             "this is no parallel environment",
@@ -115,7 +115,12 @@ def _with_id(space, n):
 def _answer(env, method, n, *args, **kwargs):
     "What a method of a parallel environment returns, a tuple of `n`. Raises `EnvError`."
     answer = getattr(env, method)(*args, **kwargs)
-    return tuple_of(answer, n, method, f"what `{method}` of PettingZoo returns")
+    return tuple_of(
+        answer,
+        n,
+        method,
+        f"what `{method}` of PettingZoo returns",
+    )
 
 
 def _part(answer, leaf, agent):
@@ -166,14 +171,14 @@ class Agents(gym.vector.VectorEnv):
             self.close_extras()
             raise
 
-        # the spaces of one agent, and of all of them
+        # The spaces of one agent, and of all of them
         self.num_envs = copies * len(self.agents)
         self.single_observation_space = obs
         self.single_action_space = act
         self.observation_space = batch_space(obs, self.num_envs)
         self.action_space = batch_space(act, self.num_envs)
 
-        # the present observations; where an agent takes no part in the next step
+        # The present observations; where an agent takes no part in the next step
         self._obs = nested.alloc(self._like, self.num_envs)
         self._rows = action_rows(act, clip=False)
         self.resting = np.zeros(self.num_envs, bool)
@@ -181,7 +186,8 @@ class Agents(gym.vector.VectorEnv):
     def agent(self, b: int) -> str:
         "The name of the agent in column `b`, with the number of its copy if there are several."
         copy, k = divmod(b, len(self.agents))
-        return f"{self.agents[k]}" + f" in copy {copy}" * (len(self.copies) > 1)
+        name = str(self.agents[k])
+        return name if len(self.copies) == 1 else f"{name} in copy {copy}"
 
     def reset(self, *, seed: Any = None, options: dict | None = None) -> tuple:
         """Reset all copies. Returns `(obs, infos)`; the infos of a reset are left out.
@@ -197,7 +203,11 @@ class Agents(gym.vector.VectorEnv):
             seeds = [None if seed is None else seed + b for b in range(self.num_envs)]
         kwargs = {} if options is None else dict(options=options)
         for c in range(len(self.copies)):
-            self._begin(c, seed=seeds[c * len(self.agents)], **kwargs)
+            self._begin(
+                c,
+                seed=seeds[c * len(self.agents)],
+                **kwargs,
+            )
         return nested.map(np.copy, self._obs), {}
 
     def step(self, actions: Any) -> tuple:
@@ -218,8 +228,14 @@ class Agents(gym.vector.VectorEnv):
         infos = [{} for _ in range(n)]
         final = np.full(n, None, object)
         for c, env in enumerate(self.copies):
+            # Agent -> its column, for those that take part
             acting = {agent: b for b, agent in self._columns(c) if not self.resting[b]}
-            answer = _answer(env, "step", 5, {agent: acts[b] for agent, b in acting.items()})
+            answer = _answer(
+                env,
+                "step",
+                5,
+                {agent: acts[b] for agent, b in acting.items()},
+            )
             for agent, b in acting.items():
                 self._put(answer[0], agent, b)
                 try:
@@ -230,7 +246,10 @@ class Agents(gym.vector.VectorEnv):
                     ]
                     if answer[4]:
                         infos[b] = own(_part(answer[4], "info", agent))
-                    if ended := is_end(*over):
+
+                    # An agent is gone from `agents` exactly where its episode has ended.
+                    ended = is_end(*over)
+                    if ended:
                         ends[:, b] = over
                         final[b] = nested.map(np.array, nested.getitem(self._obs, b))
                     if ended == (agent in env.agents):
@@ -280,7 +299,11 @@ class Agents(gym.vector.VectorEnv):
             is_stored = agent in acting or (resting[b] and acting)
             if is_stored:
                 continue
-            self._put(obs, env.agents[0] if resting[b] else agent, b)
+            self._put(
+                obs,
+                env.agents[0] if resting[b] else agent,
+                b,
+            )
         self.resting = resting
 
     def _put(self, obs, agent, b):
@@ -288,8 +311,16 @@ class Agents(gym.vector.VectorEnv):
         try:
             x = _part(obs, "obs", agent)
             if self.ids:
-                x = {**(x if isinstance(x, dict) else dict(obs=x)), AGENT: b % len(self.agents)}
-            put_obs(x, self._like, nested.leaves(self._obs), b)
+                x = {
+                    **(x if isinstance(x, dict) else dict(obs=x)),
+                    AGENT: b % len(self.agents),
+                }
+            put_obs(
+                x,
+                self._like,
+                nested.leaves(self._obs),
+                b,
+            )
         except PipeError as e:
             e.env = b
             raise

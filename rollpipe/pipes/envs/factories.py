@@ -49,7 +49,8 @@ def extra_for(env_id: str, error: Exception) -> str | None:
         return _install("atari")
     if not isinstance(error, gym.error.DependencyNotInstalled):
         return None
-    package = str(gym.spec(str(env_id).rpartition(":")[2]).entry_point).split(":")[0]
+    spec = gym.spec(str(env_id).rpartition(":")[2])
+    package = str(spec.entry_point).split(":")[0]
     for extra in ("box2d", "mujoco"):
         if package.startswith(f"gymnasium.envs.{extra}."):
             return _install(extra)
@@ -101,7 +102,10 @@ def _unknown_id(env_id: str, error: Exception) -> EnvError:
         else "an id of gymnasium's registry"
     )
     if module:
-        hint += f"; or one of your own, after `gymnasium.register('{name}-v0', {name})` in {module}: '{module}:{name}-v0'"
+        hint += (
+            f"; or one of your own, after `gymnasium.register('{name}-v0', {name})` in {module}: "
+            f"'{module}:{name}-v0'"
+        )
     else:
         hint += (
             "; or one of your own, which a module registers (`gymnasium.register`) that is imported "
@@ -216,12 +220,17 @@ class EnvFactory:
         if self.env_kwargs.keys() - {"max_episode_steps"}:
             raise EnvError(
                 "env_kwargs are for gymnasium ids",
-                expected="a factory that already knows its arguments; `max_episode_steps` alone is possible",
+                expected="a factory that already knows its arguments; `max_episode_steps` alone is "
+                "possible",
                 got=self.env_kwargs,
             )
         for name, n in self.env_kwargs.items():
             check_integer(name, n, leaf="env_kwargs")
-        self.name = getattr(source, "__name__", type(source).__name__)
+        self.name = getattr(
+            source,
+            "__name__",
+            type(source).__name__,
+        )
         self.takes_seed = takes_seed(source)
 
     def __call__(self, seed: int | None = None) -> Any:
@@ -285,10 +294,11 @@ class EnvFactory:
     def __repr__(self):
         return self.name
 
+    # A callable may be a lambda, which only cloudpickle pickles.
     def __getstate__(self):
-        return self.__dict__ | (
-            {} if isinstance(self.source, str) else {"source": cloudpickle.dumps(self.source)}
-        )
+        if isinstance(self.source, str):
+            return self.__dict__
+        return self.__dict__ | {"source": cloudpickle.dumps(self.source)}
 
     def __setstate__(self, state):
         self.__dict__.update(state)
@@ -333,9 +343,8 @@ def env_factories(
 
 
 def _is_count(n):
-    return (
-        isinstance(n, (int, np.integer)) and not isinstance(n, bool) and 1 <= int(n) <= sys.maxsize
-    )
+    is_integer = isinstance(n, (int, np.integer)) and not isinstance(n, bool)
+    return is_integer and 1 <= int(n) <= sys.maxsize
 
 # %% ../../../nbs/pipes/10_envs/01_factories.ipynb #c3cf4603
 class VectorFactory:
@@ -354,6 +363,7 @@ class VectorFactory:
     def __init__(
         self, env_id: str, n_envs: int = 1, vector: str = "sync", env_kwargs: dict | None = None
     ):
+        # The arguments
         if vector not in self.kinds:
             raise EnvError(
                 "unknown kind of vector environment",
@@ -372,6 +382,8 @@ class VectorFactory:
                 expected="n_envs: a positive integer",
                 got=f"n_envs={n_envs!r}",
             )
+
+        # gymnasium does not know the ids of EnvPool.
         self.name = env_id if vector == "envpool" else check_id(env_id)
         self.n_envs = int(n_envs)
         self.vector = vector
@@ -380,11 +392,10 @@ class VectorFactory:
     def __call__(self, seed: int | None = None) -> Any:
         kwargs, wrappers = wrappers_in(self.env_kwargs)
         try:
-            vec = (
-                self._envpool(seed, kwargs)
-                if self.vector == "envpool"
-                else self._gymnasium(kwargs, wrappers)
-            )
+            if self.vector == "envpool":
+                vec = self._envpool(seed, kwargs)
+            else:
+                vec = self._gymnasium(kwargs, wrappers)
         except Exception as e:
             hint = extra_for(self.name, e)
             if isinstance(e, ModuleNotFoundError) and self.vector == "envpool":
@@ -394,16 +405,16 @@ class VectorFactory:
                 env=self.name,
                 expected=hint,
             ) from e
+
+        # A vector that is made as a whole takes no wrappers around its environments.
         key = self.env_kwargs.get("with_action_mask")
-        if (
-            self.vector in ("sync", "async")
-            or "atari" not in self.env_kwargs
-            and (key is None or key in getattr(spaces_of(vec)[0], "spaces", ()))
-        ):
+        has_mask = key is None or key in getattr(spaces_of(vec)[0], "spaces", ())
+        if self.vector in ("sync", "async") or "atari" not in self.env_kwargs and has_mask:
             return vec
         close_env(vec, self.name)
+        wrapped = "the mask of the actions" if key else "games of Atari"
         raise EnvError(
-            f"such a vector takes no wrapper for {'the mask of the actions' if key else 'games of Atari'}",
+            f"such a vector takes no wrapper for {wrapped}",
             env=self.name,
             leaf=f"observation_space[{key!r}]" if key else "atari",
             expected="vector='sync' or 'async', or a mask that is there already",
@@ -418,15 +429,18 @@ class VectorFactory:
     def _gymnasium(self, kwargs, wrappers):
         options: dict[str, Any] = {}
         if self.vector != "vector_entry_point":
+            # `VectorBatch` checks every step.
             wrappers = [*kwargs.pop("wrappers", wrappers), CopiesLastObs]
-            options = dict(
-                disable_env_checker=True, wrappers=wrappers
-            )  # `VectorBatch` checks every step
+            options = dict(disable_env_checker=True, wrappers=wrappers)
             # Unlike NEXT_STEP this mode wastes no step, and unlike DISABLED it needs no second
             # call.
-            if hasattr(gym.vector, "AutoresetMode"):
-                options["vector_kwargs"] = dict(autoreset_mode="SameStep")
-        return gym.make_vec(check_id(self.name), self.n_envs, self.vector, **{**options, **kwargs})
+            options["vector_kwargs"] = dict(autoreset_mode="SameStep")
+        return gym.make_vec(
+            check_id(self.name),
+            self.n_envs,
+            self.vector,
+            **{**options, **kwargs},
+        )
 
     def __repr__(self):
         return self.name
@@ -553,19 +567,19 @@ def space_spec(space: gym.Space, what: str = "space") -> Any:
         raise SpaceError(
             "this space is empty", leaf=what, expected="at least one integer", got=str(space)
         )
+
+    # Spaces of spaces
     if isinstance(space, gym.spaces.Dict):
         return {k: space_spec(s, f"{what}[{k!r}]") for k, s in space.spaces.items()}
     if isinstance(space, gym.spaces.Tuple):
         return tuple(space_spec(s, f"{what}[{i}]") for i, s in enumerate(space.spaces))
-    if not isinstance(
-        space,
-        (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete),
-    ):
+
+    # Spaces of arrays, in a dtype that torch has
+    kinds = gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiBinary, gym.spaces.MultiDiscrete
+    if not isinstance(space, kinds):
         raise no_array_form(str(space), what)
-    return np.zeros(
-        space.shape or (),
-        dict(uint16="int32", uint32="int64", uint64="int64").get(space.dtype.name, space.dtype),
-    )
+    wider = dict(uint16="int32", uint32="int64", uint64="int64")
+    return np.zeros(space.shape or (), wider.get(space.dtype.name, space.dtype))
 
 # %% ../../../nbs/pipes/10_envs/01_factories.ipynb #461008c9
 def env_seeds(seed: np.random.SeedSequence, n: int) -> list[tuple[int, int, int]]:
@@ -607,7 +621,9 @@ class Claim:
         """
         env = getattr(env, "unwrapped", env)
         before = _claims.get(id(env))
-        other = None if before is None else next(k for k, x in before._held.items() if x is env)
+        other = None
+        if before is not None:
+            [other] = [k for k, x in before._held.items() if x is env]
         if before is self:
             raise EnvError(
                 "the factory made no environment of its own",
@@ -617,11 +633,13 @@ class Claim:
             )
         if before is not None:
             before.lost.append(other)
-        self._held[b], _claims[id(env)] = env, self
-        for k, part in enumerate(
-            env.envs if b is None and isinstance(env, gym.vector.SyncVectorEnv) else ()
-        ):
-            self.take(part, k)
+        self._held[b] = env
+        _claims[id(env)] = self
+
+        # The environments in a vector are those of this process.
+        if b is None and isinstance(env, gym.vector.SyncVectorEnv):
+            for k, part in enumerate(env.envs):
+                self.take(part, k)
 
     def replace(self, env: Any, b: int) -> None:
         "Claim `env`, a new environment, in the place of environment `b`."
@@ -646,9 +664,8 @@ class Claim:
         Those in `lost` belong to another batch now, so the caller must not close them.
         """
         for b, env in self._held.items():
-            holder = _claims.get(
-                id(env)
-            )  # None if this claim is being garbage-collected, because its weak entry vanishes first
+            # None if this claim is being garbage-collected, because its weak entry vanishes first
+            holder = _claims.get(id(env))
             if holder is self:
                 del _claims[id(env)]
             elif holder is not None and b not in self.lost:

@@ -33,7 +33,8 @@ def _fillers(column):
 
 def _is_numeric(x):
     "True if `x`, a container of arrays, has at least one leaf and all leaves are numeric."
-    return bool(nested.leaves(x)) and all(y.dtype.kind in "biuf" for y in nested.leaves(x))
+    leaves = nested.leaves(x)
+    return bool(leaves) and all(y.dtype.kind in "biuf" for y in leaves)
 
 
 def _arrays(key, value, env=None):
@@ -140,6 +141,8 @@ class InfoRecorder:
         self.known.add(key)
         if problem:
             return f"{key!r} ({problem}: {describe(value, 40)})"
+
+        # An info that first appears after a step was recorded needs a mask.
         if self.awaited is not None:
             self.awaited.remove(key)
         self.like[key] = _fillers(column)
@@ -163,6 +166,8 @@ class InfoRecorder:
             column = self.widened(key, column)
             for x in nested.leaves(column) if not said.all() else ():
                 x[~said] = filler(x)
+
+        # The mask begins where an environment that took part has not reported the info.
         if key not in self.masked and (valid & ~said).any():
             self.masked.add(key)
         found[key] = column
@@ -186,7 +191,11 @@ class InfoRecorder:
         dtypes = nested.map(np.result_type, column, like)
         if dtypes != nested.map(lambda x: x.dtype, like):
             self.like[key] = _fillers(nested.map(np.ndarray.astype, like, dtypes))
-        return nested.map(lambda x, dtype: x.astype(dtype, copy=False), column, dtypes)
+        return nested.map(
+            lambda x, dtype: x.astype(dtype, copy=False),
+            column,
+            dtypes,
+        )
 
     def check_form(self, key: str, column: Any) -> None:
         "Raise `EnvError` unless `column` is numeric and has the recorded structure and shapes."
@@ -206,7 +215,11 @@ class InfoRecorder:
         if new:
             # `once` is for the parent of several workers, each of which says this.
             once = str((self.stream, *new))
-            self.log.warning(message, ", ".join(new.values()), extra=dict(once=once))
+            self.log.warning(
+                message,
+                ", ".join(new.values()),
+                extra=dict(once=once),
+            )
 
     def say_awaited(self) -> None:
         "Warn, after an episode has ended, of the chosen infos that have not appeared."
@@ -253,15 +266,19 @@ class SingleInfos(InfoRecorder):
 
         The first environment that reports an info defines its shape and dtype.
         """
-        # info -> its value in the first environment that reports it, and the number of that one
+        # Info -> its value in the first environment that reports it, and the number of that one
         first = {}
         for b in reversed(range(self.n)):
-            first.update((key, (x, b)) for key, x in infos[b].items() if self.is_news([key]))
+            for key, x in infos[b].items():
+                if self.is_news([key]):
+                    first[key] = (x, b)
 
         left_out = {}
         for key, (value, b) in first.items():
             one = _arrays(key, value, b)
-            column = nested.map(lambda x: np.stack([x] * self.n), one) if _is_numeric(one) else None
+            column = None
+            if _is_numeric(one):
+                column = nested.map(lambda x: np.stack([x] * self.n), one)
             why = self.begin(key, column, value)
             if why:
                 left_out[key] = why
@@ -269,6 +286,7 @@ class SingleInfos(InfoRecorder):
 
     def _read(self, columns, key, infos, valid):
         "Put the info `key` into `columns`."
+        # A fast path, because most infos are there at every step.
         if key not in self.masked:
             try:
                 columns[key] = self._column(key, [info[key] for info in infos])
@@ -276,6 +294,8 @@ class SingleInfos(InfoRecorder):
                 pass
             else:
                 return
+
+        # Otherwise with a filler where an environment reports nothing
         has_info = np.array([key in info for info in infos])
         column = None
         if has_info.any():
@@ -289,8 +309,10 @@ class SingleInfos(InfoRecorder):
                 return self.widened(key, np.array(values))
             return self.widened(key, nested.stack([nested.map(np.asarray, x) for x in values]))
         except (TypeError, ValueError, RecursionError, EnvError):
+            # The first environment whose value has another form than the recorded one
             one = nested.map(lambda x: x[0], self.like[key])
-            b = next((b for b, x in enumerate(values) if not _has_form(x, one)), 0)
+            others = [b for b, x in enumerate(values) if not _has_form(x, one)]
+            b = others[0] if others else 0
             raise EnvError(
                 "an info changed its form (info_keys chooses what is recorded)",
                 env=b,
@@ -300,12 +322,8 @@ class SingleInfos(InfoRecorder):
             ) from None
 
 # %% ../../../nbs/pipes/10_envs/04_infos.ipynb #2a7e29a5
-FINAL = (
-    "final_obs",
-    "final_info",
-    "_final_obs",
-    "_final_info",
-)  # keys of gymnasium's autoreset modes, not infos of the environments
+# Keys of gymnasium's autoreset modes, which are not infos of the environments
+FINAL = "final_obs", "final_info", "_final_obs", "_final_info"
 
 
 def reporters(infos: Mapping, key: str, among: np.ndarray) -> np.ndarray:
@@ -346,15 +364,20 @@ def column_of(leaf: str, value: Any, said: np.ndarray) -> Any:
                     leaf=f"{leaf}[{k!r}]",
                     expected="all of its parts",
                 )
-            parts[k] = column_of(f"{leaf}[{k!r}]", x, said)
+            parts[k] = column_of(
+                f"{leaf}[{k!r}]",
+                x,
+                said,
+            )
         return parts if parts and all(x is not None for x in parts.values()) else None
-    # a copy, because the vector environment may reuse its arrays
+
+    # A copy, because the vector environment may reuse its arrays
     value = np.array(value)
     n = len(said)
+
+    # gymnasium stores numpy bools in an object array.
     if value.dtype == object and value.shape == said.shape:
-        rows = [
-            x for x in value[said] if np.ndim(x) == 0
-        ]  # gymnasium stores numpy bools in an object array
+        rows = [x for x in value[said] if np.ndim(x) == 0]
         rows = np.array(rows) if len(rows) == said.sum() else value
         if rows.dtype.kind in "biuf":
             value = np.zeros(n, rows.dtype)
@@ -375,23 +398,30 @@ class VectorInfos(InfoRecorder):
             ended: bool `[n]`: where an episode ended
             valid: bool `[n]`: where a step took place
         """
+        # Each source of infos, and the environments that it is about
         sources = [(infos, valid)]
         if "final_info" in infos:
-            late = {}
-            for key in self.of_ends:
-                late.update((name, infos[name]) for name in (key, f"_{key}") if name in infos)
+            with_masks = [*self.of_ends, *(f"_{key}" for key in self.of_ends)]
+            late = {name: infos[name] for name in with_masks if name in infos}
             sources = [
                 (infos, valid & ~ended),
                 (infos["final_info"], valid & ended),
                 (late, valid & ended),
             ]
+
+        # Infos that have not appeared before, and then a column for each info
         for source, among in sources:
             if self.is_news(source):
                 self._begin(source, among)
         self.begun = True
         columns = {}
         for key in self.like:
-            self.put(columns, key, *self._read(key, sources), valid)
+            self.put(
+                columns,
+                key,
+                *self._read(key, sources),
+                valid,
+            )
         return columns
 
     def _begin(self, infos, among):
@@ -400,12 +430,17 @@ class VectorInfos(InfoRecorder):
         """
         left_out = {}
         for key, value in infos.items():
+            # Neither a mask nor a key of an autoreset mode is an info of the environments.
             if key in FINAL or is_mask(key, infos) or not self.is_news([key]):
                 continue
             has_info = reporters(infos, key, among)
             if not has_info.any():
                 continue
-            why = self.begin(key, self._column(key, value, has_info), value)
+            why = self.begin(
+                key,
+                self._column(key, value, has_info),
+                value,
+            )
             if why:
                 left_out[key] = why
             self.known.add(f"_{key}")
@@ -433,12 +468,21 @@ class VectorInfos(InfoRecorder):
             part = self._column(key, infos[key], has_info)
             if part is None:
                 self.check_form(key, infos[key])
+            # Each environment has its info from the source in which it has reported it.
             if column is not None:
 
                 def rows(x, y, has_info=has_info):
-                    return np.where(has_info.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+                    return np.where(
+                        has_info.reshape(-1, *[1] * (x.ndim - 1)),
+                        x,
+                        y,
+                    )
 
-                part = nested.map(rows, self.widened(key, part), self.widened(key, column))
+                part = nested.map(
+                    rows,
+                    self.widened(key, part),
+                    self.widened(key, column),
+                )
             column = part
             everybody = everybody | has_info
         return column, everybody

@@ -23,6 +23,7 @@ from ..data import nested
 from ..data.action_masks import WithActionMask
 from ..data.errors import EnvError, describe_exception
 from .actions import in_containers
+from .batch import Played
 from .factories import EnvFactory, close_env, is_vector, space_spec
 from .infos import FINAL
 from .kept import Keeper, KeptActions, has_state, layers
@@ -42,7 +43,8 @@ def bits_of(x: Any, path: str) -> Iterator:
         for i, y in enumerate(x):
             yield from bits_of(y, f"{path}[{i}]")
     elif isinstance(x, (bool, int, float, str, np.ndarray, np.generic, torch.Tensor)):
-        x = x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+        x = x.detach().cpu() if isinstance(x, torch.Tensor) else x
+        x = np.asarray(x)
         yield path, (x.dtype.str, x.shape, x.tobytes())
 
 # %% ../../../nbs/pipes/10_envs/11_keeping.ipynb #49be3f3b
@@ -80,24 +82,23 @@ class KeptEnv:
             name: 'reset' or 'step'
             argument: the keyword arguments of a reset, or an action
         """
+        played = Played(self.env, self.kept)
         if name == "reset":
-            self.kept.reset(**argument)
-            answer = self.env.reset(**copy.deepcopy(argument))  # a vector changes its options
-            self.kept.answered(answer)
+            answer = played.reset(**copy.deepcopy(argument))  # a vector changes its options
             obs = answer[0] if self.single or self.vector else answer
             return dict(bits_of(obs, "obs")), False
 
-        self.kept.step(argument)
-        answer = self.env.step(argument)
-        self.kept.answered(answer)
-        *answer, infos = answer
+        # Of the infos, only numbers count.
+        *answer, infos = played.step(argument)
         bits = {}
         for part, x in zip(("obs", "reward", "terminated", "truncated", "final_obs"), answer):
             bits.update(bits_of(x, part))
         for path, x in bits_of(_recorded(infos, self.info_keys), "info"):
             if x[0][1] in "biuf":  # the kind in its dtype, 'f' in '<f8'
                 bits[path] = x
-        return bits, is_end(answer[2], answer[3]) if self.single else answer[2] | answer[3]
+        terminated, truncated = answer[2:4]
+        ended = is_end(terminated, truncated) if self.single else terminated | truncated
+        return bits, ended
 
     def play(self, draw: Callable, n: int, more: int, deadline: float) -> list:
         """Play random actions until an episode ends, and then some more.
@@ -177,7 +178,11 @@ def sampler(env: Any, seed: int) -> Callable:
     spec = space_spec(space, "act")
 
     def row():
-        return in_containers(space.sample(), spec, lambda x, like: np.asarray(x, like.dtype))
+        return in_containers(
+            space.sample(),
+            spec,
+            lambda x, like: np.asarray(x, like.dtype),
+        )
 
     return lambda: nested.map(
         lambda x: torch.from_numpy(x).to(env.device),
@@ -383,7 +388,14 @@ def _test(make, envs, only, seed, n_steps, seconds, info_keys):
         env = unused.pop() if unused else new()
         try:
             start = time.perf_counter()
-            running, parts, states, broken = _played(env, first, ways, n_steps, seconds, info_keys)
+            running, parts, states, broken = _played(
+                env,
+                first,
+                ways,
+                n_steps,
+                seconds,
+                info_keys,
+            )
             step_seconds = (time.perf_counter() - start) / sum(map(_n_steps, parts))
         except Exception as e:
             problem = describe_exception(e)
@@ -396,8 +408,16 @@ def _test(make, envs, only, seed, n_steps, seconds, info_keys):
                 failed[name] = broken[name]
                 continue
             try:
-                one = KeptEnv(unused.pop() if unused else new(), Keeper(name), info_keys)
-                _check(one, states[name], parts[:-1])
+                one = KeptEnv(
+                    unused.pop() if unused else new(),
+                    Keeper(name),
+                    info_keys,
+                )
+                _check(
+                    one,
+                    states[name],
+                    parts[:-1],
+                )
             except Exception as e:
                 failed[name] = describe_exception(e)
                 is_answer = isinstance(e, EnvError) and e.problem.endswith("differs")
@@ -438,7 +458,12 @@ def keeper_for(
     options = seed, n_steps, seconds, info_keys
     try:
         with _undisturbed():
-            keeper, problem = _test(make, envs, None, *options)
+            keeper, problem = _test(
+                make,
+                envs,
+                None,
+                *options,
+            )
             if problem and not keeper.only:
                 # Perhaps because there was another one.
                 alone = _test(make, envs, problem, *options)[0]
@@ -452,6 +477,7 @@ def _beside(make, envs):
     """A `Keeper` that keeps nothing, and knows whether a second environment plays as the first one
     did alone, in turn with it.
     """
+    # Can there be two?
     envs.append(make())
     try:
         envs.append(make())
@@ -461,7 +487,17 @@ def _beside(make, envs):
     if env.unwrapped is other.unwrapped:
         envs.clear()  # it is not ours
         return Keeper("none")
-    running, parts, *_ = _played(env, dict(seed=1), (), 30, 0.5, None, (20,))
+
+    # One plays alone, and then both in turn.
+    running, parts, *_ = _played(
+        env,
+        dict(seed=1),
+        (),
+        30,
+        0.5,
+        None,
+        (20,),
+    )
     one = KeptEnv(other, Keeper("none"))
     return Keeper("none", disturbed=_disturbance(running, one, parts, 0, make, envs))
 
@@ -479,11 +515,14 @@ def why_alone(factory: EnvFactory, keeper: Keeper | None = None) -> str | None:
         factory: those of ids are tested once in a process
         keeper: what a test has found already
     """
+    # An id may have been registered anew since it was tested.
     is_id = isinstance(factory.source, str)
     spec = gym.registry.get(factory.name.rpartition(":")[2]) if is_id else None
     known_spec, known = _tested.get(factory.key, (None, None)) if is_id else (None, None)
     if keeper is None and spec is not None and known_spec is spec:
         return known
+
+    # A test, unless the caller has the result of one
     envs = []
     try:
         with _undisturbed():
@@ -498,12 +537,21 @@ def why_alone(factory: EnvFactory, keeper: Keeper | None = None) -> str | None:
 
 # %% ../../../nbs/pipes/10_envs/11_keeping.ipynb #e102cb39
 def _kind_of(make: Any) -> tuple:
-    "What tells the makers of different environments apart: code, and the texts and classes that it gets, but no number, such as a seed."
+    """What tells the makers of different environments apart.
+
+    That is code, and the texts and classes that it gets, but no number, such as a seed.
+    """
     function = getattr(make, "func", make)  # of a `partial`
-    parts = [function, *getattr(make, "args", ()), *getattr(make, "keywords", {}).values()]
+    parts = [
+        function,
+        *getattr(make, "args", ()),
+        *getattr(make, "keywords", {}).values(),
+    ]
     if isinstance(function, FunctionType):
         parts += function.__defaults__ or ()
         parts += [cell.cell_contents for cell in cells_of(function).values()]
+
+    # A text by its value, and anything that can be called by its identity
     return tuple(
         x if isinstance(x, str) else id(getattr(x, "__code__", x))
         for x in parts
@@ -512,7 +560,9 @@ def _kind_of(make: Any) -> tuple:
 
 
 def single_makers(vec: Any) -> list:
-    "One maker of each kind of environment in a `SyncVectorEnv` or `AsyncVectorEnv`, however wrapped; none for other vectors."
+    """One maker of each kind of environment in a `SyncVectorEnv` or `AsyncVectorEnv`, however
+    wrapped; none for other vectors.
+    """
     makers = {}
     for make in getattr(layers(vec)[-1], "env_fns", ()):
         makers.setdefault(_kind_of(make), make)
@@ -520,9 +570,11 @@ def single_makers(vec: Any) -> list:
 
 # %% ../../../nbs/pipes/10_envs/11_keeping.ipynb #fed46aab
 def changed_by_reset(make: Callable, seed: int = 0, n_steps: int = 10, playing: Any = ()) -> list:
-    """The places in the observation and the infos of a step that the `reset` after it changes, such as `obs['camera']`.
+    """The places in the observation and the infos of a step that the `reset` after it changes, such
+    as `obs['camera']`.
 
-    The global generators are not changed. An environment that fails changes nothing: the stream itself says how it fails.
+    The global generators are not changed. An environment that fails changes nothing: the stream
+    itself says how it fails.
 
     Args:
         make: makes a new single environment
@@ -552,16 +604,25 @@ def _changed(env, draw, seed, n_steps):
         if terminated or truncated:
             break
 
-    before = {**dict(bits_of(obs, "obs")), **dict(bits_of(info, "info"))}
+    # The bits of what the last step has returned, before and after a reset
+    before = {
+        **dict(bits_of(obs, "obs")),
+        **dict(bits_of(info, "info")),
+    }
     env.reset()
-    after = {**dict(bits_of(obs, "obs")), **dict(bits_of(info, "info"))}
+    after = {
+        **dict(bits_of(obs, "obs")),
+        **dict(bits_of(info, "info")),
+    }
     return [path for path, bits in before.items() if after.get(path) != bits]
 
 # %% ../../../nbs/pipes/10_envs/11_keeping.ipynb #b81df046
 def check_last_steps(vec: Any, info_keys: Any = None, **where: Any) -> None:
-    """Raise `EnvError` if a reset changes last observations of a `SyncVectorEnv` or `AsyncVectorEnv` with the mode `SameStep`.
+    """Raise `EnvError` if a reset changes last observations of a `SyncVectorEnv` or
+    `AsyncVectorEnv` with the mode `SameStep`.
 
-    Infos that it changes in an `AsyncVectorEnv` are a warning, if they are recorded. One environment of each kind is made and closed.
+    Infos that it changes in an `AsyncVectorEnv` are a warning, if they are recorded. One
+    environment of each kind is made and closed.
 
     Args:
         vec: the vector environment, perhaps wrapped
@@ -575,14 +636,20 @@ def check_last_steps(vec: Any, info_keys: Any = None, **where: Any) -> None:
     for make in single_makers(vec):
         for path in changed_by_reset(make, playing=getattr(core, "envs", ())):
             is_info = path.startswith("info")
-            is_recorded = info_keys is None or path.split("'")[1:2] in [[key] for key in info_keys]
+            # The path of an info begins with `info['key']`.
+            key = path.split("'")[1] if "'" in path else None
+            is_recorded = info_keys is None or key in info_keys
+
+            # A `SyncVectorEnv` copies the infos before the reset.
             if is_info and not (is_sent and is_recorded):
                 continue
             e = EnvError(
-                f"reset() changes the last {'info' if is_info else 'observation'} of the episode before",
+                f"reset() changes the last {'info' if is_info else 'observation'} of the episode "
+                "before",
                 env=type(core).__name__,
                 leaf=path,
-                expected="NextStep, Disabled, or `rollpipe.pipes.envs.wrappers.CopiesLastObs` around each environment",
+                expected="NextStep, Disabled, or `rollpipe.pipes.envs.wrappers.CopiesLastObs` "
+                "around each environment",
                 got="the autoreset mode SameStep, with which it is lost",
                 **where,
             )

@@ -20,7 +20,8 @@ import torch
 
 from ..data import nested
 from ..data.errors import EnvError, signature_of
-from .actions import action_rows
+from .actions import action_batch, action_rows
+from .factories import is_vector, spaces_of
 from rollpipe.pipes.keeping.copies import (
     EnvChecksum,
     change_noise,
@@ -68,8 +69,6 @@ class ActionLog:
         self.new = []  # actions that are not packed yet
         self.n_packed = 0
         self.nbytes = 0  # of the actions that are packed
-        # leaves `[0, ...]` that tell the dtypes of the actions; None: there was no action yet
-        self.like = None
 
     def __len__(self) -> int:
         return self.n_packed + len(self.new)
@@ -87,9 +86,7 @@ class ActionLog:
             self._pack_new()
 
     def _pack_new(self):
-        part = nested.stack(self.new)
-        self.like = nested.map(lambda x: x[:0], part)
-        self.parts.append(nested.map(_narrow, part))
+        self.parts.append(nested.map(_narrow, nested.stack(self.new)))
         self.n_packed += len(self.new)
         self.nbytes += _n_bytes(self.parts[-1])
         self.new = []
@@ -99,26 +96,25 @@ class ActionLog:
         if self.new:
             self._pack_new()
         if len(self.parts) > 1:
-            self.go_on(nested.cat(self.parts), self.like)
+            self.go_on(nested.cat(self.parts))
         return self.parts[0] if self.parts else None
 
-    def go_on(self, actions: Any, like: Any) -> None:
+    def go_on(self, actions: Any) -> None:
         "Take over what another log had."
         self.parts = [] if actions is None else [actions]
         self.n_packed = 0 if actions is None else len(nested.leaves(actions)[0])
         self.nbytes = 0 if actions is None else _n_bytes(actions)
-        self.like = like
 
     def drop(self, n: int) -> None:
         "Forget the first `n` actions."
-        self.go_on(nested.map(lambda x: _copied(x[n:]), self.pack()), self.like)
+        self.go_on(nested.map(lambda x: _copied(x[n:]), self.pack()))
 
     def since(self, t: int) -> Any:
-        "The actions from number `t` on, with their dtypes; None if there are none."
+        "The actions from number `t` on, in the dtypes of the log; None if there are none."
         actions = self.pack()
         if actions is None or t == len(self):
             return None
-        return nested.map(lambda x, like: _widened(x[t:], like), actions, self.like)
+        return nested.getitem(actions, slice(t, None))
 
 
 def _n_bytes(actions):
@@ -132,11 +128,8 @@ def _copied(x):
 def _narrow(x):
     if isinstance(x, torch.Tensor) or x.dtype.kind not in "iu" or not x.size:
         return x
-    return x.astype(np.result_type(*map(np.min_scalar_type, (x.min(), x.max()))))
-
-
-def _widened(x, like):
-    return x if isinstance(x, torch.Tensor) else x.astype(like.dtype)
+    kinds = map(np.min_scalar_type, (x.min(), x.max()))
+    return x.astype(np.result_type(*kinds))
 
 
 def answer_checksum(x: Any, crc: int = 0) -> int:
@@ -189,7 +182,10 @@ class Kept:
 
         Raises `EnvError`, which says why, if it cannot be kept.
         """
-        return dict(keeper=self.name, **capture(copies_of(self.parts)))
+        return dict(
+            keeper=self.name,
+            **capture(copies_of(self.parts)),
+        )
 
     def restore(self, state: dict) -> None:
         """Give the environment a state, from which it goes on.
@@ -358,9 +354,10 @@ class KeptActions(Kept):
 
     def _shorten(self):
         "Forget the episodes before the present one, or all actions, if this is not enough."
-        begin = self.resets[self.last][0]
+        resets = self.resets[self.last :]
+        begin = resets[0][0]
         self.log.drop(begin)
-        self._take_resets([(t - begin, *x) for t, *x in self.resets[self.last :]])
+        self._take_resets([(t - begin, *x) for t, *x in resets])
         self.last = 0
         self.is_whole = False
         if self._n_bytes() > self.MOST:
@@ -401,7 +398,6 @@ class KeptActions(Kept):
             resets=np.array([t for t, *_ in self.resets], np.int64),
             arguments=arguments,
             actions=self.log.pack(),
-            like=self.log.like,
             last=self.last,
             before=self.before,
             crc=self.crc,
@@ -426,7 +422,7 @@ class KeptActions(Kept):
         self._take_resets(
             [(t, *arguments.get(str(i), (None, None))) for i, t in enumerate(numbers)]
         )
-        self.log.go_on(content["actions"], content["like"])
+        self.log.go_on(content["actions"])
         self.last = content["last"]
         self.before = content["before"]
         self.is_whole = content["is_whole"]
@@ -504,11 +500,16 @@ class KeptActions(Kept):
         self.answered(self.env.reset(**arguments))
 
     def _actions(self, log):
+        "The actions of a log one by one, in the dtypes of the action space."
         if log is None:
             return []
         if isinstance(self.env, gym.Env):
             return action_rows(self.env.action_space, clip=False)(log)
-        return [nested.getitem(log, t) for t in range(len(nested.leaves(log)[0]))]
+        n_actions = len(nested.leaves(log)[0])
+        actions = [nested.getitem(log, t) for t in range(n_actions)]
+        if not is_vector(self.env):
+            return actions  # tensors, which keep their dtypes
+        return list(map(action_batch(spaces_of(self.env)[1], clip=False), actions))
 
 
 def restore_batch(
@@ -605,4 +606,5 @@ def _in_words(failed: dict) -> str:
     for name, text in failed.items():
         text = text if isinstance(text, str) else _in_words(text)
         names_of.setdefault(text.rstrip("."), []).append(str(name))
-    return "; ".join(f"{', '.join(names)}: {text}" for text, names in names_of.items())
+    parts = [f"{', '.join(names)}: {text}" for text, names in names_of.items()]
+    return "; ".join(parts)

@@ -7,13 +7,14 @@ __all__ = ['MOST', 'Lent', 'LentVector', 'is_instance', 'Lender', 'instances_in'
            'Acting']
 
 # %% ../../../nbs/pipes/10_envs/08_sources.ipynb #00e7d48b
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, NoReturn
 
 import gymnasium as gym
 
-from ..data.errors import ActorError, EnvError, GraphError, describe
+from ..data.errors import ActorError, DataError, EnvError, GraphError, describe
 from .factories import env_factories
 
 # %% ../../../nbs/pipes/10_envs/08_sources.ipynb #00580c96
@@ -110,6 +111,8 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
     instances = [x for x in sources if is_instance(x)]
     if not instances:
         return env_factories(source, n_envs, env_kwargs)
+
+    # Instances are lent as they are, so their number cannot be another one.
     n = Lender(instances[0]).n_envs if len(sources) == 1 else len(sources)
     if n_envs not in (None, n):
         raise EnvError(
@@ -125,6 +128,8 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
             expected="an instance that already has its arguments",
             got=env_kwargs,
         )
+
+    # The same environment may not stand at two places, also within wrappers.
     owners = {}
     for b, x in enumerate(sources):
         first = owners.setdefault(id(x.unwrapped), b) if is_instance(x) else b
@@ -142,7 +147,7 @@ def env_sources(source: Any, n_envs: int | None = None, env_kwargs: dict | None 
     return [factory(x) for x in sources]
 
 # %% ../../../nbs/pipes/10_envs/08_sources.ipynb #b606a1fe
-# more environments than this from a pipe are an error, because such a pipe is probably endless
+# More environments than this from a pipe are an error, because such a pipe is probably endless.
 MOST = 10_000
 
 
@@ -191,23 +196,35 @@ class Acting:
     actor: Any
     lane, n_processes = 0, 1
     no_length = "environments can be stepped without end"
-    keeper: Any = None  # how the environments are kept, see `resumable`; None: they are not
+    # How the environments are kept, see `resumable`; None: they are not
+    keeper: Any = None
 
-    def _set_actor(self, actor):
+    def _set_actor(self, actor, info_keys):
+        "Take over the actor and the names of the infos to record, if they are usable."
         for method in ("step", "reset"):
             if not callable(getattr(actor, method, None)):
-                hint = (
-                    "`agent.actor`, the actor of this agent"
-                    if hasattr(actor, "actor")
-                    else "an actor such as a `rollpipe.layers.Actor`"
-                )
+                hint = "an actor such as a `rollpipe.layers.Actor`"
+                if hasattr(actor, "actor"):
+                    hint = "`agent.actor`, the actor of this agent"
                 raise ActorError(
                     f"an actor needs the method `{method}`",
                     pipe=self,
                     expected=hint,
                     got=describe(actor).partition("(")[0],
                 )
+
+        # The letters of one name would be taken for names.
+        if isinstance(info_keys, str) or not (info_keys is None or isinstance(info_keys, Iterable)):
+            raise DataError(
+                "names are wanted, not one name",
+                pipe=self,
+                leaf="info_keys",
+                expected=f"[{info_keys!r}]",
+                got=repr(info_keys),
+            )
         self.actor = actor
+        self.info_keys = info_keys
+        self.process = os.getpid()
 
     def not_kept(self) -> str | None:
         "See `Pipe`."
@@ -228,6 +245,11 @@ class Acting:
             got: cause of the copies, such as 'Lanes(n=2)'
             **where: pipe, lane
         """
+
+    def refuse_other_process(self, **where: Any) -> None:
+        "`refuse_copies`, if this process is not the one in which the pipe was made."
+        if os.getpid() != self.process:
+            self.refuse_copies("each process", "another process", **where)
 
     def apply_sharding(self, num_of_instances: int, instance_id: int) -> None:
         """The loaders of torch and torchdata call this in their processes, unless they divide

@@ -31,9 +31,8 @@ from .infos import FINAL, SingleInfos, VectorInfos, column_of, is_mask, reporter
 from .single import EnvBatch
 
 # %% ../../../nbs/pipes/10_envs/07_vector.ipynb #30b5c3d1
-# What a vector has in its metadata that begins anew within the step that ends an episode; gymnasium
-# 1.0 has no name for it.
-SAME_STEP: Any = getattr(gym.vector, "AutoresetMode", str)("SameStep")
+# What a vector has in its metadata that begins anew within the step that ends an episode
+SAME_STEP = gym.vector.AutoresetMode.SAME_STEP
 
 
 def autoreset_mode(vec: Any) -> str:
@@ -42,11 +41,8 @@ def autoreset_mode(vec: Any) -> str:
     Raises `EnvError` if `vec` does not declare it.
     """
     mode = (getattr(vec, "metadata", None) or {}).get("autoreset_mode")
-    # EnvPool and gymnasium 1.0 do not declare their mode, because NextStep is the only one that
-    # they have.
-    if mode is None and (
-        not isinstance(vec, gym.vector.VectorEnv) or not hasattr(gym.vector, "AutoresetMode")
-    ):
+    # EnvPool does not declare its mode, because NextStep is the only one that it has.
+    if mode is None and not isinstance(vec, gym.vector.VectorEnv):
         return "NextStep"
     mode = getattr(mode, "value", mode)
     if mode not in ("NextStep", "SameStep", "Disabled"):
@@ -77,6 +73,8 @@ def final_observations(infos: dict, at: list, like: Any) -> Any:
             expected="final_obs, because the autoreset mode is SameStep",
             got=f"infos {sorted(infos)}",
         )
+
+    # An array of objects has an entry for each environment, anything else is one batch.
     rows = infos["final_obs"]
     some = nested.getitem(like, at)
     try:
@@ -84,12 +82,18 @@ def final_observations(infos: dict, at: list, like: Any) -> Any:
             one = nested.getitem(some, 0)
             rows = nested.stack([in_containers(rows[b], one, as_like) for b in at])
         else:
-            rows = in_containers(nested.getitem(in_containers(rows, like), at), some, as_like)
+            rows = in_containers(
+                nested.getitem(in_containers(rows, like), at),
+                some,
+                as_like,
+            )
     except Exception as e:
         raise EnvError(
             f"the final observations cannot be read: {describe_exception(e)}",
             leaf="info['final_obs']",
         ) from e
+
+    # The check of rows misses these observations.
     nested.Form(some, "final obs").check(rows)
     for x, path in zip(nested.leaves(rows), nested.paths(rows, "final obs")):
         if x.dtype.kind == "f" and not np.isfinite(x).all():
@@ -167,26 +171,34 @@ class CheckedVector:
     def __init__(self, vec: Any, seed: np.random.SeedSequence, claim: Claim):
         self.claim = claim
         claim.take(vec)
-        pool = hasattr(vec, "all_env_ids")
         self.vec = vec
         self.mode = autoreset_mode(vec)
-        self.n = len(vec.all_env_ids) if pool else vec.num_envs
-        if pool and getattr(vec, "is_async", False):
+
+        # An EnvPool has other attributes than a vector of gymnasium.
+        is_pool = hasattr(vec, "all_env_ids")
+        self.n = len(vec.all_env_ids) if is_pool else vec.num_envs
+        if is_pool and getattr(vec, "is_async", False):
             raise EnvError(
                 "an asynchronous EnvPool has no common steps",
                 expected="batch_size=num_envs",
                 got=f"num_envs={self.n}",
             )
         self.like = nested.alloc(space_spec(spaces_of(vec)[0], "obs"), self.n)
+
+        # Each copy in an `Agents` is claimed too, by its first column.
         core = getattr(vec, "unwrapped", vec)
-        copies = core.copies if hasattr(core, "resting") else ()  # of an `Agents`
+        copies = core.copies if hasattr(core, "resting") else ()
         for k, copy in enumerate(copies):
-            claim.take(copy, k * self.n // len(copies))  # its first column
+            claim.take(copy, k * self.n // len(copies))
         self.seed = first_reset(vec, seed)
 
     def reset(self, step: Row) -> None:
         "Reset all environments and write the first observations into `step`."
-        obs, _ = self._call("reset", 2, **self.seed)
+        obs, _ = self._call(
+            "reset",
+            2,
+            **self.seed,
+        )
         self._put(obs, step.leaves)
 
     def reset_some(self, mask: np.ndarray, step: Row) -> None:
@@ -194,7 +206,11 @@ class CheckedVector:
 
         The other environments continue.
         """
-        obs, _ = self._call("reset", 2, options=dict(reset_mask=mask.copy()))
+        obs, _ = self._call(
+            "reset",
+            2,
+            options=dict(reset_mask=mask.copy()),
+        )
         obs = main_memory("obs", lambda: read_obs(obs, self.like, batch=True))
         for buffer, leaf in zip(step.leaves, nested.leaves(obs)):
             buffer[mask] = leaf[mask]
@@ -208,13 +224,22 @@ class CheckedVector:
             actions: of all environments, in the containers and dtypes of the space
             step: observations, rewards and terminations are written into it
         """
-        obs, rew, term, trunc, infos = self._call("step", 5, actions)
+        obs, rew, term, trunc, infos = self._call(
+            "step",
+            5,
+            actions,
+        )
         if not isinstance(infos, dict):
             raise EnvError(
                 "the infos are no dict", leaf="infos", expected="a dict", got=describe(infos)
             )
         self._put(obs, step.leaves)
-        step.rew[:] = rew = one_each("reward", rew, self.n, "biuf")
+        step.rew[:] = rew = one_each(
+            "reward",
+            rew,
+            self.n,
+            "biuf",
+        )
         np.copyto(step.term, one_each("termination", term, self.n, "b"))
         return rew, step.term | one_each("truncation", trunc, self.n, "b"), infos
 
@@ -229,7 +254,12 @@ class CheckedVector:
             raise
         except Exception as e:
             raise EnvError(f"{method}() raised {describe_exception(e)}") from e
-        return tuple_of(answer, n, method, f"what gymnasium's `{method}` returns")
+        return tuple_of(
+            answer,
+            n,
+            method,
+            f"what gymnasium's `{method}` returns",
+        )
 
     def _put(self, obs, leaves):
         buffer = leaves[0]
@@ -255,34 +285,6 @@ def _infos_of_ends(vec):
         vec = vec.env
 
 
-class _TwoSteps(gym.vector.VectorEnv):
-    "One environment whose episodes have two steps, and begin anew within the second one."
-
-    num_envs = 1
-    metadata = dict(autoreset_mode=SAME_STEP)
-    steps = 0
-
-    def reset(self, *, seed: Any = None, options: dict | None = None) -> tuple:
-        return np.zeros(1), {}
-
-    def step(self, actions: Any) -> tuple:
-        self.steps += 1
-        ended = np.array([self.steps % 2 == 0])
-        return np.zeros(1), np.ones(1), ended, ended, {}
-
-
-def _counts_wrongly(mode: str) -> bool:
-    """Does `RecordEpisodeStatistics` miss the steps after ends in this mode, as that of gymnasium
-    below 1.4 does with SAME_STEP?
-    """
-    if mode != "SameStep":
-        return False
-    toy = gym.wrappers.vector.RecordEpisodeStatistics(_TwoSteps())
-    toy.reset()
-    infos = [toy.step(np.zeros(1))[-1] for _ in range(4)]
-    return int(infos[-1]["episode"]["l"][0]) != 2
-
-
 def _by_agent(infos, valid):
     """The infos of the agents, each with its part of those that wrappers have added, such as the
     statistics of an episode.
@@ -292,7 +294,11 @@ def _by_agent(infos, valid):
         if key in ("agents", *FINAL) or is_mask(key, infos):
             continue
         has_info = reporters(infos, key, valid)
-        column = column_of(f"info[{key!r}]", value, has_info)
+        column = column_of(
+            f"info[{key!r}]",
+            value,
+            has_info,
+        )
         for b in has_info.nonzero()[0].tolist():
             of_agent = value if column is None else nested.getitem(column, b)
             by_agent[b] = {**by_agent[b], key: of_agent}
@@ -328,23 +334,33 @@ class LostEnds:
             first: leaves `[B, ...]` of the observations after the reset
             previous: leaves `[B, ...]` of the observations one step before
         """
-        lasts = nested.leaves(last)
-        is_equal = np.stack([_rows_equal(x, y[at]) for x, y in zip(lasts, first)])
-        has_moved = np.stack([~_rows_equal(x[at], y[at]) for x, y in zip(previous, first)])
-        is_new = np.stack([~_rows_equal(x[at], y[at]) for x, y in zip(self.before, first)])
+        # bool [leaves, K]: has each leaf the numbers of the reset, did it have others one step
+        # before, and is the reset another one than the time before?
+        first = [x[at] for x in first]
+        is_equal = _equal_rows(nested.leaves(last), first)
+        has_moved = ~_equal_rows([x[at] for x in previous], first)
+        is_new = ~_equal_rows([x[at] for x in self.before], first)
 
+        # One end that differs is enough to trust the leaf for ever.
         counts = self.counts[:, at] + (has_moved & is_new)
-        self.counts[:, at] = np.where(is_equal, counts, -np.inf)
+        self.counts[:, at] = np.where(
+            is_equal,
+            counts,
+            -np.inf,
+        )
         for x, y in zip(self.before, first):
-            x[at] = y[at]
+            x[at] = y
 
         places = np.argwhere(self.counts >= self.ENOUGH).tolist()
-        return (places[0][1], self.names[places[0][0]]) if places else None
+        if not places:
+            return None
+        leaf, b = places[0]
+        return b, self.names[leaf]
 
 
-def _rows_equal(x, y):
-    "bool `[K]`: are the rows of two arrays `[K, ...]` equal?"
-    return (x == y).reshape(len(x), -1).all(1)
+def _equal_rows(xs, ys):
+    "bool `[leaves, K]`: are the rows of two lists of arrays `[K, ...]` equal?"
+    return np.stack([(x == y).reshape(len(x), -1).all(1) for x, y in zip(xs, ys)])
 
 # %% ../../../nbs/pipes/10_envs/07_vector.ipynb #72759db7
 class VectorBatch(Batch):
@@ -384,16 +400,24 @@ class VectorBatch(Batch):
         try:
             self.vector = CheckedVector(vec, seed, self.claim)
             self.vector.vec = played(vec, self.one, keeper)
-            self._prepare(*spaces_of(vec), self.vector.n, clip_actions)
+            self._prepare(
+                *spaces_of(vec),
+                self.vector.n,
+                clip_actions,
+            )
             kind = VectorInfos if self.agents is None else SingleInfos
             self._infos: Any = kind(len(self), info_keys, str((seed.entropy, self.vec_name)))
             self._infos.of_ends = [*_infos_of_ends(vec)]
+
             # For gymnasium's own a test is exact. An agent that rests sees where it ended.
             known = gym.vector.SyncVectorEnv, gym.vector.AsyncVectorEnv
             keeps_ends = self.agents is not None or isinstance(core, known)
             is_watched = self.vector.mode == "SameStep" and not keeps_ends
             self._lost_ends = LostEnds(self._obs_spec) if is_watched else None
-            if self._infos.of_ends and _counts_wrongly(self.vector.mode):
+
+            # Statistics that would be wrong
+            version = tuple(map(int, gym.__version__.split(".")[:2]))
+            if self._infos.of_ends and self.vector.mode == "SameStep" and version < (1, 4):
                 raise EnvError(
                     f"RecordEpisodeStatistics of gymnasium {gym.__version__} misses a step of each "
                     "episode",
@@ -431,7 +455,7 @@ class VectorBatch(Batch):
     def reset_into(self, row: Row) -> None:
         with self._naming(self.vec_name):
             self.vector.reset(row)
-        self._resetting = np.zeros(len(self), bool) if self.agents is None else self.agents.resting
+        self._resetting = ~self._all if self.agents is None else self.agents.resting
         self._begin(row)
 
     def step_into(self, rows: Rows, t: int, array: Any) -> tuple:
@@ -457,10 +481,21 @@ class VectorBatch(Batch):
                 info = self._infos.record(_by_agent(infos, valid), valid)
             if ended:
                 # After the infos, because it may reset
-                final = self._final(rows.rows[t], step, ends, infos)
+                final = self._final(
+                    rows.rows[t],
+                    step,
+                    ends,
+                    infos,
+                )
             if ended and self._infos.awaited:
                 self._infos.say_awaited()
-        np.add(rows.rows[t].stepno, 1, out=step.stepno)
+
+        # Numbers of steps and ends
+        np.add(
+            rows.rows[t].stepno,
+            1,
+            out=step.stepno,
+        )
         np.copyto(step.fin, over)
         if ended:
             step.stepno[over] = 0  # indexing with a mask is faster than with a list
@@ -504,6 +539,8 @@ class VectorBatch(Batch):
         In the mode 'Disabled' this also resets the environments in `ends`.
         """
         at = (ends if self.terminal_obs else ends & ~step.term).nonzero()[0].tolist()
+
+        # Copies, because a reset may write over the observations
         if not at:
             final = ()
         elif self.vector.mode == "SameStep":
@@ -565,6 +602,7 @@ def env_batch(
     Args:
         factories: list of `EnvFactory`, or one `VectorFactory`
     """
+    # What both kinds of batches take, and what is for single environments alone
     factory = factories[0]
     options = dict(
         info_keys=info_keys, clip_actions=clip_actions, closes=closes, keeper=keeper, **where
@@ -572,6 +610,8 @@ def env_batch(
     single = dict(options, sticky=sticky, episode_seeds=episode_seeds)
     if isinstance(factory, EnvFactory) and isinstance(factory.source, str):
         return EnvBatch(factories, seed, **single)
+
+    # Only the first environment tells whether a callable makes vectors.
     try:
         first = factory(env_seeds(seed, 1)[0][0])
     except PipeError as e:
@@ -581,6 +621,8 @@ def env_batch(
     if not is_vector(first):
         return EnvBatch(factories, seed, first=first, **single)
     batch = VectorBatch(first, seed, name=factory.name, **options)
+
+    # What does not go together with a vector
     problem = None
     if any(f is not factory for f in factories):
         problem = "several sources, and vector environments among them", "one source"

@@ -115,14 +115,17 @@ class _Gif:
         self.file = open(path, "wb")
         # GIF counts time in 1/100 s, and players slow down frames that are shorter than 1/50 s.
         self.duration = max(20, round(1000 / fps))
-        self.shown = None  # the picture of the last frame
-        # what has changed in it, and where; it waits, because the next frames may be equal
+        # The picture of the last frame
+        self.shown = None
+        # What has changed in it, and where; it waits, because the next frames may be equal.
         self.held: Any = None
-        self.milliseconds = 0  # for which it is shown
+        # How long it is shown
+        self.milliseconds = 0
 
     def append_data(self, frame: np.ndarray) -> None:
         from PIL import GifImagePlugin, Image, ImageChops
 
+        # Only the part of the picture that has changed is written.
         image = Image.fromarray(frame).convert("RGB")
         if self.shown is None:
             box = (0, 0, *image.size)
@@ -132,7 +135,8 @@ class _Gif:
         else:
             box = ImageChops.difference(self.shown, image).getbbox()
 
-        if box is None and self.milliseconds + self.duration < 655_350:  # 16 bits of 1/100 s
+        # Equal pictures are one longer frame, whose duration has 16 bits of 1/100 s.
+        if box is None and self.milliseconds + self.duration < 655_350:
             self.milliseconds += self.duration
             return
         self._write_held()
@@ -244,7 +248,7 @@ class FilmRecorder:
         self.closes = closes
         self.fps = 30
         self.path = path
-        # episodes of the film that have not begun; below 0: the film is over
+        # Episodes of the film that have not begun; below 0: the film is over
         self.left = 0 if path is None else n_episodes
         self.film: Any = None
         self.n = 0  # frames so far
@@ -290,6 +294,8 @@ class FilmRecorder:
                 self.film.close()
             if kind is not None:
                 return
+
+            # Without an error in the context, what has failed in the film is raised here.
             if self.failed is not None:
                 raise self.failed
             if not self.n:
@@ -297,7 +303,11 @@ class FilmRecorder:
             os.replace(self.part, str(self.path))
         except OSError as e:
             if kind is None:
-                raise OSError(e.errno, e.strerror or str(e), str(self.path)) from e
+                raise OSError(
+                    e.errno,
+                    e.strerror or str(e),
+                    str(self.path),
+                ) from e
         finally:
             self.part.unlink(missing_ok=True)
 
@@ -316,23 +326,23 @@ class _Shown(gym.Wrapper):
         return self._watch(self.env.step, action)
 
     def _watch(self, call, *args, **kwargs):
+        # Only environments that use pygame import it.
         try:
             out = call(*args, **kwargs)
         except Exception as e:
-            pygame: Any = sys.modules.get("pygame")  # only environments that use pygame import it
+            pygame: Any = sys.modules.get("pygame")
             if pygame is not None and isinstance(e, pygame.error) and not pygame.display.get_init():
                 if not self.window.opened:
                     raise _no_display(str(e)) from e
                 self.window.closed = True
             raise
+
+        # A driver without a screen is an error, unless the user has chosen it.
         pygame = sys.modules.get("pygame")
         if pygame is not None and pygame.display.get_init():
             driver = pygame.display.get_driver()
-            if (
-                not self.window.opened
-                and driver in ("offscreen", "dummy")
-                and not os.environ.get("SDL_VIDEODRIVER")
-            ):
+            is_chosen = self.window.opened or os.environ.get("SDL_VIDEODRIVER")
+            if driver in ("offscreen", "dummy") and not is_chosen:
                 raise _no_display(f"pygame draws into memory, with its driver {driver!r}")
             if pygame.event.get(pygame.QUIT):
                 self.window.closed = True

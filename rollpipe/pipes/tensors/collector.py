@@ -7,7 +7,6 @@ __all__ = ['TensorRows', 'Ends', 'TensorInteraction', 'TensorCollector']
 
 # %% ../../../nbs/pipes/25_tensors/01_collector.ipynb #36fe6b8e
 import multiprocessing
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -19,16 +18,16 @@ import torch
 from ..data import nested
 from rollpipe.pipes.data.errors import (
     ActorError,
-    DataError,
     EnvError,
     PipeError,
     check_integer,
     located,
 )
-from ..data.fragment import Final, Fragment, State
+from ..data.fragment import Fragment, State, TickSource
 from ..engines.checked_actor import CheckedActor
 from ..envs.factories import env_seeds
 from ..envs.sources import Acting, no_copy
+from ..fragments import complete, no_ends, with_reactions
 from ..graph.modules import VersionCounter, modules_in
 from ..graph.pipe import Seeded, Source
 from ..keeping.random_states import GlobalRandomStates
@@ -201,7 +200,7 @@ class Ends:
         )
 
 # %% ../../../nbs/pipes/25_tensors/01_collector.ipynb #b8fa929a
-class TensorInteraction:
+class TensorInteraction(TickSource):
     """One actor in one `TensorEnv`: call `start` once, then `fragment` repeatedly.
 
     The last row of a fragment is row 0 of the next one. Raises `EnvError` and `ActorError`. They
@@ -265,18 +264,39 @@ class TensorInteraction:
 
         def no_action(x):
             like = torch.from_numpy(x[None])
-            return torch.zeros((n, *like.shape[1:]), dtype=like.dtype, device=device)
+            return torch.zeros(
+                (n, *like.shape[1:]),
+                dtype=like.dtype,
+                device=device,
+            )
 
         obs = self.batch.begin()
-        obs = nested.map(lambda x, like: x.to(like.dtype, copy=True), obs, self.batch.obs_like)
+        obs = nested.map(
+            lambda x, like: x.to(like.dtype, copy=True),
+            obs,
+            self.batch.obs_like,
+        )
         act = nested.map(no_action, self.batch.act_spec)
         zeros = torch.zeros(n, device=device)
-        state = State(stepno=zeros.long(), obs=obs, act=act, rew=zeros, fin=zeros == 0)
+        state = State(
+            stepno=zeros.long(),
+            obs=obs,
+            act=act,
+            rew=zeros,
+            fin=zeros == 0,
+        )
 
         # The actor is asked once, because only it knows the dtypes of its actions.
-        seen = state._replace(obs=nested.as_seen(obs), act=nested.as_seen(act))
+        seen = state._replace(
+            obs=nested.as_seen(obs),
+            act=nested.as_seen(act),
+        )
         seen = nested.map(lambda x: x[None], seen)
-        act, hx, _ = self.checked.answer(seen, None, virtual=True)
+        act, hx, _ = self.checked.answer(
+            seen,
+            None,
+            virtual=True,
+        )
         act = nested.map(lambda x: torch.zeros_like(x[0]), act)
         self.last = state._replace(act=act), zeros > 0
         self.hx = self._initial(hx)
@@ -302,8 +322,14 @@ class TensorInteraction:
 
         Raises `EnvError` if its form is not that of the environments and the actor.
         """
+        # The state of another actor or of other environments has another form.
         self.batch.set_state(state["envs"])
-        form = nested.Form((self.last, self.hx), "state", EnvError, **self.batch.where)
+        form = nested.Form(
+            (self.last, self.hx),
+            "state",
+            EnvError,
+            **self.batch.where,
+        )
         form.check((state["last"], state["hx"]))
         self.last = state["last"]
         self.hx = state["hx"]
@@ -323,13 +349,26 @@ class TensorInteraction:
         hx = self.hx
         version = self.counter.version()
         reports = self.collect(rows, ends)
-        fragment = self._complete(rows, ends, reports)
+        counts = self._check_numbers(rows, ends)
 
-        def column(x):
-            return torch.full((len(self.batch),), x, device=self.batch.device)
-
-        fragment = fragment._replace(
-            hx=hx, lane=column(self.lane), seq=column(self.seq), version=column(version)
+        # The actor reacts to the last row and to the ends, and completes its reports.
+        state = rows.state
+        fields = dict(
+            env=self.batch.infos.form.structure.unflatten(rows.infos),
+            hx=hx,
+            term=rows.term,
+            valid=torch.ones_like(state.fin[1:]),
+        )
+        fragment = complete(
+            self,
+            state,
+            nested.getitem(state, -1),
+            self.hx,
+            reports,
+            partial(self._final, ends, counts, rows.term),
+            fields,
+            dict(lane=self.lane, seq=self.seq, version=version),
+            pipe=self.batch.where.get("pipe"),
         )
         self.last = rows.last()
         self.seq += 1
@@ -346,6 +385,8 @@ class TensorInteraction:
         remembers = bool(nested.leaves(self.hx))
         convert = self.batch.actions_for_env
         initial = self._initial(hx) if remembers else hx
+
+        # An answer, its step, and the row that follows
         try:
             for t in range(rows.n):
                 act, hx, report = self.checked.answer(rows.seen(), hx)
@@ -355,7 +396,11 @@ class TensorInteraction:
                 fin = rows.put(t, out)
                 ends.add(t, out, fin, hx)
                 if remembers:
-                    hx = nested.map(partial(_renewed, fin), hx, initial)
+                    hx = nested.map(
+                        partial(_renewed, fin),
+                        hx,
+                        initial,
+                    )
                 reports.append(report)
         except PipeError as e:
             # The cause may be an earlier number that is not finite.
@@ -364,25 +409,6 @@ class TensorInteraction:
             raise
         self.hx = hx
         return reports
-
-    def _complete(self, rows, ends, reports):
-        "The fragment, but without `lane`, `seq`, `version` and the recurrent state at row 0."
-        counts = self._check_numbers(rows, ends)
-
-        # The actor's reports at each step and at the look-ahead, completed by its `complete`
-        act_ahead, _, report_ahead = self.checked.answer(rows.seen(), self.hx, virtual=True)
-        state = rows.state
-        act = nested.cat([nested.getitem(state.act, slice(1, None)), act_ahead])
-        actor = self._completed(act, [*reports, report_ahead])
-        return Fragment(
-            state=state,
-            actor=actor,
-            env=self.batch.infos.form.structure.unflatten(rows.infos),
-            hx=(),
-            term=rows.term,
-            final=self._final(rows, ends, counts, actor),
-            valid=torch.ones_like(state.fin[1:]),
-        )
 
     def _check_numbers(self, rows, ends) -> list:
         """Raise an error for invalid numbers.
@@ -412,10 +438,19 @@ class TensorInteraction:
                 self.checked.check_mask({mask.name: nested.getitem(masks, t)})
         return counts
 
-    def _completed(self, act, reports):
-        "The actor's reports, joined and completed. Raises `ActorError`."
-        with located(**self.batch.where):
-            actor = self.checked.complete(act, nested.cat(reports))
+    def react(self, state: State, hx: Any) -> tuple[Any, Any]:
+        "The actor's virtual reaction `(act, info)` to a state, tensors `[n, ...]`: see `TickSource`."
+        seen = state._replace(obs=nested.as_seen(state.obs))
+        act, _, info = self.checked.answer(
+            nested.map(lambda x: x[None], seen),
+            hx,
+            virtual=True,
+        )
+        return act, info
+
+    def complete(self, act: Any, info: Any) -> Any:
+        "See `TickSource`. Raises `ActorError` if a report is on another device."
+        actor = self.checked.complete(act, info)
         for k, x in enumerate(nested.leaves(actor)):
             if x.device != self.batch.device:
                 raise ActorError(
@@ -427,54 +462,47 @@ class TensorInteraction:
                 )
         return actor
 
-    def _final(self, rows, ends, counts, actor):
-        """The last observations as a `Final`.
-
-        It has the actor's virtual reactions for truncated episodes, and zeros for terminated ones.
-        """
-        state = rows.state
-        t, b = ends.mask(state.fin[1:], rows.term[1:]).nonzero(as_tuple=True)
+    def _final(self, ends, counts, term, source, state, actor):
+        "The last observations as a `Final`, see `complete`."
+        t, b = ends.mask(state.fin[1:], term[1:]).nonzero(as_tuple=True)
         if not len(t):
-            no_obs = nested.map(lambda x: x[0, :0].clone(), state.obs)
-            return Final(t=t, b=b, obs=no_obs, actor=nested.map(lambda x: x[0, :0], actor))
+            return no_ends(state, actor)
 
         # The observations, in the dtypes of the fragment
         leaves, hx = ends.take(counts, b)
         obs = nested.flatten(state.obs)[1].unflatten(leaves)
-        obs = nested.map(lambda x, like: x.to(like.dtype), obs, state.obs)
+        obs = nested.map(
+            lambda x, like: x.to(like.dtype),
+            obs,
+            state.obs,
+        )
         rows_of_obs = [x[None] for x in nested.leaves(obs)]
         if any(x.item() for x in self.batch.obs_check.suspects(rows_of_obs)):
             refuse_last(self.batch, nested.leaves(obs), b)
 
-        # The actor reacts where an episode was truncated.
-        truncated: Any = slice(None)
+        # Where only truncated ends are kept, the host need not ask which they are.
+        cut: Any = slice(None)
         if self.terminal_obs:
-            truncated = (~rows.term[t + 1, b]).nonzero()[:, 0]
-        reactions = nested.map(lambda x: x.new_zeros(len(t), *x.shape[2:]), actor)
-        if len(t[truncated]):
-            obs_seen = nested.getitem(obs, truncated)
-            hx = nested.map(lambda h: h[:, truncated], hx)
-            answers = self._react(state, t[truncated], b[truncated], obs_seen, hx)
-            nested.setitem(reactions, truncated, answers)
-        return Final(t=t, b=b, obs=obs, actor=reactions)
-
-    def _react(self, state, t, b, obs, hx):
-        "The actor's virtual reactions `[K, ...]` to the last observations of truncated episodes."
-        seen = State(
-            stepno=state.stepno[t, b] + 1,
-            obs=nested.as_seen(obs),
-            act=nested.getitem(state.act, (t + 1, b)),
-            rew=state.rew[t + 1, b],
-            fin=torch.zeros_like(b, dtype=torch.bool),
+            cut = (~term[t + 1, b]).nonzero()[:, 0]
+        return with_reactions(
+            t,
+            b,
+            obs,
+            hx,
+            cut,
+            source,
+            state,
+            actor,
         )
-        seen = nested.map(lambda x: x[None], seen)
-        act, _, info = self.checked.answer(seen, hx, virtual=True)
-        return nested.map(lambda x: x[0], self._completed(act, [info]))
 
 
 def _renewed(fin, h, initial):
     "The recurrent state `h` `[layers, B, ...]`, reset to the `initial` one where `fin` `[B]`."
-    return torch.where(fin.view(1, -1, *[1] * (h.ndim - 2)), initial, h)
+    return torch.where(
+        fin.view(1, -1, *[1] * (h.ndim - 2)),
+        initial,
+        h,
+    )
 
 # %% ../../../nbs/pipes/25_tensors/01_collector.ipynb #202c80f8
 class TensorCollector(Acting, Seeded, Source):
@@ -527,24 +555,14 @@ class TensorCollector(Acting, Seeded, Source):
         close: bool = True,
     ):
         super().__init__()
-        self._set_actor(actor)
+        self._set_actor(actor, info_keys)
         self.n_steps = check_integer("n_steps", n_steps, pipe=self)
         self.n_envs = n_envs
         if n_envs is not None:
             check_integer("n_envs", n_envs, pipe=self)
-        if isinstance(info_keys, str):
-            raise DataError(
-                "names are wanted, not one name",
-                pipe=self,
-                leaf="info_keys",
-                expected=f"[{info_keys!r}]",
-                got=repr(info_keys),
-            )
 
         self.factory = TensorFactory(source, n_envs)
-        self.process = os.getpid()
         self.terminal_obs = terminal_obs
-        self.info_keys = info_keys
         self.seed = seed
         self.explore = explore
         self.clip_actions = clip_actions
@@ -567,8 +585,7 @@ class TensorCollector(Acting, Seeded, Source):
             seed: numpy `SeedSequence` of the whole batch
         """
         where: dict[str, Any] = dict(pipe=type(self).__name__, lane=self.lane)
-        if os.getpid() != self.process:
-            self.refuse_copies("each process", "another process", **where)
+        self.refuse_other_process(**where)
         with located(**where):
             env = self.factory(env_seeds(seed, 1)[0][0])
 

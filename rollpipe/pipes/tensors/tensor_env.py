@@ -27,6 +27,7 @@ from rollpipe.pipes.data.errors import (
     signature_of,
 )
 from rollpipe.pipes.envs.actions import (
+    FiniteCheck,
     RangeCheck,
     action_batch,
     in_containers,
@@ -105,7 +106,11 @@ class TensorFactory:
         self.n_envs = n_envs
         self.lends = isinstance(source, TensorEnv)
         named = type(source) if self.lends else getattr(source, "func", source)
-        self.name = getattr(named, "__name__", type(named).__name__)
+        self.name = getattr(
+            named,
+            "__name__",
+            type(named).__name__,
+        )
         if not self.lends and not callable(source):
             raise EnvError(
                 "unusable environment source",
@@ -181,7 +186,11 @@ def batch_form(space: gym.Space, n_envs: int, what: str) -> Any:
     """
 
     def form(x):
-        return torch.empty((n_envs, *x.shape), dtype=torch.from_numpy(x[None]).dtype, device="meta")
+        return torch.empty(
+            (n_envs, *x.shape),
+            dtype=torch.from_numpy(x[None]).dtype,
+            device="meta",
+        )
 
     return nested.map(form, space_spec(space, what))
 
@@ -263,40 +272,43 @@ class BlockCheck:
     """
 
     def __init__(self, name: str, space: gym.Space, device: torch.device):
-        self.names = nested.paths(space_spec(space, name), name)
-        # Index of a leaf -> (minimum, maximum, space) of its integers
-        self.ranges = {}
-        for i, low, high, _, part in RangeCheck(space, name).parts:
-            minimum = torch.as_tensor(low.astype(np.int64), device=device)
-            maximum = torch.as_tensor(high.astype(np.int64), device=device)
-            self.ranges[i] = (minimum, maximum, part)
+        self.name = name
+        self.space = space
+
+        # (index of a leaf, minimum, maximum) of integers
+        self.ranges = []
+        for i, low, high, *_ in RangeCheck(space, name).parts:
+            limits = [torch.as_tensor(x.astype(np.int64), device=device) for x in (low, high)]
+            self.ranges.append((i, *limits))
 
     def suspects(self, leaves: list) -> list:
         "One bool tensor for each leaf: may the leaf have invalid numbers?"
         answers = [~torch.isfinite(x.sum()) for x in leaves if x.dtype.is_floating_point]
-        for i, (low, high, _) in self.ranges.items():
+        for i, low, high in self.ranges:
             answers.append(((leaves[i] < low) | (leaves[i] > high)).any())
         return answers
 
     def find(self, leaves: list) -> Finding | None:
         "The first invalid number, in the order of rows and then of environments."
-        # The first one of each leaf
-        findings = []
-        for i, x in enumerate(leaves):
-            low, high, space = self.ranges.get(i, (None, None, None))
-            if space is not None:
-                is_wrong = (x < low) | (x > high)
-            elif x.dtype.is_floating_point:
-                is_wrong = ~torch.isfinite(x)
-            else:
-                continue
-            if x.ndim > 2:
-                is_wrong = is_wrong.flatten(2).any(2)
-            places = is_wrong.nonzero()
-            if len(places):
-                t, b = places[0].tolist()
-                findings.append(Finding(t, b, self.names[i], x[t, b].cpu(), space))
-        return min(findings, key=lambda finding: (finding.t, finding.b), default=None)
+        # On the host row by row, because this is only called when there is an error. numpy knows
+        # no bfloat16.
+        leaves = [x.float() if x.dtype is torch.bfloat16 else x for x in leaves]
+        arrays = [x.cpu().numpy() for x in leaves]
+        if not len(arrays[0]):
+            return None
+        structure = nested.flatten(space_spec(self.space, self.name))[1]
+        finite = FiniteCheck(structure.unflatten([x[0] for x in arrays]), self.name)
+        in_range = RangeCheck(self.space, self.name)
+        for t in range(len(arrays[0])):
+            row = [x[t] for x in arrays]
+            culprits = []
+            for culprit in (finite.find(row), in_range.find(row)):
+                if culprit is not None:
+                    b, leaf, value, *space = culprit
+                    culprits.append(Finding(t, b, leaf, value, space[0] if space else None))
+            if culprits:
+                return min(culprits, key=lambda finding: finding.b)
+        return None
 
 # %% ../../../nbs/pipes/25_tensors/00_tensor_env.ipynb #db6fe890
 class ActionsForEnv:
@@ -382,13 +394,16 @@ class TensorInfos:
                 expected="a dict of tensors",
                 got=describe(info),
             )
-        form = self.form or self._form_of(info)
+        recorded = info
         if self.keys is not None:
-            info = {k: info[k] for k in self.keys if k in info}
-        return form.check(info)
+            recorded = {k: info[k] for k in self.keys if k in info}
+        if self.form is None:
+            self._check_first(info, recorded)
+            self.expect(recorded)
+        return self.form.check(recorded)
 
-    def _form_of(self, info):
-        "The form of the first infos."
+    def _check_first(self, info, recorded):
+        "Raise `EnvError` unless the first infos can be `recorded`, and none is missing."
         missing = [k for k in self.keys or () if k not in info]
         if missing:
             raise EnvError(
@@ -396,11 +411,7 @@ class TensorInfos:
                 leaf=f"info[{missing[0]!r}]",
                 expected=f"one of {list(info)}",
             )
-
-        # Only the infos that are recorded must be tensors.
-        if self.keys is not None:
-            info = {k: info[k] for k in self.keys}
-        for x, path in zip(nested.leaves(info), nested.paths(info, "info")):
+        for x, path in zip(nested.leaves(recorded), nested.paths(recorded, "info")):
             if not isinstance(x, Tensor) or x.shape[:1] != (self.n_envs,) or x.dtype.is_complex:
                 raise EnvError(
                     "an info of this form cannot be recorded (info_keys chooses what is recorded)",
@@ -408,13 +419,11 @@ class TensorInfos:
                     expected=f"a tensor [{self.n_envs}, ...] on {self.device}",
                     got=on_device(x),
                 )
-        return self.expect(info)
 
-    def expect(self, infos: dict) -> TensorForm:
+    def expect(self, infos: dict) -> None:
         "From now on expect infos of the form of these."
         like = nested.map(lambda x: torch.empty_like(x, device="meta"), infos)
         self.form = TensorForm("info", like, self.device, EnvError)
-        return self.form
 
 # %% ../../../nbs/pipes/25_tensors/00_tensor_env.ipynb #da5e3d4b
 class TensorOutcome(NamedTuple):
@@ -516,7 +525,11 @@ class TensorBatch(Batch):
         # Numbers, which are checked at the end of a fragment
         self.obs_check = BlockCheck("obs", env.observation_space, self.device)
         self.act_check = BlockCheck("act", env.action_space, self.device)
-        self.rew_check = BlockCheck("rew", gym.spaces.Box(-np.inf, np.inf, ()), self.device)
+        self.rew_check = BlockCheck(
+            "rew",
+            gym.spaces.Box(-np.inf, np.inf, ()),
+            self.device,
+        )
 
     def __len__(self):
         return self.n
@@ -547,7 +560,12 @@ class TensorBatch(Batch):
             with located("step()", EnvError):
                 answer = self.env.step(actions)
             values = "(obs, rew, terminated, truncated, final_obs, info)"
-            obs, *one_each, final, info = tuple_of(answer, 6, "step", values)
+            obs, *one_each, final, info = tuple_of(
+                answer,
+                6,
+                "step",
+                values,
+            )
             rew, term, trunc = [form.check(x)[0] for form, x in zip(self._one_each, one_each)]
             return TensorOutcome(
                 self._obs_form.check(obs),
@@ -564,7 +582,10 @@ class TensorBatch(Batch):
         infos = None
         if form is not None:
             infos = nested.map(lambda x: torch.zeros(x.shape, dtype=x.dtype), form.like)
-        return dict(env=self._kept(self.one).state(), infos=infos)
+        return dict(
+            env=self._kept(self.one).state(),
+            infos=infos,
+        )
 
     def set_state(self, state: dict) -> None:
         "See `Batch`."
@@ -595,34 +616,30 @@ def refuse_first(batch: TensorBatch, obs: list, act: list, rew: Tensor) -> None:
         act: leaves [T+1, B, ...]; row `t` led to row `t` of `obs`, and row 0 is not checked
         rew: [T+1, B]; row 0 is not checked
     """
-    # (row of the fragment, order within a row, error, finding). Within a row, actions come first.
+    # (row of the fragment, order within a row, finding). Within a row, actions come first.
     findings = []
-    in_actions = batch.act_check.find([x[1:] for x in act])
-    if in_actions is not None:
-        findings.append((in_actions.t + 1, 0, ActorError, in_actions))
-    in_rewards = batch.rew_check.find([rew[1:]])
-    if in_rewards is not None:
-        findings.append((in_rewards.t + 1, 1, EnvError, in_rewards))
-    in_observations = batch.obs_check.find(obs)
-    if in_observations is not None:
-        findings.append((in_observations.t, 2, EnvError, in_observations))
+    checks = (
+        (batch.act_check, [x[1:] for x in act], 1),
+        (batch.rew_check, [rew[1:]], 1),
+        (batch.obs_check, obs, 0),
+    )
+    for order, (check, leaves, first_row) in enumerate(checks):
+        finding = check.find(leaves)
+        if finding is not None:
+            findings.append((finding.t + first_row, order, finding))
     if not findings:
         return
-    row, _, error, finding = min(findings, key=lambda x: x[:2])
+    row, order, (_, b, leaf, value, space) = min(findings, key=lambda x: x[:2])
 
-    is_action = error is ActorError
-    if finding.space is None:
-        problem = "non-finite action" if is_action else "non-finite value"
-        expected = "finite numbers"
-    else:
-        problem = "out of range"
-        expected = f"an action of {finding.space}" if is_action else f"as in {finding.space}"
-    raise error(
-        problem,
-        env=batch.name(finding.b),
-        leaf=finding.leaf,
-        expected=expected,
-        got=f"{finding.value.tolist()} in row {row} of the fragment",
+    got = f"{value.tolist()} in row {row} of the fragment"
+    if order > 0:
+        batch.refuse(b, leaf, got, space)
+    raise ActorError(
+        "non-finite action" if space is None else "out of range",
+        env=batch.name(b),
+        leaf=leaf,
+        expected="finite numbers" if space is None else f"an action of {space}",
+        got=got,
         **batch.where,
     )
 
@@ -638,4 +655,9 @@ def refuse_last(batch: TensorBatch, leaves: list, b: Tensor) -> None:
     finding = batch.obs_check.find([x[None] for x in leaves])
     if finding is not None:
         env = int(b[finding.b])
-        batch.refuse(env, f"final {finding.leaf}", finding.value.tolist(), finding.space)
+        batch.refuse(
+            env,
+            f"final {finding.leaf}",
+            finding.value.tolist(),
+            finding.space,
+        )
