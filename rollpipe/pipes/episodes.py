@@ -91,16 +91,13 @@ class EpisodeBuilder:
         A new info is filled in for the earlier rows, which lack it.
         """
 
-        def widen(rows):
+        def completed(row):
             nonlocal env
             # Every row of an episode is valid, and no other row is ever read.
-            before, env = same_keys(
-                [rows[2], env], [np.ones((self.rows.capacity, len(valid)), bool), valid]
-            )
-            return *rows[:2], before
+            before, env = same_keys([row[2], env], [np.ones(len(valid), bool), valid])
+            return *row[:2], before
 
-        if self.infos is not None:
-            self.rows.change(widen)
+        self.rows.change(completed)
         self.infos = set(env)
         return env
 
@@ -196,7 +193,7 @@ class EpisodeCollector(Pipe):
     longest episode. For an unbiased estimate from few episodes, fix the number of episodes of each
     environment beforehand, as `rollpipe.agents.evaluate` does.
 
-    The memory needed is about twice the length of the oldest unfinished episode, times `B`.
+    The memory needed is the length of the oldest unfinished episode, times `B`.
 
     Raises `DataError` if `batch < 1`, if an item is not a `Tick`, or if an episode ends without an
     entry in `Tick.final`: an `EnvStepper` keeps the last observations of terminated episodes only

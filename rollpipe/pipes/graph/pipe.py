@@ -159,8 +159,9 @@ class Keeps:
 
     def keep(self, **fresh: Any) -> dict:
         """What `stream` keeps from item to item: a dict with the values `fresh`, which it changes
-        in place. A resumed iteration goes on with the values of the interrupted one. A pipe that
-        never calls this has no memory: each item depends only on the items that are read for it.
+        in place. A resumed iteration goes on with the values of the interrupted one; arrays are then
+        others than those in `fresh`, so take them from the dict. A pipe that never calls this has
+        no memory: each item depends only on the items that are read for it.
         The values are plain data in containers, objects of classes in `may_be_new`, or have
         `get_state` and `set_state`.
         """

@@ -18,7 +18,7 @@ import threading
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from numbers import Number
 from pathlib import PurePath
 from types import (
@@ -84,30 +84,23 @@ class Simulator(NamedTuple):
     lacks: Callable = lambda x: None
 
 
-@lru_cache
-def _floats_of(kind):
-    "The names of the arrays of `MjData`."
-    names = (name for name in dir(kind) if not name.startswith("_"))
-    return [name for name in names if isinstance(vars(kind).get(name), property)]
-
-
 def _float_arrays(data):
     "Name -> array of floats of `MjData`."
-    values = {name: getattr(data, name) for name in _floats_of(type(data))}
-    return {
-        name: x
-        for name, x in values.items()
-        if isinstance(x, np.ndarray) and x.dtype == np.float64 and x.size
-    }
+    arrays = {}
+    for name in sorted(vars(type(data))):
+        x = None if name.startswith("_") else getattr(data, name)
+        if isinstance(x, np.ndarray) and x.dtype == np.float64 and x.size:
+            arrays[name] = x
+    return arrays
 
 
 def _get_mujoco(data):
     "What MuJoCo calls the state, the sizes of all arrays of floats, and their numbers."
     mujoco: Any = importlib.import_module("mujoco")  # an extra
     spec = int(mujoco.mjtState.mjSTATE_INTEGRATION)
-    arrays = _float_arrays(data)
     state = np.empty(mujoco.mj_stateSize(data.model, spec))
     mujoco.mj_getState(data.model, data, state, spec)
+    arrays = _float_arrays(data)
     numbers = np.concatenate([x.ravel() for x in arrays.values()])
     return [state, {name: x.size for name, x in arrays.items()}, numbers]
 
@@ -125,7 +118,7 @@ def _put_mujoco(data, whole_state):
     begin = 0
     for name, n in sizes.items():
         if name in arrays and arrays[name].size == n:
-            arrays[name][...] = numbers[begin : begin + n].reshape(arrays[name].shape)
+            arrays[name].flat = numbers[begin : begin + n]
         begin += n
 
 
@@ -212,35 +205,37 @@ def copied(x: Any) -> Any:
 
     Raises `TypeError`, which names the class, for another object.
     """
+    _check_plain(x)
+    return copy.deepcopy(x)
+
+
+def _check_plain(x):
+    "Raise `TypeError`, which names the class, for what is no plain data."
     kind: Any = type(x)
-
-    # Numbers, texts and arrays
-    if kind in _ATOMS or isinstance(x, (np.generic, enum.Enum)):
-        return x
-    if kind is np.ndarray and not x.dtype.hasobject:
-        return x.copy("K")
-    if is_dense(x):
-        return x.detach().clone()
-
-    # Containers
-    if kind in (list, set, frozenset):
-        return kind([copied(y) for y in x])
-    if kind is deque:
-        return deque([copied(y) for y in x], x.maxlen)
-    if kind is tuple or (issubclass(kind, tuple) and hasattr(x, "_fields")):
-        return tuple.__new__(kind, [copied(y) for y in x])
     if kind in (dict, OrderedDict):
-        return kind([(copied(key), copied(y)) for key, y in x.items()])
+        parts = [*x, *x.values()]
+    elif kind in (list, set, frozenset, deque, tuple) or _is_named_tuple(x):
+        parts = x
+    elif _is_plain_value(x):
+        parts = ()
+    else:
+        raise TypeError(name_of(kind))
+    for part in parts:
+        _check_plain(part)
 
-    # Generators, and values such as a date
-    name = name_of(kind)
-    if kind is torch.Generator:
-        return x.clone_state()
-    if name in GENERATORS:
-        return copy.deepcopy(x)
-    if name in VALUES:
-        return x
-    raise TypeError(name)
+
+def _is_named_tuple(x):
+    return isinstance(x, tuple) and hasattr(x, "_fields")
+
+
+def _is_plain_value(x):
+    "Is `x` a number, a text, an array, a generator, or a value such as a date?"
+    if isinstance(x, np.ndarray):
+        return type(x) is np.ndarray and not x.dtype.hasobject
+    if type(x) in _ATOMS or isinstance(x, (np.generic, enum.Enum)):
+        return True
+    name = name_of(type(x))
+    return is_dense(x) or name in GENERATORS or name in VALUES
 
 
 def spaces_in(space: gym.Space) -> list:
@@ -271,8 +266,10 @@ def _saved(x, complete):
         return Saved(name, simulator.get(x))
 
     # `capture` copies the arrays of a complete copy itself, as they share memory.
-    copy_of_x = copied(x)
-    return x if complete else copy_of_x
+    if not complete:
+        return copied(x)
+    _check_plain(x)
+    return x
 
 
 def is_constant(x: Any) -> bool:
@@ -544,10 +541,9 @@ class EnvChecksum:
             return self._add_function(x)
         if isinstance(x, type):
             return self._write(name_of(x))
-        if name in GENERATORS:
-            return self._queue.append(GENERATORS[name].get(x))
-        if name in SIMULATORS:
-            return self._queue.append(SIMULATORS[name].get(x))
+        how = GENERATORS.get(name) or SIMULATORS.get(name)
+        if how is not None:
+            return self._queue.append(how.get(x))
         if name == MODEL:
             return self._write(_get_model(x))
         if name in VALUES or isinstance(x, _NUMBERS):

@@ -80,7 +80,8 @@ def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
     if isinstance(tree, dict):
         return {"dict": [[_key(k, name), inner(k, x)] for k, x in tree.items()]}
     fields = getattr(tree, "_fields", None)
-    if fields and isinstance(tree, tuple) and _can_be_found(type(tree)):
+    # A class that is defined within a function could not be found again.
+    if isinstance(tree, tuple) and fields and loaded_class(kind, tuple) is type(tree):
         return {"named": [kind, [inner(k, x) for k, x in zip(fields, tree)]]}
     raise CheckpointError(
         "cannot be stored without a pickle",
@@ -88,13 +89,6 @@ def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
         got=type(tree).__name__,
         expected="tensor, array, number, str, bool, None, or a dict, list or tuple of them",
     )
-
-
-def _can_be_found(cls):
-    try:
-        return loaded_class(name_of(cls), tuple) is cls
-    except ValueError:
-        return False  # it is defined within a function
 
 
 def _key(key, name):
@@ -203,10 +197,10 @@ def _known_class(name, base):
     module = name.rpartition(".")[0]
     if module.startswith(("rollpipe.pipes.", "rollpipe.layers.")):
         importlib.import_module(module)
-    try:
-        return loaded_class(name, base)
-    except ValueError:
-        raise ValueError(f"{name}, whose module has to be imported before") from None
+    cls = loaded_class(name, base)
+    if cls is None:
+        raise ValueError(f"{name}, whose module has to be imported before")
+    return cls
 
 
 def _stored(place, tensors, most):
