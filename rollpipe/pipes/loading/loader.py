@@ -7,10 +7,8 @@ __all__ = ['philox', 'SeedStream', 'SeedGenerator', 'torchs_seed', 'set_graph_ra
            'InProcessReadingService', 'LoaderIterator', 'DataLoader2']
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #5dd28df4
-import copy
 import inspect
 import pickle
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -67,10 +65,6 @@ class SeedStream:
         self.place += 1
         return _number(self.key, *divmod(self.place + 1, 2))
 
-    def spawn(self, index: int) -> "SeedStream":
-        "The separate stream for worker `index`."
-        return SeedStream(_number(_number(self.key, 0, 0), index - index % 2, index % 2))
-
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #fce8418b
 class SeedGenerator:
     """The source of seeds that a loader passes to its reading service, compatible with torchdata's.
@@ -101,17 +95,6 @@ class SeedGenerator:
     def generate_seed(self) -> int:
         "The next seed for this worker only."
         return self._own.generate()
-
-    def spawn(self, worker_id: int, inplace: bool = False) -> "SeedGenerator":
-        """The generator of a worker; with `inplace`, this generator is changed into it.
-
-        Raises `ValueError` for a negative number.
-        """
-        if worker_id < 0:
-            raise ValueError(f"Expected a worker number of 0 or more, got {worker_id}.")
-        new = self if inplace else copy.deepcopy(self)
-        new._own = self._own.spawn(worker_id)
-        return new
 
 
 def torchs_seed() -> int:
@@ -185,11 +168,7 @@ class ReadingServiceInterface(ABC):
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #cc3c2b51
 class InProcessReadingService(ReadingServiceInterface):
-    """Run the graph in this process.
-
-    A pause calls `pause` of the pipes that have it, the last pipe first, and `resume` in reverse
-    order.
-    """
+    "Run the graph in this process."
 
     end: Any = None
 
@@ -202,25 +181,9 @@ class InProcessReadingService(ReadingServiceInterface):
     ) -> None:
         set_graph_random_seed(self.end, seed_generator)
 
-    def _tell(self, name, step):
-        for pipe in _breadth_first(traverse_dps(self.end), set())[::step]:
-            if callable(method := getattr(pipe, name, None)):
-                method()
-
-    def _pause(self, pause_fn=None):
-        self._tell("pause", 1)
-
-    def _resume(self, resume_fn=None):
-        self._tell("resume", -1)
-
-    def _limit(self, num_batches, limit_fn=None):
-        pass
-
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #51566801
 class LoaderIterator(Iterator):
     """The iterator that `iter(loader)` returns.
-
-    Its missing attributes come from the iterator of the last pipe.
 
     Args:
         loader: the loader that made it
@@ -230,8 +193,6 @@ class LoaderIterator(Iterator):
     def __init__(self, loader: "DataLoader2", number: int):
         self.loader = loader
         self.number = number
-        self.count = 0
-        self.most = None
 
     def __next__(self) -> Any:
         loader = self.loader
@@ -241,44 +202,14 @@ class LoaderIterator(Iterator):
                 "This iterator has been invalidated: a newer one was made from the same DataLoader2."
             )
         loader.waiting = False
-        if loader.paused:
-            raise StopIteration
         try:
-            item = next(loader.stream)
+            return next(loader.stream)
         except StopIteration:
             loader._tell("finalize_iteration")
             raise
         except Exception:
             loader.shutdown()
             raise
-        self.count += 1
-        if self.most is not None and self.count >= self.most:
-            self._pause()
-        return item
-
-    def limit(self, num_batches: int | None) -> None:
-        """Pause after `num_batches` items. A paused iterator ends, and continues after `resume`.
-
-        Args:
-            num_batches: number of items until the loader pauses, from now on and again after each
-                `resume`; None: no limit
-        """
-        self.count, self.most = 0, num_batches
-        self.loader._call("_limit", num_batches)
-
-    def resume(self) -> None:
-        "Continue after a pause."
-        self.loader._resume()
-
-    def _pause(self):
-        self.loader._pause()
-        self.count = 0
-
-    def __getattr__(self, name):
-        stream = vars(self)["loader"].stream if "loader" in vars(self) else None
-        if stream is None:
-            raise AttributeError(name)
-        return getattr(stream, name)
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #c43a1b0a
 def _clone(x):
@@ -332,7 +263,9 @@ class DataLoader2:
         self.reading_service = _clone(reading_service)
         self.stream: Any = None
         self.waiting = False  # has an iteration begun from which no item was read?
-        self.paused = self.adapted = self.seeded = self.shut = False
+        self.adapted = False  # has the service changed the graph?
+        self.seeded = False  # has an iteration begun with the seed?
+        self.shut = False
         # number of iterators; the loader does not hold them, so it is freed with its last reader
         self.made = 0
         self._seed = None
@@ -375,7 +308,8 @@ class DataLoader2:
         """
         if seed >= 2**64:
             raise ValueError(f"Expected a seed below 2**64, got {seed}.")
-        self._seed, self.seeded = seed, False
+        self._seed = seed
+        self.seeded = False
 
     def shutdown(self) -> None:
         "End the reading service and release the stream. A second call does nothing."
@@ -402,29 +336,3 @@ class DataLoader2:
     def _tell(self, name):
         if self.reading_service is not None:
             getattr(self.reading_service, name)()
-
-    def _call(self, name, *args):
-        """Call an optional method of the reading service.
-
-        Warns and returns False if the service has no such method.
-        """
-        if not hasattr(self.reading_service, name):
-            warnings.warn(
-                f"there is no reading service with a method `{name}`, so the loader goes on as it was",
-                stacklevel=3,
-            )
-            return False
-        change = getattr(self.reading_service, name)(*args)
-        if change is not None:
-            self.datapipe = change(self.datapipe, *args)
-        return True
-
-    def _pause(self):
-        self.paused = hasattr(self.reading_service, "_pause")
-        self._call("_pause")
-
-    def _resume(self):
-        if self.paused:
-            self.paused = not self._call("_resume")
-        else:
-            warnings.warn("the loader is not paused, so `resume` does nothing", stacklevel=3)

@@ -393,14 +393,11 @@ def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
     try:
         if needed > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with open(file, "x+b") as f:
-            f.write(_header(capacity, dtype))
-            f.flush()
-            begin = f.tell()
-            _allocate(f, begin, needed)
-            return np.asarray(np.memmap(f, dtype, "r+", begin, capacity))
-    except FileExistsError:
-        raise _in_use(file) from None
+        # Format version 3 allows any letters in names.
+        records = np.lib.format.open_memmap(file, "w+", dtype, (capacity,), version=(3, 0))
+        with open(file, "r+b") as f:
+            _allocate(f, records.offset, needed)
+        return np.asarray(records)
     except OSError as e:
         file.unlink(missing_ok=True)
         raise DataError(
@@ -417,17 +414,6 @@ def _is_ours(file) -> bool:
     """
     with open(file, "rb") as f:
         return f.read(7) in (b"", b"\x93NUMPY\x03")
-
-
-def _header(capacity, dtype) -> bytes:
-    "The header of a file for `numpy.load`, in format version 3, which allows any letters in names."
-    descr = np.lib.format.dtype_to_descr(dtype)
-    text = repr(dict(descr=descr, fortran_order=False, shape=(capacity,))).encode()
-
-    # Magic string (8 bytes), length (4 bytes), text and a line break fill multiples of 64 bytes.
-    n_spaces = -(len(text) + 13) % 64
-    text += b" " * n_spaces + b"\n"
-    return np.lib.format.magic(3, 0) + len(text).to_bytes(4, "little") + text
 
 
 def _allocate(f, start, size):
