@@ -264,13 +264,26 @@ class Drawing:
     def __repr__(self):
         columns = zip_longest(self.notes, self.waits, fillvalue="")
         notes = [[*note, wait] for note, wait in columns]
-        text = _text(self.labels, self.edges, self.marked, notes, self.word)
+        text = _text(
+            self.labels,
+            self.edges,
+            self.marked,
+            notes,
+            self.word,
+        )
         return "\n".join([text, *self.caption])
 
     def _repr_svg_(self):
         word = self.word if self.notes else ""  # without notes, the red frame is mark enough
         beside = self.notes, self.waits
-        return _svg(self.labels, self.edges, self.marked, *beside, word, self.caption)
+        return _svg(
+            self.labels,
+            self.edges,
+            self.marked,
+            *beside,
+            word,
+            self.caption,
+        )
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #2ab27c26
 _PIPES = (IterDataPipe, MapDataPipe)
@@ -386,7 +399,11 @@ def draw(pipe: IterDataPipe, where: Where | None = None) -> Drawing:
     if where is not None:
         matches = _matcher(where)
         marked = [i for i, (node, _) in enumerate(rows) if matches(node)]
-    return Drawing([_label(node) for node, _ in rows], edges, frozenset(marked))
+    return Drawing(
+        [_label(node) for node, _ in rows],
+        edges,
+        frozenset(marked),
+    )
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #012fb332
 def find(pipe: IterDataPipe, where: Where) -> list:
@@ -555,7 +572,12 @@ def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataP
     Other readers of the source stay.
     """
     node = find_one(pipe, where)
-    result, new, old = _edited(pipe, _one_input(pipe, node), make, readers=[node])
+    result, new, old = _edited(
+        pipe,
+        _one_input(pipe, node),
+        make,
+        readers=[node],
+    )
     return _checked(result, new, old)
 
 
@@ -563,7 +585,11 @@ def insert_after(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPi
     """The graph with `make(old)` behind the one pipe `old` that matches `where`, for all its
     readers. See `replace`.
     """
-    result, new, old = _edited(pipe, find_one(pipe, where), make)
+    result, new, old = _edited(
+        pipe,
+        find_one(pipe, where),
+        make,
+    )
     return _checked(result, new, old)
 
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PICKLED_AS', 'in_place_changes', 'SMALL', 'ByIdentity', 'weak_reference', 'Handle', 'version_of', 'bump_version',
            'VersionCounter', 'modules_in', 'names_in', 'globals_in', 'content_of', 'state_of', 'comparable',
-           'comparable_tensor', 'EvalMode', 'torch_threads', 'few_threads', 'checked_device']
+           'comparable_tensor', 'EvalMode', 'n_cores', 'torch_threads', 'few_threads', 'checked_device']
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #2ea7f9ea
 import dis
@@ -380,13 +380,19 @@ class EvalMode:
         torch.set_grad_enabled(self.gradients)
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #e5cfcf77
-_cpus = os.cpu_count() or 1
-_own_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cpus
+def n_cores() -> int:
+    "The number of processor cores that this process may use."
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 # torch begins with one thread for each core: all processors, half of them (two threads a core), or
 # those of the faster kind.
 # Any other number was chosen before this module was imported.
 _began_with = torch.get_num_threads()
-_NOT_CHOSEN = {_began_with} if _own_cpus / 3 <= _began_with <= _cpus else set()
+_is_usual = n_cores() / 3 <= _began_with <= (os.cpu_count() or 1)
+_NOT_CHOSEN = {_began_with} if _is_usual else set()
 _blocks = threading.local()  # `.choose`: is this thread in a `torch_threads` block with a number?
 
 
@@ -475,7 +481,11 @@ def checked_device(device: Any, **where: Any) -> torch.device:
 
     # To count devices does not begin to use them. Each kind but 'meta' has a module of torch.
     if known is not None:
-        count = getattr(getattr(torch, known.type, None), "device_count", lambda: 0)
+        count = getattr(
+            getattr(torch, known.type, None),
+            "device_count",
+            lambda: 0,
+        )
         if known.type in ("meta", *expected) or (known.index or 0) < count():
             return known
 

@@ -139,7 +139,11 @@ class EditsByClass:
         """A function `pipe -> pipe` that replaces the one pipe that matches `where` by
         `cls(its input, **kwargs)`.
         """
-        return partial(edits.replace, where=where, new=partial(cls._in_place_of, kwargs=kwargs))
+        return partial(
+            edits.replace,
+            where=where,
+            new=partial(cls._in_place_of, kwargs=kwargs),
+        )
 
     @classmethod
     def _in_place_of(cls: Any, old, kwargs):

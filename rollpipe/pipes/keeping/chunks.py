@@ -56,9 +56,10 @@ class ChunkFolder:
             return name
         with self._clearing():
             self.path.mkdir(parents=True, exist_ok=True)
-            self.pending[name] = open(self.path / f".{secrets.token_hex(8)}.tmp", "xb")
-            self.pending[name].write(data.data)
-            self.pending[name].flush()
+            file = open(self.path / f".{secrets.token_hex(8)}.tmp", "xb")
+            self.pending[name] = file
+            file.write(data.data)
+            file.flush()
         if len(self.pending) >= AT_ONCE:
             self.sync()
         return name
@@ -74,7 +75,7 @@ class ChunkFolder:
             # Together the files need the time of one, because the file system writes its journal
             # once.
             with ThreadPoolExecutor(len(self.pending)) as pool:
-                list(pool.map(lambda file: os.fsync(file.fileno()), self.pending.values()))
+                list(pool.map(os.fsync, self.pending.values()))
             for name, file in self.pending.items():
                 file.close()
                 os.replace(file.name, self.path / name)
@@ -188,7 +189,8 @@ class RowChanges:
     def mark(self, index: Any) -> None:
         "Rows have changed: those of a slice, or int64 `[n]`."
         if isinstance(index, slice):
-            self.changed[index.start // self.size : -(-index.stop // self.size)] = True
+            end = -(-index.stop // self.size)
+            self.changed[index.start // self.size : end] = True
         else:
             self.changed[index // self.size] = True
 
@@ -205,7 +207,8 @@ class RowChanges:
         names = []
         for k, name in enumerate(self.names):
             if name is not None or self.changed[k]:
-                chunk = data[k * self.size : (k + 1) * self.size].ravel()
+                begin = k * self.size
+                chunk = data[begin : begin + self.size].ravel()
                 if chunks is None:
                     name = torch.from_numpy(chunk.copy())
                 elif self.changed[k] or name not in chunks.names:
@@ -229,7 +232,8 @@ class RowChanges:
         data = rows.view(np.uint8).reshape(len(rows), rows.itemsize)
         size = int(state["size"])
         names = state["chunks"]
-        if len(rows) != state["n"] or len(names) != -(-len(rows) // size):
+        n_chunks = -(-len(rows) // size)
+        if len(rows) != state["n"] or len(names) != n_chunks:
             raise CheckpointError(
                 "rows of another array",
                 expected=f"{len(rows)} rows",
@@ -324,7 +328,11 @@ class RowQueue:
 
     def cut(self, first: int, end: int, column: int) -> Any:
         "A copy of rows `first` ... `end - 1` of one column, as tensors `[end - first, 1, ...]`."
-        rows = islice(self.rows, first - self.first, end - self.first)
+        rows = islice(
+            self.rows,
+            first - self.first,
+            end - self.first,
+        )
 
         def stacked(xs):
             parts = [x[column] for x in xs]

@@ -38,6 +38,7 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 
 from ..data.errors import EnvError, describe_exception
+from ..data.nested import as_array
 from rollpipe.pipes.keeping.plain import (
     GENERATORS,
     VALUES,
@@ -52,7 +53,8 @@ from rollpipe.pipes.keeping.plain import (
 def cells_of(f: FunctionType) -> dict:
     "Name -> cell of the variables that a function has from around it, if they have a value."
     cells = dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
-    return {name: cell for name, cell in cells.items() if cell != CellType()}
+    empty = CellType()
+    return {name: cell for name, cell in cells.items() if cell != empty}
 
 
 def env_parts(env: Any) -> list:
@@ -102,7 +104,11 @@ def _get_mujoco(data):
     mujoco.mj_getState(data.model, data, state, spec)
     arrays = _float_arrays(data)
     numbers = np.concatenate([x.ravel() for x in arrays.values()])
-    return [state, {name: x.size for name, x in arrays.items()}, numbers]
+    return [
+        state,
+        {name: x.size for name, x in arrays.items()},
+        numbers,
+    ]
 
 
 def _put_mujoco(data, whole_state):
@@ -255,7 +261,8 @@ def _saved(x, complete):
     if isinstance(x, gym.Space):
         return Saved("generators", [copied(y._np_random) for y in spaces_in(x)])
     if name in _HELPERS:
-        return Saved(name, {key: copied(y) for key, y in vars(x).items()})
+        attributes = {key: copied(y) for key, y in vars(x).items()}
+        return Saved(name, attributes)
     if name == MODEL and complete:
         return Saved(name, _get_model(x))
     if name in SIMULATORS:
@@ -281,7 +288,9 @@ def is_constant(x: Any) -> bool:
         return isinstance(x.__self__, (*_ENVS, type))
     if type(x) in (list, tuple):
         return all(type(y) in _ATOMS or is_constant(y) for y in x)
-    return isinstance(x, (*_CONSTANT, *_ENVS)) or name_of(type(x)) in (MODEL, *_RENDERING)
+    if isinstance(x, (*_CONSTANT, *_ENVS)):
+        return True
+    return name_of(type(x)) in (MODEL, *_RENDERING)
 
 
 _ENVS = gym.Env, gym.vector.VectorEnv
@@ -315,8 +324,9 @@ def is_known(part: Any) -> bool:
 
 def _counted(x):
     "The attributes of an object, but for times on the clock and what it was made with."
-    is_known = name_of(type(x)).startswith("gymnasium.")
-    left_out = {*_ARGUMENTS, *_CLOCKS.get(type(x).__name__, ())} if is_known else ()
+    left_out = ()
+    if name_of(type(x)).startswith("gymnasium."):
+        left_out = (*_ARGUMENTS, *_CLOCKS.get(type(x).__name__, ()))
     return {key: y for key, y in all_attributes(x).items() if key not in left_out}
 
 
@@ -432,7 +442,11 @@ def check_fits(parts: list, copies: list) -> None:
     expected = [x["part"] for x in copies]
     if names != expected:
         problem = "the state does not fit this environment"
-        raise EnvError(problem, expected=" of ".join(expected), got=" of ".join(names))
+        raise EnvError(
+            problem,
+            expected=" of ".join(expected),
+            got=" of ".join(names),
+        )
     for part, its_copy in zip(parts, copies):
         names = {*its_copy["holds"], *its_copy["others"]}
         for key, x in _attributes_in(part).items():
@@ -501,7 +515,8 @@ class EnvChecksum:
         self.unseen: str | None = None
         self._numbers = {}
         self._alive = []  # so that no other object gets the id of one
-        self._rebuilt = any(name_of(type(part)) in _REBUILDS for part in env_parts(env))
+        names = [name_of(type(part)) for part in env_parts(env)]
+        self._rebuilt = not set(names).isdisjoint(_REBUILDS)
         self._queue = [env]
         while self._queue:
             self._add(self._queue.pop())
@@ -560,10 +575,14 @@ class EnvChecksum:
             if not is_dense(x):
                 self.unseen = self.unseen or name_of(type(x))
                 return
-            x = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            x = as_array(x).reshape(-1).view(np.uint8)
         if x.dtype.hasobject:
             return self._queue.extend(x.ravel().tolist())
-        self._write(x.dtype.str, x.shape, x.tobytes())
+        self._write(
+            x.dtype.str,
+            x.shape,
+            x.tobytes(),
+        )
 
     def _add_function(self, x):
         if isinstance(x, MethodType):
@@ -579,7 +598,10 @@ class EnvChecksum:
     def _add_items(self, x):
         if isinstance(x, (set, frozenset)):
             # It has no order. Of objects in it, only the classes count.
-            texts = (repr(y) if type(y) in (*_ATOMS, tuple) else name_of(type(y)) for y in x)
+            texts = []
+            for y in x:
+                is_value = type(y) in (*_ATOMS, tuple)
+                texts.append(repr(y) if is_value else name_of(type(y)))
             self._write(*sorted(texts))
         elif isinstance(x, dict):
             self._write(len(x))

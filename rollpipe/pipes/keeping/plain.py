@@ -57,7 +57,9 @@ def _slots(kind):
     slots = {}
     for c in kind.__mro__:
         if "__slots__" in vars(c) or c is defaultdict:
-            slots |= {k: x for k, x in vars(c).items() if isinstance(x, MemberDescriptorType)}
+            for name, x in vars(c).items():
+                if isinstance(x, MemberDescriptorType):
+                    slots[name] = x
     return slots
 
 
@@ -86,7 +88,7 @@ def all_attributes(x: Any) -> dict:
     keeps outside of `__dict__`.
     """
     in_dict = getattr(x, "__dict__", None) or {}
-    in_slots = {name: d.__get__(x) for name, d in _slots(type(x)).items() if hasattr(x, name)}
+    in_slots = {name: getattr(x, name) for name in _slots(type(x)) if hasattr(x, name)}
     return {**in_dict, **in_slots}
 
 
@@ -94,7 +96,9 @@ def has_own_state(x: Any) -> bool:
     """Does the class of `x` say itself what its state is, by methods `get_state()` and
     `set_state(state)`?
     """
-    return all(callable(getattr(type(x), name, None)) for name in ("get_state", "set_state"))
+    kind = type(x)
+    methods = (getattr(kind, "get_state", None), getattr(kind, "set_state", None))
+    return all(map(callable, methods))
 
 
 # name -> a class, and a function of such an object, which returns the arguments that make it again
@@ -224,10 +228,11 @@ def dtype_of(descr: Any) -> np.dtype:
     def fields(x):
         if not isinstance(x, list):
             return x
-        return [
-            (tuple(name) if isinstance(name, list) else name, fields(of), *map(tuple, shape))
-            for name, of, *shape in x
-        ]
+        described = []
+        for name, of, *shape in x:
+            name = tuple(name) if isinstance(name, list) else name
+            described.append((name, fields(of), *map(tuple, shape)))
+        return described
 
     dtype = np.lib.format.descr_to_dtype(fields(descr))
     if dtype.hasobject:
@@ -327,48 +332,74 @@ class _Capture:
         if isinstance(x, Memory):
             return ["memory", *self._write(x.flat)]
         if name in MADE:
-            return ["made", name, self.value(MADE[name][1](x))]
+            return [
+                "made",
+                name,
+                self.value(MADE[name][1](x)),
+            ]
         if kind is np.ndarray or is_dense(x):
             return self._array(x)
         if isinstance(x, np.generic):
-            return ["number", np.lib.format.dtype_to_descr(x.dtype), x.tobytes().hex()]
+            return [
+                "number",
+                np.lib.format.dtype_to_descr(x.dtype),
+                x.tobytes().hex(),
+            ]
         if kind is complex:
             return ["complex", x.real, x.imag]
         if kind in (bytes, bytearray):
-            return ["bytes", name, *self._write(np.frombuffer(x, np.uint8))]
+            return [
+                "bytes",
+                name,
+                *self._write(np.frombuffer(x, np.uint8)),
+            ]
         if isinstance(x, enum.Enum) and x.name in kind.__members__:
             return ["enum", name, x.name]
         if name in VALUES:
-            return ["value", name, self.value(x.__reduce_ex__(4)[1])]
+            return [
+                "value",
+                name,
+                self.value(x.__reduce_ex__(4)[1]),
+            ]
 
         # Containers. A class of its own may hold more than its items.
         if isinstance(x, (*ITEMS, dict)) and getattr(x, "__dict__", None):
             raise EnvError("a container with attributes cannot be written down", got=name)
         if isinstance(x, ITEMS):
-            return ["items", name, [self.value(y) for y in x], getattr(x, "maxlen", None)]
+            items = [self.value(y) for y in x]
+            return ["items", name, items, getattr(x, "maxlen", None)]
         if isinstance(x, dict):
-            return ["dict", name, [[self.value(key), self.value(y)] for key, y in x.items()]]
+            pairs = [[self.value(key), self.value(y)] for key, y in x.items()]
+            return ["dict", name, pairs]
 
         # Objects.
         if name in GENERATORS:
-            return ["through", name, self.value(GENERATORS[name].get(x))]
+            return [
+                "through",
+                name,
+                self.value(GENERATORS[name].get(x)),
+            ]
         if has_own_state(x):
             telling: Any = x
             return ["own", name, self.value(telling.get_state())]
         if name in NEW or _is_plain(x):
-            return ["object", name, {key: self.value(y) for key, y in vars(x).items()}]
+            attributes = {key: self.value(y) for key, y in vars(x).items()}
+            return ["object", name, attributes]
         raise EnvError("this is no plain data", got=name)
 
     def _write(self, flat):
         "Begin and length of a copy of some bytes."
-        is_array = isinstance(flat, np.ndarray)
-        self.blocks.append(flat.copy() if is_array else flat.cpu().numpy().copy())
+        self.blocks.append(np.array(flat if isinstance(flat, np.ndarray) else flat.cpu()))
         self.size += len(flat)
         return self.size - len(flat), len(flat)
 
     def _array(self, x):
         if isinstance(x, np.ndarray) and x.dtype.hasobject:
-            return ["objects", list(x.shape), [self.value(y) for y in x.ravel()]]
+            return [
+                "objects",
+                list(x.shape),
+                [self.value(y) for y in x.ravel()],
+            ]
         memory, offset = memory_of(x.detach() if isinstance(x, torch.Tensor) else x)
         if isinstance(x, torch.Tensor):
             form = [str(x.dtype).removeprefix("torch."), str(x.device)]
@@ -376,7 +407,14 @@ class _Capture:
         else:
             form = [np.lib.format.dtype_to_descr(x.dtype)]
             strides = x.strides
-        return ["array", self.value(memory), form, list(x.shape), list(strides), offset]
+        return [
+            "array",
+            self.value(memory),
+            form,
+            list(x.shape),
+            list(strides),
+            offset,
+        ]
 
 
 def capture(root: Any) -> dict:
@@ -410,7 +448,8 @@ _CONTAINERS: dict = {name_of(kind): kind for kind in (list, set, deque, dict, Or
 
 def _beside(items, i, path):
     "Item `i` of `root`, if there is one, and its path."
-    return items[i] if i < len(items) else _MISSING, f"{path}[{i}]"
+    item = items[i] if i < len(items) else _MISSING
+    return item, f"{path}[{i}]"
 
 
 def _refill(x, items):
@@ -457,23 +496,34 @@ class _Restore:
         "The value that stands as `code` in the text; `fresh` is what `root` has there."
         if type(code) is dict:
             old = fresh if type(fresh) is tuple else ()
-            items = [self.value(x, *_beside(old, i, path)) for i, x in enumerate(code["tuple"])]
-            return tuple(items)
+            return tuple(self._values(code["tuple"], old, path))
         if type(code) is not list:
             return code
         (k,) = code
         if k not in self.values:
             kind, *entry = self.entries[k]
-            self.values[k] = getattr(self, f"_{kind}")(k, fresh, path, *entry)
+            read = getattr(self, f"_{kind}")
+            self.values[k] = read(
+                k,
+                fresh,
+                path,
+                *entry,
+            )
         return self.values[k]
+
+    def _values(self, codes, old, path):
+        "The values of items; `old` are those of `root`."
+        return [self.value(code, *_beside(old, i, path)) for i, code in enumerate(codes)]
 
     def _take(self, k, fresh, name, path, make=None):
         """The object `fresh`, if it is of the class `name` and has not become another one already,
         or else a new one: `make()`, or an object of a class in `NEW`.
         """
         is_alike = fresh is not _MISSING and name_of(type(fresh)) == name
-        if is_alike and self.used.setdefault(id(fresh), (k, fresh))[0] == k:
-            return fresh
+        if is_alike:
+            number, _ = self.used.setdefault(id(fresh), (k, fresh))
+            if number == k:
+                return fresh
         if make is not None:
             return make()
         if name in NEW:
@@ -493,7 +543,7 @@ class _Restore:
         old = list(fresh) if is_ordered else []
 
         def items():
-            return [self.value(code, *_beside(old, i, path)) for i, code in enumerate(codes)]
+            return self._values(codes, old, path)
 
         # What cannot be changed is made from its items.
         if name == "builtins.frozenset":
@@ -502,26 +552,40 @@ class _Restore:
         if named_tuple is not None:
             return tuple.__new__(named_tuple, items())
 
-        x: Any = self._take(k, fresh, name, path, _CONTAINERS.get(name))
+        x: Any = self._take(
+            k,
+            fresh,
+            name,
+            path,
+            _CONTAINERS.get(name),
+        )
         if isinstance(x, deque):
             deque.__init__(x, (), maxlen)
         self.todo.append(lambda: self.refills.append((x, items())))
         return x
 
     def _dict(self, k, fresh, path, name, pairs):
-        x = self._take(k, fresh, name, path, _CONTAINERS.get(name))
+        x = self._take(
+            k,
+            fresh,
+            name,
+            path,
+            _CONTAINERS.get(name),
+        )
         old = dict(fresh) if isinstance(fresh, dict) else {}
         old_keys = list(old)
 
         def fill():
-            keys = [
-                self.value(key, *_beside(old_keys, i, path)) for i, (key, _) in enumerate(pairs)
-            ]
-            values = [
-                self.value(code, old.get(key, _MISSING), f"{path}[{key!r}]")
-                for key, (_, code) in zip(keys, pairs)
-            ]
-            self.refills.append((x, [*zip(keys, values)]))
+            keys = self._values(
+                [key for key, _ in pairs],
+                old_keys,
+                path,
+            )
+            items = []
+            for key, (_, code) in zip(keys, pairs):
+                fresh_value = old.get(key, _MISSING)
+                items.append((key, self.value(code, fresh_value, f"{path}[{key!r}]")))
+            self.refills.append((x, items))
 
         self.todo.append(fill)
         return x
@@ -531,8 +595,8 @@ class _Restore:
         old = fresh.ravel() if isinstance(fresh, np.ndarray) else []
 
         def fill():
-            for i, code in enumerate(codes):
-                x.flat[i] = self.value(code, *_beside(old, i, path))
+            for i, value in enumerate(self._values(codes, old, path)):
+                x.flat[i] = value
 
         self.todo.append(fill)
         return x
@@ -549,19 +613,40 @@ class _Restore:
 
         def fill():
             for key, code in attributes.items():
-                held[key] = self.value(code, held.get(key, _MISSING), f"{path}.{key}")
+                fresh_value = held.get(key, _MISSING)
+                held[key] = self.value(
+                    code,
+                    fresh_value,
+                    f"{path}.{key}",
+                )
 
         self.todo.append(fill)
         return x
 
     def _own(self, k, fresh, path, name, code):
         x: Any = self._take(k, fresh, name, path)
-        return self._put(path, type(x).set_state, x, self.value(code, _MISSING, path))
+        return self._put(
+            path,
+            type(x).set_state,
+            x,
+            self.value(code, _MISSING, path),
+        )
 
     def _through(self, k, fresh, path, name, code):
         how = GENERATORS[name]
-        x = self._take(k, fresh, name, path, how.new)
-        return self._put(path, how.put, x, self.value(code, _MISSING, path))
+        x = self._take(
+            k,
+            fresh,
+            name,
+            path,
+            how.new,
+        )
+        return self._put(
+            path,
+            how.put,
+            x,
+            self.value(code, _MISSING, path),
+        )
 
     def _put(self, path, put, x, state):
         def finish():
@@ -588,9 +673,21 @@ class _Restore:
     def _array(self, k, fresh, path, block, form, shape, strides, offset):
         if len(form) == 2:
             name, device = form
-            return array_in(self._flat(block, device), getattr(torch, name), shape, strides, offset)
+            return array_in(
+                self._flat(block, device),
+                getattr(torch, name),
+                shape,
+                strides,
+                offset,
+            )
         dtype = dtype_of(form[0])
-        return array_in(self._flat(block, "cpu").numpy(), dtype, shape, strides, offset)
+        return array_in(
+            self._flat(block, "cpu").numpy(),
+            dtype,
+            shape,
+            strides,
+            offset,
+        )
 
     def _flat(self, block, device):
         "The bytes of a memory on a device, uint8 `[n]`, of which all arrays there are views."
@@ -608,7 +705,8 @@ class _Restore:
         return self.memory[begin : begin + n]
 
     def _bytes(self, k, fresh, path, name, begin, n):
-        return loaded_class(name, (bytes, bytearray))(self._bytes_at(begin, n).numpy().tobytes())
+        cls = loaded_class(name, (bytes, bytearray))
+        return cls(self._bytes_at(begin, n).numpy().tobytes())
 
     def _complex(self, k, fresh, path, real, imag):
         return complex(real, imag)

@@ -124,7 +124,12 @@ class EpisodeCutter:
             act = nested.getitem(part.state.act, slice(1, None))
             steps = (part.state.obs, act, env_rewards(part), env)
             number = final_numbers(part)
-            part = part._replace(actor=(), hx=(), env=(), final=part.final._replace(actor=()))
+            part = part._replace(
+                actor=(),
+                hx=(),
+                env=(),
+                final=part.final._replace(actor=()),
+            )
             yield from self._cut(_arrays(part), _arrays(steps), _arrays(number))
 
     def rest(self) -> Iterator[Episode]:
@@ -154,7 +159,13 @@ class EpisodeCutter:
         for t, b in np.argwhere(part.state.fin[1:]).tolist():
             is_step = bool(part.valid[t, b])
             k = number[t, b]
-            self._take(lane, b, part, steps, slice(begin[b], t + is_step))
+            self._take(
+                lane,
+                b,
+                part,
+                steps,
+                slice(begin[b], t + is_step),
+            )
             begin[b] = t + 1
             ended = self.open.pop((lane, b), None)
             if ended is None:
@@ -180,7 +191,13 @@ class EpisodeCutter:
 
         # The episodes that go on in the next fragment
         for b, first in enumerate(begin):
-            self._take(lane, b, part, steps, slice(first, part.n_steps))
+            self._take(
+                lane,
+                b,
+                part,
+                steps,
+                slice(first, part.n_steps),
+            )
 
     def _check_order(self, part, lane):
         """Raise `DataError` unless the fragment continues the one before.
@@ -534,4 +551,11 @@ def from_data(
     """
     source = data if isinstance(data, IterDataPipe) else Recording(data)
     check_reward_scale(reward_scale, ("returns",), actor)
-    return DataSampler(source, batch_size, length, spaces_of(env, env_kwargs), seed, reward_scale)
+    return DataSampler(
+        source,
+        batch_size,
+        length,
+        spaces_of(env, env_kwargs),
+        seed,
+        reward_scale,
+    )

@@ -84,7 +84,11 @@ def _form(node, name, old=None):
             expected="numbers of one shape at each step, or `info_keys` without this info",
         )
     dtype = node.dtype if old is None else np.result_type(node.dtype, old.dtype)
-    return np.full(node.shape[1:], np.nan if dtype.kind == "f" else 0, dtype)
+    return np.full(
+        node.shape[1:],
+        np.nan if dtype.kind == "f" else 0,
+        dtype,
+    )
 
 
 class StoredEpisodes:
@@ -130,7 +134,11 @@ class StoredEpisodes:
                 names.add(key)
                 if info_keys is not None and key.removeprefix("_") not in info_keys:
                     continue
-                self.infos[key] = _form(node, f"episode_{k}/infos[{key!r}]", self.infos.get(key))
+                self.infos[key] = _form(
+                    node,
+                    f"episode_{k}/infos[{key!r}]",
+                    self.infos.get(key),
+                )
                 counts[key] += 1
         unknown = {*(info_keys or ())} - {*counts}
         if unknown:
@@ -157,13 +165,22 @@ class StoredEpisodes:
         flag = np.zeros((), bool)
 
         def arrays(key, like, n):
-            return arrays_in(group[key], like, n, f"episode_{k}/{key}")
+            return arrays_in(
+                group[key],
+                like,
+                n,
+                f"episode_{k}/{key}",
+            )
 
         infos = {}
         for key, like in self.infos.items():
             path = f"infos/{key}"
             if path in group:
-                infos[key] = arrays(path, like, n + 1)
+                infos[key] = arrays(
+                    path,
+                    like,
+                    n + 1,
+                )
         return (
             n,
             arrays("observations", self.likes[0], n + 1),
@@ -219,17 +236,35 @@ class PlayedRows:
 
         # `low` and `high` are numbers of rows in the stream.
         def part(tree, like, low, high):
-            return nested.map(lambda x, y: as_like(x[low - start : high - start], y), tree, like)
+            return nested.map(
+                lambda x, y: as_like(x[low - start : high - start], y),
+                tree,
+                like,
+            )
 
         def put(target, low, high, rows):
-            nested.setitem(target, (slice(max(low - first, 0), max(high - first, 0)), b), rows)
+            nested.setitem(
+                target,
+                (slice(max(low - first, 0), max(high - first, 0)), b),
+                rows,
+            )
 
         # The rows before a step
         low = max(start, first)
         high = min(end, stop)
         if low < high:
-            put(self.obs, low, high, part(obs, like_obs, low, high))
-            put(self.stepno, low, high, np.arange(low - start, high - start))
+            put(
+                self.obs,
+                low,
+                high,
+                part(obs, like_obs, low, high),
+            )
+            put(
+                self.stepno,
+                low,
+                high,
+                np.arange(low - start, high - start),
+            )
 
         # The steps, each of which leads to the next row
         low = max(start, first - 1)
@@ -244,9 +279,24 @@ class PlayedRows:
                     leaf="terminations, truncations",
                     expected="True at the last step only",
                 )
-            put(self.act, low + 1, high + 1, part(act, like_act, low, high))
-            put(self.rew, low + 1, high + 1, rew[steps])
-            put(self.term, low + 1, high + 1, terminated)
+            put(
+                self.act,
+                low + 1,
+                high + 1,
+                part(act, like_act, low, high),
+            )
+            put(
+                self.rew,
+                low + 1,
+                high + 1,
+                rew[steps],
+            )
+            put(
+                self.term,
+                low + 1,
+                high + 1,
+                terminated,
+            )
 
         # Facts of steps, without those of the step before row 0
         low = max(start, first)
@@ -254,16 +304,36 @@ class PlayedRows:
             put(self.valid, low, high, True)
             for key, tree in infos.items():
                 like = self.stored.infos[key]
-                put(self.env[key], low, high, part(tree, like, low + 1, high + 1))
+                put(
+                    self.env[key],
+                    low,
+                    high,
+                    part(tree, like, low + 1, high + 1),
+                )
             for key in self.stored.unmasked:
-                put(self.env[f"_{key}"], low, high, key in infos)
+                put(
+                    self.env[f"_{key}"],
+                    low,
+                    high,
+                    key in infos,
+                )
 
         # The observation after the last step, and the rows after the last episode
         if first < end < stop and is_known:
             self.ends.append((end - 1 - first, b, part(obs, like_obs, end, end + 1)))
         if is_last and end < stop:
-            put(self.obs, end, stop, part(obs, like_obs, end, end + 1))
-            put(self.act, end + 1, stop, part(act, like_act, end - 1, end))
+            put(
+                self.obs,
+                end,
+                stop,
+                part(obs, like_obs, end, end + 1),
+            )
+            put(
+                self.act,
+                end + 1,
+                stop,
+                part(act, like_act, end - 1, end),
+            )
 
     def fragment(self, seq: int) -> Fragment:
         "The fragment number `seq`."
@@ -271,7 +341,12 @@ class PlayedRows:
         places = torch.tensor([end[:2] for end in ends], dtype=torch.int64).reshape(-1, 2)
         no_obs = nested.map(lambda x: x[0, :0], self.obs)
         last_obs = nested.cat([*(obs for _, _, obs in ends), no_obs])
-        final = Final(t=places[:, 0], b=places[:, 1], obs=nested.torchify(last_obs), actor={})
+        final = Final(
+            t=places[:, 0],
+            b=places[:, 1],
+            obs=nested.torchify(last_obs),
+            actor={},
+        )
 
         # Rewards of another dtype are kept beside those of a fragment, which are float32.
         env = dict(self.env)
@@ -449,7 +524,12 @@ class MinariSource(Source):
         for k in range(first, end):
             start, number = column[k]
             with opened_data_set(self.path, leaf=f"episode_{number}"):
-                rows.put(b, start, episode(number), k == len(column) - 1)
+                rows.put(
+                    b,
+                    start,
+                    episode(number),
+                    k == len(column) - 1,
+                )
 
 
 from_minari = MinariSource

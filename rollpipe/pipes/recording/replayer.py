@@ -288,7 +288,11 @@ class Replayer(Source):
                 f"{part}: items {n} to {first - 1} are not recorded, so they are not compared"
             )
         start = n if n > first else None
-        return with_gaps(records_of_folder(part, start, self.damaged), n, files[-1].end)
+        return with_gaps(
+            records_of_folder(part, start, self.damaged),
+            n,
+            files[-1].end,
+        )
 
     def stream(self, items: Iterator) -> Iterator:
         parts = self._parts()

@@ -152,8 +152,6 @@ def start_method_for(method: str | None = None, threads: int = 1) -> str:
     """
     known = multiprocessing.get_all_start_methods()
     cuda = torch.cuda.is_initialized()
-    if not hasattr(signal, "SIGUSR1"):
-        raise WorkerError("worker processes need a POSIX system", got=sys.platform)
 
     # Libraries of macOS are not safe after a fork.
     if method is None:
