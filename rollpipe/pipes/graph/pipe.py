@@ -203,7 +203,11 @@ class Keeps:
         except EnvError as e:
             if e.env is not None:
                 raise e.locate(pipe=self) from None  # of an environment, which names what it is
-            raise CheckpointError("a pipe keeps what is no plain data", pipe=self, got=e.got) from e
+            raise CheckpointError(
+                "a pipe keeps what is no plain data",
+                pipe=self,
+                got=e.got,
+            ) from e
 
     def not_kept(self) -> str | None:
         """Why `get_state` may lack something that the next items depend on; None if it lacks

@@ -158,7 +158,10 @@ def chunk_names(path: str | Path) -> list:
     except (OSError, DataError) as e:
         raise CheckpointError(f"{path}: the checkpoint cannot be read ({e})") from None
     if header[:1] != b"{":
-        raise CheckpointError(f"{path}: not a checkpoint", expected="a safetensors file")
+        raise CheckpointError(
+            f"{path}: not a checkpoint",
+            expected="a safetensors file",
+        )
     return _NAME.findall(header.decode("utf-8", "replace"))
 
 # %% ../../../nbs/pipes/01_keeping/03_chunks.ipynb #b83cd66d

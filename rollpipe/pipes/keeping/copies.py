@@ -359,7 +359,11 @@ def copies_of(parts: list, complete: bool = True) -> list:
                 others.append(key)
                 if complete and not is_constant(x):
                     leaf = f"{type(part).__name__}.{key}"
-                    raise EnvError("this cannot be copied", leaf=leaf, got=str(e)) from None
+                    raise EnvError(
+                        "this cannot be copied",
+                        leaf=leaf,
+                        got=str(e),
+                    ) from None
             except EnvError as e:
                 raise e.locate(leaf=f"{type(part).__name__}.{key}") from None
         copies.append(dict(part=name_of(type(part)), holds=holds, others=others))

@@ -389,7 +389,11 @@ def _opened(path: str | Path) -> Any:
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
-    raise DataError(f"{path}: cannot be read", expected="a regular file", got="a pipe or a device")
+    raise DataError(
+        f"{path}: cannot be read",
+        expected="a regular file",
+        got="a pipe or a device",
+    )
 
 
 def regular_size(path: str | Path) -> int:

@@ -309,7 +309,10 @@ class _Capture:
         for x in self.objects:  # grows in the loop
             self.entries.append(self._entry(x))
             if len(self.objects) > MOST:
-                raise EnvError("too much to be kept", expected=f"at most {MOST:,} objects")
+                raise EnvError(
+                    "too much to be kept",
+                    expected=f"at most {MOST:,} objects",
+                )
 
     def value(self, x):
         "What stands for `x` in the text."
@@ -437,7 +440,10 @@ def capture(root: Any) -> dict:
         raise
     except Exception as e:
         problem = f"this cannot be written down ({describe_exception(e)})"
-        raise EnvError(problem, got=name_of(type(root))) from e
+        raise EnvError(
+            problem,
+            got=name_of(type(root)),
+        ) from e
     memory = np.concatenate([np.empty(0, np.uint8), *walk.blocks])
     return dict(graph=graph, memory=torch.from_numpy(memory))
 
@@ -737,4 +743,8 @@ def restore_object(state: dict, root: Any = _MISSING, name: str = "state") -> An
     except PipeError:
         raise
     except Exception as e:
-        raise EnvError("a state is damaged", leaf=name, got=describe_exception(e)) from e
+        raise EnvError(
+            "a state is damaged",
+            leaf=name,
+            got=describe_exception(e),
+        ) from e

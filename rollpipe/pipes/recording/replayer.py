@@ -67,7 +67,11 @@ def parts_in(path: str | Path) -> list[Path]:
     for before, part in zip(parts, parts[1:]):
         expected = _lane_name(_lane_of(before) + 1)
         if part.name != expected:
-            raise DataError(f"{folder}: a lane is missing", expected=expected, got=part.name)
+            raise DataError(
+                f"{folder}: a lane is missing",
+                expected=expected,
+                got=part.name,
+            )
     return parts or [folder]
 
 

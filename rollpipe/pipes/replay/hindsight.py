@@ -116,7 +116,10 @@ class GoalRules:
             answers = [np.array(method(a, d, {})) for a, d in zip(achieved, desired)]
             return np.array(answers).reshape(n)
         except Exception as e:
-            raise EnvError(f"{name} failed: {describe_exception(e)}", env=self.name) from e
+            raise EnvError(
+                f"{name} failed: {describe_exception(e)}",
+                env=self.name,
+            ) from e
 
 # %% ../../../nbs/pipes/24_replay/05_hindsight.ipynb #1f6f9b37
 @with_field_docs
@@ -404,7 +407,13 @@ class Hindsight(Pipe):
         "Raise `DataError` unless the steps can get other goals."
 
         def refuse(problem, leaf, expected, got):
-            raise DataError(problem, pipe=self, leaf=leaf, expected=expected, got=got)
+            raise DataError(
+                problem,
+                pipe=self,
+                leaf=leaf,
+                expected=expected,
+                got=got,
+            )
 
         if getattr(memory, "frames", 1) > 1:
             refuse("goals are replaced in whole observations", "frames", "1", "stacks")

@@ -420,7 +420,10 @@ def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
     free = shutil.disk_usage(folder).free
     try:
         if needed > free:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(
+                errno.ENOSPC,
+                os.strerror(errno.ENOSPC),
+            )
         # Format version 3 allows any letters in names.
         records = np.lib.format.open_memmap(
             file,
