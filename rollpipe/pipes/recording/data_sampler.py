@@ -78,7 +78,8 @@ class _Open:
 
     def episode(self, term=False, repeated=False):
         obs, act, rew, env = zip(*self.pieces)
-        env = same_keys(list(env), [np.ones(len(x), bool) for x in rew])
+        all_steps = [np.ones(len(x), bool) for x in rew]
+        env = same_keys(list(env), all_steps)
         last_obs = nested.map(lambda x: x[None], self.ahead)
         return Episode(
             obs=nested.cat([*obs, last_obs]),
@@ -109,7 +110,7 @@ class EpisodeCutter:
         """
 
         def time(part):
-            return [0 if x is None else int(x[0]) for x in (part.restarts, part.seq)]
+            return _number_in(part.restarts) or 0, _number_in(part.seq) or 0
 
         for part in sorted(unstacked(fragment), key=time):
             if not isinstance(part.env, dict):
@@ -254,7 +255,8 @@ class EpisodeCutter:
                 )
             self.open[lane, b] = _Open()
         piece = nested.map(np.copy, nested.getitem(steps, (rows, b)))
-        ahead = nested.map(np.copy, nested.getitem(part.state.obs, (rows.stop, b)))
+        next_obs = nested.getitem(part.state.obs, (rows.stop, b))
+        ahead = nested.map(np.copy, next_obs)
         self.open[lane, b].add(piece, ahead)
 
 
