@@ -43,15 +43,16 @@ def _text(labels, edges, marked, notes=(), word="here") -> str:
     for i, row in enumerate(edges):
         parts = []
         for source, first in row:
-            parts.append(blocks.pop(source) if first else [(f"↑ {names[source]}", -1)])
+            reference = [(f"↑ {names[source]}", -1)]
+            parts.append(blocks.pop(source) if first else reference)
         block = _joined(parts)
         corner = "○→└"[min(len(parts), 2)]
         block.append((f"{corner} {names[i]}", i))
         blocks[i] = block
 
     # The notes stand in columns beside the lines.
-    notes_of = [notes[i] if notes and i >= 0 else () for _, i in block]
-    columns = _columns(notes_of)
+    notes_of = dict(enumerate(notes))
+    columns = _columns([notes_of.get(i, ()) for _, i in block])
     width = max(len(line) for line, _ in block)
     lines = []
     for (line, i), note in zip(block, columns):
@@ -137,8 +138,8 @@ def _arrow(x0, y0, x1, y1, head) -> str:
     """
     start = y1 - 40
     mid = y1 - 24
-    curve = f"C{x0} {mid} {x1} {mid} {x1} {y1 - 8}"
-    line = f"M{x0} {y0}V{start}{curve}V{y1}"
+    curve = f"C{x0} {mid} {x1} {mid}"
+    line = f"M{x0} {y0}V{start}{curve} {x1} {y1 - 8}V{y1}"
     path = f'<path d="{line}" fill="none" stroke="#7a8699" stroke-width="1.5"/>'
     if head:
         path += f'<path d="M{x1 - 4} {y1 - 7}h8l-4 7z" fill="#7a8699"/>'
@@ -147,14 +148,16 @@ def _arrow(x0, y0, x1, y1, head) -> str:
 
 def _box(x, y, width, height, rows, marked, n_notes) -> str:
     "A box centred at x whose first row of text is bold, and whose last rows are notes."
-    place = f'x="{x - width // 2}" y="{y}" width="{width}" height="{height}"'
+    size = f'width="{width}" height="{height}"'
     stroke = 'stroke="#c0392b" stroke-width="3"' if marked else 'stroke="#5b7aa6"'
-    shapes = [f'<rect {place} rx="6" fill="#e8eef7" {stroke}/>']
+    left = x - width // 2
+    shapes = [f'<rect x="{left}" y="{y}" {size} rx="6" fill="#e8eef7" {stroke}/>']
     for k, row in enumerate(rows):
         ink = "#10243e" if k < len(rows) - n_notes else "#8a3b12"
         style = f'text-anchor="middle" fill="{ink}" font-weight="{400 if k else 700}"'
         baseline = y + 20 + 16 * k
-        shapes.append(f'<text x="{x}" y="{baseline}" {style}>{html.escape(row)}</text>')
+        text = html.escape(row)
+        shapes.append(f'<text x="{x}" y="{baseline}" {style}>{text}</text>')
     return "".join(shapes)
 
 
@@ -192,7 +195,8 @@ def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
         return 24 + 2 * round(3.7 * n_letters) if is_box(slot) else 8
 
     def height(slot):
-        return 14 + 16 * len(rows[slot[0]]) if is_box(slot) else 0
+        n_lines = len(rows[slot[0]])
+        return 14 + 16 * n_lines if is_box(slot) else 0
 
     # Where each slot stands, and the size of the picture
     centre = _centres(layers, width)
@@ -201,11 +205,13 @@ def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
     for layer in reversed(layers):
         top.update(dict.fromkeys(layer, y))
         y += max(map(height, layer)) + 40
-    left = min(x - width(slot) / 2 for slot, x in centre.items()) - 8
+    edges_left = [x - width(slot) / 2 for slot, x in centre.items()]
+    left = min(edges_left) - 8
     centre = {slot: round(x - left) for slot, x in centre.items()}
     ends = [round(7.4 * len(line)) for line in caption]
     for slot, x in centre.items():
-        beside = round(7.4 * len(waits[slot[0]])) + 6 if waits else 0
+        n_letters = len(waits[slot[0]]) if waits else 0
+        beside = 6 + round(7.4 * n_letters)
         ends.append(x + max(width(slot) // 2, beside))
     right = max(ends) + 8
     bottom = y - 32 + 16 * len(caption)
@@ -216,15 +222,18 @@ def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
         for slot, feeds in layer.items():
             start = centre[slot], top[slot] + height(slot)
             for fed in feeds:
-                shapes.append(_arrow(*start, centre[fed], top[fed], is_box(fed)))
+                end = centre[fed], top[fed]
+                shapes.append(_arrow(*start, *end, is_box(fed)))
     boxes = [slot for slot in centre if is_box(slot)]
     for slot in boxes if waits else ():
+        text = waits[slot[0]]
         edge = top[slot] + height(slot)
-        shapes.append(_line(centre[slot] + 6, edge + 14, waits[slot[0]]))
+        shapes.append(_line(centre[slot] + 6, edge + 14, text))
     for slot in boxes:
         i = slot[0]
         place = centre[slot], top[slot], width(slot), height(slot)
-        shapes.append(_box(*place, rows[i], i in marked, len(below[i])))
+        n_notes = len(below[i])
+        shapes.append(_box(*place, rows[i], i in marked, n_notes))
     for k, line in enumerate(caption):
         shapes.append(_line(8, y - 20 + 16 * k, line))
 
@@ -364,7 +373,8 @@ def short_repr(pipe: IterDataPipe) -> str:
             shown[name] = type(value).__name__
         elif isinstance(value, (int, float, str, bool)) and value != parameter.default:
             shown[name] = reprlib.repr(value)
-    config = ", ".join(f"{k}={v}" for k, v in shown.items())
+    config = ", ".join(f"{name}={text}" for name, text in shown.items())
+
     name = type(pipe).__name__
     # torch's pipes have names such as IterableWrapperIterDataPipe.
     short = name.removesuffix("IterDataPipe").removesuffix("MapDataPipe")
@@ -395,15 +405,14 @@ def draw(pipe: IterDataPipe, where: Where | None = None) -> Drawing:
     edges = []
     for _, sources in rows:
         edges.append([(index[id(source)], first) for source, first in sources])
+
+    # The pipes to point out
     marked = []
     if where is not None:
         matches = _matcher(where)
         marked = [i for i, (node, _) in enumerate(rows) if matches(node)]
-    return Drawing(
-        [_label(node) for node, _ in rows],
-        edges,
-        frozenset(marked),
-    )
+    labels = [_label(node) for node, _ in rows]
+    return Drawing(labels, edges, frozenset(marked))
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #012fb332
 def find(pipe: IterDataPipe, where: Where) -> list:
@@ -453,7 +462,8 @@ def _mapped(value, memo):
     if next(_held(value, set()), None) is None:
         return value
     if isinstance(value, dict):
-        items = [(_mapped(k, memo), _mapped(v, memo)) for k, v in value.items()]
+        keys = [_mapped(key, memo) for key in value]
+        items = list(zip(keys, [_mapped(x, memo) for x in value.values()]))
     else:
         items = [_mapped(item, memo) for item in value]
     if isinstance(value, (tuple, frozenset)):

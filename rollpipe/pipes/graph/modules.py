@@ -48,7 +48,11 @@ class ByIdentity:
 
     def __setitem__(self, obj: Any, value: Any) -> None:
         key = id(obj)
-        self._items[key] = weak_reference(obj, lambda _: self._items.pop(key, None)), value
+
+        def forget(_):
+            self._items.pop(key, None)
+
+        self._items[key] = weak_reference(obj, forget), value
 
 
 def weak_reference(obj: Any, callback: Callable | None = None) -> Callable:
@@ -272,12 +276,14 @@ def state_of(modules: Iterable[torch.nn.Module]) -> dict:
         for name, x in (*module.named_parameters(), *module.named_buffers()):
             name = f"{prefix}{type(module).__name__}.{name}"
             if not _has_values(x):
-                is_lazy = torch.nn.parameter.is_lazy(x)
+                kind = f"{x.dtype} on {x.device}, {x.layout}"
+                if torch.nn.parameter.is_lazy(x):
+                    kind = type(x).__name__
                 raise ActorError(
                     "weights of this kind cannot be sent to a worker process",
                     leaf=name,
                     expected="dense tensors with values",
-                    got=type(x).__name__ if is_lazy else f"{x.dtype} on {x.device}, {x.layout}",
+                    got=kind,
                 )
             tensors[name] = x
     return tensors
@@ -325,7 +331,8 @@ def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
         content = None if value.dtype.hasobject else hash(value.tobytes())
         return str(value.dtype), value.shape, content
     if isinstance(value, dict):
-        return [(repr(k), comparable(x, depth - 1, states)) for k, x in value.items()]
+        keys = list(map(repr, value))
+        return list(zip(keys, [comparable(x, depth - 1, states) for x in value.values()]))
     if isinstance(value, (list, tuple, deque)):
         return [comparable(x, depth - 1, states) for x in value]
     if isinstance(value, (set, frozenset)):
@@ -333,7 +340,8 @@ def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
     attributes = all_attributes(value)
     if not attributes and not hasattr(value, "__dict__"):
         return None
-    return [(k, comparable(x, depth - 1, states)) for k, x in attributes.items()]
+    parts = [comparable(x, depth - 1, states) for x in attributes.values()]
+    return list(zip(attributes, parts))
 
 
 def comparable_tensor(x: torch.Tensor) -> tuple | None:
@@ -459,7 +467,9 @@ def few_threads(*holders: Any) -> torch_threads:
     if torch.get_num_threads() == 1:
         return torch_threads(None)
     parameters = {p for module in modules_in(holders) for p in module.parameters()}
-    is_small = sum(p.numel() for p in parameters if not torch.nn.parameter.is_lazy(p)) < SMALL
+    is_lazy = torch.nn.parameter.is_lazy
+    n_weights = sum(p.numel() for p in parameters if not is_lazy(p))
+    is_small = n_weights < SMALL
     return torch_threads(1 if is_small else None, unless_chosen=True)
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #fc5143a3

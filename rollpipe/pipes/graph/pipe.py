@@ -54,7 +54,8 @@ class Traits:
         known = set()
         promised = set()
         for base in reversed(cls.__mro__):
-            if any(name in known and _is_method(name, x) for name, x in vars(base).items()):
+            methods = {name for name, x in vars(base).items() if _is_method(name, x)}
+            if methods & known:
                 promised = set()
             promised |= vars(base).keys()
             known |= vars(base).keys()
@@ -93,7 +94,8 @@ def held_by(pipe: IterDataPipe) -> list:
             shared.append(x)
 
     of_iteration = ("_valid_iterator_id", "kept", "restored", "running")
-    swapped({k: x for k, x in vars(pipe).items() if k not in of_iteration}, collect)
+    attributes = {name: x for name, x in vars(pipe).items() if name not in of_iteration}
+    swapped(attributes, collect)
     return shared
 
 
@@ -165,15 +167,18 @@ class Keeps:
 
     def keep(self, **fresh: Any) -> dict:
         """What `stream` keeps from item to item: a dict with the values `fresh`, which it changes
-        in place. A resumed iteration goes on with the values of the interrupted one; arrays are then
-        others than those in `fresh`, so take them from the dict. A pipe that never calls this has
-        no memory: each item depends only on the items that are read for it.
-        The values are plain data in containers, objects of classes in `may_be_new`, or have
-        `get_state` and `set_state`.
+        in place. A resumed iteration goes on with the values of the interrupted one. Its arrays are
+        others than those in `fresh`, so `stream` takes them from the dict.
+
+        A pipe that never calls this has no memory: each item depends only on the items that are
+        read for it. The values are plain data in containers, objects of classes in `may_be_new`, or
+        have `get_state` and `set_state`.
         """
         if self.kept is None:
             self.kept = {}
         self.kept.update(fresh)
+
+        # The first iteration after `set_state` goes on from the state.
         state = self.restored
         self.restored = None
         if state is None:
@@ -318,7 +323,7 @@ def _in_few_threads(items, pipe):
 
     Small networks in its graph compute with one thread, unless the user has chosen a number.
     """
-    few = few_threads([x for node in edits.nodes(pipe) for x in held_by(node)])
+    few = few_threads(list(chain.from_iterable(map(held_by, edits.nodes(pipe)))))
     item = []  # the next one, if there is one
     try:
         while True:

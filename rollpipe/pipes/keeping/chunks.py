@@ -154,7 +154,9 @@ def chunk_names(path: str | Path) -> list:
     try:
         n_bytes = regular_size(path)
         with open(path, "rb") as file:
-            header = file.read(min(int.from_bytes(file.read(8), "little"), n_bytes))
+            # A damaged file may claim any size of its header.
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(min(length, n_bytes))
     except (OSError, DataError) as e:
         raise CheckpointError(f"{path}: the checkpoint cannot be read ({e})") from None
     if header[:1] != b"{":

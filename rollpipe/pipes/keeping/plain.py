@@ -398,11 +398,10 @@ class _Capture:
 
     def _array(self, x):
         if isinstance(x, np.ndarray) and x.dtype.hasobject:
-            return [
-                "objects",
-                list(x.shape),
-                [self.value(y) for y in x.ravel()],
-            ]
+            values = [self.value(y) for y in x.ravel()]
+            return ["objects", list(x.shape), values]
+
+        # Where it lies in memory, and in which form
         memory, offset = memory_of(x.detach() if isinstance(x, torch.Tensor) else x)
         if isinstance(x, torch.Tensor):
             form = [str(x.dtype).removeprefix("torch."), str(x.device)]
@@ -500,21 +499,19 @@ class _Restore:
 
     def value(self, code, fresh, path):
         "The value that stands as `code` in the text; `fresh` is what `root` has there."
+        # A tuple, or what stands for itself
         if type(code) is dict:
             old = fresh if type(fresh) is tuple else ()
             return tuple(self._values(code["tuple"], old, path))
         if type(code) is not list:
             return code
+
+        # The value of an entry, which is made once
         (k,) = code
         if k not in self.values:
             kind, *entry = self.entries[k]
             read = getattr(self, f"_{kind}")
-            self.values[k] = read(
-                k,
-                fresh,
-                path,
-                *entry,
-            )
+            self.values[k] = read(k, fresh, path, *entry)
         return self.values[k]
 
     def _values(self, codes, old, path):
@@ -530,6 +527,8 @@ class _Restore:
             number, _ = self.used.setdefault(id(fresh), (k, fresh))
             if number == k:
                 return fresh
+
+        # There is no such object in `root`.
         if make is not None:
             return make()
         if name in NEW:

@@ -204,16 +204,15 @@ class _Reseeding:
             return x
         if not {"graph", "memory"} <= x.keys():
             return {key: self.tree(y, key) for key, y in x.items()}
+
+        # A capture: of a replay, of the global generators, or of something with generators
         if x.get("keeper", "").startswith("replay"):
             return {**x, "noise": self.word()}
         if name == "random":
             return self.global_states(x)
         memory = x["memory"].clone()
-        return {
-            **x,
-            "graph": self.graph(x["graph"], memory.numpy()),
-            "memory": memory,
-        }
+        graph = self.graph(x["graph"], memory.numpy())
+        return {**x, "graph": graph, "memory": memory}
 
     def global_states(self, captured: dict) -> dict:
         """The capture of a lane's states of the global generators.
@@ -306,23 +305,16 @@ def _bytes_of(entries: list, k: int, memory: np.ndarray) -> np.ndarray:
 
 def _put(entries: list, k: int, state: dict, memory: np.ndarray) -> None:
     "Give the dict `k` of a capture the values of `state`."
+    # `pair` is `[key, what stands for the value in the text]`.
     for pair in entries[k][2]:
         if pair[0] not in state:
             continue
         new = state[pair[0]]
+
         if isinstance(new, dict):
-            _put(
-                entries,
-                pair[1][0],
-                new,
-                memory,
-            )
+            _put(entries, pair[1][0], new, memory)
         elif isinstance(new, np.ndarray):
-            its_bytes = _bytes_of(
-                entries,
-                pair[1][0],
-                memory,
-            )
+            its_bytes = _bytes_of(entries, pair[1][0], memory)
             its_bytes[: new.nbytes] = new.view(np.uint8)
         else:
             pair[1] = new

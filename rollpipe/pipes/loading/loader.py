@@ -102,20 +102,25 @@ def torchs_seed() -> int:
     gives the same.
     """
     with torch.random.fork_rng(devices=[]):
-        return 2**63 + int(torch.randint(-(2**63), 2**63 - 1, ()))
+        seed = torch.randint(-(2**63), 2**63 - 1, ())
+    return 2**63 + int(seed)
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #c68917ec
 def _breadth_first(graph, seen):
     """The pipes in a graph from `traverse_dps`, the last pipe first, each once, without those whose
     ids are in `seen`.
     """
-    found = {}
+    pipes = {}  # id -> pipe
     level = [graph]
     while level:
-        new = {k: row for g in level for k, row in g.items() if k not in seen and k not in found}
-        found.update(new)
-        level = [above for _, above in new.values()]
-    return [pipe for pipe, _ in found.values()]
+        above = []
+        for subgraph in level:
+            for key, (pipe, its_inputs) in subgraph.items():
+                if key not in seen and key not in pipes:
+                    pipes[key] = pipe
+                    above.append(its_inputs)
+        level = above
+    return list(pipes.values())
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #70f72172
 def set_graph_random_seed(datapipe: IterDataPipe, seed_generator: SeedGenerator) -> IterDataPipe:
@@ -126,8 +131,13 @@ def set_graph_random_seed(datapipe: IterDataPipe, seed_generator: SeedGenerator)
         seed_generator: source of the seeds
     """
     graph = traverse_dps(datapipe)
-    filters = [p for p in _breadth_first(graph, set()) if type(p) is ShardingFilter]
-    shared = {id(p): p for f in filters for p in _breadth_first(traverse_dps(f), set())}
+
+    # Pipes above a filter that divides items among workers draw the same numbers in all of them.
+    shared = {}
+    for pipe in _breadth_first(graph, set()):
+        if type(pipe) is ShardingFilter:
+            above = _breadth_first(traverse_dps(pipe), set())
+            shared |= {id(source): source for source in above}
     own = _breadth_first(graph, set(shared))
     for pipes, draw in (
         (shared.values(), seed_generator.generate_shared_seed),
@@ -196,12 +206,15 @@ class LoaderIterator(Iterator):
 
     def __next__(self) -> Any:
         loader = self.loader
+        # A newer iterator has taken the place of this one.
         if self.number < loader.made - 1:
             loader._tell("finalize_iteration")
             raise RuntimeError(
                 "This iterator has been invalidated: a newer one was made from the same DataLoader2."
             )
         loader.waiting = False
+
+        # What a graph holds after an error is unknown, so the loader ends.
         try:
             return next(loader.stream)
         except StopIteration:
@@ -282,11 +295,14 @@ class DataLoader2:
         return LoaderIterator(self, self.made - 1)
 
     def _begin(self):
+        # The seeds: those of `seed` go on in later iterations.
         if self._seed is None:
             self._seed_generator.seed()
         elif not self.seeded:
             self._seed_generator.seed(self._seed)
         self.seeded = True
+
+        # The graph, which the service may change once, and for each iteration
         service = self.reading_service
         if service is not None:
             if not self.adapted:

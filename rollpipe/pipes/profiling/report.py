@@ -451,8 +451,9 @@ def _about_lag(profile, setting) -> str:
     "The advice if workers and learner wait for each other: a lag lets both work at the same time."
     learning = profile.learner
     waiting = min((x.waiting for x in profile.workers), default=0.0)
-    is_shared = learning is not None and 0.1 < learning < 0.9
-    if setting.lag != 0 or waiting < 0.2 or not is_shared:
+    if learning is None or not 0.1 < learning < 0.9:
+        return ""
+    if setting.lag != 0 or waiting < 0.2:
         return ""
     return (
         f" The workers wait {share_text(waiting)} of their time, and the learner waits "
