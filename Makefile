@@ -14,8 +14,8 @@ export OMP_NUM_THREADS ?= 1
 export MPLBACKEND := Agg
 
 # A name on PATH is no proof that it runs (version-manager shims), nor that it can make an environment.
-USABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
-PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3 python; do \
+USABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3.14 python3 python; do \
 	"$$p" -c '$(USABLE)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 
 # .venv counts only if its set-up came to an end, in this folder, and its interpreter still runs.
@@ -25,7 +25,7 @@ endif
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test thorough lint sync notebooks pytest newest gpu bench docs export update hooks clean
+.PHONY: help setup demo test thorough lint sync notebooks pytest newest lowest gpu bench docs release export update hooks clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -35,7 +35,7 @@ setup: $(STAMP)  ## make .venv with the package (editable) and the developer too
 
 $(STAMP): setup.py settings.ini pyproject.toml constraints.txt
 	@"$(PYTHON)" -c '$(USABLE)' >/dev/null 2>&1 || { \
-	echo "rollpipe's tools need Python 3.10, 3.11, 3.12 or 3.13 with its venv module, and found none that runs$(if $(PYTHON),: '$(PYTHON)')." >&2; \
+	echo "rollpipe's tools need a Python from 3.10 to 3.14 with its venv module, and found none that runs$(if $(PYTHON),: '$(PYTHON)')." >&2; \
 	echo "Install one, or name it: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@if [ -e $(STAMP) ]; then echo "Bringing $(VENV) up to date with settings.ini and constraints.txt"; rm -f $(STAMP); \
 	else echo "Setting up $(VENV) with $$("$(PYTHON)" -V) and the versions in constraints.txt, which takes some minutes"; \
@@ -78,6 +78,9 @@ pytest: $(STAMP)  ## the quick tests, some files at a time
 newest: $(STAMP)  ## put the newest releases of what rollpipe stands on into .venv, for a test; `make clean setup` goes back
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade torch gymnasium numpy optree onnx onnxruntime pytest
 
+lowest: $(STAMP)  ## the lowest releases that settings.ini allows, into .venv (Python 3.10), for a test; `make clean setup` goes back
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $$($(BIN)/python .ci/lowest.py)
+
 gpu: $(STAMP)  ## the tests that use a GPU
 	@$(BIN)/python -m pytest -q -m gpu --timeout 900
 
@@ -93,6 +96,13 @@ $(VENV)/.docs: $(STAMP)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	echo "The tools for the site need Python 3.11 or later. $(VENV) has $$($(BIN)/python -V)." >&2; exit 1; }
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
+
+release: $(VENV)/.release  ## sdist and wheel into dist, checked as a user meets them; nothing is tagged or uploaded
+	@$(BIN)/python .ci/release.py
+
+$(VENV)/.release: $(STAMP)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[release]'
 	@touch $@
 
 export: $(STAMP)  ## clean the notebooks and export them to modules

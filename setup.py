@@ -24,7 +24,7 @@ STATUS = {
 }
 EXTRA = "_requirements"
 PYTHONS = [
-    (3, minor) for minor in range(int(cfg["min_python"].split(".")[1]), 14)
+    (3, minor) for minor in range(int(cfg["min_python"].split(".")[1]), 15)
 ]  # tested; later ones are allowed
 
 

@@ -6,7 +6,7 @@ These are the names of a first program. The rooms `rollpipe.pipes`, `layers`, `a
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "A2C",
     "ActionCritic",

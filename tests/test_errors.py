@@ -2,7 +2,10 @@
 
 import multiprocessing
 import pickle
+import re
+import sys
 import traceback
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +13,15 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from rollpipe.pipes.data import errors
-from rollpipe.pipes.data.errors import DataError, EnvError, GraphError, PipeError, describe
+from rollpipe.pipes.data.errors import (
+    DataError,
+    EnvError,
+    GraphError,
+    PipeError,
+    annotated_names,
+    describe,
+    signature_of,
+)
 
 ALL = [
     kind
@@ -152,3 +163,23 @@ def test_what_contains_itself_has_a_short_description():
     x["a"] = x
     x["b"] = [x]
     assert len(describe(x)) <= 120 and describe(x).startswith("{'a': {'a': ")
+
+
+def test_signatures_are_read_in_one_place():
+    "From Python 3.14 on, `inspect.signature` looks up names that type checkers alone know."
+    package = Path(__file__).resolve().parents[1] / "rollpipe"
+    direct = re.compile(r"inspect\.(signature|get_annotations)\(|from inspect import .*signature")
+    callers = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if direct.search(path.read_text(encoding="utf-8"))
+    }
+    assert callers == {"pipes/data/errors.py"}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="annotations are evaluated at once")
+def test_an_annotation_that_only_a_type_checker_knows_is_read_as_a_text():
+    scope = {}
+    exec("def act(obs: Unknown) -> Nowhere: ...\nclass Some:\n    size: Unknown = 1", scope)
+    assert signature_of(scope["act"]).parameters["obs"].annotation == "Unknown"
+    assert annotated_names(scope["Some"]) == ["size"]

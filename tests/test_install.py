@@ -216,7 +216,8 @@ def test_no_address_is_made_up(metadata, wheel):
 
 @pytest.mark.slow_but_one
 @pytest.mark.parametrize(
-    "version, fits", {"3.9": False, "3.10": True, "3.11": True, "3.12": True, "3.13": True}.items()
+    "version, fits",
+    {"3.9": False, "3.10": True, "3.11": True, "3.12": True, "3.13": True, "3.14": True}.items(),
 )
 def test_pip_refuses_older_versions_of_python(version, fits, metadata, wheel, tmp_path):
     command = [

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from ..layers.observer import split_args
-from ..pipes.data.errors import DataError, check_integer, is_between
+from ..pipes.data.errors import DataError, check_integer, is_between, signature_of
 
 # %% ../../nbs/agents/06_shared_options.ipynb #6a72ed5a
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ def may_change(function: Any) -> dict:
     if isinstance(function, type):
         return {name: metadata["changes"] for name, metadata in _declared(function).items()}
     when_of = {}
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in signature_of(function).parameters.values():
         _, when = split_annotation(parameter)
         if when:
             when_of[parameter.name] = when
@@ -275,7 +275,7 @@ class Options:
             return
 
         # The options that it inherits come at the end of its `Args:`.
-        parameters = inspect.signature(cls).parameters
+        parameters = signature_of(cls).parameters
         inherited = [
             f"    {name}: {text}"
             for name, text in meanings(cls).items()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..pipes.data import nested
 from ..pipes.data.action_masks import ActionMask, no_action
-from ..pipes.data.errors import ActorError, DataError, describe
+from ..pipes.data.errors import ActorError, DataError, describe, signature_of
 from ..pipes.data.nested import without_past
 from rollpipe.pipes.envs.actions import (
     FiniteCheck,
@@ -42,7 +42,7 @@ def check_signature(cls: type, method: str, positional: tuple, keywords: tuple) 
             ones that are not expected.
     """
     P = inspect.Parameter
-    parameters = list(inspect.signature(getattr(cls, method)).parameters.values())[1:]
+    parameters = list(signature_of(getattr(cls, method)).parameters.values())[1:]
     kinds = {p.kind for p in parameters}
 
     # The first parameters receive the positional arguments, the others need a keyword.

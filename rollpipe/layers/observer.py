@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .encoders import encoder_for, n_out_of
 from .mlp import MLP, FastModule, RunningNorm
 from ..pipes.data.action_masks import ActionMask
-from ..pipes.data.errors import DataError, describe
+from ..pipes.data.errors import DataError, describe, signature_of
 from ..pipes.envs.factories import spaces_of
 
 # %% auto #0
@@ -99,13 +99,13 @@ def takes(*makers: Callable, **defaults: Any) -> Callable[[C], C]:
 
     def decorate(cls):
         init = cls.__init__
-        parameters = dict(inspect.signature(init).parameters)
+        parameters = dict(signature_of(init).parameters)
         parameters = {k: p for k, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
 
         # The parameters of the makers that the class does not have itself
         added = {}
         for maker in makers:
-            for name, p in inspect.signature(maker).parameters.items():
+            for name, p in signature_of(maker).parameters.items():
                 if p.kind is p.KEYWORD_ONLY and name not in parameters:
                     added[name] = p.replace(default=defaults.get(name, p.default))
         default_of = {name: p.default for name, p in added.items()}

@@ -8,7 +8,6 @@ __all__ = ['rollouts', 'check_reward_scale', 'on_policy', 'replayed']
 # %% ../../nbs/pipes/27_recipes.ipynb #d73c9087
 from collections.abc import Callable, Sequence
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from fastcore.meta import delegates
 
 from . import passes
 from .batches import AdvantageBuffer, FragmentStacker
-from .data.errors import DataError, GraphError, describe, is_between
+from .data.errors import DataError, GraphError, describe, is_between, signature_of
 from .engines.checked_actor import check_engine
 from .fragments import FragmentCollector
 from .graph.edits import find, nodes
@@ -210,7 +209,7 @@ def _known(recipe, options):
 
     Otherwise the `TypeError` names the recipe that was called, and what it takes.
     """
-    known = signature(recipe).parameters
+    known = signature_of(recipe).parameters
     for name in options:
         if name in known:
             continue

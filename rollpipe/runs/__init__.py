@@ -5,10 +5,13 @@ from .folder import Run, resume, start
 from .fork import fork
 from .logs import MetricFiles, read_metrics
 from .loops import resumed, saved
+from .moments import verify
 from .pack import load_agent, pack
 from .replay import replayed_run
 from .progress import Progress
 from .training import Observer, Wish, observed, train
+from ..settings.config import make_config
+from ..traces.differences import diff
 
 __all__ = [
     "MetricFiles",
@@ -16,8 +19,10 @@ __all__ = [
     "Progress",
     "Run",
     "Wish",
+    "diff",
     "fork",
     "load_agent",
+    "make_config",
     "observed",
     "open_run",
     "pack",
@@ -28,4 +33,5 @@ __all__ = [
     "saved",
     "start",
     "train",
+    "verify",
 ]

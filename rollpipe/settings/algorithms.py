@@ -7,7 +7,6 @@ __all__ = ['ALGORITHMS', 'Algorithm', 'recurrence', 'sharing', 'parts_for', 'reg
            'options_for']
 
 # %% ../../nbs/settings/01_algorithms.ipynb #ad1ca4f2
-import inspect
 import logging
 import re
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from ..layers.critic import ActionCritic, Critic, QVCritic
 from ..layers.policies import DeterministicPolicy, MLPPolicy, SharedPolicy, SquashedPolicy
 from ..layers.q_networks import QPolicy, QuantilePolicy, RecurrentQPolicy
 from ..layers.recurrent import MemoryCritic, RecurrentPolicy, RecurrentTorso
-from ..pipes.data.errors import DataError, describe, similar
+from ..pipes.data.errors import DataError, describe, signature_of, similar
 from ..pipes.recipes import on_policy, replayed, rollouts
 from ..pipes.recording.data_sampler import from_data
 from .options import Option, options_of
@@ -95,7 +94,7 @@ def recurrence(
         )
 
     # Without a memory, its other options must have their defaults.
-    parameters = inspect.signature(recurrence).parameters
+    parameters = signature_of(recurrence).parameters
     for name, x in dict(state_size=state_size, span=span, past=past).items():
         default = parameters[name].default
         if x != default:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import math
 import re
 import sys
@@ -42,6 +41,7 @@ from rollpipe.pipes.data.errors import (
     as_json,
     check_memory,
     describe,
+    signature_of,
 )
 from ..pipes.envs.factories import check_id, spaces_of, spare_environments
 from ..pipes.graph.edits import find, insert_after, insert_before
@@ -644,7 +644,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
         for part in ("policy", "critic")
         if part in parts
     ]
-    accepted = inspect.signature(algorithm.pipeline).parameters
+    accepted = signature_of(algorithm.pipeline).parameters
     device = device_named(config.get("device", "cpu"))
     is_apart = device.type != "cpu"
     if is_apart:

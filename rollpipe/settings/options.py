@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..agents.shared_options import Change, Schedule, may_change, meanings, split_annotation
-from ..pipes.data.errors import DataError, similar
+from ..pipes.data.errors import DataError, annotated_names, signature_of, similar
 
 # %% auto #0
 __all__ = ['kinds_of', 'Option', 'options_of', 'nearest', 'parse_value', 'parse_options', 'parse_env_kwargs', 'import_words',
@@ -158,11 +158,11 @@ def options_of(
 def _parameters(function: Callable) -> list:
     "The parameters of a function or a class. What a class declares precedes what it inherits."
     owners = function.__mro__ if inspect.isclass(function) else ()
-    parameters = dict(inspect.signature(function).parameters)
+    parameters = dict(signature_of(function).parameters)
 
     # What an `__init__` takes as `**options` goes to that of the next base.
     for init in [vars(owner)["__init__"] for owner in owners if "__init__" in vars(owner)]:
-        of_init = inspect.signature(init).parameters
+        of_init = signature_of(init).parameters
         parameters = {**of_init, **parameters}
         if not any(x.kind is x.VAR_KEYWORD for x in of_init.values()):
             break
@@ -170,7 +170,7 @@ def _parameters(function: Callable) -> list:
     # name -> the number of the farthest base that declares it
     distance = {}
     for k, owner in enumerate(owners):
-        distance.update(dict.fromkeys(inspect.get_annotations(owner), k))
+        distance.update(dict.fromkeys(annotated_names(owner), k))
     return sorted(parameters.values(), key=lambda x: distance.get(x.name, 0))
 
 

@@ -29,7 +29,7 @@ from gymnasium.envs.registration import load_env_creator
 
 import rollpipe
 from ..agents.shared_options import Schedule
-from ..pipes.data.errors import DataError
+from ..pipes.data.errors import DataError, signature_of
 from ..pipes.data.nested import PLAIN, as_array, form_of
 from ..pipes.graph.edits import inputs, nodes
 from ..pipes.graph.modules import comparable, content_of, few_threads, globals_in
@@ -126,7 +126,7 @@ _NO_CODE = set(
     "__module__ __qualname__ __dict__ __weakref__ __doc__ __annotations__ __slots__ "
     "__firstlineno__ __static_attributes__ __abstractmethods__ _abc_impl __parameters__ "
     "__orig_bases__ __match_args__ __dataclass_fields__ __dataclass_params__ __type_class__ "
-    "__slotnames__ type __annotate_func__ __annotations_cache__".split()
+    "__slotnames__ __classdictcell__ type __annotate_func__ __annotations_cache__".split()
 )
 # What spaces and environments of gymnasium fill when somebody prints them, draws from them or asks
 # for their spec. The order of a charset is that of a set, in gymnasium below 1.4.
@@ -153,7 +153,7 @@ def attributes(x: Any) -> dict:
         name: y for name, y in lasting.items() if not name.startswith("_") and name not in _APART
     }
     try:
-        arguments = inspect.signature(type(x)).parameters.keys() - _APART
+        arguments = signature_of(type(x)).parameters.keys() - _APART
     except (TypeError, ValueError):
         return public
     if not arguments <= public.keys():
@@ -367,7 +367,7 @@ class Description:
 
         # What it reads: defaults, closure variables, globals and attributes
         parts = {}
-        for parameter in inspect.signature(f, follow_wrapped=False).parameters.values():
+        for parameter in signature_of(f, follow_wrapped=False).parameters.values():
             if parameter.default is not parameter.empty:
                 parts[parameter.name] = parameter.default
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):

@@ -5,9 +5,10 @@
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #61c07395
 from __future__ import annotations
 
+import inspect
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from itertools import islice
 from math import inf
@@ -17,7 +18,8 @@ from typing import Any
 # %% auto #0
 __all__ = ['LEAST_BYTES', 'describe', 'shortened', 'describe_exception', 'PipeError', 'located', 'EnvError', 'ActorError',
            'DataError', 'GraphError', 'CheckpointError', 'SpaceError', 'WorkerError', 'check_integer', 'is_between',
-           'check_fraction', 'similar', 'as_json', 'available_memory', 'check_memory']
+           'check_fraction', 'signature_of', 'annotated_names', 'similar', 'as_json', 'available_memory',
+           'check_memory']
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #74c0db68
 def describe(value: Any, width: int = 120, depth: int = 6) -> str:
@@ -267,6 +269,28 @@ def check_fraction(name: str, value: Any, **where: Any) -> float:
     if is_between(value, 0, 1):
         return value
     raise DataError("out of range", expected=f"0 <= {name} <= 1", got=f"{name}={value!r}", **where)
+
+# %% ../../../nbs/pipes/00_data/00_errors.ipynb #5a9c7002
+def signature_of(function: Callable, **options: Any) -> inspect.Signature:
+    """`inspect.signature(function, **options)`, whose annotations are texts from Python 3.14 on.
+
+    >>> list(signature_of(lambda lane, *, seed=0: None).parameters)
+    ['lane', 'seed']
+    """
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        options["annotation_format"] = Format.STRING
+    return inspect.signature(function, **options)
+
+
+def annotated_names(cls: type) -> list:
+    "The names that a class annotates itself, in its order."
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format, get_annotations
+
+        return list(get_annotations(cls, format=Format.STRING))
+    return list(inspect.get_annotations(cls))
 
 # %% ../../../nbs/pipes/00_data/00_errors.ipynb #38541390
 def similar(name: Any, known: Iterable, n: int = 3, cutoff: float = 0.6) -> list:

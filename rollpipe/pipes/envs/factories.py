@@ -8,7 +8,6 @@ __all__ = ['extra_for', 'check_id', 'is_vector', 'takes_seed', 'close_env', 'lim
 
 # %% ../../../nbs/pipes/10_envs/01_factories.ipynb #fb036b2b
 import importlib
-import inspect
 import sys
 import warnings
 import weakref
@@ -32,6 +31,7 @@ from rollpipe.pipes.data.errors import (
     check_memory,
     describe,
     describe_exception,
+    signature_of,
     similar,
 )
 from .wrappers import CopiesLastObs, wrappers_in
@@ -120,7 +120,7 @@ def is_vector(env: Any) -> bool:
 def takes_seed(fn: Any) -> bool:
     "True if the callable `fn` has a parameter named `seed`."
     try:
-        return "seed" in inspect.signature(fn).parameters
+        return "seed" in signature_of(fn).parameters
     except (TypeError, ValueError):
         return False
 

@@ -8,7 +8,6 @@ __all__ = ['has_state', 'layers', 'ActionLog', 'answer_checksum', 'Kept', 'NotKe
 
 # %% ../../../nbs/pipes/10_envs/05_kept.ipynb #cc3cd433
 import copy
-import inspect
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from ..data import nested
-from ..data.errors import EnvError
+from ..data.errors import EnvError, signature_of
 from .actions import action_rows
 from rollpipe.pipes.keeping.copies import (
     EnvChecksum,
@@ -40,7 +39,7 @@ def has_state(env: Any) -> bool:
     def n_required(name):
         "How many arguments a method needs, with `self`."
         try:
-            parameters = inspect.signature(getattr(type(env), name)).parameters.values()
+            parameters = signature_of(getattr(type(env), name)).parameters.values()
         except (AttributeError, TypeError, ValueError):
             return None
         return sum(

@@ -9,7 +9,6 @@ __all__ = ['Where', 'Drawing', 'inputs', 'nodes', 'short_repr', 'draw', 'find', 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #24f955e7
 import copy
 import html
-import inspect
 import math
 import random
 import reprlib
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.errors import GraphError
+from ..data.errors import GraphError, signature_of
 from .torchdata import IterDataPipe, MapDataPipe
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #40afc90d
@@ -367,7 +366,7 @@ def short_repr(pipe: IterDataPipe) -> str:
     and differ from their defaults.
     """
     shown = {}
-    for name, parameter in inspect.signature(type(pipe)).parameters.items():
+    for name, parameter in signature_of(type(pipe)).parameters.items():
         value = vars(pipe).get(name)
         if isinstance(value, torch.nn.Module):
             shown[name] = type(value).__name__

@@ -8,7 +8,6 @@ __all__ = ['TensorEnv', 'is_tensor_source', 'TensorFactory', 'on_device', 'batch
 
 # %% ../../../nbs/pipes/25_tensors/00_tensor_env.ipynb #1128a591
 import functools
-import inspect
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -25,6 +24,7 @@ from rollpipe.pipes.data.errors import (
     describe,
     describe_exception,
     located,
+    signature_of,
 )
 from rollpipe.pipes.envs.actions import (
     RangeCheck,
@@ -121,7 +121,7 @@ class TensorFactory:
 
         # The function gets the arguments that it has parameters for.
         try:
-            parameters = inspect.signature(self.source).parameters
+            parameters = signature_of(self.source).parameters
         except (TypeError, ValueError):
             parameters = {}
         kwargs = {}
