@@ -48,8 +48,10 @@ PROCESSES = (
 
 def _compare():
     "`rollpipe.pipes.data.nested` of this working tree, whichever package the cases run against."
+    # Under this name, it finds the errors of the package that the cases run against.
     spec = importlib.util.spec_from_file_location(
-        "compare", Path(__file__).resolve().parents[2] / "rollpipe/pipes/data/nested.py"
+        "rollpipe.pipes.data.compare",
+        Path(__file__).resolve().parents[2] / "rollpipe/pipes/data/nested.py",
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
