@@ -205,9 +205,9 @@ def memory_of(x: Any) -> tuple[Memory, Any]:
     if not (root.flags.c_contiguous or root.flags.f_contiguous):
         x = np.array(x, order="C")
         root = x
-    address = root.__array_interface__["data"][0]
-    memory = Memory(root.reshape(-1, order="A").view(np.uint8), address)
-    return memory, x.__array_interface__["data"][0] - address
+    flat = root.reshape(-1, order="A").view(np.uint8)
+    address = root.ctypes.data
+    return Memory(flat, address), x.ctypes.data - address
 
 
 def is_dense(x: Any) -> bool:
