@@ -58,7 +58,7 @@ def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
     if type(tree) is float:
         return tree if math.isfinite(tree) else {"float": repr(tree)}
 
-    def inner(pairs):
+    def codes_of(pairs):
         "The codes of `(key, value)` pairs."
         codes = []
         for key, value in pairs:
@@ -70,7 +70,7 @@ def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
     kind = name_of(type(tree))
     if kind in MADE:
         arguments = MADE[kind][1](tree)
-        return {"made": [kind, inner(enumerate(arguments))]}
+        return {"made": [kind, codes_of(enumerate(arguments))]}
     if isinstance(tree, torch.Tensor):
         return {"tensor": _store(tree, tensors, name)}
     if isinstance(tree, (np.ndarray, np.generic)) and not tree.dtype.hasobject:
@@ -78,14 +78,15 @@ def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
 
     # Containers
     if type(tree) is list or type(tree) is tuple:
-        return {type(tree).__name__: inner(enumerate(tree))}
+        return {type(tree).__name__: codes_of(enumerate(tree))}
     if isinstance(tree, dict):
         keys = [_key(k, name) for k in tree]
-        return {"dict": list(map(list, zip(keys, inner(tree.items()))))}
+        codes = codes_of(tree.items())
+        return {"dict": [[key, code] for key, code in zip(keys, codes)]}
     fields = getattr(tree, "_fields", None)
     # A class that is defined within a function could not be found again.
     if isinstance(tree, tuple) and fields and loaded_class(kind, tuple) is type(tree):
-        return {"named": [kind, inner(zip(fields, tree))]}
+        return {"named": [kind, codes_of(zip(fields, tree))]}
     raise CheckpointError(
         "cannot be stored without a pickle",
         leaf=name,

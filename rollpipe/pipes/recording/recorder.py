@@ -93,10 +93,10 @@ def bytes_of(size: Any, name: str) -> int:
     1500000
     """
     match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
+    number, unit = match.groups() if match else ("0", "")
     try:
-        number, unit = match.groups()
         n = int(float(number) * _UNITS[unit.upper() or "B"])
-    except (AttributeError, KeyError, ValueError, OverflowError):
+    except (KeyError, ValueError, OverflowError):
         n = 0
     if n < 1:
         raise DataError(
