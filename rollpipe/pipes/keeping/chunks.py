@@ -208,12 +208,10 @@ class RowChanges:
             chunks: gets the chunks that changed, or that it lacks, and has to `sync` them; None:
                 the state has the bytes of the chunks
         """
-        data = rows.view(np.uint8).reshape(len(rows), rows.itemsize)
         names = []
         for k, name in enumerate(self.names):
             if name is not None or self.changed[k]:
-                begin = k * self.size
-                chunk = data[begin : begin + self.size].ravel()
+                chunk = self._bytes_in(rows, k)
                 if chunks is None:
                     name = torch.from_numpy(chunk.copy())
                 elif self.changed[k] or name not in chunks.names:
@@ -234,7 +232,6 @@ class RowChanges:
         Raises:
             CheckpointError: the state does not fit, or a chunk is missing or damaged
         """
-        data = rows.view(np.uint8).reshape(len(rows), rows.itemsize)
         size = int(state["size"])
         names = state["chunks"]
         n_chunks = -(-len(rows) // size)
@@ -253,7 +250,7 @@ class RowChanges:
             if name is None:
                 continue
             chunk = _bytes_of(name, chunks)
-            into = data[k * size : (k + 1) * size].ravel()
+            into = self._bytes_in(rows, k)
             if len(chunk) != len(into):
                 raise CheckpointError(
                     f"{_label(name)}: rows of another array",
@@ -261,6 +258,11 @@ class RowChanges:
                     got=f"{len(chunk)} bytes",
                 )
             into[:] = chunk
+
+    def _bytes_in(self, rows, k) -> np.ndarray:
+        "The bytes of chunk `k` in the array, a view uint8 `[n]`."
+        begin = k * self.size
+        return rows[begin : begin + self.size].view(np.uint8)
 
 
 def _label(name):
