@@ -569,10 +569,11 @@ def check_service(service: Any) -> None:
             continue
         check_integer(name, getattr(service, name), minimum, pipe=type(service), leaf=name)
 
-    choices = dict(order=("canonical", "ready"), on_silence=("warn", "raise"))
-    for name, allowed in choices.items():
-        is_known = getattr(service, name) in allowed
-        check_coordinator_option(service, name, is_known, " or ".join(map(repr, allowed)))
+    # Choices.
+    known_order = service.order in ("canonical", "ready")
+    check_coordinator_option(service, "order", known_order, "'canonical' or 'ready'")
+    known_action = service.on_silence in ("warn", "raise")
+    check_coordinator_option(service, "on_silence", known_action, "'warn' or 'raise'")
 
     # Times.
     is_positive = isinstance(service.silence, (int, float)) and service.silence > 0
