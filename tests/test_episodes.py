@@ -298,16 +298,12 @@ def test_a_policy_repeats_what_it_recorded():
 
 
 @fast
-@given(
-    script=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=40),
-    least=st.integers(1, 5),
-)
-def test_rows_against_a_list(script, least):
-    "Append some rows and drop some, again and again: what is left is what a list would hold, and no room is wasted."
-    rows = episodes.RowQueue(least)
+@given(script=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=40))
+def test_rows_against_a_list(script):
+    "Append some rows and drop some, again and again: what is left is what a list would hold."
+    rows = episodes.RowQueue()
     held = []
     dropped = 0
-    longest = 1
     for n_new, n_old in script:
         for _ in range(n_new):
             x = len(held)
@@ -315,8 +311,7 @@ def test_rows_against_a_list(script, least):
             rows.append((np.array([x, -x]), torch.tensor([2 * x, 0])))
         dropped = min(len(held), dropped + n_old)
         rows.drop(dropped)
-        longest = max(longest, len(rows) + n_new + n_old)
-        assert len(rows) == len(held) - dropped and rows.capacity <= max(least, 2 * longest)
+        assert (len(rows), rows.end) == (len(held) - dropped, len(held))
         if held[dropped:]:
             a = rows.cut(dropped, len(held), 1)
             b = rows.cut(dropped, len(held), 0)
@@ -326,7 +321,7 @@ def test_rows_against_a_list(script, least):
 
 
 def test_rows_become_wider():
-    rows = episodes.RowQueue(2)
+    rows = episodes.RowQueue()
     for x in (np.zeros(1, np.int64), np.full(1, 0.5), np.ones(1, np.int64), np.ones(1, np.int64)):
         rows.append({"x": x})
     assert rows.cut(0, 4, 0)["x"][:, 0].tolist() == [0, 0.5, 1, 1]
@@ -336,28 +331,22 @@ def test_rows_become_wider():
 def test_memory_follows_the_oldest_episode(monkeypatch):
     "One environment has long episodes in the beginning, then all are short."
     kept = []
-    moves = []
 
     class Watched(episodes.RowQueue):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self):
+            super().__init__()
             kept.append(self)
-
-        def _compact(self, row):
-            moves.append(len(self))
-            super()._compact(row)
 
     monkeypatch.setattr(episodes, "RowQueue", Watched)
     plan = [[(300, "trunc")] + [(5, "trunc")] * 400, [(7, "trunc")]]
     sizes = []
     for [_] in islice(EpisodeCollector(EnvStepper(factories(Counting, plan), Plain())), 400):
         [rows] = kept
-        sizes.append((rows.end, len(rows), rows.capacity))
-    early = [x for x in sizes if x[0] < 300]
-    late = [x for x in sizes if x[0] > 1000]
-    assert max(n for _, n, _ in early) > 290 and max(size for *_, size in early) <= 600
-    assert late and max(n for _, n, _ in late) <= 7 and max(size for *_, size in late) <= 32
-    assert len(moves) <= 40
+        sizes.append((rows.end, len(rows)))
+    early = [n for end, n in sizes if end < 300]
+    late = [n for end, n in sizes if end > 1000]
+    assert max(early) > 290
+    assert late and max(late) <= 7
 
 
 def test_nothing_handed_out_is_overwritten():

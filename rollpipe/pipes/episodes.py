@@ -101,16 +101,15 @@ class EpisodeBuilder:
         A new info is filled in for the earlier rows, which lack it.
         """
 
-        def widen(rows):
+        def completed(row):
             nonlocal env
             # Every row of an episode is valid, and no other row is ever read.
-            state, actor, before = rows
-            all_valid = np.ones((self.rows.capacity, len(valid)), bool)
+            state, actor, before = row
+            all_valid = np.ones(len(valid), bool)
             before, env = same_keys([before, env], [all_valid, valid])
             return state, actor, before
 
-        if self.infos is not None:
-            self.rows.change(widen)
+        self.rows.change(completed)
         self.infos = set(env)
         return env
 
@@ -198,7 +197,7 @@ class EpisodeCollector(Pipe):
     longest episode. For an unbiased estimate from few episodes, fix the number of episodes of each
     environment beforehand, as `rollpipe.agents.evaluate` does.
 
-    The memory needed is about twice the length of the oldest unfinished episode, times `B`.
+    The memory needed is the length of the oldest unfinished episode, times `B`.
 
     Raises `DataError` if `batch < 1`, if an item is not a `Tick`, or if an episode ends without an
     entry in `Tick.final`: an `EnvStepper` keeps the last observations of terminated episodes only

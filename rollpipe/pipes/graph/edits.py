@@ -9,6 +9,7 @@ __all__ = ['Where', 'Drawing', 'inputs', 'nodes', 'short_repr', 'draw', 'find', 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #24f955e7
 import copy
 import html
+import math
 import random
 import reprlib
 import textwrap
@@ -27,45 +28,58 @@ from .torchdata import IterDataPipe, MapDataPipe
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #40afc90d
 def _text(labels, edges, marked, notes=(), word="here") -> str:
     "The drawing as text, one line for each node. `word` marks the nodes with the indices `marked`."
-    uses = Counter(source for row in edges for source, _ in row)
-    numbers = {s: n for n, s in enumerate(sorted(s for s in uses if uses[s] > 1), 1)}
-    names = [o + (f"  [{numbers[i]}]" if i in numbers else "") for i, o in enumerate(labels)]
+    # Nodes that several others read have a number.
+    uses = Counter(source for source, _ in chain.from_iterable(edges))
+    names = list(labels)
+    shared = [source for source in sorted(uses) if uses[source] > 1]
+    for number, source in enumerate(shared, 1):
+        names[source] += f"  [{number}]"
 
     # node -> its block: the lines of the graph that ends in it, each with the node that it shows,
     # or -1 if it only refers to one
     blocks = {}
     block = []
     for i, row in enumerate(edges):
-        parts = [blocks.pop(s) if first else [(f"↑ {names[s]}", -1)] for s, first in row]
-        block = parts[0] if parts else []
-        if len(parts) > 1:
-            block = []
-            for j, part in enumerate(parts):
-                corner = "├ " if j else "┌ "
-                (first_line, first_node), *others = part
-                block.append((corner + first_line, first_node))
-                block += [("│ " + line, node) for line, node in others]
-        block.append(("○→└"[min(len(parts), 2)] + f" {names[i]}", i))
+        parts = []
+        for source, first in row:
+            reference = [(f"↑ {names[source]}", -1)]
+            parts.append(blocks.pop(source) if first else reference)
+        block = _joined(parts)
+        corner = "○→└"[min(len(parts), 2)]
+        block.append((f"{corner} {names[i]}", i))
         blocks[i] = block
 
     # The notes stand in columns beside the lines.
-    notes_of = [notes[i] if notes and i >= 0 else () for _, i in block]
-    columns = _columns(notes_of, max(len(line) for line, _ in block))
+    notes_of = dict(enumerate(notes))
+    columns = _columns([notes_of.get(i, ()) for _, i in block])
+    width = max(len(line) for line, _ in block)
     lines = []
-    for (line, i), (width, note) in zip(block, columns):
-        text = (line.ljust(len(note) and width) + note).rstrip()
+    for (line, i), note in zip(block, columns):
+        text = (line.ljust(width) + note).rstrip()
         lines.append(f"{text}  <-- {word}" if i in marked else text)
     return "\n".join(lines)
 
 
-def _columns(rows, width):
-    """For each row: the `width` of the text before it, and its cells padded to columns of equal
-    width, the last one flush left.
-    """
+def _joined(parts) -> list:
+    "The blocks of several inputs, one below the other with a frame; that of one input as it is."
+    if len(parts) < 2:
+        return parts[0] if parts else []
+    block = []
+    corner = "┌ "
+    for (first_line, first_node), *others in parts:
+        block.append((corner + first_line, first_node))
+        block += [("│ " + line, node) for line, node in others]
+        corner = "├ "
+    return block
+
+
+def _columns(rows):
+    "For each row, its cells padded to columns of equal width, the last one flush left."
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     for row in rows:
-        cells = [cell.rjust(w) for cell, w in zip(row, widths)]
-        yield width, "".join(f"  {cell}" for cell in cells[:-1] + [*row[-1:]])
+        cells = [cell.rjust(width) for cell, width in zip(row, widths)]
+        cells[-1:] = row[-1:]
+        yield "".join(f"  {cell}" for cell in cells)
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #3b7a7f92
 def _layers(edges):
@@ -101,18 +115,19 @@ def _centres(layers, width):
         # Where each slot would stand if it were alone
         goal = {}
         for slot, feeds in layer.items():
-            goal[slot] = sum(centre[f] for f in feeds) / len(feeds) if feeds else 0.0
+            total = sum(centre[fed] for fed in feeds)
+            goal[slot] = total / max(1, len(feeds))
 
         # Neighbours keep a distance, and the row as a whole is moved back to its goals.
-        edge = None
+        edge = -math.inf
         row = sorted(layer, key=lambda slot: (goal[slot], slot[0]))
         for slot in row:
             half = width(slot) / 2
-            centre[slot] = goal[slot] if edge is None else max(goal[slot], edge + 24 + half)
+            centre[slot] = max(goal[slot], edge + 24 + half)
             edge = centre[slot] + half
-        shift = sum(goal[slot] - centre[slot] for slot in row) / len(row)
+        shifts = [goal[slot] - centre[slot] for slot in row]
         for slot in row:
-            centre[slot] += shift
+            centre[slot] += sum(shifts) / len(row)
     return centre
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #cc90447b
@@ -122,31 +137,32 @@ def _arrow(x0, y0, x1, y1, head) -> str:
     """
     start = y1 - 40
     mid = y1 - 24
-    end = y1 - 8
-    curve = f"C{x0:.0f} {mid:.0f} {x1:.0f} {mid:.0f} {x1:.0f} {end:.0f}"
-    line = f"M{x0:.0f} {y0:.0f}V{start:.0f}{curve}V{y1:.0f}"
-    tip = f'<path d="M{x1 - 4:.0f} {y1 - 7:.0f}h8l-4 7z" fill="#7a8699"/>' if head else ""
-    return f'<path d="{line}" fill="none" stroke="#7a8699" stroke-width="1.5"/>{tip}'
+    curve = f"C{x0} {mid} {x1} {mid}"
+    line = f"M{x0} {y0}V{start}{curve} {x1} {y1 - 8}V{y1}"
+    path = f'<path d="{line}" fill="none" stroke="#7a8699" stroke-width="1.5"/>'
+    if head:
+        path += f'<path d="M{x1 - 4} {y1 - 7}h8l-4 7z" fill="#7a8699"/>'
+    return path
 
 
-def _box(x, y, width, height, rows, marked, n_notes=0) -> str:
+def _box(x, y, width, height, rows, marked, n_notes) -> str:
     "A box centred at x whose first row of text is bold, and whose last rows are notes."
+    size = f'width="{width}" height="{height}"'
     stroke = 'stroke="#c0392b" stroke-width="3"' if marked else 'stroke="#5b7aa6"'
-    size = f'x="{x - width / 2:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}"'
-    text = []
+    left = x - width // 2
+    shapes = [f'<rect x="{left}" y="{y}" {size} rx="6" fill="#e8eef7" {stroke}/>']
     for k, row in enumerate(rows):
         ink = "#10243e" if k < len(rows) - n_notes else "#8a3b12"
-        weight = 400 if k else 700
-        text.append(
-            f'<text x="{x:.0f}" y="{y + 20 + 16 * k:.0f}" text-anchor="middle" fill="{ink}" '
-            f'font-weight="{weight}">{html.escape(row)}</text>'
-        )
-    return f'<rect {size} rx="6" fill="#e8eef7" {stroke}/>' + "".join(text)
+        style = f'text-anchor="middle" fill="{ink}" font-weight="{400 if k else 700}"'
+        baseline = y + 20 + 16 * k
+        text = html.escape(row)
+        shapes.append(f'<text x="{x}" y="{baseline}" {style}>{text}</text>')
+    return "".join(shapes)
 
 
 def _line(x, y, text) -> str:
     "A line of text outside of boxes."
-    return f'<text x="{x:.0f}" y="{y:.0f}" fill="#7a8699">{html.escape(text)}</text>'
+    return f'<text x="{x}" y="{y}" fill="#7a8699">{html.escape(text)}</text>'
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #2cbfd130
 def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
@@ -162,16 +178,24 @@ def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
         name, _, arguments = label.partition("(")
         rows.append([name, *textwrap.wrap(arguments[:-1], 44)])
     below = [_wrapped(cells, 44) for cells in notes or [()] * len(rows)]
-    for i in marked:
-        below[i] += [word][: len(word)]
+    for i in marked if word else ():
+        below[i].append(word)
     rows = [row + lines for row, lines in zip(rows, below)]
     caption = _wrapped(caption, 90)
 
     # A slot is `(node, layer)`. In the layer of its node it is a box, elsewhere a point of an edge.
     layers, level = _layers(edges)
-    is_pipe = lambda o: level[o[0]] == o[1]
-    width = lambda o: 24 + 7.4 * max(map(len, rows[o[0]])) if is_pipe(o) else 8
-    height = lambda o: 14 + 16 * len(rows[o[0]]) if is_pipe(o) else 0
+
+    def is_box(slot):
+        return level[slot[0]] == slot[1]
+
+    def width(slot):
+        n_letters = max(map(len, rows[slot[0]]))
+        return 24 + 2 * round(3.7 * n_letters) if is_box(slot) else 8
+
+    def height(slot):
+        n_lines = len(rows[slot[0]])
+        return 14 + 16 * n_lines if is_box(slot) else 0
 
     # Where each slot stands, and the size of the picture
     centre = _centres(layers, width)
@@ -180,12 +204,14 @@ def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
     for layer in reversed(layers):
         top.update(dict.fromkeys(layer, y))
         y += max(map(height, layer)) + 40
-    left = min(x - width(slot) / 2 for slot, x in centre.items()) - 8
-    centre = {slot: x - left for slot, x in centre.items()}
-    ends = [7.4 * len(line) for line in caption]
+    edges_left = [x - width(slot) / 2 for slot, x in centre.items()]
+    left = min(edges_left) - 8
+    centre = {slot: round(x - left) for slot, x in centre.items()}
+    ends = [round(7.4 * len(line)) for line in caption]
     for slot, x in centre.items():
-        beside = 7.4 * len(waits[slot[0]]) + 6 if waits else 0
-        ends.append(x + max(width(slot) / 2, beside))
+        n_letters = len(waits[slot[0]]) if waits else 0
+        beside = 6 + round(7.4 * n_letters)
+        ends.append(x + max(width(slot) // 2, beside))
     right = max(ends) + 8
     bottom = y - 32 + 16 * len(caption)
 
@@ -194,22 +220,25 @@ def _svg(labels, edges, marked, notes=(), waits=(), word="", caption=()) -> str:
     for layer in layers:
         for slot, feeds in layer.items():
             start = centre[slot], top[slot] + height(slot)
-            shapes += [_arrow(*start, centre[to], top[to], is_pipe(to)) for to in feeds]
-    boxes = [slot for slot in centre if is_pipe(slot)]
-    if waits:
-        for slot in boxes:
-            shapes.append(_line(centre[slot] + 6, top[slot] + height(slot) + 14, waits[slot[0]]))
+            for fed in feeds:
+                end = centre[fed], top[fed]
+                shapes.append(_arrow(*start, *end, is_box(fed)))
+    boxes = [slot for slot in centre if is_box(slot)]
+    for slot in boxes if waits else ():
+        text = waits[slot[0]]
+        edge = top[slot] + height(slot)
+        shapes.append(_line(centre[slot] + 6, edge + 14, text))
     for slot in boxes:
         i = slot[0]
         place = centre[slot], top[slot], width(slot), height(slot)
-        shapes.append(_box(*place, rows[i], i in marked, len(below[i])))
-    shapes += [_line(8, y - 20 + 16 * k, line) for k, line in enumerate(caption)]
+        n_notes = len(below[i])
+        shapes.append(_box(*place, rows[i], i in marked, n_notes))
+    for k, line in enumerate(caption):
+        shapes.append(_line(8, y - 20 + 16 * k, line))
 
-    size = f'width="{right:.0f}" height="{bottom:.0f}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom:.0f}" '
-        f'{size} font-family="monospace" font-size="12">{"".join(shapes)}</svg>'
-    )
+    size = f'viewBox="0 0 {right} {bottom}" width="{right}" height="{bottom}"'
+    font = 'font-family="monospace" font-size="12"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>{"".join(shapes)}</svg>'
 
 
 def _wrapped(texts, width):
@@ -241,15 +270,27 @@ class Drawing:
     caption: tuple = ()
 
     def __repr__(self):
-        notes = [[*note, wait] for note, wait in zip_longest(self.notes, self.waits, fillvalue="")]
-        return "\n".join(
-            [_text(self.labels, self.edges, self.marked, notes, self.word), *self.caption]
+        columns = zip_longest(self.notes, self.waits, fillvalue="")
+        notes = [[*note, wait] for note, wait in columns]
+        text = _text(
+            self.labels,
+            self.edges,
+            self.marked,
+            notes,
+            self.word,
         )
+        return "\n".join([text, *self.caption])
 
     def _repr_svg_(self):
         word = self.word if self.notes else ""  # without notes, the red frame is mark enough
+        beside = self.notes, self.waits
         return _svg(
-            self.labels, self.edges, self.marked, self.notes, self.waits, word, self.caption
+            self.labels,
+            self.edges,
+            self.marked,
+            *beside,
+            word,
+            self.caption,
         )
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #2ab27c26
@@ -274,7 +315,8 @@ def _held(value, seen):
 
 def inputs(pipe: IterDataPipe) -> list:
     "The pipes that `pipe` reads from directly, each once, in the order of its attributes."
-    return list({id(p): p for p in _held(list(vars(pipe).values()), set())}.values())
+    held = _held(list(vars(pipe).values()), set())
+    return list({id(source): source for source in held}.values())
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #43ba9b42
 def _check_pipe(pipe):
@@ -330,7 +372,8 @@ def short_repr(pipe: IterDataPipe) -> str:
             shown[name] = type(value).__name__
         elif isinstance(value, (int, float, str, bool)) and value != parameter.default:
             shown[name] = reprlib.repr(value)
-    config = ", ".join(f"{k}={v}" for k, v in shown.items())
+    config = ", ".join(f"{name}={text}" for name, text in shown.items())
+
     name = type(pipe).__name__
     # torch's pipes have names such as IterableWrapperIterDataPipe.
     short = name.removesuffix("IterDataPipe").removesuffix("MapDataPipe")
@@ -358,19 +401,24 @@ def draw(pipe: IterDataPipe, where: Where | None = None) -> Drawing:
     """
     rows = _visit(pipe)
     index = {id(node): i for i, (node, _) in enumerate(rows)}
-    edges = [[(index[id(source)], first) for source, first in row] for _, row in rows]
+    edges = []
+    for _, sources in rows:
+        edges.append([(index[id(source)], first) for source, first in sources])
+
+    # The pipes to point out
     marked = []
     if where is not None:
         matches = _matcher(where)
         marked = [i for i, (node, _) in enumerate(rows) if matches(node)]
-    return Drawing([_label(node) for node, _ in rows], edges, frozenset(marked))
+    labels = [_label(node) for node, _ in rows]
+    return Drawing(labels, edges, frozenset(marked))
 
 # %% ../../../nbs/pipes/03_graph/01_edits.ipynb #012fb332
 def find(pipe: IterDataPipe, where: Where) -> list:
     """All pipes that match `where`, a class (its subclasses count) or a predicate `pipe -> bool`,
     sources first.
     """
-    return [node for node in nodes(pipe) if _matcher(where)(node)]
+    return list(filter(_matcher(where), nodes(pipe)))
 
 
 def find_one(pipe: IterDataPipe, where: Where) -> Any:
@@ -410,10 +458,11 @@ def _mapped(value, memo):
     """
     if isinstance(value, _PIPES):
         return memo.get(id(value), value)
-    if not isinstance(value, _CONTAINERS) or next(_held(value, set()), None) is None:
+    if next(_held(value, set()), None) is None:
         return value
     if isinstance(value, dict):
-        items = [(_mapped(k, memo), _mapped(v, memo)) for k, v in value.items()]
+        keys = [_mapped(key, memo) for key in value]
+        items = list(zip(keys, [_mapped(x, memo) for x in value.values()]))
     else:
         items = [_mapped(item, memo) for item in value]
     if isinstance(value, (tuple, frozenset)):
@@ -532,7 +581,12 @@ def insert_before(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataP
     Other readers of the source stay.
     """
     node = find_one(pipe, where)
-    result, new, old = _edited(pipe, _one_input(pipe, node), make, readers=[node])
+    result, new, old = _edited(
+        pipe,
+        _one_input(pipe, node),
+        make,
+        readers=[node],
+    )
     return _checked(result, new, old)
 
 
@@ -540,15 +594,20 @@ def insert_after(pipe: IterDataPipe, where: Where, make: Callable) -> IterDataPi
     """The graph with `make(old)` behind the one pipe `old` that matches `where`, for all its
     readers. See `replace`.
     """
-    result, new, old = _edited(pipe, find_one(pipe, where), make)
+    result, new, old = _edited(
+        pipe,
+        find_one(pipe, where),
+        make,
+    )
     return _checked(result, new, old)
 
 
 def _one_input(pipe, node):
-    if len(found := inputs(node)) == 1:
-        return found[0]
+    sources = inputs(node)
+    if len(sources) == 1:
+        return sources[0]
     raise GraphError(
-        f"the edit needs a pipe with exactly one input, this one has {len(found)}\n"
+        f"the edit needs a pipe with exactly one input, this one has {len(sources)}\n"
         f"{draw(pipe, lambda p: p is node)}\n",
         pipe=node,
     )

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PICKLED_AS', 'in_place_changes', 'SMALL', 'ByIdentity', 'weak_reference', 'Handle', 'version_of', 'bump_version',
            'VersionCounter', 'modules_in', 'names_in', 'globals_in', 'content_of', 'state_of', 'comparable',
-           'comparable_tensor', 'EvalMode', 'torch_threads', 'few_threads', 'checked_device']
+           'comparable_tensor', 'EvalMode', 'n_cores', 'torch_threads', 'few_threads', 'checked_device']
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #2ea7f9ea
 import dis
@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 
 from ..data.errors import ActorError, DataError, describe_exception
+from ..data.nested import as_array
 from ..keeping.plain import all_attributes
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #548aad1b
@@ -46,7 +48,11 @@ class ByIdentity:
 
     def __setitem__(self, obj: Any, value: Any) -> None:
         key = id(obj)
-        self._items[key] = weak_reference(obj, lambda _: self._items.pop(key, None)), value
+
+        def forget(_):
+            self._items.pop(key, None)
+
+        self._items[key] = weak_reference(obj, forget), value
 
 
 def weak_reference(obj: Any, callback: Callable | None = None) -> Callable:
@@ -82,7 +88,8 @@ class Handle:
     def __reduce__(self):
         token = _tokens.get(self.module)
         if token is None:
-            _register(self.module, token := (os.getpid(), uuid.uuid4().hex))
+            token = (os.getpid(), uuid.uuid4().hex)
+            _register(self.module, token)
         return _restore, (type(self), token, _Payload(self.module))
 
 
@@ -91,9 +98,8 @@ def _register(obj, token):
     _objects[token] = weak_reference(obj, lambda _: _objects.pop(token, None))
 
 
-PICKLED_AS: list = [
-    lambda content: content
-]  # what the last function makes of the content of a handle is pickled in its place
+# The last function's answer for the content of a handle is pickled in place of the content.
+PICKLED_AS: list = [lambda content: content]
 
 
 class _Payload:
@@ -107,21 +113,20 @@ class _Payload:
 
     def __reduce__(self):
         try:
-            return _Payload, (cloudpickle.dumps(PICKLED_AS[-1](self.content)),)
+            content = cloudpickle.dumps(PICKLED_AS[-1](self.content))
         except Exception as e:  # raised only in a process that needs the copy
-            return _Payload, (
-                f"{type(self.content).__name__} cannot be pickled: {describe_exception(e)}",
-            )
+            content = f"{type(self.content).__name__} cannot be pickled: {describe_exception(e)}"
+        return _Payload, (content,)
 
 
 def _restore(cls, token, payload):
-    found = _objects.get(token, lambda: None)()
-    if found is None:
+    module = _objects.get(token, lambda: None)()
+    if module is None:
         if isinstance(payload.content, str):
             raise ActorError(payload.content, expected="something that can be pickled")
-        found = cloudpickle.loads(payload.content)
-        _register(found, token)  # other handles of this module then find the same copy
-    return cls(found)
+        module = cloudpickle.loads(payload.content)
+        _register(module, token)  # other handles of this module then find the same copy
+    return cls(module)
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #2d5914cd
 _updates = ByIdentity()  # module -> its `_Updates`
@@ -200,23 +205,24 @@ def modules_in(holder: Any, depth: int = 3) -> list:
             or a function that uses them
         depth: how many levels deep to search
     """
-    found = {}
+    modules = {}
     seen = set()
 
     def visit(x, depth):
         if isinstance(x, torch.nn.Module):
-            found[id(x)] = x
-        elif (
-            depth >= 0
-            and id(x) not in seen
-            and not isinstance(x, (type, torch.Tensor, np.ndarray, str, bytes))
-        ):
-            seen.add(id(x))
-            for y in _parts(x):
-                visit(y, depth - 1)
+            modules[id(x)] = x
+            return
+        if depth < 0 or id(x) in seen or isinstance(x, _WITHOUT_MODULES):
+            return
+        seen.add(id(x))
+        for part in _parts(x):
+            visit(part, depth - 1)
 
     visit(holder, depth)
-    return list(found.values())
+    return list(modules.values())
+
+
+_WITHOUT_MODULES = type, ModuleType, torch.Tensor, np.ndarray, str, bytes, int, float
 
 
 def _parts(x):
@@ -231,32 +237,22 @@ def _parts(x):
     if inspect.isfunction(x):
         closed = map(content_of, x.__closure__ or ())
         used = (x.__globals__.get(name) for name in names_in(x.__code__))
-        return [
-            *closed,
-            x.__defaults__,
-            x.__kwdefaults__,
-            *(y for y in used if not inspect.ismodule(y)),
-        ]
-    if inspect.ismodule(x) or isinstance(x, (int, float)):
-        return ()
+        return [*closed, x.__defaults__, x.__kwdefaults__, *used]
     return all_attributes(x).values()
 
 
 def names_in(code: Any) -> Iterator:
     "The names that the code of a function uses, also in nested functions and comprehensions."
     yield from code.co_names
-    for const in code.co_consts:
-        if inspect.iscode(const):
-            yield from names_in(const)
+    for const in filter(inspect.iscode, code.co_consts):
+        yield from names_in(const)
 
 
 def globals_in(code: Any) -> Iterator:
     "The names of global variables that code reads, also in functions within it."
-    yield from (
-        step.argval
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    )
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield step.argval
     for const in filter(inspect.iscode, code.co_consts):
         yield from globals_in(const)
 
@@ -274,30 +270,30 @@ def state_of(modules: Iterable[torch.nn.Module]) -> dict:
 
     Raises `ActorError` for tensors that cannot be sent.
     """
-    found = {}
+    tensors = {}
     for k, module in enumerate(modules):
+        prefix = f"{k}:" if k else ""
         for name, x in (*module.named_parameters(), *module.named_buffers()):
-            name = (
-                f"{type(module).__name__}.{name}"
-                if k == 0
-                else f"{k}:{type(module).__name__}.{name}"
-            )
-            if (
-                torch.nn.parameter.is_lazy(x)
-                or x.layout != torch.strided
-                or x.is_quantized
-                or x.is_meta
-            ):
+            name = f"{prefix}{type(module).__name__}.{name}"
+            if not _has_values(x):
+                kind = f"{x.dtype} on {x.device}, {x.layout}"
+                if torch.nn.parameter.is_lazy(x):
+                    kind = type(x).__name__
                 raise ActorError(
                     "weights of this kind cannot be sent to a worker process",
                     leaf=name,
                     expected="dense tensors with values",
-                    got=type(x).__name__
-                    if torch.nn.parameter.is_lazy(x)
-                    else f"{x.dtype} on {x.device}, {x.layout}",
+                    got=kind,
                 )
-            found[name] = x
-    return found
+            tensors[name] = x
+    return tensors
+
+
+def _has_values(x) -> bool:
+    "Is `x` a dense tensor whose values can be read?"
+    if torch.nn.parameter.is_lazy(x) or x.is_meta or x.is_quantized:
+        return False
+    return x.layout == torch.strided
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #96cceba2
 _STATES = {
@@ -325,41 +321,34 @@ def comparable(value: Any, depth: int = 3, states: bool = False) -> Any:
         if isinstance(value, kind):
             return state(value) if states else None
     if isinstance(value, gym.Space):
-        return (
-            comparable(value._np_random, states=True) if states else None
-        )  # `np_random` would make one
+        # The property `np_random` would make a generator.
+        return comparable(value._np_random, states=True) if states else None
     if depth == 0 or isinstance(value, _NOT_COMPARED) or inspect.isroutine(value):
         return None
     if isinstance(value, torch.Tensor):
         return comparable_tensor(value)
     if isinstance(value, np.ndarray):
-        return (
-            str(value.dtype),
-            value.shape,
-            hash(value.tobytes()) if not value.dtype.hasobject else None,
-        )
+        content = None if value.dtype.hasobject else hash(value.tobytes())
+        return str(value.dtype), value.shape, content
     if isinstance(value, dict):
-        return [(repr(k), comparable(x, depth - 1, states)) for k, x in value.items()]
+        keys = list(map(repr, value))
+        return list(zip(keys, [comparable(x, depth - 1, states) for x in value.values()]))
     if isinstance(value, (list, tuple, deque)):
         return [comparable(x, depth - 1, states) for x in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
-    found = all_attributes(value)
-    return (
-        [(k, comparable(x, depth - 1, states)) for k, x in found.items()]
-        if found or hasattr(value, "__dict__")
-        else None
-    )
+    attributes = all_attributes(value)
+    if not attributes and not hasattr(value, "__dict__"):
+        return None
+    parts = [comparable(x, depth - 1, states) for x in attributes.values()]
+    return list(zip(attributes, parts))
 
 
 def comparable_tensor(x: torch.Tensor) -> tuple | None:
     "As `comparable`, for the values of a tensor. None if the values cannot be read."
-    if torch.nn.parameter.is_lazy(x) or x.is_meta or x.is_quantized or x.layout != torch.strided:
+    if not _has_values(x):
         return None
-    values = (
-        x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    )  # bytes, as numpy lacks some dtypes
-    return x.dtype, x.shape, hash(values.numpy().tobytes())
+    return x.dtype, x.shape, hash(as_array(x).tobytes())
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #adde4708
 class EvalMode:
@@ -399,13 +388,19 @@ class EvalMode:
         torch.set_grad_enabled(self.gradients)
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #e5cfcf77
-_cpus = os.cpu_count() or 1
-_own_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cpus
+def n_cores() -> int:
+    "The number of processor cores that this process may use."
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 # torch begins with one thread for each core: all processors, half of them (two threads a core), or
 # those of the faster kind.
 # Any other number was chosen before this module was imported.
 _began_with = torch.get_num_threads()
-_NOT_CHOSEN = {_began_with} if _own_cpus / 3 <= _began_with <= _cpus else set()
+_is_usual = n_cores() / 3 <= _began_with <= (os.cpu_count() or 1)
+_NOT_CHOSEN = {_began_with} if _is_usual else set()
 _blocks = threading.local()  # `.choose`: is this thread in a `torch_threads` block with a number?
 
 
@@ -472,7 +467,9 @@ def few_threads(*holders: Any) -> torch_threads:
     if torch.get_num_threads() == 1:
         return torch_threads(None)
     parameters = {p for module in modules_in(holders) for p in module.parameters()}
-    is_small = sum(p.numel() for p in parameters if not torch.nn.parameter.is_lazy(p)) < SMALL
+    is_lazy = torch.nn.parameter.is_lazy
+    n_weights = sum(p.numel() for p in parameters if not is_lazy(p))
+    is_small = n_weights < SMALL
     return torch_threads(1 if is_small else None, unless_chosen=True)
 
 # %% ../../../nbs/pipes/03_graph/02_modules.ipynb #fc5143a3
@@ -484,40 +481,33 @@ def checked_device(device: Any, **where: Any) -> torch.device:
         **where: context for the message: pipe
     """
     try:
-        found = torch.device(device)
+        known = torch.device(device)
     except (RuntimeError, TypeError):
-        found = None
-    here = [
-        "cpu",
-        *(f"cuda:{k}" for k in range(torch.cuda.device_count())),
-        *(["mps"] * torch.backends.mps.is_available()),
-    ]
-    if found is not None:
-        others = getattr(
-            torch, found.type, None
-        )  # module of another device type, such as `torch.xpu`
-        if (
-            found.type in ("cpu", "meta")
-            or f"{found.type}:{found.index or 0}" in here
-            or found.type in here
-        ):
-            return found
-        if (
-            found.type != "cuda"
-            and getattr(others, "is_available", bool)()
-            and (found.index or 0) < others.device_count()
-        ):
-            return found
-    why = (
-        " (torch sees no GPU"
-        + ", because this torch is made for CPUs" * (torch.version.cuda is None)
-        + ")"
-    )
-    missing = why * (found is not None and found.type == "cuda" and not torch.cuda.device_count())
+        known = None
+
+    expected = ["cpu"]
+    expected += [f"cuda:{k}" for k in range(torch.cuda.device_count())]
+    expected += ["mps"] * torch.backends.mps.is_available()
+
+    # To count devices does not begin to use them. Each kind but 'meta' has a module of torch.
+    if known is not None:
+        count = getattr(
+            getattr(torch, known.type, None),
+            "device_count",
+            lambda: 0,
+        )
+        if known.type in ("meta", *expected) or (known.index or 0) < count():
+            return known
+
+    reason = ""
+    if known is not None and known.type == "cuda" and not torch.cuda.device_count():
+        reason = " (torch sees no GPU)"
+        if torch.version.cuda is None:
+            reason = " (torch sees no GPU, because this torch is made for CPUs)"
     raise DataError(
         "no such device here",
         leaf="device",
-        expected=" or ".join(here) + missing,
+        expected=" or ".join(expected) + reason,
         got=repr(device),
         **where,
     )

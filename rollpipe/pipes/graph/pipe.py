@@ -37,27 +37,24 @@ class Traits:
     and declares its own.
     """
 
-    reads: int | None = None  # number of input items for each item that it yields; None: unknown
-    keeps_items: bool = (
-        True  # may it hold an item, or an array of it, after it reads the next item?
-    )
-    any_strides: bool = False  # can it work with arrays that are not contiguous?
-    drops_items: bool = (
-        True  # may it read many items without yielding one? If so, a warning is logged when it does
-    )
+    # number of input items for each item that it yields; None: unknown
+    reads: int | None = None
+    # may it hold an item, or an array of it, after it reads the next item?
+    keeps_items: bool = True
+    # can it work with arrays that are not contiguous?
+    any_strides: bool = False
+    # may it read many items without yielding one? If so, a warning is logged when it does
+    drops_items: bool = True
     # may a neighbour do its work: the `fusion` of a stacker, or the stepper for a collector?
     fusible: bool = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        # From the oldest base on: a method that is defined anew ends the promises made before.
         known = set()
         promised = set()
         for base in reversed(cls.__mro__):
-            methods = {
-                name
-                for name, x in vars(base).items()
-                if callable(x) and (name == "__iter__" or not name.startswith("__"))
-            }
+            methods = {name for name, x in vars(base).items() if _is_method(name, x)}
             if methods & known:
                 promised = set()
             promised |= vars(base).keys()
@@ -67,14 +64,19 @@ class Traits:
                 setattr(cls, name, getattr(Traits, name))
 
 
+def _is_method(name, x) -> bool:
+    return callable(x) and (name == "__iter__" or not name.startswith("__"))
+
+
 def trait(pipe: IterDataPipe, name: str) -> Any:
     """The trait `name` of any pipe: declared by its class, or the cautious default.
 
     torch's `Mapper` reads one item for each that it yields.
     """
-    return getattr(
-        pipe, name, 1 if name == "reads" and isinstance(pipe, Mapper) else getattr(Traits, name)
-    )
+    default = getattr(Traits, name)
+    if name == "reads" and isinstance(pipe, Mapper):
+        default = 1
+    return getattr(pipe, name, default)
 
 # %% ../../../nbs/pipes/03_graph/03_pipe.ipynb #3ed2b2cd
 class Held(Handle):
@@ -85,14 +87,16 @@ def held_by(pipe: IterDataPipe) -> list:
     """The networks, actors and callables that `pipe` holds by reference, in the order of its
     attributes.
     """
-    found = []
-    own = {
-        k: v
-        for k, v in vars(pipe).items()
-        if k not in ("_valid_iterator_id", "kept", "restored", "running")
-    }
-    swapped(own, lambda x: found.append(x) if is_shared(x) else None)
-    return found
+    shared = []
+
+    def collect(x):
+        if is_shared(x):
+            shared.append(x)
+
+    of_iteration = ("_valid_iterator_id", "kept", "restored", "running")
+    attributes = {name: x for name, x in vars(pipe).items() if name not in of_iteration}
+    swapped(attributes, collect)
+    return shared
 
 
 def is_shared(x: Any) -> bool:
@@ -137,11 +141,16 @@ class EditsByClass:
         """A function `pipe -> pipe` that replaces the one pipe that matches `where` by
         `cls(its input, **kwargs)`.
         """
-        return partial(edits.replace, where=where, new=partial(cls._in_place_of, kwargs=kwargs))
+        return partial(
+            edits.replace,
+            where=where,
+            new=partial(cls._in_place_of, kwargs=kwargs),
+        )
 
     @classmethod
     def _in_place_of(cls: Any, old, kwargs):
-        if len(sources := edits.inputs(old)) == 1:
+        sources = edits.inputs(old)
+        if len(sources) == 1:
             return cls(sources[0], **kwargs)
         raise GraphError(
             f"{cls.__name__} reads one pipe and cannot replace one with {len(sources)} inputs",
@@ -152,22 +161,26 @@ class EditsByClass:
 class Keeps:
     "Mixin of pipes: what an iteration keeps from item to item, and its state."
 
-    kept: dict | None = (
-        None  # what the present iteration keeps, see `keep`; None: there is no iteration
-    )
+    # what the present iteration keeps, see `keep`; None: there is no iteration
+    kept: dict | None = None
     restored: dict | None = None  # state of `kept` with which the next iteration begins
 
     def keep(self, **fresh: Any) -> dict:
         """What `stream` keeps from item to item: a dict with the values `fresh`, which it changes
-        in place. A resumed iteration goes on with the values of the interrupted one. A pipe that
-        never calls this has no memory: each item depends only on the items that are read for it.
-        The values are plain data in containers, objects of classes in `may_be_new`, or have
-        `get_state` and `set_state`.
+        in place. A resumed iteration goes on with the values of the interrupted one. Its arrays are
+        others than those in `fresh`, so `stream` takes them from the dict.
+
+        A pipe that never calls this has no memory: each item depends only on the items that are
+        read for it. The values are plain data in containers, objects of classes in `may_be_new`, or
+        have `get_state` and `set_state`.
         """
         if self.kept is None:
             self.kept = {}
         self.kept.update(fresh)
-        state, self.restored = self.restored, None
+
+        # The first iteration after `set_state` goes on from the state.
+        state = self.restored
+        self.restored = None
         if state is None:
             return self.kept
         if state["keeps"] != [*fresh]:
@@ -195,7 +208,11 @@ class Keeps:
         except EnvError as e:
             if e.env is not None:
                 raise e.locate(pipe=self) from None  # of an environment, which names what it is
-            raise CheckpointError("a pipe keeps what is no plain data", pipe=self, got=e.got) from e
+            raise CheckpointError(
+                "a pipe keeps what is no plain data",
+                pipe=self,
+                got=e.got,
+            ) from e
 
     def not_kept(self) -> str | None:
         """Why `get_state` may lack something that the next items depend on; None if it lacks
@@ -306,7 +323,7 @@ def _in_few_threads(items, pipe):
 
     Small networks in its graph compute with one thread, unless the user has chosen a number.
     """
-    few = few_threads([x for node in edits.nodes(pipe) for x in held_by(node)])
+    few = few_threads(list(chain.from_iterable(map(held_by, edits.nodes(pipe)))))
     item = []  # the next one, if there is one
     try:
         while True:
@@ -430,7 +447,10 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         return swapped(state, lambda x: Held(x) if is_shared(x) else x)
 
     def __setstate__(self, state):
-        vars(self).update(swapped(state, lambda x: x.module if isinstance(x, Held) else x))
+        def present(x):
+            return x.module if isinstance(x, Held) else x
+
+        vars(self).update(swapped(state, present))
 
     def __repr__(self):
         return edits.short_repr(self)
@@ -507,12 +527,14 @@ def numbered(pipes: Iterable) -> dict:
     """The pipes by their names, in order: the class, and a number from the second pipe of the same
     class on.
     """
-    found: dict = {}
+    named: dict = {}
+    counts: dict = {}
     for p in pipes:
         name = getattr(p, "state_name", None) or type(p).__name__
-        n = sum(key.partition(" ")[0] == name for key in found)
-        found[f"{name} {n + 1}" if n else name] = p
-    return found
+        n = counts.get(name, 0) + 1
+        counts[name] = n
+        named[f"{name} {n}" if n > 1 else name] = p
+    return named
 
 
 def named_pipes(pipe: IterDataPipe) -> dict:
@@ -571,16 +593,13 @@ def unknown_states(pipe: IterDataPipe) -> list:
     """Texts that name the pipes whose state nobody can tell, one for each; with none of them,
     `stream_state` is everything.
     """
-    found = []
+    texts = []
     for p in nodes(pipe):
+        reason = None
         if isinstance(p, Pipe):
-            why = p.not_kept()
-        else:
-            why = (
-                None
-                if isinstance(p, Mapper)
-                else "a pipe of torch, which does not tell what it keeps"
-            )
-        if why:
-            found.append(f"{short_repr(p)}: {why}")
-    return found
+            reason = p.not_kept()
+        elif not isinstance(p, Mapper):
+            reason = "a pipe of torch, which does not tell what it keeps"
+        if reason:
+            texts.append(f"{short_repr(p)}: {reason}")
+    return texts

@@ -11,7 +11,9 @@ import importlib
 import sys
 import threading
 import warnings
+from contextlib import contextmanager
 from functools import wraps
+from typing import Any
 
 from ..data.errors import GraphError
 from rollpipe.pipes.loading.datapipes import (
@@ -33,18 +35,17 @@ def _of_torchdata():
             "ignore", message=r"\s*#+\s*WARNING!\s*The 'datapipes'", category=UserWarning
         )
         try:
-            loader, graph = (
-                importlib.import_module(f"torchdata.dataloader2{part}") for part in ("", ".graph")
-            )
+            loader = importlib.import_module("torchdata.dataloader2")
+            graph = importlib.import_module("torchdata.dataloader2.graph")
         except ModuleNotFoundError as error:
             if error.name not in ("torchdata", "torchdata.dataloader2"):
                 raise  # torchdata exists, but lacks a module that it needs
             return None
+
     # torchdata draws the same number, but saves the generators of all GPUs before it: then CUDA is
     # in use, and workers cannot be forked.
-    vars(importlib.import_module("torchdata.dataloader2.random.seed_generator")).update(
-        _get_torch_random_seed=torchs_seed
-    )
+    seeds: Any = importlib.import_module("torchdata.dataloader2.random.seed_generator")
+    seeds._get_torch_random_seed = torchs_seed
     return {**vars(graph), **vars(loader)}
 
 
@@ -65,16 +66,12 @@ def _mended(base):
 
         @wraps(base.__init__)
         def __init__(self, datapipe, *args, **kwargs):
-            try:
+            with _short_enough():
                 super().__init__(datapipe, *args, **kwargs)
-            except RecursionError as e:
-                raise too_long() from e
 
         def __iter__(self):
-            try:
+            with _short_enough():
                 return super().__iter__()
-            except RecursionError as e:
-                raise too_long() from e
 
         def shutdown(self):
             super().shutdown()
@@ -82,6 +79,14 @@ def _mended(base):
                 self._datapipe_iter = iter(())  # so that a loop that runs ends
 
     return DataLoader2
+
+
+@contextmanager
+def _short_enough():
+    try:
+        yield
+    except RecursionError as e:
+        raise too_long() from e
 
 
 def too_long() -> GraphError:
@@ -128,8 +133,10 @@ def __getattr__(name):
     names = _of_torchdata() or _our_own()
     for cls in _services:
         names["ReadingServiceInterface"].register(cls)
-    globals().update({o: names[o] for o in _LAZY} | {"DataLoader2": _mended(names["DataLoader2"])})
-    return globals()[name]
+    lazy = {lazy_name: names[lazy_name] for lazy_name in _LAZY}
+    lazy["DataLoader2"] = _mended(lazy["DataLoader2"])
+    globals().update(lazy)
+    return lazy[name]
 
 # %% ../../../nbs/pipes/03_graph/00_torchdata.ipynb #e0764e42
 def reads_ahead() -> bool:

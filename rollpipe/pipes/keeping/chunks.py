@@ -10,9 +10,11 @@ import hashlib
 import os
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ import numpy as np
 import torch
 
 from ..data import nested
-from ..data.errors import CheckpointError
+from ..data.errors import CheckpointError, DataError
+from .files import names_file, read_file, regular_size, sync
 from .plain import may_be_new
 
 # %% ../../../nbs/pipes/01_keeping/03_chunks.ipynb #e8f3ccd6
@@ -48,14 +51,15 @@ class ChunkFolder:
         Returns the name. Raises `OSError`, which names the folder, as for a full disk; then what
         was written since the last `sync` is gone.
         """
-        name = f"{hashlib.sha256(data.data).hexdigest()}.chunk"
+        name = _name_of(data)
         if name in self.names or name in self.pending:
             return name
         with self._clearing():
             self.path.mkdir(parents=True, exist_ok=True)
-            self.pending[name] = open(self.path / f".{secrets.token_hex(8)}.tmp", "xb")
-            self.pending[name].write(data.data)
-            self.pending[name].flush()
+            file = open(self.path / f".{secrets.token_hex(8)}.tmp", "xb")
+            self.pending[name] = file
+            file.write(data.data)
+            file.flush()
         if len(self.pending) >= AT_ONCE:
             self.sync()
         return name
@@ -71,16 +75,11 @@ class ChunkFolder:
             # Together the files need the time of one, because the file system writes its journal
             # once.
             with ThreadPoolExecutor(len(self.pending)) as pool:
-                list(pool.map(lambda file: os.fsync(file.fileno()), self.pending.values()))
+                list(pool.map(os.fsync, self.pending.values()))
             for name, file in self.pending.items():
                 file.close()
                 os.replace(file.name, self.path / name)
-            if os.name != "nt":  # Windows cannot open a folder
-                folder = os.open(self.path, os.O_RDONLY)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
+            sync(self.path)
         self.names |= self.pending.keys()
         self.pending.clear()
 
@@ -88,15 +87,14 @@ class ChunkFolder:
     def _clearing(self):
         "Drop what waits for `sync` if there is an error in the block."
         try:
-            yield
-        except BaseException as e:
+            with names_file(self.path):
+                yield
+        except BaseException:
             for file in self.pending.values():
                 with suppress(OSError):
                     file.close()
                 Path(file.name).unlink(missing_ok=True)
             self.pending.clear()
-            if isinstance(e, OSError):
-                raise OSError(e.errno, e.strerror or str(e), str(self.path)) from e
             raise
 
     def check(self, names: Iterable[str]) -> None:
@@ -113,22 +111,19 @@ class ChunkFolder:
         Raises `CheckpointError` if it is missing or damaged, or another chunk has its name.
         """
         self.check([name])
-        if not (self.path / name).is_file():
-            raise CheckpointError(f"{self.path / name}: no chunk", expected="a regular file")
+        path = self.path / name
         try:
-            data = np.fromfile(self.path / name, np.uint8)
-        except OSError as e:
+            data = np.frombuffer(read_file(path), np.uint8)
+        except (OSError, DataError) as e:
+            raise CheckpointError(f"{path}: the chunk cannot be read ({e})") from None
+        got = _name_of(data)
+        if got != name:
             raise CheckpointError(
-                f"{self.path / name}: the chunk cannot be read ({e.strerror})"
-            ) from None
-        got = f"{hashlib.sha256(data.data).hexdigest()}.chunk"
-        if got == name:
-            return data
-        raise CheckpointError(
-            f"{self.path / name}: the chunk is damaged, or is that of another training",
-            expected=name,
-            got=got,
-        )
+                f"{path}: the chunk is damaged, or is that of another training",
+                expected=name,
+                got=got,
+            )
+        return data
 
     def sweep(self, checkpoints: Iterable[str | Path], names: Iterable[str] = ()) -> None:
         """Remove all chunks that no checkpoint names, and what killed writers have left.
@@ -147,20 +142,28 @@ class ChunkFolder:
         self.names &= named
 
 
+def _name_of(data):
+    "The name of the file of a chunk."
+    return f"{hashlib.sha256(data.data).hexdigest()}.chunk"
+
+
 def chunk_names(path: str | Path) -> list:
     """The names of chunks in the header of a safetensors file, which begins with its number of
     bytes.
     """
-    if Path(path).exists() and not Path(path).is_file():
-        raise CheckpointError(f"{path}: not a checkpoint", expected="a regular file")
     try:
+        n_bytes = regular_size(path)
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            header = file.read(min(int.from_bytes(file.read(8), "little"), size))
-    except (OSError, OverflowError, MemoryError) as e:
+            # A damaged file may claim any size of its header.
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(min(length, n_bytes))
+    except (OSError, DataError) as e:
         raise CheckpointError(f"{path}: the checkpoint cannot be read ({e})") from None
     if header[:1] != b"{":
-        raise CheckpointError(f"{path}: not a checkpoint", expected="a safetensors file")
+        raise CheckpointError(
+            f"{path}: not a checkpoint",
+            expected="a safetensors file",
+        )
     return _NAME.findall(header.decode("utf-8", "replace"))
 
 # %% ../../../nbs/pipes/01_keeping/03_chunks.ipynb #b83cd66d
@@ -191,7 +194,8 @@ class RowChanges:
     def mark(self, index: Any) -> None:
         "Rows have changed: those of a slice, or int64 `[n]`."
         if isinstance(index, slice):
-            self.changed[index.start // self.size : -(-index.stop // self.size)] = True
+            end = -(-index.stop // self.size)
+            self.changed[index.start // self.size : end] = True
         else:
             self.changed[index // self.size] = True
 
@@ -204,11 +208,10 @@ class RowChanges:
             chunks: gets the chunks that changed, or that it lacks, and has to `sync` them; None:
                 the state has the bytes of the chunks
         """
-        data = rows.view(np.uint8).reshape(len(rows), rows.itemsize)
         names = []
         for k, name in enumerate(self.names):
             if name is not None or self.changed[k]:
-                chunk = data[k * self.size : (k + 1) * self.size].ravel()
+                chunk = self._bytes_in(rows, k)
                 if chunks is None:
                     name = torch.from_numpy(chunk.copy())
                 elif self.changed[k] or name not in chunks.names:
@@ -229,10 +232,10 @@ class RowChanges:
         Raises:
             CheckpointError: the state does not fit, or a chunk is missing or damaged
         """
-        data = rows.view(np.uint8).reshape(len(rows), rows.itemsize)
         size = int(state["size"])
         names = state["chunks"]
-        if len(rows) != state["n"] or len(names) != -(-len(rows) // size):
+        n_chunks = -(-len(rows) // size)
+        if len(rows) != state["n"] or len(names) != n_chunks:
             raise CheckpointError(
                 "rows of another array",
                 expected=f"{len(rows)} rows",
@@ -247,7 +250,7 @@ class RowChanges:
             if name is None:
                 continue
             chunk = _bytes_of(name, chunks)
-            into = data[k * size : (k + 1) * size].ravel()
+            into = self._bytes_in(rows, k)
             if len(chunk) != len(into):
                 raise CheckpointError(
                     f"{_label(name)}: rows of another array",
@@ -255,6 +258,11 @@ class RowChanges:
                     got=f"{len(chunk)} bytes",
                 )
             into[:] = chunk
+
+    def _bytes_in(self, rows, k) -> np.ndarray:
+        "The bytes of chunk `k` in the array, a view uint8 `[n]`."
+        begin = k * self.size
+        return rows[begin : begin + self.size].view(np.uint8)
 
 
 def _label(name):
@@ -275,96 +283,72 @@ def _bytes_of(name, chunks):
 class RowQueue:
     """A queue of rows, which are numbered from 0 for good.
 
-    `append` adds at the end, `drop` removes at the beginning, `cut` copies a column. When the
-    buffer is full, the rows that are still needed move to a new buffer of twice their number
-    (compaction).
-
-    Args:
-        capacity: initial and least length of the buffer
+    `append` adds at the end, `drop` removes at the beginning, `cut` copies a column.
     """
 
-    def __init__(self, capacity: int = 32):
-        self.least = capacity
-        self.capacity = 0  # current length of the buffer
-
-        # numbers of the first row that is needed, of the next row, and of the row at index 0
-        self.first = 0
-        self.end = 0
-        self.start = 0
-        self.buffers: Any = None  # leaves `[capacity, B, ...]`; None: there was no row yet
+    def __init__(self):
+        self.first = 0  # number of the first row that is needed
+        self.rows = deque()  # of each row, a list of its leaves `[B, ...]`
+        self.structure: Any = None  # that of a row
 
     def __len__(self):
-        return self.end - self.first
+        return len(self.rows)
+
+    @property
+    def end(self) -> int:
+        "The number of the next row."
+        return self.first + len(self.rows)
 
     def append(self, row: Any) -> None:
         "Copy one container of arrays or tensors `[B, ...]` to the end."
-        if self.end - self.start == self.capacity:
-            self._compact(row)
-        leaves = nested.leaves(row)
-        for i, (buffer, x) in enumerate(zip(self.buffers, leaves)):
-            # The dtype of an info may be widened.
-            if isinstance(x, np.ndarray) and x.dtype != buffer.dtype:
-                buffer = buffer.astype(np.result_type(buffer.dtype, x.dtype))
-                self.buffers[i] = buffer
-            buffer[self.end - self.start] = x
-        self.end += 1
+        leaves, self.structure = nested.flatten(row)
+        self.rows.append([_copy_of(x) for x in leaves])
 
     def change(self, convert: Callable) -> None:
-        """Replace the container of the buffers, whose leaves are `[capacity, B, ...]`, by
-        `convert(container)`.
-        """
-        container = convert(self.structure.unflatten(self.buffers))
-        self.buffers, self.structure = nested.flatten(container)
+        "Replace each row by `convert(row)`."
+        structure = self.structure
+        old = self.rows
+        self.rows = deque()
+        for leaves in old:
+            self.append(convert(structure.unflatten(leaves)))
 
     def get_state(self) -> dict:
-        "The numbers of the rows that are kept, and copies of these rows."
+        "The numbers of the rows that are kept, and these rows, with leaves `[n, B, ...]`."
         rows = None
-        if self.buffers is not None:
-            live = nested.getitem(
-                self.structure.unflatten(self.buffers),
-                slice(self.first - self.start, self.end - self.start),
-            )
-            rows = nested.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x.clone(), live)
-        return dict(least=self.least, first=self.first, end=self.end, rows=rows)
+        if self.rows:
+            rows = nested.stack([self.structure.unflatten(leaves) for leaves in self.rows])
+        # Older versions read `least`, the length of a buffer.
+        return dict(least=32, first=self.first, end=self.end, rows=rows)
 
     def set_state(self, state: dict) -> None:
         "Go on from what `get_state` returned."
-        self.__init__(state["least"])
+        self.__init__()
         self.first = state["first"]
-        self.end = state["end"]
-        self.start = state["first"]
-        self.capacity = state["end"] - state["first"]
-        if state["rows"] is not None:
-            self.buffers, self.structure = nested.flatten(state["rows"])
+        for k in range(state["end"] - state["first"]):
+            self.append(nested.getitem(state["rows"], k))
 
     def drop(self, before: int) -> None:
         "Drop the rows with numbers below `before`."
-        self.first = max(self.first, before)
+        while self.first < before:
+            self.rows.popleft()
+            self.first += 1
 
     def cut(self, first: int, end: int, column: int) -> Any:
         "A copy of rows `first` ... `end - 1` of one column, as tensors `[end - first, 1, ...]`."
-        rows = slice(first - self.start, end - self.start)
-        columns = slice(column, column + 1)
+        rows = islice(
+            self.rows,
+            first - self.first,
+            end - self.first,
+        )
 
-        def copy(x):
-            part = x[rows, columns]
-            is_array = isinstance(part, np.ndarray)
-            return torch.from_numpy(part.copy()) if is_array else part.clone()
+        def stacked(xs):
+            parts = [x[column] for x in xs]
+            if isinstance(parts[0], torch.Tensor):
+                return torch.stack(parts)[:, None]
+            return torch.from_numpy(np.array(parts)[:, None])
 
-        return self.structure.unflatten([copy(x) for x in self.buffers])
+        return self.structure.unflatten(map(stacked, zip(*rows)))
 
-    def _compact(self, row):
-        live = slice(self.first - self.start, self.end - self.start)
-        old = self.buffers
-        self.capacity = max(self.least, 2 * len(self))
-        self.buffers = nested.leaves(nested.alloc(row, self.capacity))
-        if old is not None:
-            # Rows keep a dtype that was widened.
-            self.buffers = [
-                new.astype(x.dtype) if isinstance(x, np.ndarray) else new
-                for new, x in zip(self.buffers, old)
-            ]
-            for new, x in zip(self.buffers, old):
-                new[: len(self)] = x[live]
-        self.start = self.first
-        self.structure = nested.flatten(row)[1]
+
+def _copy_of(x):
+    return x.copy() if isinstance(x, np.ndarray) else x.clone()

@@ -18,7 +18,7 @@ import threading
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from numbers import Number
 from pathlib import PurePath
 from types import (
@@ -38,6 +38,7 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 
 from ..data.errors import EnvError, describe_exception
+from ..data.nested import as_array
 from rollpipe.pipes.keeping.plain import (
     GENERATORS,
     VALUES,
@@ -52,7 +53,8 @@ from rollpipe.pipes.keeping.plain import (
 def cells_of(f: FunctionType) -> dict:
     "Name -> cell of the variables that a function has from around it, if they have a value."
     cells = dict(zip(f.__code__.co_freevars, f.__closure__ or ()))
-    return {name: cell for name, cell in cells.items() if cell != CellType()}
+    empty = CellType()
+    return {name: cell for name, cell in cells.items() if cell != empty}
 
 
 def env_parts(env: Any) -> list:
@@ -84,32 +86,29 @@ class Simulator(NamedTuple):
     lacks: Callable = lambda x: None
 
 
-@lru_cache
-def _floats_of(kind):
-    "The names of the arrays of `MjData`."
-    names = (name for name in dir(kind) if not name.startswith("_"))
-    return [name for name in names if isinstance(vars(kind).get(name), property)]
-
-
 def _float_arrays(data):
     "Name -> array of floats of `MjData`."
-    values = {name: getattr(data, name) for name in _floats_of(type(data))}
-    return {
-        name: x
-        for name, x in values.items()
-        if isinstance(x, np.ndarray) and x.dtype == np.float64 and x.size
-    }
+    arrays = {}
+    for name in sorted(vars(type(data))):
+        x = None if name.startswith("_") else getattr(data, name)
+        if isinstance(x, np.ndarray) and x.dtype == np.float64 and x.size:
+            arrays[name] = x
+    return arrays
 
 
 def _get_mujoco(data):
     "What MuJoCo calls the state, the sizes of all arrays of floats, and their numbers."
     mujoco: Any = importlib.import_module("mujoco")  # an extra
     spec = int(mujoco.mjtState.mjSTATE_INTEGRATION)
-    arrays = _float_arrays(data)
     state = np.empty(mujoco.mj_stateSize(data.model, spec))
     mujoco.mj_getState(data.model, data, state, spec)
+    arrays = _float_arrays(data)
     numbers = np.concatenate([x.ravel() for x in arrays.values()])
-    return [state, {name: x.size for name, x in arrays.items()}, numbers]
+    return [
+        state,
+        {name: x.size for name, x in arrays.items()},
+        numbers,
+    ]
 
 
 def _put_mujoco(data, whole_state):
@@ -125,7 +124,7 @@ def _put_mujoco(data, whole_state):
     begin = 0
     for name, n in sizes.items():
         if name in arrays and arrays[name].size == n:
-            arrays[name][...] = numbers[begin : begin + n].reshape(arrays[name].shape)
+            arrays[name].flat = numbers[begin : begin + n]
         begin += n
 
 
@@ -212,35 +211,37 @@ def copied(x: Any) -> Any:
 
     Raises `TypeError`, which names the class, for another object.
     """
+    _check_plain(x)
+    return copy.deepcopy(x)
+
+
+def _check_plain(x):
+    "Raise `TypeError`, which names the class, for what is no plain data."
     kind: Any = type(x)
-
-    # Numbers, texts and arrays
-    if kind in _ATOMS or isinstance(x, (np.generic, enum.Enum)):
-        return x
-    if kind is np.ndarray and not x.dtype.hasobject:
-        return x.copy("K")
-    if is_dense(x):
-        return x.detach().clone()
-
-    # Containers
-    if kind in (list, set, frozenset):
-        return kind([copied(y) for y in x])
-    if kind is deque:
-        return deque([copied(y) for y in x], x.maxlen)
-    if kind is tuple or (issubclass(kind, tuple) and hasattr(x, "_fields")):
-        return tuple.__new__(kind, [copied(y) for y in x])
     if kind in (dict, OrderedDict):
-        return kind([(copied(key), copied(y)) for key, y in x.items()])
+        parts = [*x, *x.values()]
+    elif kind in (list, set, frozenset, deque, tuple) or _is_named_tuple(x):
+        parts = x
+    elif _is_plain_value(x):
+        parts = ()
+    else:
+        raise TypeError(name_of(kind))
+    for part in parts:
+        _check_plain(part)
 
-    # Generators, and values such as a date
-    name = name_of(kind)
-    if kind is torch.Generator:
-        return x.clone_state()
-    if name in GENERATORS:
-        return copy.deepcopy(x)
-    if name in VALUES:
-        return x
-    raise TypeError(name)
+
+def _is_named_tuple(x):
+    return isinstance(x, tuple) and hasattr(x, "_fields")
+
+
+def _is_plain_value(x):
+    "Is `x` a number, a text, an array, a generator, or a value such as a date?"
+    if isinstance(x, np.ndarray):
+        return type(x) is np.ndarray and not x.dtype.hasobject
+    if type(x) in _ATOMS or isinstance(x, (np.generic, enum.Enum)):
+        return True
+    name = name_of(type(x))
+    return is_dense(x) or name in GENERATORS or name in VALUES
 
 
 def spaces_in(space: gym.Space) -> list:
@@ -260,7 +261,8 @@ def _saved(x, complete):
     if isinstance(x, gym.Space):
         return Saved("generators", [copied(y._np_random) for y in spaces_in(x)])
     if name in _HELPERS:
-        return Saved(name, {key: copied(y) for key, y in vars(x).items()})
+        attributes = {key: copied(y) for key, y in vars(x).items()}
+        return Saved(name, attributes)
     if name == MODEL and complete:
         return Saved(name, _get_model(x))
     if name in SIMULATORS:
@@ -271,8 +273,10 @@ def _saved(x, complete):
         return Saved(name, simulator.get(x))
 
     # `capture` copies the arrays of a complete copy itself, as they share memory.
-    copy_of_x = copied(x)
-    return x if complete else copy_of_x
+    if not complete:
+        return copied(x)
+    _check_plain(x)
+    return x
 
 
 def is_constant(x: Any) -> bool:
@@ -284,7 +288,9 @@ def is_constant(x: Any) -> bool:
         return isinstance(x.__self__, (*_ENVS, type))
     if type(x) in (list, tuple):
         return all(type(y) in _ATOMS or is_constant(y) for y in x)
-    return isinstance(x, (*_CONSTANT, *_ENVS)) or name_of(type(x)) in (MODEL, *_RENDERING)
+    if isinstance(x, (*_CONSTANT, *_ENVS)):
+        return True
+    return name_of(type(x)) in (MODEL, *_RENDERING)
 
 
 _ENVS = gym.Env, gym.vector.VectorEnv
@@ -318,8 +324,9 @@ def is_known(part: Any) -> bool:
 
 def _counted(x):
     "The attributes of an object, but for times on the clock and what it was made with."
-    is_known = name_of(type(x)).startswith("gymnasium.")
-    left_out = {*_ARGUMENTS, *_CLOCKS.get(type(x).__name__, ())} if is_known else ()
+    left_out = ()
+    if name_of(type(x)).startswith("gymnasium."):
+        left_out = (*_ARGUMENTS, *_CLOCKS.get(type(x).__name__, ()))
     return {key: y for key, y in all_attributes(x).items() if key not in left_out}
 
 
@@ -352,7 +359,11 @@ def copies_of(parts: list, complete: bool = True) -> list:
                 others.append(key)
                 if complete and not is_constant(x):
                     leaf = f"{type(part).__name__}.{key}"
-                    raise EnvError("this cannot be copied", leaf=leaf, got=str(e)) from None
+                    raise EnvError(
+                        "this cannot be copied",
+                        leaf=leaf,
+                        got=str(e),
+                    ) from None
             except EnvError as e:
                 raise e.locate(leaf=f"{type(part).__name__}.{key}") from None
         copies.append(dict(part=name_of(type(part)), holds=holds, others=others))
@@ -435,7 +446,11 @@ def check_fits(parts: list, copies: list) -> None:
     expected = [x["part"] for x in copies]
     if names != expected:
         problem = "the state does not fit this environment"
-        raise EnvError(problem, expected=" of ".join(expected), got=" of ".join(names))
+        raise EnvError(
+            problem,
+            expected=" of ".join(expected),
+            got=" of ".join(names),
+        )
     for part, its_copy in zip(parts, copies):
         names = {*its_copy["holds"], *its_copy["others"]}
         for key, x in _attributes_in(part).items():
@@ -504,18 +519,14 @@ class EnvChecksum:
         self.unseen: str | None = None
         self._numbers = {}
         self._alive = []  # so that no other object gets the id of one
-        self._rebuilt = any(name_of(type(part)) in _REBUILDS for part in env_parts(env))
+        names = [name_of(type(part)) for part in env_parts(env)]
+        self._rebuilt = not set(names).isdisjoint(_REBUILDS)
         self._queue = [env]
         while self._queue:
             self._add(self._queue.pop())
             if len(self._alive) > MOST:
                 self.unseen = f"more than {MOST:,} objects"
                 break
-
-    def __eq__(self, other: Any) -> bool:
-        return (self.crc, self.unseen) == (other.crc, other.unseen)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def _write(self, *values):
         for x in values:
@@ -544,10 +555,9 @@ class EnvChecksum:
             return self._add_function(x)
         if isinstance(x, type):
             return self._write(name_of(x))
-        if name in GENERATORS:
-            return self._queue.append(GENERATORS[name].get(x))
-        if name in SIMULATORS:
-            return self._queue.append(SIMULATORS[name].get(x))
+        how = GENERATORS.get(name) or SIMULATORS.get(name)
+        if how is not None:
+            return self._queue.append(how.get(x))
         if name == MODEL:
             return self._write(_get_model(x))
         if name in VALUES or isinstance(x, _NUMBERS):
@@ -564,10 +574,14 @@ class EnvChecksum:
             if not is_dense(x):
                 self.unseen = self.unseen or name_of(type(x))
                 return
-            x = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            x = as_array(x).reshape(-1).view(np.uint8)
         if x.dtype.hasobject:
             return self._queue.extend(x.ravel().tolist())
-        self._write(x.dtype.str, x.shape, x.tobytes())
+        self._write(
+            x.dtype.str,
+            x.shape,
+            x.tobytes(),
+        )
 
     def _add_function(self, x):
         if isinstance(x, MethodType):
@@ -583,7 +597,10 @@ class EnvChecksum:
     def _add_items(self, x):
         if isinstance(x, (set, frozenset)):
             # It has no order. Of objects in it, only the classes count.
-            texts = (repr(y) if type(y) in (*_ATOMS, tuple) else name_of(type(y)) for y in x)
+            texts = []
+            for y in x:
+                is_value = type(y) in (*_ATOMS, tuple)
+                texts.append(repr(y) if is_value else name_of(type(y)))
             self._write(*sorted(texts))
         elif isinstance(x, dict):
             self._write(len(x))

@@ -7,6 +7,7 @@ __all__ = ['DEPTH', 'LINE', 'SPREAD', 'encode', 'decode', 'write_atomically', 's
            'names_file', 'most_bytes', 'regular_size', 'read_file', 'to_safetensors', 'packed', 'from_safetensors']
 
 # %% ../../../nbs/pipes/01_keeping/02_files.ipynb #bca04cd9
+import fcntl
 import glob
 import hashlib
 import importlib
@@ -20,10 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-try:
-    import fcntl
-except ImportError:
-    fcntl = None  # this system has no such locks
 import numpy as np
 import torch
 from safetensors.torch import load, save
@@ -61,40 +58,41 @@ def encode(tree: Any, tensors: dict, name: str = "", depth: int = 0) -> Any:
     if type(tree) is float:
         return tree if math.isfinite(tree) else {"float": repr(tree)}
 
-    def inner(key, value):
-        return encode(value, tensors, f"{name}.{key}" if name else str(key), depth + 1)
+    def codes_of(pairs):
+        "The codes of `(key, value)` pairs."
+        codes = []
+        for key, value in pairs:
+            path = f"{name}.{key}" if name else str(key)
+            codes.append(encode(value, tensors, path, depth + 1))
+        return codes
 
     # What is made of other values, and arrays
     kind = name_of(type(tree))
     if kind in MADE:
         arguments = MADE[kind][1](tree)
-        return {"made": [kind, [inner(i, x) for i, x in enumerate(arguments)]]}
+        return {"made": [kind, codes_of(enumerate(arguments))]}
     if isinstance(tree, torch.Tensor):
         return {"tensor": _store(tree, tensors, name)}
     if isinstance(tree, (np.ndarray, np.generic)) and not tree.dtype.hasobject:
         return _array(tree, tensors, name)
 
     # Containers
-    if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
-        return {type(tree).__name__: [inner(i, x) for i, x in enumerate(tree)]}
+    if type(tree) is list or type(tree) is tuple:
+        return {type(tree).__name__: codes_of(enumerate(tree))}
     if isinstance(tree, dict):
-        return {"dict": [[_key(k, name), inner(k, x)] for k, x in tree.items()]}
+        keys = [_key(k, name) for k in tree]
+        codes = codes_of(tree.items())
+        return {"dict": [[key, code] for key, code in zip(keys, codes)]}
     fields = getattr(tree, "_fields", None)
-    if fields and isinstance(tree, tuple) and _can_be_found(type(tree)):
-        return {"named": [kind, [inner(k, x) for k, x in zip(fields, tree)]]}
+    # A class that is defined within a function could not be found again.
+    if isinstance(tree, tuple) and fields and loaded_class(kind, tuple) is type(tree):
+        return {"named": [kind, codes_of(zip(fields, tree))]}
     raise CheckpointError(
         "cannot be stored without a pickle",
         leaf=name,
         got=type(tree).__name__,
         expected="tensor, array, number, str, bool, None, or a dict, list or tuple of them",
     )
-
-
-def _can_be_found(cls):
-    try:
-        return loaded_class(name_of(cls), tuple) is cls
-    except ValueError:
-        return False  # it is defined within a function
 
 
 def _key(key, name):
@@ -121,15 +119,22 @@ def _store(tensor, tensors, name):
     x = tensor.detach()
     shift = x.data_ptr() % LINE if x.is_cpu and x.numel() else 0
     is_plain = x.is_contiguous() and not shift or _overlaps(x)
-    few = x if is_plain else x[tuple(slice(None if stride else 1) for stride in x.stride())]
+    few = x
+    if not is_plain:
+        few = x[tuple(slice(None if stride else 1) for stride in x.stride())]
     tensors[name] = torch.empty(few.shape, dtype=x.dtype).copy_(few)
     return name if is_plain else [name, list(x.shape), list(x.stride()), shift]
 
 
 def _overlaps(x) -> bool:
     "Do several elements lie in one place, other than along an expanded dimension?"
-    dims = sorted((stride, n) for stride, n in zip(x.stride(), x.shape) if stride and n > 1)
-    return any(stride < before * n for (before, n), (stride, _) in zip(dims, dims[1:]))
+    dims = [(stride, n) for stride, n in zip(x.stride(), x.shape) if stride and n > 1]
+    end = 0  # where the elements along the dimensions before end
+    for stride, n in sorted(dims):
+        if stride < end:
+            return True
+        end = stride * n
+    return False
 
 
 def _array(x, tensors, name):
@@ -138,7 +143,8 @@ def _array(x, tensors, name):
 
     # Arrays that torch knows, or a copy that it knows
     if x.dtype.kind in "biuf" and x.dtype.isnative and x.dtype.itemsize <= 8:
-        is_known = x.flags.writeable and all(n >= 0 and n % x.itemsize == 0 for n in x.strides)
+        whole_strides = all(n >= 0 and n % x.itemsize == 0 for n in x.strides)
+        is_known = x.flags.writeable and whole_strides
         tensor = torch.from_numpy(x if is_known else x.copy("K"))
         return {"array": [_store(tensor, tensors, name)]}
 
@@ -203,10 +209,10 @@ def _known_class(name, base):
     module = name.rpartition(".")[0]
     if module.startswith(("rollpipe.pipes.", "rollpipe.layers.")):
         importlib.import_module(module)
-    try:
-        return loaded_class(name, base)
-    except ValueError:
-        raise ValueError(f"{name}, whose module has to be imported before") from None
+    cls = loaded_class(name, base)
+    if cls is None:
+        raise ValueError(f"{name}, whose module has to be imported before")
+    return cls
 
 
 def _stored(place, tensors, most):
@@ -215,8 +221,10 @@ def _stored(place, tensors, most):
     name, shape, strides, shift = place
     x = tensors.pop(name)  # it is spread once, as `encode` has named it once
     few = [n if stride else 1 for n, stride in zip(shape, strides, strict=True)]
-    span = x.itemsize * sum((n - 1) * stride for n, stride in zip(few, strides))
-    if list(x.shape) != few or shift not in range(LINE) or not 0 <= span <= most:
+    last = sum((n - 1) * stride for n, stride in zip(few, strides))
+    span = x.itemsize * last
+    fits = shift in range(LINE) and 0 <= span <= most
+    if list(x.shape) != few or not fits:
         raise ValueError(f"the strides {strides} do not fit a tensor of shape {list(x.shape)}")
 
     # Memory of torch begins at a border of `LINE`, so `shift` bytes later is the address of before.
@@ -255,11 +263,7 @@ def write_atomically(path: str | Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-                if fcntl is not None:
-                    os.replace(beside, path)  # while the lock keeps other writers from removing it
-            if fcntl is None:
-                # a system without fcntl (Windows) cannot rename an open file
-                os.replace(beside, path)
+                os.replace(beside, path)  # while the lock keeps other writers from removing it
         finally:
             beside.unlink(missing_ok=True)
 
@@ -270,8 +274,8 @@ def sync(path: str | Path) -> None:
     Raises `OSError`, which names it.
     """
     is_folder = Path(path).is_dir()
-    if not Path(path).exists() or is_folder and os.name == "nt":
-        return  # Windows cannot open a folder
+    if not Path(path).exists():
+        return
     with names_file(path):
         fd = os.open(path, os.O_RDONLY if is_folder else os.O_WRONLY)
         try:
@@ -289,9 +293,10 @@ def make_folder(path: str | Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        is_file = (x for x in (path, *path.absolute().parents) if x.exists() and not x.is_dir())
+        folders = (path, *path.absolute().parents)
+        file = next((x for x in folders if x.exists() and not x.is_dir()), path)
         raise DataError(
-            f"{next(is_file, path)}: this is a file",
+            f"{file}: this is a file",
             expected="a folder, or a path where nothing is",
         ) from None
 
@@ -310,11 +315,10 @@ def write_json(path: str | Path, content: Any, indent: int = 2) -> None:
 def _open_beside(path) -> tuple:
     "`(file, its path)`: a new file beside `path`, locked as long as it is open."
     while True:
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        token = secrets.token_hex(8)
+        beside = path.with_name(f".{path.name}.{token}.tmp")
         try:
             file = open(beside, "xb", opener=_no_follow)
-            if fcntl is None:
-                return file, beside
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:
@@ -333,9 +337,8 @@ def _remove_stale(path):
 
     A running writer holds the lock of its file, so that file stays.
     """
-    if fcntl is None:
-        return
-    for stale in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 16}.tmp"):
+    token = "[0-9a-f]" * 16
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.{token}.tmp"):
         try:
             with open(stale, "rb", opener=no_wait) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -346,15 +349,12 @@ def _remove_stale(path):
 
 def no_wait(path: str, flags: int) -> int:
     "An opener that neither follows a symbolic link, nor waits for the other end of a named pipe."
-    return _no_follow(path, flags | _NO_WAIT)
-
-
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+    return _no_follow(path, flags | os.O_NONBLOCK)
 
 
 def _no_follow(path, flags) -> int:
     "An opener that does not follow a symbolic link."
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextmanager
@@ -363,7 +363,11 @@ def names_file(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise OSError(e.errno, e.strerror or str(e), str(path)) from e
+        raise OSError(
+            e.errno,
+            e.strerror or str(e),
+            str(path),
+        ) from e
 
 # %% ../../../nbs/pipes/01_keeping/02_files.ipynb #6cf7fd06
 SPREAD = 64  # what a file stands for may be so many times its own bytes, and no more
@@ -378,11 +382,19 @@ def most_bytes(size: int) -> int:
 
 def _opened(path: str | Path) -> Any:
     "A regular file, opened for reading. Raises `DataError` for another one, and `OSError`."
-    file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | _NO_WAIT))
+    file = open(
+        path,
+        "rb",
+        opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK),
+    )
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
-    raise DataError(f"{path}: cannot be read", expected="a regular file", got="a pipe or a device")
+    raise DataError(
+        f"{path}: cannot be read",
+        expected="a regular file",
+        got="a pipe or a device",
+    )
 
 
 def regular_size(path: str | Path) -> int:
@@ -406,9 +418,6 @@ def read_file(path: str | Path) -> bytes:
         return file.read()
 
 # %% ../../../nbs/pipes/01_keeping/02_files.ipynb #e3c30f24
-_NO_CHECKSUM = b'"sha256":"' + b"0" * 64  # stands in the header in place of the checksum
-
-
 def to_safetensors(kind: str, version: int, parts: dict) -> bytes:
     """The content of a safetensors file.
 
@@ -434,11 +443,24 @@ def packed(kind: str, version: int, codes: dict, tensors: dict) -> bytes:
         codes: name -> what `encode` returned
         tensors: name -> tensor, of all of them
     """
-    meta = {name: json.dumps(code, allow_nan=False) for name, code in codes.items()}
-    data = save(tensors, metadata={f"rollpipe_{kind}": str(version), "sha256": "0" * 64, **meta})
+    meta = {
+        f"rollpipe_{kind}": str(version),
+        "sha256": "0" * 64,
+    }
+    for name, code in codes.items():
+        meta[name] = json.dumps(code, allow_nan=False)
+    data = save(tensors, metadata=meta)
+    checksum = hashlib.sha256(data).hexdigest()
     return data.replace(
-        _NO_CHECKSUM, _NO_CHECKSUM[:-64] + hashlib.sha256(data).hexdigest().encode(), 1
+        _in_header("0" * 64),
+        _in_header(checksum),
+        1,
     )
+
+
+def _in_header(checksum) -> bytes:
+    "The checksum of a file as it stands in its header."
+    return f'"sha256":"{checksum}'.encode()
 
 
 def from_safetensors(
@@ -509,7 +531,11 @@ def _metadata(path, data, kind, version):
 
     # The checksum is that of the file with zeros in its place.
     checksum = str(meta.pop("sha256", None))
-    header = data[:begin].replace(_NO_CHECKSUM[:-64] + checksum.encode(), _NO_CHECKSUM, 1)
+    header = data[:begin].replace(
+        _in_header(checksum),
+        _in_header("0" * 64),
+        1,
+    )
     total = hashlib.sha256(header)
     total.update(memoryview(data)[begin:])
     if total.hexdigest() == checksum:

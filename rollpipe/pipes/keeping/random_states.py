@@ -196,19 +196,23 @@ class _Reseeding:
     def tree(self, x: Any, name: str = "") -> Any:
         "Plain data, in which captures are dicts with a text `graph` and a tensor `memory`."
         if isinstance(x, torch.Tensor):
-            return self.torch_state() if (x.dtype, [*x.shape]) == (torch.uint8, _TORCH) else x
+            is_state = x.dtype == torch.uint8 and [*x.shape] == _TORCH
+            return self.torch_state() if is_state else x
         if isinstance(x, (list, tuple)):
             return type(x)([self.tree(y) for y in x])
         if not isinstance(x, dict):
             return x
         if not {"graph", "memory"} <= x.keys():
             return {key: self.tree(y, key) for key, y in x.items()}
+
+        # A capture: of a replay, of the global generators, or of something with generators
         if x.get("keeper", "").startswith("replay"):
             return {**x, "noise": self.word()}
         if name == "random":
             return self.global_states(x)
         memory = x["memory"].clone()
-        return {**x, "graph": self.graph(x["graph"], memory.numpy()), "memory": memory}
+        graph = self.graph(x["graph"], memory.numpy())
+        return {**x, "graph": graph, "memory": memory}
 
     def global_states(self, captured: dict) -> dict:
         """The capture of a lane's states of the global generators.
@@ -230,23 +234,43 @@ class _Reseeding:
         memories = [x["memory"][0] for x in dicts if "graph" in x]
         torch_form = [["uint8", "cpu"], _TORCH]
         for k, (entry, items) in enumerate(zip(entries, dicts)):
-            if entry[0] == "array" and entry[2:4] == torch_form and k not in memories:
+            is_state = entry[0] == "array" and entry[2:4] == torch_form
+            if is_state and k not in memories:
                 _bytes_of(entries, k, memory)[:] = self.torch_state().numpy()
             elif entry[:2] == ["through", "random.Random"]:
                 version, words, waits = random.Random(self.word()).getstate()
                 state = [version, {"tuple": [*words]}, waits]
-                entries[entry[2][0]] = ["items", "builtins.list", state, None]
+                entries[entry[2][0]] = [
+                    "items",
+                    "builtins.list",
+                    state,
+                    None,
+                ]
             elif "bit_generator" in items:
                 _put(entries, k, self.numpy_state(items), memory)
             elif items.get("part") == "rollpipe.pipes.keeping.random_states.EpisodeSeeds":
-                _put(entries, items["holds"][0], dict(first=self.word()), memory)
+                _put(
+                    entries,
+                    items["holds"][0],
+                    dict(first=self.word()),
+                    memory,
+                )
             elif "keeper" in items and items["keeper"].startswith("replay"):
                 # The replay needs the old numbers, and those after it are others.
                 pairs = [pair for pair in entry[2] if pair[0] != "noise"]
                 entry[2] = [*pairs, ["noise", self.word()]]
             elif "keeper" in items:
-                text = self.graph(items["graph"], _bytes_of(entries, items["memory"][0], memory))
-                entry[2] = [[key, text if key == "graph" else x] for key, x in entry[2]]
+                its_memory = _bytes_of(
+                    entries,
+                    items["memory"][0],
+                    memory,
+                )
+                _put(
+                    entries,
+                    k,
+                    dict(graph=self.graph(items["graph"], its_memory)),
+                    memory,
+                )
         return json.dumps([root, entries], separators=(",", ":"))
 
     def numpy_state(self, items: dict) -> dict:
@@ -265,7 +289,8 @@ class _Reseeding:
 
 def _named_items(entry: list) -> dict:
     "Key -> value of an entry of a capture, if it is a dict; those keys that are texts."
-    return {key: x for key, x in entry[2] if isinstance(key, str)} if entry[0] == "dict" else {}
+    pairs = entry[2] if entry[0] == "dict" else []
+    return {key: x for key, x in pairs if isinstance(key, str)}
 
 
 _TORCH = [len(torch.Generator().get_state())]  # shape of the state of a generator of torch
@@ -280,14 +305,17 @@ def _bytes_of(entries: list, k: int, memory: np.ndarray) -> np.ndarray:
 
 def _put(entries: list, k: int, state: dict, memory: np.ndarray) -> None:
     "Give the dict `k` of a capture the values of `state`."
+    # `pair` is `[key, what stands for the value in the text]`.
     for pair in entries[k][2]:
         if pair[0] not in state:
             continue
         new = state[pair[0]]
+
         if isinstance(new, dict):
             _put(entries, pair[1][0], new, memory)
         elif isinstance(new, np.ndarray):
-            _bytes_of(entries, pair[1][0], memory)[: new.nbytes] = new.view(np.uint8)
+            its_bytes = _bytes_of(entries, pair[1][0], memory)
+            its_bytes[: new.nbytes] = new.view(np.uint8)
         else:
             pair[1] = new
 

@@ -125,8 +125,18 @@ class Account:
         if self.file is None:
             return
         # As `sums`, but a few microseconds faster.
-        values = [*self.own, *self.awaited, *self.items, *self.sizes, *self.sized]
-        os.pwrite(self.file, array.array("d", values).tobytes(), 0)
+        values = [
+            *self.own,
+            *self.awaited,
+            *self.items,
+            *self.sizes,
+            *self.sized,
+        ]
+        os.pwrite(
+            self.file,
+            array.array("d", values).tobytes(),
+            0,
+        )
 
 # %% ../../../nbs/pipes/31_profiling/00_clock.ipynb #7f6015a9
 def size_of(item: Any) -> int:
@@ -254,7 +264,12 @@ class Clock:
         if pid != self.owner and self.folder is not None:
             descriptor, path = tempfile.mkstemp(prefix=f"{pid}-", dir=self.folder)
             os.close(descriptor)
-        account = Account(self.n, self.now, path, self.rare)
+        account = Account(
+            self.n,
+            self.now,
+            path,
+            self.rare,
+        )
         self.local.account = account
         self.accounts.append(account)
         return account

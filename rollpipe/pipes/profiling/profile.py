@@ -7,6 +7,7 @@ __all__ = ['Mark', 'MeasuredTime', 'places_of', 'profile', 'check_seconds', 'Ong
 
 # %% ../../../nbs/pipes/31_profiling/02_profile.ipynb #ea081a3b
 import copy
+import math
 import tempfile
 import time
 from collections import deque
@@ -14,8 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ..data.errors import DataError, describe
 from ..data.fragment import Fragment
@@ -56,7 +55,7 @@ def _draw_samples(item):
 def _steps_in(item) -> float:
     "The number of environment steps in an item; nan if it is unknown."
     collected = item.fresh if isinstance(item, Replayed) else item
-    return count_steps(collected) if isinstance(collected, Fragment) else float("nan")
+    return count_steps(collected) if isinstance(collected, Fragment) else math.nan
 
 # %% ../../../nbs/pipes/31_profiling/02_profile.ipynb #b05e9456
 class Mark(NamedTuple):
@@ -97,7 +96,13 @@ class MeasuredTime:
 
     def mark(self) -> Mark:
         "The present moment."
-        return Mark(self.clock.read(), self.clock.now(), time.monotonic(), self.n, self.steps)
+        return Mark(
+            self.clock.read(),
+            self.clock.now(),
+            time.monotonic(),
+            self.n,
+            self.steps,
+        )
 
     def run(self, items: Iterator, consume: Callable) -> None:
         """Measure until the time is over or the items end.
@@ -162,40 +167,26 @@ def places_of(graph: IterDataPipe) -> list:
     return [place_of.get(id(pipe), "here") for pipe in nodes(graph)]
 
 
-def _worker_figures(service, measured) -> list:
-    """The `WorkerFigures` of the living workers, in the order of their numbers.
+def _worker_figures(services, since, duration) -> list:
+    """The `WorkerFigures`, from the records of the items, in the order of the workers' numbers.
 
     Args:
-        service: the reading service
-        measured: the `MeasuredTime`
+        services: reading services with `records`
+        since: [s] begin of the measurement, a time of `time.monotonic`
+        duration: [s] of the measurement
     """
     figures = []
-    for worker in service.health():
-        # The times of all threads of this worker; the last one is waiting.
-        before = measured.begin.reading.workers
-        own_times = np.zeros(measured.clock.n)
-        for name, sums in measured.end.reading.workers.items():
-            if name.startswith(f"{worker['pid']}-"):
-                own_times += (sums - before.get(name, 0))[0]
-        total = own_times.sum()
-        waiting = float(own_times[-1] / total) if total else 1.0
+    for service in services:
+        for worker in sorted({x.worker for x in service.records}):
+            # An item may have been begun before the measurement.
+            items = [x for x in service.records if x.worker == worker and x.received >= since]
+            collected = [x.end - max(x.begin, since) for x in items if x.end > since]
+            busy = sum(collected) / duration
 
-        # Items that are finished, and wait until this process reads them.
-        number = worker["worker"]
-        records = _records_of(service, number, measured.begin.monotonic)
-        queue = _waiting_time(records) / max(measured.duration, 1e-9)
-        figures.append(WorkerFigures(f"worker {number}", 1 - waiting, waiting, queue))
+            # Finished items wait until this process reads them.
+            queue = sum(x.received - x.end for x in items) / duration
+            figures.append(WorkerFigures(f"worker {worker}", busy, 1 - busy, queue))
     return figures
-
-
-def _records_of(service, worker, since) -> list:
-    "The records of the items of this worker that were received since this time of `monotonic`."
-    return [x for x in service.records if x.worker == worker and x.received >= since]
-
-
-def _waiting_time(records) -> float:
-    "How long these items waited from their end until they were received, in all [s]."
-    return sum(x.received - x.end for x in records)
 
 # %% ../../../nbs/pipes/31_profiling/02_profile.ipynb #dfd99274
 def profile(
@@ -246,34 +237,46 @@ def profile(
     stages = stages_of(graph)
     places = places_of(graph)
     edges = draw(graph).edges
-    n_workers = sum(min(service.num_workers, len(seam.own_lanes())) for seam in service.seams)
+    n_lanes = [len(seam.own_lanes()) for seam in service.seams]
+    n_workers = sum(min(service.num_workers, n) for n in n_lanes)
 
     # Two further stages of the clock are the learner, and the code outside of all stages.
     with tempfile.TemporaryDirectory(prefix="rollpipe-") as folder:
-        clock = Clock(len(stages) + 2, folder, now)
+        clock = Clock(
+            len(stages) + 2,
+            folder,
+            now,
+        )
         graph = put_clocks(graph, stages, clock)
         measured = MeasuredTime(clock, seconds)
         items = iter(graph)
         try:
             measured.run(items, _consumer(update, clock.here(), len(stages)))
-            workers = _worker_figures(service, measured)
         finally:
             _end(items, service, measured)
 
     # The figures, with the learner as the last stage.
     before = measured.begin.reading
     after = measured.end.reading
-    figures = stage_figures(stages, places, before, after, measured.duration, n_workers)
+    duration = measured.duration or 1.0
+    figures = stage_figures(
+        stages,
+        places,
+        before,
+        after,
+        measured.duration,
+        n_workers,
+    )
     if update is not None:
         learning = float((after.here - before.here)[0, -2])
-        figures.append(_learner_figures(learning / (measured.duration or 1)))
+        figures.append(_learner_figures(learning / duration))
         edges = _with_learner(edges)
     result = Profile(
         measured.duration,
         measured.n_items,
         figures,
         edges,
-        workers,
+        _worker_figures([service], measured.begin.monotonic, duration),
         measured.steps_per_s,
         measured.error,
         measured.ended,
@@ -362,12 +365,17 @@ class Ongoing:
         # The stages are pipes. Parts would cost time in each step, but for samples.
         self.places = places_of(graph)
         self.edges = _with_learner(draw(graph).edges)
-        self.stages = [x for x in stages_of(graph) if x.part_of is None or x.label == "sampling"]
+        all_stages = stages_of(graph)
+        self.stages = [x for x in all_stages if x.part_of is None or x.label == "sampling"]
         self.seams = find(graph, WorkerLanes)
         self.path = path
 
         # Two further stages of the clock are the learner, and the code outside of all stages.
-        self.clock = Clock(len(self.stages) + 2, now=now, rare=20_000)
+        self.clock = Clock(
+            len(self.stages) + 2,
+            now=now,
+            rare=20_000,
+        )
 
         # The last pipe is open already, so its iterator is measured. Others ask their timers when
         # they are opened.
@@ -412,8 +420,10 @@ class Ongoing:
         # Pipes, of which those in workers are not measured, and the learner.
         stages = []
         for x in stage_figures(self.stages, self.places, before, after, duration):
-            stages.append(x._replace(share=float("nan")) if x.place == "workers" else x)
+            share = math.nan if x.place == "workers" else x.share
+            stages.append(x._replace(share=share))
         learning, other = (after.here - before.here)[0, -2:] / duration
+        services = dict.fromkeys(seam.service for seam in self.seams)
         stages.append(_learner_figures(float(learning)))
 
         result = Profile(
@@ -421,25 +431,12 @@ class Ongoing:
             measured.n_items,
             stages,
             self.edges,
-            self._workers(duration),
+            _worker_figures(services, measured.begin.monotonic, duration),
             measured.steps_per_s,
             other=float(other),
         )
         measured.begin = measured.end
         return result
-
-    def _workers(self, duration) -> list:
-        "The `WorkerFigures`, from the records of the items."
-        since = self.measured.begin.monotonic
-        figures = []
-        for service in dict.fromkeys(seam.service for seam in self.seams):
-            for worker in sorted({x.worker for x in service.records}):
-                records = _records_of(service, worker, since)
-                collecting = sum(x.end - max(x.begin, since) for x in records if x.end > since)
-                busy = collecting / duration
-                queue = _waiting_time(records) / duration
-                figures.append(WorkerFigures(f"worker {worker}", busy, 1 - busy, queue))
-        return figures
 
     def _write(self):
         "Write the figures, if there is a path."

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..graph.edits import Drawing, find, nodes
+from ..graph.modules import n_cores
 from ..graph.torchdata import IterDataPipe
 from ..keeping.files import read_file, write_json
 from ..lanes import Lanes
@@ -120,16 +120,17 @@ def stage_figures(
 # %% ../../../nbs/pipes/31_profiling/01_report.ipynb #c4205aab
 def slowest_of(figures: list) -> int | None:
     "The index of the stage that limits the speed; None if nothing was measured."
-    here = {i: x.share for i, x in enumerate(figures) if x.place != "workers"}
-    slowest = max(here, key=here.__getitem__, default=None)
-    if slowest is None or not here[slowest]:
+    shares = [x.share for x in figures]
+    here = [i for i, x in enumerate(figures) if x.place != "workers"]
+    slowest = max(here, key=shares.__getitem__, default=None)
+    if slowest is None or not shares[slowest]:
         return None
 
     # This process waits most of all for its workers, which collect at least half of that time.
-    if figures[slowest].place == "seam":
-        workers = {i: x.share for i, x in enumerate(figures) if x.place == "workers"}
-        if sum(workers.values()) >= here[slowest] / 2:
-            return max(workers, key=workers.__getitem__)
+    in_workers = [i for i, x in enumerate(figures) if x.place == "workers"]
+    collecting = sum(shares[i] for i in in_workers)
+    if figures[slowest].place == "seam" and collecting >= shares[slowest] / 2:
+        return max(in_workers, key=shares.__getitem__, default=slowest)
     return slowest
 
 # %% ../../../nbs/pipes/31_profiling/01_report.ipynb #bb98c56c
@@ -143,8 +144,8 @@ def share_text(x: float) -> str:
 
 def rate_text(x: float, unit: str) -> str:
     "A rate with at least three digits."
-    number = f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
-    return f"{number} {unit}/s"
+    digits = ",.0f" if x >= 100 else ".3g"
+    return f"{x:{digits}} {unit}/s"
 
 
 def bytes_text(x: float) -> str:
@@ -202,7 +203,8 @@ class Profile:
     def drawing(self) -> Drawing:
         "The graph with the figures of each stage."
         marked = frozenset([] if self.slowest is None else [self.slowest])
-        labels = [x.label if len(x.label) <= 64 else f"{x.label[:60]}...)" for x in self.stages]
+        labels = [x.label for x in self.stages]
+        labels = [f"{text[:60]}...)" if len(text) > 64 else text for text in labels]
         notes = tuple(map(_notes, self.stages))
 
         # Nobody waits for the last stage: it is the learner, or its reader does nothing.
@@ -211,7 +213,15 @@ class Profile:
             if _is_measured(x):
                 waits[i] = f"awaited {share_text(x.awaited)}"
         caption = tuple(self._caption())
-        return Drawing(labels, self.edges, marked, notes, tuple(waits), "slowest", caption)
+        return Drawing(
+            labels,
+            self.edges,
+            marked,
+            notes,
+            tuple(waits),
+            "slowest",
+            caption,
+        )
 
     def _caption(self) -> list:
         "The lines below the drawing."
@@ -312,21 +322,17 @@ class Setting(NamedTuple):
 
 def setting_of(graph: IterDataPipe, workers: int = 0, lag: int | None = 0) -> Setting:
     "The setting of a graph that runs with `workers` workers."
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-
     # The first stepper and the first lanes stand for all.
     stepper = next(iter(find(graph, EnvStepper)), None)
     pipes = nodes(graph)
-    seam = next((i for i, pipe in enumerate(pipes) if isinstance(pipe, Lanes)), None)
+    seams = [i for i, pipe in enumerate(pipes) if isinstance(pipe, Lanes)]
+    seam = seams[0] if seams else None
     return Setting(
         n_envs=getattr(stepper, "n_envs", None),
         lanes=1 if seam is None else pipes[seam].n,
         workers=workers,
         lag=lag,
-        cores=cores,
+        cores=n_cores(),
         engine=getattr(stepper, "engine", None),
         seam=seam,
     )
@@ -445,7 +451,9 @@ def _about_lag(profile, setting) -> str:
     "The advice if workers and learner wait for each other: a lag lets both work at the same time."
     learning = profile.learner
     waiting = min((x.waiting for x in profile.workers), default=0.0)
-    if setting.lag != 0 or waiting < 0.2 or learning is None or not 0.1 < learning < 0.9:
+    if learning is None or not 0.1 < learning < 0.9:
+        return ""
+    if setting.lag != 0 or waiting < 0.2:
         return ""
     return (
         f" The workers wait {share_text(waiting)} of their time, and the learner waits "

@@ -78,7 +78,8 @@ class _Open:
 
     def episode(self, term=False, repeated=False):
         obs, act, rew, env = zip(*self.pieces)
-        env = same_keys(list(env), [np.ones(len(x), bool) for x in rew])
+        all_steps = [np.ones(len(x), bool) for x in rew]
+        env = same_keys(list(env), all_steps)
         last_obs = nested.map(lambda x: x[None], self.ahead)
         return Episode(
             obs=nested.cat([*obs, last_obs]),
@@ -109,7 +110,7 @@ class EpisodeCutter:
         """
 
         def time(part):
-            return [0 if x is None else int(x[0]) for x in (part.restarts, part.seq)]
+            return _number_in(part.restarts) or 0, _number_in(part.seq) or 0
 
         for part in sorted(unstacked(fragment), key=time):
             if not isinstance(part.env, dict):
@@ -124,7 +125,12 @@ class EpisodeCutter:
             act = nested.getitem(part.state.act, slice(1, None))
             steps = (part.state.obs, act, env_rewards(part), env)
             number = final_numbers(part)
-            part = part._replace(actor=(), hx=(), env=(), final=part.final._replace(actor=()))
+            part = part._replace(
+                actor=(),
+                hx=(),
+                env=(),
+                final=part.final._replace(actor=()),
+            )
             yield from self._cut(_arrays(part), _arrays(steps), _arrays(number))
 
     def rest(self) -> Iterator[Episode]:
@@ -154,7 +160,13 @@ class EpisodeCutter:
         for t, b in np.argwhere(part.state.fin[1:]).tolist():
             is_step = bool(part.valid[t, b])
             k = number[t, b]
-            self._take(lane, b, part, steps, slice(begin[b], t + is_step))
+            self._take(
+                lane,
+                b,
+                part,
+                steps,
+                slice(begin[b], t + is_step),
+            )
             begin[b] = t + 1
             ended = self.open.pop((lane, b), None)
             if ended is None:
@@ -180,7 +192,13 @@ class EpisodeCutter:
 
         # The episodes that go on in the next fragment
         for b, first in enumerate(begin):
-            self._take(lane, b, part, steps, slice(first, part.n_steps))
+            self._take(
+                lane,
+                b,
+                part,
+                steps,
+                slice(first, part.n_steps),
+            )
 
     def _check_order(self, part, lane):
         """Raise `DataError` unless the fragment continues the one before.
@@ -237,7 +255,8 @@ class EpisodeCutter:
                 )
             self.open[lane, b] = _Open()
         piece = nested.map(np.copy, nested.getitem(steps, (rows, b)))
-        ahead = nested.map(np.copy, nested.getitem(part.state.obs, (rows.stop, b)))
+        next_obs = nested.getitem(part.state.obs, (rows.stop, b))
+        ahead = nested.map(np.copy, next_obs)
         self.open[lane, b].add(piece, ahead)
 
 
@@ -534,4 +553,11 @@ def from_data(
     """
     source = data if isinstance(data, IterDataPipe) else Recording(data)
     check_reward_scale(reward_scale, ("returns",), actor)
-    return DataSampler(source, batch_size, length, spaces_of(env, env_kwargs), seed, reward_scale)
+    return DataSampler(
+        source,
+        batch_size,
+        length,
+        spaces_of(env, env_kwargs),
+        seed,
+        reward_scale,
+    )

@@ -96,7 +96,8 @@ def whole_folder(path: Path, replace: bool = False) -> Iterator[Path]:
             )
 
     refuse()
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    token = secrets.token_hex(4)
+    new = path.with_name(f".{path.name}.{token}.tmp")
     old = new.with_suffix(".old")
     new.mkdir(parents=True)
     try:
@@ -136,20 +137,30 @@ def space_facts(space: spaces.Space, leaf: str = "space") -> dict:
     >>> space_facts(Discrete(3))
     {'type': 'Discrete', 'dtype': 'int64', 'start': 0, 'n': 3}
     """
+
+    # Containers of spaces
+    def facts_in(parts):
+        return {key: space_facts(part, f"{leaf}[{key!r}]") for key, part in parts}
+
     if isinstance(space, spaces.Dict):
-        named = {k: space_facts(s, f"{leaf}[{k!r}]") for k, s in space.spaces.items()}
-        return dict(type="Dict", subspaces=named)
+        return dict(type="Dict", subspaces=facts_in(space.spaces.items()))
     if isinstance(space, spaces.Tuple):
-        parts = [space_facts(s, f"{leaf}[{i}]") for i, s in enumerate(space.spaces)]
-        return dict(type="Tuple", subspaces=parts)
+        parts = facts_in(enumerate(space.spaces))
+        return dict(type="Tuple", subspaces=list(parts.values()))
 
     kind = next((kind for kind in _FIELDS if isinstance(space, getattr(spaces, kind))), None)
     if kind is None:
-        raise no_array_form(str(space), leaf)
+        raise no_array_form(
+            str(space),
+            leaf,
+        )
     facts = dict(type=kind)
     for field in _FIELDS[kind]:
         x = getattr(space, field)
-        facts[field] = str(x) if field == "dtype" else np.asarray(x).tolist()
+        if field == "dtype":
+            facts[field] = str(x)
+        else:
+            facts[field] = np.asarray(x).tolist()
     return facts
 
 
@@ -160,15 +171,20 @@ def space_of(facts: dict, leaf: str = "space") -> spaces.Space:
     `SpaceError`, which calls it `leaf`, for a space without a fixed-size array form.
     """
     kind = facts["type"]
+
+    def spaces_of(parts):
+        return [(key, space_of(part, f"{leaf}[{key!r}]")) for key, part in parts]
+
     if kind == "Dict":
         # gymnasium would sort the keys of a dict.
-        items = facts["subspaces"].items()
-        return spaces.Dict([(k, space_of(x, f"{leaf}[{k!r}]")) for k, x in items])
+        return spaces.Dict(spaces_of(facts["subspaces"].items()))
     if kind == "Tuple":
-        parts = enumerate(facts["subspaces"])
-        return spaces.Tuple([space_of(x, f"{leaf}[{i}]") for i, x in parts])
+        return spaces.Tuple([space for _, space in spaces_of(enumerate(facts["subspaces"]))])
     if kind not in _FIELDS:
-        raise no_array_form(f"{kind} in the data set", leaf)
+        raise no_array_form(
+            f"{kind} in the data set",
+            leaf,
+        )
 
     # The arguments of the space's class
     kwargs = {field: facts[field] for field in _FIELDS[kind] if field in facts}
@@ -176,7 +192,8 @@ def space_of(facts: dict, leaf: str = "space") -> spaces.Space:
         kwargs.pop("dtype", None)  # gymnasium knows only int64
     if kind == "Box":
         for bound in ("low", "high"):
-            kwargs[bound] = np.array(kwargs[bound], kwargs["dtype"]).reshape(kwargs["shape"])
+            values = np.array(kwargs[bound], kwargs["dtype"])
+            kwargs[bound] = values.reshape(kwargs["shape"])
     for field in ("shape", "n"):
         if isinstance(kwargs.get(field), list):
             kwargs[field] = tuple(kwargs[field])
@@ -233,7 +250,10 @@ class Room:
                     size = self.file.id.get_filesize() + self.reserved
                     os.posix_fallocate(self.raw.fileno(), 0, size)
                 elif shutil.disk_usage(self.raw.name).free < self.reserved:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    raise OSError(
+                        errno.ENOSPC,
+                        os.strerror(errno.ENOSPC),
+                    )
         self.reserved -= needed
 
 
@@ -269,15 +289,23 @@ def arrays_in(node: Any, like: Any, n: int, name: str) -> Any:
         n: size of the first dimension
         name: name of the node, for messages
     """
+
+    def arrays(keys, likes):
+        parts = []
+        for key, part_like in zip(keys, likes):
+            # Minari stores the items of a tuple under such names.
+            part = node[f"_index_{key}" if isinstance(like, tuple) else key]
+            parts.append(arrays_in(part, part_like, n, f"{name}[{key!r}]"))
+        return parts
+
     if isinstance(like, tuple):
-        nodes = [node[f"_index_{i}"] for i in range(len(like))]
-        parts = enumerate(zip(nodes, like))
-        return tuple(arrays_in(part, x, n, f"{name}[{i}]") for i, (part, x) in parts)
+        return tuple(arrays(range(len(like)), like))
     if isinstance(like, dict):
-        return {k: arrays_in(node[k], x, n, f"{name}[{k!r}]") for k, x in like.items()}
+        return dict(zip(like, arrays(like, like.values())))
 
     # JPEG files are arrays of bytes.
-    if like.dtype == np.uint8 and like.ndim > 1 and getattr(node, "ndim", 0) in (1, 2):
+    is_image = like.dtype == np.uint8 and like.ndim > 1
+    if is_image and getattr(node, "ndim", 0) in (1, 2):
         node = Images(node, like)
     shape = (n, *like.shape)
     has_shape = getattr(node, "shape", None) == shape
@@ -349,7 +377,10 @@ def check_contained(file: Any, most: int) -> None:
 
 def _check_numbers(node: Any, most: int) -> None:
     if node.external or node.is_virtual:
-        raise DataError(f"{node.name} reads other files", expected="numbers in the file itself")
+        raise DataError(
+            f"{node.name} reads other files",
+            expected="numbers in the file itself",
+        )
     size = math.prod(node.chunks or ()) * node.dtype.itemsize
     if size > most:
         raise DataError(
@@ -414,7 +445,11 @@ def _conforming(tree, likes, name):
         form.check(nested.getitem(tree, 0))
         return nested.map(cast_exactly, tree, space_like)
     except OverflowError as e:
-        raise DataError("a number does not fit the space", leaf=name, got=str(e)) from e
+        raise DataError(
+            "a number does not fit the space",
+            leaf=name,
+            got=str(e),
+        ) from e
 
 # %% ../../../nbs/pipes/29_recording/03_minari_files.ipynb #9294fbe4
 def _write(file, room, n, episode, likes, forms):

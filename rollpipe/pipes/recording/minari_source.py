@@ -74,9 +74,13 @@ def _form(node, name, old=None):
     Raises `DataError` unless the info has numbers, in the shape of `old`, its earlier value.
     """
     if hasattr(node, "keys"):
-        return {k: _form(node[k], f"{name}[{k!r}]", old and old[k]) for k in node}
+        forms = {}
+        for key in node:
+            forms[key] = _form(node[key], f"{name}[{key!r}]", old and old[key])
+        return forms
     is_numeric = node.dtype.kind in "biuf" and node.ndim
-    if not is_numeric or old is not None and old.shape != node.shape[1:]:
+    has_shape = old is None or old.shape == node.shape[1:]
+    if not is_numeric or not has_shape:
         raise DataError(
             "an info has no fixed numeric form",
             leaf=name,
@@ -84,7 +88,8 @@ def _form(node, name, old=None):
             expected="numbers of one shape at each step, or `info_keys` without this info",
         )
     dtype = node.dtype if old is None else np.result_type(node.dtype, old.dtype)
-    return np.full(node.shape[1:], np.nan if dtype.kind == "f" else 0, dtype)
+    filler = np.nan if dtype.kind == "f" else 0
+    return np.full(node.shape[1:], filler, dtype)
 
 
 class StoredEpisodes:
@@ -130,7 +135,11 @@ class StoredEpisodes:
                 names.add(key)
                 if info_keys is not None and key.removeprefix("_") not in info_keys:
                     continue
-                self.infos[key] = _form(node, f"episode_{k}/infos[{key!r}]", self.infos.get(key))
+                self.infos[key] = _form(
+                    node,
+                    f"episode_{k}/infos[{key!r}]",
+                    self.infos.get(key),
+                )
                 counts[key] += 1
         unknown = {*(info_keys or ())} - {*counts}
         if unknown:
@@ -142,9 +151,12 @@ class StoredEpisodes:
             )
 
         # An info that some episodes lack gets a mask.
-        partial_infos = [key for key in counts if counts[key] < n and key[0] != "_"]
-        self.unmasked = [key for key in partial_infos if f"_{key}" not in counts]
-        self.infos |= {f"_{key}": np.zeros((), bool) for key in self.unmasked}
+        self.unmasked = []
+        for key, count in counts.items():
+            mask = f"_{key}"
+            if count < n and key[0] != "_" and mask not in counts:
+                self.unmasked.append(key)
+                self.infos[mask] = np.zeros((), bool)
 
     def __getitem__(self, k: int) -> tuple:
         """`(n, obs, act, rew, term, trunc, infos, is_known)` of episode `k`.
@@ -157,13 +169,22 @@ class StoredEpisodes:
         flag = np.zeros((), bool)
 
         def arrays(key, like, n):
-            return arrays_in(group[key], like, n, f"episode_{k}/{key}")
+            return arrays_in(
+                group[key],
+                like,
+                n,
+                f"episode_{k}/{key}",
+            )
 
         infos = {}
         for key, like in self.infos.items():
             path = f"infos/{key}"
             if path in group:
-                infos[key] = arrays(path, like, n + 1)
+                infos[key] = arrays(
+                    path,
+                    like,
+                    n + 1,
+                )
         return (
             n,
             arrays("observations", self.likes[0], n + 1),
@@ -217,24 +238,23 @@ class PlayedRows:
         end = start + n
         like_obs, like_act = self.stored.likes
 
-        # `low` and `high` are numbers of rows in the stream.
-        def part(tree, like, low, high):
-            return nested.map(lambda x, y: as_like(x[low - start : high - start], y), tree, like)
+        def rows_of(tree, like, steps):
+            return nested.map(lambda x, y: as_like(x[steps], y), tree, like)
 
-        def put(target, low, high, rows):
-            nested.setitem(target, (slice(max(low - first, 0), max(high - first, 0)), b), rows)
-
-        # The rows before a step
+        # The rows before a step; `low` and `high` are numbers of rows in the stream.
         low = max(start, first)
         high = min(end, stop)
         if low < high:
-            put(self.obs, low, high, part(obs, like_obs, low, high))
-            put(self.stepno, low, high, np.arange(low - start, high - start))
+            at = slice(low - first, high - first), b
+            steps = slice(low - start, high - start)
+            nested.setitem(self.obs, at, rows_of(obs, like_obs, steps))
+            self.stepno[at] = np.arange(steps.start, steps.stop)
 
         # The steps, each of which leads to the next row
         low = max(start, first - 1)
         high = min(end, stop - 1)
         if low < high:
+            after = slice(low + 1 - first, high + 1 - first), b
             steps = slice(low - start, high - start)
             terminated = term[steps]
             ended = terminated | trunc[steps]
@@ -244,34 +264,46 @@ class PlayedRows:
                     leaf="terminations, truncations",
                     expected="True at the last step only",
                 )
-            put(self.act, low + 1, high + 1, part(act, like_act, low, high))
-            put(self.rew, low + 1, high + 1, rew[steps])
-            put(self.term, low + 1, high + 1, terminated)
+            nested.setitem(self.act, after, rows_of(act, like_act, steps))
+            self.rew[after] = rew[steps]
+            self.term[after] = terminated
 
-        # Facts of steps, without those of the step before row 0
+        # Facts of steps, without those of the step before row 0. Infos have a row for the reset.
         low = max(start, first)
         if low < high:
-            put(self.valid, low, high, True)
+            at = slice(low - first, high - first), b
+            info_rows = slice(low + 1 - start, high + 1 - start)
+            self.valid[at] = True
             for key, tree in infos.items():
-                like = self.stored.infos[key]
-                put(self.env[key], low, high, part(tree, like, low + 1, high + 1))
+                rows = rows_of(tree, self.stored.infos[key], info_rows)
+                nested.setitem(self.env[key], at, rows)
             for key in self.stored.unmasked:
-                put(self.env[f"_{key}"], low, high, key in infos)
+                self.env[f"_{key}"][at] = key in infos
 
         # The observation after the last step, and the rows after the last episode
         if first < end < stop and is_known:
-            self.ends.append((end - 1 - first, b, part(obs, like_obs, end, end + 1)))
+            last_obs = rows_of(obs, like_obs, slice(n, n + 1))
+            self.ends.append((end - 1 - first, b, last_obs))
         if is_last and end < stop:
-            put(self.obs, end, stop, part(obs, like_obs, end, end + 1))
-            put(self.act, end + 1, stop, part(act, like_act, end - 1, end))
+            last = slice(n - 1, n)
+            rest = slice(max(end - first, 0), None), b
+            rest_after = slice(max(end + 1 - first, 0), None), b
+            nested.setitem(self.obs, rest, rows_of(obs, like_obs, slice(n, n + 1)))
+            nested.setitem(self.act, rest_after, rows_of(act, like_act, last))
 
     def fragment(self, seq: int) -> Fragment:
         "The fragment number `seq`."
         ends = sorted(self.ends, key=lambda end: end[:2])
-        places = torch.tensor([end[:2] for end in ends], dtype=torch.int64).reshape(-1, 2)
+        steps = torch.tensor([t for t, _, _ in ends], dtype=torch.int64)
+        columns = torch.tensor([b for _, b, _ in ends], dtype=torch.int64)
         no_obs = nested.map(lambda x: x[0, :0], self.obs)
         last_obs = nested.cat([*(obs for _, _, obs in ends), no_obs])
-        final = Final(t=places[:, 0], b=places[:, 1], obs=nested.torchify(last_obs), actor={})
+        final = Final(
+            t=steps,
+            b=columns,
+            obs=nested.torchify(last_obs),
+            actor={},
+        )
 
         # Rewards of another dtype are kept beside those of a fragment, which are float32.
         env = dict(self.env)
@@ -449,7 +481,12 @@ class MinariSource(Source):
         for k in range(first, end):
             start, number = column[k]
             with opened_data_set(self.path, leaf=f"episode_{number}"):
-                rows.put(b, start, episode(number), k == len(column) - 1)
+                rows.put(
+                    b,
+                    start,
+                    episode(number),
+                    k == len(column) - 1,
+                )
 
 
 from_minari = MinariSource

@@ -8,10 +8,12 @@ __all__ = ['FORMAT', 'MOST', 'ItemFile', 'item_files', 'bytes_of', 'ItemFolder',
 
 # %% ../../../nbs/pipes/29_recording/00_recorder.ipynb #90bc404b
 import atexit
+import fcntl
 import gzip
 import io
 import json
 import logging
+import math
 import os
 import re
 from collections import deque
@@ -32,11 +34,6 @@ from ..keeping.plain import capture
 from ..replay.pipe import Replayed
 
 # %% ../../../nbs/pipes/29_recording/00_recorder.ipynb #5d3f222a
-try:
-    import fcntl
-except ImportError:
-    fcntl = None  # this system has no such locks
-
 from ..data.errors import CheckpointError
 from rollpipe.pipes.keeping.files import (
     encode,
@@ -53,8 +50,10 @@ from rollpipe.pipes.keeping.files import (
 # %% ../../../nbs/pipes/29_recording/00_recorder.ipynb #2bccceec
 FORMAT = 2
 _NAME = re.compile(r"(\d{9,})-(\d{9,})\.safetensors(\.gz)?")
-_UNITS = dict(B=1, KB=10**3, MB=10**6, GB=10**9, TB=10**12)
-_UNITS |= dict(KIB=2**10, MIB=2**20, GIB=2**30, TIB=2**40)
+_UNITS = dict(B=1)
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = 1024**_power
 
 
 class ItemFile(NamedTuple):
@@ -79,7 +78,8 @@ def item_files(folder: str | Path) -> list[ItemFile]:
     for entry in os.scandir(folder):
         match = _NAME.fullmatch(entry.name)
         if match:
-            files.append(ItemFile(int(match[1]), int(match[2]), Path(entry.path)))
+            first, end = map(int, match.group(1, 2))
+            files.append(ItemFile(first, end, Path(entry.path)))
     return sorted(files)
 
 
@@ -93,8 +93,9 @@ def bytes_of(size: Any, name: str) -> int:
     1500000
     """
     match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", str(size))
+    number, unit = match.groups() if match else ("0", "")
     try:
-        n = int(float(match[1]) * _UNITS[match[2].upper() or "B"]) if match else 0
+        n = int(float(number) * _UNITS[unit.upper() or "B"])
     except (KeyError, ValueError, OverflowError):
         n = 0
     if n < 1:
@@ -151,14 +152,13 @@ class ItemFolder:
             raise
 
         # (path, size) of the files, oldest first, and those that may not be on disk yet
-        self.files = deque((f.path, f.path.stat().st_size) for f in item_files(path))
+        paths = [file.path for file in item_files(path)]
+        self.files = deque((file, file.stat().st_size) for file in paths)
         self.total = sum(size for _, size in self.files)
         self.unsafe = []
 
     def _lock(self):
         "Raise `DataError` if another process has the lock."
-        if fcntl is None:
-            return
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -220,7 +220,13 @@ class ItemFolder:
         while len(self.waiting) > 1:
             self._finish()
         path = path.with_name(f"{path.name}.gz")
-        self.waiting.append((path, self.pool.submit(self._write, path, codes, tensors)))
+        future = self.pool.submit(
+            self._write,
+            path,
+            codes,
+            tensors,
+        )
+        self.waiting.append((path, future))
 
     def _write(self, path, codes, tensors):
         "Write a file under another name, and rename it. Returns its size in bytes."
@@ -253,7 +259,8 @@ class ItemFolder:
         self.files.append((path, size))
         self.unsafe.append(path)
         self.total += size
-        while self.limit is not None and self.total > self.limit and len(self.files) > 1:
+        limit = math.inf if self.limit is None else self.limit
+        while self.total > limit and len(self.files) > 1:
             oldest, size = self.files.popleft()
             oldest.unlink(missing_ok=True)
             self.total -= size
@@ -279,8 +286,7 @@ class ItemFolder:
             if self.pool is not None:
                 self.pool.shutdown()
             # Explicit, because forked processes have the file, too
-            if fcntl is not None:
-                fcntl.flock(self.lock, fcntl.LOCK_UN)
+            fcntl.flock(self.lock, fcntl.LOCK_UN)
             self.lock.close()
 
 # %% ../../../nbs/pipes/29_recording/00_recorder.ipynb #e641191a
@@ -352,7 +358,12 @@ class ItemWriter:
         if not names:
             return
         codes = {name: self.codes[name] for name in names}
-        self.folder.write(self.first, self.n, codes, self.tensors)
+        self.folder.write(
+            self.first,
+            self.n,
+            codes,
+            self.tensors,
+        )
         self.first = self.n  # only now, so that a signal meanwhile loses nothing
         self._clear()
 
@@ -500,11 +511,10 @@ def part_of(pipe: IterDataPipe, path: str | Path) -> Path:
 
     Above `Lanes`, each lane has a folder of its own.
     """
-    for p in nodes(pipe):
-        if "lane" in vars(p):
-            lane = vars(p)["lane"]
-            return Path(path) if lane is None else Path(path) / f"lane-{lane:04}"
-    return Path(path)
+    lanes = [vars(p)["lane"] for p in nodes(pipe) if "lane" in vars(p)]
+    if not lanes or lanes[0] is None:
+        return Path(path)
+    return Path(path) / f"lane-{lanes[0]:04}"
 
 
 class Recorder(Pipe):
@@ -581,8 +591,18 @@ class Recorder(Pipe):
             yield from items
             return
         limit = None if self.limit is None else bytes_of(self.limit, "limit")
-        item_folder = ItemFolder(folder, progress["n"], is_resumed, limit, self.compress)
-        writer = ItemWriter(item_folder, progress["n"], bytes_of(self.chunk, "chunk"))
+        item_folder = ItemFolder(
+            folder,
+            progress["n"],
+            is_resumed,
+            limit,
+            self.compress,
+        )
+        writer = ItemWriter(
+            item_folder,
+            progress["n"],
+            bytes_of(self.chunk, "chunk"),
+        )
         self.running = writer
         try:
             write_atomically(folder / "about.json", json.dumps(self.about(), indent=1).encode())
@@ -603,7 +623,11 @@ class Recorder(Pipe):
         "The item as it is passed on."
         if progress["stopped"]:
             return item
-        n = self._guarded(progress, writer.add, without_objects(item))
+        n = self._guarded(
+            progress,
+            writer.add,
+            without_objects(item),
+        )
         progress["n"] = writer.n
         if n is None:
             return item

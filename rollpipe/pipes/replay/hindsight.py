@@ -72,12 +72,9 @@ class GoalRules:
     ) -> tuple[np.ndarray, np.ndarray | None]:
         if self._env is None:
             self._env = self.source if self.is_lent else self.source()
-        reward, terminated = (
-            self._answers(name, achieved, desired)
-            for name in ("compute_reward", "compute_terminated")
-        )
+        reward = self._answers("compute_reward", achieved, desired)
         if reward is not None:
-            return reward, terminated
+            return reward, self._answers("compute_terminated", achieved, desired)
         raise EnvError(
             "the environment does not tell the reward of other goals",
             env=self.name,
@@ -95,7 +92,9 @@ class GoalRules:
         self._env = None
 
     def _answers(self, name, achieved, desired):
-        env = self._env.envs[0] if isinstance(self._env, gym.vector.SyncVectorEnv) else self._env
+        env = self._env
+        if isinstance(env, gym.vector.SyncVectorEnv):
+            env = env.envs[0]
         while not hasattr(env, name) and isinstance(env, gym.Wrapper):
             env = env.env
         method = getattr(env, name, None)
@@ -106,7 +105,8 @@ class GoalRules:
 
             # One call for all steps, if the method can. A step may come twice, so that an answer of
             # the length of a goal, by a method for one step, is no answer for all.
-            length = next(k for k in range(n, n + len(goal) + 1) if k not in goal)
+            lengths = range(n, n + len(goal) + 1)
+            length = next(k for k in lengths if k not in goal)
             at = np.arange(length) % max(1, n)
             if n:
                 answers = np.array(method(achieved[at], desired[at], {}))
@@ -116,7 +116,10 @@ class GoalRules:
             answers = [np.array(method(a, d, {})) for a, d in zip(achieved, desired)]
             return np.array(answers).reshape(n)
         except Exception as e:
-            raise EnvError(f"{name} failed: {describe_exception(e)}", env=self.name) from e
+            raise EnvError(
+                f"{name} failed: {describe_exception(e)}",
+                env=self.name,
+            ) from e
 
 # %% ../../../nbs/pipes/24_replay/05_hindsight.ipynb #1f6f9b37
 @with_field_docs
@@ -171,7 +174,8 @@ class MergedStep(NamedTuple):
         first = steps[0]
         last = steps[-1]
         n = len(steps)
-        total = sum(gamma**k * float(step.reward) for k, step in enumerate(steps))
+        rewards = [float(step.reward) for step in steps]
+        total = sum(gamma**k * reward for k, reward in enumerate(rewards))
         discount = 0.0 if last.terminated else gamma**n
         return MergedStep(
             state=first.state,
@@ -285,7 +289,8 @@ def steps_ahead(store: StepStore, slot: np.ndarray, rng: np.random.Generator) ->
         step = np.zeros_like(slot)
         step[live] = after[goes_on]
         chain.append(step)
-    return np.array(chain)[rng.integers(count), np.arange(len(slot))]
+    n_ahead = rng.integers(count)
+    return np.array(chain)[n_ahead, np.arange(len(slot))]
 
 # %% ../../../nbs/pipes/24_replay/05_hindsight.ipynb #b1a1e36f
 def _with_goal(fragment, b, goal, rew, term):
@@ -378,8 +383,13 @@ class Hindsight(Pipe):
         fragment = fragment._replace(final=fragment.final._replace(actor={}))
 
         # The steps that get another goal, and the goals that were achieved later
-        b = (rng.random(fragment.n_envs) * (self.n_sampled_goal + 1) >= 1).nonzero()[0]
-        slot = steps_ahead(store, store.ring.slot(sample.index.numpy()[b]), rng)
+        keeps_goal = rng.random(fragment.n_envs) * (self.n_sampled_goal + 1) < 1
+        b = (~keeps_goal).nonzero()[0]
+        slot = steps_ahead(
+            store,
+            store.ring.slot(sample.index.numpy()[b]),
+            rng,
+        )
         goal = _after(store.read(slot, 1), "achieved_goal")[0]
         goal = goal.to(fragment.state.obs["desired_goal"].dtype)
 
@@ -395,21 +405,23 @@ class Hindsight(Pipe):
 
     def _check_goals(self, fragment, memory):
         "Raise `DataError` unless the steps can get other goals."
+
+        def refuse(problem, leaf, expected, got):
+            raise DataError(
+                problem,
+                pipe=self,
+                leaf=leaf,
+                expected=expected,
+                got=got,
+            )
+
         if getattr(memory, "frames", 1) > 1:
-            problem = "goals are replaced in whole observations"
-            raise DataError(problem, pipe=self, leaf="frames", expected="1", got="stacks")
+            refuse("goals are replaced in whole observations", "frames", "1", "stacks")
         length = getattr(memory, "length", None)
         if length != 1:
-            raise DataError(
-                "goals are replaced in single steps",
-                pipe=self,
-                leaf="length",
-                expected="a memory with length=1",
-                got=length,
-            )
+            refuse("goals are replaced in single steps", "length", "a memory with length=1", length)
         if nested.leaves(fragment.hx):
-            problem = "actors with memory are not supported"
-            raise DataError(problem, pipe=self, leaf="hx", expected="()", got=fragment.hx)
+            refuse("actors with memory are not supported", "hx", "()", fragment.hx)
 
         # Achieved and desired goals must have one form.
         obs = fragment.state.obs
@@ -419,24 +431,15 @@ class Hindsight(Pipe):
             goals = [x for x in goals if isinstance(x, Tensor)]
         forms = {(x.shape, x.is_floating_point() or x.dtype) for x in goals}
         if len(goals) < 2 or len(forms) > 1:
-            raise DataError(
-                "the observations have no goals",
-                pipe=self,
-                leaf="obs",
-                expected="a dict with arrays achieved_goal and desired_goal of one shape, both of "
-                "floats or of one dtype",
-                got=obs,
+            expected = (
+                "a dict with arrays achieved_goal and desired_goal of one shape, both of floats or of "
+                "one dtype"
             )
+            refuse("the observations have no goals", "obs", expected, obs)
 
         ended = fragment.state.fin[1:] & fragment.valid
         if len(fragment.final.t) < ended.sum():
-            raise DataError(
-                "a true last observation is missing",
-                pipe=self,
-                leaf="final",
-                expected="terminal_obs=True",
-                got="False",
-            )
+            refuse("a true last observation is missing", "final", "terminal_obs=True", "False")
 
     def _check_rules(self, fragment):
         "Raise `DataError` unless `rules` gives the rewards that the environment gave."
@@ -444,9 +447,17 @@ class Hindsight(Pipe):
         achieved = _after(fragment, "achieved_goal")[valid]
         desired = _after(fragment, "desired_goal")[valid]
         rew, term = self._judge(achieved, desired)
-        self._check_equal("rew", fragment.state.rew[1:][valid].cpu(), rew)
+        self._check_equal(
+            "rew",
+            fragment.state.rew[1:][valid].cpu(),
+            rew,
+        )
         if term is not None:
-            self._check_equal("term", fragment.term[1:][valid].cpu(), term)
+            self._check_equal(
+                "term",
+                fragment.term[1:][valid].cpu(),
+                term,
+            )
 
     def _check_equal(self, leaf, of_env, of_rules):
         if not torch.allclose(of_env.float(), of_rules.float(), 1e-4, 1e-5):

@@ -7,6 +7,7 @@ __all__ = ['Field', 'fields_of', 'record_type', 'unbatched', 'FragmentLayout', '
 
 # %% ../../../nbs/pipes/24_replay/01_layout.ipynb #4414b22b
 import errno
+import fcntl
 import os
 import shutil
 import weakref
@@ -126,7 +127,12 @@ def unbatched(fragment: Fragment) -> Fragment:
             return x.new_zeros(x.shape[1:])
 
         obs = nested.map(zeros, final.obs)
-        return Final(t=None, b=None, obs=obs, actor=nested.map(zeros, final.actor))
+        return Final(
+            t=None,
+            b=None,
+            obs=obs,
+            actor=nested.map(zeros, final.actor),
+        )
 
     return fragment.map(
         rows=lambda x: x[0, 0],
@@ -163,9 +169,15 @@ class FragmentLayout:
 
         # The fields of each kind of record
         kinds = Fragment.ROWS, Fragment.STEPS, Fragment.COLUMNS, ("final",), ("hx",)
-        self.kinds = {names: nested.leaves(self.fields.only(*names)) for names in kinds}
+        self.kinds = {}
+        for names in kinds:
+            self.kinds[names] = nested.leaves(self.fields.only(*names))
         rows, steps, columns, final, hx = self.kinds.values()
-        self.step_type = record_type(rows + steps + columns, final=np.int32, hx=np.int32)
+        self.step_type = record_type(
+            rows + steps + columns,
+            final=np.int32,
+            hx=np.int32,
+        )
         self.final_type = record_type(final)
         self.hx_type = record_type(hx)
 
@@ -184,8 +196,18 @@ class FragmentLayout:
             return x[:, order].swapaxes(0, 1)
 
         self._write(records, fragment, Fragment.ROWS, by_environment)
-        self._write(records[:, :-1], fragment, Fragment.STEPS, by_environment)
-        self._write(records, fragment, Fragment.COLUMNS, lambda x: x[order, None])
+        self._write(
+            records[:, :-1],
+            fragment,
+            Fragment.STEPS,
+            by_environment,
+        )
+        self._write(
+            records,
+            fragment,
+            Fragment.COLUMNS,
+            lambda x: x[order, None],
+        )
         records["final"] = records["hx"] = -1
         return records
 
@@ -199,11 +221,17 @@ class FragmentLayout:
     def pack_hx(self, fragment: Fragment, order: np.ndarray) -> np.ndarray:
         "Records `[B]` of the recurrent states at row 0."
         records = np.zeros(len(order), self.hx_type)
-        self._write(records, fragment, ("hx",), lambda x: x[:, order].swapaxes(0, 1))
+        self._write(
+            records,
+            fragment,
+            ("hx",),
+            lambda x: x[:, order].swapaxes(0, 1),
+        )
         return records
 
     def _write(self, records, fragment, names, arrange=lambda x: x):
-        for field, x in zip(self.kinds[names], nested.leaves(fragment.only(*names))):
+        leaves = nested.leaves(fragment.only(*names))
+        for field, x in zip(self.kinds[names], leaves):
             field.write(records, x, arrange)
 
     def unpack(self, records: np.ndarray, finals: np.ndarray, hxs: np.ndarray | None) -> Fragment:
@@ -392,15 +420,21 @@ def mapped_records(folder: Path, capacity: int, dtype: np.dtype) -> np.ndarray:
     free = shutil.disk_usage(folder).free
     try:
         if needed > free:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with open(file, "x+b") as f:
-            f.write(_header(capacity, dtype))
-            f.flush()
-            begin = f.tell()
-            _allocate(f, begin, needed)
-            return np.asarray(np.memmap(f, dtype, "r+", begin, capacity))
-    except FileExistsError:
-        raise _in_use(file) from None
+            raise OSError(
+                errno.ENOSPC,
+                os.strerror(errno.ENOSPC),
+            )
+        # Format version 3 allows any letters in names.
+        records = np.lib.format.open_memmap(
+            file,
+            "w+",
+            dtype,
+            (capacity,),
+            version=(3, 0),
+        )
+        with open(file, "r+b") as f:
+            _allocate(f, records.offset, needed)
+        return np.asarray(records)
     except OSError as e:
         file.unlink(missing_ok=True)
         raise DataError(
@@ -417,17 +451,6 @@ def _is_ours(file) -> bool:
     """
     with open(file, "rb") as f:
         return f.read(7) in (b"", b"\x93NUMPY\x03")
-
-
-def _header(capacity, dtype) -> bytes:
-    "The header of a file for `numpy.load`, in format version 3, which allows any letters in names."
-    descr = np.lib.format.dtype_to_descr(dtype)
-    text = repr(dict(descr=descr, fortran_order=False, shape=(capacity,))).encode()
-
-    # Magic string (8 bytes), length (4 bytes), text and a line break fill multiples of 64 bytes.
-    n_spaces = -(len(text) + 13) % 64
-    text += b" " * n_spaces + b"\n"
-    return np.lib.format.magic(3, 0) + len(text).to_bytes(4, "little") + text
 
 
 def _allocate(f, start, size):
@@ -493,10 +516,8 @@ class Place:
         "Create and lock the folder. Without locks on this system, it is not protected."
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            import fcntl
-
             fd = os.open(folder, os.O_RDONLY)
-        except (ImportError, PermissionError):
+        except PermissionError:
             return
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -506,7 +527,12 @@ class Place:
         except OSError:
             os.close(fd)
             return  # this file system has no locks
-        self.lock = weakref.finalize(self, _leave, fd, self.pid)
+        self.lock = weakref.finalize(
+            self,
+            _leave,
+            fd,
+            self.pid,
+        )
 
     def close(self) -> None:
         "Release the folder. The records stay usable, in a file that has no name any more."
@@ -531,8 +557,6 @@ def _leave(fd, pid):
     """
     try:
         if pid == os.getpid():
-            import fcntl
-
             with suppress(FileNotFoundError):
                 os.unlink("steps.npy", dir_fd=fd)
             # Explicit, because forked processes may hold the descriptor, too
@@ -544,5 +568,4 @@ def _leave(fd, pid):
 _places = weakref.WeakSet()
 # A forked process closes its copies, because it must not keep the folder locked after this process
 # has ended.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [place.close() for place in list(_places)])
+os.register_at_fork(after_in_child=lambda: [place.close() for place in list(_places)])

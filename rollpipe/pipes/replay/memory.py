@@ -146,7 +146,8 @@ class PrioritizedSampler(UniformSampler):
     def draw(self, n: int, n_filled: int) -> np.ndarray:
         # Stratified as in the paper: one draw from each n-th of the sum
         total = self.tree.total
-        strata = (np.arange(n) + self.rng.random(n)) * (total / n)
+        part = total / n
+        strata = (np.arange(n) + self.rng.random(n)) * part
 
         # Rounding may give a slot after the last segment. No segment begins there, so it is drawn
         # again.
@@ -236,7 +237,11 @@ class PendingSegments:
             offsets = np.concatenate([before.offsets, offsets + before.n_steps])
             n_steps += before.n_steps
         complete = offsets + self.length <= n_steps
-        self.lanes[steps.lane] = _Pending(starts[:, ~complete], offsets[~complete], n_steps)
+        self.lanes[steps.lane] = _Pending(
+            starts[:, ~complete],
+            offsets[~complete],
+            n_steps,
+        )
         return starts[:, complete].ravel()
 
 # %% ../../../nbs/pipes/24_replay/03_memory.ipynb #b23101d6
@@ -270,14 +275,16 @@ def checked_errors(index: Any, td_abs: Any, end: int, pipe: Any) -> tuple:
         td_abs = td_abs.float()  # numpy has no bfloat16
     td_abs = _array(td_abs)
     index = _array(index)
-    if td_abs.shape != index.shape or not (np.isfinite(td_abs) & (td_abs >= 0)).all():
+    are_errors = np.isfinite(td_abs) & (td_abs >= 0)
+    if td_abs.shape != index.shape or not are_errors.all():
         raise DataError(
             "not absolute TD errors",
             pipe=pipe,
             expected=f"finite numbers >= 0, {list(index.shape)}",
             got=td_abs,
         )
-    if index.dtype.kind not in "iu" or ((index < 0) | (index >= end)).any():
+    is_outside = (index < 0) | (index >= end)
+    if index.dtype.kind not in "iu" or is_outside.any():
         raise DataError(
             "not an index of a sample",
             pipe=pipe,
@@ -365,7 +372,11 @@ class ReplayMemory:
                 got=f"capacity={self.capacity}",
             )
         bytes_of_step = LEAST_BYTES * (path is None) + 16 * prioritized
-        check_memory(f"capacity={self.capacity:,}", self.capacity * bytes_of_step, pipe=self)
+        check_memory(
+            f"capacity={self.capacity:,}",
+            self.capacity * bytes_of_step,
+            pipe=self,
+        )
 
         self.prioritized = prioritized
         self.path = path
@@ -425,7 +436,12 @@ class ReplayMemory:
 
     def begin(self, example: Fragment) -> StepStore:
         "Allocate memory for fragments like `example`, see `unbatched`."
-        self.store = StepStore(self.capacity, example, self.path, not self.zero_state)
+        self.store = StepStore(
+            self.capacity,
+            example,
+            self.path,
+            not self.zero_state,
+        )
         self.pending = PendingSegments(self.span, at_borders=self.store.keep_hx)
         return self.store
 
@@ -466,7 +482,11 @@ class ReplayMemory:
         if self.frames > 1:
             fragment = with_stacks(fragment, self.frames)
         weight = self.sampler.weights(slot, self.beta)
-        return Sample(fragment, weight, torch.from_numpy(ring.serial(slot)))
+        return Sample(
+            fragment,
+            weight,
+            torch.from_numpy(ring.serial(slot)),
+        )
 
     def prioritize(self, index: Any, td_abs: Any) -> None:
         """Set the priorities of segments.
@@ -501,10 +521,12 @@ class ReplayMemory:
         small = dict(
             settings=self._settings(), beta=self.beta, sampler=self.sampler.get_state(), store=store
         )
-        rows = {name: changes.save(rows, chunks) for name, (rows, changes) in self._rows().items()}
+        saved = {}
+        for name, (rows, changes) in self._rows().items():
+            saved[name] = changes.save(rows, chunks)
         if chunks is not None:
             chunks.sync()
-        return capture(small) | dict(rows=rows)
+        return capture(small) | dict(rows=saved)
 
     def set_state(self, state: dict, chunks: ChunkFolder | None = None) -> None:
         """Continue with an empty memory from a state that `get_state` returned.
@@ -532,7 +554,11 @@ class ReplayMemory:
             restore_store(self.begin(store["example"]), store)
             self.pending.lanes = store["pending"]
         for name, (rows, changes) in self._rows().items():
-            changes.load(rows, state["rows"][name], chunks)
+            changes.load(
+                rows,
+                state["rows"][name],
+                chunks,
+            )
         self.sampler.set_state(small["sampler"])
         self.beta = small["beta"]
 

@@ -224,7 +224,11 @@ class Replay(Seeded, Pipe):
     def _check_samples(self, bytes_of_step):
         "Raise `DataError` if a sample does not fit in the available memory."
         n_rows = self.batch_size * (self.length + self.frames)
-        check_memory(f"batch_size={self.batch_size:,}", n_rows * bytes_of_step, pipe=self)
+        check_memory(
+            f"batch_size={self.batch_size:,}",
+            n_rows * bytes_of_step,
+            pipe=self,
+        )
 
     def _new_memory(self):
         # The seed is that of this iteration.

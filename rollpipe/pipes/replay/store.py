@@ -103,7 +103,8 @@ class StepLinks:
         """
         slot = self.ring.slot(serial)
         self.next[slot[:, :-1]] = slot[:, 1:]
-        self.next[slot[:, -1]] = -1 - self.look_ahead.put(rows)
+        last = slot[:, -1]
+        self.next[last] = -1 - self.look_ahead.put(rows)
         self.changes.mark(slot)
 
     def join(
@@ -137,7 +138,11 @@ class StepLinks:
             next_seq = None if end.seq is None else end.seq + 1
             if seq == next_seq:
                 follows = self._link(end, seq, serial, stepno, records)
-        self.lanes[lane] = _LaneEnd(seq, stepno[-1], serial[:, -1])
+        self.lanes[lane] = _LaneEnd(
+            seq,
+            stepno[-1],
+            serial[:, -1],
+        )
         return AddedSteps(lane, serial, follows)
 
     def _link(self, end, seq, serial, stepno, records):
@@ -149,7 +154,8 @@ class StepLinks:
         ahead = self.look_ahead.records[-1 - self.next[last]]
 
         # Step numbers and observations must agree, except where another episode may follow.
-        goes_on = ~(ahead[self.fin] & (stepno[0, in_ring] == 0) & self.episodes_follow)
+        may_begin = ahead[self.fin] & (stepno[0, in_ring] == 0)
+        goes_on = ~(may_begin & self.episodes_follow)
         compared = np.ones(len(serial), bool)
         compared[in_ring] = goes_on
         if seq is None and compared.any():
@@ -157,7 +163,8 @@ class StepLinks:
         if not np.array_equal(end.stepno[compared], stepno[0, compared]):
             return False
         for field in self.obs:
-            if records[field][first[goes_on]].tobytes() != ahead[field][goes_on].tobytes():
+            obs = records[field][first[goes_on]]
+            if obs.tobytes() != ahead[field][goes_on].tobytes():
                 return False
 
         records[self.past][first] = ahead[self.past]
@@ -176,15 +183,12 @@ def _same_dtypes(*infos) -> tuple:
     if structure != other_structure:
         return infos  # `_check` then raises the error
 
-    def common(x, y):
-        return x.dtype if x.dtype == y.dtype else torch.promote_types(x.dtype, y.dtype)
-
-    dtypes = list(map(common, xs, ys))
+    dtypes = [torch.promote_types(x.dtype, y.dtype) for x, y in zip(xs, ys)]
 
     def cast(info, leaves):
         if [x.dtype for x in leaves] == dtypes:
             return info
-        return structure.unflatten([x.to(dtype) for x, dtype in zip(leaves, dtypes)])
+        return structure.unflatten(map(torch.Tensor.to, leaves, dtypes))
 
     return cast(infos[0], xs), cast(infos[1], ys)
 
@@ -255,7 +259,7 @@ class StepStore:
 
         # The columns, lane after lane
         lanes = strands(fragment)
-        order = np.concatenate([np.arange(columns.start, columns.stop) for _, _, columns in lanes])
+        order = np.concatenate([np.r_[columns] for _, _, columns in lanes])
 
         # The steps of a column go into successive slots.
         serial, replaced = self.ring.take(fragment.valid.numel())
@@ -271,7 +275,13 @@ class StepStore:
         begin = 0
         for lane, seq, columns in lanes:
             env = slice(begin, begin + columns.stop - columns.start)
-            steps = self.links.join(lane, seq, serial[env], stepno[:, env], self.records)
+            steps = self.links.join(
+                lane,
+                seq,
+                serial[env],
+                stepno[:, env],
+                self.records,
+            )
             added.append(steps)
             begin = env.stop
         return replaced, added
@@ -302,7 +312,11 @@ class StepStore:
         old_layout = self.layout
         self.layout = layout
         n = self.ring.n_filled
-        layout.take_over(records[:n], self.records[:n], old_layout)
+        layout.take_over(
+            records[:n],
+            self.records[:n],
+            old_layout,
+        )
         layout.take_over(ahead, look_ahead.records, old_layout)
         self._use(records)
         self.changes.mark(slice(0, n))
@@ -340,9 +354,11 @@ class StepStore:
         row = order.argsort()
         b = row[fragment.final.b.cpu().numpy()]
         t = fragment.final.t.cpu().numpy()
-        records["final"][b, t] = self.finals.put(self.layout.pack_final(fragment))
+        finals = self.layout.pack_final(fragment)
+        records["final"][b, t] = self.finals.put(finals)
         if self.keep_hx:
-            records["hx"][:, 0] = self.hxs.put(self.layout.pack_hx(fragment, order))
+            states = self.layout.pack_hx(fragment, order)
+            records["hx"][:, 0] = self.hxs.put(states)
         return records
 
     def _write(self, records, slot):
@@ -350,7 +366,8 @@ class StepStore:
         first = slot[0]
         n_to_end = self.capacity - first
         self.records[first : first + len(records)] = records[:n_to_end]
-        self.records[: max(0, len(records) - n_to_end)] = records[n_to_end:]
+        n_at_begin = max(0, len(records) - n_to_end)
+        self.records[:n_at_begin] = records[n_to_end:]
         self.changes.mark(slot)
         self.n_valid += int(self.valid[slot].sum())
 
@@ -367,7 +384,8 @@ class StepStore:
         # After the newest step of a lane there is only a look-ahead row, whose number is negative.
         ahead = chain[-1] < 0
         if ahead.any():
-            records[-1, ahead] = self.links.look_ahead.records[-1 - chain[-1, ahead]]
+            number = -1 - chain[-1, ahead]
+            records[-1, ahead] = self.links.look_ahead.records[number]
         hxs = self.hxs.records if self.keep_hx else None
         return self.layout.unpack(records, self.finals.records, hxs)
 
@@ -397,7 +415,11 @@ def store_state(store: StepStore) -> dict:
     """
     lanes = {}
     for lane, end in store.links.lanes.items():
-        lanes[lane] = _LaneEnd(end.seq, end.stepno.copy(), end.serial.copy())
+        lanes[lane] = _LaneEnd(
+            end.seq,
+            end.stepno.copy(),
+            end.serial.copy(),
+        )
     return dict(
         example=nested.map(torch.clone, store.layout.example),
         next_serial=store.ring.next_serial,

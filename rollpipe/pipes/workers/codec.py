@@ -29,7 +29,7 @@ from ..data.errors import DataError, available_memory
 
 # %% ../../../nbs/pipes/30_workers/00_codec.ipynb #aead1125
 # With `MAP_POPULATE`, all page faults happen in `mmap`.
-_FLAGS = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0)
+_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 def _unnamed_file() -> int:

@@ -724,13 +724,3 @@ class WorkerReading:
     def _coordinators(self) -> list:
         "The coordinators of the iterations that run."
         return [seam.coordinator for seam in self.seams if seam.coordinator]
-
-    def _pause(self, pause_fn=None):
-        for coordinator in self._coordinators():
-            coordinator.settle()
-
-    def _resume(self, resume_fn=None):
-        pass
-
-    def _limit(self, num_batches, limit_fn=None):
-        pass

@@ -22,7 +22,7 @@ import torch
 
 from ..data.errors import DataError, WorkerError
 from ..graph.edits import nodes
-from ..graph.modules import PICKLED_AS, modules_in, state_of
+from ..graph.modules import PICKLED_AS, modules_in, n_cores, state_of
 from ..graph.pipe import held_by
 from .channel import WeightPublisher, log
 from .entry import STATE, Reply, run_lanes
@@ -223,10 +223,7 @@ class Members:
         self.members = []
         self.poller = select.poll()
         self.member_of = {}  # descriptor of a connection -> member
-        if hasattr(os, "sched_getaffinity"):
-            self.n_cores = len(os.sched_getaffinity(0))
-        else:
-            self.n_cores = os.cpu_count() or 1
+        self.n_cores = n_cores()
 
     def __len__(self):
         return len(self.members)

@@ -115,10 +115,9 @@ class _Guard(NamedTuple):
 
 _guards = {}  # id of a process -> its `_Guard`
 _lock = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-    )
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
 
 
 def guard(pid: int) -> None:

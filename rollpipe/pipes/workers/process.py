@@ -152,8 +152,6 @@ def start_method_for(method: str | None = None, threads: int = 1) -> str:
     """
     known = multiprocessing.get_all_start_methods()
     cuda = torch.cuda.is_initialized()
-    if not hasattr(signal, "SIGUSR1"):
-        raise WorkerError("worker processes need a POSIX system", got=sys.platform)
 
     # Libraries of macOS are not safe after a fork.
     if method is None:
@@ -161,7 +159,11 @@ def start_method_for(method: str | None = None, threads: int = 1) -> str:
         return "fork" if "fork" in known and fork_is_safe else "spawn"
 
     if method not in known:
-        raise WorkerError("unknown start method", expected=" or ".join(known), got=repr(method))
+        raise WorkerError(
+            "unknown start method",
+            expected=" or ".join(known),
+            got=repr(method),
+        )
     if method == "fork" and (cuda or threads > 1):
         raise WorkerError(
             "a forked worker could hang",
