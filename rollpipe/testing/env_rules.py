@@ -133,8 +133,8 @@ def _check_info(report: Report, info: dict, forms: dict) -> None:
     # Leaves of irregular shapes are no arrays.
     try:
         for key, x in info.items():
-            first_form = forms.setdefault(key, form(x))
-            stays = first_form is None or form(x) == first_form
+            form_of_x = form(x)
+            stays = forms.setdefault(key, form_of_x) in (None, form_of_x)
             report.check(ENV_INFO_STAYS, stays, f"info[{key!r}] became {describe(x)}")
     except ValueError as e:
         report.add(ENV_INFO_STAYS, f"{type(e).__name__}: {e}")
@@ -186,25 +186,22 @@ class _Player:
             if not isinstance(info, dict):
                 raise TypeError(f"info is {describe(info)}")
 
+        # The answer
         obs = self.checked(last_obs)
-        self._check_reward(rew)
+        number = np.array(rew)
+        is_number = number.ndim == 0 and number.dtype.kind in "biuf" and math.isfinite(rew)
+        self.report.check(ENV_REWARD, is_number, describe(rew))
         for name, flag in (("terminated", term), ("truncated", trunc)):
             is_bool = isinstance(flag, (bool, np.bool_))
             self.report.check(ENV_FLAGS, is_bool, f"{name} is {describe(flag)}")
         _check_info(self.report, info, self.info_forms)
 
         # What another run with the same seed must repeat
-        is_terminated = bool(np.any(term))
-        is_truncated = bool(np.any(trunc))
-        self.trace.append((obs, np.array(rew), is_terminated, is_truncated))
-        if not (is_terminated or is_truncated):
+        ends = [bool(np.any(term)), bool(np.any(trunc))]
+        self.trace.append((obs, number, *ends))
+        if not any(ends):
             return last_obs
         self.reset(last_obs)
-
-    def _check_reward(self, rew):
-        number = np.asarray(rew)
-        is_number = number.ndim == 0 and number.dtype.kind in "biuf" and math.isfinite(rew)
-        self.report.check(ENV_REWARD, is_number, describe(rew))
 
 
 def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
