@@ -95,7 +95,7 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
         # Where the batches differ first, which tells how the leaves are ordered
         leaves = [path for path, *_ in differing(x.batch, y.batch)]
         place = first_place(x.place, y.place) if leaves and x.place and y.place else None
-        is_actors = place is not None and place[2] == "actor"
+        is_actors = place is not None and place[2]
         leaves.sort(key=lambda path: _rank(path, is_actors))
         located = place and _located(place, x.place["lane"])
 

@@ -90,14 +90,16 @@ def places(batch: Fragment) -> dict:
 
 
 def _differing_sums(a: str, b: str, n_bytes: int) -> list:
-    "The numbers of the sums in which two results of `_digits` differ."
+    "The numbers of the sums in which two results of `_digits` differ; none if they are of two sizes."
+    if len(a) != len(b):
+        return []
     sums_a = np.frombuffer(bytes.fromhex(a), f">u{n_bytes}")
     sums_b = np.frombuffer(bytes.fromhex(b), f">u{n_bytes}")
     return np.flatnonzero(sums_a != sums_b).tolist()
 
 
 def first_place(a: dict, b: dict) -> tuple | None:
-    """`(row, column, 'env' or 'actor')` where two batches differ first.
+    """`(row, column, whether it is the actor's)` where two batches differ first.
 
     None if their rows do not tell.
 
@@ -105,20 +107,16 @@ def first_place(a: dict, b: dict) -> tuple | None:
         a: what `places` returned
         b: the same of another batch
     """
-    names = "env", "actor", "columns"
-    if [len(a[name]) for name in names] != [len(b[name]) for name in names]:
-        return None
     columns = _differing_sums(a["columns"], b["columns"], 4)
 
     # Within a row, the environment is first.
     rows = []
-    for k, name in enumerate(("env", "actor")):
-        for row in _differing_sums(a[name], b[name], 2)[:1]:
-            rows.append((row, k, name))
+    for name in ("env", "actor"):
+        rows += [(row, name == "actor") for row in _differing_sums(a[name], b[name], 2)[:1]]
     if not rows or not columns:
         return None
-    row, _, name = min(rows)
-    return row, columns[0], name
+    row, is_actors = min(rows)
+    return row, columns[0], is_actors
 
 # %% ../../nbs/traces/02_journal.ipynb #72944357
 class Entry(NamedTuple):
@@ -182,9 +180,11 @@ def _row(line, before):
     None if the line is damaged, or the one before it is missing.
     """
     try:
-        entry = Entry(**{name: x for name, x in json.loads(line).items() if name != "sum"})
+        values = json.loads(line)
+        values.pop("sum")
+        entry = Entry(**values)
         expected, total = _line(entry, before)
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
     is_whole = expected == line + "\n" and all(type(x) is int for x in entry[:4])
     return (entry, line, total) if is_whole else None
@@ -275,7 +275,7 @@ class Journal:
         opens: Callable | None = None,
     ):
         self.networks = networks
-        self.path = None if path is None else Path(path)
+        self.path = path and Path(path)
         self.file = None
         self.differs: Any = differs
         self.opens = opens
@@ -283,13 +283,9 @@ class Journal:
         n = counters["updates"]
 
         # The line that the checksums continue; without it, they begin here.
-        rows = [] if self.path is None else _entries(self.path)
-        last = None
-        self.sum = 0  # checksum of the last line that stays
-        for entry, _, total in rows:
-            if entry.updates <= n:
-                last = entry
-                self.sum = total
+        rows = _entries(self.path) if self.path else []
+        earlier = [row for row in rows if row[0].updates <= n]
+        last, _, self.sum = earlier[-1] if earlier else (None, "", 0)  # of the lines that stay
         self.since = n
         self.batch = {}
         self.weights = {}
