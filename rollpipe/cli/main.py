@@ -153,10 +153,10 @@ _OF_A_RUN = "--out --overwrite --continue --seeds --jobs --quiet --tensorboard -
 _OF_A_RESUME = "--steps --device --workers --quiet --tensorboard --wandb --address".split()
 
 
-def _add_comparisons(command, debug: Parser) -> None:
+def _add_comparisons(command) -> None:
     "Add the commands that compare the numbers of trainings, and those that look into one."
     # Two runs
-    sub = command("diff", diff_command, [debug])
+    sub = command("diff", diff_command)
     sub.add_argument("runs", metavar="RUN", nargs=2, help="folders of runs")
     sub.add_argument(
         "--numbers",
@@ -165,12 +165,12 @@ def _add_comparisons(command, debug: Parser) -> None:
     )
 
     # Updates that are made once more
-    sub = command("verify", verify_command, [debug])
+    sub = command("verify", verify_command)
     sub.add_argument("run", metavar="RUN", help="folder of a run")
     sub.add_argument(
         "--updates", type=int, default=20, metavar="N", help="number of updates to repeat [20]"
     )
-    sub = command("replay", replay_command, [debug])
+    sub = command("replay", replay_command)
     sub.add_argument("run", metavar="RUN", help="folder of a run")
     which = sub.add_mutually_exclusive_group(required=True)
     which.add_argument(
@@ -190,7 +190,7 @@ def _add_comparisons(command, debug: Parser) -> None:
     )
 
     # What is recorded
-    sub = command("data", data_command, [debug])
+    sub = command("data", data_command)
     sub.add_argument(
         "recording", metavar="RECORDING", help="folder of a recording, or of a run that records"
     )
@@ -201,7 +201,7 @@ def _add_comparisons(command, debug: Parser) -> None:
     )
 
     # Another run that begins within this one
-    sub = command("fork", fork_command, [debug])
+    sub = command("fork", fork_command)
     sub.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
     sub.add_argument(
         "--at",
@@ -235,9 +235,9 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
 
     # Those with modules of their own
-    add_ablate(command("ablate", ablate_command, [debug]))
-    add_edit(command("edit", edit_command, [debug]))
-    command("live", live_command, [debug]).add_argument(
+    add_ablate(command("ablate", ablate_command))
+    add_edit(command("edit", edit_command))
+    command("live", live_command).add_argument(
         "runs", metavar="RUN", nargs="+", help="folders of runs"
     )
 
@@ -368,13 +368,13 @@ def _searching(settings: Parser) -> Parser:
     return parser
 
 
-def _add_searches(command, debug: Parser, settings: Parser) -> None:
+def _add_searches(command, settings: Parser) -> None:
     "Add the commands that try settings."
     add_algorithms(
-        command("autotune", autotune_command, [debug]),
+        command("autotune", autotune_command),
         _timed(settings, 60, "for all settings together"),
     )
-    add_algorithms(command("tune", tune_command, [debug]), _searching(settings))
+    add_algorithms(command("tune", tune_command), _searching(settings))
 
 
 def _add_list(parser: Parser) -> None:
@@ -471,22 +471,22 @@ def build_parser() -> Parser:
     parser, commands = top_parser(debug)
     parser.set_defaults(parser=parser)
 
-    def command(name, function, parents):
+    def command(name, function, parent=debug):
         sub = commands.add_parser(
-            name, parents=parents, help=COMMANDS[name], description=COMMANDS[name]
+            name, parents=[parent], help=COMMANDS[name], description=COMMANDS[name]
         )
         sub.set_defaults(function=function, parser=sub)
         return sub
 
     # Train
-    sub = command("train", train_or_experiment, [common])
+    sub = command("train", train_or_experiment, common)
     sub.add_argument(
         "--resume", metavar="RUN", help="continue the run in this folder, instead of ALGO ENV"
     )
     add_algorithms(sub, common, runs=True)
 
     # Play a trained policy
-    sub = command("evaluate", evaluate_command, [playing])
+    sub = command("evaluate", evaluate_command, playing)
     sub.add_argument("--episodes", type=int, default=20, help="number of episodes [20]")
     sub.add_argument(
         "--record", metavar="FILE", help="record a film of the first episode, .gif or .mp4"
@@ -501,7 +501,7 @@ def build_parser() -> Parser:
         help="environments side by side "
         "[at most 8; 1 if a test finds that they disturb one another]",
     )
-    sub = command("watch", watch_command, [playing])
+    sub = command("watch", watch_command, playing)
     sub.add_argument("--episodes", type=int, help="number of episodes [no end; 1 with --record]")
     sub.add_argument(
         "--record",
@@ -510,17 +510,17 @@ def build_parser() -> Parser:
     )
 
     # Hand it to others
-    sub = command("export", export_command, [policy])
+    sub = command("export", export_command, policy)
     sub.add_argument("--to", choices=FORMATS, default="onnx", help="format [onnx]")
     sub.add_argument(
         "--out",
         metavar="FILE",
         help="file to write [policy.onnx, .pt or .pt2 in the folder of the run]",
     )
-    _add_pack(command("pack", pack_command, [policy]))
+    _add_pack(command("pack", pack_command, policy))
 
     # Pictures of runs, and of a pipeline
-    sub = command("plot", plot_command, [debug])
+    sub = command("plot", plot_command)
     sub.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
     sub.add_argument(
         "--out",
@@ -528,19 +528,19 @@ def build_parser() -> Parser:
         help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]",
     )
     add_options(sub, PLOT_OPTIONS)
-    add_algorithms(command("graph", graph_command, [debug]), settings)
+    add_algorithms(command("graph", graph_command), settings)
     add_algorithms(
-        command("profile", profile_command, [debug]),
+        command("profile", profile_command),
         _timed(settings, 3, "how long it is measured", svg=True),
     )
 
     # Comparisons, searches, many runs, lists
-    _add_comparisons(command, debug)
-    _add_searches(command, debug, settings)
-    _add_bench(command("bench", bench_command, [debug]))
-    _add_report(command("report", report_command, [debug]))
-    _add_list(command("list", lambda args: list_command(args, TYPED_OPTIONS), [debug]))
-    _add_demo(command("demo", demo_command, [common]))
+    _add_comparisons(command)
+    _add_searches(command, settings)
+    _add_bench(command("bench", bench_command))
+    _add_report(command("report", report_command))
+    _add_list(command("list", lambda args: list_command(args, TYPED_OPTIONS)))
+    _add_demo(command("demo", demo_command, common))
     return parser
 
 # %% ../../nbs/cli/00_main.ipynb #6247b603
