@@ -30,11 +30,11 @@ from ..runs.logs import records_of
 from ..runs.moments import checkpoint_before
 from ..settings.config import ENDLESS, with_steps
 from ..settings.files import name_address
-from ..settings.options import import_words, parse_value, typed
+from ..settings.options import add_options, import_words, options_of, parse_value, typed
 from ..settings.overview import Parser
 
 # %% auto #0
-__all__ = ['Branch', 'branches_of', 'equal_up_to', 'ablate', 'add_ablate', 'ablate_command']
+__all__ = ['ABLATE_OPTIONS', 'Branch', 'branches_of', 'equal_up_to', 'ablate', 'add_ablate', 'ablate_command']
 
 # %% ../../nbs/results/06_ablation.ipynb #6d45e353
 class Branch(NamedTuple):
@@ -114,15 +114,17 @@ def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
     """
     ours = _comparable(a)
     theirs = _comparable(b)
-    common = sorted(n for n in ours.keys() & theirs.keys() if n <= last)
-    for n in common:
-        names = [name for name in ours[n] if name in theirs[n]]
-        x = {name: ours[n][name] for name in names}
-        y = {name: theirs[n][name] for name in names}
-        path = first_difference(x, y)
-        if path:
-            return f"update {n}: {path}"
-    return common[-1] if common else 0
+    equal = 0
+    for n in sorted(ours.keys() & theirs.keys()):
+        if n > last:
+            break
+        x = {name: value for name, value in ours[n].items() if name in theirs[n]}
+        y = {name: value for name, value in theirs[n].items() if name in ours[n]}
+        difference = first_difference(x, y)
+        if difference:
+            return f"update {n}: {difference}"
+        equal = n
+    return equal
 
 
 def _fork(branch: Branch, steps: int, quiet: dict) -> None:
@@ -137,9 +139,8 @@ def _fork(branch: Branch, steps: int, quiet: dict) -> None:
     origin = there.history.origin or {}
     values = {**there.config, **there.config["options"]}
     edit = json.loads(json.dumps(branch.edit))
-    expected = [branch.at, branch.noise, edit]
-    edit_there = {name: values.get(name) for name in edit}
-    got = [origin.get("at"), origin.get("noise", 0), edit_there]
+    expected = (branch.at, branch.noise, edit)
+    got = (origin.get("at"), origin.get("noise", 0), {name: values.get(name) for name in edit})
 
     # The path of the parent does not tell: it is as it was typed, perhaps in another working
     # folder, and both may have been moved since.
@@ -157,12 +158,8 @@ def _fork(branch: Branch, steps: int, quiet: dict) -> None:
 def _steps_of(run: Path, at: list, updates: int) -> dict:
     "Number of updates -> the steps with which a branch has made so many more."
     steps = {0: 0.0, **{int(r["updates"]): r["steps"] for r in records_of(run)}}
-    for n in at:
-        if n not in steps:
-            raise DataError(f"{run} has no record of update {n}")
     # The largest batch so far, so that no branch is too short.
-    batches = [steps[n] - steps[n - 1] for n in steps if n - 1 in steps]
-    largest = max(batches, default=max(steps.values()))
+    largest = max(steps[n] - steps[n - 1] for n in steps if n - 1 in steps)
     return {n: int(steps[n] + updates * largest) for n in at}
 
 
@@ -271,8 +268,9 @@ def ablate(
     config = newest.config
     edits = {}
     for name, values in options.items():
-        spans = [with_steps(config["algorithm"], {name: x}, config["steps"]) for x in values]
-        edits[name] = [span[name] for span in spans]
+        edits[name] = [
+            with_steps(config["algorithm"], {name: x}, config["steps"])[name] for x in values
+        ]
     branches = branches_of(run, at, edits, repeat, out)
 
     # Twins do nothing that is not compared, and make all of their updates.
@@ -369,9 +367,11 @@ def _compared(
     return Ablation(title, metric, last, pairs, notes)
 
 # %% ../../nbs/results/06_ablation.ipynb #6565e2d4
+ABLATE_OPTIONS = options_of(dict(ablate=ablate))
+
+
 def add_ablate(parser: Parser) -> None:
     "Add the options of the command."
-    # What is branched, where, and with which values
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of a run, which is not changed")
     add(
@@ -388,35 +388,13 @@ def add_ablate(parser: Parser) -> None:
         required=True,
         help="an option and its other values, each of which makes a branch of its own",
     )
-
-    # How much is trained
-    for name, default, text in (
-        ("updates", 30, "updates of each branch"),
-        ("repeat", 1, "pairs at each update and for each value, with other noise"),
-        ("jobs", 1, "number of branches at a time"),
-    ):
-        add(f"--{name}", type=int, default=default, metavar="N", help=f"{text} [{default}]")
-
-    # What is compared, and where it is written
-    add("--metric", default="return_mean", metavar="NAME", help="what is compared [return_mean]")
-    add(
-        "--last",
-        type=int,
-        metavar="N",
-        help="updates at the end of each branch whose mean is compared [a third of them]",
-    )
-    add(
-        "--out",
-        metavar="DIR",
-        help="folder of the branches and the report; what is complete is kept [RUN-ablation]",
-    )
-    add("--address", help="address of the Ray cluster that the run has, if any")
+    add_options(parser, ABLATE_OPTIONS, grouped=False)
 
 
 def ablate_command(args: Namespace) -> None:
     "Branch a run, and print what its options change."
     check_counts(args, "updates", "repeat", "jobs")
-    options = options_in(args.set, args.run, several=True)
+    values = options_in(args.set, args.run, several=True)
     try:
         at = parse_value(args.at, ("int,...",))
     except ValueError:
@@ -424,8 +402,8 @@ def ablate_command(args: Namespace) -> None:
             "not numbers of updates", leaf="--at", expected="such as 100,200", got=args.at
         ) from None
 
-    # The names of these options are those of the parameters.
-    names = ("updates", "repeat", "jobs", "out", "metric", "last", "address")
-    print(ablate(args.run, at, options, **{name: getattr(args, name) for name in names}))
-    out = Path(args.out or _beside(folder_of(args.run)))
+    names = [option.name for option in ABLATE_OPTIONS if hasattr(args, option.name)]
+    options = {name: getattr(args, name) for name in names}
+    print(ablate(args.run, at, values, **options))
+    out = Path(options.get("out") or _beside(folder_of(args.run)))
     print(typed_command(*(out / f"report.{kind}" for kind in ("md", "csv", "png", "html"))))

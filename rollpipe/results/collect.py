@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.envs.registration import registry
 
 from ..agents.shared_options import Every
-from ..pipes.data.errors import DataError, PipeError
+from ..pipes.data.errors import DataError, PipeError, located
 from ..ranks.launch import launching_words
 from .bench import BENCH, check_keys, read_bench
 from .experiments import typed_command
@@ -135,11 +135,8 @@ def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
     # Each resample says the same: always worse, always better, or nothing that tells the width.
     n_pairs = len(xs) * min(numbers)
     width = 1 - 0.025 ** (1 / n_pairs)
-    if bounds[0] == 0:
-        return 0.0, width
-    if bounds[0] == 1:
-        return 1 - width, 1.0
-    return None
+    exact = {0: (0.0, width), 1: (1 - width, 1.0)}
+    return exact.get(bounds[0])
 
 # %% ../../nbs/results/02_collect.ipynb #ecd8069d
 def steps_to(steps: list, returns: list, threshold: float) -> float:
@@ -149,9 +146,12 @@ def steps_to(steps: list, returns: list, threshold: float) -> float:
         steps: steps of the evaluations, ascending
         returns: mean returns of the evaluations
     """
-    below = [i for i, x in enumerate(returns) if not x >= threshold]
-    first = below[-1] + 1 if below else 0
-    return float(steps[first]) if first < len(steps) else math.inf
+    reached_at = math.inf
+    for n, x in zip(reversed(steps), reversed(returns)):
+        if not x >= threshold:
+            break
+        reached_at = float(n)
+    return reached_at
 
 # %% ../../nbs/results/02_collect.ipynb #69b3cce6
 class Result(NamedTuple):
@@ -229,27 +229,30 @@ _OF_CONFIG = dict(
 )
 
 
-def _check_config(config: dict, where: str) -> None:
-    check_keys(config, _OF_CONFIG, where, needed=("algorithm", "env", "steps"))
-    try:
-        Every.of(config.get("eval_every", 0), "eval_every")
-    except DataError as e:
-        raise DataError(f"{where}: {e}") from None
+def read_result(folder: Path, seed: int | None = None) -> Result:
+    """Read the result of one run. `state` and `problem` tell what is wrong with it.
 
-
-def read_result(folder: Path, seed: int) -> Result:
-    "Read the result of one run. `state` and `problem` tell what is wrong with it."
-    if not (folder / REQUEST).is_file():
-        return Result(seed, folder, "missing")
+    Args:
+        folder: folder of the run
+        seed: its seed; None: that of its configuration
+    """
+    path = folder / REQUEST
+    if not path.is_file():
+        return Result(seed or 0, folder, "missing")
     try:
         history = History.read(folder)
-        request = read_table(folder / REQUEST)
-        _check_config(request, f"{folder / REQUEST}: not the configuration of a run")
+        request = read_table(path)
+        where = f"{path}: not the configuration of a run"
+        check_keys(request, _OF_CONFIG, where, ("algorithm", "env", "steps"), has_others=True)
+        with located(pipe=where):
+            Every.of(request.get("eval_every", 0), "eval_every")
         config = history.config(request)
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else {}
     except (PipeError, ValueError, OSError) as e:
-        return Result(seed, folder, "damaged", str(e))
+        return Result(seed or 0, folder, "damaged", str(e))
+    if seed is None:
+        seed = int(config.get("seed", 0))
 
     # A run is complete when its last policy and its best one have been evaluated.
     steps = max((r["steps"] for r in evaluations), default=0)
@@ -259,8 +262,7 @@ def read_result(folder: Path, seed: int) -> Result:
     return Result(seed, folder, state, problem, config, evaluations, metrics, history)
 
 # %% ../../nbs/results/02_collect.ipynb #b2d8f4a1
-# What a configuration says of one run alone, and its parts, which become flat.
-_PARTS = ("options", "env_kwargs", "versions")
+# What a configuration says of one run alone
 _OF_ONE_RUN = ("seed", "of_preset", "origins", "name", "inserts")
 
 
@@ -268,22 +270,21 @@ def flat_config(config: dict) -> dict:
     """Option -> text, for the algorithm, the run, the environment and the versions of packages.
     Seed-dependent entries are left out.
     """
-    flat = {name: x for name, x in config.items() if name not in (*_PARTS, *_OF_ONE_RUN)}
-    for part in _PARTS:
-        for key, x in config.get(part, {}).items():
-            is_taken = part == "versions" or key in flat
-            flat[f"{part} {key}" if is_taken else key] = x
+    flat = {name: x for name, x in config.items() if name not in _OF_ONE_RUN}
+    flat |= flat.pop("options", {})
+    for part in ("env_kwargs", "versions"):
+        flat |= {f"{part} {name}": x for name, x in flat.pop(part, {}).items()}
     return {name: x if isinstance(x, str) else json.dumps(x) for name, x in flat.items()}
 
 
-def _values(configs: list, name: str) -> list:
-    "The different values of an option."
-    return list(dict.fromkeys(config.get(name, "-") for config in configs))
+def _values(configs, name):
+    "The different values of an option, in turn."
+    return dict.fromkeys(config.get(name, "-") for config in configs)
 
 
 def differing_options(groups: Iterable) -> list:
-    """The options that are not the same in all runs: `(option, its value in each group)`, or all
-    values where the runs of a group differ.
+    """The options that are not the same in all runs: `(option, its value in the first group, ...)`,
+    or all values where the runs of a group differ.
 
     Args:
         groups: lists of `Result`
@@ -297,7 +298,7 @@ def differing_options(groups: Iterable) -> list:
     for name in dict.fromkeys(chain(*chain(*flat))):
         values = [_values(configs, name) for configs in flat]
         if len({*chain(*values)}) > 1:
-            differing.append((name, [*map(" | ".join, values)]))
+            differing.append((name, *map(" | ".join, values)))
     return differing
 
 # %% ../../nbs/results/02_collect.ipynb #97364635
@@ -323,7 +324,7 @@ class RowResult(NamedTuple):
     results: list
 
     @property
-    def complete(self) -> list:
+    def complete(self) -> list[Result]:
         "The runs that are complete."
         return [x for x in self.results if x.state == "complete"]
 
@@ -380,9 +381,12 @@ def _of_bench(folder: Path, bench: dict) -> Results:
 def _train_words(run: Result, *seeds: str) -> str:
     "The command line that trains a run once more, with these words about its seeds."
     config = run.config
-    words = ["rollpipe", "train", config["algorithm"], config["env"]]
-    words += ["--config", run.folder / REQUEST, *seeds, *import_words(config.get("imports", ()))]
-    return typed_command(*launching_words(config.get("ranks", 1)), *words)
+    return typed_command(
+        *launching_words(config.get("ranks", 1)),
+        *("rollpipe", "train", config["algorithm"], config["env"]),
+        *("--config", run.folder / REQUEST, *seeds),
+        *import_words(config.get("imports", ())),
+    )
 
 
 def _command(runs: list) -> str:
@@ -406,20 +410,28 @@ def _of_runs(folder: Path, runs: list) -> Results:
     """The results of plain runs of `rollpipe train --eval-every 'N steps'`. Runs that differ only
     in the seed are in one row, and an experiment has one label in all environments."""
     rows = []
-    for (_, label), group in group_runs(runs, per_env=True).items():
-        results = [read_result(path, 0) for path in group]
-        results = [x._replace(seed=x.config.get("seed", 0)) for x in results]
+    n_evaluations = 0
+    for (env, label), group in group_runs(runs, per_env=True).items():
+        results = [read_result(path) for path in group]
         for x in results:
+            n_evaluations += len(x.evaluations)
             if x.state == "damaged":
                 raise DataError(f"{x.folder}: cannot be read", got=x.problem)
 
         # Plain runs have neither scale nor published figures.
-        algorithm = results[0].config["algorithm"]
-        env = results[0].config["env"]
-        about = (label, algorithm, env, _command(results), threshold_of(env))
-        rows.append(RowResult(*about, None, [], results))
-    every_run = list(chain(*[row.results for row in rows]))
-    if not any(x.evaluations for x in every_run):
+        rows.append(
+            RowResult(
+                label,
+                results[0].config["algorithm"],
+                env,
+                command=_command(results),
+                threshold=threshold_of(env),
+                scale=None,
+                published=[],
+                results=results,
+            )
+        )
+    if not n_evaluations:
         raise DataError(
             f"{folder}: its runs have no evaluations",
             expected="runs of `rollpipe bench`, or of `rollpipe train --eval-every 'N steps'`",
@@ -444,11 +456,9 @@ def read_results(folder: str | Path) -> Results:
         return _of_bench(folder, bench)
 
     # The folder of a run, or one with folders of runs
-    runs = sorted(path.parent for path in folder.glob(f"*/{REQUEST}"))
-    if (folder / REQUEST).is_file():
-        runs = [folder]
-    if not runs:
+    requests = [*folder.glob(REQUEST)] or sorted(folder.glob(f"*/{REQUEST}"))
+    if not requests:
         raise DataError(
             f"{folder}: has no results", expected=f"{BENCH} of `rollpipe bench`, or folders of runs"
         )
-    return _of_runs(folder, runs)
+    return _of_runs(folder, [path.parent for path in requests])

@@ -125,20 +125,19 @@ class RunProcess:
         self.has_ended = True
         ended()
 
-    @property
-    def problem(self) -> str | None:
-        "Why the run has failed; None if it has not failed."
+    def problem(self, stopped: int | None = None) -> str | None:
+        """Why the run has failed; None if it has not, or has done what a signal asked for.
+
+        Args:
+            stopped: number of the signal that was sent to it, or None
+        """
         code = self.process.returncode
-        if code == 0:
+        if code == 0 or (stopped is not None and code in (-stopped, 128 + stopped)):
             return None
         if self.last.startswith("error: "):
             return self.last.removeprefix("error: ")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"{how}, after: {self.last}" if self.last else how
-
-    def obeyed(self, number: int | None) -> bool:
-        "Whether this signal has ended the run."
-        return number is not None and self.process.returncode in (-number, 128 + number)
 
 # %% ../../nbs/results/00_experiments.ipynb #d3d68829
 class EndedRuns(NamedTuple):
@@ -153,23 +152,6 @@ class EndedRuns(NamedTuple):
     complete: list
     failed: list
     stopped: int | None
-
-    @classmethod
-    def of(cls, runs: dict, stopped: int | None = None) -> EndedRuns:
-        """How these processes have ended. One that the signal has ended has not failed.
-
-        Args:
-            runs: name -> `RunProcess`
-            stopped: number of the signal that was sent to them, or None
-        """
-        # A run that did what the signal asked for is neither.
-        complete = [name for name, run in runs.items() if run.problem is None]
-        failed = [
-            f"{name}: {run.problem}"
-            for name, run in runs.items()
-            if name not in complete and not run.obeyed(stopped)
-        ]
-        return cls(complete, failed, stopped)
 
     def check(
         self,
@@ -225,7 +207,7 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
                 elif n_running:
                     ended.get()
                 else:
-                    return EndedRuns.of(runs, stopped)
+                    break
             except KeyboardInterrupt as e:
                 # The runs save, and end. Then the loop ends, too.
                 stopped = int(e.args[0]) if e.args else int(signal.SIGINT)
@@ -238,6 +220,12 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
                 run.process.send_signal(signal.SIGTERM)
         for run in runs.values():
             run.process.wait()
+
+    # A run that did what the signal asked for is neither complete, nor has it failed.
+    complete = [name for name, run in runs.items() if run.process.returncode == 0]
+    problems = {name: run.problem(stopped) for name, run in runs.items()}
+    failed = [f"{name}: {problem}" for name, problem in problems.items() if problem]
+    return EndedRuns(complete, failed, stopped)
 
 # %% ../../nbs/results/00_experiments.ipynb #2f8a7374
 def _last_return(folder: Path) -> float:
@@ -325,7 +313,7 @@ def _folders(args: Namespace, seeds: list) -> dict:
 def check_counts(args: Namespace, *names: str) -> None:
     "Raise `UsageError` for the first of these options of a command that is below 1."
     for name in names:
-        n = getattr(args, name)
+        n = getattr(args, name, 1)
         if n < 1:
             raise UsageError(f"rollpipe {args.command}: --{name} must be at least 1, got {n}")
 

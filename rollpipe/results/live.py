@@ -23,7 +23,6 @@ from ..pipes.data.errors import PipeError
 from .report import document
 from ..runs.asking import open_run, view
 from ..runs.changes import options_in
-from ..runs.folder import load_run
 from ..runs.mailbox import WISHES, ask
 
 # %% auto #0
@@ -49,27 +48,17 @@ html h3 { margin: 1em 0 .3em; }
 _FORM = Template(
     '<form method="post" action="ask"><b>$folder</b>'
     '<input type="hidden" name="run" value="$k">$buttons'
-    '<input name="set" list="known$k" aria-label="an option" placeholder="option=value" '
-    'autocomplete="off"><button>set</button>'
-    '<datalist id="known$k">$known</datalist></form>'
+    '<input name="set" aria-label="an option" placeholder="option=value" '
+    'autocomplete="off"><button>set</button></form>'
 )
 
 
 def _form(k: int, folder: Path) -> str:
-    "The buttons for a run, and a field that suggests its options."
-    try:
-        options = load_run(folder, builds=False).config["options"]
-    except (PipeError, OSError):
-        options = {}  # the folder is gone
-    # Simple values are suggested, such as lr=0.001.
-    known = ""
-    for name, x in options.items():
-        if isinstance(x, (int, float, str)):
-            known += f'<option value="{html.escape(f"{name}={x}")}">'
+    "The buttons for a run, and a field for its options."
     buttons = ""
     for wish in WISHES:
         buttons += f'<button name="do" value="{wish}">{wish.replace("_", " ")}</button>'
-    return _FORM.substitute(folder=html.escape(str(folder)), k=k, buttons=buttons, known=known)
+    return _FORM.substitute(folder=html.escape(str(folder)), k=k, buttons=buttons)
 
 # %% ../../nbs/results/07_live.ipynb #9fcd5854
 class Live(ThreadingHTTPServer):

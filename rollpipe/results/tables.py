@@ -11,7 +11,8 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain, combinations, cycle
 from textwrap import fill
@@ -36,10 +37,10 @@ from ..runs.progress import format_duration, format_number
 from ..traces.history import past_in_words
 
 # %% auto #0
-__all__ = ['ABOUT', 'short_number', 'with_sd', 'bounded', 'Figure', 'figure_over', 'figure_of', 'steps_needed', 'table_of',
-           'columns_and_rows', 'on_scales', 'together', 'improvements', 'notes_of', 'table_text', 'markdown',
-           'csv_lines', 'csv_text', 'curves_text', 'Curve', 'curve_over', 'curve_of', 'panels', 'color_of',
-           'draw_curve', 'draw_line', 'draw_curves', 'profile_of', 'draw_profiles']
+__all__ = ['ABOUT', 'short_number', 'with_sd', 'bounded', 'Figure', 'figure_over', 'figure_of', 'table_of', 'columns_and_rows',
+           'on_scales', 'together', 'improvements', 'notes_of', 'table_text', 'sentences', 'markdown', 'csv_lines',
+           'csv_text', 'curves_text', 'Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve',
+           'draw_line', 'draw_curves', 'profile_of', 'draw_profiles']
 
 # %% ../../nbs/results/03_tables.ipynb #a146786d
 def short_number(x: float) -> str:
@@ -54,11 +55,10 @@ def short_number(x: float) -> str:
 
 def with_sd(mean: float, sd: float | None) -> str:
     "A mean and its deviation as text; None and nan: it has none."
-    return (
-        short_number(mean)
-        if sd is None or math.isnan(sd)
-        else f"{short_number(mean)} +- {short_number(sd)}"
-    )
+    text = short_number(mean)
+    if sd is None or math.isnan(sd):
+        return text
+    return f"{text} +- {short_number(sd)}"
 
 
 def bounded(x: float, bounds: tuple | None, digits: int) -> str:
@@ -97,8 +97,10 @@ class Figure(NamedTuple):
     def __str__(self):
         if self.bad:
             return f"not a number (seed {_listed(self.bad)})"
-        bounds = f" [{short_number(self.low)}, {short_number(self.high)}]" if self.n > 1 else ""
-        return short_number(self.iqm) + bounds
+        text = short_number(self.iqm)
+        if self.n > 1:
+            text += f" [{short_number(self.low)}, {short_number(self.high)}]"
+        return text
 
 # %% ../../nbs/results/03_tables.ipynb #3f8b5a24
 def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
@@ -110,8 +112,7 @@ def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
     """
     low, high = interval(strata or [x]) or (math.nan, math.nan)
     sd = x.std(ddof=1) if len(x) > 1 else math.nan
-    mean = float(x.mean())
-    return Figure(len(x), float(iqm(x)), float(low), float(high), mean, float(sd))
+    return Figure(len(x), float(iqm(x)), low, high, x.mean(), sd)
 
 
 def figure_of(row: RowResult, kind: str) -> Figure:
@@ -122,27 +123,22 @@ def figure_of(row: RowResult, kind: str) -> Figure:
     """
     x = row.finals(kind)
     bad = tuple(run.seed for run, value in zip(row.complete, x) if not np.isfinite(value))
-    return Figure(len(x), bad=bad) if bad or not len(x) else figure_over(x)
+    if bad or not len(x):
+        return Figure(len(x), bad=bad)
+    return figure_over(x)
 
 # %% ../../nbs/results/03_tables.ipynb #71cde4fa
-def steps_needed(row: RowResult) -> list:
-    """For each complete run, the steps to the threshold; `inf` if the run did not reach it. Empty
-    if there is no threshold.
-    """
-    if row.threshold is None:
-        return []
-    return [steps_to(run.curve[0], run.curve[1], row.threshold) for run in row.complete]
-
-
 def _needed(row: RowResult) -> str:
     "The threshold, and after how many steps the runs have reached it."
-    steps = steps_needed(row)
+    if row.threshold is None:
+        return "-"
     text = "-"
+    steps = [steps_to(*run.curve, row.threshold) for run in row.complete]
     if steps:
         middle = float(np.median(steps))
         text = format_number(int(middle)) if math.isfinite(middle) else "never"
         text += f" ({sum(map(math.isfinite, steps))} of {len(steps)})"
-    return text if row.threshold is None else f"{short_number(row.threshold)}: {text}"
+    return f"{short_number(row.threshold)}: {text}"
 
 
 def _published(row: RowResult, of: str) -> str:
@@ -220,7 +216,7 @@ def on_scales(results: Results) -> dict:
 def together(results: Results) -> list:
     "For each label of `on_scales`: `(label, number of environments, IQM, (low, high) or None)`."
     return [
-        (label, len(strata), float(iqm(np.concatenate(strata))), interval(strata))
+        (label, len(strata), iqm(np.concatenate(strata)), interval(strata))
         for label, strata in on_scales(results).items()
     ]
 
@@ -244,12 +240,23 @@ def improvements(results: Results) -> list:
         xs = [x[env] for env in envs]
         ys = [y[env] for env in envs]
         if envs and np.isfinite(np.concatenate(xs + ys)).all():
-            probability = float(improvement(xs, ys))
-            bounds = improvement_interval(xs, ys)
-            pairs.append((label, other, len(envs), probability, bounds))
+            figures = improvement(xs, ys), improvement_interval(xs, ys)
+            pairs.append((label, other, len(envs), *figures))
     return pairs
 
 # %% ../../nbs/results/03_tables.ipynb #2e457810
+# What is said of a run -> the fact that is said beside its seed, if there is one
+_FACTS: dict[str, Callable] = {
+    "episodes of its evaluations were cut off, so their returns are partial: seed": (
+        lambda run: run.cut_off
+    ),
+    "was edited while it trained, or is a fork, so the command does not train it again: seed": (
+        lambda run: "; ".join(past_in_words(run.history))
+    ),
+    "stopped before its last step: seed": lambda run: run.history.stopped,
+}
+
+
 def _notes_of_row(row: RowResult) -> list:
     # Runs without numbers, and numbers of few runs
     notes = []
@@ -266,36 +273,26 @@ def _notes_of_row(row: RowResult) -> list:
     elif 1 < n < 5:
         notes.append(f"an interval from {n} runs is narrower than it says")
 
-    # What is odd -> the seeds and the options that it is true of.
+    # What is odd -> the seeds and the options that it is true of
     seeds = [run.seed for run in runs]
     bad = {*figure_of(row, "last").bad, *figure_of(row, "best evaluation").bad}
-    pasts = [(run.seed, "; ".join(past_in_words(run.history))) for run in runs]
-    stops = [(run.seed, run.history.stopped) for run in runs]
-    cuts = [(run.seed, run.cut_off) for run in runs]
-    culprits = {
+    culprits: dict[str, list] = {
         "a return is not a number, so there is no mean: seed": sorted(bad),
         "its runs do not have the same options:": [
-            f"{name} ({text})" for name, (text,) in differing_options([runs])
+            f"{name} ({text})" for name, text in differing_options([runs])
         ],
         "counts a seed more than once, as if its runs were independent:": [
-            seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1
+            seed for seed, count in Counter(seeds).items() if count > 1
         ],
-        "episodes of its evaluations were cut off, so their returns are partial: seed": _told(cuts),
-        "was edited while it trained, or is a fork, so the command does not train it again: seed": (
-            _told(pasts)
-        ),
-        "stopped before its last step: seed": _told(stops),
         "went on after an interruption, with new episodes: seed": [
             run.seed for run in runs if run.resumes
         ],
     }
+    for text, fact_of in _FACTS.items():
+        facts = [(run.seed, fact_of(run)) for run in runs]
+        culprits[text] = [f"{seed} ({fact})" for seed, fact in facts if fact]
     notes += [f"{text} {_listed(those)}" for text, those in culprits.items() if those]
     return [f"{row.label} on {row.env}: {note}." for note in notes]
-
-
-def _told(facts: list) -> list:
-    "The seeds for which there is a fact, each with the fact in brackets."
-    return [f"{seed} ({fact})" for seed, fact in facts if fact]
 
 
 def notes_of(results: Results) -> list:
@@ -346,31 +343,55 @@ def table_text(columns: list, rows: list) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def markdown(results: Results) -> str:
-    "The report as Markdown."
-    # The table, and figures over several environments
-    parts = [f"# {_plain(results.title)}", table_text(*columns_and_rows(results))]
+def sentences(results: Results, shown: Callable = str) -> dict:
+    """Title -> sentences: figures over several environments, and where published ones stand.
+
+    Args:
+        shown: function that makes the text of a name
+    """
+    over_all = []
     for label, n, *figure in together(results):
         text = bounded(*figure, digits=2)
-        parts.append(f"{_plain(label)}, {n} environments together on their scales: IQM {text}.")
+        over_all.append(f"{shown(label)}, {n} environments together on their scales: IQM {text}.")
+    better = []
     for label, other, n, *figure in improvements(results):
         text = bounded(*figure, digits=2)
         plural = "s" * (n > 1)
-        parts.append(f"P({_plain(label)} > {_plain(other)}) = {text} over {n} environment{plural}.")
-    parts += [ABOUT, *(f"- {_plain(note)}" for note in notes_of(results))]
+        better.append(f"P({shown(label)} > {shown(other)}) = {text} over {n} environment{plural}.")
 
-    # What the numbers are compared with, and how they were made
+    # What the numbers are compared with
     sources = []
-    commands = []
     for row in results.rows:
-        commands.append(f"    {' '.join(row.command.split())}")
         for x in row.published:
-            texts = [*map(_plain, (x.name, x.algorithm, x.env, x.source))]
-            sources.append("- {}, {} on {}: {}".format(*texts))
-    if sources:
-        parts += ["Published figures:", "\n".join(sources)]
-    parts += ["Commands:", "\n".join(commands)]
-    return "\n\n".join(parts) + "\n"
+            texts = map(shown, (x.name, x.algorithm, x.env, x.source))
+            sources.append("{}, {} on {}: {}".format(*texts))
+    return {
+        "All environments together": over_all,
+        "Probability of improvement": better,
+        "Published figures": dict.fromkeys(sources),
+    }
+
+
+def markdown(results: Results) -> str:
+    "The report as Markdown."
+    commands = [f"    {' '.join(row.command.split())}" for row in results.rows]
+    lists = [_list(title, texts) for title, texts in sentences(results, _plain).items()]
+    parts = [
+        f"# {_plain(results.title)}",
+        table_text(*columns_and_rows(results)),
+        *lists,
+        ABOUT,
+        _list("Notes", map(_plain, notes_of(results))),
+        "Commands:",
+        "\n".join(commands),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _list(title, texts):
+    "A list below a title; empty if there is nothing in it."
+    lines = [f"- {text}" for text in texts]
+    return "\n".join([f"{title}:\n", *lines]) if lines else ""
 
 
 def csv_lines(rows: Iterable) -> str:
@@ -464,16 +485,15 @@ def curve_over(label: str, steps: np.ndarray, strata: list) -> Curve:
         steps: see `Curve`
         strata: for each task its results, float64 `[n runs, k]`
     """
+    # Points at which all returns are numbers; at others they are left out.
+    is_known = np.isfinite(np.concatenate(strata)).all(0)
+    strata = [np.where(is_known, x, 0.0) for x in strata]
     y = np.concatenate(strata)
-    # Points at which all returns are numbers
-    middle, low, high = np.full((3, len(steps)), np.nan)
-    ok = np.isfinite(y).all(0)
-    middle[ok] = low[ok] = high[ok] = iqm(y[:, ok].T)
-    if ok.any():
-        bounds = interval([x[:, ok] for x in strata], n=2000)
-        if bounds is not None:
-            low[ok], high[ok] = bounds
-    return Curve(label, len(y), steps, middle, low, high)
+
+    middle = iqm(y.T)
+    low, high = interval(strata, n=2000) or (middle, middle)
+    band = np.where(is_known, [middle, low, high], np.nan)
+    return Curve(label, len(y), steps, *band)
 
 
 def curve_of(row: RowResult) -> Curve | None:
@@ -492,8 +512,8 @@ def curve_of(row: RowResult) -> Curve | None:
 
 # %% ../../nbs/results/03_tables.ipynb #bcc0830b
 def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
-    """A matplotlib `Figure` with a panel for each chart. A long legend is below its panel, where it
-    does not hide a line.
+    """A matplotlib `Figure` with a panel for each chart. A legend is below its panel, where it does
+    not hide a line.
 
     Args:
         charts: title of a panel -> function that draws into its axes
@@ -505,25 +525,28 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
     n_rows = -(-len(charts) // n_columns)
     figure = Figure(dpi=150, layout="constrained")
     places = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
-    n_lines_below = 0
+    n_lines = 0
     for axes, (name, draw) in zip(places, charts.items()):
         draw(axes)
         style(axes, escaped_text(name))
         axes.xaxis.get_major_locator().set_params(integer=True)
 
-        # A legend of more than three lines goes below.
+        # The legend, whose lines are not longer than the panel
         handles, labels = axes.get_legend_handles_labels()
         labels = [fill(label, 50, break_long_words=False) for label in labels]
-        n_lines = sum(label.count("\n") + 1 for label in labels)
-        place = {}
-        if n_lines > 3:
-            place = dict(loc="upper center", bbox_to_anchor=(0.5, -0.08))
-            n_lines_below = max(n_lines_below, n_lines)
+        n_lines = max(n_lines, "\n".join(labels).count("\n") + 1)
         if labels:
-            axes.legend(handles, labels, frameon=False, fontsize="small", **place)
+            axes.legend(
+                handles,
+                labels,
+                frameon=False,
+                fontsize="small",
+                loc="upper center",
+                bbox_to_anchor=(0.5, -0.08),
+            )
 
     # The size of a panel grows with the legend below it.
-    figure.set_size_inches(4.2 * n_columns + 0.6, (3.2 + 0.18 * n_lines_below) * n_rows + 0.3)
+    figure.set_size_inches(4.2 * n_columns + 0.6, (3.2 + 0.18 * n_lines) * n_rows + 0.3)
     for axes in places[len(charts) :]:
         axes.remove()
     figure.suptitle(escaped_text(title), fontsize="large")
@@ -545,12 +568,12 @@ _STYLES = ("--", "-.", (0, (1, 1.5, 6, 1.5)))
 def draw_curve(axes: Any, curve: Curve, color: str, label: str) -> None:
     "Draw a curve with its band."
     axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
-    draw_line(axes, curve.steps, curve.middle, color, label, least=3, linewidth=1.6)
+    draw_line(axes, curve.steps, curve.middle, color, label, linewidth=1.6)
 
 
-def draw_line(axes: Any, x: Any, y: Any, color: str, label: str, least: int, **style: Any) -> None:
-    "Draw a line, with its points if there are fewer than `least`."
-    marker = "." if len(x) < least else None
+def draw_line(axes: Any, x: Any, y: Any, color: str, label: str, **style: Any) -> None:
+    "Draw a line, with its points if there are fewer than three."
+    marker = "." if len(x) < 3 else None
     axes.plot(x, y, color=color, label=escaped_text(label), marker=marker, **style)
 
 
