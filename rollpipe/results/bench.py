@@ -53,8 +53,6 @@ class SpecRow(NamedTuple):
         every: steps between evaluations; None: 1/20 of all steps
         threshold: return that counts as success; None: that of gymnasium's registry, if there is
             one
-        scale: returns that count as 0 and 1 in averages over environments; None: the row is left
-            out of them
     """
 
     algorithm: str
@@ -65,7 +63,6 @@ class SpecRow(NamedTuple):
     seeds: list
     every: int | None
     threshold: float | None
-    scale: list | None
 
     @property
     def name(self) -> str:
@@ -120,10 +117,6 @@ def _is_list_of(kind: str, x: Any) -> bool:
     return isinstance(x, list) and all(map(_KINDS[kind], x))
 
 
-def _is_scale(x: Any) -> bool:
-    return _is_list_of("a number", x) and len(x) == 2 and x[0] < x[1]
-
-
 # What a key may hold, in the words of a message -> whether a value is such.
 _KINDS: dict = {
     "anything": lambda x: True,
@@ -134,12 +127,11 @@ _KINDS: dict = {
     "a list of texts": lambda x: _is_list_of("a text", x),
     "a list of whole numbers": lambda x: _is_list_of("a whole number", x),
     "tables, such as [[row]]": lambda x: _is_list_of("a table", x),
-    "two numbers in ascending order": _is_scale,
     "last or best": lambda x: x in ("last", "best"),
 }
 
 # Keys that a file of JSON may set to null, as if they were not there.
-_MAY_BE_NULL = ("threshold", "scale", "sd")
+_MAY_BE_NULL = ("threshold", "sd")
 
 
 def check_keys(
@@ -196,7 +188,6 @@ _OF_A_ROW = dict(
     options="a table",
     env_kwargs="a table",
     threshold="a number",
-    scale="two numbers in ascending order",
     **_SHARED,
 )
 
@@ -254,7 +245,6 @@ def _row(table: dict, where: str) -> SpecRow:
         seeds=seeds,
         every=every,
         threshold=table.get("threshold"),
-        scale=table.get("scale"),
     )
 
 # %% ../../nbs/results/01_bench.ipynb #cee072f9
@@ -452,7 +442,7 @@ _NEEDED = dict(
     command="a text",
     seeds="a list of whole numbers",
 )
-_OF_ROW = dict(_NEEDED, threshold="a number", scale="two numbers in ascending order")
+_OF_ROW = dict(_NEEDED, threshold="a number")
 
 
 def read_bench(folder: Path) -> dict | None:

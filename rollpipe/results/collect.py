@@ -308,8 +308,6 @@ class RowResult(NamedTuple):
     Args:
         command: command line that trains the runs
         threshold: return that counts as success; None: there is none
-        scale: returns that count as 0 and 1; None: the row is left out of averages over
-            environments
         published: list of `Published`
         results: list of `Result`
     """
@@ -319,7 +317,6 @@ class RowResult(NamedTuple):
     env: str
     command: str
     threshold: float | None
-    scale: tuple | None
     published: list
     results: list
 
@@ -368,7 +365,6 @@ def _of_bench(folder: Path, bench: dict) -> Results:
                 *pair,
                 command=f"{row['command']} --seeds {seeds} --out {out}",
                 threshold=threshold_of(row["env"]) if threshold is None else threshold,
-                scale=row.get("scale"),
                 published=[x for x in bench["published"] if (x.algorithm, x.env) == pair],
                 results=[
                     read_result(folder / f"{row['name']}-s{seed}", seed) for seed in row["seeds"]
@@ -418,7 +414,7 @@ def _of_runs(folder: Path, runs: list) -> Results:
             if x.state == "damaged":
                 raise DataError(f"{x.folder}: cannot be read", got=x.problem)
 
-        # Plain runs have neither scale nor published figures.
+        # Plain runs have no published figures.
         rows.append(
             RowResult(
                 label,
@@ -426,7 +422,6 @@ def _of_runs(folder: Path, runs: list) -> Results:
                 env,
                 command=_command(results),
                 threshold=threshold_of(env),
-                scale=None,
                 published=[],
                 results=results,
             )

@@ -24,7 +24,6 @@ from rollpipe.results.tables import (
     curves_text,
     draw_curves,
     draw_line,
-    draw_profiles,
     markdown,
     notes_of,
     panels,
@@ -162,11 +161,9 @@ def page(results: Results) -> str:
 
     # A section with nothing in it is left out.
     differing = differing_options(row.results for row in results.rows)
-    lists = {title: notes_html(texts) for title, texts in sentences(results).items()}
-    lists["All environments together"] += _picture(draw_profiles(results), "profiles")
     sections = {
         "Learning curves": _picture(draw_curves(results), "curves"),
-        **lists,
+        **{title: notes_html(texts) for title, texts in sentences(results).items()},
         "The course of the diagnostics": _picture(diagnostics(results), "diagnostics"),
         "What differs between the configurations": _table(["option", *names], differing),
         "The commands": commands,

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain, combinations, cycle
+from itertools import combinations, cycle
 from textwrap import fill
 from typing import Any, NamedTuple
 
@@ -38,9 +38,8 @@ from ..traces.history import past_in_words
 
 # %% auto #0
 __all__ = ['ABOUT', 'short_number', 'with_sd', 'bounded', 'Figure', 'figure_over', 'figure_of', 'table_of', 'columns_and_rows',
-           'on_scales', 'together', 'improvements', 'notes_of', 'table_text', 'sentences', 'markdown', 'csv_lines',
-           'csv_text', 'curves_text', 'Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve',
-           'draw_line', 'draw_curves', 'profile_of', 'draw_profiles']
+           'improvements', 'notes_of', 'table_text', 'sentences', 'markdown', 'csv_lines', 'csv_text', 'curves_text',
+           'Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve', 'draw_line', 'draw_curves']
 
 # %% ../../nbs/results/03_tables.ipynb #a146786d
 def short_number(x: float) -> str:
@@ -61,13 +60,12 @@ def with_sd(mean: float, sd: float | None) -> str:
     return f"{text} +- {short_number(sd)}"
 
 
-def bounded(x: float, bounds: tuple | None, digits: int) -> str:
-    "A number as text with so many decimals, and its interval, if it has one."
-    text = f"{x:.{digits}f}"
-    if bounds:
-        low, high = bounds
-        text += f" [{low:.{digits}f}, {high:.{digits}f}]"
-    return text
+def bounded(x: float, bounds: tuple | None) -> str:
+    "A number as text with two decimals, and its interval, if it has one."
+    if bounds is None:
+        return f"{x:.2f}"
+    low, high = bounds
+    return f"{x:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _listed(items: Iterable) -> str:
@@ -183,43 +181,6 @@ def columns_and_rows(results: Results) -> tuple:
         rows.append([row[name] for name in columns])
     return columns, rows
 
-# %% ../../nbs/results/03_tables.ipynb #d669d738
-def _scaled(results: Results) -> dict:
-    """Label -> for each of its environments with a scale, the last returns of its runs on that
-    scale.
-    """
-    strata: dict = {}
-    for row in results.rows:
-        if row.scale and row.complete:
-            low, high = row.scale
-            strata.setdefault(row.label, []).append((row.finals("last") - low) / (high - low))
-    return strata
-
-
-def _is_comparable(strata: list) -> bool:
-    "Whether there are several environments, with equally many returns, all of which are numbers."
-    numbers = {len(x) for x in strata}
-    return len(strata) > 1 and len(numbers) == 1 and bool(np.isfinite(strata).all())
-
-
-def on_scales(results: Results) -> dict:
-    """Label -> for each of its environments with a scale, the last returns of its runs on that
-    scale.
-
-    Labels with fewer than two such environments, with other numbers of runs in some of them, or
-    with a return that is not a number, are left out: an environment would count by the number of
-    its runs.
-    """
-    return {label: x for label, x in _scaled(results).items() if _is_comparable(x)}
-
-
-def together(results: Results) -> list:
-    "For each label of `on_scales`: `(label, number of environments, IQM, (low, high) or None)`."
-    return [
-        (label, len(strata), iqm(np.concatenate(strata)), interval(strata))
-        for label, strata in on_scales(results).items()
-    ]
-
 # %% ../../nbs/results/03_tables.ipynb #5c44a750
 def improvements(results: Results) -> list:
     """For each two labels `(label, other, number of environments, probability of improvement over
@@ -300,13 +261,6 @@ def notes_of(results: Results) -> list:
     notes = []
     for row in results.rows:
         notes += _notes_of_row(row)
-    for label, strata in _scaled(results).items():
-        numbers = [*map(len, strata)]
-        if len({*numbers}) > 1:
-            notes.append(
-                f"{label}: no figure over all environments, "
-                f"because they have {_listed(numbers)} runs."
-            )
     return notes
 
 
@@ -344,20 +298,15 @@ def table_text(columns: list, rows: list) -> str:
 
 
 def sentences(results: Results, shown: Callable = str) -> dict:
-    """Title -> sentences: figures over several environments, and where published ones stand.
+    """Title -> sentences: which label is better than another one, and where figures are published.
 
     Args:
         shown: function that makes the text of a name
     """
-    over_all = []
-    for label, n, *figure in together(results):
-        text = bounded(*figure, digits=2)
-        over_all.append(f"{shown(label)}, {n} environments together on their scales: IQM {text}.")
     better = []
     for label, other, n, *figure in improvements(results):
-        text = bounded(*figure, digits=2)
-        plural = "s" * (n > 1)
-        better.append(f"P({shown(label)} > {shown(other)}) = {text} over {n} environment{plural}.")
+        text = f"P({shown(label)} > {shown(other)}) = {bounded(*figure)}"
+        better.append(f"{text} over {n} environment{'s' * (n > 1)}.")
 
     # What the numbers are compared with
     sources = []
@@ -366,7 +315,6 @@ def sentences(results: Results, shown: Callable = str) -> dict:
             texts = map(shown, (x.name, x.algorithm, x.env, x.source))
             sources.append("{}, {} on {}: {}".format(*texts))
     return {
-        "All environments together": over_all,
         "Probability of improvement": better,
         "Published figures": dict.fromkeys(sources),
     }
@@ -600,36 +548,3 @@ def draw_curves(results: Results, title: str = "") -> Any:
     "A `Figure` with the curves of all rows, a panel for each environment."
     charts = {row.env: partial(_draw, results=results, env=row.env) for row in results.rows}
     return panels(charts, LABELS["steps"], "return of evaluations, interquartile mean", title)
-
-# %% ../../nbs/results/03_tables.ipynb #b23724d5
-def profile_of(label: str, strata: list, taus: np.ndarray) -> Curve:
-    """The performance profile, as a curve over percent of the scale. Source: Agarwal et al. 2021,
-    https://arxiv.org/abs/2108.13264
-
-    Args:
-        label: see `Curve`
-        strata: for each task the results on its scale, float64 `[n runs]`
-        taus: numbers on the scale, ascending, float64 `[k]`
-    """
-    above = [x[:, None] > taus for x in strata]
-    middle = np.concatenate(above).mean(0)
-    low, high = interval(above, n=2000, of=lambda x: x.mean(-1)) or (middle, middle)
-    return Curve(label, sum(map(len, strata)), 100 * taus, middle, low, high)
-
-
-def draw_profiles(results: Results) -> Any:
-    "A `Figure` with the performance profiles of the labels of `on_scales`; None if there are none."
-    scaled = on_scales(results)
-    if not scaled:
-        return None
-    returns = np.concatenate([*chain(*scaled.values())])
-    taus = np.linspace(min(0.0, returns.min()), max(1.0, returns.max()), 201)
-
-    def draw(axes):
-        for label, strata in scaled.items():
-            curve = profile_of(label, strata, taus)
-            draw_curve(axes, curve, color_of(results, label), f"{label} ({curve.n} runs)")
-        axes.set_ylim(-0.02, 1.02)
-
-    xlabel = "return on the scales of the environments [%]"
-    return panels({"": draw}, xlabel, "share of runs above it")

@@ -275,7 +275,7 @@ class Journal:
         opens: Callable | None = None,
     ):
         self.networks = networks
-        self.path = path and Path(path)
+        self.path = None if path is None else Path(path)
         self.file = None
         self.differs: Any = differs
         self.opens = opens
