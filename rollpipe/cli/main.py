@@ -124,7 +124,7 @@ class _AlgorithmParser(Parser):
         add_options(self, of_run + options_for(self.algorithm))
 
 
-def _add_folders(parser: argparse.ArgumentParser) -> None:
+def _add_folders(parser):
     "Add the options about the folders of runs."
     parser.add_argument("--out", metavar="RUN", help="folder of the run [runs/ALGO-ENV-sSEED]")
     parser.add_argument(
@@ -153,7 +153,7 @@ _OF_A_RUN = "--out --overwrite --continue --seeds --jobs --quiet --tensorboard -
 _OF_A_RESUME = "--steps --device --workers --quiet --tensorboard --wandb --address".split()
 
 
-def _add_comparisons(command) -> None:
+def _add_comparisons(command):
     "Add the commands that compare the numbers of trainings, and those that look into one."
     # Two runs
     sub = command("diff", diff_command)
@@ -242,7 +242,7 @@ def _add_comparisons(command) -> None:
     )
 
 
-def _parent_parsers() -> tuple:
+def _parent_parsers():
     """Parsers of shared options.
 
     They are for all commands, for a trained policy, for playing it, for building a training, and
@@ -313,9 +313,7 @@ def _parent_parsers() -> tuple:
     return debug, policy, playing, settings, common
 
 # %% ../../nbs/cli/00_main.ipynb #6d236568
-def _timed(
-    settings: argparse.ArgumentParser, seconds: float, meaning: str, svg: bool = False
-) -> Parser:
+def _timed(settings, seconds, meaning, svg=False):
     "A parser with the options in `settings` and those of a command that measures."
     parser = Parser(add_help=False, parents=[settings])
     parser.add_argument("--seconds", type=float, default=seconds, help=f"{meaning} [{seconds}]")
@@ -324,7 +322,7 @@ def _timed(
     return parser
 
 
-def _searching(settings: Parser) -> Parser:
+def _searching(settings):
     "A parser with the options in `settings` and those of a search."
     parser = Parser(add_help=False, parents=[settings])
     parser.add_argument(
@@ -368,7 +366,7 @@ def _searching(settings: Parser) -> Parser:
     return parser
 
 
-def _add_searches(command, settings: Parser) -> None:
+def _add_searches(command, settings):
     "Add the commands that try settings."
     add_algorithms(
         command("autotune", autotune_command),
@@ -377,7 +375,7 @@ def _add_searches(command, settings: Parser) -> None:
     add_algorithms(command("tune", tune_command), _searching(settings))
 
 
-def _add_list(parser: Parser) -> None:
+def _add_list(parser):
     parser.add_argument(
         "what",
         nargs="?",
@@ -392,7 +390,7 @@ def _add_list(parser: Parser) -> None:
     )
 
 
-def _add_pack(parser: Parser) -> None:
+def _add_pack(parser):
     parser.add_argument(
         "--out", metavar="DIR", help="folder to write [pack in the folder of the run]"
     )
@@ -412,7 +410,7 @@ def _add_pack(parser: Parser) -> None:
     )
 
 
-def _add_bench(parser: Parser) -> None:
+def _add_bench(parser):
     parser.add_argument(
         "spec",
         metavar="SPEC",
@@ -443,7 +441,7 @@ def _add_bench(parser: Parser) -> None:
     parser.add_argument("--address", help="address of the Ray cluster that the file names, if any")
 
 
-def _add_report(parser: Parser) -> None:
+def _add_report(parser):
     parser.add_argument(
         "folder", metavar="DIR", help="folder of a bench, or one with the folders of runs"
     )
@@ -452,7 +450,7 @@ def _add_report(parser: Parser) -> None:
     )
 
 
-def _add_demo(parser: Parser) -> None:
+def _add_demo(parser):
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of networks, environments and actions [0]"
     )
@@ -547,7 +545,7 @@ def build_parser() -> Parser:
 USER_ERRORS = (UsageError, PipeError, OSError, ImportError, ValueError)
 
 
-def _import_modules(words: list) -> list:
+def _import_modules(words):
     """Import what `--import` names. Returns the names.
 
     It is done before the parser is made, because a module may register an algorithm.
@@ -610,7 +608,7 @@ def main(argv: list | None = None) -> int:
         return 2
 
 
-def _print_error(e: Exception, args: Namespace, words: list) -> None:
+def _print_error(e, args, words):
     "Print an error that a user can mend, in one line and its notes."
     if isinstance(e, PipeError):
         e.leaf = _as_typed(args, words, e.leaf)
@@ -620,13 +618,13 @@ def _print_error(e: Exception, args: Namespace, words: list) -> None:
     print(f"error: {text}", *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
 
 
-def _flags(args: Namespace) -> dict:
+def _flags(args):
     "The name of each option of the command -> the option as it is typed."
     flags = args.parser.flags() if hasattr(args, "parser") else ()
     return {flag[2:].replace("-", "_"): flag for flag in flags}
 
 
-def _as_typed(args: Namespace, words: list, leaf: str | None) -> str | None:
+def _as_typed(args, words, leaf):
     """The leaf of an error; that of an option as it is typed, such as `--lr` or `--set lr`.
 
     A key of a file may have the name of a flag.
@@ -642,7 +640,7 @@ def _as_typed(args: Namespace, words: list, leaf: str | None) -> str | None:
     return {option.name: option.flag for option in options}.get(str(leaf), leaf)
 
 
-def _refuse_changes(words: list) -> None:
+def _refuse_changes(words):
     """Refuse options beside `--resume`: a resumed run keeps its own.
 
     The parser would mistake the value of an option for an algorithm.
@@ -662,7 +660,7 @@ def _refuse_changes(words: list) -> None:
             )
 
 
-def _explain_unknown(args: Namespace, word: str) -> str:
+def _explain_unknown(args, word):
     "What a user may mean by a word that the command does not know."
     name = word.split("=")[0].replace("--no-", "--")
     if hasattr(args, "algorithm") and word[:1] != "-":

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..agents.checkpoint import Checkpoint
 from ..pipes.data.errors import DataError, check_integer
 from ..pipes.data.nested import first_difference
 from ..pipes.keeping.files import make_folder
@@ -89,7 +88,7 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
 _OTHER = "seconds", "steps_per_s", "workers", "restarts", "eval_"
 
 
-def _comparable(folder: Path) -> dict:
+def _comparable(folder):
     "Number of each update of a run -> its metrics that do not depend on the clock."
     comparable = {}
     for record in records_of(folder):
@@ -127,7 +126,7 @@ def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
     return equal
 
 
-def _fork(branch: Branch, steps: int, quiet: dict) -> None:
+def _fork(branch, steps, quiet):
     "Make a branch, unless it is there. Raises `DataError` if another run is there."
     if not files_of_run(branch.folder):
         options = dict[str, Any](branch.edit or dict(quiet, steps=steps))
@@ -155,7 +154,7 @@ def _fork(branch: Branch, steps: int, quiet: dict) -> None:
         )
 
 
-def _steps_of(run: Path, at: list, updates: int) -> dict:
+def _steps_of(run, at, updates):
     "Number of updates -> the steps with which a branch has made so many more."
     steps = {0: 0.0, **{int(r["updates"]): r["steps"] for r in records_of(run)}}
     # The largest batch so far, so that no branch is too short.
@@ -163,7 +162,7 @@ def _steps_of(run: Path, at: list, updates: int) -> dict:
     return {n: int(steps[n] + updates * largest) for n in at}
 
 
-def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
+def _checked(run, at, options, metric):
     """The newest checkpoint of a run. Raises `DataError` for updates that cannot be branched, and
     what a branch cannot have.
     """
@@ -199,7 +198,7 @@ def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
     return newest
 
 # %% ../../nbs/results/06_ablation.ipynb #d638a4d9
-def _beside(run: Path) -> str:
+def _beside(run):
     return f"{run.resolve() if run.name in ('', '..') else run}-ablation"
 
 
@@ -309,7 +308,7 @@ def ablate(
     return ablation
 
 
-def _notes(run: Path, branches: list, newest: Checkpoint) -> list:
+def _notes(run, branches, newest):
     """What a reader must know of the branches. Raises `DataError` if the twins with the noise of
     the run do not equal it.
     """
@@ -344,9 +343,7 @@ def _notes(run: Path, branches: list, newest: Checkpoint) -> list:
     return notes
 
 
-def _compared(
-    run: Path, branches: list, newest: Checkpoint, metric: str, updates: int, last: int
-) -> Ablation:
+def _compared(run, branches, newest, metric, updates, last):
     "The differences. Raises `DataError` if the twins with the noise of the run do not equal it."
     notes = _notes(run, branches, newest)
 

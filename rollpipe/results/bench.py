@@ -13,7 +13,7 @@ from collections.abc import Collection
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollpipe.pipes.data.errors import (
     CheckpointError,
@@ -102,18 +102,18 @@ class Spec(NamedTuple):
     published: list
 
 # %% ../../nbs/results/01_bench.ipynb #a29c1aa8
-def _unknown(where: str, kind: str, name: str, known: Collection) -> DataError:
+def _unknown(where, kind, name, known):
     near = similar(name, known) or known
     return DataError(f"{where}: there is no {kind} {name!r}", expected=", ".join(near))
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x):
     "Whether it is a finite number that a float can hold."
     is_real = isinstance(x, (int, float)) and not isinstance(x, bool)
     return is_real and abs(x) <= sys.float_info.max
 
 
-def _is_list_of(kind: str, x: Any) -> bool:
+def _is_list_of(kind, x):
     return isinstance(x, list) and all(map(_KINDS[kind], x))
 
 
@@ -203,7 +203,7 @@ _BY_KEYS = dict(
 )
 
 
-def _row(table: dict, where: str) -> SpecRow:
+def _row(table, where):
     "The row that a table of the file stands for, with one environment."
     check_keys(table, _OF_A_ROW, where, needed=("algorithm", "env"))
     algorithm = table["algorithm"]
@@ -408,7 +408,7 @@ def progress_of(job: Job) -> str:
     return "complete" if is_over else "unfinished"
 
 
-def _states(jobs: list) -> tuple:
+def _states(jobs):
     """`(states, damaged)`: job -> state, and job -> problem for a damaged run. A damaged run must
     not stop the others.
     """
@@ -508,7 +508,7 @@ def bench_file(spec: Spec, jobs: list, before: dict | None) -> dict:
     return dict(format=BENCH_FORMAT, title=spec.title, rows=rows, published=published)
 
 
-def _rows_of(bench: dict | None) -> list:
+def _rows_of(bench):
     return bench["rows"] if bench else []
 
 
@@ -517,7 +517,7 @@ def _first_of_rows(jobs):
     return [next(group) for _, group in groupby(jobs, lambda job: job.row.name)]
 
 
-def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
+def _check_rows(folder, before, spec):
     """Raise `DataError` if the folder has runs of rows that the specification lacks: a report would
     leave them out.
     """
@@ -531,7 +531,7 @@ def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
         )
 
 # %% ../../nbs/results/01_bench.ipynb #6bc0c8ab
-def _check_named(row: SpecRow, path: str) -> None:
+def _check_named(row, path):
     "Raise `DataError` for a module or a cluster that the file names, and the user does not."
     check_address(row.options, path)
     for module in needed_modules(row._asdict()):
@@ -543,7 +543,7 @@ def _check_named(row: SpecRow, path: str) -> None:
             )
 
 
-def _check_buildable(jobs: list) -> None:
+def _check_buildable(jobs):
     """Build learner and pipeline of one run of each row, so that a mistake in a row is reported
     before hours of training.
     """
@@ -556,7 +556,7 @@ def _check_buildable(jobs: list) -> None:
             ) from e
 
 
-def _words(job: Job, args: Namespace, state: str) -> list:
+def _words(job, args, state):
     "The words of the command that trains a run, or continues it."
     begins = "--overwrite" if args.restart and state == "unfinished" else "--continue"
     return [

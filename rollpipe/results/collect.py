@@ -351,7 +351,7 @@ def threshold_of(env: str) -> float | None:
     return spec.reward_threshold if spec else None
 
 # %% ../../nbs/results/02_collect.ipynb #3eae5ccf
-def _of_bench(folder: Path, bench: dict) -> Results:
+def _of_bench(folder, bench):
     rows = []
     for row in bench["rows"]:
         # The command names the folder of the bench, with all seeds of the row.
@@ -374,7 +374,7 @@ def _of_bench(folder: Path, bench: dict) -> Results:
     return Results(bench["title"], rows)
 
 
-def _train_words(run: Result, *seeds: str) -> str:
+def _train_words(run, *seeds):
     "The command line that trains a run once more, with these words about its seeds."
     config = run.config
     return typed_command(
@@ -385,7 +385,7 @@ def _train_words(run: Result, *seeds: str) -> str:
     )
 
 
-def _command(runs: list) -> str:
+def _command(runs):
     """The command line that trains some plain runs. torchrun starts one run at a time, with the
     number of ranks that the run had. A run that another program made tells its command in its
     configuration."""
@@ -402,7 +402,7 @@ def _command(runs: list) -> str:
     return _train_words(first, "--seeds", ",".join(seeds))
 
 
-def _of_runs(folder: Path, runs: list) -> Results:
+def _of_runs(folder, runs):
     """The results of plain runs of `rollpipe train --eval-every 'N steps'`. Runs that differ only
     in the seed are in one row, and an experiment has one label in all environments."""
     rows = []

@@ -228,7 +228,7 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
     return EndedRuns(complete, failed, stopped)
 
 # %% ../../nbs/results/00_experiments.ipynb #2f8a7374
-def _last_return(folder: Path) -> float:
+def _last_return(folder):
     "The mean return of the last batch in which an episode has ended; `nan` if none has."
     returns = read_metrics(folder).get("return_mean", np.zeros(0))
     finite = returns[np.isfinite(returns)]
@@ -285,7 +285,7 @@ def experiment_command(args: Namespace) -> None:
     )
 
 
-def _folders(args: Namespace, seeds: list) -> dict:
+def _folders(args, seeds):
     "Seed -> the folder of its run. Raises the errors that all runs would raise."
     configs = {seed: config_from(Namespace(**{**vars(args), "seed": seed})) for seed in seeds}
     folders = {

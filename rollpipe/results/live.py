@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from string import Template
 from threading import Lock
 from typing import Any
@@ -51,7 +50,7 @@ _FORM = Template(
 )
 
 
-def _form(k: int, folder: Path) -> str:
+def _form(k, folder):
     "The buttons for a run, and a field for its options."
     buttons = ""
     for wish in WISHES:
@@ -130,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
-    def _place(self) -> str | None:
+    def _place(self):
         "What is asked for; None, after an answer, if it is refused."
         _, token, *rest = f"{self.path}/".split("/")
         # A page from elsewhere has another origin, and knows no token.
@@ -142,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_error(403)
         return None
 
-    def _send(self, text: str) -> None:
+    def _send(self, text):
         data = text.encode()
         self.send_response(200)
         for name, x in {**_HEADERS, "Content-Length": str(len(data))}.items():

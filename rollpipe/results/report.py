@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..pipes.keeping.files import make_folder, write_atomically
-from .collect import Results, RowResult, differing_options, read_results
+from .collect import Results, differing_options, read_results
 from rollpipe.results.tables import (
     ABOUT,
     color_of,
@@ -58,7 +58,7 @@ def diagnostics(results: Results) -> Any:
     return panels(charts, LABELS["updates"]) if charts else None
 
 
-def _draw(axes: Any, rows: list, name: str, results: Results) -> None:
+def _draw(axes, rows, name, results):
     "Draw a metric of all runs in an environment. Runs of one colour have one entry in the legend."
     for row in rows:
         for k, run in enumerate(_runs_with(row, name)):
@@ -71,7 +71,7 @@ def _draw(axes: Any, rows: list, name: str, results: Results) -> None:
             draw_line(axes, x, y, color, label, linewidth=1.2)
 
 
-def _runs_with(row: RowResult, name: str) -> list:
+def _runs_with(row, name):
     "The runs of a row that have a metric."
     return [
         run
@@ -140,12 +140,12 @@ def document(title: str, body: list, more: str = "", head: str = "") -> str:
     )
 
 
-def _table(columns: list, rows: list) -> str:
+def _table(columns, rows):
     "A table; empty if it has no rows."
     return table_html(columns, rows) if rows else ""
 
 
-def _picture(figure: Any, name: str) -> str:
+def _picture(figure, name):
     "The drawing of a figure; empty if there is none."
     return wide(svg(figure, name)) if figure else ""
 

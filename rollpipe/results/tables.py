@@ -22,7 +22,6 @@ import numpy as np
 
 from ..agents.shared_options import Every
 from rollpipe.results.collect import (
-    Result,
     Results,
     RowResult,
     differing_options,
@@ -68,7 +67,7 @@ def bounded(x: float, bounds: tuple | None) -> str:
     return f"{x:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _listed(items: Iterable) -> str:
+def _listed(items):
     return ", ".join(map(str, items))
 
 # %% ../../nbs/results/03_tables.ipynb #431c0252
@@ -126,7 +125,7 @@ def figure_of(row: RowResult, kind: str) -> Figure:
     return figure_over(x)
 
 # %% ../../nbs/results/03_tables.ipynb #71cde4fa
-def _needed(row: RowResult) -> str:
+def _needed(row: RowResult):
     "The threshold, and after how many steps the runs have reached it."
     if row.threshold is None:
         return "-"
@@ -139,7 +138,7 @@ def _needed(row: RowResult) -> str:
     return f"{short_number(row.threshold)}: {text}"
 
 
-def _published(row: RowResult, of: str) -> str:
+def _published(row, of):
     texts = [f"{x.name}: {with_sd(x.mean, x.sd)}" for x in row.published if x.of == of]
     return "; ".join(texts) or "-"
 
@@ -218,7 +217,7 @@ _FACTS: dict[str, Callable] = {
 }
 
 
-def _notes_of_row(row: RowResult) -> list:
+def _notes_of_row(row):
     # Runs without numbers, and numbers of few runs
     notes = []
     runs = row.results
@@ -275,7 +274,7 @@ are better, its interval is that of Clopper and Pearson for independent pairs of
 ABOUT = ABOUT.replace("\n", " ")
 
 # %% ../../nbs/results/03_tables.ipynb #d8dbd936
-def _plain(text: Any) -> str:
+def _plain(text):
     """The text, in which what Markdown and HTML would not show as it stands is escaped. So a
     terminal shows names and intervals as they are.
     """
@@ -363,7 +362,7 @@ def csv_text(results: Results) -> str:
     return csv_lines(lines)
 
 
-def _cells(row: RowResult, run: Any) -> list:
+def _cells(row, run):
     # A spreadsheet takes what begins so for a formula.
     texts = [
         f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
@@ -414,7 +413,7 @@ class Curve(NamedTuple):
     high: np.ndarray
 
 
-def _points(run: Result) -> dict:
+def _points(run):
     "Step at which an evaluation was due -> its mean return."
     every = Every.of(run.config.get("eval_every", 0))
     n = every.n if every.unit == "steps" and every.n else 1
@@ -525,7 +524,7 @@ def draw_line(axes: Any, x: Any, y: Any, color: str, label: str, **style: Any) -
     axes.plot(x, y, color=color, label=escaped_text(label), marker=marker, **style)
 
 
-def _draw(axes: Any, results: Results, env: str) -> None:
+def _draw(axes, results, env):
     "Draw the curves of an environment, with published figures and thresholds as horizontal lines."
     rows = [row for row in results.rows if row.env == env]
     for row in rows:

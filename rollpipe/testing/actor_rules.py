@@ -77,7 +77,7 @@ ACTOR_REPLAY = (
 )
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #ac59fc3e
-def _random_states(space: gym.Space, act_space: gym.Space, T: int, B: int, seed: int) -> State:
+def _random_states(space, act_space, T, B, seed):
     "A `State` with rows `[T, B, ...]` in which some episodes end. Row 0 begins new episodes."
     rng = np.random.default_rng(seed)
 
@@ -98,7 +98,7 @@ def _random_states(space: gym.Space, act_space: gym.Space, T: int, B: int, seed:
     return State(*nested.as_seen(nested.torchify((stepno, obs, act, rew, fin))))
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #625f914c
-def _rows(tree: Any, t: int) -> Any:
+def _rows(tree, t):
     "Row `t` of a nested `[T, B, ...]`, as `[1, B, ...]`."
     return nested.getitem(tree, slice(t, t + 1))
 
@@ -179,7 +179,7 @@ class _Trial:
                 self.report.add(rule, f"{path} is {describe(x)}, T={T}, B={B}")
                 raise self.report.Stop
 
-    def _checked_action(self, act: Any, T: int, B: int) -> Any:
+    def _checked_action(self, act, T, B):
         "The action in the containers of its space."
         space = self.spaces[1]
         act = in_containers(act, space_spec(space, "act"))
@@ -202,7 +202,7 @@ class _Trial:
         return act
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #2b17f5b8
-def _check_noise(report: Report, trial: _Trial, T: int, B: int) -> None:
+def _check_noise(report, trial, T, B):
     "Check that noise depends on its generator alone."
     before = torch.get_rng_state()
     with report.demand(ACTOR_NOISE):
@@ -215,11 +215,11 @@ def _check_noise(report: Report, trial: _Trial, T: int, B: int) -> None:
     trial.check_tensors(ACTOR_NOISE, noise, "noise", (T, B))
 
 
-def _reset_all(trial: _Trial, hx: Any, B: int) -> Any:
+def _reset_all(trial, hx, B):
     return trial.reset(hx, list(range(B))) if nested.leaves(hx) else hx
 
 
-def _check_reset(report: Report, trial: _Trial, used: Any, other: Any, B: int) -> None:
+def _check_reset(report, trial, used, other, B):
     "Check `reset` on two recurrent states with different pasts, `used` and `other`."
 
     def column(hx, b):
@@ -241,7 +241,7 @@ def _check_reset(report: Report, trial: _Trial, used: Any, other: Any, B: int) -
         )
 
 
-def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B: int) -> None:
+def _check_batch(report, trial, state, hx, T, B):
     "Check that the answer does not depend on how states are batched."
     noise = trial.noise((T, B), 6)
     _check_columns(report, trial, _rows(state, 0), hx, _rows(noise, 0))
@@ -266,7 +266,7 @@ def _check_batch(report: Report, trial: _Trial, state: State, hx: Any, T: int, B
         report.check(ACTOR_REPLAY, agrees, f"{name} differs")
 
 
-def _check_columns(report: Report, trial: _Trial, row: State, hx: Any, noise: Any) -> None:
+def _check_columns(report, trial, row, hx, noise):
     "Compare the answer for each environment alone with that for all, in a row `[1, B, ...]`."
     # Sums over batches of other sizes have other roundings, so floats agree up to 1e-4.
     B = row.fin.shape[1]
@@ -313,9 +313,7 @@ def check_actor(
     return report.close(type(actor).__name__, raises)
 
 
-def _check_actor(
-    report: Report, actor: Any, spaces: tuple[gym.Space, gym.Space], T: int, B: int, seed: int
-) -> None:
+def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed):
     "The sections of the check, in an order in which a broken rule does not break later ones."
     for method in ("step", "reset"):
         report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
@@ -344,7 +342,7 @@ def _check_actor(
         report.section(_check_copies, report, trials, *states)
 
 
-def _copies(actor: Any) -> list:
+def _copies(actor):
     "Two copies; none if nobody can copy the actor, because then no copy can continue."
     try:
         return [deepcopy(actor), deepcopy(actor)]
@@ -352,7 +350,7 @@ def _copies(actor: Any) -> list:
         return []
 
 
-def _check_copies(report: Report, trials: list, here: State, there: State) -> None:
+def _check_copies(report, trials, here, there):
     """Compare the answers of two copies of an actor.
 
     The first one has answered the states `there` before.
@@ -370,7 +368,7 @@ def _check_copies(report: Report, trials: list, here: State, there: State) -> No
     )
 
 
-def _state_of(actor: Any) -> dict:
+def _state_of(actor):
     "Name -> value to compare, for parameters, buffers and attributes."
     state = {}
     for module in modules_in(actor):
@@ -383,9 +381,7 @@ def _state_of(actor: Any) -> dict:
     return state
 
 
-def _check_answers(
-    report: Report, trial: _Trial, here: State, there: State, hx: Any, T: int, B: int
-) -> None:
+def _check_answers(report, trial, here, there, hx, T, B):
     "Check the answers of an actor. `hx` is any recurrent state of the actor."
     row = _rows(here, 0)
     hx = _reset_all(trial, hx, B)

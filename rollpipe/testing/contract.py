@@ -121,7 +121,7 @@ def same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
     return all(_same_leaf(x, y, tolerance) for x, y in zip(xs, ys))
 
 
-def _same_leaf(x: Any, y: Any, tolerance: float) -> bool:
+def _same_leaf(x, y, tolerance):
     "Whether two leaves agree."
     # Each iteration makes new functions and sources of ticks, so they cannot be compared.
     if callable(x) or isinstance(x, TickSource):

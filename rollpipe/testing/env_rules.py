@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ from ..pipes.envs.sources import is_instance
 from rollpipe.pipes.tensors.tensor_env import (
     TensorBatch,
     TensorFactory,
-    TensorOutcome,
     is_tensor_source,
 )
 from .contract import Report, same, sampled, snapshot
@@ -81,7 +79,7 @@ TENSOR_ENV_NUMBERS = (
 TENSOR_ENV_FINAL = "where an episode is truncated, final_obs holds its true last observation"
 
 # %% ../../nbs/testing/01_env_rules.ipynb #528c339e
-def _check_obs(report: Report, obs: Any, space: gym.Space, spec: Any) -> Any:
+def _check_obs(report, obs, space, spec):
     """The observation as arrays in the containers of its space.
 
     Reports an observation that is not in the space.
@@ -104,7 +102,7 @@ def _check_obs(report: Report, obs: Any, space: gym.Space, spec: Any) -> Any:
     return obs
 
 
-def _as_sample(x: Any, space: gym.Space) -> Any:
+def _as_sample(x, space):
     "Nested arrays in the form that `space.contains` accepts."
     if isinstance(space, gym.spaces.Dict):
         return {k: _as_sample(x[k], s) for k, s in space.spaces.items()}
@@ -117,7 +115,7 @@ def _as_sample(x: Any, space: gym.Space) -> Any:
     return sample if (sample == x).all() else x
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
-def _check_info(report: Report, info: dict, forms: dict) -> None:
+def _check_info(report, info, forms):
     """Compare the infos with `forms`, key -> structure and shapes, or None if it is not numeric.
 
     Add new infos to `forms`.
@@ -204,7 +202,7 @@ class _Player:
         self.reset(last_obs)
 
 
-def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
+def _play(report, env, n_steps, seed):
     """Play random actions, and then reset several times.
 
     Returns a list of the environment's answers, step by step.
@@ -227,13 +225,13 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
     return player.trace
 
 # %% ../../nbs/testing/01_env_rules.ipynb #3ff3a13d
-def _random_actions(space: gym.Space, n_envs: int, device: Any) -> Any:
+def _random_actions(space, n_envs, device):
     "A batch of actions `[1, B, ...]` of the space."
     rows = sampled(space, n_envs, "act")
     return nested.map(lambda x: torch.from_numpy(x)[None].to(device), rows)
 
 
-def _check_numbers(report: Report, batch: TensorBatch, out: TensorOutcome) -> None:
+def _check_numbers(report, batch, out):
     "Check the numbers that a `TensorEnv` returned for a step."
     truncated = (out.trunc & ~out.term).nonzero()[:, 0]
     report.check(
@@ -258,7 +256,7 @@ def _check_numbers(report: Report, batch: TensorBatch, out: TensorOutcome) -> No
             )
 
 
-def _play_tensors(report: Report, env: Any, n_steps: int, seed: int) -> list:
+def _play_tensors(report, env, n_steps, seed):
     "Play random actions in a `TensorEnv`. Returns a list of its answers, step by step."
     # The batch is what a pipeline uses to step such an environment.
     with report.demand(TENSOR_ENV_MADE):
@@ -285,7 +283,7 @@ def _play_tensors(report: Report, env: Any, n_steps: int, seed: int) -> list:
     return trace
 
 
-def _play_twice(report: Report, rule: str, make: Callable, play: Callable, closes: bool) -> None:
+def _play_twice(report, rule, make, play, closes):
     "Make an environment and play, twice, because the same seed must give the same answers."
     traces = []
     for _ in range(2):
@@ -344,7 +342,7 @@ def check_env(
     return report.close(env if is_lent else EnvFactory(env, env_kwargs), raises)
 
 
-def _check_tensor_env(report: Report, factory: TensorFactory, n_steps: int, seed: int) -> None:
+def _check_tensor_env(report, factory, n_steps, seed):
     "Check the environment that the factory makes, or lends."
     make = partial(factory, seed)
     play = partial(_play_tensors, report, n_steps=n_steps, seed=seed)
@@ -353,9 +351,7 @@ def _check_tensor_env(report: Report, factory: TensorFactory, n_steps: int, seed
         _check_resumable(report, make, seed)
 
 
-def _check_env(
-    report: Report, env: Any, env_kwargs: dict | None, n_steps: int, seed: int, is_lent: bool
-) -> None:
+def _check_env(report, env, env_kwargs, n_steps, seed, is_lent):
     "Check an environment, or one of each kind of those in a vector."
     singles = []  # a maker for each kind of environment in a vector
 
@@ -378,7 +374,7 @@ def _check_env(
         _check_resumable(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
 
 
-def _check_resumable(report: Report, make: Callable, seed: int) -> None:
+def _check_resumable(report, make, seed):
     "Check how a running environment can be kept. What that means for runs is logged."
     keeper = keeper_for(make, seed)
     report.check(ENV_RESUMABLE, "own" not in keeper.failed, keeper.failed.get("own"))

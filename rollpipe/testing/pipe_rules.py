@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import cloudpickle
 import torch
@@ -55,7 +54,7 @@ FRAGMENT_STEPNO = (
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #9edf8cbf
 @contextmanager
-def _open(pipe: IterDataPipe) -> Iterator:
+def _open(pipe):
     "An iterator of `pipe`. At the end it is closed, if it has a method `close`."
     stream = iter(pipe)
     try:
@@ -66,13 +65,13 @@ def _open(pipe: IterDataPipe) -> Iterator:
             close()
 
 
-def _first(pipe: IterDataPipe, n: int) -> list:
+def _first(pipe, n):
     "Copies of the first `n` items."
     with _open(pipe) as stream:
         return [snapshot(item) for item in islice(stream, n)]
 
 
-def _check_stream(report: Report, rule: str, make: Callable, n: int, expected: list) -> None:
+def _check_stream(report, rule, make, n, expected):
     "Compare the first `n` items of the pipe that `make` returns with the expected ones."
     with report.demand(rule):
         items = _first(make(), n)
@@ -82,7 +81,7 @@ def _check_stream(report: Report, rule: str, make: Callable, n: int, expected: l
         report.check(rule, same(a, b), f"item {k} differs")
 
 
-def _check_length(report: Report, pipe: IterDataPipe) -> None:
+def _check_length(report, pipe):
     "Compare the length of a pipe, if it has one, with the number of its items."
     try:
         n = len(pipe)  # pyright: ignore[reportArgumentType]  some pipes have a length
@@ -111,7 +110,7 @@ class _From(Pipe):
             yield item
 
 
-def _with_inputs_from(pipe: IterDataPipe, firsts: list | None = None) -> tuple:
+def _with_inputs_from(pipe, firsts=None):
     """The graph whose last pipe reads its inputs from the items `firsts` on.
 
     Also returns a list that counts the items of each input up to the last one that was read.
@@ -142,7 +141,7 @@ def _can_resume(pipe):
     return not (getattr(pipe, "copies_above", False) and unknown_states(pipe))
 
 
-def _check_resumes(report: Report, make: Callable, k: int, expected: list) -> None:
+def _check_resumes(report, make, k, expected):
     """Cut the stream of a pipe after `k` items, and let another pipe continue.
 
     Its items are compared with the expected ones.
@@ -184,7 +183,7 @@ def _check_resumes(report: Report, make: Callable, k: int, expected: list) -> No
         )
 
 
-def _differs(a: Any, b: Any) -> str | None:
+def _differs(a, b):
     "The path of the first leaf in which two items differ; None if they are the same."
     if same(a, b):
         return None
@@ -207,7 +206,7 @@ class _Probe(Pipe):
             self.notes(-1)
 
 
-def _check_closes(report: Report, pipe: IterDataPipe) -> None:
+def _check_closes(report, pipe):
     "Count the sources that stay open after an iteration has been broken off."
     if not inputs(pipe):
         return  # a source has no pipes above it to close
@@ -231,7 +230,7 @@ def _check_closes(report: Report, pipe: IterDataPipe) -> None:
         report.check(PIPE_CLOSES, n_open == 0, f"{n_open} of the sources stayed open")
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #6e8cb3e8
-def _check_fragment(report: Report, fragment: Fragment) -> None:
+def _check_fragment(report, fragment):
     "Check shapes, ends of episodes, and the numbers of steps."
     state = fragment.state
     term = fragment.term
@@ -303,7 +302,7 @@ def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) ->
     return report.close(getattr(make_pipe, "__name__", type(make_pipe).__name__), raises)
 
 
-def _check_pipe(report: Report, make_pipe: Callable, n: int) -> None:
+def _check_pipe(report, make_pipe, n):
     "The sections of the check."
     with report.demand(PIPE_MADE):
         pipe = make_pipe()

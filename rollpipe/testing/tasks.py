@@ -277,7 +277,7 @@ class Recall(gym.Env):
         is_asked = self.count == self.delay
         return self._look(self.n_cues + 1 if is_asked else 0), 0.0, False, False, {}
 
-    def _look(self, i: int) -> np.ndarray:
+    def _look(self, i):
         "The observation with a one at place `i`."
         return np.eye(self.n_cues + 2, dtype=np.float32)[i]
 
@@ -363,7 +363,7 @@ class PointReach(BitFlip):
         self.radius = radius
         self._set_spaces(Box(-1, 1, (2,)), Box(-1, 1, (2,)))
 
-    def _draw(self) -> Any:
+    def _draw(self):
         return self.np_random.uniform(-1, 1, 2).astype(np.float32)
 
     def _moved(self, action):

@@ -71,7 +71,7 @@ class Parting(NamedTuple):
         return f"{update}: {self.leaves[0]} differs first{where}{cause}"
 
 
-def _common(a: list[Entry], b: list[Entry]) -> list:
+def _common(a, b):
     "Pairs of lines of two journals, of the same update and with checksums from the same one on."
     lines_of_a = {(e.since, e.updates): e for e in a}
     lines_of_b = {(e.since, e.updates): e for e in b}

@@ -161,7 +161,7 @@ def attributes(x: Any) -> dict:
     return {name: y for name, y in public.items() if name in arguments}
 
 
-def _is_filled_later(x: Any, name: str, value: Any) -> bool:
+def _is_filled_later(x, name, value):
     "Whether the attribute depends on who has used the object, and not on what the object means."
     if isinstance(getattr(type(x), name, None), functools.cached_property):
         return True
@@ -401,7 +401,7 @@ class Description:
         self._parts(path, kind.__qualname__, {"class": kind, **parts})
 
 
-def _holds_objects(x: Any) -> bool:
+def _holds_objects(x):
     return isinstance(x, (np.ndarray, np.generic)) and x.dtype.hasobject
 
 

@@ -36,7 +36,7 @@ EVENTS: dict[str, dict[str, Any]] = dict(
 _CHANGES = ("resumed", "extended", "edited")  # events with which options change
 
 
-def _is_event(event: Any) -> bool:
+def _is_event(event):
     if not isinstance(event, dict) or type(event.get("at")) is not int:
         return False
     name = event.get("event")
@@ -142,7 +142,7 @@ class History(list):
         return [event for event in self if event["event"] == "edited"]
 
 
-def _event_in(line: str, where: str) -> dict:
+def _event_in(line, where):
     try:
         event = json.loads(line)
         json.dumps(event, ensure_ascii=False).encode()  # refuse half a surrogate pair

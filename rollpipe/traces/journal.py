@@ -62,7 +62,7 @@ def _sums(trees) -> Any:
     return total
 
 
-def _digits(sums, n_bytes) -> str:
+def _digits(sums, n_bytes):
     "The lowest bytes of some sums, as hexadecimal digits."
     lowest = sums & (2 ** (8 * n_bytes) - 1)
     return lowest.astype(f">u{n_bytes}").tobytes().hex()
@@ -89,7 +89,7 @@ def places(batch: Fragment) -> dict:
     )
 
 
-def _differing_sums(a: str, b: str, n_bytes: int) -> list:
+def _differing_sums(a, b, n_bytes):
     "The numbers of the sums in which two results of `_digits` differ; none if they are of two sizes."
     if len(a) != len(b):
         return []
@@ -412,7 +412,7 @@ class Journal:
         self._write(now=self._after({}), edits=newest)
         self.edits = newest
 
-    def _write(self, stays: bool = True, **more):
+    def _write(self, stays=True, **more):
         """Compare the update with its earlier line, if it has one, and write a line.
 
         One that does not stay is passing: the next line replaces it.

@@ -227,7 +227,7 @@ class Observers:
         return wish.metrics or {}
 
 
-def _close(observer: Observer, error: Any, *_: Any) -> None:
+def _close(observer, error, *_):
     "Close an observer. If the training has failed, its error is more useful than a second one."
     with suppress(Exception) if error else nullcontext():
         observer.close()

@@ -377,7 +377,7 @@ def best_of(study: Any) -> Any:
 _MARK = "# Found by rollpipe tune"
 
 
-def _toml(value: Any, key: str) -> str:
+def _toml(value, key):
     "A value of an option, or a part of the value, in TOML."
     if value is None:
         raise DataError(
@@ -459,7 +459,7 @@ _OF_TRIALS = ("seed", "steps", "threads", "device", "intrinsic", "preset")
 _OF_WORKERS = ("workers", "lag", "order", "restarts", "reading", "address")
 
 
-def _check_options(args: Namespace, values: dict) -> None:
+def _check_options(args, values):
     """Raise `DataError` for an option of a run that a trial cannot follow. Only those of workers
     may not be in a --config file.
     """
@@ -533,7 +533,7 @@ def _try(search, study, n):
         print(try_one(study, search.space, search.returns), flush=True)
 
 
-def _in_processes(search, n) -> EndedRuns:
+def _in_processes(search, n):
     "Distribute `n` trials over processes."
     jobs = search.args.jobs
     words = [*python_words(), *without(search.args.words, ("--jobs",), ("--overwrite",))]
@@ -546,7 +546,7 @@ def _in_processes(search, n) -> EndedRuns:
     return run_all(commands, jobs)
 
 
-def _train_words(search) -> str:
+def _train_words(search):
     "The command that trains with the preset, with seeds that the search has not seen."
     args = search.args
     # Seeds that begin at 0, or after those of the search
@@ -556,7 +556,7 @@ def _train_words(search) -> str:
     return typed_command(*words)
 
 
-def _write(search, study) -> str:
+def _write(search, study):
     """Write the best options so far. Returns a text about it. Raises `WorkerError` if all trials
     failed.
     """
