@@ -23,16 +23,17 @@ HISTORY = "history.jsonl"
 
 _BEGINNING: dict = dict(kept=dict, inexact=(str, type(None)))
 
-# Event -> what it says, and of which type. `edited` has either `set`, or `insert` and `kwargs`.
+# Event -> what it says, and of which type; an edit that inserts a pipe says `_INSERTS`.
 EVENTS: dict[str, dict[str, Any]] = dict(
     began=_BEGINNING,
     forked=dict(_BEGINNING, run=str, set=dict),
     resumed=dict(set=dict),
     extended=dict(set=dict),
-    edited={},
+    edited=dict(set=dict),
     stopped=dict(why=str),
     inexact=dict(why=str),
 )
+_INSERTS: dict = dict(insert=str, kwargs=dict)
 _CHANGES = ("resumed", "extended", "edited")  # events with which options change
 
 
@@ -40,11 +41,11 @@ def _is_event(event):
     if not isinstance(event, dict) or type(event.get("at")) is not int:
         return False
     name = event.get("event")
-    if not isinstance(name, str) or name not in EVENTS:
+    kinds = EVENTS.get(str(name))
+    if kinds is None:
         return False
-    kinds: Any = EVENTS[name]
-    if name == "edited":
-        kinds = dict(insert=str, kwargs=dict) if "insert" in event else dict(set=dict)
+    if name == "edited" and "insert" in event:
+        kinds = _INSERTS
     return all(key in event and isinstance(event[key], kind) for key, kind in kinds.items())
 
 
@@ -206,8 +207,7 @@ def config_at(folder: str | Path, update: float) -> dict:
 def in_words(event: dict) -> str:
     "An edit in words: `max_kl=0.01`, or `my_edits:scaled(by=0.1)`."
     values = event["kwargs"] if "insert" in event else event["set"]
-    texts = [f"{name}={x}" for name, x in values.items()]
-    text = ", ".join(texts)
+    text = ", ".join([f"{name}={x}" for name, x in values.items()])
     return f"{event['insert']}({text})" if "insert" in event else text
 
 

@@ -183,14 +183,14 @@ class Observers:
             stage: one of `STAGES`; after "update", the record has also their metrics
             record: the metrics of an update
         """
-        if stage == "update":
-            self.stop = None
         # Later metrics are for the next record.
         is_open = stage == "update"
+        if is_open:
+            self.stop = None
+        part = record if is_open else self.news
         for observer in self.at(stage):
             answer = observer.after(MappingProxyType(record))
-            metrics = self._taken(observer, answer, record if is_open else {})
-            (record if is_open else self.news).update(metrics)
+            part.update(self._taken(observer, answer, record if is_open else {}))
 
     def take_news(self) -> dict:
         "The metrics for the next record."

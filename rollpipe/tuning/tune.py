@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import signal
 import sqlite3
 import warnings
@@ -126,14 +125,14 @@ SPACES: dict = dict(
 )
 
 
-def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
+def space_for(algorithm: str, fixed: dict, options: dict) -> dict:
     """The options to search that have an effect. Raises `DataError` if there is no space for the
     algorithm, or if none is left.
 
     Args:
         algorithm: name of an algorithm
         fixed: options that the user sets, which are not searched
-        options: all options of a trial that are not searched, also those of a preset; None: `fixed`
+        options: all options of a trial that are not searched, also those of a preset
 
     Returns:
         dict: option -> `Range` or `Choice`
@@ -146,14 +145,13 @@ def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
             "made by a module of --import",
         )
     space = {name: x for name, x in SPACES[algorithm].items() if name not in fixed}
-    others = fixed if options is None else options
 
     # With `tau` the target network is never copied, and a shared network has no critic apart.
-    if "tau" not in space and others.get("tau") is not None:
+    if "tau" not in space and options.get("tau") is not None:
         space.pop("target_every", None)
-    if others.get("shared"):
+    if options.get("shared"):
         space.pop("critic_lr", None)
-    if others.get("recurrent") and "state_size" not in fixed:
+    if options.get("recurrent") and "state_size" not in fixed:
         space["state_size"] = Choice([32, 64, 128])
     if not space:
         raise DataError("nothing is left to search", expected="fewer options", got=", ".join(fixed))
@@ -370,7 +368,7 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
 # %% ../../nbs/tuning/00_tune.ipynb #e810e8eb
 def best_of(study: Any) -> Any:
     "The complete trial with the best value, or None."
-    complete = [x for x in study.trials if x.value is not None and x.state.name == "COMPLETE"]
+    complete = [x for x in study.trials if x.state.name == "COMPLETE"]
     return max(complete, key=lambda x: x.value, default=None)
 
 # %% ../../nbs/tuning/00_tune.ipynb #c5ed2a7a
@@ -405,15 +403,11 @@ def preset_text(env: str, values: dict, env_kwargs: dict, comments: list) -> str
         values: option -> value
         comments: lines of the comment
     """
-    # Arguments of the environment, then the table named after it
-    lines = [_MARK]
-    if env_kwargs:
-        lines.append("[env_kwargs]")
-        lines += [f"{json.dumps(key)} = {_toml(x, key)}" for key, x in env_kwargs.items()]
-        lines.append("")
+    # One table, named after the environment, and with its arguments
     name = env.rpartition(":")[2]
-    lines.append(f"[{name if re.fullmatch('[A-Za-z0-9_-]+', name) else json.dumps(name)}]")
-    lines += [f"# {comment}" for comment in comments]
+    lines = [_MARK, f"[{json.dumps(name)}]", *(f"# {comment}" for comment in comments)]
+    if env_kwargs:
+        values = {**values, "env_kwargs": env_kwargs}
     for key, x in values.items():
         lines.append(f"{key} = {_toml('none' if x is None else x, key)}")
     return "\n".join([*lines, ""])
@@ -464,8 +458,6 @@ def _check_options(args, values):
     may not be in a --config file.
     """
     for name, default in vars(RunOptions()).items():
-        if name in _OF_TRIALS:
-            continue
         if name in _OF_WORKERS:
             x = values.get(name, default)
             why = "rollpipe tune trains in its own process"
@@ -474,9 +466,12 @@ def _check_options(args, values):
             x = getattr(args, name, default)
             why = "a trial leaves no run, and ends only after its steps or by its --evaluations"
             way_out = "the option for rollpipe train"
-        if x != default:
+        if x != default and name not in _OF_TRIALS:
             raise DataError(
-                why, leaf=name, got=repr(x), expected=f"{name}={default}, and {way_out}"
+                why,
+                leaf=name,
+                got=repr(x),
+                expected=f"{name}={default}, and {way_out}",
             )
 
 
@@ -563,11 +558,12 @@ def _write(search, study):
     best = best_of(study)
     trials = ended_trials(study)
     errors = [x.user_attrs["error"] for x in trials if "error" in x.user_attrs]
-    if best is None and not trials:
+    if not trials:
         return "no trial is complete"
+    # A trial is pruned only beside complete ones.
     if best is None:
-        first = f"; the first error: {errors[0]}" if errors else ""
-        raise WorkerError(f"no trial is complete, {len(errors)} failed{first}")
+        problem = f"no trial is complete, {len(errors)} failed; the first error: {errors[0]}"
+        raise WorkerError(problem)
 
     # The preset, with comments that say how good it is
     config = search.config(best.params, 0)
