@@ -75,12 +75,26 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
         for noise in range(repeat):
             # The first twin has the noise of the run, and the others are forks of it.
             parent = out / f"at{n}-0" if noise else run
-            twin = Branch(out / f"at{n}-{noise}", parent, n, noise, {})
+            twin = Branch(
+                out / f"at{n}-{noise}",
+                parent,
+                n,
+                noise,
+                {},
+            )
             branches.append(twin)
             for name, values in options.items():
                 for x in values:
                     folder = out / re.sub(r"[^\w.=+-]", "-", f"{twin.folder.name}-{name}={x}")
-                    branches.append(Branch(folder, twin.folder, n, 0, {name: x}))
+                    branches.append(
+                        Branch(
+                            folder,
+                            twin.folder,
+                            n,
+                            0,
+                            {name: x},
+                        )
+                    )
     return branches
 
 # %% ../../nbs/results/06_ablation.ipynb #dc5d76c6
@@ -130,7 +144,13 @@ def _fork(branch, steps, quiet):
     "Make a branch, unless it is there. Raises `DataError` if another run is there."
     if not files_of_run(branch.folder):
         options = dict[str, Any](branch.edit or dict(quiet, steps=steps))
-        fork(branch.parent, branch.folder, branch.at, noise=branch.noise, **options)
+        fork(
+            branch.parent,
+            branch.folder,
+            branch.at,
+            noise=branch.noise,
+            **options,
+        )
         return
 
     # What the branch should be, and what it is, as JSON holds both.
@@ -139,11 +159,19 @@ def _fork(branch, steps, quiet):
     values = {**there.config, **there.config["options"]}
     edit = json.loads(json.dumps(branch.edit))
     expected = (branch.at, branch.noise, edit)
-    got = (origin.get("at"), origin.get("noise", 0), {name: values.get(name) for name in edit})
+    got = (
+        origin.get("at"),
+        origin.get("noise", 0),
+        {name: values.get(name) for name in edit},
+    )
 
     # The path of the parent does not tell: it is as it was typed, perhaps in another working
     # folder, and both may have been moved since.
-    equal = equal_up_to(branch.parent, branch.folder, branch.at)
+    equal = equal_up_to(
+        branch.parent,
+        branch.folder,
+        branch.at,
+    )
     if got != expected or equal != branch.at:
         text = "a fork of {} after update {} with noise {} and {}"
         how_far = equal if isinstance(equal, str) else f"equal up to {equal}"
@@ -156,7 +184,10 @@ def _fork(branch, steps, quiet):
 
 def _steps_of(run, at, updates):
     "Number of updates -> the steps with which a branch has made so many more."
-    steps = {0: 0.0, **{int(r["updates"]): r["steps"] for r in records_of(run)}}
+    steps = {
+        0: 0.0,
+        **{int(r["updates"]): r["steps"] for r in records_of(run)},
+    }
     # The largest batch so far, so that no branch is too short.
     largest = max(steps[n] - steps[n - 1] for n in steps if n - 1 in steps)
     return {n: int(steps[n] + updates * largest) for n in at}
@@ -192,9 +223,16 @@ def _checked(run, at, options, metric):
             raise DataError("a value is there twice", leaf=name, got=str(values))
         for x in values:
             try:
-                changed_run(f"a fork of {run}", begun, {name: x})
+                changed_run(
+                    f"a fork of {run}",
+                    begun,
+                    {name: x},
+                )
             except DataError as e:
-                raise DataError(f"no branch with {name}={x}", got=str(e)) from None
+                raise DataError(
+                    f"no branch with {name}={x}",
+                    got=str(e),
+                ) from None
     return newest
 
 # %% ../../nbs/results/06_ablation.ipynb #d638a4d9
@@ -288,16 +326,33 @@ def ablate(
         print(
             f"{n_complete} of {len(branches)} branches are complete, {jobs} at a time", flush=True
         )
-        words = ["--quiet", "--no-tensorboard", *import_words(needed_modules(config))]
+        words = [
+            "--quiet",
+            "--no-tensorboard",
+            *import_words(needed_modules(config)),
+        ]
         if address is not None:
             words += ["--address", address]
         commands = {}
         for x in todo:
-            resume = ["train", "--resume", x.folder, "--steps", steps[x.at]]
+            resume = [
+                "train",
+                "--resume",
+                x.folder,
+                "--steps",
+                steps[x.at],
+            ]
             commands[x.folder.name] = typed([*python_words(), *resume, *words])
         run_all(commands, jobs).check(len(branches), "branches")
 
-        ablation = _compared(run, branches, newest, metric, updates, last)
+        ablation = _compared(
+            run,
+            branches,
+            newest,
+            metric,
+            updates,
+            last,
+        )
         contents = {
             "report.md": str(ablation),
             "report.csv": pairs_text(ablation),
@@ -401,6 +456,13 @@ def ablate_command(args: Namespace) -> None:
 
     names = [option.name for option in ABLATE_OPTIONS if hasattr(args, option.name)]
     options = {name: getattr(args, name) for name in names}
-    print(ablate(args.run, at, values, **options))
+    print(
+        ablate(
+            args.run,
+            at,
+            values,
+            **options,
+        )
+    )
     out = Path(options.get("out") or _beside(folder_of(args.run)))
     print(typed_command(*(out / f"report.{kind}" for kind in ("md", "csv", "png", "html"))))

@@ -67,7 +67,11 @@ class SpecRow(NamedTuple):
     @property
     def name(self) -> str:
         "The common beginning of the names of its runs' folders."
-        return re.sub(r"[^\w.+=]+", "-", f"{self.label}-{self.env}")
+        return re.sub(
+            r"[^\w.+=]+",
+            "-",
+            f"{self.label}-{self.env}",
+        )
 
 
 class Published(NamedTuple):
@@ -104,7 +108,10 @@ class Spec(NamedTuple):
 # %% ../../nbs/results/01_bench.ipynb #a29c1aa8
 def _unknown(where, kind, name, known):
     near = similar(name, known) or known
-    return DataError(f"{where}: there is no {kind} {name!r}", expected=", ".join(near))
+    return DataError(
+        f"{where}: there is no {kind} {name!r}",
+        expected=", ".join(near),
+    )
 
 
 def _is_number(x):
@@ -228,7 +235,11 @@ def _row(table, where):
                 f"{where}: {name!r} stands among the options",
                 expected=f"the key {_BY_KEYS[name]} of the row, beside them",
             )
-    options = checked(options, options_for(algorithm) + RUN_OPTIONS, where)
+    options = checked(
+        options,
+        options_for(algorithm) + RUN_OPTIONS,
+        where,
+    )
 
     # The command of the row says how many episodes are played, also by default.
     options["preset"] = table.get("preset", "auto")
@@ -267,7 +278,12 @@ def published_of(table: dict, pairs: Collection, where: str) -> Published:
         pairs: algorithm and environment of each row
         where: beginning of the message, such as the file
     """
-    check_keys(table, _PUBLISHED, where, ("algorithm", "env", "name", "source", "mean"))
+    check_keys(
+        table,
+        _PUBLISHED,
+        where,
+        ("algorithm", "env", "name", "source", "mean"),
+    )
     pair = (table["algorithm"], table["env"])
     if pair not in pairs:
         raise DataError(
@@ -330,7 +346,13 @@ def read_spec(path: str | Path) -> Spec:
     pairs = [(row.algorithm, row.env) for row in rows]
     published = []
     for i, table in enumerate(published_tables, 1):
-        published.append(published_of(table, pairs, f"{path}, published {i}"))
+        published.append(
+            published_of(
+                table,
+                pairs,
+                f"{path}, published {i}",
+            )
+        )
     return Spec(title, rows, published)
 
 # %% ../../nbs/results/01_bench.ipynb #b8dbe372
@@ -389,7 +411,14 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
                 every = max(1, make(eval_every="1 steps")["steps"] // 20)
             for seed in row.seeds:
                 config = make(seed=seed, eval_every=f"{every} steps")
-                jobs.append(Job(row, seed, folder / f"{row.name}-s{seed}", config))
+                jobs.append(
+                    Job(
+                        row,
+                        seed,
+                        folder / f"{row.name}-s{seed}",
+                        config,
+                    )
+                )
     return jobs
 
 # %% ../../nbs/results/01_bench.ipynb #26b7598d
@@ -403,8 +432,16 @@ def progress_of(job: Job) -> str:
     run = find_run(job.folder, job.config, is_exact=True)
     if run is None:
         return "missing"
-    config = {**run.config, "steps": job.config["steps"]}
-    is_over = is_complete(job.folder, config, run.counters, run.history.stopped)
+    config = {
+        **run.config,
+        "steps": job.config["steps"],
+    }
+    is_over = is_complete(
+        job.folder,
+        config,
+        run.counters,
+        run.history.stopped,
+    )
     return "complete" if is_over else "unfinished"
 
 
@@ -462,7 +499,13 @@ def read_bench(folder: Path) -> dict | None:
             expected=f"format {BENCH_FORMAT}",
             got=str(bench.get("format"))[:80],
         )
-    check_keys(bench, _OF_BENCH, where, ("title", "rows"), has_others=True)
+    check_keys(
+        bench,
+        _OF_BENCH,
+        where,
+        ("title", "rows"),
+        has_others=True,
+    )
 
     rows = bench["rows"]
     if not rows:
@@ -473,12 +516,22 @@ def read_bench(folder: Path) -> dict | None:
         # The name is a folder's, and a file from elsewhere must not lead out of its own.
         name = row["name"]
         if Path(name).name != name:
-            raise DataError(f"{of_row}: no name of a folder", leaf="name", got=repr(name)[:80])
+            raise DataError(
+                f"{of_row}: no name of a folder",
+                leaf="name",
+                got=repr(name)[:80],
+            )
 
     pairs = [(row["algorithm"], row["env"]) for row in rows]
     published = []
     for i, table in enumerate(bench.get("published", []), 1):
-        published.append(published_of(table, pairs, f"{where}, published {i}"))
+        published.append(
+            published_of(
+                table,
+                pairs,
+                f"{where}, published {i}",
+            )
+        )
     return {**bench, "published": published}
 
 
@@ -582,7 +635,11 @@ def bench_command(args: Namespace) -> None:
 
     # What cannot work is refused before anything is made.
     folder = Path(args.dir or f"runs/{Path(args.spec).stem}")
-    jobs = jobs_of(spec.rows, folder, tuple(getattr(args, "imports", ())))
+    jobs = jobs_of(
+        spec.rows,
+        folder,
+        tuple(getattr(args, "imports", ())),
+    )
     _check_rows(folder, read_bench(folder), spec)
     states, damaged = _states(jobs)
     _check_buildable([job for job in jobs if states.get(job.name) in ("missing", "unfinished")])
@@ -591,7 +648,10 @@ def bench_command(args: Namespace) -> None:
     with locked(folder):
         # Another bench may have ended before we had the lock.
         states, damaged = _states(jobs)
-        write_json(folder / BENCH, bench_file(spec, jobs, read_bench(folder)))
+        write_json(
+            folder / BENCH,
+            bench_file(spec, jobs, read_bench(folder)),
+        )
         todo = [job for job in jobs if states.get(job.name) in ("missing", "unfinished")]
         n_complete = len(jobs) - len(todo) - len(damaged)
         steps = sum(job.config["steps"] for job in todo)

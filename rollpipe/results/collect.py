@@ -62,8 +62,18 @@ def resampled(strata: list, n: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     parts = []
     for x in map(np.asarray, strata):
-        drawn = rng.integers(0, len(x), (n, len(x)))
-        parts.append(np.moveaxis(x[drawn], 1, -1))
+        drawn = rng.integers(
+            0,
+            len(x),
+            (n, len(x)),
+        )
+        parts.append(
+            np.moveaxis(
+                x[drawn],
+                1,
+                -1,
+            )
+        )
     return np.concatenate(parts, -1)
 
 
@@ -85,7 +95,11 @@ def interval(
     if min(map(len, strata)) < 2:
         return None
     ends = [(1 - level) / 2, (1 + level) / 2]
-    low, high = np.quantile(of(resampled(strata, n)), ends, axis=0)
+    low, high = np.quantile(
+        of(resampled(strata, n)),
+        ends,
+        axis=0,
+    )
     return low, high
 
 # %% ../../nbs/results/02_collect.ipynb #65e4370c
@@ -102,7 +116,12 @@ def improvement(xs: list, ys: list) -> np.ndarray:
     """
     of_tasks = []
     for x, y in zip(xs, ys, strict=True):
-        signs = np.sign(np.subtract(x[..., :, None], y[..., None, :]))
+        signs = np.sign(
+            np.subtract(
+                x[..., :, None],
+                y[..., None, :],
+            )
+        )
         of_tasks.append(0.5 + 0.5 * signs.mean((-2, -1)))
     return np.mean(of_tasks, 0)
 
@@ -124,18 +143,32 @@ def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
     numbers = [*map(len, [*xs, *ys])]
 
     def of(draws):
-        parts = np.split(draws, np.cumsum(numbers)[:-1], -1)
-        return improvement(parts[: len(xs)], parts[len(xs) :])
+        parts = np.split(
+            draws,
+            np.cumsum(numbers)[:-1],
+            -1,
+        )
+        return improvement(
+            parts[: len(xs)],
+            parts[len(xs) :],
+        )
 
     # The draws of X and Y stand side by side.
-    bounds = interval([*xs, *ys], n=n, of=of)
+    bounds = interval(
+        [*xs, *ys],
+        n=n,
+        of=of,
+    )
     if bounds is None or bounds[0] < bounds[1]:
         return bounds
 
     # Each resample says the same: always worse, always better, or nothing that tells the width.
     n_pairs = len(xs) * min(numbers)
     width = 1 - 0.025 ** (1 / n_pairs)
-    exact = {0: (0.0, width), 1: (1 - width, 1.0)}
+    exact = {
+        0: (0.0, width),
+        1: (1 - width, 1.0),
+    }
     return exact.get(bounds[0])
 
 # %% ../../nbs/results/02_collect.ipynb #ecd8069d
@@ -180,7 +213,10 @@ class Result(NamedTuple):
         """The mean return in the final evaluation of the last policy or of the best one; `nan` if
         there is no such evaluation.
         """
-        return next((r["mean"] for r in self.evaluations if r["kind"] == kind), math.nan)
+        return next(
+            (r["mean"] for r in self.evaluations if r["kind"] == kind),
+            math.nan,
+        )
 
     @property
     def curve(self) -> tuple[list, list]:
@@ -243,23 +279,47 @@ def read_result(folder: Path, seed: int | None = None) -> Result:
         history = History.read(folder)
         request = read_table(path)
         where = f"{path}: not the configuration of a run"
-        check_keys(request, _OF_CONFIG, where, ("algorithm", "env", "steps"), has_others=True)
+        check_keys(
+            request,
+            _OF_CONFIG,
+            where,
+            ("algorithm", "env", "steps"),
+            has_others=True,
+        )
         with located(pipe=where):
             Every.of(request.get("eval_every", 0), "eval_every")
         config = history.config(request)
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else {}
     except (PipeError, ValueError, OSError) as e:
-        return Result(seed or 0, folder, "damaged", str(e))
+        return Result(
+            seed or 0,
+            folder,
+            "damaged",
+            str(e),
+        )
     if seed is None:
         seed = int(config.get("seed", 0))
 
     # A run is complete when its last policy and its best one have been evaluated.
     steps = max((r["steps"] for r in evaluations), default=0)
-    has_ended = is_over(config, dict(steps=steps), history.stopped)
+    has_ended = is_over(
+        config,
+        dict(steps=steps),
+        history.stopped,
+    )
     state = "complete" if has_ended and is_evaluated(folder, steps) else "unfinished"
     problem = "" if evaluations else "it has no evaluations by steps"
-    return Result(seed, folder, state, problem, config, evaluations, metrics, history)
+    return Result(
+        seed,
+        folder,
+        state,
+        problem,
+        config,
+        evaluations,
+        metrics,
+        history,
+    )
 
 # %% ../../nbs/results/02_collect.ipynb #b2d8f4a1
 # What a configuration says of one run alone

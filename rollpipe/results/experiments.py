@@ -203,7 +203,11 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
                     # A signal between these lines would lose a process.
                     with uninterrupted():
                         name = waiting.pop(0)
-                        runs[name] = RunProcess(name, commands[name], lambda: ended.put(None))
+                        runs[name] = RunProcess(
+                            name,
+                            commands[name],
+                            lambda: ended.put(None),
+                        )
                 elif n_running:
                     ended.get()
                 else:
@@ -262,7 +266,10 @@ def experiment_command(args: Namespace) -> None:
     folders = _folders(args, seeds)
     jobs = args.jobs or 1
     listed = ", ".join(map(str, seeds))
-    print(f"{args.algorithm} on {args.env}, seeds {listed}, {jobs} at a time", flush=True)
+    print(
+        f"{args.algorithm} on {args.env}, seeds {listed}, {jobs} at a time",
+        flush=True,
+    )
 
     # Each run is the command that a user could type for its seed.
     words = without(args.words, ("--seeds", "--jobs", "--out"))
@@ -273,7 +280,11 @@ def experiment_command(args: Namespace) -> None:
     outcome = run_all(commands, jobs)
 
     # After an interruption, the same command continues what has begun.
-    words = without(args.words, (), ("--overwrite", "--continue"))
+    words = without(
+        args.words,
+        (),
+        ("--overwrite", "--continue"),
+    )
     way_on = typed_command("rollpipe", *words, "--continue")
     complete = [folder for seed, folder in folders.items() if f"s{seed}" in outcome.complete]
     if complete and outcome.stopped is None:

@@ -55,7 +55,11 @@ def _form(k, folder):
     buttons = ""
     for wish in WISHES:
         buttons += f'<button name="do" value="{wish}">{wish.replace("_", " ")}</button>'
-    return _FORM.substitute(folder=html.escape(str(folder)), k=k, buttons=buttons)
+    return _FORM.substitute(
+        folder=html.escape(str(folder)),
+        k=k,
+        buttons=buttons,
+    )
 
 # %% ../../nbs/results/07_live.ipynb #9fcd5854
 class Live(ThreadingHTTPServer):
@@ -86,14 +90,23 @@ class Live(ThreadingHTTPServer):
         said = f'<div role="status">{html.escape(self.said)}</div>'
         frame = '<iframe src="view" title="runs"></iframe>'
         policy = "; form-action 'self'; frame-src 'self'"
-        return document("rollpipe live", [*forms, said, frame], policy, _LAYOUT)
+        return document(
+            "rollpipe live",
+            [*forms, said, frame],
+            policy,
+            _LAYOUT,
+        )
 
     def pictures(self) -> str:
         "The content of the frame."
         with self.drawing:
             body = [f"<h2>{html.escape(str(path))}</h2>{view(path)}" for path in self.folders]
         refresh = f'<meta http-equiv="refresh" content="{_EVERY}">'
-        return document(f"Runs at {time.strftime('%X')}", body, head=refresh + _FRAME)
+        return document(
+            f"Runs at {time.strftime('%X')}",
+            body,
+            head=refresh + _FRAME,
+        )
 
     def ask(self, form: dict) -> None:
         "Do what a button says. `said` is the answer."
@@ -134,7 +147,10 @@ class _Handler(BaseHTTPRequestHandler):
         _, token, *rest = f"{self.path}/".split("/")
         # A page from elsewhere has another origin, and knows no token.
         origin = self.headers.get("Origin", f"http://{self.server.host}")
-        is_known = secrets.compare_digest(token.encode(), self.server.token.encode())
+        is_known = secrets.compare_digest(
+            token.encode(),
+            self.server.token.encode(),
+        )
         here = self.server.host, f"http://{self.server.host}"
         if is_known and (self.headers.get("Host"), origin) == here:
             return "/".join(rest).rstrip("/")

@@ -111,7 +111,10 @@ class Pairs(NamedTuple):
         """`means` over the `last` updates before the end of each update, or over all so far where
         there are fewer.
         """
-        ends = range(1, self.base.shape[-1] + 1)
+        ends = range(
+            1,
+            self.base.shape[-1] + 1,
+        )
         return [self.means(slice(max(0, k - last), k)) for k in ends]
 
     def noise(self, windows: list) -> float:
@@ -138,7 +141,10 @@ class Pairs(NamedTuple):
         noise = [self.noise([window]) for window in self.windows(last)]
         if np.isnan(noise).all():
             return None
-        return next((k for k, x in enumerate(noise) if x >= 1), len(noise))
+        return next(
+            (k for k, x in enumerate(noise) if x >= 1),
+            len(noise),
+        )
 
 # %% ../../nbs/results/05_pairs.ipynb #b45d90d1
 class Ablation(NamedTuple):
@@ -185,7 +191,10 @@ class Ablation(NamedTuple):
         "The names of the columns, and a row of texts for each edit."
         # Noise is told for each third of the updates.
         k = self.n_updates
-        thirds = np.array_split(np.arange(1, k + 1), min(3, k))
+        thirds = np.array_split(
+            np.arange(1, k + 1),
+            min(3, k),
+        )
         columns = ["option", "pairs", "unedited", "edited", "difference, IQM", "mean +- sd"]
         columns += [f"noise at {part[0]}-{part[-1]}" for part in thirds]
 
@@ -251,7 +260,11 @@ def draw_pairs(ablation: Ablation) -> Any:
         axes.axhline(0, **dotted)
         for pairs, color, windows in lines:
             y = np.array([edited - base for base, edited in windows]).T
-            curve = curve_over(pairs.label, updates, pairs.strata(y))
+            curve = curve_over(
+                pairs.label,
+                updates,
+                pairs.strata(y),
+            )
             draw_curve(axes, curve, color, pairs.label)
 
     def noises(axes):
@@ -268,7 +281,10 @@ def draw_pairs(ablation: Ablation) -> Any:
         axes.set_ylim(0, None)
 
     name = LABELS.get(ablation.metric, ablation.metric)
-    charts = {f"difference: {name}": differences, "noise of the differences": noises}
+    charts = {
+        f"difference: {name}": differences,
+        "noise of the differences": noises,
+    }
     return panels(charts, "updates after the branching", title=ablation.title)
 
 

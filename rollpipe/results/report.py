@@ -67,7 +67,11 @@ def _draw(axes, rows, name, results):
             if len(rows) == 1:
                 label = f"{row.label}, seed {run.seed}"
                 color = f"C{k % 10}"
-            x, y = thinned(run.metrics["updates"], run.metrics[name], 200)
+            x, y = thinned(
+                run.metrics["updates"],
+                run.metrics[name],
+                200,
+            )
             draw_line(axes, x, y, color, label, linewidth=1.2)
 
 

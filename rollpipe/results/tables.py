@@ -109,7 +109,14 @@ def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
     """
     low, high = interval(strata or [x]) or (math.nan, math.nan)
     sd = x.std(ddof=1) if len(x) > 1 else math.nan
-    return Figure(len(x), float(iqm(x)), low, high, x.mean(), sd)
+    return Figure(
+        len(x),
+        float(iqm(x)),
+        low,
+        high,
+        x.mean(),
+        sd,
+    )
 
 
 def figure_of(row: RowResult, kind: str) -> Figure:
@@ -281,7 +288,11 @@ def _plain(text):
     # `a_b` is no emphasis, and `[1, 2]` no link.
     special = r"([\\`*|]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))"
     one_line = " ".join(str(text).split())
-    return re.sub(special, r"\\\1", html.escape(one_line, quote=False))
+    return re.sub(
+        special,
+        r"\\\1",
+        html.escape(one_line, quote=False),
+    )
 
 
 def table_text(columns: list, rows: list) -> str:
@@ -311,7 +322,10 @@ def sentences(results: Results, shown: Callable = str) -> dict:
     sources = []
     for row in results.rows:
         for x in row.published:
-            texts = map(shown, (x.name, x.algorithm, x.env, x.source))
+            texts = map(
+                shown,
+                (x.name, x.algorithm, x.env, x.source),
+            )
             sources.append("{}, {} on {}: {}".format(*texts))
     return {
         "Probability of improvement": better,
@@ -372,8 +386,21 @@ def _cells(row, run):
     if run.state == "complete":
         steps, returns = run.curve
         needed = math.nan if row.threshold is None else steps_to(steps, returns, row.threshold)
-        numbers = [run.mean("last"), run.best, run.mean("best"), needed, run.seconds]
-    return [*texts, run.seed, run.state, run.steps, *(f"{x:.10g}" for x in numbers), run.resumes]
+        numbers = [
+            run.mean("last"),
+            run.best,
+            run.mean("best"),
+            needed,
+            run.seconds,
+        ]
+    return [
+        *texts,
+        run.seed,
+        run.state,
+        run.steps,
+        *(f"{x:.10g}" for x in numbers),
+        run.resumes,
+    ]
 
 
 def curves_text(results: Results) -> str:
@@ -382,10 +409,18 @@ def curves_text(results: Results) -> str:
     """
     lines = []
     for row in results.rows:
-        who = dict(environment=row.env, label=row.label, algorithm=row.algorithm)
+        who = dict(
+            environment=row.env,
+            label=row.label,
+            algorithm=row.algorithm,
+        )
         for run in row.results:
             for record in run.evaluations:
-                line = dict(who, seed=run.seed, kind=record["kind"])
+                line = dict(
+                    who,
+                    seed=run.seed,
+                    kind=record["kind"],
+                )
                 for name in ("steps", "seconds", "mean", "std"):
                     x = record.get(name, math.nan)
                     line[name] = x if math.isfinite(x) else None
@@ -439,8 +474,17 @@ def curve_over(label: str, steps: np.ndarray, strata: list) -> Curve:
 
     middle = iqm(y.T)
     low, high = interval(strata, n=2000) or (middle, middle)
-    band = np.where(is_known, [middle, low, high], np.nan)
-    return Curve(label, len(y), steps, *band)
+    band = np.where(
+        is_known,
+        [middle, low, high],
+        np.nan,
+    )
+    return Curve(
+        label,
+        len(y),
+        steps,
+        *band,
+    )
 
 
 def curve_of(row: RowResult) -> Curve | None:
@@ -455,7 +499,11 @@ def curve_of(row: RowResult) -> Curve | None:
     if not steps:
         return None
     y = np.array([[*map(of_run.get, steps)] for of_run in points])
-    return curve_over(row.label, np.array(steps), [y])
+    return curve_over(
+        row.label,
+        np.array(steps),
+        [y],
+    )
 
 # %% ../../nbs/results/03_tables.ipynb #bcc0830b
 def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
@@ -481,7 +529,10 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
         # The legend, whose lines are not longer than the panel
         handles, labels = axes.get_legend_handles_labels()
         labels = [fill(label, 50, break_long_words=False) for label in labels]
-        n_lines = max(n_lines, "\n".join(labels).count("\n") + 1)
+        n_lines = max(
+            n_lines,
+            "\n".join(labels).count("\n") + 1,
+        )
         if labels:
             axes.legend(
                 handles,
@@ -493,7 +544,10 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
             )
 
     # The size of a panel grows with the legend below it.
-    figure.set_size_inches(4.2 * n_columns + 0.6, (3.2 + 0.18 * n_lines) * n_rows + 0.3)
+    figure.set_size_inches(
+        4.2 * n_columns + 0.6,
+        (3.2 + 0.18 * n_lines) * n_rows + 0.3,
+    )
     for axes in places[len(charts) :]:
         axes.remove()
     figure.suptitle(escaped_text(title), fontsize="large")
@@ -509,19 +563,44 @@ def color_of(results: Results, label: str) -> str:
 
 
 # Line styles of published figures; dotted lines are thresholds.
-_STYLES = ("--", "-.", (0, (1, 1.5, 6, 1.5)))
+_STYLES = (
+    "--",
+    "-.",
+    (0, (1, 1.5, 6, 1.5)),
+)
 
 
 def draw_curve(axes: Any, curve: Curve, color: str, label: str) -> None:
     "Draw a curve with its band."
-    axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
-    draw_line(axes, curve.steps, curve.middle, color, label, linewidth=1.6)
+    axes.fill_between(
+        curve.steps,
+        curve.low,
+        curve.high,
+        color=color,
+        alpha=0.2,
+        linewidth=0,
+    )
+    draw_line(
+        axes,
+        curve.steps,
+        curve.middle,
+        color,
+        label,
+        linewidth=1.6,
+    )
 
 
 def draw_line(axes: Any, x: Any, y: Any, color: str, label: str, **style: Any) -> None:
     "Draw a line, with its points if there are fewer than three."
     marker = "." if len(x) < 3 else None
-    axes.plot(x, y, color=color, label=escaped_text(label), marker=marker, **style)
+    axes.plot(
+        x,
+        y,
+        color=color,
+        label=escaped_text(label),
+        marker=marker,
+        **style,
+    )
 
 
 def _draw(axes, results, env):
@@ -532,15 +611,30 @@ def _draw(axes, results, env):
         curve = curve_of(row)
         if curve is not None:
             plural = "s" * (curve.n > 1)
-            draw_curve(axes, curve, color, f"{row.label} ({curve.n} run{plural})")
+            draw_curve(
+                axes,
+                curve,
+                color,
+                f"{row.label} ({curve.n} run{plural})",
+            )
         for x, dashes in zip(row.published, cycle(_STYLES)):
             label = escaped_text(f"{x.name}: {row.label}, {x.of}")
-            axes.axhline(x.mean, color=color, linewidth=0.9, linestyle=dashes, label=label)
+            axes.axhline(
+                x.mean,
+                color=color,
+                linewidth=0.9,
+                linestyle=dashes,
+                label=label,
+            )
 
     # Rows may have the same threshold.
     dotted = dict(color="0.5", linewidth=0.9, linestyle=":", zorder=1)
     for x in sorted({row.threshold for row in rows if row.threshold is not None}):
-        axes.axhline(x, label=f"threshold {short_number(x)}", **dotted)
+        axes.axhline(
+            x,
+            label=f"threshold {short_number(x)}",
+            **dotted,
+        )
 
 
 def draw_curves(results: Results, title: str = "") -> Any:

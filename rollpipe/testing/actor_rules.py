@@ -83,7 +83,10 @@ def _random_states(space, act_space, T, B, seed):
 
     def draw(space):
         space.seed(seed)
-        return nested.map(lambda x: x.reshape(T, B, *x.shape[1:]), sampled(space, T * B))
+        return nested.map(
+            lambda x: x.reshape(T, B, *x.shape[1:]),
+            sampled(space, T * B),
+        )
 
     # In row 1 an episode begins in environment 0 alone, so both cases occur there.
     fin = rng.random((T, B)) < 0.3
@@ -91,7 +94,11 @@ def _random_states(space, act_space, T, B, seed):
     fin[1:2] = np.arange(B) == 0
     stepno = np.zeros((T, B), np.int64)
     for t in range(1, T):
-        stepno[t] = np.where(fin[t], 0, stepno[t - 1] + 1)
+        stepno[t] = np.where(
+            fin[t],
+            0,
+            stepno[t - 1] + 1,
+        )
 
     rew = rng.normal(size=(T, B))
     obs, act = map(draw, deepcopy((space, act_space)))
@@ -132,7 +139,12 @@ class _Trial:
                 noise = self.noise((T, B), seed)
             more = {"noise": noise} if self.takes_noise else {}
             rng_state = torch.get_rng_state()
-            act, next_hx, info = self.actor.step(*state, hx=hx, virtual=virtual, **more)
+            act, next_hx, info = self.actor.step(
+                *state,
+                hx=hx,
+                virtual=virtual,
+                **more,
+            )
             has_drawn = not torch.equal(torch.get_rng_state(), rng_state)
 
         # What it did besides answering
@@ -148,8 +160,18 @@ class _Trial:
         )
 
         # The answer
-        self.check_tensors(ACTOR_INFO, info, "info", (T, B))
-        self.check_tensors(ACTOR_HX, next_hx, "hx", (None, B))
+        self.check_tensors(
+            ACTOR_INFO,
+            info,
+            "info",
+            (T, B),
+        )
+        self.check_tensors(
+            ACTOR_HX,
+            next_hx,
+            "hx",
+            (None, B),
+        )
         return self._checked_action(act, T, B), next_hx, info
 
     def reset(self, hx: Any, at: list) -> Any:
@@ -159,7 +181,11 @@ class _Trial:
         with self.report.demand(ACTOR_RESET):
             new = self.actor.reset(hx, at)
             nested.Form(before, "hx").check(new)
-        self.report.check(ACTOR_INPUTS_KEPT, same(hx, before), "reset changed hx")
+        self.report.check(
+            ACTOR_INPUTS_KEPT,
+            same(hx, before),
+            "reset changed hx",
+        )
         return new
 
     def check_tensors(self, rule: str, tree: Any, name: str, lead: tuple) -> None:
@@ -176,18 +202,29 @@ class _Trial:
         for x, path in zip(nested.leaves(tree), nested.paths(tree, name)):
             if not fits(x):
                 T, B = lead
-                self.report.add(rule, f"{path} is {describe(x)}, T={T}, B={B}")
+                self.report.add(
+                    rule,
+                    f"{path} is {describe(x)}, T={T}, B={B}",
+                )
                 raise self.report.Stop
 
     def _checked_action(self, act, T, B):
         "The action in the containers of its space."
         space = self.spaces[1]
         act = in_containers(act, space_spec(space, "act"))
-        self.check_tensors(ACTOR_ACT, act, "act", (T, B))
+        self.check_tensors(
+            ACTOR_ACT,
+            act,
+            "act",
+            (T, B),
+        )
 
         # The actions as environments get them
         with self.report.demand(ACTOR_ACT):
-            arrays = nested.map(lambda x: x.flatten(0, 1).cpu().numpy(), act)
+            arrays = nested.map(
+                lambda x: x.flatten(0, 1).cpu().numpy(),
+                act,
+            )
             try:
                 rows = action_rows(space)(arrays)
             except ActorError as e:
@@ -198,7 +235,11 @@ class _Trial:
 
         # The first action that is not in the space is named.
         for row in rows:
-            self.report.check(ACTOR_ACT_IN_SPACE, space.contains(row), f"{row} is not in {space}")
+            self.report.check(
+                ACTOR_ACT_IN_SPACE,
+                space.contains(row),
+                f"{row} is not in {space}",
+            )
         return act
 
 # %% ../../nbs/testing/02_actor_rules.ipynb #2b17f5b8
@@ -210,9 +251,18 @@ def _check_noise(report, trial, T, B):
         noise_again = trial.noise((T, B), 5)
     has_drawn = not torch.equal(torch.get_rng_state(), before)
 
-    report.check(ACTOR_NOISE, same(noise, noise_again), "the same generator gave other noise")
+    report.check(
+        ACTOR_NOISE,
+        same(noise, noise_again),
+        "the same generator gave other noise",
+    )
     report.check(ACTOR_NOISE, not has_drawn, "it drew from torch's global generator")
-    trial.check_tensors(ACTOR_NOISE, noise, "noise", (T, B))
+    trial.check_tensors(
+        ACTOR_NOISE,
+        noise,
+        "noise",
+        (T, B),
+    )
 
 
 def _reset_all(trial, hx, B):
@@ -244,7 +294,13 @@ def _check_reset(report, trial, used, other, B):
 def _check_batch(report, trial, state, hx, T, B):
     "Check that the answer does not depend on how states are batched."
     noise = trial.noise((T, B), 6)
-    _check_columns(report, trial, _rows(state, 0), hx, _rows(noise, 0))
+    _check_columns(
+        report,
+        trial,
+        _rows(state, 0),
+        hx,
+        _rows(noise, 0),
+    )
 
     # Step by step, with the memory reset where an episode begins
     acts = []
@@ -252,18 +308,41 @@ def _check_batch(report, trial, state, hx, T, B):
     memory = hx
     for t in range(T):
         if nested.leaves(hx) and state.fin[t].any():
-            memory = trial.reset(memory, state.fin[t].nonzero()[:, 0].tolist())
-        act, memory, info = trial.step(_rows(state, t), memory, noise=_rows(noise, t))
+            memory = trial.reset(
+                memory,
+                state.fin[t].nonzero()[:, 0].tolist(),
+            )
+        act, memory, info = trial.step(
+            _rows(state, t),
+            memory,
+            noise=_rows(noise, t),
+        )
         acts.append(snapshot(act))
         infos.append(snapshot(info))
 
     # All rows in one call
-    act, last_hx, info = trial.step(state, hx, noise=noise)
+    act, last_hx, info = trial.step(
+        state,
+        hx,
+        noise=noise,
+    )
     at_once = dict(act=act, info=info, hx=last_hx)
-    by_step = dict(act=nested.cat(acts), info=nested.cat(infos), hx=memory)
+    by_step = dict(
+        act=nested.cat(acts),
+        info=nested.cat(infos),
+        hx=memory,
+    )
     for name in at_once:
-        agrees = same(at_once[name], by_step[name], 1e-4)
-        report.check(ACTOR_REPLAY, agrees, f"{name} differs")
+        agrees = same(
+            at_once[name],
+            by_step[name],
+            1e-4,
+        )
+        report.check(
+            ACTOR_REPLAY,
+            agrees,
+            f"{name} differs",
+        )
 
 
 def _check_columns(report, trial, row, hx, noise):
@@ -273,7 +352,10 @@ def _check_columns(report, trial, row, hx, noise):
     together = trial.step(row, hx, noise=noise)
     for b in range(B):
         column = (slice(None), slice(b, b + 1))
-        *inputs, its_noise, expected = nested.getitem((row, hx, noise, together), column)
+        *inputs, its_noise, expected = nested.getitem(
+            (row, hx, noise, together),
+            column,
+        )
         alone = trial.step(*inputs, noise=its_noise)
         report.check(
             ACTOR_COLUMNS,
@@ -309,14 +391,26 @@ def check_actor(
         []
     """
     report = Report()
-    report.section(_check_actor, report, actor, spaces_of(env), n_steps, n_envs, seed)
+    report.section(
+        _check_actor,
+        report,
+        actor,
+        spaces_of(env),
+        n_steps,
+        n_envs,
+        seed,
+    )
     return report.close(type(actor).__name__, raises)
 
 
 def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed):
     "The sections of the check, in an order in which a broken rule does not break later ones."
     for method in ("step", "reset"):
-        report.check(ACTOR_METHODS, callable(getattr(actor, method, None)), f"no {method}")
+        report.check(
+            ACTOR_METHODS,
+            callable(getattr(actor, method, None)),
+            f"no {method}",
+        )
     if report.violations:
         return
 
@@ -330,12 +424,28 @@ def _check_actor(report, actor, spaces: tuple[gym.Space, gym.Space], T, B, seed)
             return
 
         # A value that the first call caches does not count as a change.
-        _, hx, _ = trial.step(_rows(states[0], 0), None, virtual=True)
+        _, hx, _ = trial.step(
+            _rows(states[0], 0),
+            None,
+            virtual=True,
+        )
         before = _state_of(actor)
-        report.section(_check_answers, report, trial, *states, hx, T, B)
+        report.section(
+            _check_answers,
+            report,
+            trial,
+            *states,
+            hx,
+            T,
+            B,
+        )
         after = _state_of(actor)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    report.check(ACTOR_UNCHANGED, not changed, f"{', '.join(changed)} changed")
+    report.check(
+        ACTOR_UNCHANGED,
+        not changed,
+        f"{', '.join(changed)} changed",
+    )
 
     trials = [_Trial(report, copy, spaces) for copy in copies]
     if trials and not report.violations:
@@ -358,7 +468,11 @@ def _check_copies(report, trials, here, there):
 
     def answer(trial, state):
         with EvalMode(trial.actor):
-            return trial.step(_rows(state, 0), None, seed=1)
+            return trial.step(
+                _rows(state, 0),
+                None,
+                seed=1,
+            )
 
     # What the first one has seen must not matter to it.
     answer(trials[0], there)
@@ -389,20 +503,36 @@ def _check_answers(report, trial, here, there, hx, T, B):
     # A second call changes neither the first answer, nor what the same call answers again.
     answer = trial.step(row, hx, seed=1)
     first = snapshot(answer)
-    other = trial.step(_rows(there, 1), hx, seed=2)
-    report.check(ACTOR_FRESH, same(answer, first), "the first answer changed with the second call")
+    other = trial.step(
+        _rows(there, 1),
+        hx,
+        seed=2,
+    )
+    report.check(
+        ACTOR_FRESH,
+        same(answer, first),
+        "the first answer changed with the second call",
+    )
     repeats = same(trial.step(row, hx, seed=1), first)
     report.check(ACTOR_REPEATS, repeats, "the same call gave another answer the second time")
 
     # Nor do a virtual call, and the past of another episode.
     if repeats:
-        trial.step(_rows(there, 1), hx, seed=3, virtual=True)
+        trial.step(
+            _rows(there, 1),
+            hx,
+            seed=3,
+            virtual=True,
+        )
         report.check(
             ACTOR_VIRTUAL,
             same(trial.step(row, hx, seed=1), first),
             "the same call gave another answer after it",
         )
-        past = row._replace(act=_rows(there.act, 0), rew=row.rew + 1)
+        past = row._replace(
+            act=_rows(there.act, 0),
+            rew=row.rew + 1,
+        )
         report.check(
             ACTOR_NEW_EPISODE,
             same(trial.step(past, hx, seed=1), first),
@@ -413,8 +543,18 @@ def _check_answers(report, trial, here, there, hx, T, B):
     if nested.leaves(hx):
         used = hx
         for t in range(T):
-            _, used, _ = trial.step(_rows(here, t), used, seed=t)
-        _check_reset(report, trial, used, other[1], B)
+            _, used, _ = trial.step(
+                _rows(here, t),
+                used,
+                seed=t,
+            )
+        _check_reset(
+            report,
+            trial,
+            used,
+            other[1],
+            B,
+        )
 
     # Batches of other shapes need a correct `reset`, and the same random numbers.
     broken = {v.rule for v in report.violations}

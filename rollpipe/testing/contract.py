@@ -71,7 +71,10 @@ class Report:
         try:
             yield
         except Exception as e:
-            self.add(rule, f"{type(e).__name__}: {e}")
+            self.add(
+                rule,
+                f"{type(e).__name__}: {e}",
+            )
             raise self.Stop from e
 
     def section(self, fn: Callable, *args: Any) -> Any:

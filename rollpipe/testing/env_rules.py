@@ -98,7 +98,11 @@ def _check_obs(report, obs, space, spec):
     is_finite = all(np.isfinite(x).all() for x in floats)
     is_within = not is_finite or space.contains(_as_sample(obs, space))
     report.check(ENV_OBS_FINITE, is_finite, describe(obs))
-    report.check(ENV_OBS_WITHIN_BOUNDS, is_within, f"{obs} is not in {space}")
+    report.check(
+        ENV_OBS_WITHIN_BOUNDS,
+        is_within,
+        f"{obs} is not in {space}",
+    )
     return obs
 
 
@@ -133,9 +137,16 @@ def _check_info(report, info, forms):
         for key, x in info.items():
             form_of_x = form(x)
             stays = forms.setdefault(key, form_of_x) in (None, form_of_x)
-            report.check(ENV_INFO_STAYS, stays, f"info[{key!r}] became {describe(x)}")
+            report.check(
+                ENV_INFO_STAYS,
+                stays,
+                f"info[{key!r}] became {describe(x)}",
+            )
     except ValueError as e:
-        report.add(ENV_INFO_STAYS, f"{type(e).__name__}: {e}")
+        report.add(
+            ENV_INFO_STAYS,
+            f"{type(e).__name__}: {e}",
+        )
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fa4a50b4
 # The resets after the last step. Until then a long episode was reset once, and what goes wrong at a
@@ -159,7 +170,12 @@ class _Player:
 
     def checked(self, obs: Any) -> Any:
         "The observation as arrays."
-        return _check_obs(self.report, obs, self.env.observation_space, self.obs_spec)
+        return _check_obs(
+            self.report,
+            obs,
+            self.env.observation_space,
+            self.obs_spec,
+        )
 
     def reset(self, last_obs: Any, **kwargs: Any) -> None:
         "Reset, which must not change the observation `last_obs` (None: there is none)."
@@ -188,10 +204,18 @@ class _Player:
         obs = self.checked(last_obs)
         number = np.array(rew)
         is_number = number.ndim == 0 and number.dtype.kind in "biuf" and math.isfinite(rew)
-        self.report.check(ENV_REWARD, is_number, describe(rew))
+        self.report.check(
+            ENV_REWARD,
+            is_number,
+            describe(rew),
+        )
         for name, flag in (("terminated", term), ("truncated", trunc)):
             is_bool = isinstance(flag, (bool, np.bool_))
-            self.report.check(ENV_FLAGS, is_bool, f"{name} is {describe(flag)}")
+            self.report.check(
+                ENV_FLAGS,
+                is_bool,
+                f"{name} is {describe(flag)}",
+            )
         _check_info(self.report, info, self.info_forms)
 
         # What another run with the same seed must repeat
@@ -228,7 +252,10 @@ def _play(report, env, n_steps, seed):
 def _random_actions(space, n_envs, device):
     "A batch of actions `[1, B, ...]` of the space."
     rows = sampled(space, n_envs, "act")
-    return nested.map(lambda x: torch.from_numpy(x)[None].to(device), rows)
+    return nested.map(
+        lambda x: torch.from_numpy(x)[None].to(device),
+        rows,
+    )
 
 
 def _check_numbers(report, batch, out):
@@ -260,7 +287,11 @@ def _play_tensors(report, env, n_steps, seed):
     "Play random actions in a `TensorEnv`. Returns a list of its answers, step by step."
     # The batch is what a pipeline uses to step such an environment.
     with report.demand(TENSOR_ENV_MADE):
-        batch = TensorBatch(env, np.random.SeedSequence(seed), closes=False)
+        batch = TensorBatch(
+            env,
+            np.random.SeedSequence(seed),
+            closes=False,
+        )
     spaces = deepcopy((env.observation_space, env.action_space))
     actions = deepcopy(env.action_space)
     actions.seed(seed)
@@ -269,7 +300,11 @@ def _play_tensors(report, env, n_steps, seed):
         trace = [snapshot(batch.begin())]
     for _ in range(n_steps):
         with report.demand(TENSOR_ENV_STEP), torch.no_grad():
-            act = _random_actions(actions, len(batch), batch.device)
+            act = _random_actions(
+                actions,
+                len(batch),
+                batch.device,
+            )
             _, act_for_env = batch.actions_for_env(act)
             out = batch.advance(act_for_env)
         _check_numbers(report, batch, out)
@@ -298,7 +333,11 @@ def _play_twice(report, rule, make, play, closes):
 
     # Step by step, because the first difference says most
     for t, (a, b) in enumerate(zip(*traces)):
-        report.check(ENV_SEED, same(a, b), f"step {t} of the second run differs")
+        report.check(
+            ENV_SEED,
+            same(a, b),
+            f"step {t} of the second run differs",
+        )
 
 # %% ../../nbs/testing/01_env_rules.ipynb #49fc9816
 def check_env(
@@ -338,7 +377,15 @@ def check_env(
         return report.close(factory, raises)
 
     is_lent = is_instance(env)
-    report.section(_check_env, report, env, env_kwargs, n_steps, seed, is_lent)
+    report.section(
+        _check_env,
+        report,
+        env,
+        env_kwargs,
+        n_steps,
+        seed,
+        is_lent,
+    )
     return report.close(env if is_lent else EnvFactory(env, env_kwargs), raises)
 
 
@@ -346,7 +393,14 @@ def _check_tensor_env(report, factory, n_steps, seed):
     "Check the environment that the factory makes, or lends."
     make = partial(factory, seed)
     play = partial(_play_tensors, report, n_steps=n_steps, seed=seed)
-    report.section(_play_twice, report, TENSOR_ENV_MADE, make, play, not factory.lends)
+    report.section(
+        _play_twice,
+        report,
+        TENSOR_ENV_MADE,
+        make,
+        play,
+        not factory.lends,
+    )
     if not factory.lends and not report.violations:
         _check_resumable(report, make, seed)
 
@@ -365,20 +419,39 @@ def _check_env(report, env, env_kwargs, n_steps, seed, is_lent):
         raise TypeError(f"got {type(instance).__name__}")
 
     play = partial(_play, report, n_steps=n_steps, seed=seed)
-    report.section(_play_twice, report, ENV_MADE, make, play, not is_lent)
+    report.section(
+        _play_twice,
+        report,
+        ENV_MADE,
+        make,
+        play,
+        not is_lent,
+    )
 
     # A vector breaks the rule `ENV_MADE`, and its environments are checked one by one.
     for single in singles:
         _check_env(report, single, None, n_steps, seed, False)
     if not is_lent and not report.violations:
-        _check_resumable(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
+        _check_resumable(
+            report,
+            lambda: EnvFactory(env, env_kwargs)(seed),
+            seed,
+        )
 
 
 def _check_resumable(report, make, seed):
     "Check how a running environment can be kept. What that means for runs is logged."
     keeper = keeper_for(make, seed)
-    report.check(ENV_RESUMABLE, "own" not in keeper.failed, keeper.failed.get("own"))
-    report.check(ENV_UNDISTURBED, not keeper.disturbed, keeper.alone)
+    report.check(
+        ENV_RESUMABLE,
+        "own" not in keeper.failed,
+        keeper.failed.get("own"),
+    )
+    report.check(
+        ENV_UNDISTURBED,
+        not keeper.disturbed,
+        keeper.alone,
+    )
 
     log = logging.getLogger("rollpipe")
     if keeper.only:

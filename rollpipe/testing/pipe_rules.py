@@ -76,9 +76,17 @@ def _check_stream(report, rule, make, n, expected):
     with report.demand(rule):
         items = _first(make(), n)
     n_items = len(items)
-    report.check(rule, n_items == len(expected), f"{n_items} items instead of {len(expected)}")
+    report.check(
+        rule,
+        n_items == len(expected),
+        f"{n_items} items instead of {len(expected)}",
+    )
     for k, (a, b) in enumerate(zip(items, expected)):
-        report.check(rule, same(a, b), f"item {k} differs")
+        report.check(
+            rule,
+            same(a, b),
+            f"item {k} differs",
+        )
 
 
 def _check_length(report, pipe):
@@ -88,12 +96,19 @@ def _check_length(report, pipe):
     except TypeError:
         return
     except Exception as e:
-        return report.add(PIPE_LENGTH, f"{type(e).__name__}: {e}")
+        return report.add(
+            PIPE_LENGTH,
+            f"{type(e).__name__}: {e}",
+        )
 
     with report.demand(PIPE_LENGTH), _open(pipe) as stream:
         n_items = sum(1 for _ in islice(stream, n + 1))
     amount = "more" if n_items > n else n_items
-    report.check(PIPE_LENGTH, n_items == n, f"len() is {n}, but there are {amount} items")
+    report.check(
+        PIPE_LENGTH,
+        n_items == n,
+        f"len() is {n}, but there are {amount} items",
+    )
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #438bfbeb
 class _From(Pipe):
@@ -125,7 +140,11 @@ def _with_inputs_from(pipe, firsts=None):
             counts[i] += 1
 
         make = partial(_From, first=first, note=note)
-        pipe = _insert_after(pipe, inputs(pipe)[i], make)  # each edit copies the graph
+        pipe = _insert_after(
+            pipe,
+            inputs(pipe)[i],
+            make,
+        )  # each edit copies the graph
     return pipe, counts
 
 
@@ -187,8 +206,15 @@ def _differs(a, b):
     "The path of the first leaf in which two items differ; None if they are the same."
     if same(a, b):
         return None
-    leaves = zip(nested.paths(a, "item"), nested.leaves(a), nested.leaves(b))
-    return next((path for path, x, y in leaves if not same(x, y)), "the structure")
+    leaves = zip(
+        nested.paths(a, "item"),
+        nested.leaves(a),
+        nested.leaves(b),
+    )
+    return next(
+        (path for path, x, y in leaves if not same(x, y)),
+        "the structure",
+    )
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #039e11c3
 class _Probe(Pipe):
@@ -222,12 +248,20 @@ def _check_closes(report, pipe):
     with report.demand(PIPE_CLOSES):
         # An edit copies the graph, but keeps the order of the sources.
         for k in range(len(sources())):
-            pipe = _insert_after(pipe, sources()[k], partial(_Probe, notes=notes))
+            pipe = _insert_after(
+                pipe,
+                sources()[k],
+                partial(_Probe, notes=notes),
+            )
         with _open(pipe) as stream:
             next(stream, None)
         del stream
         gc.collect()
-        report.check(PIPE_CLOSES, n_open == 0, f"{n_open} of the sources stayed open")
+        report.check(
+            PIPE_CLOSES,
+            n_open == 0,
+            f"{n_open} of the sources stayed open",
+        )
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #6e8cb3e8
 def _check_fragment(report, fragment):
@@ -238,7 +272,11 @@ def _check_fragment(report, fragment):
     final = fragment.final
     with report.demand(FRAGMENT_SHAPES):
         _check_shapes(fragment)
-    report.check(FRAGMENT_TERM, not (term & ~state.fin)[1:].any(), "term without fin")
+    report.check(
+        FRAGMENT_TERM,
+        not (term & ~state.fin)[1:].any(),
+        "term without fin",
+    )
 
     # How many rows of `final` belong to each step
     rows = torch.zeros_like(valid, dtype=torch.int64)
@@ -250,14 +288,25 @@ def _check_fragment(report, fragment):
         bool((rows[is_truncated] == 1).all()),
         "a truncated step without a row, or with several rows",
     )
-    report.check(FRAGMENT_FINAL, not rows[~ends].any(), "a row for a step that ends no episode")
+    report.check(
+        FRAGMENT_FINAL,
+        not rows[~ends].any(),
+        "a row for a step that ends no episode",
+    )
 
     # Steps are counted from 0, within each episode.
     stepno = state.stepno
     begins = state.fin[:-1] & valid
-    report.check(FRAGMENT_STEPNO, not stepno[:-1][begins].any(), "not 0 at the first step")
+    report.check(
+        FRAGMENT_STEPNO,
+        not stepno[:-1][begins].any(),
+        "not 0 at the first step",
+    )
     continues = valid & ~state.fin[1:]
-    is_counted = torch.equal(stepno[1:][continues], stepno[:-1][continues] + 1)
+    is_counted = torch.equal(
+        stepno[1:][continues],
+        stepno[:-1][continues] + 1,
+    )
     report.check(FRAGMENT_STEPNO, is_counted, "wrong count")
 
 
@@ -265,14 +314,24 @@ def _check_shapes(fragment):
     "Raise `DataError` for a leaf whose leading dimensions are not those of its field."
     T, B = fragment.valid.shape
     lead_of: dict[str, tuple] = {"final": (len(fragment.final.t),)}
-    lead_of.update(dict.fromkeys(Fragment.ROWS, (T + 1, B)))
+    lead_of.update(
+        dict.fromkeys(
+            Fragment.ROWS,
+            (T + 1, B),
+        )
+    )
     lead_of.update(dict.fromkeys(Fragment.STEPS, (T, B)))
     lead_of.update(dict.fromkeys(Fragment.COLUMNS, (B,)))
     for name, lead in lead_of.items():
         part = getattr(fragment, name)
         for x, path in zip(nested.leaves(part), nested.paths(part, name)):
             if tuple(x.shape[: len(lead)]) != lead:
-                raise DataError("wrong shape", leaf=path, expected=f"{list(lead)}, ...", got=x)
+                raise DataError(
+                    "wrong shape",
+                    leaf=path,
+                    expected=f"{list(lead)}, ...",
+                    got=x,
+                )
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #155dbb52
 def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) -> list:
@@ -299,7 +358,10 @@ def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) ->
     """
     report = Report()
     report.section(_check_pipe, report, make_pipe, n_items)
-    return report.close(getattr(make_pipe, "__name__", type(make_pipe).__name__), raises)
+    return report.close(
+        getattr(make_pipe, "__name__", type(make_pipe).__name__),
+        raises,
+    )
 
 
 def _check_pipe(report, make_pipe, n):
@@ -319,7 +381,11 @@ def _check_pipe(report, make_pipe, n):
                 copies.append(snapshot(item))
     for k, (item, copy) in enumerate(zip(items, copies)):
         unchanged = same(item, copy)
-        report.check(PIPE_ITEMS_KEPT, unchanged, f"item {k} changed while the next were made")
+        report.check(
+            PIPE_ITEMS_KEPT,
+            unchanged,
+            f"item {k} changed while the next were made",
+        )
 
     # Other pipes, and the same one again, give the same stream.
     again = (
@@ -329,7 +395,14 @@ def _check_pipe(report, make_pipe, n):
         (PIPE_COPIES, lambda: cloudpickle.loads(cloudpickle.dumps(make_pipe()))),
     )
     for rule, make in again:
-        report.section(_check_stream, report, rule, make, n, copies)
+        report.section(
+            _check_stream,
+            report,
+            rule,
+            make,
+            n,
+            copies,
+        )
     report.section(_check_closes, report, make_pipe())
     report.section(_check_length, report, make_pipe())
 

@@ -57,7 +57,10 @@ def _sums(trees) -> Any:
         data = as_array(x)
         is_word = data.itemsize in (1, 2, 4, 8)
         bits = data.view(f"i{data.itemsize}" if is_word else np.uint8)
-        rows = bits.reshape(*x.shape[:2], -1)
+        rows = bits.reshape(
+            *x.shape[:2],
+            -1,
+        )
         total = total + k * rows.sum(-1, dtype=np.int64)
     return total
 
@@ -93,8 +96,14 @@ def _differing_sums(a, b, n_bytes):
     "The numbers of the sums in which two results of `_digits` differ; none if they are of two sizes."
     if len(a) != len(b):
         return []
-    sums_a = np.frombuffer(bytes.fromhex(a), f">u{n_bytes}")
-    sums_b = np.frombuffer(bytes.fromhex(b), f">u{n_bytes}")
+    sums_a = np.frombuffer(
+        bytes.fromhex(a),
+        f">u{n_bytes}",
+    )
+    sums_b = np.frombuffer(
+        bytes.fromhex(b),
+        f">u{n_bytes}",
+    )
     return np.flatnonzero(sums_a != sums_b).tolist()
 
 
@@ -107,7 +116,11 @@ def first_place(a: dict, b: dict) -> tuple | None:
         a: what `places` returned
         b: the same of another batch
     """
-    columns = _differing_sums(a["columns"], b["columns"], 4)
+    columns = _differing_sums(
+        a["columns"],
+        b["columns"],
+        4,
+    )
 
     # Within a row, the environment is first.
     rows = []
@@ -235,7 +248,10 @@ def cut(path: str | Path, updates: int) -> None:
     """
     path = Path(path)
     lines = [f"{line}\n" for entry, line, _ in _entries(path) if entry.updates <= updates]
-    write_atomically(path, "".join(lines).encode())
+    write_atomically(
+        path,
+        "".join(lines).encode(),
+    )
 
 # %% ../../nbs/traces/02_journal.ipynb #b855ae4c
 class Journal:
@@ -331,7 +347,10 @@ class Journal:
         if self.opens is not None:
             self.opens()
         cut(self.path, self.written)
-        self.file = self.path.open("a", encoding="utf-8")
+        self.file = self.path.open(
+            "a",
+            encoding="utf-8",
+        )
         self.size = self.path.stat().st_size  # bytes of the lines that stay
 
     def saw(self, batch: Any, steps: int) -> None:
@@ -348,7 +367,11 @@ class Journal:
         self.is_regular = is_large or steps // self.SPACING > before // self.SPACING
 
         # The leaves. Between regular lines, only the states count: the rest follows from them.
-        fresh = getattr(batch, "fresh", batch)
+        fresh = getattr(
+            batch,
+            "fresh",
+            batch,
+        )
         is_fragment = isinstance(fresh, Fragment)
         is_part = is_fragment and not self.is_regular
         root = ".state" if is_part else ""
@@ -370,7 +393,10 @@ class Journal:
         if self.is_regular and is_fragment:
             version = fresh.version
             span = None if version is None else [int(version.min()), int(version.max())]
-            self.more = dict(place=places(fresh), versions=span)
+            self.more = dict(
+                place=places(fresh),
+                versions=span,
+            )
 
     def learned(self, counters: dict) -> None:
         "Count the update that has learned from the batch."
@@ -389,7 +415,10 @@ class Journal:
         sums = dict(weights)
         for name, network in self.networks.items():
             for x in (*network.parameters(), *network.buffers()):
-                sums[name] = running(sums.get(name), x.detach())
+                sums[name] = running(
+                    sums.get(name),
+                    x.detach(),
+                )
         return sums
 
     def mark(self) -> None:
@@ -409,7 +438,10 @@ class Journal:
         newest = [edit for edit in edits if edit["at"] == self.counters["updates"]]
         if self.path is None or not newest or newest == self.edits:
             return
-        self._write(now=self._after({}), edits=newest)
+        self._write(
+            now=self._after({}),
+            edits=newest,
+        )
         self.edits = newest
 
     def _write(self, stays=True, **more):
@@ -422,7 +454,11 @@ class Journal:
         )
         before = self.again.get(entry.updates)
         if before is not None:
-            self._compare(before, entry, stays)
+            self._compare(
+                before,
+                entry,
+                stays,
+            )
 
         # The first line that is written cuts off those which are still to be compared, so passing
         # ones wait.
@@ -434,7 +470,10 @@ class Journal:
         with names_file(self.file.name):
             if stays and self.sum_with_passing != self.sum:
                 self.file.truncate(self.size)
-            line, total = _line(entry, self.sum if stays else self.sum_with_passing)
+            line, total = _line(
+                entry,
+                self.sum if stays else self.sum_with_passing,
+            )
             self.file.write(line)
             self.file.flush()
         self.sum_with_passing = total
@@ -449,7 +488,11 @@ class Journal:
         Call `differs` if their numbers do, and compare no more.
         """
         if before.batch != entry.batch or differing_networks(before, entry):
-            self.differs(before, entry, self.equal)
+            self.differs(
+                before,
+                entry,
+                self.equal,
+            )
             self.again.clear()  # running checksums differ from here on
             self.last_again = 0
         elif stays and (before.now is None) == (entry.now is None):

@@ -59,7 +59,12 @@ class Range(NamedTuple):
     def ask(self, trial: Any, name: str) -> float:
         "The value of the option `name` for a trial of Optuna."
         suggest = trial.suggest_int if isinstance(self.low, int) else trial.suggest_float
-        return suggest(name, self.low, self.high, log=self.log)
+        return suggest(
+            name,
+            self.low,
+            self.high,
+            log=self.log,
+        )
 
 
 class Choice(tuple):
@@ -71,9 +76,18 @@ class Choice(tuple):
 
 # %% ../../nbs/tuning/00_tune.ipynb #7e1ab37a
 _GAMMA = dict(gamma=Choice([0.9, 0.95, 0.98, 0.99, 0.995, 0.999]))
-_GAE = dict(_GAMMA, lam=Choice([0.8, 0.9, 0.95, 0.98, 1.0]))
-_BATCH = dict(n_envs=Choice([4, 8, 16]), n_steps=Choice([32, 64, 128, 256, 512]))
-_SHORT = dict(n_envs=Choice([4, 8, 16]), n_steps=Choice([5, 8, 16, 32, 64]))
+_GAE = dict(
+    _GAMMA,
+    lam=Choice([0.8, 0.9, 0.95, 0.98, 1.0]),
+)
+_BATCH = dict(
+    n_envs=Choice([4, 8, 16]),
+    n_steps=Choice([32, 64, 128, 256, 512]),
+)
+_SHORT = dict(
+    n_envs=Choice([4, 8, 16]),
+    n_steps=Choice([5, 8, 16, 32, 64]),
+)
 _LR = dict(lr=Range(1e-4, 1e-2))
 _ENTROPY = dict(c_entropy=Range(1e-6, 0.1))
 _TRUST = dict(
@@ -84,7 +98,11 @@ _TRUST = dict(
     critic_lr=Range(1e-4, 1e-2),
     critic_epochs=Range(1, 20),
 )
-_REPLAY = dict(_GAMMA, lr=Range(1e-5, 3e-3), batch_size=Choice([64, 128, 256, 512]))
+_REPLAY = dict(
+    _GAMMA,
+    lr=Range(1e-5, 3e-3),
+    batch_size=Choice([64, 128, 256, 512]),
+)
 _DEEP_Q = dict(
     _REPLAY,
     n_envs=Choice([1, 4, 8]),
@@ -94,8 +112,14 @@ _DEEP_Q = dict(
     eps_steps=Range(1_000, 50_000),
     target_every=Range(50, 2_000),
 )
-_DATA = dict(lr=Range(1e-5, 3e-3), batch_size=Choice([64, 128, 256, 512]))
-_ACTIONS = dict(_REPLAY, samples_per_step=Choice([0.25, 0.5, 1.0, 2.0]))
+_DATA = dict(
+    lr=Range(1e-5, 3e-3),
+    batch_size=Choice([64, 128, 256, 512]),
+)
+_ACTIONS = dict(
+    _REPLAY,
+    samples_per_step=Choice([0.25, 0.5, 1.0, 2.0]),
+)
 _TARGETS = dict(_ACTIONS, tau=Range(1e-3, 0.1))
 
 SPACES: dict = dict(
@@ -154,7 +178,11 @@ def space_for(algorithm: str, fixed: dict, options: dict) -> dict:
     if options.get("recurrent") and "state_size" not in fixed:
         space["state_size"] = Choice([32, 64, 128])
     if not space:
-        raise DataError("nothing is left to search", expected="fewer options", got=", ".join(fixed))
+        raise DataError(
+            "nothing is left to search",
+            expected="fewer options",
+            got=", ".join(fixed),
+        )
     return space
 
 # %% ../../nbs/tuning/00_tune.ipynb #1dd39c89
@@ -175,7 +203,12 @@ def returns_of_training(config: dict, n: int) -> Generator[float, None, None]:
     agent, pipe = build(config)
     seed = _SEED + config["seed"]
     device = device_named(config["device"])
-    options = dict(n_episodes=EPISODES, seed=seed, device=device, **playing(config))
+    options = dict(
+        n_episodes=EPISODES,
+        seed=seed,
+        device=device,
+        **playing(config),
+    )
     n_made = 0
     steps = 0
     with (
@@ -184,7 +217,13 @@ def returns_of_training(config: dict, n: int) -> Generator[float, None, None]:
     ):
         for batch in batches:
             agent.update(batch)
-            steps += count_steps(getattr(batch, "fresh", batch))
+            steps += count_steps(
+                getattr(
+                    batch,
+                    "fresh",
+                    batch,
+                )
+            )
             # A large batch may pass several evaluations.
             while n_made < n and steps >= (n_made + 1) * config["steps"] / n:
                 mean = evaluated(policy_of(agent), options).evaluation.mean
@@ -218,7 +257,10 @@ def returns_of(configs: list, n: int, report: Callable) -> list:
         value = math.nan
         with torch_threads(config["threads"]), closing(returns_of_training(config, n)) as curve:
             for k, value in enumerate(curve):
-                report((sum(last) + value) / (len(last) + 1), len(last) * n + k)
+                report(
+                    (sum(last) + value) / (len(last) + 1),
+                    len(last) * n + k,
+                )
         last.append(value)
     return last
 
@@ -244,7 +286,10 @@ def connections(path: Path) -> dict:
     """
     from sqlalchemy.pool import NullPool
 
-    return dict(creator=partial(sqlite3.connect, path.absolute(), timeout=60), poolclass=NullPool)
+    return dict(
+        creator=partial(sqlite3.connect, path.absolute(), timeout=60),
+        poolclass=NullPool,
+    )
 
 
 def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
@@ -405,7 +450,11 @@ def preset_text(env: str, values: dict, env_kwargs: dict, comments: list) -> str
     """
     # One table, named after the environment, and with its arguments
     name = env.rpartition(":")[2]
-    lines = [_MARK, f"[{json.dumps(name)}]", *(f"# {comment}" for comment in comments)]
+    lines = [
+        _MARK,
+        f"[{json.dumps(name)}]",
+        *(f"# {comment}" for comment in comments),
+    ]
     if env_kwargs:
         values = {**values, "env_kwargs": env_kwargs}
     for key, x in values.items():
@@ -423,7 +472,11 @@ def complete_values(config: dict, given: Iterable) -> dict:
     Returns:
         dict: option -> value
     """
-    values = {**config, **config["options"], "preset": "none"}
+    values = {
+        **config,
+        **config["options"],
+        "preset": "none",
+    }
     needed = {*given, "preset"}
     complete = {}
     for option in [*RUN_OPTIONS, *options_for(config["algorithm"])]:
@@ -449,8 +502,22 @@ def check_file(path: Path, overwrite: bool) -> None:
 
 # %% ../../nbs/tuning/00_tune.ipynb #2783ed05
 # The options of a run that a trial follows, and those of its workers, which a trial does not have.
-_OF_TRIALS = ("seed", "steps", "threads", "device", "intrinsic", "preset")
-_OF_WORKERS = ("workers", "lag", "order", "restarts", "reading", "address")
+_OF_TRIALS = (
+    "seed",
+    "steps",
+    "threads",
+    "device",
+    "intrinsic",
+    "preset",
+)
+_OF_WORKERS = (
+    "workers",
+    "lag",
+    "order",
+    "restarts",
+    "reading",
+    "address",
+)
 
 
 def _check_options(args, values):
@@ -493,18 +560,34 @@ class Search:
         _check_options(args, values)
         options = self.config({}, 0)["options"]
         self.fixed = {name: x for name, x in values.items() if name in options}
-        self.space = space_for(args.algorithm, self.fixed, options)
+        self.space = space_for(
+            args.algorithm,
+            self.fixed,
+            options,
+        )
         self.folder = Path(args.storage or f"tuning/{args.algorithm}-{folder_name(args.env)}")
         self.out = Path(args.out) if args.out else self.folder / "preset.toml"
 
     def config(self, options: dict, seed: int) -> dict:
         "The configuration of one training."
-        return resolve(self.asked.having(**options, seed=seed))
+        return resolve(
+            self.asked.having(
+                **options,
+                seed=seed,
+            )
+        )
 
     def settings(self) -> dict:
         "All settings that must be equal for trials to be comparable."
         config = self.config({}, 0)
-        names = ("algorithm", "env", "env_kwargs", "steps", "intrinsic", "preset")
+        names = (
+            "algorithm",
+            "env",
+            "env_kwargs",
+            "steps",
+            "intrinsic",
+            "preset",
+        )
         return dict(
             {name: config[name] for name in names},
             given=self.fixed,
@@ -517,7 +600,10 @@ class Search:
         "The last returns of a trial, one for each seed."
         # Each process has a folder for its replay files.
         part = (self.args.part or "0").partition(":")[0]
-        more = dict(folder=f"{self.folder.resolve().name}-{part}", record=False)
+        more = dict(
+            folder=f"{self.folder.resolve().name}-{part}",
+            record=False,
+        )
         configs = [{**self.config(options, seed), **more} for seed in self.seeds]
         return returns_of(configs, self.n, report)
 
@@ -537,7 +623,11 @@ def _in_processes(search, n):
     for k in range(jobs):
         share = n // jobs + (k < n % jobs)
         if share:
-            commands[f"job {k}"] = [*words, "--part", f"{k}:{share}"]
+            commands[f"job {k}"] = [
+                *words,
+                "--part",
+                f"{k}:{share}",
+            ]
     return run_all(commands, jobs)
 
 
@@ -546,8 +636,19 @@ def _train_words(search):
     args = search.args
     # Seeds that begin at 0, or after those of the search
     first = 0 if min(search.seeds) > 4 else max(search.seeds) + 1
-    words = ["rollpipe", "train", args.algorithm, args.env, "--config", search.out]
-    words += ["--seeds", f"{first}-{first + 4}", *import_words(getattr(args, "imports", ()))]
+    words = [
+        "rollpipe",
+        "train",
+        args.algorithm,
+        args.env,
+        "--config",
+        search.out,
+    ]
+    words += [
+        "--seeds",
+        f"{first}-{first + 4}",
+        *import_words(getattr(args, "imports", ())),
+    ]
     return typed_command(*words)
 
 
@@ -567,7 +668,10 @@ def _write(search, study):
 
     # The preset, with comments that say how good it is
     config = search.config(best.params, 0)
-    values = complete_values(config, [*search.given, *best.params, "steps"])
+    values = complete_values(
+        config,
+        [*search.given, *best.params, "steps"],
+    )
     texts = [f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in best.user_attrs["returns"]]
     seeds = " ".join(map(str, search.seeds))
     train = _train_words(search)
@@ -576,7 +680,12 @@ def _write(search, study):
         f"seeds {seeds}, the best of {len(trials)} trials of {search.args.algorithm}.",
         f"Measure it afresh, with other seeds: {train}",
     ]
-    text = preset_text(search.args.env, values, config["env_kwargs"], comments)
+    text = preset_text(
+        search.args.env,
+        values,
+        config["env_kwargs"],
+        comments,
+    )
     how = "replaced" if search.out.exists() else "written"
     write_atomically(search.out, text.encode())
     return (
@@ -594,12 +703,24 @@ def tune_command(args: Namespace) -> None:
     # Raise here the errors that every trial would raise, and that of the end.
     config = search.config({}, search.seeds[0])
     build(config)
-    preset_text(args.env, complete_values(config, search.fixed), config["env_kwargs"], [])
+    preset_text(
+        args.env,
+        complete_values(config, search.fixed),
+        config["env_kwargs"],
+        [],
+    )
 
     if args.part is not None:
-        number, n = map(int, args.part.split(":"))
+        number, n = map(
+            int,
+            args.part.split(":"),
+        )
         seed = search.seed + 1000 * (number + 1)
-        _try(search, open_study(search.folder, search.settings(), seed, search.free), n)
+        _try(
+            search,
+            open_study(search.folder, search.settings(), seed, search.free),
+            n,
+        )
         return
     check_file(search.out, args.overwrite)
     make_folder(search.out.parent)
@@ -611,14 +732,22 @@ def tune_command(args: Namespace) -> None:
 def _search(search):
     "Run the trials that the study lacks, and write the best options."
     args = search.args
-    study = open_study(search.folder, search.settings(), search.seed, search.free)
+    study = open_study(
+        search.folder,
+        search.settings(),
+        search.seed,
+        search.free,
+    )
     forget_running(study)
     n_over = len(ended_trials(study))
     n_missing = args.trials - n_over
     count = f"{args.trials} trials, of which {n_over} are over"
     if n_missing < 0:
         count = f"{n_over} trials are over, and --trials asks for {args.trials}"
-    print(f"{args.algorithm} on {args.env}: {count}, in {search.folder}", flush=True)
+    print(
+        f"{args.algorithm} on {args.env}: {count}, in {search.folder}",
+        flush=True,
+    )
 
     # After an interruption, the best options so far are written, too.
     outcome = EndedRuns([], [], None)
@@ -633,4 +762,8 @@ def _search(search):
     text = _write(search, study)
     if outcome.stopped is None:
         print(text)
-    outcome.check(args.jobs, "processes", saved=f"{text}\nthe same command goes on")
+    outcome.check(
+        args.jobs,
+        "processes",
+        saved=f"{text}\nthe same command goes on",
+    )
