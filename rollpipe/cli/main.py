@@ -595,7 +595,8 @@ def main(argv: list | None = None) -> int:
         sys.stdout.flush()
         return 0
     except (KeyboardInterrupt, Interrupted) as e:
-        number, text = (*e.args, "interrupted")[:2] if e.args else (signal.SIGINT, "interrupted")
+        number = e.args[0] if e.args else signal.SIGINT
+        text = e.args[1] if len(e.args) > 1 else "interrupted"
         print(f"\n{text}", file=sys.stderr)
         return 128 + int(number)
     except USER_ERRORS as e:

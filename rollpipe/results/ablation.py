@@ -56,7 +56,8 @@ class Branch(NamedTuple):
 
     @property
     def label(self) -> str:
-        return ", ".join(f"{name}={x}" for name, x in self.edit.items())
+        texts = [f"{name}={x}" for name, x in self.edit.items()]
+        return ", ".join(texts)
 
 
 def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) -> list[Branch]:
@@ -85,7 +86,8 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
             branches.append(twin)
             for name, values in options.items():
                 for x in values:
-                    folder = out / re.sub(r"[^\w.=+-]", "-", f"{twin.folder.name}-{name}={x}")
+                    text = f"{twin.folder.name}-{name}={x}"
+                    folder = out / re.sub(r"[^\w.=+-]", "-", text)
                     branches.append(
                         Branch(
                             folder,
@@ -189,7 +191,8 @@ def _steps_of(run, at, updates):
         **{int(r["updates"]): r["steps"] for r in records_of(run)},
     }
     # The largest batch so far, so that no branch is too short.
-    largest = max(steps[n] - steps[n - 1] for n in steps if n - 1 in steps)
+    batches = [steps[n] - steps[n - 1] for n in steps if n - 1 in steps]
+    largest = max(batches)
     return {n: int(steps[n] + updates * largest) for n in at}
 
 
@@ -465,4 +468,5 @@ def ablate_command(args: Namespace) -> None:
         )
     )
     out = Path(options.get("out") or _beside(folder_of(args.run)))
-    print(typed_command(*(out / f"report.{kind}" for kind in ("md", "csv", "png", "html"))))
+    paths = [out / f"report.{kind}" for kind in ("md", "csv", "png", "html")]
+    print(typed_command(*paths))

@@ -542,6 +542,7 @@ def bench_file(spec: Spec, jobs: list, before: dict | None) -> dict:
         jobs: list of `Job`
         before: see `read_bench`
     """
+    # Row -> the seeds that are there
     seeds = {row["name"]: row["seeds"] for row in _rows_of(before)}
 
     # The configurations of a row differ in the seed alone.
@@ -574,8 +575,13 @@ def _check_rows(folder, before, spec):
     """Raise `DataError` if the folder has runs of rows that the specification lacks: a report would
     leave them out.
     """
-    names = {row["name"] for row in _rows_of(before)} - {row.name for row in spec.rows}
-    lost = [name for name in sorted(names) if any(map(files_of_run, folder.glob(f"{name}-s*")))]
+    # Rows that are no longer in the specification
+    names = {row["name"] for row in _rows_of(before)}
+    names -= {row.name for row in spec.rows}
+    lost = []
+    for name in sorted(names):
+        if any(map(files_of_run, folder.glob(f"{name}-s*"))):
+            lost.append(name)
     if lost:
         raise DataError(
             f"{folder} has runs of rows that the specification does not have",
@@ -624,6 +630,7 @@ def _words(job, args, state):
 
 def bench_command(args: Namespace) -> None:
     "Train the missing runs, a few at a time."
+    # The specification, with the seeds that were typed
     check_counts(args, "jobs")
     name_address(args.address)
     spec = read_spec(args.spec)

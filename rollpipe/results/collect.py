@@ -59,6 +59,7 @@ def resampled(strata: list, n: int) -> np.ndarray:
     Returns:
         np.ndarray: [n, ..., number of runs of all tasks]
     """
+    # Each task keeps its number of runs.
     rng = np.random.default_rng(0)
     parts = []
     for x in map(np.asarray, strata):
@@ -179,6 +180,7 @@ def steps_to(steps: list, returns: list, threshold: float) -> float:
         steps: steps of the evaluations, ascending
         returns: mean returns of the evaluations
     """
+    # From the end back to the last evaluation that is below it
     reached_at = math.inf
     for n, x in zip(reversed(steps), reversed(returns)):
         if not x >= threshold:
@@ -229,7 +231,8 @@ class Result(NamedTuple):
         """The largest mean return of the evaluations during the training; `nan` if one of them is
         `nan`, or if there is none.
         """
-        return float(np.max(self.curve[1])) if self.curve[1] else math.nan
+        _, means = self.curve
+        return float(np.max(means)) if means else math.nan
 
     @property
     def steps(self) -> int:
@@ -331,9 +334,11 @@ def flat_config(config: dict) -> dict:
     Seed-dependent entries are left out.
     """
     flat = {name: x for name, x in config.items() if name not in _OF_ONE_RUN}
+    # Options have their own names, and what belongs to the environment or a package says so.
     flat |= flat.pop("options", {})
     for part in ("env_kwargs", "versions"):
-        flat |= {f"{part} {name}": x for name, x in flat.pop(part, {}).items()}
+        for name, x in flat.pop(part, {}).items():
+            flat[f"{part} {name}"] = x
     return {name: x if isinstance(x, str) else json.dumps(x) for name, x in flat.items()}
 
 

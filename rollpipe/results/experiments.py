@@ -132,11 +132,14 @@ class RunProcess:
             stopped: number of the signal that was sent to it, or None
         """
         code = self.process.returncode
-        if code == 0 or (stopped is not None and code in (-stopped, 128 + stopped)):
+        obeys = () if stopped is None else (-stopped, 128 + stopped)
+        if code == 0 or code in obeys:
             return None
         if self.last.startswith("error: "):
             return self.last.removeprefix("error: ")
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = f"exit code {code}"
+        if code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
         return f"{how}, after: {self.last}" if self.last else how
 
 # %% ../../nbs/results/00_experiments.ipynb #d3d68829
@@ -298,6 +301,7 @@ def experiment_command(args: Namespace) -> None:
 
 def _folders(args, seeds):
     "Seed -> the folder of its run. Raises the errors that all runs would raise."
+    # Seed -> configuration, and the folder of its run
     configs = {seed: config_from(Namespace(**{**vars(args), "seed": seed})) for seed in seeds}
     folders = {
         seed: Path(f"{Path(args.out)}-s{seed}") if args.out else default_folder(config)

@@ -100,7 +100,9 @@ class Live(ThreadingHTTPServer):
     def pictures(self) -> str:
         "The content of the frame."
         with self.drawing:
-            body = [f"<h2>{html.escape(str(path))}</h2>{view(path)}" for path in self.folders]
+            body = []
+            for path in self.folders:
+                body.append(f"<h2>{html.escape(str(path))}</h2>{view(path)}")
         refresh = f'<meta http-equiv="refresh" content="{_EVERY}">'
         return document(
             f"Runs at {time.strftime('%X')}",
@@ -175,6 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
 
     def do_POST(self) -> None:
+        # Only short forms are read.
         place = self._place()
         if place is None:
             return

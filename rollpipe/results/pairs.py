@@ -103,7 +103,8 @@ class Pairs(NamedTuple):
         """The means of the metric over some updates, float64 `[2, n]`: of the unedited branches,
         and of the others. nan: there is none.
         """
-        sums = np.stack([self.base, self.edited])[..., updates].sum(-1)
+        courses = np.stack([self.base, self.edited])
+        sums = courses[..., updates].sum(-1)
         with np.errstate(invalid="ignore"):
             return sums[..., 0] / sums[..., 1]
 
@@ -233,7 +234,8 @@ class Ablation(NamedTuple):
         # How long pairing helps, and how sure the table is
         n = min(len(pairs.at) for pairs in self.pairs)
         lasts = {pairs.label: pairs.lasts(self.last) for pairs in self.pairs}
-        texts = [f"{m} of {k} updates with {x}" for x, m in lasts.items() if m is not None]
+        known = {label: m for label, m in lasts.items() if m is not None}
+        texts = [f"{m} of {k} updates with {label}" for label, m in known.items()]
         if n > 1 and texts:
             sentences.append(f"Pairing lasts {', '.join(texts)}.")
         if n == 1:
@@ -243,7 +245,9 @@ class Ablation(NamedTuple):
         return sentences + self.notes
 
     def __str__(self):
-        return "\n\n".join([f"# {self.title}", table_text(*self.table()), *self.about()]) + "\n"
+        table = table_text(*self.table())
+        parts = [f"# {self.title}", table, *self.about()]
+        return "\n\n".join(parts) + "\n"
 
 # %% ../../nbs/results/05_pairs.ipynb #92b0e9bd
 def draw_pairs(ablation: Ablation) -> Any:
@@ -300,6 +304,7 @@ def pairs_text(ablation: Ablation) -> str:
 
 def pairs_page(ablation: Ablation) -> str:
     "The report as one HTML file."
+    # The first sentence explains the table, and the others are notes.
     about, *notes = ablation.about()
     picture = wide(svg(draw_pairs(ablation), "pairs"))
     body = [

@@ -156,12 +156,14 @@ def _picture(figure, name):
 
 def page(results: Results) -> str:
     "The report as one HTML file."
+    # The name and the command of each row
     names = []
     commands = ""
     for row in results.rows:
         name = f"{row.label}, {row.env}"
         names.append(name)
-        commands += f"<h3>{html.escape(name)}</h3><pre>{html.escape(row.command)}</pre>"
+        commands += f"<h3>{html.escape(name)}</h3>"
+        commands += f"<pre>{html.escape(row.command)}</pre>"
 
     # A section with nothing in it is left out.
     differing = differing_options(row.results for row in results.rows)

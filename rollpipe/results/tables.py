@@ -141,12 +141,14 @@ def _needed(row: RowResult):
     if steps:
         middle = float(np.median(steps))
         text = format_number(int(middle)) if math.isfinite(middle) else "never"
-        text += f" ({sum(map(math.isfinite, steps))} of {len(steps)})"
+        n_reached = sum(map(math.isfinite, steps))
+        text += f" ({n_reached} of {len(steps)})"
     return f"{short_number(row.threshold)}: {text}"
 
 
 def _published(row, of):
-    texts = [f"{x.name}: {with_sd(x.mean, x.sd)}" for x in row.published if x.of == of]
+    figures = [x for x in row.published if x.of == of]
+    texts = [f"{x.name}: {with_sd(x.mean, x.sd)}" for x in figures]
     return "; ".join(texts) or "-"
 
 # %% ../../nbs/results/03_tables.ipynb #71a4af3f
@@ -258,7 +260,9 @@ def _notes_of_row(row):
     for text, fact_of in _FACTS.items():
         facts = [(run.seed, fact_of(run)) for run in runs]
         culprits[text] = [f"{seed} ({fact})" for seed, fact in facts if fact]
-    notes += [f"{text} {_listed(those)}" for text, those in culprits.items() if those]
+    for text, those in culprits.items():
+        if those:
+            notes.append(f"{text} {_listed(those)}")
     return [f"{row.label} on {row.env}: {note}." for note in notes]
 
 
@@ -315,8 +319,9 @@ def sentences(results: Results, shown: Callable = str) -> dict:
     """
     better = []
     for label, other, n, *figure in improvements(results):
-        text = f"P({shown(label)} > {shown(other)}) = {bounded(*figure)}"
-        better.append(f"{text} over {n} environment{'s' * (n > 1)}.")
+        pair = f"{shown(label)} > {shown(other)}"
+        plural = "s" * (n > 1)
+        better.append(f"P({pair}) = {bounded(*figure)} over {n} environment{plural}.")
 
     # What the numbers are compared with
     sources = []
@@ -327,6 +332,7 @@ def sentences(results: Results, shown: Callable = str) -> dict:
                 (x.name, x.algorithm, x.env, x.source),
             )
             sources.append("{}, {} on {}: {}".format(*texts))
+    # Two rows may be compared with one figure.
     return {
         "Probability of improvement": better,
         "Published figures": dict.fromkeys(sources),
@@ -472,6 +478,7 @@ def curve_over(label: str, steps: np.ndarray, strata: list) -> Curve:
     strata = [np.where(is_known, x, 0.0) for x in strata]
     y = np.concatenate(strata)
 
+    # One run has no interval.
     middle = iqm(y.T)
     low, high = interval(strata, n=2000) or (middle, middle)
     band = np.where(

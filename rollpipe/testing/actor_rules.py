@@ -251,6 +251,7 @@ def _check_noise(report, trial, T, B):
         noise_again = trial.noise((T, B), 5)
     has_drawn = not torch.equal(torch.get_rng_state(), before)
 
+    # Two generators with one seed, and nothing from elsewhere
     report.check(
         ACTOR_NOISE,
         same(noise, noise_again),
@@ -275,6 +276,7 @@ def _check_reset(report, trial, used, other, B):
     def column(hx, b):
         return nested.map(lambda x: x[:, b], hx)
 
+    # Each environment is reset alone.
     for b in range(B):
         after_used = trial.reset(used, [b])
         after_other = trial.reset(other, [b])
@@ -484,6 +486,7 @@ def _check_copies(report, trials, here, there):
 
 def _state_of(actor):
     "Name -> value to compare, for parameters, buffers and attributes."
+    # Parameters and buffers of all its modules, and other attributes
     state = {}
     for module in modules_in(actor):
         for name, x in module.named_parameters():

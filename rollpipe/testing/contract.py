@@ -41,7 +41,8 @@ class ContractError(PipeError, AssertionError):
     def __init__(self, subject: object, violations: Iterable):
         self.violations = list(violations)
         n = len(self.violations)
-        lines = [f"{subject} breaks {n} rule{'s' if n > 1 else ''}:"]
+        plural = "s" * (n > 1)
+        lines = [f"{subject} breaks {n} rule{plural}:"]
         lines += [f"- {v.rule}: {v.detail}" for v in self.violations]
         super().__init__("\n".join(lines))
 

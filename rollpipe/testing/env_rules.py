@@ -195,6 +195,7 @@ class _Player:
 
     def step(self) -> Any:
         "Step. Returns the observation, or None if the episode ended and was reset."
+        # The action may be any one of the space.
         with self.report.demand(ENV_STEP):
             last_obs, rew, term, trunc, info = self.env.step(self.draw_action())
             if not isinstance(info, dict):
@@ -231,6 +232,7 @@ def _play(report, env, n_steps, seed):
 
     Returns a list of the environment's answers, step by step.
     """
+    # The spaces are compared with those of the end.
     player = _Player(report, env, seed)
     spaces = deepcopy((env.observation_space, env.action_space))
 
@@ -296,6 +298,7 @@ def _play_tensors(report, env, n_steps, seed):
     actions = deepcopy(env.action_space)
     actions.seed(seed)
 
+    # Steps with random actions; a copy of each answer is kept.
     with report.demand(TENSOR_ENV_RESET):
         trace = [snapshot(batch.begin())]
     for _ in range(n_steps):

@@ -73,6 +73,7 @@ def _first(pipe, n):
 
 def _check_stream(report, rule, make, n, expected):
     "Compare the first `n` items of the pipe that `make` returns with the expected ones."
+    # An error while it runs breaks the same rule.
     with report.demand(rule):
         items = _first(make(), n)
     n_items = len(items)
@@ -170,6 +171,7 @@ def _check_resumes(report, make, k, expected):
         return
     rest = expected[k:]
 
+    # The state after `k` items, and another pipe that gets it
     with report.demand(PIPE_RESUMABLE):
         with _open(pipe) as stream:
             for _ in range(k):

@@ -248,10 +248,12 @@ class Gates(gym.Env):
         return self._look()
 
     def step(self, action: Any) -> tuple:
+        # A forbidden key never fits.
         fits = bool(action == self.fitting(self.gate))
         is_allowed = bool(self.mask()[action])
         reward = fits / self.length if is_allowed else -1.0
 
+        # Behind the gate, if the key fits
         self.gate += fits
         obs, info = self._look()
         return obs, reward, not fits or self.gate == self.length, False, info
@@ -390,6 +392,7 @@ class BitFlip(gym.Env):
         return self._obs(), {}
 
     def step(self, action: Any) -> tuple:
+        # The point moves, and is rewarded as if its goal were known only now.
         self.here = self._moved(action)
         self.count = self.count + 1
         reward = float(

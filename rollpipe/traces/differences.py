@@ -219,7 +219,8 @@ class RunDifference(NamedTuple):
             lines = ["no fingerprint to compare"]
         elif self.fingerprints:
             lines = ["fingerprints differ:"]
-            lines += [f"  {path}: {a} != {b}" for path, (a, b) in self.fingerprints.items()]
+            for path, (a, b) in self.fingerprints.items():
+                lines.append(f"  {path}: {a} != {b}")
         lines += self.notes
         if self.parting:
             lines.append(str(self.parting))
@@ -268,7 +269,8 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
     leaves = None
     if all(0 in x for x in prints):
         leaves = prints[0][0].differs(prints[1][0])
-    common = max([(x.since, x.updates) for x, _ in _common(*journals)], default=(0, 0))[1]
+    ends = [(x.since, x.updates) for x, _ in _common(*journals)]
+    _, common = max(ends, default=(0, 0))
     notes = []
     for folder, own_prints, entries in zip((a, b), prints, journals):
         notes += _notes_of(

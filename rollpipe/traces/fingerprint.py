@@ -59,7 +59,9 @@ def digest(*parts: Any) -> str:
 
 def short(text: str) -> str:
     "A text as it is, or its beginning and a hash of it all."
-    return text if len(text) <= 80 else f"{text[:60]}... {digest(text)}"
+    if len(text) <= 80:
+        return text
+    return f"{text[:60]}... {digest(text)}"
 
 
 def array_text(x: Any) -> str:
@@ -137,8 +139,17 @@ _NO_CODE = set(
 _FILLED_LATER = set(
     "low_repr high_repr _char_list _char_index _np_random _np_random_seed _cached_spec".split()
 )
-_RANDOM = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
-_METHOD = types.MethodType, types.BuiltinMethodType, types.MethodWrapperType
+_RANDOM = (
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+    torch.Generator,
+)
+_METHOD = (
+    types.MethodType,
+    types.BuiltinMethodType,
+    types.MethodWrapperType,
+)
 
 
 def attributes(x: Any) -> dict:
@@ -313,7 +324,8 @@ class Description:
         elif isinstance(x, (list, tuple, deque)):
             # Equal items, such as the factories of environments, are described once.
             parts: Any = dict(enumerate(x))
-            if len(x) > 1 and len({self._hash(dict(item=y)) for y in x}) == 1:
+            hashes = {self._hash(dict(item=y)) for y in x}
+            if len(x) > 1 and len(hashes) == 1:
                 parts = {"all": x[0]}
             self._parts(
                 path,
@@ -360,7 +372,8 @@ class Description:
 
     def _set_text(self, x):
         if all(isinstance(y, PLAIN) for y in x):
-            return short(f"{{{', '.join(sorted(map(repr, x)))}}}")
+            members = ", ".join(sorted(map(repr, x)))
+            return short(f"{{{members}}}")
         # In an order that does not depend on addresses
         hashes = sorted(self._hash(dict(member=y)) for y in x)
         if UNKNOWN in hashes:
@@ -503,7 +516,10 @@ def versions() -> dict:
     "Package -> version: python, rollpipe, torch, gymnasium, numpy."
     return dict(
         python=platform.python_version(),
-        **{module.__name__: module.__version__ for module in (rollpipe, torch, gym, np)},
+        rollpipe=rollpipe.__version__,
+        torch=torch.__version__,
+        gymnasium=gym.__version__,
+        numpy=np.__version__,
     )
 
 
@@ -564,7 +580,8 @@ class Differences(dict):
     "Leaf -> its text in both fingerprints; empty if they are equal."
 
     def __str__(self):
-        return "; ".join(f"{path}: {a} != {b}" for path, (a, b) in self.items())
+        texts = [f"{path}: {a} != {b}" for path, (a, b) in self.items()]
+        return "; ".join(texts)
 
     __repr__ = __str__
 
@@ -576,13 +593,27 @@ class Fingerprint:
         leaves: path -> text, such as 'graph/EnvStepper/n_envs' -> '8'; JSON can store it
     """
 
-    PARTS = "graph", "settings", "networks", "weights", "seeds", "versions", "machine"
+    PARTS = (
+        "graph",
+        "settings",
+        "networks",
+        "weights",
+        "seeds",
+        "versions",
+        "machine",
+    )
     # parts that learning does not change
-    FIXED = "graph", "settings", "networks", "versions", "machine"
+    FIXED = (
+        "graph",
+        "settings",
+        "networks",
+        "versions",
+        "machine",
+    )
 
     def __init__(self, leaves: dict):
-        is_dict = isinstance(leaves, dict)
-        if not is_dict or not all(isinstance(x, str) for x in (*leaves, *leaves.values())):
+        texts = (*leaves, *leaves.values()) if isinstance(leaves, dict) else (leaves,)
+        if not all(isinstance(x, str) for x in texts):
             problem = "not the leaves of a fingerprint"
             raise DataError(
                 problem,
@@ -631,7 +662,8 @@ class Fingerprint:
             if leaves:
                 is_unknown = any(text.startswith(UNKNOWN) for text in leaves.values())
                 note = " (unknown)" if is_unknown else ""
-                texts.append(f"{name} {digest(leaves.items())[:4]}{note}")
+                begins = digest(leaves.items())[:4]
+                texts.append(f"{name} {begins}{note}")
         return f"{digest(self.leaves.items())}: {', '.join(texts)}"
 
 

@@ -93,7 +93,10 @@ class History(list):
         if not path.exists():
             return cls()
         lines = read_file(path).decode(errors="replace").split("\n")[:-1]
-        return cls(_event_in(line, f"{path}, line {n}") for n, line in enumerate(lines, 1))
+        events = cls()
+        for n, line in enumerate(lines, 1):
+            events.append(_event_in(line, f"{path}, line {n}"))
+        return events
 
     def write(
         self,
@@ -256,7 +259,8 @@ def config_at(folder: str | Path, update: float) -> dict:
 def in_words(event: dict) -> str:
     "An edit in words: `max_kl=0.01`, or `my_edits:scaled(by=0.1)`."
     values = event["kwargs"] if "insert" in event else event["set"]
-    text = ", ".join([f"{name}={x}" for name, x in values.items()])
+    texts = [f"{name}={x}" for name, x in values.items()]
+    text = ", ".join(texts)
     return f"{event['insert']}({text})" if "insert" in event else text
 
 
@@ -273,4 +277,5 @@ def past_in_words(history: History) -> list[str]:
     Empty: the request trains it again.
     """
     fork = [origin_in_words(history.origin)] if history.origin else []
-    return fork + [f"{in_words(edit)} after update {edit['at']}" for edit in history.edits]
+    edits = [f"{in_words(edit)} after update {edit['at']}" for edit in history.edits]
+    return fork + edits

@@ -24,7 +24,11 @@ from ..pipes.keeping.files import names_file, read_file, write_atomically
 __all__ = ['running', 'places', 'first_place', 'Entry', 'differing_networks', 'read_journal', 'cut', 'Journal']
 
 # %% ../../nbs/traces/02_journal.ipynb #55e91c61
-_KNOWN = torch.Tensor, np.ndarray, np.generic
+_KNOWN = (
+    torch.Tensor,
+    np.ndarray,
+    np.generic,
+)
 
 
 def running(crc: int | None, x: Any) -> int:
@@ -125,7 +129,8 @@ def first_place(a: dict, b: dict) -> tuple | None:
     # Within a row, the environment is first.
     rows = []
     for name in ("env", "actor"):
-        rows += [(row, name == "actor") for row in _differing_sums(a[name], b[name], 2)[:1]]
+        for row in _differing_sums(a[name], b[name], 2)[:1]:
+            rows.append((row, name == "actor"))
     if not rows or not columns:
         return None
     row, is_actors = min(rows)
@@ -199,7 +204,8 @@ def _row(line, before):
         expected, total = _line(entry, before)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
-    is_whole = expected == line + "\n" and all(type(x) is int for x in entry[:4])
+    are_counts = all(type(x) is int for x in entry[:4])
+    is_whole = are_counts and expected == line + "\n"
     return (entry, line, total) if is_whole else None
 
 
@@ -301,7 +307,8 @@ class Journal:
         # The line that the checksums continue; without it, they begin here.
         rows = _entries(self.path) if self.path else []
         earlier = [row for row in rows if row[0].updates <= n]
-        last, _, self.sum = earlier[-1] if earlier else (None, "", 0)  # of the lines that stay
+        # the last one, and its checksum, which the next line that stays continues
+        last, _, self.sum = earlier[-1] if earlier else (None, "", 0)
         self.since = n
         self.batch = {}
         self.weights = {}

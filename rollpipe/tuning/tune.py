@@ -144,7 +144,12 @@ SPACES: dict = dict(
     td3=dict(_TARGETS, smoothing=Range(0.05, 0.5)),
     ddpg=_TARGETS,
     bc=_DATA,
-    iql=dict(_DATA, **_GAMMA, expectile=Choice([0.5, 0.7, 0.8, 0.9]), beta=Range(0.1, 10.0)),
+    iql=dict(
+        _DATA,
+        **_GAMMA,
+        expectile=Choice([0.5, 0.7, 0.8, 0.9]),
+        beta=Range(0.1, 10.0),
+    ),
     td3bc=dict(_DATA, **_GAMMA, alpha=Range(0.5, 10.0)),
 )
 
@@ -168,6 +173,7 @@ def space_for(algorithm: str, fixed: dict, options: dict) -> dict:
             expected=f"one of {known}, or an entry of `rollpipe.tuning.tune.SPACES`, "
             "made by a module of --import",
         )
+    # What the user sets is not searched.
     space = {name: x for name, x in SPACES[algorithm].items() if name not in fixed}
 
     # With `tau` the target network is never copied, and a shared network has no critic apart.
@@ -217,6 +223,7 @@ def returns_of_training(config: dict, n: int) -> Generator[float, None, None]:
     ):
         for batch in batches:
             agent.update(batch)
+            # Of a replayed batch, the fresh steps count.
             steps += count_steps(
                 getattr(
                     batch,
@@ -390,6 +397,7 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
                 trial.set_user_attr(name, fact)
             study.tell(trial, value, state)
 
+    # An error ends the trial, and an interrupt puts its options into the queue again.
     try:
         options = {name: x.ask(trial, name) for name, x in space.items()}
         of_seeds = returns(options, report)
@@ -404,10 +412,13 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
         with uninterrupted():
             _lost(study, trial.number, trial.params)
         raise
+
+    # The value, and a line that says what was tried
     tell(mean(of_seeds), returns=of_seeds)
     texts = [f"return {mean(of_seeds):.1f}"]
     for name, x in options.items():
-        texts.append(f"{name}={x:.3g}" if isinstance(x, float) else f"{name}={x}")
+        text = f"{x:.3g}" if isinstance(x, float) else x
+        texts.append(f"{name}={text}")
     return f"trial {trial.number}: {', '.join(texts)}"
 
 # %% ../../nbs/tuning/00_tune.ipynb #e810e8eb
@@ -429,7 +440,9 @@ def _toml(value, key):
             expected="a value without None",
         )
     if isinstance(value, dict):
-        items = [f"{_toml(name, key)} = {_toml(x, key)}" for name, x in value.items()]
+        items: list[str] = []
+        for name, x in value.items():
+            items.append(f"{_toml(name, key)} = {_toml(x, key)}")
         return "{" + ", ".join(items) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(x, key) for x in value) + "]"
@@ -458,7 +471,8 @@ def preset_text(env: str, values: dict, env_kwargs: dict, comments: list) -> str
     if env_kwargs:
         values = {**values, "env_kwargs": env_kwargs}
     for key, x in values.items():
-        lines.append(f"{key} = {_toml('none' if x is None else x, key)}")
+        text = _toml("none" if x is None else x, key)
+        lines.append(f"{key} = {text}")
     return "\n".join([*lines, ""])
 
 # %% ../../nbs/tuning/00_tune.ipynb #a1c7e3f1
@@ -557,6 +571,7 @@ class Search:
         # So many evaluations, at the start of the first training, cannot end a trial.
         self.free = max(1, self.n // 3)
 
+        # What the user sets, and what is left to search
         _check_options(args, values)
         options = self.config({}, 0)["options"]
         self.fixed = {name: x for name, x in values.items() if name in options}
@@ -565,7 +580,8 @@ class Search:
             self.fixed,
             options,
         )
-        self.folder = Path(args.storage or f"tuning/{args.algorithm}-{folder_name(args.env)}")
+        name = f"{args.algorithm}-{folder_name(args.env)}"
+        self.folder = Path(args.storage or f"tuning/{name}")
         self.out = Path(args.out) if args.out else self.folder / "preset.toml"
 
     def config(self, options: dict, seed: int) -> dict:
@@ -672,7 +688,8 @@ def _write(search, study):
         config,
         [*search.given, *best.params, "steps"],
     )
-    texts = [f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in best.user_attrs["returns"]]
+    returns = best.user_attrs["returns"]
+    texts = [f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in returns]
     seeds = " ".join(map(str, search.seeds))
     train = _train_words(search)
     comments = [
@@ -710,6 +727,7 @@ def tune_command(args: Namespace) -> None:
         [],
     )
 
+    # One of several processes runs its part of the trials, and writes nothing.
     if args.part is not None:
         number, n = map(
             int,
@@ -722,6 +740,8 @@ def tune_command(args: Namespace) -> None:
             n,
         )
         return
+
+    # The search itself
     check_file(search.out, args.overwrite)
     make_folder(search.out.parent)
     make_folder(search.folder)
@@ -757,7 +777,8 @@ def _search(search):
         else:
             _try(search, study, n_missing)
     except KeyboardInterrupt as e:
-        outcome = outcome._replace(stopped=int(e.args[0]) if e.args else int(signal.SIGINT))
+        number = e.args[0] if e.args else signal.SIGINT
+        outcome = outcome._replace(stopped=int(number))
 
     text = _write(search, study)
     if outcome.stopped is None:
