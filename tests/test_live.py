@@ -205,8 +205,26 @@ def test_a_silent_connection_keeps_nobody_waiting(over):
             assert b"<form" in page.read()
 
 
+def test_a_connection_has_an_end(over, monkeypatch):
+    "Also one that sends a byte now and then."
+    monkeypatch.setattr("rollpipe.results.live._LONGEST", 0.5)
+    with (
+        serving(over) as server,
+        socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection,
+    ):
+
+        def is_cut():
+            with contextlib.suppress(OSError):
+                connection.sendall(b"x")
+                return False
+            return True
+
+        wait_for(is_cut)
+
+
 def test_a_late_answer_arrives(over, monkeypatch, capfd):
     "A training may need longer for an answer than a request may take to arrive. A browser that has gone leaves no traceback."
+    monkeypatch.setattr("rollpipe.results.live._LONGEST", 0.3)
     answered = threading.Event()
 
     def late(server, form):

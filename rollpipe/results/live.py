@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import html
 import secrets
+import socket
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from string import Template
-from threading import Lock
+from threading import Lock, Timer
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -29,6 +30,7 @@ __all__ = ['Live', 'live_command']
 # %% ../../nbs/results/07_live.ipynb #e51887a0
 _EVERY = 10  # seconds between pictures
 _PATIENCE = 20.0  # seconds for which a button waits for its answer
+_LONGEST = 30.0  # seconds of a connection
 
 _LAYOUT = """<style>
 html body { margin: 0 auto; padding: .6em; height: 100vh; box-sizing: border-box;
@@ -137,9 +139,20 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 5  # seconds for which a connection may be silent
 
     def handle(self) -> None:
-        # The browser may have gone.
-        with suppress(ConnectionError):
-            super().handle()
+        "One request, whose thread ends in time, however slowly it arrives."
+        self.limit = Timer(_LONGEST, self._end)
+        self.limit.daemon = True
+        self.limit.start()
+        try:
+            # The browser may have gone.
+            with suppress(ConnectionError):
+                super().handle()
+        finally:
+            self.limit.cancel()
+
+    def _end(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -187,6 +200,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         form = parse_qs(self.rfile.read(int(length)).decode(errors="replace"))
+        # The request is there, and a training may take longer to answer.
+        self.limit.cancel()
         self.server.ask({name: x[-1] for name, x in form.items()})
         # The browser loads the page again, with the answer.
         self.send_response(303)
