@@ -31,13 +31,9 @@ from rollpipe.results.tables import (
     curve_of,
     curves_text,
     draw_curves,
-    draw_profiles,
     improvements,
     markdown,
     notes_of,
-    on_scales,
-    profile_of,
-    together,
 )
 from rollpipe.runs.evaluations import evaluation_seed, write_evaluations
 from rollpipe.runs.plots import DIAGNOSTICS, svg
@@ -88,7 +84,6 @@ def make_bench(folder, runs, published=(), **row):
             env="CartPole-v1",
             seeds=list(range(len(runs))),
             threshold=None,
-            scale=None,
             command="rollpipe train trpo CartPole-v1",
         ),
         **row,
@@ -173,19 +168,14 @@ BOTH = [
 
 
 def test_what_rliable_computes():
-    "rliable 1.2.0, 50 000 resamples, two tasks of six runs: `probability_of_improvement`, and `create_performance_profile` of the first."
+    "rliable 1.2.0, 50 000 resamples, two tasks of six runs: `probability_of_improvement`."
     (xs, ys) = map(list, BOTH)
-    taus = np.array([0.0, 2, 3.5, 5, 8])
     assert improvement(xs, ys) == pytest.approx(0.6736111111) and improvement(
         xs[:1], ys[:1]
     ) == pytest.approx(2 / 3)
     np.testing.assert_allclose(
         improvement_interval(xs, ys, n=50_000), [0.4375, 0.88194444], atol=0.008
     )
-    curve = profile_of("x", xs, taus)
-    np.testing.assert_allclose(curve.middle, [0.91666667, 0.75, 0.58333333, 0.33333333, 0.08333333])
-    np.testing.assert_allclose(curve.low, [0.75, 0.5, 0.33333333, 0.08333333, 0], atol=1e-6)
-    np.testing.assert_allclose(curve.high, [1, 1, 0.83333333, 0.58333333, 0.25], atol=1e-6)
 
 
 def test_the_interval_of_the_improvement_is_that_of_all_pairs_of_resamples():
@@ -281,7 +271,7 @@ def test_numbers_of_a_report_are_those_of_its_runs(tmp_path, capsys):
 
 
 def labelled(folder, rows):
-    "A bench of two environments on scales; `rows` are the means of the runs of each label in each."
+    "A bench of some environments; `rows` are the means of the runs of each label in each."
     make_bench(folder, [])
     bench = json.loads((folder / BENCH).read_text())
     about = bench["rows"][0]
@@ -294,7 +284,6 @@ def labelled(folder, rows):
                 label=label,
                 env=env,
                 seeds=list(range(len(means))),
-                scale=[0, 100],
             )
         )
         for seed, mean in enumerate(means):
@@ -317,40 +306,9 @@ def test_labels_are_compared_in_the_environments_that_both_have(tmp_path):
         0
     ] < middle < bounds[1]
     told = f"P(A > B) = 0.62 [{bounds[0]:.2f}, {bounds[1]:.2f}] over 1 environment."
-    assert (
-        told in markdown(results)
-        and "P(A &gt; B)" in page(results)
-        and "share of runs above it" in page(results)
-    )
-    lines = draw_profiles(results).axes[0].lines
-    assert [x.get_label() for x in lines] == ["A (4 runs)"]
-    at = dict(zip(lines[0].get_xdata().round(6), lines[0].get_ydata()))
-    assert (at[0], at[10], at[15], at[35], at[100]) == (1, 0.75, 0.75, 0.25, 0)
+    assert told in markdown(results) and "P(A &gt; B)" in page(results)
     bad = labelled(tmp_path / "b", [*rows[:2], ("B", "CartPole-v1", [20.0, math.nan])])
     assert not improvements(bad) and "P(A" not in markdown(bad).split("IQM is")[0]
-
-
-def test_environments_with_more_runs_do_not_count_for_more(tmp_path):
-    "Quantiles over all runs are defined for equal numbers of them. With others there is a note."
-    results = labelled(
-        tmp_path / "a", [("A", "CartPole-v1", [100.0] * 5), ("A", "Acrobot-v1", [0.0, 0.0])]
-    )
-    assert not on_scales(results) and draw_profiles(results) is None
-    assert "A: no figure over all environments, because they have 5, 2 runs." in notes_of(results)
-    ((_, n, middle, _),) = together(
-        labelled(
-            tmp_path / "b", [("A", "CartPole-v1", [100.0] * 2), ("A", "Acrobot-v1", [0.0, 0.0])]
-        )
-    )
-    assert (n, middle) == (2, 0.5)
-
-
-def test_a_profile_is_shown_as_far_down_as_its_returns(tmp_path):
-    results = labelled(
-        tmp_path / "a", [("A", "CartPole-v1", [-150.0, 50.0]), ("A", "Acrobot-v1", [0.0, 100.0])]
-    )
-    (axes,) = draw_profiles(results).axes
-    assert axes.get_xlim()[0] == min(axes.lines[0].get_xdata()) == -150
 
 
 def test_what_is_missing_unfinished_damaged_or_alone_is_said(tmp_path, capsys):
@@ -898,7 +856,7 @@ def test_whatever_is_damaged_a_report_is_made_or_an_error_names_the_file(
         of="last",
         source="a book",
     )
-    folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0]], [who], scale=[0, 1], threshold=3.0)
+    folder = make_bench(tmp_path / "a", [[0.0, 1.0, 2.0]], [who], threshold=3.0)
     config = json.loads((folder / "a-s0" / "config.json").read_text())
     (folder / "a-s0" / "config.json").write_text(
         json.dumps(

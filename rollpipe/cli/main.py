@@ -124,7 +124,7 @@ class _AlgorithmParser(Parser):
         add_options(self, of_run + options_for(self.algorithm))
 
 
-def _add_folders(parser: argparse.ArgumentParser) -> None:
+def _add_folders(parser):
     "Add the options about the folders of runs."
     parser.add_argument("--out", metavar="RUN", help="folder of the run [runs/ALGO-ENV-sSEED]")
     parser.add_argument(
@@ -153,10 +153,10 @@ _OF_A_RUN = "--out --overwrite --continue --seeds --jobs --quiet --tensorboard -
 _OF_A_RESUME = "--steps --device --workers --quiet --tensorboard --wandb --address".split()
 
 
-def _add_comparisons(command, debug: Parser) -> None:
+def _add_comparisons(command):
     "Add the commands that compare the numbers of trainings, and those that look into one."
     # Two runs
-    sub = command("diff", diff_command, [debug])
+    sub = command("diff", diff_command)
     sub.add_argument("runs", metavar="RUN", nargs=2, help="folders of runs")
     sub.add_argument(
         "--numbers",
@@ -165,12 +165,12 @@ def _add_comparisons(command, debug: Parser) -> None:
     )
 
     # Updates that are made once more
-    sub = command("verify", verify_command, [debug])
+    sub = command("verify", verify_command)
     sub.add_argument("run", metavar="RUN", help="folder of a run")
     sub.add_argument(
         "--updates", type=int, default=20, metavar="N", help="number of updates to repeat [20]"
     )
-    sub = command("replay", replay_command, [debug])
+    sub = command("replay", replay_command)
     sub.add_argument("run", metavar="RUN", help="folder of a run")
     which = sub.add_mutually_exclusive_group(required=True)
     which.add_argument(
@@ -190,7 +190,7 @@ def _add_comparisons(command, debug: Parser) -> None:
     )
 
     # What is recorded
-    sub = command("data", data_command, [debug])
+    sub = command("data", data_command)
     sub.add_argument(
         "recording", metavar="RECORDING", help="folder of a recording, or of a run that records"
     )
@@ -201,7 +201,7 @@ def _add_comparisons(command, debug: Parser) -> None:
     )
 
     # Another run that begins within this one
-    sub = command("fork", fork_command, [debug])
+    sub = command("fork", fork_command)
     sub.add_argument("run", metavar="RUN", help="folder of a run, which is not changed")
     sub.add_argument(
         "--at",
@@ -235,14 +235,14 @@ def _add_comparisons(command, debug: Parser) -> None:
     sub.add_argument("--overwrite", action="store_true", help="replace the run in that folder")
 
     # Those with modules of their own
-    add_ablate(command("ablate", ablate_command, [debug]))
-    add_edit(command("edit", edit_command, [debug]))
-    command("live", live_command, [debug]).add_argument(
+    add_ablate(command("ablate", ablate_command))
+    add_edit(command("edit", edit_command))
+    command("live", live_command).add_argument(
         "runs", metavar="RUN", nargs="+", help="folders of runs"
     )
 
 
-def _parent_parsers() -> tuple:
+def _parent_parsers():
     """Parsers of shared options.
 
     They are for all commands, for a trained policy, for playing it, for building a training, and
@@ -313,9 +313,7 @@ def _parent_parsers() -> tuple:
     return debug, policy, playing, settings, common
 
 # %% ../../nbs/cli/00_main.ipynb #6d236568
-def _timed(
-    settings: argparse.ArgumentParser, seconds: float, meaning: str, svg: bool = False
-) -> Parser:
+def _timed(settings, seconds, meaning, svg=False):
     "A parser with the options in `settings` and those of a command that measures."
     parser = Parser(add_help=False, parents=[settings])
     parser.add_argument("--seconds", type=float, default=seconds, help=f"{meaning} [{seconds}]")
@@ -324,7 +322,7 @@ def _timed(
     return parser
 
 
-def _searching(settings: Parser) -> Parser:
+def _searching(settings):
     "A parser with the options in `settings` and those of a search."
     parser = Parser(add_help=False, parents=[settings])
     parser.add_argument(
@@ -368,16 +366,16 @@ def _searching(settings: Parser) -> Parser:
     return parser
 
 
-def _add_searches(command, debug: Parser, settings: Parser) -> None:
+def _add_searches(command, settings):
     "Add the commands that try settings."
     add_algorithms(
-        command("autotune", autotune_command, [debug]),
+        command("autotune", autotune_command),
         _timed(settings, 60, "for all settings together"),
     )
-    add_algorithms(command("tune", tune_command, [debug]), _searching(settings))
+    add_algorithms(command("tune", tune_command), _searching(settings))
 
 
-def _add_list(parser: Parser) -> None:
+def _add_list(parser):
     parser.add_argument(
         "what",
         nargs="?",
@@ -392,7 +390,7 @@ def _add_list(parser: Parser) -> None:
     )
 
 
-def _add_pack(parser: Parser) -> None:
+def _add_pack(parser):
     parser.add_argument(
         "--out", metavar="DIR", help="folder to write [pack in the folder of the run]"
     )
@@ -412,7 +410,7 @@ def _add_pack(parser: Parser) -> None:
     )
 
 
-def _add_bench(parser: Parser) -> None:
+def _add_bench(parser):
     parser.add_argument(
         "spec",
         metavar="SPEC",
@@ -443,7 +441,7 @@ def _add_bench(parser: Parser) -> None:
     parser.add_argument("--address", help="address of the Ray cluster that the file names, if any")
 
 
-def _add_report(parser: Parser) -> None:
+def _add_report(parser):
     parser.add_argument(
         "folder", metavar="DIR", help="folder of a bench, or one with the folders of runs"
     )
@@ -452,7 +450,7 @@ def _add_report(parser: Parser) -> None:
     )
 
 
-def _add_demo(parser: Parser) -> None:
+def _add_demo(parser):
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of networks, environments and actions [0]"
     )
@@ -471,22 +469,22 @@ def build_parser() -> Parser:
     parser, commands = top_parser(debug)
     parser.set_defaults(parser=parser)
 
-    def command(name, function, parents):
+    def command(name, function, parent=debug):
         sub = commands.add_parser(
-            name, parents=parents, help=COMMANDS[name], description=COMMANDS[name]
+            name, parents=[parent], help=COMMANDS[name], description=COMMANDS[name]
         )
         sub.set_defaults(function=function, parser=sub)
         return sub
 
     # Train
-    sub = command("train", train_or_experiment, [common])
+    sub = command("train", train_or_experiment, common)
     sub.add_argument(
         "--resume", metavar="RUN", help="continue the run in this folder, instead of ALGO ENV"
     )
     add_algorithms(sub, common, runs=True)
 
     # Play a trained policy
-    sub = command("evaluate", evaluate_command, [playing])
+    sub = command("evaluate", evaluate_command, playing)
     sub.add_argument("--episodes", type=int, default=20, help="number of episodes [20]")
     sub.add_argument(
         "--record", metavar="FILE", help="record a film of the first episode, .gif or .mp4"
@@ -501,7 +499,7 @@ def build_parser() -> Parser:
         help="environments side by side "
         "[at most 8; 1 if a test finds that they disturb one another]",
     )
-    sub = command("watch", watch_command, [playing])
+    sub = command("watch", watch_command, playing)
     sub.add_argument("--episodes", type=int, help="number of episodes [no end; 1 with --record]")
     sub.add_argument(
         "--record",
@@ -510,17 +508,17 @@ def build_parser() -> Parser:
     )
 
     # Hand it to others
-    sub = command("export", export_command, [policy])
+    sub = command("export", export_command, policy)
     sub.add_argument("--to", choices=FORMATS, default="onnx", help="format [onnx]")
     sub.add_argument(
         "--out",
         metavar="FILE",
         help="file to write [policy.onnx, .pt or .pt2 in the folder of the run]",
     )
-    _add_pack(command("pack", pack_command, [policy]))
+    _add_pack(command("pack", pack_command, policy))
 
     # Pictures of runs, and of a pipeline
-    sub = command("plot", plot_command, [debug])
+    sub = command("plot", plot_command)
     sub.add_argument("runs", metavar="RUN", nargs="+", help="folders of runs")
     sub.add_argument(
         "--out",
@@ -528,26 +526,26 @@ def build_parser() -> Parser:
         help="picture to write [curve.png, or curve-Y.png, in the folder of a single run]",
     )
     add_options(sub, PLOT_OPTIONS)
-    add_algorithms(command("graph", graph_command, [debug]), settings)
+    add_algorithms(command("graph", graph_command), settings)
     add_algorithms(
-        command("profile", profile_command, [debug]),
+        command("profile", profile_command),
         _timed(settings, 3, "how long it is measured", svg=True),
     )
 
     # Comparisons, searches, many runs, lists
-    _add_comparisons(command, debug)
-    _add_searches(command, debug, settings)
-    _add_bench(command("bench", bench_command, [debug]))
-    _add_report(command("report", report_command, [debug]))
-    _add_list(command("list", lambda args: list_command(args, TYPED_OPTIONS), [debug]))
-    _add_demo(command("demo", demo_command, [common]))
+    _add_comparisons(command)
+    _add_searches(command, settings)
+    _add_bench(command("bench", bench_command))
+    _add_report(command("report", report_command))
+    _add_list(command("list", lambda args: list_command(args, TYPED_OPTIONS)))
+    _add_demo(command("demo", demo_command, common))
     return parser
 
 # %% ../../nbs/cli/00_main.ipynb #6247b603
 USER_ERRORS = (UsageError, PipeError, OSError, ImportError, ValueError)
 
 
-def _import_modules(words: list) -> list:
+def _import_modules(words):
     """Import what `--import` names. Returns the names.
 
     It is done before the parser is made, because a module may register an algorithm.
@@ -597,7 +595,8 @@ def main(argv: list | None = None) -> int:
         sys.stdout.flush()
         return 0
     except (KeyboardInterrupt, Interrupted) as e:
-        number, text = (*e.args, "interrupted")[:2] if e.args else (signal.SIGINT, "interrupted")
+        number = e.args[0] if e.args else signal.SIGINT
+        text = e.args[1] if len(e.args) > 1 else "interrupted"
         print(f"\n{text}", file=sys.stderr)
         return 128 + int(number)
     except USER_ERRORS as e:
@@ -610,7 +609,7 @@ def main(argv: list | None = None) -> int:
         return 2
 
 
-def _print_error(e: Exception, args: Namespace, words: list) -> None:
+def _print_error(e, args, words):
     "Print an error that a user can mend, in one line and its notes."
     if isinstance(e, PipeError):
         e.leaf = _as_typed(args, words, e.leaf)
@@ -620,13 +619,13 @@ def _print_error(e: Exception, args: Namespace, words: list) -> None:
     print(f"error: {text}", *getattr(e, "__notes__", ()), sep="\n", file=sys.stderr)
 
 
-def _flags(args: Namespace) -> dict:
+def _flags(args):
     "The name of each option of the command -> the option as it is typed."
     flags = args.parser.flags() if hasattr(args, "parser") else ()
     return {flag[2:].replace("-", "_"): flag for flag in flags}
 
 
-def _as_typed(args: Namespace, words: list, leaf: str | None) -> str | None:
+def _as_typed(args, words, leaf):
     """The leaf of an error; that of an option as it is typed, such as `--lr` or `--set lr`.
 
     A key of a file may have the name of a flag.
@@ -642,7 +641,7 @@ def _as_typed(args: Namespace, words: list, leaf: str | None) -> str | None:
     return {option.name: option.flag for option in options}.get(str(leaf), leaf)
 
 
-def _refuse_changes(words: list) -> None:
+def _refuse_changes(words):
     """Refuse options beside `--resume`: a resumed run keeps its own.
 
     The parser would mistake the value of an option for an algorithm.
@@ -662,7 +661,7 @@ def _refuse_changes(words: list) -> None:
             )
 
 
-def _explain_unknown(args: Namespace, word: str) -> str:
+def _explain_unknown(args, word):
     "What a user may mean by a word that the command does not know."
     name = word.split("=")[0].replace("--no-", "--")
     if hasattr(args, "algorithm") and word[:1] != "-":

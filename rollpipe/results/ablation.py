@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..agents.checkpoint import Checkpoint
 from ..pipes.data.errors import DataError, check_integer
 from ..pipes.data.nested import first_difference
 from ..pipes.keeping.files import make_folder
@@ -30,11 +29,11 @@ from ..runs.logs import records_of
 from ..runs.moments import checkpoint_before
 from ..settings.config import ENDLESS, with_steps
 from ..settings.files import name_address
-from ..settings.options import import_words, parse_value, typed
+from ..settings.options import add_options, import_words, options_of, parse_value, typed
 from ..settings.overview import Parser
 
 # %% auto #0
-__all__ = ['Branch', 'branches_of', 'equal_up_to', 'ablate', 'add_ablate', 'ablate_command']
+__all__ = ['ABLATE_OPTIONS', 'Branch', 'branches_of', 'equal_up_to', 'ablate', 'add_ablate', 'ablate_command']
 
 # %% ../../nbs/results/06_ablation.ipynb #6d45e353
 class Branch(NamedTuple):
@@ -57,7 +56,8 @@ class Branch(NamedTuple):
 
     @property
     def label(self) -> str:
-        return ", ".join(f"{name}={x}" for name, x in self.edit.items())
+        texts = [f"{name}={x}" for name, x in self.edit.items()]
+        return ", ".join(texts)
 
 
 def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) -> list[Branch]:
@@ -76,12 +76,27 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
         for noise in range(repeat):
             # The first twin has the noise of the run, and the others are forks of it.
             parent = out / f"at{n}-0" if noise else run
-            twin = Branch(out / f"at{n}-{noise}", parent, n, noise, {})
+            twin = Branch(
+                out / f"at{n}-{noise}",
+                parent,
+                n,
+                noise,
+                {},
+            )
             branches.append(twin)
             for name, values in options.items():
                 for x in values:
-                    folder = out / re.sub(r"[^\w.=+-]", "-", f"{twin.folder.name}-{name}={x}")
-                    branches.append(Branch(folder, twin.folder, n, 0, {name: x}))
+                    text = f"{twin.folder.name}-{name}={x}"
+                    folder = out / re.sub(r"[^\w.=+-]", "-", text)
+                    branches.append(
+                        Branch(
+                            folder,
+                            twin.folder,
+                            n,
+                            0,
+                            {name: x},
+                        )
+                    )
     return branches
 
 # %% ../../nbs/results/06_ablation.ipynb #dc5d76c6
@@ -89,7 +104,7 @@ def branches_of(run: Path, at: Iterable, options: dict, repeat: int, out: Path) 
 _OTHER = "seconds", "steps_per_s", "workers", "restarts", "eval_"
 
 
-def _comparable(folder: Path) -> dict:
+def _comparable(folder):
     "Number of each update of a run -> its metrics that do not depend on the clock."
     comparable = {}
     for record in records_of(folder):
@@ -114,22 +129,30 @@ def equal_up_to(a: Path, b: Path, last: float = math.inf) -> int | str:
     """
     ours = _comparable(a)
     theirs = _comparable(b)
-    common = sorted(n for n in ours.keys() & theirs.keys() if n <= last)
-    for n in common:
-        names = [name for name in ours[n] if name in theirs[n]]
-        x = {name: ours[n][name] for name in names}
-        y = {name: theirs[n][name] for name in names}
-        path = first_difference(x, y)
-        if path:
-            return f"update {n}: {path}"
-    return common[-1] if common else 0
+    equal = 0
+    for n in sorted(ours.keys() & theirs.keys()):
+        if n > last:
+            break
+        x = {name: value for name, value in ours[n].items() if name in theirs[n]}
+        y = {name: value for name, value in theirs[n].items() if name in ours[n]}
+        difference = first_difference(x, y)
+        if difference:
+            return f"update {n}: {difference}"
+        equal = n
+    return equal
 
 
-def _fork(branch: Branch, steps: int, quiet: dict) -> None:
+def _fork(branch, steps, quiet):
     "Make a branch, unless it is there. Raises `DataError` if another run is there."
     if not files_of_run(branch.folder):
         options = dict[str, Any](branch.edit or dict(quiet, steps=steps))
-        fork(branch.parent, branch.folder, branch.at, noise=branch.noise, **options)
+        fork(
+            branch.parent,
+            branch.folder,
+            branch.at,
+            noise=branch.noise,
+            **options,
+        )
         return
 
     # What the branch should be, and what it is, as JSON holds both.
@@ -137,13 +160,20 @@ def _fork(branch: Branch, steps: int, quiet: dict) -> None:
     origin = there.history.origin or {}
     values = {**there.config, **there.config["options"]}
     edit = json.loads(json.dumps(branch.edit))
-    expected = [branch.at, branch.noise, edit]
-    edit_there = {name: values.get(name) for name in edit}
-    got = [origin.get("at"), origin.get("noise", 0), edit_there]
+    expected = (branch.at, branch.noise, edit)
+    got = (
+        origin.get("at"),
+        origin.get("noise", 0),
+        {name: values.get(name) for name in edit},
+    )
 
     # The path of the parent does not tell: it is as it was typed, perhaps in another working
     # folder, and both may have been moved since.
-    equal = equal_up_to(branch.parent, branch.folder, branch.at)
+    equal = equal_up_to(
+        branch.parent,
+        branch.folder,
+        branch.at,
+    )
     if got != expected or equal != branch.at:
         text = "a fork of {} after update {} with noise {} and {}"
         how_far = equal if isinstance(equal, str) else f"equal up to {equal}"
@@ -154,19 +184,19 @@ def _fork(branch: Branch, steps: int, quiet: dict) -> None:
         )
 
 
-def _steps_of(run: Path, at: list, updates: int) -> dict:
+def _steps_of(run, at, updates):
     "Number of updates -> the steps with which a branch has made so many more."
-    steps = {0: 0.0, **{int(r["updates"]): r["steps"] for r in records_of(run)}}
-    for n in at:
-        if n not in steps:
-            raise DataError(f"{run} has no record of update {n}")
+    steps = {
+        0: 0.0,
+        **{int(r["updates"]): r["steps"] for r in records_of(run)},
+    }
     # The largest batch so far, so that no branch is too short.
     batches = [steps[n] - steps[n - 1] for n in steps if n - 1 in steps]
-    largest = max(batches, default=max(steps.values()))
+    largest = max(batches)
     return {n: int(steps[n] + updates * largest) for n in at}
 
 
-def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
+def _checked(run, at, options, metric):
     """The newest checkpoint of a run. Raises `DataError` for updates that cannot be branched, and
     what a branch cannot have.
     """
@@ -196,13 +226,20 @@ def _checked(run: Path, at: list, options: dict, metric: str) -> Checkpoint:
             raise DataError("a value is there twice", leaf=name, got=str(values))
         for x in values:
             try:
-                changed_run(f"a fork of {run}", begun, {name: x})
+                changed_run(
+                    f"a fork of {run}",
+                    begun,
+                    {name: x},
+                )
             except DataError as e:
-                raise DataError(f"no branch with {name}={x}", got=str(e)) from None
+                raise DataError(
+                    f"no branch with {name}={x}",
+                    got=str(e),
+                ) from None
     return newest
 
 # %% ../../nbs/results/06_ablation.ipynb #d638a4d9
-def _beside(run: Path) -> str:
+def _beside(run):
     return f"{run.resolve() if run.name in ('', '..') else run}-ablation"
 
 
@@ -271,8 +308,9 @@ def ablate(
     config = newest.config
     edits = {}
     for name, values in options.items():
-        spans = [with_steps(config["algorithm"], {name: x}, config["steps"]) for x in values]
-        edits[name] = [span[name] for span in spans]
+        edits[name] = [
+            with_steps(config["algorithm"], {name: x}, config["steps"])[name] for x in values
+        ]
     branches = branches_of(run, at, edits, repeat, out)
 
     # Twins do nothing that is not compared, and make all of their updates.
@@ -291,16 +329,33 @@ def ablate(
         print(
             f"{n_complete} of {len(branches)} branches are complete, {jobs} at a time", flush=True
         )
-        words = ["--quiet", "--no-tensorboard", *import_words(needed_modules(config))]
+        words = [
+            "--quiet",
+            "--no-tensorboard",
+            *import_words(needed_modules(config)),
+        ]
         if address is not None:
             words += ["--address", address]
         commands = {}
         for x in todo:
-            resume = ["train", "--resume", x.folder, "--steps", steps[x.at]]
+            resume = [
+                "train",
+                "--resume",
+                x.folder,
+                "--steps",
+                steps[x.at],
+            ]
             commands[x.folder.name] = typed([*python_words(), *resume, *words])
         run_all(commands, jobs).check(len(branches), "branches")
 
-        ablation = _compared(run, branches, newest, metric, updates, last)
+        ablation = _compared(
+            run,
+            branches,
+            newest,
+            metric,
+            updates,
+            last,
+        )
         contents = {
             "report.md": str(ablation),
             "report.csv": pairs_text(ablation),
@@ -311,7 +366,7 @@ def ablate(
     return ablation
 
 
-def _notes(run: Path, branches: list, newest: Checkpoint) -> list:
+def _notes(run, branches, newest):
     """What a reader must know of the branches. Raises `DataError` if the twins with the noise of
     the run do not equal it.
     """
@@ -346,9 +401,7 @@ def _notes(run: Path, branches: list, newest: Checkpoint) -> list:
     return notes
 
 
-def _compared(
-    run: Path, branches: list, newest: Checkpoint, metric: str, updates: int, last: int
-) -> Ablation:
+def _compared(run, branches, newest, metric, updates, last):
     "The differences. Raises `DataError` if the twins with the noise of the run do not equal it."
     notes = _notes(run, branches, newest)
 
@@ -369,9 +422,11 @@ def _compared(
     return Ablation(title, metric, last, pairs, notes)
 
 # %% ../../nbs/results/06_ablation.ipynb #6565e2d4
+ABLATE_OPTIONS = options_of(dict(ablate=ablate))
+
+
 def add_ablate(parser: Parser) -> None:
     "Add the options of the command."
-    # What is branched, where, and with which values
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of a run, which is not changed")
     add(
@@ -388,35 +443,13 @@ def add_ablate(parser: Parser) -> None:
         required=True,
         help="an option and its other values, each of which makes a branch of its own",
     )
-
-    # How much is trained
-    for name, default, text in (
-        ("updates", 30, "updates of each branch"),
-        ("repeat", 1, "pairs at each update and for each value, with other noise"),
-        ("jobs", 1, "number of branches at a time"),
-    ):
-        add(f"--{name}", type=int, default=default, metavar="N", help=f"{text} [{default}]")
-
-    # What is compared, and where it is written
-    add("--metric", default="return_mean", metavar="NAME", help="what is compared [return_mean]")
-    add(
-        "--last",
-        type=int,
-        metavar="N",
-        help="updates at the end of each branch whose mean is compared [a third of them]",
-    )
-    add(
-        "--out",
-        metavar="DIR",
-        help="folder of the branches and the report; what is complete is kept [RUN-ablation]",
-    )
-    add("--address", help="address of the Ray cluster that the run has, if any")
+    add_options(parser, ABLATE_OPTIONS, grouped=False)
 
 
 def ablate_command(args: Namespace) -> None:
     "Branch a run, and print what its options change."
     check_counts(args, "updates", "repeat", "jobs")
-    options = options_in(args.set, args.run, several=True)
+    values = options_in(args.set, args.run, several=True)
     try:
         at = parse_value(args.at, ("int,...",))
     except ValueError:
@@ -424,8 +457,16 @@ def ablate_command(args: Namespace) -> None:
             "not numbers of updates", leaf="--at", expected="such as 100,200", got=args.at
         ) from None
 
-    # The names of these options are those of the parameters.
-    names = ("updates", "repeat", "jobs", "out", "metric", "last", "address")
-    print(ablate(args.run, at, options, **{name: getattr(args, name) for name in names}))
-    out = Path(args.out or _beside(folder_of(args.run)))
-    print(typed_command(*(out / f"report.{kind}" for kind in ("md", "csv", "png", "html"))))
+    names = [option.name for option in ABLATE_OPTIONS if hasattr(args, option.name)]
+    options = {name: getattr(args, name) for name in names}
+    print(
+        ablate(
+            args.run,
+            at,
+            values,
+            **options,
+        )
+    )
+    out = Path(options.get("out") or _beside(folder_of(args.run)))
+    paths = [out / f"report.{kind}" for kind in ("md", "csv", "png", "html")]
+    print(typed_command(*paths))

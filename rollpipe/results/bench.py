@@ -11,10 +11,10 @@ import sys
 from argparse import Namespace
 from collections.abc import Collection
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..agents.shared_options import Every
 from rollpipe.pipes.data.errors import (
     CheckpointError,
     DataError,
@@ -47,32 +47,31 @@ class SpecRow(NamedTuple):
         algorithm: its name
         env: gymnasium id
         label: name of the row; the pair of label and `env` is unique
-        options: option of the algorithm -> value
-        run: option of the run -> value
+        options: option of the algorithm or of the run -> value
         env_kwargs: keyword arguments for `gymnasium.make`
         seeds: list of integers
         every: steps between evaluations; None: 1/20 of all steps
         threshold: return that counts as success; None: that of gymnasium's registry, if there is
             one
-        scale: returns that count as 0 and 1 in averages over environments; None: the row is left
-            out of them
     """
 
     algorithm: str
     env: str
     label: str
     options: dict
-    run: dict
     env_kwargs: dict
     seeds: list
     every: int | None
     threshold: float | None
-    scale: tuple | None
 
     @property
     def name(self) -> str:
         "The common beginning of the names of its runs' folders."
-        return re.sub(r"[^\w.+=]+", "-", f"{self.label}-{self.env}")
+        return re.sub(
+            r"[^\w.+=]+",
+            "-",
+            f"{self.label}-{self.env}",
+        )
 
 
 class Published(NamedTuple):
@@ -107,29 +106,27 @@ class Spec(NamedTuple):
     published: list
 
 # %% ../../nbs/results/01_bench.ipynb #a29c1aa8
-def _check_names(table: dict, known: Collection, where: str) -> None:
-    for name in table:
-        if name not in known:
-            near = similar(name, known) or known
-            raise DataError(f"{where}: there is no key {name!r}", expected=", ".join(near))
+def _unknown(where, kind, name, known):
+    near = similar(name, known) or known
+    return DataError(
+        f"{where}: there is no {kind} {name!r}",
+        expected=", ".join(near),
+    )
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x):
     "Whether it is a finite number that a float can hold."
     is_real = isinstance(x, (int, float)) and not isinstance(x, bool)
     return is_real and abs(x) <= sys.float_info.max
 
 
-def _is_list_of(kind: str, x: Any) -> bool:
+def _is_list_of(kind, x):
     return isinstance(x, list) and all(map(_KINDS[kind], x))
-
-
-def _is_scale(x: Any) -> bool:
-    return _is_list_of("a number", x) and len(x) == 2 and x[0] < x[1]
 
 
 # What a key may hold, in the words of a message -> whether a value is such.
 _KINDS: dict = {
+    "anything": lambda x: True,
     "a text": lambda x: isinstance(x, str),
     "a number": _is_number,
     "a whole number": lambda x: isinstance(x, int) and _is_number(x),
@@ -137,43 +134,54 @@ _KINDS: dict = {
     "a list of texts": lambda x: _is_list_of("a text", x),
     "a list of whole numbers": lambda x: _is_list_of("a whole number", x),
     "tables, such as [[row]]": lambda x: _is_list_of("a table", x),
-    "two numbers in ascending order": _is_scale,
     "last or best": lambda x: x in ("last", "best"),
 }
 
 # Keys that a file of JSON may set to null, as if they were not there.
-_MAY_BE_NULL = ("threshold", "scale", "sd")
+_MAY_BE_NULL = ("threshold", "sd")
 
 
-def check_keys(table: dict, kinds: dict, where: str, needed: Collection = ()) -> None:
-    """Check what the keys of a table hold. Raises `DataError` for a wrong kind of value, and for a
-    key that is missing.
+def check_keys(
+    table: dict,
+    kinds: dict,
+    where: str,
+    needed: Collection = (),
+    has_others: bool = False,
+) -> None:
+    """Check what the keys of a table hold. Raises `DataError` for an unknown key, a wrong kind of
+    value, and a key that is missing.
 
     Args:
-        kinds: key -> kind of its value, of `_KINDS`; other keys may hold anything
+        kinds: key -> kind of its value, of `_KINDS`
         where: beginning of the message, such as the file
         needed: keys that must be there
+        has_others: whether there may be other keys, which hold anything
     """
-    for name in needed:
-        if name not in table:
-            got = ", ".join(table) or "nothing"
-            raise DataError(f"{where}: a key is missing", expected=name, got=got)
-
-    # Other keys may hold anything.
-    for name, kind in kinds.items():
-        if name not in table or (table[name] is None and name in _MAY_BE_NULL):
-            continue
-        if not _KINDS[kind](table[name]):
+    for name, value in table.items():
+        if name not in kinds:
+            if has_others:
+                continue
+            raise _unknown(where, "key", name, kinds)
+        is_absent = value is None and name in _MAY_BE_NULL
+        if not is_absent and not _KINDS[kinds[name]](value):
             raise DataError(
                 f"{where}: wrong type of value",
                 leaf=name,
-                expected=kind,
-                got=repr(table[name])[:80],
+                expected=kinds[name],
+                got=repr(value)[:80],
+            )
+    for name in needed:
+        if name not in table:
+            raise DataError(
+                f"{where}: a key is missing",
+                expected=name,
+                got=", ".join(table) or "nothing",
             )
 
 # %% ../../nbs/results/01_bench.ipynb #71d0a002
-# Keys of a row, or of the whole file for all rows; `seeds` is one, too.
+# Keys of a row, or of the whole file for all rows
 _SHARED = dict(
+    seeds="a text",
     steps="a whole number",
     preset="a text",
     every="a whole number",
@@ -187,11 +195,10 @@ _OF_A_ROW = dict(
     options="a table",
     env_kwargs="a table",
     threshold="a number",
-    scale="two numbers in ascending order",
     **_SHARED,
 )
 
-# Option -> the key that sets it, outside of `options`.
+# Option of the run -> the key of a row that sets it, outside of `options`.
 _BY_KEYS = dict(
     seed="seeds",
     steps="steps",
@@ -203,64 +210,52 @@ _BY_KEYS = dict(
 )
 
 
-def _seeds(value: Any, where: str) -> list:
-    'Seeds, from a text such as "0-4" or a list.'
-    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    try:
-        return parse_seeds(text)
-    except DataError as e:
-        problem = f"{where}: {e.problem}"
-        raise DataError(problem, leaf="seeds", expected=e.expected, got=e.got) from None
-
-
-def _row(table: dict, where: str) -> SpecRow:
+def _row(table, where):
     "The row that a table of the file stands for, with one environment."
-    _check_names(table, [*_OF_A_ROW, "seeds"], where)
     check_keys(table, _OF_A_ROW, where, needed=("algorithm", "env"))
     algorithm = table["algorithm"]
     if algorithm not in ALGORITHMS:
-        near = similar(algorithm, ALGORITHMS) or ALGORITHMS
-        raise DataError(f"{where}: there is no algorithm {algorithm!r}", expected=", ".join(near))
-
+        raise _unknown(where, "algorithm", algorithm, ALGORITHMS)
     every = table.get("every")
     if every is not None and every < 1:
         raise DataError(
-            f"{where}: out of range", leaf="every", expected="at least 1", got=str(every)
+            f"{where}: out of range",
+            leaf="every",
+            expected="at least 1",
+            got=str(every),
         )
+    with located(pipe=where):
+        seeds = parse_seeds(table.get("seeds", "0"))
 
-    # Options of the algorithm and of the run stand in one table.
-    of_algorithm = options_for(algorithm)
-    names = [option.name for option in of_algorithm]
-    of_run = [option for option in RUN_OPTIONS if option.name not in _BY_KEYS]
+    # Options of the algorithm and of the run stand in one table, and others are keys of their own.
     options = table.get("options", {})
     for name in options:
-        if name in _BY_KEYS and name not in names:
+        if name in _BY_KEYS:
             raise DataError(
                 f"{where}: {name!r} stands among the options",
                 expected=f"the key {_BY_KEYS[name]} of the row, beside them",
             )
-    values = checked(options, of_algorithm + of_run, where)
+    options = checked(
+        options,
+        options_for(algorithm) + RUN_OPTIONS,
+        where,
+    )
 
     # The command of the row says how many episodes are played, also by default.
-    run = {name: x for name, x in values.items() if name not in names}
-    run["preset"] = table.get("preset", "auto")
+    options["preset"] = table.get("preset", "auto")
+    options["eval_episodes"] = table.get("episodes", RunOptions.eval_episodes)
+    options["final_episodes"] = table.get("final_episodes", RunOptions.final_episodes)
     if "steps" in table:
-        run["steps"] = table["steps"]
-    run["eval_episodes"] = table.get("episodes", RunOptions.eval_episodes)
-    run["final_episodes"] = table.get("final_episodes", RunOptions.final_episodes)
-
-    scale = table.get("scale")
+        options["steps"] = table["steps"]
     return SpecRow(
         algorithm=algorithm,
         env=table["env"],
         label=table.get("label", algorithm),
-        options={name: values[name] for name in names if name in values},
-        run=run,
+        options=options,
         env_kwargs=table.get("env_kwargs", {}),
-        seeds=_seeds(table.get("seeds", "0"), where),
+        seeds=seeds,
         every=every,
         threshold=table.get("threshold"),
-        scale=tuple(scale) if scale else None,
     )
 
 # %% ../../nbs/results/01_bench.ipynb #cee072f9
@@ -283,8 +278,12 @@ def published_of(table: dict, pairs: Collection, where: str) -> Published:
         pairs: algorithm and environment of each row
         where: beginning of the message, such as the file
     """
-    _check_names(table, _PUBLISHED, where)
-    check_keys(table, _PUBLISHED, where, ("algorithm", "env", "name", "source", "mean"))
+    check_keys(
+        table,
+        _PUBLISHED,
+        where,
+        ("algorithm", "env", "name", "source", "mean"),
+    )
     pair = (table["algorithm"], table["env"])
     if pair not in pairs:
         raise DataError(
@@ -295,6 +294,15 @@ def published_of(table: dict, pairs: Collection, where: str) -> Published:
     return Published(**{"sd": None, "of": "last", **table, "mean": float(table["mean"])})
 
 # %% ../../nbs/results/01_bench.ipynb #f7aa3feb
+_TABLES = "tables, such as [[row]]"
+_OF_A_FILE = dict(
+    title="a text",
+    row=_TABLES,
+    published=_TABLES,
+    **dict.fromkeys(_SHARED, "anything"),
+)
+
+
 def read_spec(path: str | Path) -> Spec:
     """Read a specification. Raises `DataError`, which names the file, the table and the problem.
 
@@ -304,42 +312,48 @@ def read_spec(path: str | Path) -> Spec:
     path = Path(path)
     if path.is_dir():
         raise DataError(
-            f"{path}: there is no such file", expected="a specification (TOML)", got="a folder"
+            f"{path}: there is no such file",
+            expected="a specification (TOML)",
+            got="a folder",
         )
-    file = read_table(path)
-    tables = "tables, such as [[row]]"
-    _check_names(file, ("title", "row", "published", *_SHARED, "seeds"), str(path))
-    check_keys(file, dict(title="a text", row=tables, published=tables), str(path))
+    shared = read_table(path)
+    check_keys(shared, _OF_A_FILE, str(path))  # the rows check what they share
+    title = shared.pop("title", path.stem)
+    row_tables = shared.pop("row", [])
+    published_tables = shared.pop("published", [])
 
     # A table with several environments stands for several rows.
-    shared = {name: x for name, x in file.items() if name not in ("title", "row", "published")}
     rows = []
-    for i, table in enumerate(file.get("row", []), 1):
+    for i, table in enumerate(row_tables, 1):
         table = {**shared, **table}
+        tables = [table]
         envs = table.get("env")
-        if not (isinstance(envs, list) and envs):
-            rows.append(_row(table, f"{path}, row {i}"))
-            continue
-        for env in envs:
-            rows.append(_row({**table, "env": env}, f"{path}, row {i}"))
+        if isinstance(envs, list) and envs:
+            tables = [{**table, "env": env} for env in envs]
+        rows += [_row(x, f"{path}, row {i}") for x in tables]
     if not rows:
         raise DataError(f"{path}: has no rows", expected="a table that begins with [[row]]")
 
     # Some file systems do not tell capital letters from small ones.
     names = [row.name.lower() for row in rows]
-    for row in rows:
-        if names.count(row.name.lower()) > 1:
+    for row, name in zip(rows, names):
+        if names.count(name) > 1:
             raise DataError(
                 f"{path}: two rows are called {row.label!r} on {row.env}",
                 expected="labels that differ in letters or digits",
             )
 
     pairs = [(row.algorithm, row.env) for row in rows]
-    published = [
-        published_of(table, pairs, f"{path}, published {i}")
-        for i, table in enumerate(file.get("published", []), 1)
-    ]
-    return Spec(file.get("title", path.stem), rows, published)
+    published = []
+    for i, table in enumerate(published_tables, 1):
+        published.append(
+            published_of(
+                table,
+                pairs,
+                f"{path}, published {i}",
+            )
+        )
+    return Spec(title, rows, published)
 
 # %% ../../nbs/results/01_bench.ipynb #b8dbe372
 class Job(NamedTuple):
@@ -362,9 +376,13 @@ class Job(NamedTuple):
     def command(self) -> str:
         "The command line that trains its row, without seeds and folder."
         row = self.row
-        values = {**row.options, **row.run, "eval_every": self.config["eval_every"]}
-        imports = self.config.get("imports", ())
-        return command_for(row.algorithm, row.env, values, row.env_kwargs, imports)
+        return command_for(
+            row.algorithm,
+            row.env,
+            {**row.options, "eval_every": self.config["eval_every"]},
+            row.env_kwargs,
+            self.config.get("imports", ()),
+        )
 
 
 def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
@@ -376,23 +394,31 @@ def jobs_of(rows: list, folder: Path, imports: tuple = ()) -> list[Job]:
         folder: folder of the bench
         imports: modules that the environments need
     """
-
-    # All runs of a row have the same options.
     jobs = []
     for row in rows:
         make = partial(
-            make_config, row.algorithm, row.env, row.options, row.env_kwargs, imports=imports
+            make_config,
+            row.algorithm,
+            row.env,
+            env_kwargs=row.env_kwargs,
+            imports=imports,
+            **row.options,
         )
         with located(pipe=row.name):
             # The steps may be those of a preset. `patience` needs some interval here.
             every = row.every
             if every is None:
-                steps = make(**{**row.run, "eval_every": "1 steps"})["steps"]
-                every = max(1, steps // 20)
-            run = {**row.run, "eval_every": Every(every, "steps").setting}
+                every = max(1, make(eval_every="1 steps")["steps"] // 20)
             for seed in row.seeds:
-                place = folder / f"{row.name}-s{seed}"
-                jobs.append(Job(row, seed, place, make(seed=seed, **run)))
+                config = make(seed=seed, eval_every=f"{every} steps")
+                jobs.append(
+                    Job(
+                        row,
+                        seed,
+                        folder / f"{row.name}-s{seed}",
+                        config,
+                    )
+                )
     return jobs
 
 # %% ../../nbs/results/01_bench.ipynb #26b7598d
@@ -406,12 +432,20 @@ def progress_of(job: Job) -> str:
     run = find_run(job.folder, job.config, is_exact=True)
     if run is None:
         return "missing"
-    config = {**run.config, "steps": job.config["steps"]}
-    is_over = is_complete(job.folder, config, run.counters, run.history.stopped)
+    config = {
+        **run.config,
+        "steps": job.config["steps"],
+    }
+    is_over = is_complete(
+        job.folder,
+        config,
+        run.counters,
+        run.history.stopped,
+    )
     return "complete" if is_over else "unfinished"
 
 
-def _states(jobs: list) -> tuple:
+def _states(jobs):
     """`(states, damaged)`: job -> state, and job -> problem for a damaged run. A damaged run must
     not stop the others.
     """
@@ -433,9 +467,11 @@ def _states(jobs: list) -> tuple:
 BENCH, BENCH_FORMAT = "bench.json", 1
 
 _OF_BENCH = dict(
-    title="a text", rows="tables, such as [[row]]", published="tables, such as [[row]]"
+    title="a text",
+    rows="tables, such as [[row]]",
+    published="tables, such as [[row]]",
 )
-_OF_ROW = dict(
+_NEEDED = dict(
     name="a text",
     label="a text",
     algorithm="a text",
@@ -443,7 +479,7 @@ _OF_ROW = dict(
     command="a text",
     seeds="a list of whole numbers",
 )
-_OF_RESULTS = dict(threshold="a number", scale="two numbers in ascending order")
+_OF_ROW = dict(_NEEDED, threshold="a number")
 
 
 def read_bench(folder: Path) -> dict | None:
@@ -457,28 +493,45 @@ def read_bench(folder: Path) -> dict | None:
         return None
     bench = read_table(path)
     where = f"{path}: damaged"
-    check_keys(bench, dict(format="a whole number"), where, needed=["format"])
-    if bench["format"] != BENCH_FORMAT:
+    if bench.get("format") != BENCH_FORMAT:
         raise DataError(
             f"{path}: made by another version of rollpipe",
             expected=f"format {BENCH_FORMAT}",
-            got=str(bench["format"])[:80],
+            got=str(bench.get("format"))[:80],
         )
+    check_keys(
+        bench,
+        _OF_BENCH,
+        where,
+        ("title", "rows"),
+        has_others=True,
+    )
 
-    check_keys(bench, _OF_BENCH, where, needed=["title", "rows"])
-    if not bench["rows"]:
+    rows = bench["rows"]
+    if not rows:
         raise DataError(f"{where}: has no rows")
-    for i, row in enumerate(bench["rows"], 1):
-        at = f"{where}, row {i}"
-        check_keys(row, {**_OF_ROW, **_OF_RESULTS}, at, needed=_OF_ROW)
+    for i, row in enumerate(rows, 1):
+        of_row = f"{where}, row {i}"
+        check_keys(row, _OF_ROW, of_row, _NEEDED, has_others=True)
         # The name is a folder's, and a file from elsewhere must not lead out of its own.
-        if Path(row["name"]).name != row["name"]:
-            raise DataError(f"{at}: no name of a folder", leaf="name", got=repr(row["name"])[:80])
-    pairs = [(row["algorithm"], row["env"]) for row in bench["rows"]]
-    published = [
-        published_of(x, pairs, f"{where}, published {i}")
-        for i, x in enumerate(bench.get("published", []), 1)
-    ]
+        name = row["name"]
+        if Path(name).name != name:
+            raise DataError(
+                f"{of_row}: no name of a folder",
+                leaf="name",
+                got=repr(name)[:80],
+            )
+
+    pairs = [(row["algorithm"], row["env"]) for row in rows]
+    published = []
+    for i, table in enumerate(bench.get("published", []), 1):
+        published.append(
+            published_of(
+                table,
+                pairs,
+                f"{where}, published {i}",
+            )
+        )
     return {**bench, "published": published}
 
 
@@ -489,33 +542,46 @@ def bench_file(spec: Spec, jobs: list, before: dict | None) -> dict:
         jobs: list of `Job`
         before: see `read_bench`
     """
-    seeds = {row["name"]: row["seeds"] for row in before["rows"]} if before else {}
+    # Row -> the seeds that are there
+    seeds = {row["name"]: row["seeds"] for row in _rows_of(before)}
 
     # The configurations of a row differ in the seed alone.
-    first_job = {job.row.name: job for job in reversed(jobs)}
     rows = []
-    for row in spec.rows:
-        job = first_job[row.name]
+    for job in _first_of_rows(jobs):
+        row = job.row
         rows.append(
-            {
-                **row._asdict(),
-                "name": row.name,
-                "steps": job.config["steps"],
-                "seeds": sorted({*seeds.get(row.name, ()), *row.seeds}),
-                "command": job.command,
-            }
+            dict(
+                row._asdict(),
+                name=row.name,
+                steps=job.config["steps"],
+                seeds=sorted({*seeds.get(row.name, ()), *row.seeds}),
+                command=job.command,
+            )
         )
     published = [x._asdict() for x in spec.published]
     return dict(format=BENCH_FORMAT, title=spec.title, rows=rows, published=published)
 
 
-def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
+def _rows_of(bench):
+    return bench["rows"] if bench else []
+
+
+def _first_of_rows(jobs):
+    "The first job of each row; those of a row are side by side."
+    return [next(group) for _, group in groupby(jobs, lambda job: job.row.name)]
+
+
+def _check_rows(folder, before, spec):
     """Raise `DataError` if the folder has runs of rows that the specification lacks: a report would
     leave them out.
     """
-    names = {row["name"] for row in before["rows"]} if before else set()
+    # Rows that are no longer in the specification
+    names = {row["name"] for row in _rows_of(before)}
     names -= {row.name for row in spec.rows}
-    lost = [name for name in sorted(names) if any(map(files_of_run, folder.glob(f"{name}-s*")))]
+    lost = []
+    for name in sorted(names):
+        if any(map(files_of_run, folder.glob(f"{name}-s*"))):
+            lost.append(name)
     if lost:
         raise DataError(
             f"{folder} has runs of rows that the specification does not have",
@@ -524,9 +590,9 @@ def _check_rows(folder: Path, before: dict | None, spec: Spec) -> None:
         )
 
 # %% ../../nbs/results/01_bench.ipynb #6bc0c8ab
-def _check_named(row: SpecRow, path: str) -> None:
+def _check_named(row, path):
     "Raise `DataError` for a module or a cluster that the file names, and the user does not."
-    check_address(row.run, path)
+    check_address(row.options, path)
     for module in needed_modules(row._asdict()):
         if module not in sys.modules:
             raise DataError(
@@ -536,11 +602,11 @@ def _check_named(row: SpecRow, path: str) -> None:
             )
 
 
-def _check_buildable(jobs: list) -> None:
+def _check_buildable(jobs):
     """Build learner and pipeline of one run of each row, so that a mistake in a row is reported
     before hours of training.
     """
-    for job in {job.row.name: job for job in jobs}.values():
+    for job in _first_of_rows(jobs):
         try:
             build(dict(job.config, device="cpu"))
         except Exception as e:
@@ -549,7 +615,7 @@ def _check_buildable(jobs: list) -> None:
             ) from e
 
 
-def _words(job: Job, args: Namespace, state: str) -> list:
+def _words(job, args, state):
     "The words of the command that trains a run, or continues it."
     begins = "--overwrite" if args.restart and state == "unfinished" else "--continue"
     return [
@@ -564,6 +630,7 @@ def _words(job: Job, args: Namespace, state: str) -> list:
 
 def bench_command(args: Namespace) -> None:
     "Train the missing runs, a few at a time."
+    # The specification, with the seeds that were typed
     check_counts(args, "jobs")
     name_address(args.address)
     spec = read_spec(args.spec)
@@ -575,7 +642,11 @@ def bench_command(args: Namespace) -> None:
 
     # What cannot work is refused before anything is made.
     folder = Path(args.dir or f"runs/{Path(args.spec).stem}")
-    jobs = jobs_of(spec.rows, folder, tuple(getattr(args, "imports", ())))
+    jobs = jobs_of(
+        spec.rows,
+        folder,
+        tuple(getattr(args, "imports", ())),
+    )
     _check_rows(folder, read_bench(folder), spec)
     states, damaged = _states(jobs)
     _check_buildable([job for job in jobs if states.get(job.name) in ("missing", "unfinished")])
@@ -584,7 +655,10 @@ def bench_command(args: Namespace) -> None:
     with locked(folder):
         # Another bench may have ended before we had the lock.
         states, damaged = _states(jobs)
-        write_json(folder / BENCH, bench_file(spec, jobs, read_bench(folder)))
+        write_json(
+            folder / BENCH,
+            bench_file(spec, jobs, read_bench(folder)),
+        )
         todo = [job for job in jobs if states.get(job.name) in ("missing", "unfinished")]
         n_complete = len(jobs) - len(todo) - len(damaged)
         steps = sum(job.config["steps"] for job in todo)

@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.envs.registration import registry
 
 from ..agents.shared_options import Every
-from ..pipes.data.errors import DataError, PipeError
+from ..pipes.data.errors import DataError, PipeError, located
 from ..ranks.launch import launching_words
 from .bench import BENCH, check_keys, read_bench
 from .experiments import typed_command
@@ -59,11 +59,22 @@ def resampled(strata: list, n: int) -> np.ndarray:
     Returns:
         np.ndarray: [n, ..., number of runs of all tasks]
     """
+    # Each task keeps its number of runs.
     rng = np.random.default_rng(0)
     parts = []
     for x in map(np.asarray, strata):
-        drawn = rng.integers(0, len(x), (n, len(x)))
-        parts.append(np.moveaxis(x[drawn], 1, -1))
+        drawn = rng.integers(
+            0,
+            len(x),
+            (n, len(x)),
+        )
+        parts.append(
+            np.moveaxis(
+                x[drawn],
+                1,
+                -1,
+            )
+        )
     return np.concatenate(parts, -1)
 
 
@@ -85,7 +96,11 @@ def interval(
     if min(map(len, strata)) < 2:
         return None
     ends = [(1 - level) / 2, (1 + level) / 2]
-    low, high = np.quantile(of(resampled(strata, n)), ends, axis=0)
+    low, high = np.quantile(
+        of(resampled(strata, n)),
+        ends,
+        axis=0,
+    )
     return low, high
 
 # %% ../../nbs/results/02_collect.ipynb #65e4370c
@@ -102,7 +117,12 @@ def improvement(xs: list, ys: list) -> np.ndarray:
     """
     of_tasks = []
     for x, y in zip(xs, ys, strict=True):
-        signs = np.sign(np.subtract(x[..., :, None], y[..., None, :]))
+        signs = np.sign(
+            np.subtract(
+                x[..., :, None],
+                y[..., None, :],
+            )
+        )
         of_tasks.append(0.5 + 0.5 * signs.mean((-2, -1)))
     return np.mean(of_tasks, 0)
 
@@ -124,22 +144,33 @@ def improvement_interval(xs: list, ys: list, n: int = 2000) -> tuple | None:
     numbers = [*map(len, [*xs, *ys])]
 
     def of(draws):
-        parts = np.split(draws, np.cumsum(numbers)[:-1], -1)
-        return improvement(parts[: len(xs)], parts[len(xs) :])
+        parts = np.split(
+            draws,
+            np.cumsum(numbers)[:-1],
+            -1,
+        )
+        return improvement(
+            parts[: len(xs)],
+            parts[len(xs) :],
+        )
 
     # The draws of X and Y stand side by side.
-    bounds = interval([*xs, *ys], n=n, of=of)
+    bounds = interval(
+        [*xs, *ys],
+        n=n,
+        of=of,
+    )
     if bounds is None or bounds[0] < bounds[1]:
         return bounds
 
     # Each resample says the same: always worse, always better, or nothing that tells the width.
     n_pairs = len(xs) * min(numbers)
     width = 1 - 0.025 ** (1 / n_pairs)
-    if bounds[0] == 0:
-        return 0.0, width
-    if bounds[0] == 1:
-        return 1 - width, 1.0
-    return None
+    exact = {
+        0: (0.0, width),
+        1: (1 - width, 1.0),
+    }
+    return exact.get(bounds[0])
 
 # %% ../../nbs/results/02_collect.ipynb #ecd8069d
 def steps_to(steps: list, returns: list, threshold: float) -> float:
@@ -149,9 +180,13 @@ def steps_to(steps: list, returns: list, threshold: float) -> float:
         steps: steps of the evaluations, ascending
         returns: mean returns of the evaluations
     """
-    below = [i for i, x in enumerate(returns) if not x >= threshold]
-    first = below[-1] + 1 if below else 0
-    return float(steps[first]) if first < len(steps) else math.inf
+    # From the end back to the last evaluation that is below it
+    reached_at = math.inf
+    for n, x in zip(reversed(steps), reversed(returns)):
+        if not x >= threshold:
+            break
+        reached_at = float(n)
+    return reached_at
 
 # %% ../../nbs/results/02_collect.ipynb #69b3cce6
 class Result(NamedTuple):
@@ -180,7 +215,10 @@ class Result(NamedTuple):
         """The mean return in the final evaluation of the last policy or of the best one; `nan` if
         there is no such evaluation.
         """
-        return next((r["mean"] for r in self.evaluations if r["kind"] == kind), math.nan)
+        return next(
+            (r["mean"] for r in self.evaluations if r["kind"] == kind),
+            math.nan,
+        )
 
     @property
     def curve(self) -> tuple[list, list]:
@@ -193,7 +231,8 @@ class Result(NamedTuple):
         """The largest mean return of the evaluations during the training; `nan` if one of them is
         `nan`, or if there is none.
         """
-        return float(np.max(self.curve[1])) if self.curve[1] else math.nan
+        _, means = self.curve
+        return float(np.max(means)) if means else math.nan
 
     @property
     def steps(self) -> int:
@@ -229,38 +268,64 @@ _OF_CONFIG = dict(
 )
 
 
-def _check_config(config: dict, where: str) -> None:
-    check_keys(config, _OF_CONFIG, where, needed=("algorithm", "env", "steps"))
-    try:
-        Every.of(config.get("eval_every", 0), "eval_every")
-    except DataError as e:
-        raise DataError(f"{where}: {e}") from None
+def read_result(folder: Path, seed: int | None = None) -> Result:
+    """Read the result of one run. `state` and `problem` tell what is wrong with it.
 
-
-def read_result(folder: Path, seed: int) -> Result:
-    "Read the result of one run. `state` and `problem` tell what is wrong with it."
-    if not (folder / REQUEST).is_file():
-        return Result(seed, folder, "missing")
+    Args:
+        folder: folder of the run
+        seed: its seed; None: that of its configuration
+    """
+    path = folder / REQUEST
+    if not path.is_file():
+        return Result(seed or 0, folder, "missing")
     try:
         history = History.read(folder)
-        request = read_table(folder / REQUEST)
-        _check_config(request, f"{folder / REQUEST}: not the configuration of a run")
+        request = read_table(path)
+        where = f"{path}: not the configuration of a run"
+        check_keys(
+            request,
+            _OF_CONFIG,
+            where,
+            ("algorithm", "env", "steps"),
+            has_others=True,
+        )
+        with located(pipe=where):
+            Every.of(request.get("eval_every", 0), "eval_every")
         config = history.config(request)
         evaluations = read_evaluations(folder)
         metrics = read_metrics(folder) if (folder / "metrics.jsonl").is_file() else {}
     except (PipeError, ValueError, OSError) as e:
-        return Result(seed, folder, "damaged", str(e))
+        return Result(
+            seed or 0,
+            folder,
+            "damaged",
+            str(e),
+        )
+    if seed is None:
+        seed = int(config.get("seed", 0))
 
     # A run is complete when its last policy and its best one have been evaluated.
     steps = max((r["steps"] for r in evaluations), default=0)
-    has_ended = is_over(config, dict(steps=steps), history.stopped)
+    has_ended = is_over(
+        config,
+        dict(steps=steps),
+        history.stopped,
+    )
     state = "complete" if has_ended and is_evaluated(folder, steps) else "unfinished"
     problem = "" if evaluations else "it has no evaluations by steps"
-    return Result(seed, folder, state, problem, config, evaluations, metrics, history)
+    return Result(
+        seed,
+        folder,
+        state,
+        problem,
+        config,
+        evaluations,
+        metrics,
+        history,
+    )
 
 # %% ../../nbs/results/02_collect.ipynb #b2d8f4a1
-# What a configuration says of one run alone, and its parts, which become flat.
-_PARTS = ("options", "env_kwargs", "versions")
+# What a configuration says of one run alone
 _OF_ONE_RUN = ("seed", "of_preset", "origins", "name", "inserts")
 
 
@@ -268,22 +333,23 @@ def flat_config(config: dict) -> dict:
     """Option -> text, for the algorithm, the run, the environment and the versions of packages.
     Seed-dependent entries are left out.
     """
-    flat = {name: x for name, x in config.items() if name not in (*_PARTS, *_OF_ONE_RUN)}
-    for part in _PARTS:
-        for key, x in config.get(part, {}).items():
-            is_taken = part == "versions" or key in flat
-            flat[f"{part} {key}" if is_taken else key] = x
+    flat = {name: x for name, x in config.items() if name not in _OF_ONE_RUN}
+    # Options have their own names, and what belongs to the environment or a package says so.
+    flat |= flat.pop("options", {})
+    for part in ("env_kwargs", "versions"):
+        for name, x in flat.pop(part, {}).items():
+            flat[f"{part} {name}"] = x
     return {name: x if isinstance(x, str) else json.dumps(x) for name, x in flat.items()}
 
 
-def _values(configs: list, name: str) -> list:
-    "The different values of an option."
-    return list(dict.fromkeys(config.get(name, "-") for config in configs))
+def _values(configs, name):
+    "The different values of an option, in turn."
+    return dict.fromkeys(config.get(name, "-") for config in configs)
 
 
 def differing_options(groups: Iterable) -> list:
-    """The options that are not the same in all runs: `(option, its value in each group)`, or all
-    values where the runs of a group differ.
+    """The options that are not the same in all runs: `(option, its value in the first group, ...)`,
+    or all values where the runs of a group differ.
 
     Args:
         groups: lists of `Result`
@@ -297,7 +363,7 @@ def differing_options(groups: Iterable) -> list:
     for name in dict.fromkeys(chain(*chain(*flat))):
         values = [_values(configs, name) for configs in flat]
         if len({*chain(*values)}) > 1:
-            differing.append((name, [*map(" | ".join, values)]))
+            differing.append((name, *map(" | ".join, values)))
     return differing
 
 # %% ../../nbs/results/02_collect.ipynb #97364635
@@ -307,8 +373,6 @@ class RowResult(NamedTuple):
     Args:
         command: command line that trains the runs
         threshold: return that counts as success; None: there is none
-        scale: returns that count as 0 and 1; None: the row is left out of averages over
-            environments
         published: list of `Published`
         results: list of `Result`
     """
@@ -318,12 +382,11 @@ class RowResult(NamedTuple):
     env: str
     command: str
     threshold: float | None
-    scale: tuple | None
     published: list
     results: list
 
     @property
-    def complete(self) -> list:
+    def complete(self) -> list[Result]:
         "The runs that are complete."
         return [x for x in self.results if x.state == "complete"]
 
@@ -353,7 +416,7 @@ def threshold_of(env: str) -> float | None:
     return spec.reward_threshold if spec else None
 
 # %% ../../nbs/results/02_collect.ipynb #3eae5ccf
-def _of_bench(folder: Path, bench: dict) -> Results:
+def _of_bench(folder, bench):
     rows = []
     for row in bench["rows"]:
         # The command names the folder of the bench, with all seeds of the row.
@@ -367,7 +430,6 @@ def _of_bench(folder: Path, bench: dict) -> Results:
                 *pair,
                 command=f"{row['command']} --seeds {seeds} --out {out}",
                 threshold=threshold_of(row["env"]) if threshold is None else threshold,
-                scale=row.get("scale"),
                 published=[x for x in bench["published"] if (x.algorithm, x.env) == pair],
                 results=[
                     read_result(folder / f"{row['name']}-s{seed}", seed) for seed in row["seeds"]
@@ -377,15 +439,18 @@ def _of_bench(folder: Path, bench: dict) -> Results:
     return Results(bench["title"], rows)
 
 
-def _train_words(run: Result, *seeds: str) -> str:
+def _train_words(run, *seeds):
     "The command line that trains a run once more, with these words about its seeds."
     config = run.config
-    words = ["rollpipe", "train", config["algorithm"], config["env"]]
-    words += ["--config", run.folder / REQUEST, *seeds, *import_words(config.get("imports", ()))]
-    return typed_command(*launching_words(config.get("ranks", 1)), *words)
+    return typed_command(
+        *launching_words(config.get("ranks", 1)),
+        *("rollpipe", "train", config["algorithm"], config["env"]),
+        *("--config", run.folder / REQUEST, *seeds),
+        *import_words(config.get("imports", ())),
+    )
 
 
-def _command(runs: list) -> str:
+def _command(runs):
     """The command line that trains some plain runs. torchrun starts one run at a time, with the
     number of ranks that the run had. A run that another program made tells its command in its
     configuration."""
@@ -402,24 +467,31 @@ def _command(runs: list) -> str:
     return _train_words(first, "--seeds", ",".join(seeds))
 
 
-def _of_runs(folder: Path, runs: list) -> Results:
+def _of_runs(folder, runs):
     """The results of plain runs of `rollpipe train --eval-every 'N steps'`. Runs that differ only
     in the seed are in one row, and an experiment has one label in all environments."""
     rows = []
-    for (_, label), group in group_runs(runs, per_env=True).items():
-        results = [read_result(path, 0) for path in group]
-        results = [x._replace(seed=x.config.get("seed", 0)) for x in results]
+    n_evaluations = 0
+    for (env, label), group in group_runs(runs, per_env=True).items():
+        results = [read_result(path) for path in group]
         for x in results:
+            n_evaluations += len(x.evaluations)
             if x.state == "damaged":
                 raise DataError(f"{x.folder}: cannot be read", got=x.problem)
 
-        # Plain runs have neither scale nor published figures.
-        algorithm = results[0].config["algorithm"]
-        env = results[0].config["env"]
-        about = (label, algorithm, env, _command(results), threshold_of(env))
-        rows.append(RowResult(*about, None, [], results))
-    every_run = list(chain(*[row.results for row in rows]))
-    if not any(x.evaluations for x in every_run):
+        # Plain runs have no published figures.
+        rows.append(
+            RowResult(
+                label,
+                results[0].config["algorithm"],
+                env,
+                command=_command(results),
+                threshold=threshold_of(env),
+                published=[],
+                results=results,
+            )
+        )
+    if not n_evaluations:
         raise DataError(
             f"{folder}: its runs have no evaluations",
             expected="runs of `rollpipe bench`, or of `rollpipe train --eval-every 'N steps'`",
@@ -444,11 +516,9 @@ def read_results(folder: str | Path) -> Results:
         return _of_bench(folder, bench)
 
     # The folder of a run, or one with folders of runs
-    runs = sorted(path.parent for path in folder.glob(f"*/{REQUEST}"))
-    if (folder / REQUEST).is_file():
-        runs = [folder]
-    if not runs:
+    requests = [*folder.glob(REQUEST)] or sorted(folder.glob(f"*/{REQUEST}"))
+    if not requests:
         raise DataError(
             f"{folder}: has no results", expected=f"{BENCH} of `rollpipe bench`, or folders of runs"
         )
-    return _of_runs(folder, runs)
+    return _of_runs(folder, [path.parent for path in requests])

@@ -125,20 +125,22 @@ class RunProcess:
         self.has_ended = True
         ended()
 
-    @property
-    def problem(self) -> str | None:
-        "Why the run has failed; None if it has not failed."
+    def problem(self, stopped: int | None = None) -> str | None:
+        """Why the run has failed; None if it has not, or has done what a signal asked for.
+
+        Args:
+            stopped: number of the signal that was sent to it, or None
+        """
         code = self.process.returncode
-        if code == 0:
+        obeys = () if stopped is None else (-stopped, 128 + stopped)
+        if code == 0 or code in obeys:
             return None
         if self.last.startswith("error: "):
             return self.last.removeprefix("error: ")
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = f"exit code {code}"
+        if code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
         return f"{how}, after: {self.last}" if self.last else how
-
-    def obeyed(self, number: int | None) -> bool:
-        "Whether this signal has ended the run."
-        return number is not None and self.process.returncode in (-number, 128 + number)
 
 # %% ../../nbs/results/00_experiments.ipynb #d3d68829
 class EndedRuns(NamedTuple):
@@ -153,23 +155,6 @@ class EndedRuns(NamedTuple):
     complete: list
     failed: list
     stopped: int | None
-
-    @classmethod
-    def of(cls, runs: dict, stopped: int | None = None) -> EndedRuns:
-        """How these processes have ended. One that the signal has ended has not failed.
-
-        Args:
-            runs: name -> `RunProcess`
-            stopped: number of the signal that was sent to them, or None
-        """
-        # A run that did what the signal asked for is neither.
-        complete = [name for name, run in runs.items() if run.problem is None]
-        failed = [
-            f"{name}: {run.problem}"
-            for name, run in runs.items()
-            if name not in complete and not run.obeyed(stopped)
-        ]
-        return cls(complete, failed, stopped)
 
     def check(
         self,
@@ -221,11 +206,15 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
                     # A signal between these lines would lose a process.
                     with uninterrupted():
                         name = waiting.pop(0)
-                        runs[name] = RunProcess(name, commands[name], lambda: ended.put(None))
+                        runs[name] = RunProcess(
+                            name,
+                            commands[name],
+                            lambda: ended.put(None),
+                        )
                 elif n_running:
                     ended.get()
                 else:
-                    return EndedRuns.of(runs, stopped)
+                    break
             except KeyboardInterrupt as e:
                 # The runs save, and end. Then the loop ends, too.
                 stopped = int(e.args[0]) if e.args else int(signal.SIGINT)
@@ -239,8 +228,14 @@ def run_all(commands: dict, jobs: int) -> EndedRuns:
         for run in runs.values():
             run.process.wait()
 
+    # A run that did what the signal asked for is neither complete, nor has it failed.
+    complete = [name for name, run in runs.items() if run.process.returncode == 0]
+    problems = {name: run.problem(stopped) for name, run in runs.items()}
+    failed = [f"{name}: {problem}" for name, problem in problems.items() if problem]
+    return EndedRuns(complete, failed, stopped)
+
 # %% ../../nbs/results/00_experiments.ipynb #2f8a7374
-def _last_return(folder: Path) -> float:
+def _last_return(folder):
     "The mean return of the last batch in which an episode has ended; `nan` if none has."
     returns = read_metrics(folder).get("return_mean", np.zeros(0))
     finite = returns[np.isfinite(returns)]
@@ -274,7 +269,10 @@ def experiment_command(args: Namespace) -> None:
     folders = _folders(args, seeds)
     jobs = args.jobs or 1
     listed = ", ".join(map(str, seeds))
-    print(f"{args.algorithm} on {args.env}, seeds {listed}, {jobs} at a time", flush=True)
+    print(
+        f"{args.algorithm} on {args.env}, seeds {listed}, {jobs} at a time",
+        flush=True,
+    )
 
     # Each run is the command that a user could type for its seed.
     words = without(args.words, ("--seeds", "--jobs", "--out"))
@@ -285,7 +283,11 @@ def experiment_command(args: Namespace) -> None:
     outcome = run_all(commands, jobs)
 
     # After an interruption, the same command continues what has begun.
-    words = without(args.words, (), ("--overwrite", "--continue"))
+    words = without(
+        args.words,
+        (),
+        ("--overwrite", "--continue"),
+    )
     way_on = typed_command("rollpipe", *words, "--continue")
     complete = [folder for seed, folder in folders.items() if f"s{seed}" in outcome.complete]
     if complete and outcome.stopped is None:
@@ -297,8 +299,9 @@ def experiment_command(args: Namespace) -> None:
     )
 
 
-def _folders(args: Namespace, seeds: list) -> dict:
+def _folders(args, seeds):
     "Seed -> the folder of its run. Raises the errors that all runs would raise."
+    # Seed -> configuration, and the folder of its run
     configs = {seed: config_from(Namespace(**{**vars(args), "seed": seed})) for seed in seeds}
     folders = {
         seed: Path(f"{Path(args.out)}-s{seed}") if args.out else default_folder(config)
@@ -325,7 +328,7 @@ def _folders(args: Namespace, seeds: list) -> dict:
 def check_counts(args: Namespace, *names: str) -> None:
     "Raise `UsageError` for the first of these options of a command that is below 1."
     for name in names:
-        n = getattr(args, name)
+        n = getattr(args, name, 1)
         if n < 1:
             raise UsageError(f"rollpipe {args.command}: --{name} must be at least 1, got {n}")
 

@@ -13,7 +13,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from string import Template
 from threading import Lock, Timer
 from typing import Any
@@ -23,7 +22,6 @@ from ..pipes.data.errors import PipeError
 from .report import document
 from ..runs.asking import open_run, view
 from ..runs.changes import options_in
-from ..runs.folder import load_run
 from ..runs.mailbox import WISHES, ask
 
 # %% auto #0
@@ -49,27 +47,21 @@ html h3 { margin: 1em 0 .3em; }
 _FORM = Template(
     '<form method="post" action="ask"><b>$folder</b>'
     '<input type="hidden" name="run" value="$k">$buttons'
-    '<input name="set" list="known$k" aria-label="an option" placeholder="option=value" '
-    'autocomplete="off"><button>set</button>'
-    '<datalist id="known$k">$known</datalist></form>'
+    '<input name="set" aria-label="an option" placeholder="option=value" '
+    'autocomplete="off"><button>set</button></form>'
 )
 
 
-def _form(k: int, folder: Path) -> str:
-    "The buttons for a run, and a field that suggests its options."
-    try:
-        options = load_run(folder, builds=False).config["options"]
-    except (PipeError, OSError):
-        options = {}  # the folder is gone
-    # Simple values are suggested, such as lr=0.001.
-    known = ""
-    for name, x in options.items():
-        if isinstance(x, (int, float, str)):
-            known += f'<option value="{html.escape(f"{name}={x}")}">'
+def _form(k, folder):
+    "The buttons for a run, and a field for its options."
     buttons = ""
     for wish in WISHES:
         buttons += f'<button name="do" value="{wish}">{wish.replace("_", " ")}</button>'
-    return _FORM.substitute(folder=html.escape(str(folder)), k=k, buttons=buttons, known=known)
+    return _FORM.substitute(
+        folder=html.escape(str(folder)),
+        k=k,
+        buttons=buttons,
+    )
 
 # %% ../../nbs/results/07_live.ipynb #9fcd5854
 class Live(ThreadingHTTPServer):
@@ -100,14 +92,25 @@ class Live(ThreadingHTTPServer):
         said = f'<div role="status">{html.escape(self.said)}</div>'
         frame = '<iframe src="view" title="runs"></iframe>'
         policy = "; form-action 'self'; frame-src 'self'"
-        return document("rollpipe live", [*forms, said, frame], policy, _LAYOUT)
+        return document(
+            "rollpipe live",
+            [*forms, said, frame],
+            policy,
+            _LAYOUT,
+        )
 
     def pictures(self) -> str:
         "The content of the frame."
         with self.drawing:
-            body = [f"<h2>{html.escape(str(path))}</h2>{view(path)}" for path in self.folders]
+            body = []
+            for path in self.folders:
+                body.append(f"<h2>{html.escape(str(path))}</h2>{view(path)}")
         refresh = f'<meta http-equiv="refresh" content="{_EVERY}">'
-        return document(f"Runs at {time.strftime('%X')}", body, head=refresh + _FRAME)
+        return document(
+            f"Runs at {time.strftime('%X')}",
+            body,
+            head=refresh + _FRAME,
+        )
 
     def ask(self, form: dict) -> None:
         "Do what a button says. `said` is the answer."
@@ -154,19 +157,22 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
-    def _place(self) -> str | None:
+    def _place(self):
         "What is asked for; None, after an answer, if it is refused."
         _, token, *rest = f"{self.path}/".split("/")
         # A page from elsewhere has another origin, and knows no token.
         origin = self.headers.get("Origin", f"http://{self.server.host}")
-        is_known = secrets.compare_digest(token.encode(), self.server.token.encode())
+        is_known = secrets.compare_digest(
+            token.encode(),
+            self.server.token.encode(),
+        )
         here = self.server.host, f"http://{self.server.host}"
         if is_known and (self.headers.get("Host"), origin) == here:
             return "/".join(rest).rstrip("/")
         self.send_error(403)
         return None
 
-    def _send(self, text: str) -> None:
+    def _send(self, text):
         data = text.encode()
         self.send_response(200)
         for name, x in {**_HEADERS, "Content-Length": str(len(data))}.items():
@@ -184,6 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
 
     def do_POST(self) -> None:
+        # Only short forms are read.
         place = self._place()
         if place is None:
             return

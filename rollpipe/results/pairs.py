@@ -5,6 +5,7 @@
 # %% ../../nbs/results/05_pairs.ipynb #e6a91f83
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,38 +48,30 @@ def course(folder: Path, metric: str, at: int, updates: int) -> np.ndarray:
         updates: number of updates after it
     """
     # The last update may have two records with an evaluation.
-    records = {}
-    values = {}
+    records: defaultdict[int, dict] = defaultdict(dict)
+    values: defaultdict[int, list] = defaultdict(list)
     for record in read_records(folder):
         n = int(record["updates"])
-        records.setdefault(n, {}).update(record)
+        records[n].update(record)
         if np.isfinite(record.get(metric, np.nan)):
-            values.setdefault(n, []).append(record[metric])
+            values[n].append(record[metric])
     span = range(at, at + updates + 1)
     missing = [n for n in span if n not in records]
     if missing:
-        raise DataError(
-            f"{folder} has no record of an update",
-            leaf="update",
-            expected=f"{at} to {at + updates}",
-            got=f"none of {missing[0]}",
-        )
+        raise DataError(f"{folder} has no record of update {missing[0]}")
 
     # An update without the metric has the sum 0 and the count 0.
-    of_updates = [values.get(n, []) for n in span[1:]]
+    of_updates = [values[n] for n in span[1:]]
     sums = np.array([*map(sum, of_updates)], float)
     counts = np.array([*map(len, of_updates)], float)
     if metric in _OF_EPISODES:
         counts *= np.diff([records[n]["episodes"] for n in span])
         sums *= counts
     if not counts.any():
-        known = set()
-        for n in span[1:]:
-            known |= {name for name, x in records[n].items() if np.isfinite(x)}
         raise DataError(
             f"{folder} never has this metric",
             leaf=metric,
-            expected=", ".join(sorted(known)),
+            expected=", ".join(sorted(records[span[-1]])),
             got=f"none in {updates} updates",
         )
     return np.stack([sums, counts])
@@ -106,22 +99,23 @@ class Pairs(NamedTuple):
         parts = [x[self.at == n] for n in np.unique(self.at)]
         return parts if min(map(len, parts)) > 1 else [x]
 
-    def means(self, updates: slice) -> tuple:
-        """The means of the metric over some updates, float64 `[n]`: of the unedited branches, and
-        of the others. nan: there is none.
+    def means(self, updates: slice) -> np.ndarray:
+        """The means of the metric over some updates, float64 `[2, n]`: of the unedited branches,
+        and of the others. nan: there is none.
         """
-        means = []
-        for x in (self.base, self.edited):
-            sums, counts = x[..., updates].sum(-1).T
-            with np.errstate(invalid="ignore"):
-                means.append(sums / counts)
-        return tuple(means)
+        courses = np.stack([self.base, self.edited])
+        sums = courses[..., updates].sum(-1)
+        with np.errstate(invalid="ignore"):
+            return sums[..., 0] / sums[..., 1]
 
     def windows(self, last: int) -> list:
         """`means` over the `last` updates before the end of each update, or over all so far where
         there are fewer.
         """
-        ends = range(1, self.base.shape[-1] + 1)
+        ends = range(
+            1,
+            self.base.shape[-1] + 1,
+        )
         return [self.means(slice(max(0, k - last), k)) for k in ends]
 
     def noise(self, windows: list) -> float:
@@ -133,10 +127,10 @@ class Pairs(NamedTuple):
         """
         paired = 0.0
         apart = 0.0
-        for base, edited in windows:
-            if len(base) < 2 or not np.isfinite([*base, *edited]).all():
+        for means in windows:
+            if len(self.at) < 2 or not np.isfinite(means).all():
                 continue
-            for x, y in zip(self.strata(base), self.strata(edited)):
+            for x, y in zip(*map(self.strata, means)):
                 paired += (y - x).var() * len(x)
                 apart += (x.var() + y.var()) * len(x)
         return float(np.sqrt(paired / apart)) if apart else float("nan")
@@ -148,7 +142,10 @@ class Pairs(NamedTuple):
         noise = [self.noise([window]) for window in self.windows(last)]
         if np.isnan(noise).all():
             return None
-        return next((k for k, x in enumerate(noise) if x >= 1), len(noise))
+        return next(
+            (k for k, x in enumerate(noise) if x >= 1),
+            len(noise),
+        )
 
 # %% ../../nbs/results/05_pairs.ipynb #b45d90d1
 class Ablation(NamedTuple):
@@ -173,7 +170,7 @@ class Ablation(NamedTuple):
         "Number of updates of each branch."
         return self.pairs[0].base.shape[-1]
 
-    def means(self, pairs: Pairs) -> tuple:
+    def means(self, pairs: Pairs) -> np.ndarray:
         "`Pairs.means` over the last updates of each branch."
         return pairs.means(slice(-self.last, None))
 
@@ -182,19 +179,23 @@ class Ablation(NamedTuple):
         `DataError` if a branch has no value there.
         """
         base, edited = self.means(pairs)
-        if not np.isfinite(edited - base).all():
+        difference = edited - base
+        if not np.isfinite(difference).all():
             raise DataError(
                 f"{pairs.label}: a branch has no value in its last {self.last} updates",
                 leaf=self.metric,
                 expected="more updates, another metric, or a longer part of the branches",
             )
-        return figure_over(edited - base, pairs.strata(edited - base))
+        return figure_over(difference, pairs.strata(difference))
 
     def table(self) -> tuple:
         "The names of the columns, and a row of texts for each edit."
         # Noise is told for each third of the updates.
         k = self.n_updates
-        thirds = np.array_split(np.arange(1, k + 1), min(3, k))
+        thirds = np.array_split(
+            np.arange(1, k + 1),
+            min(3, k),
+        )
         columns = ["option", "pairs", "unedited", "edited", "difference, IQM", "mean +- sd"]
         columns += [f"noise at {part[0]}-{part[-1]}" for part in thirds]
 
@@ -202,17 +203,19 @@ class Ablation(NamedTuple):
         rows = []
         for pairs in self.pairs:
             figure = self.difference(pairs)
-            base, edited = self.means(pairs)
+            means = self.means(pairs).mean(-1)
             windows = pairs.windows(self.last)
             noise = [pairs.noise(windows[part[0] - 1 : part[-1]]) for part in thirds]
-            means = [short_number(base.mean()), short_number(edited.mean())]
-            texts = [
-                *means,
-                str(figure),
-                with_sd(figure.mean, figure.sd),
-                *map(short_number, noise),
-            ]
-            rows.append([pairs.label, str(len(base)), *texts])
+            rows.append(
+                [
+                    pairs.label,
+                    str(len(pairs.at)),
+                    *map(short_number, means),
+                    str(figure),
+                    with_sd(figure.mean, figure.sd),
+                    *map(short_number, noise),
+                ]
+            )
         return columns, rows
 
     def about(self) -> list:
@@ -231,7 +234,8 @@ class Ablation(NamedTuple):
         # How long pairing helps, and how sure the table is
         n = min(len(pairs.at) for pairs in self.pairs)
         lasts = {pairs.label: pairs.lasts(self.last) for pairs in self.pairs}
-        texts = [f"{m} of {k} updates with {x}" for x, m in lasts.items() if m is not None]
+        known = {label: m for label, m in lasts.items() if m is not None}
+        texts = [f"{m} of {k} updates with {label}" for label, m in known.items()]
         if n > 1 and texts:
             sentences.append(f"Pairing lasts {', '.join(texts)}.")
         if n == 1:
@@ -241,7 +245,9 @@ class Ablation(NamedTuple):
         return sentences + self.notes
 
     def __str__(self):
-        return "\n\n".join([f"# {self.title}", table_text(*self.table()), *self.about()]) + "\n"
+        table = table_text(*self.table())
+        parts = [f"# {self.title}", table, *self.about()]
+        return "\n\n".join(parts) + "\n"
 
 # %% ../../nbs/results/05_pairs.ipynb #92b0e9bd
 def draw_pairs(ablation: Ablation) -> Any:
@@ -250,27 +256,39 @@ def draw_pairs(ablation: Ablation) -> Any:
     """
     updates = np.arange(1, ablation.n_updates + 1)
     dotted = dict(color="0.5", linewidth=0.9, linestyle=":")
-    windows = [pairs.windows(ablation.last) for pairs in ablation.pairs]
+    lines = []
+    for i, pairs in enumerate(ablation.pairs):
+        lines.append((pairs, f"C{i % 10}", pairs.windows(ablation.last)))
 
     def differences(axes):
         axes.axhline(0, **dotted)
-        for i, pairs in enumerate(ablation.pairs):
-            y = np.array([edited - base for base, edited in windows[i]]).T
-            curve = curve_over(pairs.label, updates, pairs.strata(y))
-            draw_curve(axes, curve, f"C{i % 10}", pairs.label)
+        for pairs, color, windows in lines:
+            y = np.array([edited - base for base, edited in windows]).T
+            curve = curve_over(
+                pairs.label,
+                updates,
+                pairs.strata(y),
+            )
+            draw_curve(axes, curve, color, pairs.label)
 
     def noises(axes):
         axes.axhline(1, label="without pairing", **dotted)
-        for i, pairs in enumerate(ablation.pairs):
-            y = [pairs.noise([window]) for window in windows[i]]
-            color = f"C{i % 10}"
+        for pairs, color, windows in lines:
             axes.plot(
-                updates, y, color=color, linewidth=1.6, label=escaped_text(pairs.label), marker="."
+                updates,
+                [pairs.noise([means]) for means in windows],
+                color=color,
+                linewidth=1.6,
+                label=escaped_text(pairs.label),
+                marker=".",
             )
         axes.set_ylim(0, None)
 
     name = LABELS.get(ablation.metric, ablation.metric)
-    charts = {f"difference: {name}": differences, "noise of the differences": noises}
+    charts = {
+        f"difference: {name}": differences,
+        "noise of the differences": noises,
+    }
     return panels(charts, "updates after the branching", title=ablation.title)
 
 
@@ -286,6 +304,7 @@ def pairs_text(ablation: Ablation) -> str:
 
 def pairs_page(ablation: Ablation) -> str:
     "The report as one HTML file."
+    # The first sentence explains the table, and the others are notes.
     about, *notes = ablation.about()
     picture = wide(svg(draw_pairs(ablation), "pairs"))
     body = [

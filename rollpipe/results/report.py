@@ -14,28 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from ..pipes.data.errors import describe_exception
-from ..pipes.graph.edits import draw
 from ..pipes.keeping.files import make_folder, write_atomically
-from .collect import Results, RowResult, differing_options, read_results
+from .collect import Results, differing_options, read_results
 from rollpipe.results.tables import (
     ABOUT,
-    bounded,
     color_of,
     columns_and_rows,
     csv_text,
     curves_text,
     draw_curves,
     draw_line,
-    draw_profiles,
-    improvements,
     markdown,
     notes_of,
     panels,
-    together,
-    with_sd,
+    sentences,
 )
-from ..runs.folder import load_run
 from rollpipe.runs.plots import (
     DIAGNOSTICS,
     LABELS,
@@ -46,11 +39,9 @@ from rollpipe.runs.plots import (
     thinned,
     wide,
 )
-from ..settings.config import build
 
 # %% auto #0
-__all__ = ['STYLE', 'diagnostics', 'pipeline_svg', 'notes_html', 'document', 'page', 'write_files', 'write_report',
-           'report_command']
+__all__ = ['STYLE', 'diagnostics', 'notes_html', 'document', 'page', 'write_files', 'write_report', 'report_command']
 
 # %% ../../nbs/results/04_report.ipynb #dec4c98d
 def diagnostics(results: Results) -> Any:
@@ -67,7 +58,7 @@ def diagnostics(results: Results) -> Any:
     return panels(charts, LABELS["updates"]) if charts else None
 
 
-def _draw(axes: Any, rows: list, name: str, results: Results) -> None:
+def _draw(axes, rows, name, results):
     "Draw a metric of all runs in an environment. Runs of one colour have one entry in the legend."
     for row in rows:
         for k, run in enumerate(_runs_with(row, name)):
@@ -76,28 +67,21 @@ def _draw(axes: Any, rows: list, name: str, results: Results) -> None:
             if len(rows) == 1:
                 label = f"{row.label}, seed {run.seed}"
                 color = f"C{k % 10}"
-            x, y = thinned(run.metrics["updates"], run.metrics[name], 200)
-            draw_line(axes, x, y, color, label, least=2, linewidth=1.2)
+            x, y = thinned(
+                run.metrics["updates"],
+                run.metrics[name],
+                200,
+            )
+            draw_line(axes, x, y, color, label, linewidth=1.2)
 
 
-def _runs_with(row: RowResult, name: str) -> list:
+def _runs_with(row, name):
     "The runs of a row that have a metric."
     return [
         run
         for run in row.results
         if "updates" in run.metrics and np.isfinite(run.metrics.get(name, np.nan)).any()
     ]
-
-# %% ../../nbs/results/04_report.ipynb #8ff9ab67
-def pipeline_svg(row: RowResult) -> str:
-    "The drawing of the pipeline of a row, or a text that explains why there is none."
-    run = next((run for run in row.results if run.config), None)
-    if run is None:
-        return "<p>No run of this row has begun.</p>"
-    try:
-        return draw(build(load_run(run.folder).config)[1])._repr_svg_()
-    except Exception as e:
-        return f"<p>It cannot be drawn here: {html.escape(describe_exception(e))}</p>"
 
 # %% ../../nbs/results/04_report.ipynb #b4369ff2
 STYLE = """
@@ -113,7 +97,6 @@ th { background: #f2f5f9; }
 .wide { overflow-x: auto; }
 .notes { background: #fff7e6; padding: .6em 2em; }
 pre { background: #f2f5f9; padding: .7em; overflow-x: auto; font-size: 12px; }
-details { margin: .5em 0; }
 svg { max-width: 100%; height: auto; }
 @media (max-width: 700px) {
   body { margin: .5em auto; padding: 0 .6em; }
@@ -161,64 +144,34 @@ def document(title: str, body: list, more: str = "", head: str = "") -> str:
     )
 
 
-def _table(columns: list, rows: list) -> str:
+def _table(columns, rows):
     "A table; empty if it has no rows."
     return table_html(columns, rows) if rows else ""
 
 
-def _picture(figure: Any, name: str) -> str:
+def _picture(figure, name):
     "The drawing of a figure; empty if there is none."
     return wide(svg(figure, name)) if figure else ""
 
 
-def _sources(results: Results) -> str:
-    rows = []
-    for row in results.rows:
-        for x in row.published:
-            rows.append((x.name, x.algorithm, x.env, with_sd(x.mean, x.sd), x.of, x.source))
-    columns = ["who", "algorithm", "environment", "mean +- sd", "of the", "source"]
-    return _table(columns, [*dict.fromkeys(rows)])
-
-
-def _together(results: Results) -> str:
-    rows = [(label, n, bounded(*figure, digits=3)) for label, n, *figure in together(results)]
-    return _table(["algorithm", "environments", "last policy on the scales, IQM"], rows)
-
-
-def _improvements(results: Results) -> str:
-    rows = [
-        (f"P({label} > {other})", n, bounded(*figure, digits=3))
-        for label, other, n, *figure in improvements(results)
-    ]
-    return _table(["better last policy", "environments", "probability"], rows)
-
-
 def page(results: Results) -> str:
     "The report as one HTML file."
-    # The pipeline and the command of each row
+    # The name and the command of each row
     names = []
-    graphs = ""
     commands = ""
     for row in results.rows:
         name = f"{row.label}, {row.env}"
         names.append(name)
-        title = html.escape(name)
-        graph = wide(pipeline_svg(row))
-        graphs += f"<details><summary>{title}</summary>{graph}</details>"
-        commands += f"<h3>{title}</h3><pre>{html.escape(row.command)}</pre>"
+        commands += f"<h3>{html.escape(name)}</h3>"
+        commands += f"<pre>{html.escape(row.command)}</pre>"
 
     # A section with nothing in it is left out.
     differing = differing_options(row.results for row in results.rows)
-    options = [(name, *values) for name, values in differing]
-    profiles = _picture(draw_profiles(results), "profiles")
     sections = {
         "Learning curves": _picture(draw_curves(results), "curves"),
-        "All environments together": _together(results) + profiles,
-        "Probability of improvement": _improvements(results),
-        "Published figures": _sources(results),
+        **{title: notes_html(texts) for title, texts in sentences(results).items()},
         "The course of the diagnostics": _picture(diagnostics(results), "diagnostics"),
-        "What differs between the configurations": _table(["option", *names], options),
-        "The pipelines": graphs,
+        "What differs between the configurations": _table(["option", *names], differing),
         "The commands": commands,
     }
     body = [

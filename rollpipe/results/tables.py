@@ -11,9 +11,10 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain, combinations, cycle
+from itertools import combinations, cycle
 from textwrap import fill
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ import numpy as np
 
 from ..agents.shared_options import Every
 from rollpipe.results.collect import (
-    Result,
     Results,
     RowResult,
     differing_options,
@@ -36,10 +36,9 @@ from ..runs.progress import format_duration, format_number
 from ..traces.history import past_in_words
 
 # %% auto #0
-__all__ = ['ABOUT', 'short_number', 'with_sd', 'bounded', 'Figure', 'figure_over', 'figure_of', 'steps_needed', 'table_of',
-           'columns_and_rows', 'on_scales', 'together', 'improvements', 'notes_of', 'table_text', 'markdown',
-           'csv_lines', 'csv_text', 'curves_text', 'Curve', 'curve_over', 'curve_of', 'panels', 'color_of',
-           'draw_curve', 'draw_line', 'draw_curves', 'profile_of', 'draw_profiles']
+__all__ = ['ABOUT', 'short_number', 'with_sd', 'bounded', 'Figure', 'figure_over', 'figure_of', 'table_of', 'columns_and_rows',
+           'improvements', 'notes_of', 'table_text', 'sentences', 'markdown', 'csv_lines', 'csv_text', 'curves_text',
+           'Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve', 'draw_line', 'draw_curves']
 
 # %% ../../nbs/results/03_tables.ipynb #a146786d
 def short_number(x: float) -> str:
@@ -54,23 +53,21 @@ def short_number(x: float) -> str:
 
 def with_sd(mean: float, sd: float | None) -> str:
     "A mean and its deviation as text; None and nan: it has none."
-    return (
-        short_number(mean)
-        if sd is None or math.isnan(sd)
-        else f"{short_number(mean)} +- {short_number(sd)}"
-    )
+    text = short_number(mean)
+    if sd is None or math.isnan(sd):
+        return text
+    return f"{text} +- {short_number(sd)}"
 
 
-def bounded(x: float, bounds: tuple | None, digits: int) -> str:
-    "A number as text with so many decimals, and its interval, if it has one."
-    text = f"{x:.{digits}f}"
-    if bounds:
-        low, high = bounds
-        text += f" [{low:.{digits}f}, {high:.{digits}f}]"
-    return text
+def bounded(x: float, bounds: tuple | None) -> str:
+    "A number as text with two decimals, and its interval, if it has one."
+    if bounds is None:
+        return f"{x:.2f}"
+    low, high = bounds
+    return f"{x:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _listed(items: Iterable) -> str:
+def _listed(items):
     return ", ".join(map(str, items))
 
 # %% ../../nbs/results/03_tables.ipynb #431c0252
@@ -97,8 +94,10 @@ class Figure(NamedTuple):
     def __str__(self):
         if self.bad:
             return f"not a number (seed {_listed(self.bad)})"
-        bounds = f" [{short_number(self.low)}, {short_number(self.high)}]" if self.n > 1 else ""
-        return short_number(self.iqm) + bounds
+        text = short_number(self.iqm)
+        if self.n > 1:
+            text += f" [{short_number(self.low)}, {short_number(self.high)}]"
+        return text
 
 # %% ../../nbs/results/03_tables.ipynb #3f8b5a24
 def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
@@ -110,8 +109,14 @@ def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
     """
     low, high = interval(strata or [x]) or (math.nan, math.nan)
     sd = x.std(ddof=1) if len(x) > 1 else math.nan
-    mean = float(x.mean())
-    return Figure(len(x), float(iqm(x)), float(low), float(high), mean, float(sd))
+    return Figure(
+        len(x),
+        float(iqm(x)),
+        low,
+        high,
+        x.mean(),
+        sd,
+    )
 
 
 def figure_of(row: RowResult, kind: str) -> Figure:
@@ -122,31 +127,28 @@ def figure_of(row: RowResult, kind: str) -> Figure:
     """
     x = row.finals(kind)
     bad = tuple(run.seed for run, value in zip(row.complete, x) if not np.isfinite(value))
-    return Figure(len(x), bad=bad) if bad or not len(x) else figure_over(x)
+    if bad or not len(x):
+        return Figure(len(x), bad=bad)
+    return figure_over(x)
 
 # %% ../../nbs/results/03_tables.ipynb #71cde4fa
-def steps_needed(row: RowResult) -> list:
-    """For each complete run, the steps to the threshold; `inf` if the run did not reach it. Empty
-    if there is no threshold.
-    """
-    if row.threshold is None:
-        return []
-    return [steps_to(run.curve[0], run.curve[1], row.threshold) for run in row.complete]
-
-
-def _needed(row: RowResult) -> str:
+def _needed(row: RowResult):
     "The threshold, and after how many steps the runs have reached it."
-    steps = steps_needed(row)
+    if row.threshold is None:
+        return "-"
     text = "-"
+    steps = [steps_to(*run.curve, row.threshold) for run in row.complete]
     if steps:
         middle = float(np.median(steps))
         text = format_number(int(middle)) if math.isfinite(middle) else "never"
-        text += f" ({sum(map(math.isfinite, steps))} of {len(steps)})"
-    return text if row.threshold is None else f"{short_number(row.threshold)}: {text}"
+        n_reached = sum(map(math.isfinite, steps))
+        text += f" ({n_reached} of {len(steps)})"
+    return f"{short_number(row.threshold)}: {text}"
 
 
-def _published(row: RowResult, of: str) -> str:
-    texts = [f"{x.name}: {with_sd(x.mean, x.sd)}" for x in row.published if x.of == of]
+def _published(row, of):
+    figures = [x for x in row.published if x.of == of]
+    texts = [f"{x.name}: {with_sd(x.mean, x.sd)}" for x in figures]
     return "; ".join(texts) or "-"
 
 # %% ../../nbs/results/03_tables.ipynb #71a4af3f
@@ -187,43 +189,6 @@ def columns_and_rows(results: Results) -> tuple:
         rows.append([row[name] for name in columns])
     return columns, rows
 
-# %% ../../nbs/results/03_tables.ipynb #d669d738
-def _scaled(results: Results) -> dict:
-    """Label -> for each of its environments with a scale, the last returns of its runs on that
-    scale.
-    """
-    strata: dict = {}
-    for row in results.rows:
-        if row.scale and row.complete:
-            low, high = row.scale
-            strata.setdefault(row.label, []).append((row.finals("last") - low) / (high - low))
-    return strata
-
-
-def _is_comparable(strata: list) -> bool:
-    "Whether there are several environments, with equally many returns, all of which are numbers."
-    numbers = {len(x) for x in strata}
-    return len(strata) > 1 and len(numbers) == 1 and bool(np.isfinite(strata).all())
-
-
-def on_scales(results: Results) -> dict:
-    """Label -> for each of its environments with a scale, the last returns of its runs on that
-    scale.
-
-    Labels with fewer than two such environments, with other numbers of runs in some of them, or
-    with a return that is not a number, are left out: an environment would count by the number of
-    its runs.
-    """
-    return {label: x for label, x in _scaled(results).items() if _is_comparable(x)}
-
-
-def together(results: Results) -> list:
-    "For each label of `on_scales`: `(label, number of environments, IQM, (low, high) or None)`."
-    return [
-        (label, len(strata), float(iqm(np.concatenate(strata))), interval(strata))
-        for label, strata in on_scales(results).items()
-    ]
-
 # %% ../../nbs/results/03_tables.ipynb #5c44a750
 def improvements(results: Results) -> list:
     """For each two labels `(label, other, number of environments, probability of improvement over
@@ -244,13 +209,24 @@ def improvements(results: Results) -> list:
         xs = [x[env] for env in envs]
         ys = [y[env] for env in envs]
         if envs and np.isfinite(np.concatenate(xs + ys)).all():
-            probability = float(improvement(xs, ys))
-            bounds = improvement_interval(xs, ys)
-            pairs.append((label, other, len(envs), probability, bounds))
+            figures = improvement(xs, ys), improvement_interval(xs, ys)
+            pairs.append((label, other, len(envs), *figures))
     return pairs
 
 # %% ../../nbs/results/03_tables.ipynb #2e457810
-def _notes_of_row(row: RowResult) -> list:
+# What is said of a run -> the fact that is said beside its seed, if there is one
+_FACTS: dict[str, Callable] = {
+    "episodes of its evaluations were cut off, so their returns are partial: seed": (
+        lambda run: run.cut_off
+    ),
+    "was edited while it trained, or is a fork, so the command does not train it again: seed": (
+        lambda run: "; ".join(past_in_words(run.history))
+    ),
+    "stopped before its last step: seed": lambda run: run.history.stopped,
+}
+
+
+def _notes_of_row(row):
     # Runs without numbers, and numbers of few runs
     notes = []
     runs = row.results
@@ -266,36 +242,28 @@ def _notes_of_row(row: RowResult) -> list:
     elif 1 < n < 5:
         notes.append(f"an interval from {n} runs is narrower than it says")
 
-    # What is odd -> the seeds and the options that it is true of.
+    # What is odd -> the seeds and the options that it is true of
     seeds = [run.seed for run in runs]
     bad = {*figure_of(row, "last").bad, *figure_of(row, "best evaluation").bad}
-    pasts = [(run.seed, "; ".join(past_in_words(run.history))) for run in runs]
-    stops = [(run.seed, run.history.stopped) for run in runs]
-    cuts = [(run.seed, run.cut_off) for run in runs]
-    culprits = {
+    culprits: dict[str, list] = {
         "a return is not a number, so there is no mean: seed": sorted(bad),
         "its runs do not have the same options:": [
-            f"{name} ({text})" for name, (text,) in differing_options([runs])
+            f"{name} ({text})" for name, text in differing_options([runs])
         ],
         "counts a seed more than once, as if its runs were independent:": [
-            seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1
+            seed for seed, count in Counter(seeds).items() if count > 1
         ],
-        "episodes of its evaluations were cut off, so their returns are partial: seed": _told(cuts),
-        "was edited while it trained, or is a fork, so the command does not train it again: seed": (
-            _told(pasts)
-        ),
-        "stopped before its last step: seed": _told(stops),
         "went on after an interruption, with new episodes: seed": [
             run.seed for run in runs if run.resumes
         ],
     }
-    notes += [f"{text} {_listed(those)}" for text, those in culprits.items() if those]
+    for text, fact_of in _FACTS.items():
+        facts = [(run.seed, fact_of(run)) for run in runs]
+        culprits[text] = [f"{seed} ({fact})" for seed, fact in facts if fact]
+    for text, those in culprits.items():
+        if those:
+            notes.append(f"{text} {_listed(those)}")
     return [f"{row.label} on {row.env}: {note}." for note in notes]
-
-
-def _told(facts: list) -> list:
-    "The seeds for which there is a fact, each with the fact in brackets."
-    return [f"{seed} ({fact})" for seed, fact in facts if fact]
 
 
 def notes_of(results: Results) -> list:
@@ -303,13 +271,6 @@ def notes_of(results: Results) -> list:
     notes = []
     for row in results.rows:
         notes += _notes_of_row(row)
-    for label, strata in _scaled(results).items():
-        numbers = [*map(len, strata)]
-        if len({*numbers}) > 1:
-            notes.append(
-                f"{label}: no figure over all environments, "
-                f"because they have {_listed(numbers)} runs."
-            )
     return notes
 
 
@@ -324,14 +285,18 @@ are better, its interval is that of Clopper and Pearson for independent pairs of
 ABOUT = ABOUT.replace("\n", " ")
 
 # %% ../../nbs/results/03_tables.ipynb #d8dbd936
-def _plain(text: Any) -> str:
+def _plain(text):
     """The text, in which what Markdown and HTML would not show as it stands is escaped. So a
     terminal shows names and intervals as they are.
     """
     # `a_b` is no emphasis, and `[1, 2]` no link.
     special = r"([\\`*|]|(?<!\w)_|_(?!\w)|\](?=[(\[:]))"
     one_line = " ".join(str(text).split())
-    return re.sub(special, r"\\\1", html.escape(one_line, quote=False))
+    return re.sub(
+        special,
+        r"\\\1",
+        html.escape(one_line, quote=False),
+    )
 
 
 def table_text(columns: list, rows: list) -> str:
@@ -346,31 +311,54 @@ def table_text(columns: list, rows: list) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def sentences(results: Results, shown: Callable = str) -> dict:
+    """Title -> sentences: which label is better than another one, and where figures are published.
+
+    Args:
+        shown: function that makes the text of a name
+    """
+    better = []
+    for label, other, n, *figure in improvements(results):
+        pair = f"{shown(label)} > {shown(other)}"
+        plural = "s" * (n > 1)
+        better.append(f"P({pair}) = {bounded(*figure)} over {n} environment{plural}.")
+
+    # What the numbers are compared with
+    sources = []
+    for row in results.rows:
+        for x in row.published:
+            texts = map(
+                shown,
+                (x.name, x.algorithm, x.env, x.source),
+            )
+            sources.append("{}, {} on {}: {}".format(*texts))
+    # Two rows may be compared with one figure.
+    return {
+        "Probability of improvement": better,
+        "Published figures": dict.fromkeys(sources),
+    }
+
+
 def markdown(results: Results) -> str:
     "The report as Markdown."
-    # The table, and figures over several environments
-    parts = [f"# {_plain(results.title)}", table_text(*columns_and_rows(results))]
-    for label, n, *figure in together(results):
-        text = bounded(*figure, digits=2)
-        parts.append(f"{_plain(label)}, {n} environments together on their scales: IQM {text}.")
-    for label, other, n, *figure in improvements(results):
-        text = bounded(*figure, digits=2)
-        plural = "s" * (n > 1)
-        parts.append(f"P({_plain(label)} > {_plain(other)}) = {text} over {n} environment{plural}.")
-    parts += [ABOUT, *(f"- {_plain(note)}" for note in notes_of(results))]
+    commands = [f"    {' '.join(row.command.split())}" for row in results.rows]
+    lists = [_list(title, texts) for title, texts in sentences(results, _plain).items()]
+    parts = [
+        f"# {_plain(results.title)}",
+        table_text(*columns_and_rows(results)),
+        *lists,
+        ABOUT,
+        _list("Notes", map(_plain, notes_of(results))),
+        "Commands:",
+        "\n".join(commands),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
-    # What the numbers are compared with, and how they were made
-    sources = []
-    commands = []
-    for row in results.rows:
-        commands.append(f"    {' '.join(row.command.split())}")
-        for x in row.published:
-            texts = [*map(_plain, (x.name, x.algorithm, x.env, x.source))]
-            sources.append("- {}, {} on {}: {}".format(*texts))
-    if sources:
-        parts += ["Published figures:", "\n".join(sources)]
-    parts += ["Commands:", "\n".join(commands)]
-    return "\n\n".join(parts) + "\n"
+
+def _list(title, texts):
+    "A list below a title; empty if there is nothing in it."
+    lines = [f"- {text}" for text in texts]
+    return "\n".join([f"{title}:\n", *lines]) if lines else ""
 
 
 def csv_lines(rows: Iterable) -> str:
@@ -394,7 +382,7 @@ def csv_text(results: Results) -> str:
     return csv_lines(lines)
 
 
-def _cells(row: RowResult, run: Any) -> list:
+def _cells(row, run):
     # A spreadsheet takes what begins so for a formula.
     texts = [
         f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
@@ -404,8 +392,21 @@ def _cells(row: RowResult, run: Any) -> list:
     if run.state == "complete":
         steps, returns = run.curve
         needed = math.nan if row.threshold is None else steps_to(steps, returns, row.threshold)
-        numbers = [run.mean("last"), run.best, run.mean("best"), needed, run.seconds]
-    return [*texts, run.seed, run.state, run.steps, *(f"{x:.10g}" for x in numbers), run.resumes]
+        numbers = [
+            run.mean("last"),
+            run.best,
+            run.mean("best"),
+            needed,
+            run.seconds,
+        ]
+    return [
+        *texts,
+        run.seed,
+        run.state,
+        run.steps,
+        *(f"{x:.10g}" for x in numbers),
+        run.resumes,
+    ]
 
 
 def curves_text(results: Results) -> str:
@@ -414,10 +415,18 @@ def curves_text(results: Results) -> str:
     """
     lines = []
     for row in results.rows:
-        who = dict(environment=row.env, label=row.label, algorithm=row.algorithm)
+        who = dict(
+            environment=row.env,
+            label=row.label,
+            algorithm=row.algorithm,
+        )
         for run in row.results:
             for record in run.evaluations:
-                line = dict(who, seed=run.seed, kind=record["kind"])
+                line = dict(
+                    who,
+                    seed=run.seed,
+                    kind=record["kind"],
+                )
                 for name in ("steps", "seconds", "mean", "std"):
                     x = record.get(name, math.nan)
                     line[name] = x if math.isfinite(x) else None
@@ -445,7 +454,7 @@ class Curve(NamedTuple):
     high: np.ndarray
 
 
-def _points(run: Result) -> dict:
+def _points(run):
     "Step at which an evaluation was due -> its mean return."
     every = Every.of(run.config.get("eval_every", 0))
     n = every.n if every.unit == "steps" and every.n else 1
@@ -464,16 +473,25 @@ def curve_over(label: str, steps: np.ndarray, strata: list) -> Curve:
         steps: see `Curve`
         strata: for each task its results, float64 `[n runs, k]`
     """
+    # Points at which all returns are numbers; at others they are left out.
+    is_known = np.isfinite(np.concatenate(strata)).all(0)
+    strata = [np.where(is_known, x, 0.0) for x in strata]
     y = np.concatenate(strata)
-    # Points at which all returns are numbers
-    middle, low, high = np.full((3, len(steps)), np.nan)
-    ok = np.isfinite(y).all(0)
-    middle[ok] = low[ok] = high[ok] = iqm(y[:, ok].T)
-    if ok.any():
-        bounds = interval([x[:, ok] for x in strata], n=2000)
-        if bounds is not None:
-            low[ok], high[ok] = bounds
-    return Curve(label, len(y), steps, middle, low, high)
+
+    # One run has no interval.
+    middle = iqm(y.T)
+    low, high = interval(strata, n=2000) or (middle, middle)
+    band = np.where(
+        is_known,
+        [middle, low, high],
+        np.nan,
+    )
+    return Curve(
+        label,
+        len(y),
+        steps,
+        *band,
+    )
 
 
 def curve_of(row: RowResult) -> Curve | None:
@@ -488,12 +506,16 @@ def curve_of(row: RowResult) -> Curve | None:
     if not steps:
         return None
     y = np.array([[*map(of_run.get, steps)] for of_run in points])
-    return curve_over(row.label, np.array(steps), [y])
+    return curve_over(
+        row.label,
+        np.array(steps),
+        [y],
+    )
 
 # %% ../../nbs/results/03_tables.ipynb #bcc0830b
 def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
-    """A matplotlib `Figure` with a panel for each chart. A long legend is below its panel, where it
-    does not hide a line.
+    """A matplotlib `Figure` with a panel for each chart. A legend is below its panel, where it does
+    not hide a line.
 
     Args:
         charts: title of a panel -> function that draws into its axes
@@ -505,25 +527,34 @@ def panels(charts: dict, xlabel: str, ylabel: str = "", title: str = "") -> Any:
     n_rows = -(-len(charts) // n_columns)
     figure = Figure(dpi=150, layout="constrained")
     places = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
-    n_lines_below = 0
+    n_lines = 0
     for axes, (name, draw) in zip(places, charts.items()):
         draw(axes)
         style(axes, escaped_text(name))
         axes.xaxis.get_major_locator().set_params(integer=True)
 
-        # A legend of more than three lines goes below.
+        # The legend, whose lines are not longer than the panel
         handles, labels = axes.get_legend_handles_labels()
         labels = [fill(label, 50, break_long_words=False) for label in labels]
-        n_lines = sum(label.count("\n") + 1 for label in labels)
-        place = {}
-        if n_lines > 3:
-            place = dict(loc="upper center", bbox_to_anchor=(0.5, -0.08))
-            n_lines_below = max(n_lines_below, n_lines)
+        n_lines = max(
+            n_lines,
+            "\n".join(labels).count("\n") + 1,
+        )
         if labels:
-            axes.legend(handles, labels, frameon=False, fontsize="small", **place)
+            axes.legend(
+                handles,
+                labels,
+                frameon=False,
+                fontsize="small",
+                loc="upper center",
+                bbox_to_anchor=(0.5, -0.08),
+            )
 
     # The size of a panel grows with the legend below it.
-    figure.set_size_inches(4.2 * n_columns + 0.6, (3.2 + 0.18 * n_lines_below) * n_rows + 0.3)
+    figure.set_size_inches(
+        4.2 * n_columns + 0.6,
+        (3.2 + 0.18 * n_lines) * n_rows + 0.3,
+    )
     for axes in places[len(charts) :]:
         axes.remove()
     figure.suptitle(escaped_text(title), fontsize="large")
@@ -539,22 +570,47 @@ def color_of(results: Results, label: str) -> str:
 
 
 # Line styles of published figures; dotted lines are thresholds.
-_STYLES = ("--", "-.", (0, (1, 1.5, 6, 1.5)))
+_STYLES = (
+    "--",
+    "-.",
+    (0, (1, 1.5, 6, 1.5)),
+)
 
 
 def draw_curve(axes: Any, curve: Curve, color: str, label: str) -> None:
     "Draw a curve with its band."
-    axes.fill_between(curve.steps, curve.low, curve.high, color=color, alpha=0.2, linewidth=0)
-    draw_line(axes, curve.steps, curve.middle, color, label, least=3, linewidth=1.6)
+    axes.fill_between(
+        curve.steps,
+        curve.low,
+        curve.high,
+        color=color,
+        alpha=0.2,
+        linewidth=0,
+    )
+    draw_line(
+        axes,
+        curve.steps,
+        curve.middle,
+        color,
+        label,
+        linewidth=1.6,
+    )
 
 
-def draw_line(axes: Any, x: Any, y: Any, color: str, label: str, least: int, **style: Any) -> None:
-    "Draw a line, with its points if there are fewer than `least`."
-    marker = "." if len(x) < least else None
-    axes.plot(x, y, color=color, label=escaped_text(label), marker=marker, **style)
+def draw_line(axes: Any, x: Any, y: Any, color: str, label: str, **style: Any) -> None:
+    "Draw a line, with its points if there are fewer than three."
+    marker = "." if len(x) < 3 else None
+    axes.plot(
+        x,
+        y,
+        color=color,
+        label=escaped_text(label),
+        marker=marker,
+        **style,
+    )
 
 
-def _draw(axes: Any, results: Results, env: str) -> None:
+def _draw(axes, results, env):
     "Draw the curves of an environment, with published figures and thresholds as horizontal lines."
     rows = [row for row in results.rows if row.env == env]
     for row in rows:
@@ -562,51 +618,33 @@ def _draw(axes: Any, results: Results, env: str) -> None:
         curve = curve_of(row)
         if curve is not None:
             plural = "s" * (curve.n > 1)
-            draw_curve(axes, curve, color, f"{row.label} ({curve.n} run{plural})")
+            draw_curve(
+                axes,
+                curve,
+                color,
+                f"{row.label} ({curve.n} run{plural})",
+            )
         for x, dashes in zip(row.published, cycle(_STYLES)):
             label = escaped_text(f"{x.name}: {row.label}, {x.of}")
-            axes.axhline(x.mean, color=color, linewidth=0.9, linestyle=dashes, label=label)
+            axes.axhline(
+                x.mean,
+                color=color,
+                linewidth=0.9,
+                linestyle=dashes,
+                label=label,
+            )
 
     # Rows may have the same threshold.
     dotted = dict(color="0.5", linewidth=0.9, linestyle=":", zorder=1)
     for x in sorted({row.threshold for row in rows if row.threshold is not None}):
-        axes.axhline(x, label=f"threshold {short_number(x)}", **dotted)
+        axes.axhline(
+            x,
+            label=f"threshold {short_number(x)}",
+            **dotted,
+        )
 
 
 def draw_curves(results: Results, title: str = "") -> Any:
     "A `Figure` with the curves of all rows, a panel for each environment."
     charts = {row.env: partial(_draw, results=results, env=row.env) for row in results.rows}
     return panels(charts, LABELS["steps"], "return of evaluations, interquartile mean", title)
-
-# %% ../../nbs/results/03_tables.ipynb #b23724d5
-def profile_of(label: str, strata: list, taus: np.ndarray) -> Curve:
-    """The performance profile, as a curve over percent of the scale. Source: Agarwal et al. 2021,
-    https://arxiv.org/abs/2108.13264
-
-    Args:
-        label: see `Curve`
-        strata: for each task the results on its scale, float64 `[n runs]`
-        taus: numbers on the scale, ascending, float64 `[k]`
-    """
-    above = [x[:, None] > taus for x in strata]
-    middle = np.concatenate(above).mean(0)
-    low, high = interval(above, n=2000, of=lambda x: x.mean(-1)) or (middle, middle)
-    return Curve(label, sum(map(len, strata)), 100 * taus, middle, low, high)
-
-
-def draw_profiles(results: Results) -> Any:
-    "A `Figure` with the performance profiles of the labels of `on_scales`; None if there are none."
-    scaled = on_scales(results)
-    if not scaled:
-        return None
-    returns = np.concatenate([*chain(*scaled.values())])
-    taus = np.linspace(min(0.0, returns.min()), max(1.0, returns.max()), 201)
-
-    def draw(axes):
-        for label, strata in scaled.items():
-            curve = profile_of(label, strata, taus)
-            draw_curve(axes, curve, color_of(results, label), f"{label} ({curve.n} runs)")
-        axes.set_ylim(-0.02, 1.02)
-
-    xlabel = "return on the scales of the environments [%]"
-    return panels({"": draw}, xlabel, "share of runs above it")

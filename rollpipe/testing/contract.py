@@ -41,7 +41,8 @@ class ContractError(PipeError, AssertionError):
     def __init__(self, subject: object, violations: Iterable):
         self.violations = list(violations)
         n = len(self.violations)
-        lines = [f"{subject} breaks {n} rule{'s' if n > 1 else ''}:"]
+        plural = "s" * (n > 1)
+        lines = [f"{subject} breaks {n} rule{plural}:"]
         lines += [f"- {v.rule}: {v.detail}" for v in self.violations]
         super().__init__("\n".join(lines))
 
@@ -71,7 +72,10 @@ class Report:
         try:
             yield
         except Exception as e:
-            self.add(rule, f"{type(e).__name__}: {e}")
+            self.add(
+                rule,
+                f"{type(e).__name__}: {e}",
+            )
             raise self.Stop from e
 
     def section(self, fn: Callable, *args: Any) -> Any:
@@ -121,7 +125,7 @@ def same(a: Any, b: Any, tolerance: float = 0.0) -> bool:
     return all(_same_leaf(x, y, tolerance) for x, y in zip(xs, ys))
 
 
-def _same_leaf(x: Any, y: Any, tolerance: float) -> bool:
+def _same_leaf(x, y, tolerance):
     "Whether two leaves agree."
     # Each iteration makes new functions and sources of ticks, so they cannot be compared.
     if callable(x) or isinstance(x, TickSource):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ from ..pipes.envs.sources import is_instance
 from rollpipe.pipes.tensors.tensor_env import (
     TensorBatch,
     TensorFactory,
-    TensorOutcome,
     is_tensor_source,
 )
 from .contract import Report, same, sampled, snapshot
@@ -81,7 +79,7 @@ TENSOR_ENV_NUMBERS = (
 TENSOR_ENV_FINAL = "where an episode is truncated, final_obs holds its true last observation"
 
 # %% ../../nbs/testing/01_env_rules.ipynb #528c339e
-def _check_obs(report: Report, obs: Any, space: gym.Space, spec: Any) -> Any:
+def _check_obs(report, obs, space, spec):
     """The observation as arrays in the containers of its space.
 
     Reports an observation that is not in the space.
@@ -100,11 +98,15 @@ def _check_obs(report: Report, obs: Any, space: gym.Space, spec: Any) -> Any:
     is_finite = all(np.isfinite(x).all() for x in floats)
     is_within = not is_finite or space.contains(_as_sample(obs, space))
     report.check(ENV_OBS_FINITE, is_finite, describe(obs))
-    report.check(ENV_OBS_WITHIN_BOUNDS, is_within, f"{obs} is not in {space}")
+    report.check(
+        ENV_OBS_WITHIN_BOUNDS,
+        is_within,
+        f"{obs} is not in {space}",
+    )
     return obs
 
 
-def _as_sample(x: Any, space: gym.Space) -> Any:
+def _as_sample(x, space):
     "Nested arrays in the form that `space.contains` accepts."
     if isinstance(space, gym.spaces.Dict):
         return {k: _as_sample(x[k], s) for k, s in space.spaces.items()}
@@ -117,7 +119,7 @@ def _as_sample(x: Any, space: gym.Space) -> Any:
     return sample if (sample == x).all() else x
 
 # %% ../../nbs/testing/01_env_rules.ipynb #15d03a3a
-def _check_info(report: Report, info: dict, forms: dict) -> None:
+def _check_info(report, info, forms):
     """Compare the infos with `forms`, key -> structure and shapes, or None if it is not numeric.
 
     Add new infos to `forms`.
@@ -133,11 +135,18 @@ def _check_info(report: Report, info: dict, forms: dict) -> None:
     # Leaves of irregular shapes are no arrays.
     try:
         for key, x in info.items():
-            first_form = forms.setdefault(key, form(x))
-            stays = first_form is None or form(x) == first_form
-            report.check(ENV_INFO_STAYS, stays, f"info[{key!r}] became {describe(x)}")
+            form_of_x = form(x)
+            stays = forms.setdefault(key, form_of_x) in (None, form_of_x)
+            report.check(
+                ENV_INFO_STAYS,
+                stays,
+                f"info[{key!r}] became {describe(x)}",
+            )
     except ValueError as e:
-        report.add(ENV_INFO_STAYS, f"{type(e).__name__}: {e}")
+        report.add(
+            ENV_INFO_STAYS,
+            f"{type(e).__name__}: {e}",
+        )
 
 # %% ../../nbs/testing/01_env_rules.ipynb #fa4a50b4
 # The resets after the last step. Until then a long episode was reset once, and what goes wrong at a
@@ -161,7 +170,12 @@ class _Player:
 
     def checked(self, obs: Any) -> Any:
         "The observation as arrays."
-        return _check_obs(self.report, obs, self.env.observation_space, self.obs_spec)
+        return _check_obs(
+            self.report,
+            obs,
+            self.env.observation_space,
+            self.obs_spec,
+        )
 
     def reset(self, last_obs: Any, **kwargs: Any) -> None:
         "Reset, which must not change the observation `last_obs` (None: there is none)."
@@ -181,37 +195,44 @@ class _Player:
 
     def step(self) -> Any:
         "Step. Returns the observation, or None if the episode ended and was reset."
+        # The action may be any one of the space.
         with self.report.demand(ENV_STEP):
             last_obs, rew, term, trunc, info = self.env.step(self.draw_action())
             if not isinstance(info, dict):
                 raise TypeError(f"info is {describe(info)}")
 
+        # The answer
         obs = self.checked(last_obs)
-        self._check_reward(rew)
+        number = np.array(rew)
+        is_number = number.ndim == 0 and number.dtype.kind in "biuf" and math.isfinite(rew)
+        self.report.check(
+            ENV_REWARD,
+            is_number,
+            describe(rew),
+        )
         for name, flag in (("terminated", term), ("truncated", trunc)):
             is_bool = isinstance(flag, (bool, np.bool_))
-            self.report.check(ENV_FLAGS, is_bool, f"{name} is {describe(flag)}")
+            self.report.check(
+                ENV_FLAGS,
+                is_bool,
+                f"{name} is {describe(flag)}",
+            )
         _check_info(self.report, info, self.info_forms)
 
         # What another run with the same seed must repeat
-        is_terminated = bool(np.any(term))
-        is_truncated = bool(np.any(trunc))
-        self.trace.append((obs, np.array(rew), is_terminated, is_truncated))
-        if not (is_terminated or is_truncated):
+        ends = [bool(np.any(term)), bool(np.any(trunc))]
+        self.trace.append((obs, number, *ends))
+        if not any(ends):
             return last_obs
         self.reset(last_obs)
 
-    def _check_reward(self, rew):
-        number = np.asarray(rew)
-        is_number = number.ndim == 0 and number.dtype.kind in "biuf" and math.isfinite(rew)
-        self.report.check(ENV_REWARD, is_number, describe(rew))
 
-
-def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
+def _play(report, env, n_steps, seed):
     """Play random actions, and then reset several times.
 
     Returns a list of the environment's answers, step by step.
     """
+    # The spaces are compared with those of the end.
     player = _Player(report, env, seed)
     spaces = deepcopy((env.observation_space, env.action_space))
 
@@ -230,13 +251,16 @@ def _play(report: Report, env: gym.Env, n_steps: int, seed: int) -> list:
     return player.trace
 
 # %% ../../nbs/testing/01_env_rules.ipynb #3ff3a13d
-def _random_actions(space: gym.Space, n_envs: int, device: Any) -> Any:
+def _random_actions(space, n_envs, device):
     "A batch of actions `[1, B, ...]` of the space."
     rows = sampled(space, n_envs, "act")
-    return nested.map(lambda x: torch.from_numpy(x)[None].to(device), rows)
+    return nested.map(
+        lambda x: torch.from_numpy(x)[None].to(device),
+        rows,
+    )
 
 
-def _check_numbers(report: Report, batch: TensorBatch, out: TensorOutcome) -> None:
+def _check_numbers(report, batch, out):
     "Check the numbers that a `TensorEnv` returned for a step."
     truncated = (out.trunc & ~out.term).nonzero()[:, 0]
     report.check(
@@ -261,20 +285,29 @@ def _check_numbers(report: Report, batch: TensorBatch, out: TensorOutcome) -> No
             )
 
 
-def _play_tensors(report: Report, env: Any, n_steps: int, seed: int) -> list:
+def _play_tensors(report, env, n_steps, seed):
     "Play random actions in a `TensorEnv`. Returns a list of its answers, step by step."
     # The batch is what a pipeline uses to step such an environment.
     with report.demand(TENSOR_ENV_MADE):
-        batch = TensorBatch(env, np.random.SeedSequence(seed), closes=False)
+        batch = TensorBatch(
+            env,
+            np.random.SeedSequence(seed),
+            closes=False,
+        )
     spaces = deepcopy((env.observation_space, env.action_space))
     actions = deepcopy(env.action_space)
     actions.seed(seed)
 
+    # Steps with random actions; a copy of each answer is kept.
     with report.demand(TENSOR_ENV_RESET):
         trace = [snapshot(batch.begin())]
     for _ in range(n_steps):
         with report.demand(TENSOR_ENV_STEP), torch.no_grad():
-            act = _random_actions(actions, len(batch), batch.device)
+            act = _random_actions(
+                actions,
+                len(batch),
+                batch.device,
+            )
             _, act_for_env = batch.actions_for_env(act)
             out = batch.advance(act_for_env)
         _check_numbers(report, batch, out)
@@ -288,7 +321,7 @@ def _play_tensors(report: Report, env: Any, n_steps: int, seed: int) -> list:
     return trace
 
 
-def _play_twice(report: Report, rule: str, make: Callable, play: Callable, closes: bool) -> None:
+def _play_twice(report, rule, make, play, closes):
     "Make an environment and play, twice, because the same seed must give the same answers."
     traces = []
     for _ in range(2):
@@ -303,7 +336,11 @@ def _play_twice(report: Report, rule: str, make: Callable, play: Callable, close
 
     # Step by step, because the first difference says most
     for t, (a, b) in enumerate(zip(*traces)):
-        report.check(ENV_SEED, same(a, b), f"step {t} of the second run differs")
+        report.check(
+            ENV_SEED,
+            same(a, b),
+            f"step {t} of the second run differs",
+        )
 
 # %% ../../nbs/testing/01_env_rules.ipynb #49fc9816
 def check_env(
@@ -343,22 +380,35 @@ def check_env(
         return report.close(factory, raises)
 
     is_lent = is_instance(env)
-    report.section(_check_env, report, env, env_kwargs, n_steps, seed, is_lent)
+    report.section(
+        _check_env,
+        report,
+        env,
+        env_kwargs,
+        n_steps,
+        seed,
+        is_lent,
+    )
     return report.close(env if is_lent else EnvFactory(env, env_kwargs), raises)
 
 
-def _check_tensor_env(report: Report, factory: TensorFactory, n_steps: int, seed: int) -> None:
+def _check_tensor_env(report, factory, n_steps, seed):
     "Check the environment that the factory makes, or lends."
     make = partial(factory, seed)
     play = partial(_play_tensors, report, n_steps=n_steps, seed=seed)
-    report.section(_play_twice, report, TENSOR_ENV_MADE, make, play, not factory.lends)
+    report.section(
+        _play_twice,
+        report,
+        TENSOR_ENV_MADE,
+        make,
+        play,
+        not factory.lends,
+    )
     if not factory.lends and not report.violations:
         _check_resumable(report, make, seed)
 
 
-def _check_env(
-    report: Report, env: Any, env_kwargs: dict | None, n_steps: int, seed: int, is_lent: bool
-) -> None:
+def _check_env(report, env, env_kwargs, n_steps, seed, is_lent):
     "Check an environment, or one of each kind of those in a vector."
     singles = []  # a maker for each kind of environment in a vector
 
@@ -372,20 +422,39 @@ def _check_env(
         raise TypeError(f"got {type(instance).__name__}")
 
     play = partial(_play, report, n_steps=n_steps, seed=seed)
-    report.section(_play_twice, report, ENV_MADE, make, play, not is_lent)
+    report.section(
+        _play_twice,
+        report,
+        ENV_MADE,
+        make,
+        play,
+        not is_lent,
+    )
 
     # A vector breaks the rule `ENV_MADE`, and its environments are checked one by one.
     for single in singles:
         _check_env(report, single, None, n_steps, seed, False)
     if not is_lent and not report.violations:
-        _check_resumable(report, lambda: EnvFactory(env, env_kwargs)(seed), seed)
+        _check_resumable(
+            report,
+            lambda: EnvFactory(env, env_kwargs)(seed),
+            seed,
+        )
 
 
-def _check_resumable(report: Report, make: Callable, seed: int) -> None:
+def _check_resumable(report, make, seed):
     "Check how a running environment can be kept. What that means for runs is logged."
     keeper = keeper_for(make, seed)
-    report.check(ENV_RESUMABLE, "own" not in keeper.failed, keeper.failed.get("own"))
-    report.check(ENV_UNDISTURBED, not keeper.disturbed, keeper.alone)
+    report.check(
+        ENV_RESUMABLE,
+        "own" not in keeper.failed,
+        keeper.failed.get("own"),
+    )
+    report.check(
+        ENV_UNDISTURBED,
+        not keeper.disturbed,
+        keeper.alone,
+    )
 
     log = logging.getLogger("rollpipe")
     if keeper.only:

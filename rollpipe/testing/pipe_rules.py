@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import cloudpickle
 import torch
@@ -55,7 +54,7 @@ FRAGMENT_STEPNO = (
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #9edf8cbf
 @contextmanager
-def _open(pipe: IterDataPipe) -> Iterator:
+def _open(pipe):
     "An iterator of `pipe`. At the end it is closed, if it has a method `close`."
     stream = iter(pipe)
     try:
@@ -66,35 +65,51 @@ def _open(pipe: IterDataPipe) -> Iterator:
             close()
 
 
-def _first(pipe: IterDataPipe, n: int) -> list:
+def _first(pipe, n):
     "Copies of the first `n` items."
     with _open(pipe) as stream:
         return [snapshot(item) for item in islice(stream, n)]
 
 
-def _check_stream(report: Report, rule: str, make: Callable, n: int, expected: list) -> None:
+def _check_stream(report, rule, make, n, expected):
     "Compare the first `n` items of the pipe that `make` returns with the expected ones."
+    # An error while it runs breaks the same rule.
     with report.demand(rule):
         items = _first(make(), n)
     n_items = len(items)
-    report.check(rule, n_items == len(expected), f"{n_items} items instead of {len(expected)}")
+    report.check(
+        rule,
+        n_items == len(expected),
+        f"{n_items} items instead of {len(expected)}",
+    )
     for k, (a, b) in enumerate(zip(items, expected)):
-        report.check(rule, same(a, b), f"item {k} differs")
+        report.check(
+            rule,
+            same(a, b),
+            f"item {k} differs",
+        )
 
 
-def _check_length(report: Report, pipe: IterDataPipe) -> None:
+def _check_length(report, pipe):
     "Compare the length of a pipe, if it has one, with the number of its items."
     try:
         n = len(pipe)  # pyright: ignore[reportArgumentType]  some pipes have a length
     except TypeError:
         return
     except Exception as e:
-        return report.add(PIPE_LENGTH, f"{type(e).__name__}: {e}")
+        return report.add(
+            PIPE_LENGTH,
+            f"{type(e).__name__}: {e}",
+        )
 
     with report.demand(PIPE_LENGTH), _open(pipe) as stream:
         n_items = sum(1 for _ in islice(stream, n + 1))
     amount = "more" if n_items > n else n_items
-    report.check(PIPE_LENGTH, n_items == n, f"len() is {n}, but there are {amount} items")
+    report.check(
+        PIPE_LENGTH,
+        n_items == n,
+        f"len() is {n}, but there are {amount} items",
+    )
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #438bfbeb
 class _From(Pipe):
@@ -111,7 +126,7 @@ class _From(Pipe):
             yield item
 
 
-def _with_inputs_from(pipe: IterDataPipe, firsts: list | None = None) -> tuple:
+def _with_inputs_from(pipe, firsts=None):
     """The graph whose last pipe reads its inputs from the items `firsts` on.
 
     Also returns a list that counts the items of each input up to the last one that was read.
@@ -126,17 +141,17 @@ def _with_inputs_from(pipe: IterDataPipe, firsts: list | None = None) -> tuple:
             counts[i] += 1
 
         make = partial(_From, first=first, note=note)
-        pipe = _insert_after(pipe, inputs(pipe)[i], make)  # each edit copies the graph
+        pipe = _insert_after(
+            pipe,
+            inputs(pipe)[i],
+            make,
+        )  # each edit copies the graph
     return pipe, counts
 
 
 def _insert_after(pipe, source, make):
     "A copy of the graph with the pipe that `make` returns behind `source`."
     return insert_after(pipe, lambda p: p is source, make)
-
-
-def _learns(pipe):
-    return all(callable(getattr(pipe, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _can_resume(pipe):
@@ -146,7 +161,7 @@ def _can_resume(pipe):
     return not (getattr(pipe, "copies_above", False) and unknown_states(pipe))
 
 
-def _check_resumes(report: Report, make: Callable, k: int, expected: list) -> None:
+def _check_resumes(report, make, k, expected):
     """Cut the stream of a pipe after `k` items, and let another pipe continue.
 
     Its items are compared with the expected ones.
@@ -156,12 +171,13 @@ def _check_resumes(report: Report, make: Callable, k: int, expected: list) -> No
         return
     rest = expected[k:]
 
+    # The state after `k` items, and another pipe that gets it
     with report.demand(PIPE_RESUMABLE):
         with _open(pipe) as stream:
             for _ in range(k):
                 next(stream)
             state = pipe.get_state()
-            weights = deepcopy(pipe.state_dict()) if _learns(pipe) else None
+            weights = deepcopy(pipe.state_dict()) if hasattr(pipe, "load_state_dict") else None
             n_read = list(counts)
             next(stream, None)  # this must not change the state
 
@@ -188,12 +204,19 @@ def _check_resumes(report: Report, make: Callable, k: int, expected: list) -> No
         )
 
 
-def _differs(a: Any, b: Any) -> str | None:
+def _differs(a, b):
     "The path of the first leaf in which two items differ; None if they are the same."
     if same(a, b):
         return None
-    leaves = zip(nested.paths(a, "item"), nested.leaves(a), nested.leaves(b))
-    return next((path for path, x, y in leaves if not same(x, y)), "the structure")
+    leaves = zip(
+        nested.paths(a, "item"),
+        nested.leaves(a),
+        nested.leaves(b),
+    )
+    return next(
+        (path for path, x, y in leaves if not same(x, y)),
+        "the structure",
+    )
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #039e11c3
 class _Probe(Pipe):
@@ -211,7 +234,7 @@ class _Probe(Pipe):
             self.notes(-1)
 
 
-def _check_closes(report: Report, pipe: IterDataPipe) -> None:
+def _check_closes(report, pipe):
     "Count the sources that stay open after an iteration has been broken off."
     if not inputs(pipe):
         return  # a source has no pipes above it to close
@@ -227,15 +250,23 @@ def _check_closes(report: Report, pipe: IterDataPipe) -> None:
     with report.demand(PIPE_CLOSES):
         # An edit copies the graph, but keeps the order of the sources.
         for k in range(len(sources())):
-            pipe = _insert_after(pipe, sources()[k], partial(_Probe, notes=notes))
+            pipe = _insert_after(
+                pipe,
+                sources()[k],
+                partial(_Probe, notes=notes),
+            )
         with _open(pipe) as stream:
             next(stream, None)
         del stream
         gc.collect()
-        report.check(PIPE_CLOSES, n_open == 0, f"{n_open} of the sources stayed open")
+        report.check(
+            PIPE_CLOSES,
+            n_open == 0,
+            f"{n_open} of the sources stayed open",
+        )
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #6e8cb3e8
-def _check_fragment(report: Report, fragment: Fragment) -> None:
+def _check_fragment(report, fragment):
     "Check shapes, ends of episodes, and the numbers of steps."
     state = fragment.state
     term = fragment.term
@@ -243,7 +274,11 @@ def _check_fragment(report: Report, fragment: Fragment) -> None:
     final = fragment.final
     with report.demand(FRAGMENT_SHAPES):
         _check_shapes(fragment)
-    report.check(FRAGMENT_TERM, not (term & ~state.fin)[1:].any(), "term without fin")
+    report.check(
+        FRAGMENT_TERM,
+        not (term & ~state.fin)[1:].any(),
+        "term without fin",
+    )
 
     # How many rows of `final` belong to each step
     rows = torch.zeros_like(valid, dtype=torch.int64)
@@ -255,14 +290,25 @@ def _check_fragment(report: Report, fragment: Fragment) -> None:
         bool((rows[is_truncated] == 1).all()),
         "a truncated step without a row, or with several rows",
     )
-    report.check(FRAGMENT_FINAL, not rows[~ends].any(), "a row for a step that ends no episode")
+    report.check(
+        FRAGMENT_FINAL,
+        not rows[~ends].any(),
+        "a row for a step that ends no episode",
+    )
 
     # Steps are counted from 0, within each episode.
     stepno = state.stepno
     begins = state.fin[:-1] & valid
-    report.check(FRAGMENT_STEPNO, not stepno[:-1][begins].any(), "not 0 at the first step")
+    report.check(
+        FRAGMENT_STEPNO,
+        not stepno[:-1][begins].any(),
+        "not 0 at the first step",
+    )
     continues = valid & ~state.fin[1:]
-    is_counted = torch.equal(stepno[1:][continues], stepno[:-1][continues] + 1)
+    is_counted = torch.equal(
+        stepno[1:][continues],
+        stepno[:-1][continues] + 1,
+    )
     report.check(FRAGMENT_STEPNO, is_counted, "wrong count")
 
 
@@ -270,14 +316,24 @@ def _check_shapes(fragment):
     "Raise `DataError` for a leaf whose leading dimensions are not those of its field."
     T, B = fragment.valid.shape
     lead_of: dict[str, tuple] = {"final": (len(fragment.final.t),)}
-    lead_of.update(dict.fromkeys(Fragment.ROWS, (T + 1, B)))
+    lead_of.update(
+        dict.fromkeys(
+            Fragment.ROWS,
+            (T + 1, B),
+        )
+    )
     lead_of.update(dict.fromkeys(Fragment.STEPS, (T, B)))
     lead_of.update(dict.fromkeys(Fragment.COLUMNS, (B,)))
     for name, lead in lead_of.items():
         part = getattr(fragment, name)
         for x, path in zip(nested.leaves(part), nested.paths(part, name)):
             if tuple(x.shape[: len(lead)]) != lead:
-                raise DataError("wrong shape", leaf=path, expected=f"{list(lead)}, ...", got=x)
+                raise DataError(
+                    "wrong shape",
+                    leaf=path,
+                    expected=f"{list(lead)}, ...",
+                    got=x,
+                )
 
 # %% ../../nbs/testing/03_pipe_rules.ipynb #155dbb52
 def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) -> list:
@@ -304,10 +360,13 @@ def check_pipe(make_pipe: Callable, *, n_items: int = 4, raises: bool = True) ->
     """
     report = Report()
     report.section(_check_pipe, report, make_pipe, n_items)
-    return report.close(getattr(make_pipe, "__name__", type(make_pipe).__name__), raises)
+    return report.close(
+        getattr(make_pipe, "__name__", type(make_pipe).__name__),
+        raises,
+    )
 
 
-def _check_pipe(report: Report, make_pipe: Callable, n: int) -> None:
+def _check_pipe(report, make_pipe, n):
     "The sections of the check."
     with report.demand(PIPE_MADE):
         pipe = make_pipe()
@@ -324,7 +383,11 @@ def _check_pipe(report: Report, make_pipe: Callable, n: int) -> None:
                 copies.append(snapshot(item))
     for k, (item, copy) in enumerate(zip(items, copies)):
         unchanged = same(item, copy)
-        report.check(PIPE_ITEMS_KEPT, unchanged, f"item {k} changed while the next were made")
+        report.check(
+            PIPE_ITEMS_KEPT,
+            unchanged,
+            f"item {k} changed while the next were made",
+        )
 
     # Other pipes, and the same one again, give the same stream.
     again = (
@@ -334,7 +397,14 @@ def _check_pipe(report: Report, make_pipe: Callable, n: int) -> None:
         (PIPE_COPIES, lambda: cloudpickle.loads(cloudpickle.dumps(make_pipe()))),
     )
     for rule, make in again:
-        report.section(_check_stream, report, rule, make, n, copies)
+        report.section(
+            _check_stream,
+            report,
+            rule,
+            make,
+            n,
+            copies,
+        )
     report.section(_check_closes, report, make_pipe())
     report.section(_check_length, report, make_pipe())
 

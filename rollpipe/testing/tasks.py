@@ -44,10 +44,20 @@ class NarrowPath(gym.Env):
         self.length = check_integer("length", length, pipe=self)
         self.cost = cost
         if not 0 <= cost < 1:
-            raise DataError("out of range", pipe=self, expected="0 <= cost < 1", got=f"cost={cost}")
+            raise DataError(
+                "out of range",
+                pipe=self,
+                expected="0 <= cost < 1",
+                got=f"cost={cost}",
+            )
         self.observation_space = Discrete(length + 1)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: dict | None = None,
+    ) -> tuple:
         super().reset(seed=seed)
         self.place = 0
         return self.place, {}
@@ -103,7 +113,11 @@ class Steering(gym.Env):
         max_steps: length of an episode
     """
 
-    observation_space = Box(-np.inf, np.inf, (1,))
+    observation_space = Box(
+        -np.inf,
+        np.inf,
+        (1,),
+    )
     action_space = Box(-1, 1, (1,))
 
     def __init__(self, effort: float = 2.0, max_steps: int = 20):
@@ -114,14 +128,25 @@ class Steering(gym.Env):
                 "out of range", pipe=self, expected="effort > 0", got=f"effort={effort}"
             )
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: dict | None = None,
+    ) -> tuple:
         super().reset(seed=seed)
         self.x = self.np_random.uniform(-1, 1)
         self.count = 0
         return np.array([self.x], np.float32), {}
 
     def step(self, action: Any) -> tuple:
-        a = float(np.clip(action[0], -1, 1))
+        a = float(
+            np.clip(
+                action[0],
+                -1,
+                1,
+            )
+        )
         reward = -(self.x**2 + self.effort * a**2)
         self.x = self.x + a
         self.count = self.count + 1
@@ -212,16 +237,23 @@ class Gates(gym.Env):
             return dict(gate=self.gate, action_mask=self.mask()), {}
         return self.gate, dict(action_mask=self.mask())
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: dict | None = None,
+    ) -> tuple:
         super().reset(seed=seed)
         self.gate = 0
         return self._look()
 
     def step(self, action: Any) -> tuple:
+        # A forbidden key never fits.
         fits = bool(action == self.fitting(self.gate))
         is_allowed = bool(self.mask()[action])
         reward = fits / self.length if is_allowed else -1.0
 
+        # Behind the gate, if the key fits
         self.gate += fits
         obs, info = self._look()
         return obs, reward, not fits or self.gate == self.length, False, info
@@ -257,10 +289,19 @@ class Recall(gym.Env):
         super().__init__()
         self.delay = check_integer("delay", delay, pipe=self)
         self.n_cues = check_integer("n_cues", n_cues, 2, pipe=self)
-        self.observation_space = Box(0, 1, (n_cues + 2,))
+        self.observation_space = Box(
+            0,
+            1,
+            (n_cues + 2,),
+        )
         self.action_space = Discrete(n_cues)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: dict | None = None,
+    ) -> tuple:
         super().reset(seed=seed)
         self.cue = int(self.np_random.integers(self.n_cues))
         self.count = 0
@@ -277,7 +318,7 @@ class Recall(gym.Env):
         is_asked = self.count == self.delay
         return self._look(self.n_cues + 1 if is_asked else 0), 0.0, False, False, {}
 
-    def _look(self, i: int) -> np.ndarray:
+    def _look(self, i):
         "The observation with a one at place `i`."
         return np.eye(self.n_cues + 2, dtype=np.float32)[i]
 
@@ -301,7 +342,11 @@ class BitFlip(gym.Env):
     ends = True  # does an episode end where the goal is achieved?
 
     def __init__(self, n: int = 12):
-        self.n = self.max_steps = check_integer("n", n, pipe=self)
+        self.n = self.max_steps = check_integer(
+            "n",
+            n,
+            pipe=self,
+        )
         self._set_spaces(MultiBinary(n), Discrete(n))
 
     def _set_spaces(self, goals, actions):
@@ -323,14 +368,23 @@ class BitFlip(gym.Env):
     def compute_reward(
         self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any
     ) -> np.ndarray:
-        return np.where(self._is_reached(achieved_goal, desired_goal), 0.0, -1.0)
+        return np.where(
+            self._is_reached(achieved_goal, desired_goal),
+            0.0,
+            -1.0,
+        )
 
     def compute_terminated(
         self, achieved_goal: np.ndarray, desired_goal: np.ndarray, info: Any
     ) -> np.ndarray:
         return self._is_reached(achieved_goal, desired_goal) & self.ends
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+    def reset(
+        self,
+        *,
+        seed: int | None = None,
+        options: dict | None = None,
+    ) -> tuple:
         super().reset(seed=seed)
         self.here = self._draw()
         self.goal = self._draw()
@@ -338,10 +392,23 @@ class BitFlip(gym.Env):
         return self._obs(), {}
 
     def step(self, action: Any) -> tuple:
+        # The point moves, and is rewarded as if its goal were known only now.
         self.here = self._moved(action)
         self.count = self.count + 1
-        reward = float(self.compute_reward(self.here, self.goal, {}))
-        terminated = bool(self.compute_terminated(self.here, self.goal, {}))
+        reward = float(
+            self.compute_reward(
+                self.here,
+                self.goal,
+                {},
+            )
+        )
+        terminated = bool(
+            self.compute_terminated(
+                self.here,
+                self.goal,
+                {},
+            )
+        )
         truncated = self.count == self.max_steps
         return self._obs(), reward, terminated, truncated, dict(is_success=reward + 1)
 
@@ -361,9 +428,12 @@ class PointReach(BitFlip):
 
     def __init__(self, radius: float = 0.05):
         self.radius = radius
-        self._set_spaces(Box(-1, 1, (2,)), Box(-1, 1, (2,)))
+        self._set_spaces(
+            Box(-1, 1, (2,)),
+            Box(-1, 1, (2,)),
+        )
 
-    def _draw(self) -> Any:
+    def _draw(self):
         return self.np_random.uniform(-1, 1, 2).astype(np.float32)
 
     def _moved(self, action):
@@ -377,4 +447,7 @@ class PointReach(BitFlip):
 # So that `rollpipe.testing:BitFlip-v0` is an id
 for env in (BitFlip, PointReach):
     if f"{env.__name__}-v0" not in gym.registry:
-        gym.register(f"{env.__name__}-v0", f"rollpipe.testing.tasks:{env.__name__}")
+        gym.register(
+            f"{env.__name__}-v0",
+            f"rollpipe.testing.tasks:{env.__name__}",
+        )

@@ -27,8 +27,18 @@ __all__ = ['FINGERPRINTS', 'JOURNAL', 'Parting', 'parting', 'read_fingerprints',
 
 # %% ../../nbs/traces/03_differences.ipynb #2f296c04
 # What comes first, where a row differs in several leaves
-_OF_ENV = (".obs", ".rew", ".fin", ".term", ".stepno")
-_ORDER = (*_OF_ENV, ".act", ".actor")
+_OF_ENV = (
+    ".obs",
+    ".rew",
+    ".fin",
+    ".term",
+    ".stepno",
+)
+_ORDER = (
+    *_OF_ENV,
+    ".act",
+    ".actor",
+)
 
 
 class Parting(NamedTuple):
@@ -71,7 +81,7 @@ class Parting(NamedTuple):
         return f"{update}: {self.leaves[0]} differs first{where}{cause}"
 
 
-def _common(a: list[Entry], b: list[Entry]) -> list:
+def _common(a, b):
     "Pairs of lines of two journals, of the same update and with checksums from the same one on."
     lines_of_a = {(e.since, e.updates): e for e in a}
     lines_of_b = {(e.since, e.updates): e for e in b}
@@ -95,13 +105,20 @@ def parting(a: list[Entry], b: list[Entry]) -> Parting | None:
         # Where the batches differ first, which tells how the leaves are ordered
         leaves = [path for path, *_ in differing(x.batch, y.batch)]
         place = first_place(x.place, y.place) if leaves and x.place and y.place else None
-        is_actors = place is not None and place[2] == "actor"
+        is_actors = place is not None and place[2]
         leaves.sort(key=lambda path: _rank(path, is_actors))
         located = place and _located(place, x.place["lane"])
 
         after = x.since if before is None else before.updates
         is_known = before is not None
-        return Parting(after, x.updates, leaves, networks, located, is_known)
+        return Parting(
+            after,
+            x.updates,
+            leaves,
+            networks,
+            located,
+            is_known,
+        )
 
 
 def _rank(path, is_actors):
@@ -159,12 +176,19 @@ def keep_fingerprint(
     valid = {n: x for n, x in stored.items() if n < updates}
     changed = Differences()
     if valid:
-        changed = valid[max(valid)].differs(present, *Fingerprint.FIXED)
+        changed = valid[max(valid)].differs(
+            present,
+            *Fingerprint.FIXED,
+        )
     if not valid or changed:
         valid[updates] = present
     if is_written and (valid.keys() != stored.keys() or changed):
         leaves = {n: x.leaves for n, x in valid.items()}
-        write_json(Path(folder) / FINGERPRINTS, leaves, indent=1)
+        write_json(
+            Path(folder) / FINGERPRINTS,
+            leaves,
+            indent=1,
+        )
     return changed
 
 # %% ../../nbs/traces/03_differences.ipynb #a9934efe
@@ -195,7 +219,8 @@ class RunDifference(NamedTuple):
             lines = ["no fingerprint to compare"]
         elif self.fingerprints:
             lines = ["fingerprints differ:"]
-            lines += [f"  {path}: {a} != {b}" for path, (a, b) in self.fingerprints.items()]
+            for path, (a, b) in self.fingerprints.items():
+                lines.append(f"  {path}: {a} != {b}")
         lines += self.notes
         if self.parting:
             lines.append(str(self.parting))
@@ -210,14 +235,22 @@ def _notes_of(folder, prints, entries):
     "What has happened to a run, from its fingerprints and its journal."
     notes = []
     for n, before in zip(list(prints)[1:], prints.values()):
-        changed = before.differs(prints[n], *Fingerprint.FIXED)
+        changed = before.differs(
+            prints[n],
+            *Fingerprint.FIXED,
+        )
         notes.append(f"{folder} went on with another fingerprint after update {n}: {changed}")
     for old, new in zip(entries, entries[1:]):
         if new.resumes > old.resumes:
             notes.append(f"{folder} was resumed after update {old.updates}, with new episodes")
     for e in entries:
         if e.edits:
-            edits = "; ".join(map(in_words, e.edits))
+            edits = "; ".join(
+                map(
+                    in_words,
+                    e.edits,
+                )
+            )
             notes.append(f"{folder} was edited after update {e.updates}: {edits}")
     return notes
 
@@ -236,10 +269,15 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
     leaves = None
     if all(0 in x for x in prints):
         leaves = prints[0][0].differs(prints[1][0])
-    common = max([(x.since, x.updates) for x, _ in _common(*journals)], default=(0, 0))[1]
+    ends = [(x.since, x.updates) for x, _ in _common(*journals)]
+    _, common = max(ends, default=(0, 0))
     notes = []
     for folder, own_prints, entries in zip((a, b), prints, journals):
-        notes += _notes_of(folder, own_prints, entries)
+        notes += _notes_of(
+            folder,
+            own_prints,
+            entries,
+        )
 
     # Up to the update where a run is forked from the other one, both are known to be equal.
     at = parting(*journals)
@@ -250,5 +288,13 @@ def diff(a: str | Path, b: str | Path) -> RunDifference:
         notes.append(f"{folder} is {origin_in_words(origin)}")
         is_of_other = os.path.realpath(origin["run"]) == os.path.realpath(other)
         if at and is_of_other and at.after < origin["at"] < at.by:
-            at = at._replace(after=origin["at"], is_known=True)
-    return RunDifference(leaves, at, common, notes)
+            at = at._replace(
+                after=origin["at"],
+                is_known=True,
+            )
+    return RunDifference(
+        leaves,
+        at,
+        common,
+        notes,
+    )

@@ -59,7 +59,9 @@ def digest(*parts: Any) -> str:
 
 def short(text: str) -> str:
     "A text as it is, or its beginning and a hash of it all."
-    return text if len(text) <= 80 else f"{text[:60]}... {digest(text)}"
+    if len(text) <= 80:
+        return text
+    return f"{text[:60]}... {digest(text)}"
 
 
 def array_text(x: Any) -> str:
@@ -86,7 +88,11 @@ def is_installed(module: str) -> bool:
 @functools.cache
 def version_of_package(name: str) -> str:
     "The version of an installed package, by the name that `import` knows."
-    version = getattr(sys.modules.get(name), "__version__", None)
+    version = getattr(
+        sys.modules.get(name),
+        "__version__",
+        None,
+    )
     if version is not None:
         return str(version)
     try:
@@ -135,8 +141,17 @@ _NO_CODE = set(
 _FILLED_LATER = set(
     "low_repr high_repr _char_list _char_index _np_random _np_random_seed _cached_spec".split()
 )
-_RANDOM = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
-_METHOD = types.MethodType, types.BuiltinMethodType, types.MethodWrapperType
+_RANDOM = (
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+    torch.Generator,
+)
+_METHOD = (
+    types.MethodType,
+    types.BuiltinMethodType,
+    types.MethodWrapperType,
+)
 
 
 def attributes(x: Any) -> dict:
@@ -163,7 +178,7 @@ def attributes(x: Any) -> dict:
     return {name: y for name, y in public.items() if name in arguments}
 
 
-def _is_filled_later(x: Any, name: str, value: Any) -> bool:
+def _is_filled_later(x, name, value):
     "Whether the attribute depends on who has used the object, and not on what the object means."
     if isinstance(x, IterDataPipe) and name in _OF_ITERATION:
         return True
@@ -214,7 +229,10 @@ class Description:
         """
         # Values without parts
         if isinstance(x, PLAIN):
-            is_dtype = isinstance(x, (torch.dtype, np.dtype))
+            is_dtype = isinstance(
+                x,
+                (torch.dtype, np.dtype),
+            )
             return short(str(x) if is_dtype else repr(x))
         if isinstance(x, (np.ndarray, np.generic, torch.Tensor)) and not _holds_objects(x):
             return array_text(x)
@@ -243,24 +261,47 @@ class Description:
         elif isinstance(x, types.FunctionType):
             self._function(path, x)
         elif isinstance(x, functools.partial):
-            self._parts(path, "partial", dict(func=x.func, args=x.args, keywords=x.keywords))
+            self._parts(
+                path,
+                "partial",
+                dict(func=x.func, args=x.args, keywords=x.keywords),
+            )
         elif isinstance(x, property):
-            self._parts(path, "property", dict(get=x.fget, set=x.fset))
+            self._parts(
+                path,
+                "property",
+                dict(get=x.fget, set=x.fset),
+            )
         elif isinstance(x, functools.cached_property):
             self.add(path, x.func)
         elif hasattr(x, "__wrapped__"):
             self.add(path, x.__wrapped__)  # such as a static method, or a function with a cache
         elif isinstance(x, _METHOD) and not isinstance(x.__self__, types.ModuleType | None):
-            parts = dict(of=x.__self__, code=getattr(x, "__func__", None))
-            self._parts(path, f"method {x.__name__}", parts)
+            parts = dict(
+                of=x.__self__,
+                code=getattr(x, "__func__", None),
+            )
+            self._parts(
+                path,
+                f"method {x.__name__}",
+                parts,
+            )
 
         # What is described by less than its attributes
         elif isinstance(x, _RANDOM):
             self.leaves[_of_seeds(path)] = f"generator {digest(comparable(x, states=True))}"
         elif isinstance(x, torch.optim.Optimizer):
-            self._parts(path, kind, x.defaults)
+            self._parts(
+                path,
+                kind,
+                x.defaults,
+            )
         elif isinstance(x, weakref.ReferenceType):
-            self._parts(path, "weak reference", dict(to=x()))
+            self._parts(
+                path,
+                "weak reference",
+                dict(to=x()),
+            )
         elif isinstance(x, IterDataPipe):
             self.leaves[path] = kind
 
@@ -268,24 +309,40 @@ class Description:
         elif _holds_objects(x):
             cells = np.asarray(x)
             items = cells.ravel().tolist()  # of records, tuples
-            self._parts(path, f"numpy objects {list(cells.shape)}", dict(enumerate(items)))
+            self._parts(
+                path,
+                f"numpy objects {list(cells.shape)}",
+                dict(enumerate(items)),
+            )
         elif isinstance(x, dict):
             keys = [_key(k) for k in x]
             are_known = not any(key.startswith(UNKNOWN) for key in keys)
             parts = zip(keys, x.values()) if are_known else enumerate(x.items())
-            self._parts(path, f"{kind} of {len(x)}", dict(parts))
+            self._parts(
+                path,
+                f"{kind} of {len(x)}",
+                dict(parts),
+            )
         elif isinstance(x, (set, frozenset)):
             self.leaves[path] = self._set_text(x)
         elif isinstance(x, (list, tuple, deque)):
             # Equal items, such as the factories of environments, are described once.
             parts: Any = dict(enumerate(x))
-            if len(x) > 1 and len({self._hash(dict(item=y)) for y in x}) == 1:
+            hashes = {self._hash(dict(item=y)) for y in x}
+            if len(x) > 1 and len(hashes) == 1:
                 parts = {"all": x[0]}
-            self._parts(path, f"{kind} of {len(x)}", parts)
+            self._parts(
+                path,
+                f"{kind} of {len(x)}",
+                parts,
+            )
 
         # All others
         elif hasattr(x, "__qualname__") and is_installed(getattr(x, "__module__", None) or ""):
-            self.leaves[path] = self._name(x.__module__, x.__qualname__)
+            self.leaves[path] = self._name(
+                x.__module__,
+                x.__qualname__,
+            )
         else:
             self._object(path, x)
 
@@ -298,7 +355,10 @@ class Description:
             self.leaves[path] = f"{self._hash(parts)} {text}"
         else:
             for name, y in parts.items():
-                self.add(_of_seeds(path) if name == "seed" else f"{path}/{name}", y)
+                self.add(
+                    _of_seeds(path) if name == "seed" else f"{path}/{name}",
+                    y,
+                )
 
     def _hash(self, parts):
         "Hash of the description of parts, or `unknown`."
@@ -316,7 +376,8 @@ class Description:
 
     def _set_text(self, x):
         if all(isinstance(y, PLAIN) for y in x):
-            return short(f"{{{', '.join(sorted(map(repr, x)))}}}")
+            members = ", ".join(sorted(map(repr, x)))
+            return short(f"{{{members}}}")
         # In an order that does not depend on addresses
         hashes = sorted(self._hash(dict(member=y)) for y in x)
         if UNKNOWN in hashes:
@@ -345,7 +406,10 @@ class Description:
         return f"{module}.{name}".strip(".") if is_installed(module) else name
 
     def _class(self, path, cls):
-        self.leaves[path] = self._name(cls.__module__, cls.__qualname__)
+        self.leaves[path] = self._name(
+            cls.__module__,
+            cls.__qualname__,
+        )
         for base in cls.__mro__:
             # Beside the class of an environment, its module names others, such as its engine.
             self._note(base.__module__)
@@ -358,12 +422,18 @@ class Description:
             prefix = "" if base is cls else f"{base.__qualname__}."
             for name, y in vars(base).items():
                 if name not in _NO_CODE:
-                    self.add(f"{path}/{prefix}{name}", y)
+                    self.add(
+                        f"{path}/{prefix}{name}",
+                        y,
+                    )
         self.texts[cls] = self.leaves[path]
 
     def _function(self, path, f):
         module = f.__module__ or ""
-        self.leaves[path] = self._name(module, f.__qualname__)
+        self.leaves[path] = self._name(
+            module,
+            f.__qualname__,
+        )
         if is_installed(module):
             return
         text = f"{f.__qualname__} {code_digest(f.__code__)}"
@@ -380,7 +450,10 @@ class Description:
             if name in f.__globals__:
                 parts[name] = f.__globals__[name]
         for name, y in {**parts, **vars(f)}.items():
-            self.add(f"{path}/{name}", y)
+            self.add(
+                f"{path}/{name}",
+                y,
+            )
 
     def _object(self, path, x):
         kind = type(x)
@@ -402,10 +475,14 @@ class Description:
             elif not parts:
                 self.leaves[path] = f"{UNKNOWN}: a {kind.__qualname__}"
                 return
-        self._parts(path, kind.__qualname__, {"class": kind, **parts})
+        self._parts(
+            path,
+            kind.__qualname__,
+            {"class": kind, **parts},
+        )
 
 
-def _holds_objects(x: Any) -> bool:
+def _holds_objects(x):
     return isinstance(x, (np.ndarray, np.generic)) and x.dtype.hasobject
 
 
@@ -443,7 +520,10 @@ def versions() -> dict:
     "Package -> version: python, rollpipe, torch, gymnasium, numpy."
     return dict(
         python=platform.python_version(),
-        **{module.__name__: module.__version__ for module in (rollpipe, torch, gym, np)},
+        rollpipe=rollpipe.__version__,
+        torch=torch.__version__,
+        gymnasium=gym.__version__,
+        numpy=np.__version__,
     )
 
 
@@ -504,7 +584,8 @@ class Differences(dict):
     "Leaf -> its text in both fingerprints; empty if they are equal."
 
     def __str__(self):
-        return "; ".join(f"{path}: {a} != {b}" for path, (a, b) in self.items())
+        texts = [f"{path}: {a} != {b}" for path, (a, b) in self.items()]
+        return "; ".join(texts)
 
     __repr__ = __str__
 
@@ -516,15 +597,33 @@ class Fingerprint:
         leaves: path -> text, such as 'graph/EnvStepper/n_envs' -> '8'; JSON can store it
     """
 
-    PARTS = "graph", "settings", "networks", "weights", "seeds", "versions", "machine"
+    PARTS = (
+        "graph",
+        "settings",
+        "networks",
+        "weights",
+        "seeds",
+        "versions",
+        "machine",
+    )
     # parts that learning does not change
-    FIXED = "graph", "settings", "networks", "versions", "machine"
+    FIXED = (
+        "graph",
+        "settings",
+        "networks",
+        "versions",
+        "machine",
+    )
 
     def __init__(self, leaves: dict):
-        is_dict = isinstance(leaves, dict)
-        if not is_dict or not all(isinstance(x, str) for x in (*leaves, *leaves.values())):
+        texts = (*leaves, *leaves.values()) if isinstance(leaves, dict) else (leaves,)
+        if not all(isinstance(x, str) for x in texts):
             problem = "not the leaves of a fingerprint"
-            raise DataError(problem, expected="a dict of texts", got=leaves)
+            raise DataError(
+                problem,
+                expected="a dict of texts",
+                got=leaves,
+            )
         self.leaves = dict(sorted(leaves.items()))
 
     def part(self, *names: str) -> dict:
@@ -567,7 +666,8 @@ class Fingerprint:
             if leaves:
                 is_unknown = any(text.startswith(UNKNOWN) for text in leaves.values())
                 note = " (unknown)" if is_unknown else ""
-                texts.append(f"{name} {digest(leaves.items())[:4]}{note}")
+                begins = digest(leaves.items())[:4]
+                texts.append(f"{name} {begins}{note}")
         return f"{digest(self.leaves.items())}: {', '.join(texts)}"
 
 
@@ -594,16 +694,31 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
     description = Description(networks)
     pipes = numbered(nodes(pipe))
     for name, node in pipes.items():
-        _add_pipe(description, name, node, pipes)
+        _add_pipe(
+            description,
+            name,
+            node,
+            pipes,
+        )
     if agent is not None:
-        _add_agent(description, agent, networks)
+        _add_agent(
+            description,
+            agent,
+            networks,
+        )
     for name, x in settings.items():
-        description.add(f"settings/{name}", x)
+        description.add(
+            f"settings/{name}",
+            x,
+        )
     _add_networks(description)
 
     seeds = {name: repr(x.seed) for name, x in pipes.items() if isinstance(x, Seeded)}
     if set(seeds.values()) == {"None"}:
-        seeds = dict.fromkeys(seeds, f"{UNKNOWN}: fresh entropy in each iteration")
+        seeds = dict.fromkeys(
+            seeds,
+            f"{UNKNOWN}: fresh entropy in each iteration",
+        )
     for name, text in seeds.items():
         description.leaves[f"seeds/{name}"] = text
 
@@ -616,12 +731,18 @@ def fingerprint(pipe: Any, agent: Any = None, **settings: Any) -> Fingerprint:
 def _add_pipe(description, name, node, pipes):
     ids = {id(x) for x in inputs(node)}
     names = [key for key, x in pipes.items() if id(x) in ids]
-    description.add(f"graph/{name}/class", type(node))
+    description.add(
+        f"graph/{name}/class",
+        type(node),
+    )
     description.leaves[f"graph/{name}"] = type(node).__name__
     description.leaves[f"graph/{name}/inputs"] = ", ".join(names)
     for key, x in attributes(node).items():
         if key != "seed" and id(x) not in ids:
-            description.add(f"graph/{name}/{key}", x)
+            description.add(
+                f"graph/{name}/{key}",
+                x,
+            )
 
 
 def _add_agent(description, agent, networks):
@@ -634,7 +755,10 @@ def _add_agent(description, agent, networks):
         options[name] = str(x) if isinstance(x, Schedule) else x
     for name, x in options.items():
         if name not in networks:
-            description.add("seeds/learner" if name == "seed" else f"settings/{name}", x)
+            description.add(
+                "seeds/learner" if name == "seed" else f"settings/{name}",
+                x,
+            )
 
 
 def _add_networks(description):
@@ -648,12 +772,23 @@ def _add_networks(description):
         # Its modules and their attributes, and its weights
         name = name.removeprefix("graph/").replace("/", ".")
         for place, module in network.named_modules():
-            path = "/".join(filter(None, ("networks", name, place)))
-            description.add(f"{path}/class", type(module))
+            path = "/".join(
+                filter(
+                    None,
+                    ("networks", name, place),
+                )
+            )
+            description.add(
+                f"{path}/class",
+                type(module),
+            )
             description.leaves[path] = type(module).__name__
             for key, x in vars(module).items():
                 if not key.startswith("_") and key != "training":
-                    description.add(f"{path}/{key}", x)
+                    description.add(
+                        f"{path}/{key}",
+                        x,
+                    )
         for key, x in (*network.named_parameters(), *network.named_buffers()):
             description.leaves[f"weights/{name}/{key}"] = array_text(x)
 
@@ -663,7 +798,11 @@ def _add_versions(description, pipe):
     ids = set()
     for node in nodes(pipe):
         for factory in getattr(node, "factories", None) or ():
-            source = getattr(factory, "source", getattr(factory, "name", None))
+            source = getattr(
+                factory,
+                "source",
+                getattr(factory, "name", None),
+            )
             if isinstance(source, str):
                 ids.add(source.rpartition(":")[2])
     for spec in [gym.registry[name] for name in sorted(ids) if name in gym.registry]:
@@ -673,7 +812,10 @@ def _add_versions(description, pipe):
             values.pop(key, None)  # they are in the id
         description.add(path, values)
         if isinstance(spec.entry_point, str):
-            description.add(f"{path}/code", load_env_creator(spec.entry_point))
+            description.add(
+                f"{path}/code",
+                load_env_creator(spec.entry_point),
+            )
 
     # Packages
     packages = versions()

@@ -21,30 +21,41 @@ __all__ = ['REQUEST', 'HISTORY', 'EVENTS', 'check_event', 'History', 'with_optio
 REQUEST = "config.json"
 HISTORY = "history.jsonl"
 
-_BEGINNING: dict = dict(kept=dict, inexact=(str, type(None)))
+_BEGINNING: dict = dict(
+    kept=dict,
+    inexact=(str, type(None)),
+)
 
-# Event -> what it says, and of which type. `edited` has either `set`, or `insert` and `kwargs`.
+# Event -> what it says, and of which type; an edit that inserts a pipe says `_INSERTS`.
 EVENTS: dict[str, dict[str, Any]] = dict(
     began=_BEGINNING,
     forked=dict(_BEGINNING, run=str, set=dict),
     resumed=dict(set=dict),
     extended=dict(set=dict),
-    edited={},
+    edited=dict(set=dict),
     stopped=dict(why=str),
     inexact=dict(why=str),
 )
-_CHANGES = ("resumed", "extended", "edited")  # events with which options change
+_INSERTS: dict = dict(
+    insert=str,
+    kwargs=dict,
+)
+_CHANGES = (
+    "resumed",
+    "extended",
+    "edited",
+)  # events with which options change
 
 
-def _is_event(event: Any) -> bool:
+def _is_event(event):
     if not isinstance(event, dict) or type(event.get("at")) is not int:
         return False
     name = event.get("event")
-    if not isinstance(name, str) or name not in EVENTS:
+    kinds = EVENTS.get(str(name))
+    if kinds is None:
         return False
-    kinds: Any = EVENTS[name]
-    if name == "edited":
-        kinds = dict(insert=str, kwargs=dict) if "insert" in event else dict(set=dict)
+    if name == "edited" and "insert" in event:
+        kinds = _INSERTS
     return all(key in event and isinstance(event[key], kind) for key, kind in kinds.items())
 
 
@@ -82,9 +93,16 @@ class History(list):
         if not path.exists():
             return cls()
         lines = read_file(path).decode(errors="replace").split("\n")[:-1]
-        return cls(_event_in(line, f"{path}, line {n}") for n, line in enumerate(lines, 1))
+        events = cls()
+        for n, line in enumerate(lines, 1):
+            events.append(_event_in(line, f"{path}, line {n}"))
+        return events
 
-    def write(self, folder: str | Path, due: list | tuple = ()) -> None:
+    def write(
+        self,
+        folder: str | Path,
+        due: list | tuple = (),
+    ) -> None:
         """Replace the file.
 
         Args:
@@ -92,11 +110,22 @@ class History(list):
             due: edits that the run has made before, and is going to make again
         """
         lines = [json.dumps(event) + "\n" for event in [*self, *due]]
-        write_atomically(Path(folder) / HISTORY, "".join(lines).encode())
+        write_atomically(
+            Path(folder) / HISTORY,
+            "".join(lines).encode(),
+        )
 
     def add(self, event: str, at: float, **says: Any) -> None:
         "Add an event after the update `at`, with what it says as plain data."
-        plain = json.loads(json.dumps(dict(event=event, at=int(at), **says)))
+        plain = json.loads(
+            json.dumps(
+                dict(
+                    event=event,
+                    at=int(at),
+                    **says,
+                )
+            )
+        )
         self.append(check_event(plain, event))
 
     def until(self, update: float) -> History:
@@ -106,7 +135,11 @@ class History(list):
     def config(self, request: dict) -> dict:
         "The configuration at the end of this history: a fold of its events over the request."
         changes = [event for event in self if event["event"] in _CHANGES]
-        return reduce(with_event, changes, request)
+        return reduce(
+            with_event,
+            changes,
+            request,
+        )
 
     @property
     def kept(self) -> dict:
@@ -142,12 +175,15 @@ class History(list):
         return [event for event in self if event["event"] == "edited"]
 
 
-def _event_in(line: str, where: str) -> dict:
+def _event_in(line, where):
     try:
         event = json.loads(line)
         json.dumps(event, ensure_ascii=False).encode()  # refuse half a surrogate pair
     except (ValueError, RecursionError):
-        raise DataError(f"{where}: damaged", got=line[:80]) from None
+        raise DataError(
+            f"{where}: damaged",
+            got=line[:80],
+        ) from None
     return check_event(event, where)
 
 # %% ../../nbs/traces/00_history.ipynb #1f3109a4
@@ -158,7 +194,10 @@ def with_options(config: dict, values: dict) -> dict:
         config: see `settings.config.make_config`
         values: name of an option of the algorithm or of the run, or of another key -> value
     """
-    config = {**config, "options": {**config.get("options", {})}}
+    config = {
+        **config,
+        "options": {**config.get("options", {})},
+    }
     for name, x in values.items():
         part = config["options"] if name in config["options"] else config
         part[name] = x
@@ -173,8 +212,15 @@ def with_event(config: dict, event: dict) -> dict:
     # A pipe that is inserted needs its module.
     module = event["insert"].partition(":")[0]
     imports = list(dict.fromkeys([*(config.get("imports") or []), module]))
-    insert = dict(insert=event["insert"], kwargs=event["kwargs"])
-    return {**config, "imports": imports, "inserts": [*config.get("inserts", []), insert]}
+    insert = dict(
+        insert=event["insert"],
+        kwargs=event["kwargs"],
+    )
+    return {
+        **config,
+        "imports": imports,
+        "inserts": [*config.get("inserts", []), insert],
+    }
 
 
 def read_request(folder: str | Path) -> dict:
@@ -183,11 +229,18 @@ def read_request(folder: str | Path) -> dict:
     try:
         request = json.loads(read_file(path))
     except FileNotFoundError:
-        raise DataError(f"{folder}: not the folder of a run", expected=f"{REQUEST} in it") from None
+        raise DataError(
+            f"{folder}: not the folder of a run",
+            expected=f"{REQUEST} in it",
+        ) from None
     except (ValueError, RecursionError) as e:
         raise DataError(f"{path}: damaged ({e})") from None
     if not isinstance(request, dict) or not isinstance(request.get("options"), dict):
-        raise DataError(f"{path}: damaged", expected="names with values", got=repr(request)[:80])
+        raise DataError(
+            f"{path}: damaged",
+            expected="names with values",
+            got=repr(request)[:80],
+        )
     return request
 
 
@@ -224,4 +277,5 @@ def past_in_words(history: History) -> list[str]:
     Empty: the request trains it again.
     """
     fork = [origin_in_words(history.origin)] if history.origin else []
-    return fork + [f"{in_words(edit)} after update {edit['at']}" for edit in history.edits]
+    edits = [f"{in_words(edit)} after update {edit['at']}" for edit in history.edits]
+    return fork + edits

@@ -24,7 +24,11 @@ from ..pipes.keeping.files import names_file, read_file, write_atomically
 __all__ = ['running', 'places', 'first_place', 'Entry', 'differing_networks', 'read_journal', 'cut', 'Journal']
 
 # %% ../../nbs/traces/02_journal.ipynb #55e91c61
-_KNOWN = torch.Tensor, np.ndarray, np.generic
+_KNOWN = (
+    torch.Tensor,
+    np.ndarray,
+    np.generic,
+)
 
 
 def running(crc: int | None, x: Any) -> int:
@@ -57,12 +61,15 @@ def _sums(trees) -> Any:
         data = as_array(x)
         is_word = data.itemsize in (1, 2, 4, 8)
         bits = data.view(f"i{data.itemsize}" if is_word else np.uint8)
-        rows = bits.reshape(*x.shape[:2], -1)
+        rows = bits.reshape(
+            *x.shape[:2],
+            -1,
+        )
         total = total + k * rows.sum(-1, dtype=np.int64)
     return total
 
 
-def _digits(sums, n_bytes) -> str:
+def _digits(sums, n_bytes):
     "The lowest bytes of some sums, as hexadecimal digits."
     lowest = sums & (2 ** (8 * n_bytes) - 1)
     return lowest.astype(f">u{n_bytes}").tobytes().hex()
@@ -89,15 +96,23 @@ def places(batch: Fragment) -> dict:
     )
 
 
-def _differing_sums(a: str, b: str, n_bytes: int) -> list:
-    "The numbers of the sums in which two results of `_digits` differ."
-    sums_a = np.frombuffer(bytes.fromhex(a), f">u{n_bytes}")
-    sums_b = np.frombuffer(bytes.fromhex(b), f">u{n_bytes}")
+def _differing_sums(a, b, n_bytes):
+    "The numbers of the sums in which two results of `_digits` differ; none if they are of two sizes."
+    if len(a) != len(b):
+        return []
+    sums_a = np.frombuffer(
+        bytes.fromhex(a),
+        f">u{n_bytes}",
+    )
+    sums_b = np.frombuffer(
+        bytes.fromhex(b),
+        f">u{n_bytes}",
+    )
     return np.flatnonzero(sums_a != sums_b).tolist()
 
 
 def first_place(a: dict, b: dict) -> tuple | None:
-    """`(row, column, 'env' or 'actor')` where two batches differ first.
+    """`(row, column, whether it is the actor's)` where two batches differ first.
 
     None if their rows do not tell.
 
@@ -105,20 +120,21 @@ def first_place(a: dict, b: dict) -> tuple | None:
         a: what `places` returned
         b: the same of another batch
     """
-    names = "env", "actor", "columns"
-    if [len(a[name]) for name in names] != [len(b[name]) for name in names]:
-        return None
-    columns = _differing_sums(a["columns"], b["columns"], 4)
+    columns = _differing_sums(
+        a["columns"],
+        b["columns"],
+        4,
+    )
 
     # Within a row, the environment is first.
     rows = []
-    for k, name in enumerate(("env", "actor")):
+    for name in ("env", "actor"):
         for row in _differing_sums(a[name], b[name], 2)[:1]:
-            rows.append((row, k, name))
+            rows.append((row, name == "actor"))
     if not rows or not columns:
         return None
-    row, _, name = min(rows)
-    return row, columns[0], name
+    row, is_actors = min(rows)
+    return row, columns[0], is_actors
 
 # %% ../../nbs/traces/02_journal.ipynb #72944357
 class Entry(NamedTuple):
@@ -182,11 +198,14 @@ def _row(line, before):
     None if the line is damaged, or the one before it is missing.
     """
     try:
-        entry = Entry(**{name: x for name, x in json.loads(line).items() if name != "sum"})
+        values = json.loads(line)
+        values.pop("sum")
+        entry = Entry(**values)
         expected, total = _line(entry, before)
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
-    is_whole = expected == line + "\n" and all(type(x) is int for x in entry[:4])
+    are_counts = all(type(x) is int for x in entry[:4])
+    is_whole = are_counts and expected == line + "\n"
     return (entry, line, total) if is_whole else None
 
 
@@ -235,7 +254,10 @@ def cut(path: str | Path, updates: int) -> None:
     """
     path = Path(path)
     lines = [f"{line}\n" for entry, line, _ in _entries(path) if entry.updates <= updates]
-    write_atomically(path, "".join(lines).encode())
+    write_atomically(
+        path,
+        "".join(lines).encode(),
+    )
 
 # %% ../../nbs/traces/02_journal.ipynb #b855ae4c
 class Journal:
@@ -283,13 +305,10 @@ class Journal:
         n = counters["updates"]
 
         # The line that the checksums continue; without it, they begin here.
-        rows = [] if self.path is None else _entries(self.path)
-        last = None
-        self.sum = 0  # checksum of the last line that stays
-        for entry, _, total in rows:
-            if entry.updates <= n:
-                last = entry
-                self.sum = total
+        rows = _entries(self.path) if self.path else []
+        earlier = [row for row in rows if row[0].updates <= n]
+        # the last one, and its checksum, which the next line that stays continues
+        last, _, self.sum = earlier[-1] if earlier else (None, "", 0)
         self.since = n
         self.batch = {}
         self.weights = {}
@@ -335,7 +354,10 @@ class Journal:
         if self.opens is not None:
             self.opens()
         cut(self.path, self.written)
-        self.file = self.path.open("a", encoding="utf-8")
+        self.file = self.path.open(
+            "a",
+            encoding="utf-8",
+        )
         self.size = self.path.stat().st_size  # bytes of the lines that stay
 
     def saw(self, batch: Any, steps: int) -> None:
@@ -352,7 +374,11 @@ class Journal:
         self.is_regular = is_large or steps // self.SPACING > before // self.SPACING
 
         # The leaves. Between regular lines, only the states count: the rest follows from them.
-        fresh = getattr(batch, "fresh", batch)
+        fresh = getattr(
+            batch,
+            "fresh",
+            batch,
+        )
         is_fragment = isinstance(fresh, Fragment)
         is_part = is_fragment and not self.is_regular
         root = ".state" if is_part else ""
@@ -374,7 +400,10 @@ class Journal:
         if self.is_regular and is_fragment:
             version = fresh.version
             span = None if version is None else [int(version.min()), int(version.max())]
-            self.more = dict(place=places(fresh), versions=span)
+            self.more = dict(
+                place=places(fresh),
+                versions=span,
+            )
 
     def learned(self, counters: dict) -> None:
         "Count the update that has learned from the batch."
@@ -393,7 +422,10 @@ class Journal:
         sums = dict(weights)
         for name, network in self.networks.items():
             for x in (*network.parameters(), *network.buffers()):
-                sums[name] = running(sums.get(name), x.detach())
+                sums[name] = running(
+                    sums.get(name),
+                    x.detach(),
+                )
         return sums
 
     def mark(self) -> None:
@@ -413,10 +445,13 @@ class Journal:
         newest = [edit for edit in edits if edit["at"] == self.counters["updates"]]
         if self.path is None or not newest or newest == self.edits:
             return
-        self._write(now=self._after({}), edits=newest)
+        self._write(
+            now=self._after({}),
+            edits=newest,
+        )
         self.edits = newest
 
-    def _write(self, stays: bool = True, **more):
+    def _write(self, stays=True, **more):
         """Compare the update with its earlier line, if it has one, and write a line.
 
         One that does not stay is passing: the next line replaces it.
@@ -426,7 +461,11 @@ class Journal:
         )
         before = self.again.get(entry.updates)
         if before is not None:
-            self._compare(before, entry, stays)
+            self._compare(
+                before,
+                entry,
+                stays,
+            )
 
         # The first line that is written cuts off those which are still to be compared, so passing
         # ones wait.
@@ -438,7 +477,10 @@ class Journal:
         with names_file(self.file.name):
             if stays and self.sum_with_passing != self.sum:
                 self.file.truncate(self.size)
-            line, total = _line(entry, self.sum if stays else self.sum_with_passing)
+            line, total = _line(
+                entry,
+                self.sum if stays else self.sum_with_passing,
+            )
             self.file.write(line)
             self.file.flush()
         self.sum_with_passing = total
@@ -453,7 +495,11 @@ class Journal:
         Call `differs` if their numbers do, and compare no more.
         """
         if before.batch != entry.batch or differing_networks(before, entry):
-            self.differs(before, entry, self.equal)
+            self.differs(
+                before,
+                entry,
+                self.equal,
+            )
             self.again.clear()  # running checksums differ from here on
             self.last_again = 0
         elif stays and (before.now is None) == (entry.now is None):

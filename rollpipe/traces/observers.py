@@ -45,7 +45,11 @@ class Wish(NamedTuple):
 
 
 # when `after` is called, in turn
-STAGES = ("update", "record", "saved")
+STAGES = (
+    "update",
+    "record",
+    "saved",
+)
 
 
 class Observer:
@@ -134,11 +138,19 @@ def observer_of(x: Any) -> Observer:
             return x
         stages = ", ".join(STAGES)
         problem = f"{type(x).__name__}.when"
-        raise DataError(problem, expected=f"one of {stages}", got=repr(x.when))
+        raise DataError(
+            problem,
+            expected=f"one of {stages}",
+            got=repr(x.when),
+        )
     if callable(x) and not isinstance(x, type):
         return _Function(x)
     expected = "an Observer, or a function (run, record)"
-    raise DataError("this is no callback", expected=expected, got=repr(x)[:80])
+    raise DataError(
+        "this is no callback",
+        expected=expected,
+        got=repr(x)[:80],
+    )
 
 # %% ../../nbs/traces/04_observers.ipynb #4ccee741
 class Observers:
@@ -165,7 +177,13 @@ class Observers:
         with ExitStack() as closing:
             for observer in self.at(*stages):
                 closing.push(partial(_close, observer))
-                self.news.update(self._taken(observer, observer.begin(run), {}))
+                self.news.update(
+                    self._taken(
+                        observer,
+                        observer.begin(run),
+                        {},
+                    )
+                )
             yield
 
     def around(self, update: Callable) -> Callable:
@@ -183,14 +201,20 @@ class Observers:
             stage: one of `STAGES`; after "update", the record has also their metrics
             record: the metrics of an update
         """
-        if stage == "update":
-            self.stop = None
         # Later metrics are for the next record.
         is_open = stage == "update"
+        if is_open:
+            self.stop = None
+        part = record if is_open else self.news
         for observer in self.at(stage):
             answer = observer.after(MappingProxyType(record))
-            metrics = self._taken(observer, answer, record if is_open else {})
-            (record if is_open else self.news).update(metrics)
+            part.update(
+                self._taken(
+                    observer,
+                    answer,
+                    record if is_open else {},
+                )
+            )
 
     def take_news(self) -> dict:
         "The metrics for the next record."
@@ -220,14 +244,19 @@ class Observers:
         "The metrics that an observer has returned; what it wishes is noted."
         wish = answer if isinstance(answer, Wish) else Wish(answer)
         source = observer.source or f"the observer {type(observer).__name__}"
-        added(record, wish.metrics, source, observer.taken)
+        added(
+            record,
+            wish.metrics,
+            source,
+            observer.taken,
+        )
         self.save = self.save or wish.save
         if wish.stop and self.stop is None:
             self.stop = str(wish.stop)
         return wish.metrics or {}
 
 
-def _close(observer: Observer, error: Any, *_: Any) -> None:
+def _close(observer, error, *_):
     "Close an observer. If the training has failed, its error is more useful than a second one."
     with suppress(Exception) if error else nullcontext():
         observer.close()
@@ -326,7 +355,10 @@ class FlightRecorder(Observer):
         # To count the bytes of each batch would take 1 % of an update of DQN, so they are counted
         # for some: 1, 2, 4, 8, ...
         if n & (n - 1) == 0:
-            self.most = min(MOST, BYTES // max(1, _bytes_in(self.held[-1])))
+            self.most = min(
+                MOST,
+                BYTES // max(1, _bytes_in(self.held[-1])),
+            )
 
         # One rank alone could not make the updates of several ranks again, so their snapshot is
         # that before the last one.
@@ -363,7 +395,10 @@ class FlightRecorder(Observer):
 
             # The file is a checkpoint, too.
             self.path.parent.mkdir(exist_ok=True)
-            write_atomically(self.path, to_safetensors("checkpoint", FORMAT_VERSION, content))
+            write_atomically(
+                self.path,
+                to_safetensors("checkpoint", FORMAT_VERSION, content),
+            )
             return f"The update can be made again with: {self.command}"
         except Exception as e:
             return f"What the update learned from could not be written ({describe_exception(e)})"
@@ -390,7 +425,10 @@ def read_crash(folder: str | Path) -> dict:
     path = Path(folder, *CRASH)
     crash = from_safetensors(path, "checkpoint", FORMAT_VERSION).get("crash") or {}
     try:
-        return {**crash, "batches": [*map(remade, crash["batches"])]}
+        return {
+            **crash,
+            "batches": [*map(remade, crash["batches"])],
+        }
     except Exception as e:
         problem = f"damaged, or not of an update that failed ({describe_exception(e)})"
         raise CheckpointError(f"{path}: {problem}") from None

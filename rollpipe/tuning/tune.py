@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import signal
 import sqlite3
 import warnings
@@ -60,7 +59,12 @@ class Range(NamedTuple):
     def ask(self, trial: Any, name: str) -> float:
         "The value of the option `name` for a trial of Optuna."
         suggest = trial.suggest_int if isinstance(self.low, int) else trial.suggest_float
-        return suggest(name, self.low, self.high, log=self.log)
+        return suggest(
+            name,
+            self.low,
+            self.high,
+            log=self.log,
+        )
 
 
 class Choice(tuple):
@@ -72,9 +76,18 @@ class Choice(tuple):
 
 # %% ../../nbs/tuning/00_tune.ipynb #7e1ab37a
 _GAMMA = dict(gamma=Choice([0.9, 0.95, 0.98, 0.99, 0.995, 0.999]))
-_GAE = dict(_GAMMA, lam=Choice([0.8, 0.9, 0.95, 0.98, 1.0]))
-_BATCH = dict(n_envs=Choice([4, 8, 16]), n_steps=Choice([32, 64, 128, 256, 512]))
-_SHORT = dict(n_envs=Choice([4, 8, 16]), n_steps=Choice([5, 8, 16, 32, 64]))
+_GAE = dict(
+    _GAMMA,
+    lam=Choice([0.8, 0.9, 0.95, 0.98, 1.0]),
+)
+_BATCH = dict(
+    n_envs=Choice([4, 8, 16]),
+    n_steps=Choice([32, 64, 128, 256, 512]),
+)
+_SHORT = dict(
+    n_envs=Choice([4, 8, 16]),
+    n_steps=Choice([5, 8, 16, 32, 64]),
+)
 _LR = dict(lr=Range(1e-4, 1e-2))
 _ENTROPY = dict(c_entropy=Range(1e-6, 0.1))
 _TRUST = dict(
@@ -85,7 +98,11 @@ _TRUST = dict(
     critic_lr=Range(1e-4, 1e-2),
     critic_epochs=Range(1, 20),
 )
-_REPLAY = dict(_GAMMA, lr=Range(1e-5, 3e-3), batch_size=Choice([64, 128, 256, 512]))
+_REPLAY = dict(
+    _GAMMA,
+    lr=Range(1e-5, 3e-3),
+    batch_size=Choice([64, 128, 256, 512]),
+)
 _DEEP_Q = dict(
     _REPLAY,
     n_envs=Choice([1, 4, 8]),
@@ -95,8 +112,14 @@ _DEEP_Q = dict(
     eps_steps=Range(1_000, 50_000),
     target_every=Range(50, 2_000),
 )
-_DATA = dict(lr=Range(1e-5, 3e-3), batch_size=Choice([64, 128, 256, 512]))
-_ACTIONS = dict(_REPLAY, samples_per_step=Choice([0.25, 0.5, 1.0, 2.0]))
+_DATA = dict(
+    lr=Range(1e-5, 3e-3),
+    batch_size=Choice([64, 128, 256, 512]),
+)
+_ACTIONS = dict(
+    _REPLAY,
+    samples_per_step=Choice([0.25, 0.5, 1.0, 2.0]),
+)
 _TARGETS = dict(_ACTIONS, tau=Range(1e-3, 0.1))
 
 SPACES: dict = dict(
@@ -121,19 +144,24 @@ SPACES: dict = dict(
     td3=dict(_TARGETS, smoothing=Range(0.05, 0.5)),
     ddpg=_TARGETS,
     bc=_DATA,
-    iql=dict(_DATA, **_GAMMA, expectile=Choice([0.5, 0.7, 0.8, 0.9]), beta=Range(0.1, 10.0)),
+    iql=dict(
+        _DATA,
+        **_GAMMA,
+        expectile=Choice([0.5, 0.7, 0.8, 0.9]),
+        beta=Range(0.1, 10.0),
+    ),
     td3bc=dict(_DATA, **_GAMMA, alpha=Range(0.5, 10.0)),
 )
 
 
-def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
+def space_for(algorithm: str, fixed: dict, options: dict) -> dict:
     """The options to search that have an effect. Raises `DataError` if there is no space for the
     algorithm, or if none is left.
 
     Args:
         algorithm: name of an algorithm
         fixed: options that the user sets, which are not searched
-        options: all options of a trial that are not searched, also those of a preset; None: `fixed`
+        options: all options of a trial that are not searched, also those of a preset
 
     Returns:
         dict: option -> `Range` or `Choice`
@@ -145,18 +173,22 @@ def space_for(algorithm: str, fixed: dict, options: dict | None = None) -> dict:
             expected=f"one of {known}, or an entry of `rollpipe.tuning.tune.SPACES`, "
             "made by a module of --import",
         )
+    # What the user sets is not searched.
     space = {name: x for name, x in SPACES[algorithm].items() if name not in fixed}
-    others = fixed if options is None else options
 
     # With `tau` the target network is never copied, and a shared network has no critic apart.
-    if "tau" not in space and others.get("tau") is not None:
+    if "tau" not in space and options.get("tau") is not None:
         space.pop("target_every", None)
-    if others.get("shared"):
+    if options.get("shared"):
         space.pop("critic_lr", None)
-    if others.get("recurrent") and "state_size" not in fixed:
+    if options.get("recurrent") and "state_size" not in fixed:
         space["state_size"] = Choice([32, 64, 128])
     if not space:
-        raise DataError("nothing is left to search", expected="fewer options", got=", ".join(fixed))
+        raise DataError(
+            "nothing is left to search",
+            expected="fewer options",
+            got=", ".join(fixed),
+        )
     return space
 
 # %% ../../nbs/tuning/00_tune.ipynb #1dd39c89
@@ -177,7 +209,12 @@ def returns_of_training(config: dict, n: int) -> Generator[float, None, None]:
     agent, pipe = build(config)
     seed = _SEED + config["seed"]
     device = device_named(config["device"])
-    options = dict(n_episodes=EPISODES, seed=seed, device=device, **playing(config))
+    options = dict(
+        n_episodes=EPISODES,
+        seed=seed,
+        device=device,
+        **playing(config),
+    )
     n_made = 0
     steps = 0
     with (
@@ -186,7 +223,14 @@ def returns_of_training(config: dict, n: int) -> Generator[float, None, None]:
     ):
         for batch in batches:
             agent.update(batch)
-            steps += count_steps(getattr(batch, "fresh", batch))
+            # Of a replayed batch, the fresh steps count.
+            steps += count_steps(
+                getattr(
+                    batch,
+                    "fresh",
+                    batch,
+                )
+            )
             # A large batch may pass several evaluations.
             while n_made < n and steps >= (n_made + 1) * config["steps"] / n:
                 mean = evaluated(policy_of(agent), options).evaluation.mean
@@ -220,7 +264,10 @@ def returns_of(configs: list, n: int, report: Callable) -> list:
         value = math.nan
         with torch_threads(config["threads"]), closing(returns_of_training(config, n)) as curve:
             for k, value in enumerate(curve):
-                report((sum(last) + value) / (len(last) + 1), len(last) * n + k)
+                report(
+                    (sum(last) + value) / (len(last) + 1),
+                    len(last) * n + k,
+                )
         last.append(value)
     return last
 
@@ -246,7 +293,10 @@ def connections(path: Path) -> dict:
     """
     from sqlalchemy.pool import NullPool
 
-    return dict(creator=partial(sqlite3.connect, path.absolute(), timeout=60), poolclass=NullPool)
+    return dict(
+        creator=partial(sqlite3.connect, path.absolute(), timeout=60),
+        poolclass=NullPool,
+    )
 
 
 def open_study(folder: Path, settings: dict, seed: int, n: int) -> Any:
@@ -347,6 +397,7 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
                 trial.set_user_attr(name, fact)
             study.tell(trial, value, state)
 
+    # An error ends the trial, and an interrupt puts its options into the queue again.
     try:
         options = {name: x.ask(trial, name) for name, x in space.items()}
         of_seeds = returns(options, report)
@@ -361,23 +412,26 @@ def try_one(study: Any, space: dict, returns: Callable) -> str:
         with uninterrupted():
             _lost(study, trial.number, trial.params)
         raise
+
+    # The value, and a line that says what was tried
     tell(mean(of_seeds), returns=of_seeds)
     texts = [f"return {mean(of_seeds):.1f}"]
     for name, x in options.items():
-        texts.append(f"{name}={x:.3g}" if isinstance(x, float) else f"{name}={x}")
+        text = f"{x:.3g}" if isinstance(x, float) else x
+        texts.append(f"{name}={text}")
     return f"trial {trial.number}: {', '.join(texts)}"
 
 # %% ../../nbs/tuning/00_tune.ipynb #e810e8eb
 def best_of(study: Any) -> Any:
     "The complete trial with the best value, or None."
-    complete = [x for x in study.trials if x.value is not None and x.state.name == "COMPLETE"]
+    complete = [x for x in study.trials if x.state.name == "COMPLETE"]
     return max(complete, key=lambda x: x.value, default=None)
 
 # %% ../../nbs/tuning/00_tune.ipynb #c5ed2a7a
 _MARK = "# Found by rollpipe tune"
 
 
-def _toml(value: Any, key: str) -> str:
+def _toml(value, key):
     "A value of an option, or a part of the value, in TOML."
     if value is None:
         raise DataError(
@@ -386,7 +440,9 @@ def _toml(value: Any, key: str) -> str:
             expected="a value without None",
         )
     if isinstance(value, dict):
-        items = [f"{_toml(name, key)} = {_toml(x, key)}" for name, x in value.items()]
+        items: list[str] = []
+        for name, x in value.items():
+            items.append(f"{_toml(name, key)} = {_toml(x, key)}")
         return "{" + ", ".join(items) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(x, key) for x in value) + "]"
@@ -405,17 +461,18 @@ def preset_text(env: str, values: dict, env_kwargs: dict, comments: list) -> str
         values: option -> value
         comments: lines of the comment
     """
-    # Arguments of the environment, then the table named after it
-    lines = [_MARK]
-    if env_kwargs:
-        lines.append("[env_kwargs]")
-        lines += [f"{json.dumps(key)} = {_toml(x, key)}" for key, x in env_kwargs.items()]
-        lines.append("")
+    # One table, named after the environment, and with its arguments
     name = env.rpartition(":")[2]
-    lines.append(f"[{name if re.fullmatch('[A-Za-z0-9_-]+', name) else json.dumps(name)}]")
-    lines += [f"# {comment}" for comment in comments]
+    lines = [
+        _MARK,
+        f"[{json.dumps(name)}]",
+        *(f"# {comment}" for comment in comments),
+    ]
+    if env_kwargs:
+        values = {**values, "env_kwargs": env_kwargs}
     for key, x in values.items():
-        lines.append(f"{key} = {_toml('none' if x is None else x, key)}")
+        text = _toml("none" if x is None else x, key)
+        lines.append(f"{key} = {text}")
     return "\n".join([*lines, ""])
 
 # %% ../../nbs/tuning/00_tune.ipynb #a1c7e3f1
@@ -429,7 +486,11 @@ def complete_values(config: dict, given: Iterable) -> dict:
     Returns:
         dict: option -> value
     """
-    values = {**config, **config["options"], "preset": "none"}
+    values = {
+        **config,
+        **config["options"],
+        "preset": "none",
+    }
     needed = {*given, "preset"}
     complete = {}
     for option in [*RUN_OPTIONS, *options_for(config["algorithm"])]:
@@ -455,17 +516,29 @@ def check_file(path: Path, overwrite: bool) -> None:
 
 # %% ../../nbs/tuning/00_tune.ipynb #2783ed05
 # The options of a run that a trial follows, and those of its workers, which a trial does not have.
-_OF_TRIALS = ("seed", "steps", "threads", "device", "intrinsic", "preset")
-_OF_WORKERS = ("workers", "lag", "order", "restarts", "reading", "address")
+_OF_TRIALS = (
+    "seed",
+    "steps",
+    "threads",
+    "device",
+    "intrinsic",
+    "preset",
+)
+_OF_WORKERS = (
+    "workers",
+    "lag",
+    "order",
+    "restarts",
+    "reading",
+    "address",
+)
 
 
-def _check_options(args: Namespace, values: dict) -> None:
+def _check_options(args, values):
     """Raise `DataError` for an option of a run that a trial cannot follow. Only those of workers
     may not be in a --config file.
     """
     for name, default in vars(RunOptions()).items():
-        if name in _OF_TRIALS:
-            continue
         if name in _OF_WORKERS:
             x = values.get(name, default)
             why = "rollpipe tune trains in its own process"
@@ -474,9 +547,12 @@ def _check_options(args: Namespace, values: dict) -> None:
             x = getattr(args, name, default)
             why = "a trial leaves no run, and ends only after its steps or by its --evaluations"
             way_out = "the option for rollpipe train"
-        if x != default:
+        if x != default and name not in _OF_TRIALS:
             raise DataError(
-                why, leaf=name, got=repr(x), expected=f"{name}={default}, and {way_out}"
+                why,
+                leaf=name,
+                got=repr(x),
+                expected=f"{name}={default}, and {way_out}",
             )
 
 
@@ -495,21 +571,39 @@ class Search:
         # So many evaluations, at the start of the first training, cannot end a trial.
         self.free = max(1, self.n // 3)
 
+        # What the user sets, and what is left to search
         _check_options(args, values)
         options = self.config({}, 0)["options"]
         self.fixed = {name: x for name, x in values.items() if name in options}
-        self.space = space_for(args.algorithm, self.fixed, options)
-        self.folder = Path(args.storage or f"tuning/{args.algorithm}-{folder_name(args.env)}")
+        self.space = space_for(
+            args.algorithm,
+            self.fixed,
+            options,
+        )
+        name = f"{args.algorithm}-{folder_name(args.env)}"
+        self.folder = Path(args.storage or f"tuning/{name}")
         self.out = Path(args.out) if args.out else self.folder / "preset.toml"
 
     def config(self, options: dict, seed: int) -> dict:
         "The configuration of one training."
-        return resolve(self.asked.having(**options, seed=seed))
+        return resolve(
+            self.asked.having(
+                **options,
+                seed=seed,
+            )
+        )
 
     def settings(self) -> dict:
         "All settings that must be equal for trials to be comparable."
         config = self.config({}, 0)
-        names = ("algorithm", "env", "env_kwargs", "steps", "intrinsic", "preset")
+        names = (
+            "algorithm",
+            "env",
+            "env_kwargs",
+            "steps",
+            "intrinsic",
+            "preset",
+        )
         return dict(
             {name: config[name] for name in names},
             given=self.fixed,
@@ -522,7 +616,10 @@ class Search:
         "The last returns of a trial, one for each seed."
         # Each process has a folder for its replay files.
         part = (self.args.part or "0").partition(":")[0]
-        more = dict(folder=f"{self.folder.resolve().name}-{part}", record=False)
+        more = dict(
+            folder=f"{self.folder.resolve().name}-{part}",
+            record=False,
+        )
         configs = [{**self.config(options, seed), **more} for seed in self.seeds]
         return returns_of(configs, self.n, report)
 
@@ -533,7 +630,7 @@ def _try(search, study, n):
         print(try_one(study, search.space, search.returns), flush=True)
 
 
-def _in_processes(search, n) -> EndedRuns:
+def _in_processes(search, n):
     "Distribute `n` trials over processes."
     jobs = search.args.jobs
     words = [*python_words(), *without(search.args.words, ("--jobs",), ("--overwrite",))]
@@ -542,37 +639,57 @@ def _in_processes(search, n) -> EndedRuns:
     for k in range(jobs):
         share = n // jobs + (k < n % jobs)
         if share:
-            commands[f"job {k}"] = [*words, "--part", f"{k}:{share}"]
+            commands[f"job {k}"] = [
+                *words,
+                "--part",
+                f"{k}:{share}",
+            ]
     return run_all(commands, jobs)
 
 
-def _train_words(search) -> str:
+def _train_words(search):
     "The command that trains with the preset, with seeds that the search has not seen."
     args = search.args
     # Seeds that begin at 0, or after those of the search
     first = 0 if min(search.seeds) > 4 else max(search.seeds) + 1
-    words = ["rollpipe", "train", args.algorithm, args.env, "--config", search.out]
-    words += ["--seeds", f"{first}-{first + 4}", *import_words(getattr(args, "imports", ()))]
+    words = [
+        "rollpipe",
+        "train",
+        args.algorithm,
+        args.env,
+        "--config",
+        search.out,
+    ]
+    words += [
+        "--seeds",
+        f"{first}-{first + 4}",
+        *import_words(getattr(args, "imports", ())),
+    ]
     return typed_command(*words)
 
 
-def _write(search, study) -> str:
+def _write(search, study):
     """Write the best options so far. Returns a text about it. Raises `WorkerError` if all trials
     failed.
     """
     best = best_of(study)
     trials = ended_trials(study)
     errors = [x.user_attrs["error"] for x in trials if "error" in x.user_attrs]
-    if best is None and not trials:
+    if not trials:
         return "no trial is complete"
+    # A trial is pruned only beside complete ones.
     if best is None:
-        first = f"; the first error: {errors[0]}" if errors else ""
-        raise WorkerError(f"no trial is complete, {len(errors)} failed{first}")
+        problem = f"no trial is complete, {len(errors)} failed; the first error: {errors[0]}"
+        raise WorkerError(problem)
 
     # The preset, with comments that say how good it is
     config = search.config(best.params, 0)
-    values = complete_values(config, [*search.given, *best.params, "steps"])
-    texts = [f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in best.user_attrs["returns"]]
+    values = complete_values(
+        config,
+        [*search.given, *best.params, "steps"],
+    )
+    returns = best.user_attrs["returns"]
+    texts = [f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in returns]
     seeds = " ".join(map(str, search.seeds))
     train = _train_words(search)
     comments = [
@@ -580,7 +697,12 @@ def _write(search, study) -> str:
         f"seeds {seeds}, the best of {len(trials)} trials of {search.args.algorithm}.",
         f"Measure it afresh, with other seeds: {train}",
     ]
-    text = preset_text(search.args.env, values, config["env_kwargs"], comments)
+    text = preset_text(
+        search.args.env,
+        values,
+        config["env_kwargs"],
+        comments,
+    )
     how = "replaced" if search.out.exists() else "written"
     write_atomically(search.out, text.encode())
     return (
@@ -598,13 +720,28 @@ def tune_command(args: Namespace) -> None:
     # Raise here the errors that every trial would raise, and that of the end.
     config = search.config({}, search.seeds[0])
     build(config)
-    preset_text(args.env, complete_values(config, search.fixed), config["env_kwargs"], [])
+    preset_text(
+        args.env,
+        complete_values(config, search.fixed),
+        config["env_kwargs"],
+        [],
+    )
 
+    # One of several processes runs its part of the trials, and writes nothing.
     if args.part is not None:
-        number, n = map(int, args.part.split(":"))
+        number, n = map(
+            int,
+            args.part.split(":"),
+        )
         seed = search.seed + 1000 * (number + 1)
-        _try(search, open_study(search.folder, search.settings(), seed, search.free), n)
+        _try(
+            search,
+            open_study(search.folder, search.settings(), seed, search.free),
+            n,
+        )
         return
+
+    # The search itself
     check_file(search.out, args.overwrite)
     make_folder(search.out.parent)
     make_folder(search.folder)
@@ -615,14 +752,22 @@ def tune_command(args: Namespace) -> None:
 def _search(search):
     "Run the trials that the study lacks, and write the best options."
     args = search.args
-    study = open_study(search.folder, search.settings(), search.seed, search.free)
+    study = open_study(
+        search.folder,
+        search.settings(),
+        search.seed,
+        search.free,
+    )
     forget_running(study)
     n_over = len(ended_trials(study))
     n_missing = args.trials - n_over
     count = f"{args.trials} trials, of which {n_over} are over"
     if n_missing < 0:
         count = f"{n_over} trials are over, and --trials asks for {args.trials}"
-    print(f"{args.algorithm} on {args.env}: {count}, in {search.folder}", flush=True)
+    print(
+        f"{args.algorithm} on {args.env}: {count}, in {search.folder}",
+        flush=True,
+    )
 
     # After an interruption, the best options so far are written, too.
     outcome = EndedRuns([], [], None)
@@ -632,9 +777,14 @@ def _search(search):
         else:
             _try(search, study, n_missing)
     except KeyboardInterrupt as e:
-        outcome = outcome._replace(stopped=int(e.args[0]) if e.args else int(signal.SIGINT))
+        number = e.args[0] if e.args else signal.SIGINT
+        outcome = outcome._replace(stopped=int(number))
 
     text = _write(search, study)
     if outcome.stopped is None:
         print(text)
-    outcome.check(args.jobs, "processes", saved=f"{text}\nthe same command goes on")
+    outcome.check(
+        args.jobs,
+        "processes",
+        saved=f"{text}\nthe same command goes on",
+    )
