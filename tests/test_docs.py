@@ -86,7 +86,7 @@ SHORTER = dict(
 )
 NEEDS = dict(export="onnx", tune="optuna", watch="pygame")
 RUNS = dict(
-    README=2, command_line=7, scale=1
+    README=2, command_line=7, ranks=1
 )  # the folders that the commands of a text leave in `runs`
 
 
