@@ -20,11 +20,11 @@ import numpy as np
 from ..pipes.data.errors import DataError, describe_exception
 from ..pipes.graph.edits import draw
 from ..pipes.profiling.report import Profile
-from .changes import options_in
+from .changes import WISHES, options_in
 from .folder import folder_of, load_run
-from .locks import COSTS, owner_of
+from .locks import COSTS, PAUSED, owner_of
 from .logs import read_metrics, read_records
-from .mailbox import PAUSED, WISHES, ask
+from .mailbox import ask
 from .plots import DIAGNOSTICS, LABELS, section, style, svg, table_html, thinned, wide
 from .progress import format_duration
 from ..settings.config import build

@@ -5,6 +5,7 @@
 # %% ../../nbs/runs/09_changes.ipynb #30d6eeeb
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,20 +20,19 @@ from ..pipes.graph.edits import nodes
 from ..pipes.graph.modules import torch_threads
 from ..pipes.graph.pipe import numbered
 from ..pipes.keeping.random_states import GlobalRandomStates
-from .folder import Run, load_run, rebuilt
+from .folder import Run, after_event, load_run, rebuilt
 from .mailbox import Mailbox
 from .signals import Stopped, uninterrupted
-from .states import kept_states, lacking_pipes, ordering, why_inexact
+from .states import check_order, kept_states, lacking_pipes, why_inexact
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
 from ..settings.checks import with_steps
-from ..settings.config import RUN_OPTIONS, allow_edits, build, check_config, run_options
+from ..settings.config import RUN_OPTIONS, allow_edits, check_config, run_options
 from ..settings.files import Resolved, check_address, checked
 from ..settings.options import Option, parse_options, shown
-from ..traces.fingerprint import fingerprint
-from ..traces.history import History, in_words, with_event
+from ..traces.history import in_words
 
 # %% auto #0
-__all__ = ['options_in', 'changed_run', 'adopt', 'edited_run', 'make_edit', 'made_again', 'attended']
+__all__ = ['WISHES', 'options_in', 'changed_run', 'take_over', 'edited_run', 'check_wish', 'make_edit', 'made_again', 'attended']
 
 # %% ../../nbs/runs/09_changes.ipynb #8c52bf5e
 def options_in(words: Sequence, run: str | Path, several: bool = False) -> dict:
@@ -97,7 +97,7 @@ def changed_run(who: str, checkpoint: Checkpoint, options: dict) -> tuple[Checkp
         if known[name].part == "learner":
             check_value(ALGORITHMS[algorithm].learner, known[name].param, x)
         config = config.having(**{name: x})
-        _check_order(who, name, checkpoint.config, config)
+        check_order(who, name, checkpoint.config, config)
     run_options({option.name: config[option.name] for option in of_run})
     check_config(config)
     if config["steps"] <= checkpoint.counters["steps"]:
@@ -123,20 +123,9 @@ def _check_change(who: str, option: Option, old: Any, new: Any, has_new_episodes
         got=repr(new),
     )
 
-
-def _check_order(who: str, name: str, before: dict, now: dict) -> None:
-    "Raise `DataError` if another option of the workers would change the order of the stream."
-    if ordering(before) != ordering(now):
-        raise DataError(
-            f"{who} cannot have another {name}",
-            leaf=name,
-            expected=f"the stream of {ordering(before)}; or a new run",
-            got=f"the stream of {ordering(now)}",
-        )
-
 # %% ../../nbs/runs/09_changes.ipynb #f5c8acc4
-def adopt(run: Any, edited: Any) -> None:
-    """Give a run the configuration of its edited run, and its learner the options and the state.
+def take_over(run: Any, edited: Any) -> None:
+    """Let a run have the configuration of its edited run, and its learner the options and the state.
 
     Args:
         run: a `Run`, such as the one that the caller of `train` has
@@ -166,8 +155,12 @@ def edited_run(run: Run, edit: dict) -> Run:
         DataError: the edit is refused; the reason is named. And the errors of a function that
             inserts a pipe
     """
+    if run.pipe is not run.built:
+        raise DataError(
+            f"{run.folder} has a pipeline that Python has edited",
+            expected="that of its configuration",
+        )
     with GlobalRandomStates(), torch_threads(run.config["threads"]):
-        config = run.config
         state = None if run.stream is None else run.stream.state()
         if state is None or run.history.inexact:
             raise DataError(
@@ -176,35 +169,21 @@ def edited_run(run: Run, edit: dict) -> Run:
                 got=run.history.inexact or "a stream that has no state",
             )
 
-        # The pipeline is that of the configuration.
-        before = build({**config, "folder": run.folder}, run.counters["resumes"])[1]
-        alien = fingerprint(before).differs(fingerprint(run.pipe), "graph")
-        if alien:
-            raise DataError(
-                f"{run.folder} has a pipeline that Python has edited",
-                got=str(alien),
-                expected="that of its configuration",
-            )
-
         # A checkpoint of this moment, in memory. No tensor is that of the learner that may go on.
         copy = Snapshot(run.agent, kept_states(run))
         checkpoint = Checkpoint(
-            config, run.counters, copy.state, None, copy.pipes, state, run.history
+            run.config, run.counters, copy.state, None, copy.pipes, state, run.history
         )
-
-        # The edit is an event of the history, and the run is built from the checkpoint with it.
         if "insert" in edit:
-            event = dict(insert=edit["insert"], kwargs=edit["kwargs"])
+            says = dict(insert=edit["insert"], kwargs=edit["kwargs"])
         else:
-            checkpoint, changed = changed_run(str(shown(run.folder)), checkpoint, edit["set"])
-            event = dict(set=changed)
-            if not changed:
+            says = dict(set=changed_run(str(shown(run.folder)), checkpoint, edit["set"])[1])
+            if not says["set"]:
                 raise DataError("it changes nothing", got=in_words(edit))
-        history = History(run.history)
-        history.add("edited", run.counters["updates"], **event)
-        config = with_event(config, history[-1])
-        edited = rebuilt(run.folder, checkpoint, config, run.counters, history)
-        _check_pipes(before, edited)
+
+        # The edit is an event, and the run goes on with it as a resumed one does.
+        edited = rebuilt(run.folder, after_event(checkpoint, "edited", **says))
+        _check_pipes(run.pipe, edited)
     return edited._replace(due=run.due)
 
 
@@ -235,6 +214,28 @@ def _check_pipes(before: Any, run: Run) -> None:
         )
 
 # %% ../../nbs/runs/09_changes.ipynb #11ve0001
+WISHES = ("pause", "go_on", "save", "stop")
+
+
+def check_wish(wish: Any) -> dict:
+    """The wish of one who asks a training. Raises `DataError` if it is none.
+
+    Args:
+        wish: `do`: one of `WISHES`; or `set`: option -> value; or `insert`: an edit
+            `module:function`, and `kwargs`, its arguments
+    """
+    match wish:
+        case {"do": str(word), **rest} if word in WISHES and not rest:
+            return wish
+        case {"set": {**options}, **rest} if options and not rest:
+            return wish
+        case {"insert": str(edit), "kwargs": {}, **rest} if not rest:
+            if re.fullmatch(r"[A-Za-z_][\w.]*:\w+", edit):
+                return wish
+    forms = f"{', '.join(WISHES)}, an option to set, or an edit module:function"
+    raise DataError("not a wish", expected=forms, got=str(wish)[:80])
+
+
 def make_edit(run: Run, edit: dict, updates: Any = None) -> Run:
     """The run with an edit after its last update, which is saved. Raises as `edited_run` does.
 
@@ -317,6 +318,7 @@ def _with_wish(run: Run, wish: Any, updates: Any) -> Run:
     "The run with what is wished, saved if that is an edit, or to save or to stop."
     if isinstance(wish, Exception):
         raise wish
+    check_wish(wish)
     if run.config.get("ranks", 1) > 1:
         raise DataError("several ranks learn together", expected="a run of one rank")
     if "do" not in wish:

@@ -44,6 +44,7 @@ from rollpipe.runs.locks import (
 from .logs import is_complete, no_run
 from rollpipe.runs.states import (
     Stream,
+    check_order,
     edits_due,
     exactness,
     global_seed,
@@ -62,7 +63,7 @@ from ..traces.history import REQUEST, History, check_event, with_event
 
 # %% auto #0
 __all__ = ['Run', 'folder_of', 'start', 'discard', 'needed_modules', 'command_line', 'load_run', 'restore', 'restore_agent',
-           'for_policy', 'agent_of', 'rebuilt', 'resume']
+           'for_policy', 'agent_of', 'after_event', 'rebuilt', 'resume']
 
 # %% ../../nbs/runs/05_folder.ipynb #318476a9
 # Options that decide how much memory networks take
@@ -87,6 +88,7 @@ class Run(NamedTuple):
             until `settle`; empty: nothing is due
         history: the events of the run
         due: edits that the run has made before, after later updates, and is going to make again
+        built: the pipeline as its configuration says; another `pipe` is one that Python has edited
     """
 
     folder: Path
@@ -100,6 +102,7 @@ class Run(NamedTuple):
     unsettled: Any = ()
     history: History = History()
     due: list = []
+    built: Any = None
 
     @property
     def checkpoint(self) -> Path:
@@ -291,7 +294,9 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     chunks = ChunkFolder(folder / "replay")
     stream = Stream(history.inexact, None, chunks, global_seed(config, _COUNTERS))
     counters = dict(_COUNTERS)
-    run = Run(folder, config, agent, pipe, counters, {}, stream, is_new=True, history=history)
+    run = Run(
+        folder, config, agent, pipe, counters, {}, stream, is_new=True, history=history, built=pipe
+    )
     try:
         run.save()
         files.write_json(folder / REQUEST, config)
@@ -433,14 +438,13 @@ def _best_of(path: Path) -> Path:
     return path / "best.safetensors"
 
 
-def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None) -> tuple:
+def restore(checkpoint: Checkpoint, device: str | None = None) -> tuple:
     """Build the learner and the pipeline, and load the learner's state.
 
     Raises `CheckpointError` if it does not fit.
 
     Args:
         checkpoint: see `load_run`
-        resumes: how often the run was resumed
         device: see `make_config`; None: as the checkpoint says
 
     Returns:
@@ -448,7 +452,7 @@ def restore(checkpoint: Checkpoint, resumes: int = 0, device: str | None = None)
     """
     config = checkpoint.config if device is None else dict(checkpoint.config, device=device)
     try:
-        agent, pipe = build(config, resumes)
+        agent, pipe = build(config, checkpoint.counters["resumes"])
     except (PipeError, ImportError):
         raise
     except Exception as e:
@@ -502,26 +506,42 @@ def agent_of(checkpoint: Checkpoint, device: str = "cpu") -> Any:
     return restore(for_policy(checkpoint), device=device)[0]
 
 # %% ../../nbs/runs/05_folder.ipynb #77254847
-def rebuilt(
-    folder: Path, checkpoint: Checkpoint, config: dict, counters: dict, history: History
-) -> Run:
+def after_event(checkpoint: Checkpoint, event: str, **says: Any) -> Checkpoint:
+    """The checkpoint with one more event of its run, which changes options or inserts a pipe.
+
+    `rebuilt` gives the run that goes on with it.
+
+    Args:
+        checkpoint: see `load_run`
+        event: one of `EVENTS`
+        **says: what belongs to it
+    """
+    history = History(checkpoint.history)
+    history.add(event, checkpoint.counters["updates"], **says)
+    config = with_event(checkpoint.config, history[-1])
+    return checkpoint._replace(config=config, history=history)
+
+
+def rebuilt(folder: Path, checkpoint: Checkpoint) -> Run:
     """The run that goes on from a checkpoint. Nothing is written.
+
+    A resume, a live edit and a repetition are made of it.
 
     Args:
         folder: folder of the run
-        checkpoint: where it goes on
-        config: the configuration with which it goes on
-        counters: see `Run`
-        history: that with which it goes on
+        checkpoint: where it goes on, with the configuration, the counters and the history that hold
+            from there on
 
     Raises:
         CheckpointError: the checkpoint does not fit. And the errors of `restore`
     """
-    in_folder = checkpoint._replace(config={**config, "folder": folder})
-    agent, pipe = restore(in_folder, counters["resumes"])
+    config = dict(checkpoint.config)
+    agent, pipe = restore(checkpoint._replace(config={**config, "folder": folder}))
     waiting = load_states(pipe, checkpoint.pipes)
-    stream = resumed_stream(folder, pipe, checkpoint, config, counters)
-    return Run(folder, dict(config), agent, pipe, counters, waiting, stream, history=history)
+    stream = resumed_stream(folder, pipe, checkpoint)
+    history = History(checkpoint.history)
+    counters = checkpoint.counters
+    return Run(folder, config, agent, pipe, counters, waiting, stream, history=history, built=pipe)
 
 
 def resume(
@@ -574,17 +594,17 @@ def _resumed(path: Path, folder: Path, options: dict) -> Run:
         counters["resumes"] += 1  # new episodes begin
 
     # What is given from here on is an event, like everything that happens to a run.
-    history = History(checkpoint.history)
     is_extended = "steps" in options
-    if is_extended and history.stopped:
+    if is_extended and checkpoint.history.stopped:
         options = {**options, **ENDLESS}
-    history.add("extended" if is_extended else "resumed", counters["updates"], set=options)
-    config = with_event(checkpoint.config, history[-1])
-    stopped = history.stopped
+    event = "extended" if is_extended else "resumed"
+    begin = after_event(checkpoint._replace(counters=counters), event, set=options)
+    config = begin.config
     check_address(config, shown(folder))
 
     # An earlier checkpoint lacks last evaluations if the run was extended since. To make these
     # would end the training after it.
+    stopped = begin.history.stopped
     if path.is_file():
         is_end = is_over(config, counters, stopped)
     else:
@@ -606,6 +626,8 @@ def _resumed(path: Path, folder: Path, options: dict) -> Run:
             "the stream",
             expected="another checkpoint of the run",
         )
-    run = rebuilt(folder, checkpoint, config, counters, history)
+    run = rebuilt(folder, begin)
+    if checkpoint.stream is not None:
+        check_order(str(shown(folder)), "workers", checkpoint.config, config)
     is_other = path.is_file() or config != checkpoint.config
     return run._replace(unsettled=[checkpoint, is_other], due=due)

@@ -28,9 +28,9 @@ from .logs import MetricWriter, read_evaluations, records_of, write_evaluations
 from rollpipe.runs.moments import (
     checkpoints_of,
     extended_steps,
+    in_another_folder,
     moment,
     placed_checkpoint,
-    write_checkpoint,
 )
 from .states import exactness, lacking_pipes
 from ..settings.checks import ENDLESS
@@ -223,7 +223,7 @@ def _check_resumed(folder: Path, home: Path, before: dict, changed: dict) -> Non
     forked = load_run(home)
 
     def lacking(config):
-        run = rebuilt(home, forked, config, forked.counters, forked.history)
+        run = rebuilt(home, forked._replace(config=config))
         return {*run.waiting, *lacking_pipes(run.pipe, run.stream.restored)}
 
     try:
@@ -328,8 +328,9 @@ def fork(
 
         # The files. From the checkpoint in `FORKED` it can be repeated.
         names = ["checkpoint.safetensors"] if new_episodes else ["checkpoint.safetensors", FORKED]
+        data = in_another_folder(forked, config).data()
         for name in names:
-            write_checkpoint(home / name, forked, config)
+            write_atomically(home / name, data)
         write_json(home / REQUEST, config)
         history.write(home)
         _copy_past(folder, home, forked._replace(config=config))

@@ -23,10 +23,10 @@ from ..pipes.data.errors import CheckpointError, DataError, check_integer
 from ..pipes.graph.modules import torch_threads
 from ..pipes.keeping.chunks import ChunkFolder
 from ..pipes.keeping.compare import first_difference, named_leaves
-from ..pipes.keeping.files import names_file, write_atomically
+from ..pipes.keeping.files import names_file
 from ..pipes.keeping.random_states import GlobalRandomStates
 from .changes import edited_run
-from .folder import Run, load_run, resume, start
+from .folder import Run, load_run, rebuilt, start
 from .locks import FORKED, unlock
 from .logs import records_of
 from .states import edited, edits_due, journal_of
@@ -39,7 +39,7 @@ from ..traces.history import History, read_request
 from ..traces.journal import cut, read_journal
 
 # %% auto #0
-__all__ = ['first_checkpoint', 'checkpoints_of', 'checkpoint_before', 'extended_steps', 'placed_checkpoint', 'write_checkpoint',
+__all__ = ['first_checkpoint', 'checkpoints_of', 'checkpoint_before', 'extended_steps', 'placed_checkpoint', 'in_another_folder',
            'Moment', 'moment', 'verify', 'numbers', 'diff_command', 'verify_command']
 
 # %% ../../nbs/runs/14_moments.ipynb #798f3a9c
@@ -214,20 +214,18 @@ def _hard_link(source, path):
             shutil.copyfile(source, path)
 
 
-def write_checkpoint(path: Path, checkpoint: Checkpoint, config: dict) -> None:
-    """Write a checkpoint with another configuration. Its run gets a recording of its own.
+def in_another_folder(checkpoint: Checkpoint, config: dict) -> Checkpoint:
+    """The checkpoint of a run in another folder, which gets a recording of its own.
 
     Args:
-        path: file to write
-        checkpoint: what is written
-        config: the configuration
+        checkpoint: that of a run
+        config: the configuration there
     """
     stream = checkpoint.stream
     if stream and config.get("record"):
         pipes = {name: x for name, x in stream["pipes"].items() if name != "Recorder"}
         stream = {**stream, "pipes": pipes}
-    other = checkpoint._replace(config=config, evaluated=None, stream=stream)
-    write_atomically(path, other.data())
+    return checkpoint._replace(config=config, evaluated=None, stream=stream)
 
 
 def _repetition(folder: Path, checkpoint: Checkpoint, home: Path, memory: Path) -> Run:
@@ -257,9 +255,8 @@ def _repetition(folder: Path, checkpoint: Checkpoint, home: Path, memory: Path) 
     # The repetition is no fork, and what has stopped the run does not stop it.
     first, *later = (event for event in checkpoint.history if event["event"] != "stopped")
     began = dict(event="began", at=first["at"], kept=first["kept"], inexact=first["inexact"])
-    same = checkpoint._replace(history=History([began, *later]))
-    write_checkpoint(home / "checkpoint.safetensors", same, config)
-    return resume(home)
+    again = checkpoint._replace(history=History([began, *later]))
+    return rebuilt(home, in_another_folder(again, config))
 
 # %% ../../nbs/runs/14_moments.ipynb #b9ed7190
 class Moment(NamedTuple):

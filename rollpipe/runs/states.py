@@ -44,9 +44,9 @@ from ..traces.journal import Entry, Journal
 _log = logging.getLogger("rollpipe")
 
 # %% auto #0
-__all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'lacking_pipes', 'check_taken', 'ordering', 'why_inexact',
-           'Stream', 'global_seed', 'exactness', 'newly_inexact', 'check_evaluations', 'resumed_stream', 'edits_due',
-           'difference_in_words', 'journal_of']
+__all__ = ['states_of', 'load_states', 'edited', 'kept_states', 'lacking_pipes', 'check_taken', 'ordering', 'check_order',
+           'why_inexact', 'Stream', 'global_seed', 'exactness', 'newly_inexact', 'check_evaluations', 'resumed_stream',
+           'edits_due', 'difference_in_words', 'journal_of']
 
 # %% ../../nbs/runs/04_states.ipynb #24bdead5
 def states_of(pipe: IterDataPipe) -> dict:
@@ -157,6 +157,24 @@ def ordering(config: dict) -> dict:
     if not config.get("workers"):
         return dict(lag=0, order="canonical")
     return dict(lag=config.get("lag"), order=config.get("order"))
+
+
+def check_order(who: str, name: str, before: dict, now: dict) -> None:
+    """Raise `DataError` if another option of the workers would change the order of the stream.
+
+    Args:
+        who: the run, for the message
+        name: the option
+        before: the configuration of the run
+        now: the same with another value of the option
+    """
+    if ordering(before) != ordering(now):
+        raise DataError(
+            f"{name}={now.get(name)} would change the stream of {who}",
+            leaf=name,
+            expected=f"{ordering(before)}; or a new run",
+            got=str(ordering(now)),
+        )
 
 
 def why_inexact(pipe: IterDataPipe, config: dict) -> str | None:
@@ -373,9 +391,7 @@ def check_evaluations(folder: Path, config: dict, counters: dict) -> None:
     )
 
 
-def resumed_stream(
-    folder: Path, pipe: IterDataPipe, checkpoint: Any, config: dict, counters: dict
-) -> Stream:
+def resumed_stream(folder: Path, pipe: IterDataPipe, checkpoint: Any) -> Stream:
     """The stream that goes on in a pipeline, which `open` restores.
 
     Environments are kept as the run has tested it when it started.
@@ -383,37 +399,27 @@ def resumed_stream(
     Args:
         folder: folder of the run
         pipe: its pipeline, which is changed in place
-        checkpoint: its `Checkpoint`
-        config: the configuration with which it goes on
-        counters: the counters with which it goes on
+        checkpoint: the `Checkpoint` from which the run goes on
 
     Raises:
-        DataError: as `check_evaluations`; there are more workers than lanes, or their number would
-            change an exact stream; or a run that is to be `exact` would begin new episodes
+        DataError: as `check_evaluations`; there are more workers than lanes; or a run that is to be
+            `exact` would begin new episodes
     """
-    check_lanes(config["workers"], config["options"])
-    check_evaluations(folder, config, checkpoint.counters)
-    if not checkpoint.counters["updates"]:
-        shutil.rmtree(folder / "recording", ignore_errors=True)  # the run begins again
-    before = ordering(checkpoint.config)
-    now = ordering(config)
-    if checkpoint.stream is not None and now != before:
-        raise DataError(
-            f"workers={config['workers']} would change the stream, because lag and order count "
-            "with workers alone",
-            leaf="workers",
-            expected=str(before),
-            got=str(now),
-        )
-    if checkpoint.stream is None and checkpoint.counters["updates"]:
-        _tell_new_episodes(folder, checkpoint, config)
+    config = checkpoint.config
+    counters = checkpoint.counters
     history = checkpoint.history
+    check_lanes(config["workers"], config["options"])
+    check_evaluations(folder, config, counters)
+    if not counters["updates"]:
+        shutil.rmtree(folder / "recording", ignore_errors=True)  # the run begins again
+    elif checkpoint.stream is None:
+        _tell_new_episodes(folder, checkpoint)
     keep_as(pipe, history.kept.values())
     chunks = ChunkFolder(folder / "replay")
     return Stream(history.inexact, checkpoint.stream, chunks, global_seed(config, counters))
 
 
-def _tell_new_episodes(folder: Path, checkpoint: Any, config: dict) -> None:
+def _tell_new_episodes(folder: Path, checkpoint: Any) -> None:
     "Say why a run begins new episodes. Raise `DataError` if it is to be exact, and is no fork."
     origin = checkpoint.history.origin or {}
     is_at_origin = origin.get("at") == checkpoint.counters["updates"]
@@ -425,7 +431,7 @@ def _tell_new_episodes(folder: Path, checkpoint: Any, config: dict) -> None:
         why = "the best checkpoint has no state of the stream"
     elif not why:
         why = "it was interrupted within a batch"
-    if config.get("exact") and not is_fork:
+    if checkpoint.config.get("exact") and not is_fork:
         words = ["rollpipe", "fork", str(folder / "best.safetensors"), "--out", "OUT"]
         raise DataError(
             f"{shown(folder)} cannot go on exactly from this checkpoint",

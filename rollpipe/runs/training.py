@@ -24,7 +24,7 @@ from ..pipes.profiling.profile import Ongoing
 from ..pipes.recording.data_sampler import DataSampler
 from ..pipes.recording.recorder import Recorder
 from ..pipes.taps import Meter
-from .changes import adopt, attended, made_again
+from .changes import attended, made_again, take_over
 from .evaluations import evaluations_of, films_of
 from .folder import Run, command_line
 from .locks import COSTS, begin_training, unlock
@@ -489,4 +489,4 @@ def train(
             run.stream.end()
         unlock(run.folder)
         if run is not first:
-            adopt(first, run)  # the caller has the learner from before the edits
+            take_over(first, run)  # the caller has the learner from before the edits
