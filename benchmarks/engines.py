@@ -19,8 +19,8 @@ from report import header, options_of, spread, table
 
 from rollpipe.layers import MLPPolicy, QPolicy, RecurrentPolicy
 from rollpipe.pipes.engines.interaction import Interaction
+from rollpipe.pipes.envs.batch import Rows
 from rollpipe.pipes.envs.factories import env_factories
-from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.envs.vector import env_batch
 
 STATE = Box(-1, 1, (4,))

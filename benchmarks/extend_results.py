@@ -20,10 +20,9 @@ from importlib import import_module
 from pathlib import Path
 
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.results.bench import BENCH, Job, bench_file, jobs_of
+from rollpipe.results.bench import BENCH, Job, bench_file, jobs_of, read_spec
 from rollpipe.results.collect import Result, RowResult, flat_config, read_result, read_results
 from rollpipe.results.report import write_report
-from rollpipe.results.spec import read_spec
 from rollpipe.runs.evaluations import write_evaluations
 
 HERE = Path(__file__).resolve().parent

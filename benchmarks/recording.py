@@ -29,7 +29,7 @@ from rollpipe.pipes import (
     insert_after,
     on_policy,
 )
-from rollpipe.pipes.recording.store import item_files
+from rollpipe.pipes.recording.recorder import item_files
 
 ROUNDS = 40
 

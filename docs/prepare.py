@@ -34,7 +34,7 @@ ROOMS = {
     "pipes/10_envs": "Environments",
     "pipes/11_engines": "Engines",
     "pipes/24_replay": "Replay",
-    "pipes/26_tensors": "Tensors",
+    "pipes/25_tensors": "Tensors",
     "pipes/29_recording": "Recording",
     "pipes/30_workers": "Workers",
     "pipes/31_profiling": "Profiling",

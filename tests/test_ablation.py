@@ -13,7 +13,7 @@ from test_crash import CASES, POLE, config_of, content
 from test_fork import check_same, gone_on, numbers
 
 from rollpipe.pipes.data.errors import DataError, WorkerError
-from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.results.ablation import Branch, _beside, _fork, ablate, equal_up_to
 from rollpipe.results.pairs import course
 from rollpipe.runs import fork, start, train

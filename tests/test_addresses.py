@@ -9,7 +9,7 @@ import pytest
 from command_line import SMALL, rollpipe
 
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.pipes.cluster.room import ClusterPlace
+from rollpipe.pipes.cluster.door import ClusterPlace
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.keeping.files import write_atomically
 from rollpipe.results import ablation, bench

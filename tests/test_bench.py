@@ -20,8 +20,7 @@ from gymnasium.wrappers import TimeLimit
 from rollpipe.layers import Critic, GaussianPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.results.bench import BENCH, Job, _states, jobs_of
-from rollpipe.results.spec import read_spec
+from rollpipe.results.bench import BENCH, Job, _states, jobs_of, read_spec
 from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.fork import fork
 from rollpipe.runs.locks import lock

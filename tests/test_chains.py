@@ -21,7 +21,7 @@ from rollpipe.pipes import (
     on_policy,
     returns,
 )
-from rollpipe.pipes.advantage import values
+from rollpipe.pipes.batches import values
 from rollpipe.pipes.steps import Steps
 from rollpipe.testing import NarrowPath, Steering, check_env
 

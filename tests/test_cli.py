@@ -26,9 +26,9 @@ from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import METRICS
 from rollpipe.cli.main import build_parser, main
 from rollpipe.pipes.data.errors import CheckpointError, DataError
-from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.pipes.keeping.files import write_atomically
-from rollpipe.pipes.recording.store import ItemFolder
+from rollpipe.pipes.recording.recorder import ItemFolder
 from rollpipe.runs import commands
 from rollpipe.runs.commands import TYPED_OPTIONS, config_from
 from rollpipe.runs.folder import discard, load_run, restore, resume, start

@@ -28,8 +28,8 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.data.fragment import Fragment
 from rollpipe.pipes.data.fragment_ops import env_rewards
+from rollpipe.pipes.recording.recorder import item_files
 from rollpipe.pipes.recording.replayer import records_of_folder
-from rollpipe.pipes.recording.store import item_files
 from rollpipe.runs.pack import Contents, bars
 
 pytestmark = pytest.mark.timeout(300)

@@ -53,7 +53,7 @@ from rollpipe.pipes.graph.torchdata import (
     InProcessReadingService,
     ReadingServiceInterface,
 )
-from rollpipe.pipes.resumable import keep_environments
+from rollpipe.pipes.passes import keep_environments
 from rollpipe.pipes.taps import EpisodeStats
 
 pytestmark = pytest.mark.timeout(600)

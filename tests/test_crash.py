@@ -18,8 +18,8 @@ from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.layers import Critic, RecurrentPolicy
 from rollpipe.pipes import on_policy
 from rollpipe.pipes.data.errors import CheckpointError, DataError, WorkerError, describe_exception
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.pipes.frames import Stacks
-from rollpipe.pipes.keeping.compare import first_difference
 from rollpipe.runs import replayed_run, resume, start, train
 from rollpipe.runs.moments import verify
 from rollpipe.settings.config import make_config

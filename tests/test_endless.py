@@ -10,9 +10,9 @@ from command_line import rollpipe
 
 from rollpipe.agents.evaluate import RandomActor, evaluate, policy_of
 from rollpipe.pipes import on_policy
-from rollpipe.pipes.data.atari import wrappers_in
 from rollpipe.pipes.data.errors import DataError, EnvError
 from rollpipe.pipes.envs.factories import EnvFactory
+from rollpipe.pipes.envs.wrappers import wrappers_in
 from rollpipe.runs import load_agent
 from rollpipe.runs.logs import read_evaluations, read_metrics
 from rollpipe.settings import config as settings

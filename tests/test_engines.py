@@ -39,8 +39,8 @@ from rollpipe.pipes.engines.checked_actor import CheckedActor
 from rollpipe.pipes.engines.interaction import Interaction
 from rollpipe.pipes.engines.onnx_graph import to_onnx
 from rollpipe.pipes.engines.pure import PureStep
+from rollpipe.pipes.envs.batch import Rows
 from rollpipe.pipes.envs.factories import env_factories
-from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.envs.vector import env_batch
 from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.torchdata import DataLoader2

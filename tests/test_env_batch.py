@@ -10,9 +10,8 @@ from toys import Counting
 from rollpipe.pipes import context, nested
 from rollpipe.pipes.data.errors import DataError, EnvError
 from rollpipe.pipes.data.fragment import State
-from rollpipe.pipes.envs.batch import FiniteCheck, last_obs
+from rollpipe.pipes.envs.batch import FiniteCheck, Rows, last_obs
 from rollpipe.pipes.envs.factories import env_factories
-from rollpipe.pipes.envs.rows import Rows
 from rollpipe.pipes.envs.single import EnvBatch, _put_all, scalar_rewards, write_step_numbers
 from rollpipe.pipes.envs.vector import final_observations
 

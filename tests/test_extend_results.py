@@ -10,10 +10,9 @@ import pytest
 from test_report import make_run
 
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.results.bench import BENCH, bench_file, jobs_of
+from rollpipe.results.bench import BENCH, bench_file, jobs_of, read_spec
 from rollpipe.results.collect import read_results
 from rollpipe.results.report import write_report
-from rollpipe.results.spec import read_spec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from extend_results import extend

@@ -27,7 +27,7 @@ from rollpipe.pipes.keeping.files import (
 )
 from rollpipe.pipes.profiling.report import Profile
 from rollpipe.pipes.recording import from_minari, to_minari
-from rollpipe.pipes.recording.store import ItemFile, item_files, records_in
+from rollpipe.pipes.recording.recorder import ItemFile, item_files, records_in
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.logs import read_evaluations, read_records, records_of
 from rollpipe.settings.files import read_table

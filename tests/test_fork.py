@@ -16,8 +16,8 @@ from test_crash import CASES, POLE, config_of, content
 
 from rollpipe.pipes import FragmentCollector, RewardScaler
 from rollpipe.pipes.data.errors import CheckpointError, DataError, EnvError
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.pipes.keeping import files
-from rollpipe.pipes.keeping.compare import first_difference
 from rollpipe.runs import fork, load_agent, replayed_run, resume, start, train
 from rollpipe.runs.commands import find_run
 from rollpipe.runs.evaluations import read_evaluations

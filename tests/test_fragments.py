@@ -30,7 +30,7 @@ from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy, MLPPolicy
 from rollpipe.pipes import DataError, EnvStepper, Fragment, FragmentCollector, Lanes, Pipe, State
 from rollpipe.pipes.data.fragment import Final, TickSource
 from rollpipe.pipes.data.nested import leaves
-from rollpipe.pipes.envs.rows import Rows
+from rollpipe.pipes.envs.batch import Rows
 from rollpipe.pipes.fragments import Destination, FragmentBuilder, stack_rows
 
 fast = settings(deadline=None, max_examples=25)

@@ -164,7 +164,7 @@ class Noted(SideBySide):
 
 def test_images_are_not_copied_and_floats_lie_apart(monkeypatch):
     monkeypatch.setattr(SideBySide, "LEAST", 2**16)
-    monkeypatch.setattr("rollpipe.pipes.rewrites.SideBySide", Noted)
+    monkeypatch.setattr("rollpipe.pipes.passes.SideBySide", Noted)
     Noted.noted.clear()
     make = partial(
         joined, Pictures, Sees(), 4, 2, 2, lambda obs: obs["heat"].mean((-2, -1)), n_envs=2

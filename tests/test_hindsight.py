@@ -31,10 +31,9 @@ from rollpipe.pipes import (
     rollouts,
 )
 from rollpipe.pipes.data.fragment_ops import strands
-from rollpipe.pipes.envs.goals import GoalRules
 from rollpipe.pipes.graph.pipe import Source
 from rollpipe.pipes.graph.torchdata import DataLoader2
-from rollpipe.pipes.replay.hindsight import Hindsight, steps_ahead
+from rollpipe.pipes.replay.hindsight import GoalRules, Hindsight, steps_ahead
 from rollpipe.testing import check_env, check_pipe
 from rollpipe.testing.tasks import BitFlip, PointReach
 

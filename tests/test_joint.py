@@ -12,7 +12,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from test_ranks import run
 
 from rollpipe.agents.checkpoint import load_checkpoint
-from rollpipe.pipes import DataError, EnvError, WorkerError, resumable
+from rollpipe.pipes import DataError, EnvError, WorkerError, passes
 from rollpipe.pipes.envs.kept import Keeper, Kept
 from rollpipe.pipes.keeping.chunks import ChunkFolder, chunk_names
 from rollpipe.runs import folder as folders
@@ -119,7 +119,7 @@ def trained(rank, group, folder, case, where=None, workers=None, **more):
         return resume(folder, workers=workers, steps=config_of(case, **more)["steps"])
 
     if where == "test" and rank == 1:
-        resumable.keeper_for = lambda *_, **__: Keeper("none", dict(own="no way"))
+        passes.keeper_for = lambda *_, **__: Keeper("none", dict(own="no way"))
     try:
         with stop_signals():
             joined = joint(make, {}, dict)

@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_space
 
 from rollpipe.pipes import EnvStepper
 from rollpipe.pipes.data.errors import EnvError
-from rollpipe.pipes.data.last_obs import CopiesLastObs
+from rollpipe.pipes.envs.wrappers import CopiesLastObs
 from rollpipe.testing import check_env
 
 ASYNC = partial(AsyncVectorEnv, context="fork")

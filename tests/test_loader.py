@@ -23,7 +23,7 @@ from rollpipe.pipes.graph import torchdata
 from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.loading import loader as own
 from rollpipe.pipes.loading.datapipes import IterableWrapper, IterDataPipe, MapDataPipe, Mapper
-from rollpipe.pipes.loading.seeds import SeedGenerator, SeedStream, philox
+from rollpipe.pipes.loading.loader import SeedGenerator, SeedStream, philox
 
 ROOT = Path(__file__).parents[1]
 NAMES = "DataLoader2", "InProcessReadingService", "ReadingServiceInterface", "set_graph_random_seed"

@@ -26,7 +26,7 @@ from rollpipe.pipes import (
     on_policy,
     replayed,
 )
-from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.pipes.keeping.files import decode, encode
 from rollpipe.runs import resumed, saved
 from rollpipe.runs.folder import load_run

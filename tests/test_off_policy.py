@@ -16,7 +16,7 @@ from toys import Stepped
 from rollpipe.agents import DDPG, SAC, TD3, evaluate
 from rollpipe.agents.checkpoint import load_checkpoint, save_checkpoint
 from rollpipe.agents.metrics import check_metrics
-from rollpipe.agents.off_policy.action_losses import (
+from rollpipe.agents.off_policy.action_learner import (
     action_value_loss,
     deterministic_policy_loss,
     smoothed_target,

@@ -9,7 +9,7 @@ from rollpipe.agents.offline import IQL
 from rollpipe.agents.shared_options import Schedule, changing
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.runs import fork, replayed_run, resume, start, train
 from rollpipe.runs.logs import read_records
 from rollpipe.runs.moments import verify

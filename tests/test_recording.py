@@ -49,14 +49,14 @@ from rollpipe.pipes import (
     replace,
     replayed,
 )
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.graph.pipe import restore_stream, stream_state
 from rollpipe.pipes.graph.torchdata import DataLoader2
-from rollpipe.pipes.keeping.compare import first_difference
 from rollpipe.pipes.keeping.files import decode, encode
-from rollpipe.pipes.recording import store
-from rollpipe.pipes.recording.store import item_files, records_in
-from rollpipe.pipes.resumable import keep_environments
+from rollpipe.pipes.passes import keep_environments
+from rollpipe.pipes.recording import recorder
+from rollpipe.pipes.recording.recorder import item_files, records_in
 from rollpipe.runs import resumed, saved
 
 pytestmark = pytest.mark.timeout(300)
@@ -469,7 +469,7 @@ def test_a_recording_goes_on_though_the_limit_has_left_nothing_of_it(tmp_path):
         return restore_stream(Recorder(IterList([3, 4]), tmp_path, limit=limit), state)
 
     for _ in range(2):
-        store.ItemFolder(tmp_path, 3, True, 900).close()
+        recorder.ItemFolder(tmp_path, 3, True, 900).close()
         assert not item_files(tmp_path)
     with pytest.raises(DataError, match="lacks items. Expected 3 items, got 0"):
         list(resumed(None))
@@ -523,7 +523,7 @@ def test_a_changed_byte_is_told(data, tmp_path_factory):
 
 
 def test_a_bomb_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "MOST", 10**6)
+    monkeypatch.setattr(recorder, "MOST", 10**6)
     (tmp_path / "000000000-000000001.safetensors.gz").write_bytes(gzip.compress(bytes(10**7)))
     with pytest.raises(CheckpointError, match="more than 1,000,000 bytes"):
         list(Replayer(tmp_path))
@@ -795,7 +795,7 @@ def test_a_signal_while_a_file_is_written_loses_no_item(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method, place", [("add", "self.n += 1"), ("flush", "self._clear()")])
 def test_a_signal_between_two_lines_leaves_a_recording_that_can_be_read(method, place, tmp_path):
-    lines, first = inspect.getsourcelines(function := getattr(store.ItemWriter, method))
+    lines, first = inspect.getsourcelines(function := getattr(recorder.ItemWriter, method))
     at = first + next(i for i, line in enumerate(lines) if place in line)
 
     def local(frame, event, _):

@@ -10,14 +10,14 @@ from rollpipe.agents import PPO
 from rollpipe.layers import LSTM, MemoryCritic, RecurrentPolicy
 from rollpipe.layers.q_networks import RecurrentQPolicy
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.pipes.recipes import on_policy
 from rollpipe.runs import fork, load_agent, resume, start
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.moments import verify
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 from rollpipe.settings.config import build, make_config
-from rollpipe.tuning.study import Choice, space_for
+from rollpipe.tuning.tune import Choice, space_for
 
 RECALL = "rollpipe.testing:Recall-v0"
 SMALL = dict(n_envs=4, n_steps=24, hidden=(8,), state_size=6)

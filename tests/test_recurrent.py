@@ -17,7 +17,7 @@ from rollpipe.layers import GRU, LSTM, Actor, Critic, MemoryCritic, MLPPolicy, R
 from rollpipe.layers.actor import without_past
 from rollpipe.layers.recurrent import pack_episodes
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, nested, on_policy
-from rollpipe.pipes.advantage import values
+from rollpipe.pipes.batches import values
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.pipes.data.fragment import State
 

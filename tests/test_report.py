@@ -25,15 +25,18 @@ from rollpipe.results.collect import (
     resampled,
     steps_to,
 )
-from rollpipe.results.curves import curve_of, draw_curves, draw_profiles, profile_of
 from rollpipe.results.report import diagnostics, page, write_report
 from rollpipe.results.tables import (
     csv_text,
+    curve_of,
     curves_text,
+    draw_curves,
+    draw_profiles,
     improvements,
     markdown,
     notes_of,
     on_scales,
+    profile_of,
     together,
 )
 from rollpipe.runs.evaluations import evaluation_seed, write_evaluations

@@ -55,7 +55,7 @@ from rollpipe.pipes.graph.pipe import restore_stream, stream_state, unknown_stat
 from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 from rollpipe.pipes.keeping.files import decode, encode
 from rollpipe.pipes.lanes import learning_pipes
-from rollpipe.pipes.resumable import keep_as, keep_environments
+from rollpipe.pipes.passes import keep_as, keep_environments
 from rollpipe.pipes.steps import Fragments, Steps
 from rollpipe.pipes.taps import Meter, Throughput
 from rollpipe.pipes.tensors.collector import TensorCollector

@@ -28,7 +28,7 @@ from rollpipe.agents.tabular import QLearning
 from rollpipe.layers.policies import UnitBox
 from rollpipe.layers.q_networks import QPolicy
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.settings.algorithms import ALGORITHMS, options_for
 
 NATURAL = dict(

@@ -17,7 +17,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 from rollpipe.agents.checkpoint import load_checkpoint
 from rollpipe.pipes import WorkerError
-from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.runs import signals
 from rollpipe.runs.folder import load_run, resume, start
 from rollpipe.runs.logs import read_metrics

@@ -19,14 +19,14 @@ from rollpipe.agents.parallel_evaluation import ParallelEvaluation
 from rollpipe.pipes import EnvError, EnvStepper, FragmentCollector, Lanes
 from rollpipe.pipes.envs.factories import spaces_of
 from rollpipe.pipes.envs.keeping import keeper_for
-from rollpipe.pipes.resumable import keep_environments
+from rollpipe.pipes.passes import keep_environments
 from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.runs.folder import load_run, start
 from rollpipe.runs.logs import read_evaluations, read_metrics
 from rollpipe.settings.config import make_config
 from rollpipe.testing import check_env
 from rollpipe.testing.env_rules import ENV_CLOSE, ENV_UNDISTURBED
-from rollpipe.tuning.study import returns_of_training
+from rollpipe.tuning.tune import returns_of_training
 
 RUN = [*"--n-envs 1 --n-steps 32 --hidden 8 --critic-hidden 8 --quiet --no-tensorboard".split()]
 
@@ -366,7 +366,7 @@ def test_a_slow_test_says_what_it_has_cost(monkeypatch, caplog):
     stepper = EnvStepper(lonely.Walk, random_actor())
     keep_environments(stepper)
     assert caplog.text == ""
-    monkeypatch.setattr("rollpipe.pipes.resumable.SLOW", 0.0)
+    monkeypatch.setattr("rollpipe.pipes.passes.SLOW", 0.0)
     keep_environments(stepper)
     assert re.search(r"Walk.* took \d+\.\d s", caplog.text)
 

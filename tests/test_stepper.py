@@ -27,7 +27,7 @@ from rollpipe.layers import Actor, CategoricalPolicy, GaussianPolicy
 from rollpipe.pipes import EnvStepper, FragmentCollector, FragmentStacker, Lanes, ProcessReading
 from rollpipe.pipes.data.fragment import Tick
 from rollpipe.pipes.data.nested import leaves
-from rollpipe.pipes.envs.rows import Rows
+from rollpipe.pipes.envs.batch import Rows
 from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.graph.torchdata import DataLoader2
 from rollpipe.pipes.steps import Steps

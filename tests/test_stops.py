@@ -9,7 +9,7 @@ from test_crash import content
 from test_fork import check_same
 
 from rollpipe.pipes.data.errors import DataError
-from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.results.collect import read_result
 from rollpipe.runs import Run, Wish, evaluations, fork, resume, start, train
 from rollpipe.runs.evaluations import read_evaluations, why_enough

@@ -38,7 +38,7 @@ from rollpipe.pipes import (
 )
 from rollpipe.pipes.graph.modules import bump_version
 from rollpipe.pipes.tensors.collector import TensorCollector
-from rollpipe.pipes.tensors.tensor_batch import ActionsForEnv
+from rollpipe.pipes.tensors.tensor_env import ActionsForEnv
 from rollpipe.testing import (
     ENV_SEED,
     TENSOR_ENV_FINAL,
@@ -285,15 +285,15 @@ class Waits(TorchDispatchMode):
 
 def not_on_host(patch):
     "Fragments are made as on an accelerator."
-    from rollpipe.pipes.tensors import tensor_fragments
+    from rollpipe.pipes.tensors import collector
 
-    init = tensor_fragments.Ends.__init__
+    init = collector.Ends.__init__
 
     def elsewhere(self, *args):
         init(self, *args)
         self.on_host = False
 
-    patch.setattr(tensor_fragments.Ends, "__init__", elsewhere)
+    patch.setattr(collector.Ends, "__init__", elsewhere)
 
 
 @pytest.mark.slow_but_one

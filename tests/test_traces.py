@@ -29,7 +29,7 @@ from rollpipe.cli.main import main
 from rollpipe.layers import Critic, MLPPolicy
 from rollpipe.pipes import Lanes, Pipe, ProcessReading, Tap, on_policy
 from rollpipe.pipes.data.errors import DataError, EnvError
-from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.runs import training
 from rollpipe.runs.folder import discard, load_run, resume, start
 from rollpipe.runs.fork import fork

@@ -52,7 +52,7 @@ from rollpipe.pipes import (
     profile,
     rollouts,
 )
-from rollpipe.pipes.advantage import values
+from rollpipe.pipes.batches import values
 from rollpipe.pipes.data.fragment_ops import (
     env_rewards,
     next_observations_in_episode,

@@ -12,7 +12,7 @@ from rollpipe.settings import files
 from rollpipe.settings.config import device_named
 from rollpipe.settings.files import read_table
 from rollpipe.tuning import tune
-from rollpipe.tuning.study import Choice, best_of, connections, ended_trials, open_study, try_one
+from rollpipe.tuning.tune import Choice, best_of, connections, ended_trials, open_study, try_one
 
 SMALL = [
     "--steps",
@@ -374,7 +374,7 @@ def test_an_option_that_is_not_read_is_not_searched(words, is_searched):
 
 
 def test_the_seed_decides_what_is_tried(here):
-    from rollpipe.tuning.study import Range
+    from rollpipe.tuning.tune import Range
 
     def tried(name, seed):
         (here / name).mkdir()

@@ -21,7 +21,7 @@ from test_fork import check_same, gone_on, trained
 
 from rollpipe.pipes import FragmentCollector, Lanes, Pipe, Recorder, RewardScaler
 from rollpipe.pipes.data.errors import DataError, PipeError
-from rollpipe.pipes.keeping.compare import first_difference
+from rollpipe.pipes.data.nested import first_difference
 from rollpipe.runs import fork, resume, start, train
 from rollpipe.runs.folder import load_run
 from rollpipe.runs.moments import verify

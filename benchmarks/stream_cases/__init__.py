@@ -47,9 +47,9 @@ PROCESSES = (
 
 
 def _compare():
-    "`rollpipe.pipes.keeping.compare` of this working tree, whichever package the cases run against."
+    "`rollpipe.pipes.data.nested` of this working tree, whichever package the cases run against."
     spec = importlib.util.spec_from_file_location(
-        "compare", Path(__file__).resolve().parents[2] / "rollpipe/pipes/keeping/compare.py"
+        "compare", Path(__file__).resolve().parents[2] / "rollpipe/pipes/data/nested.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rollpipe.ranks as ranks
 from .unroll import approx_kl, lag_of, next_outputs, replay_policy
-from ..pipes.advantage import values
+from ..pipes.batches import values
 from ..pipes.data import nested
 from ..pipes.data.errors import DataError, describe
 from ..pipes.data.fragment import Fragment

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .gradient_learner import GradientLearner
 from .metrics import mean_metrics
-from .off_policy.action_learner import ActionLearner, SmoothedLearner
-from rollpipe.agents.off_policy.action_losses import (
+from rollpipe.agents.off_policy.action_learner import (
+    ActionLearner,
+    SmoothedLearner,
     bootstrap_observations,
     check_values,
     first_value,

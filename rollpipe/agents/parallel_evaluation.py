@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from .evaluate import Evaluation, check_limit, evaluate
+from ..pipes.cluster.door import service_place
 from ..pipes.cluster.ray_crew import RemoteService
-from ..pipes.cluster.room import service_place
 from ..pipes.data.errors import DataError, WorkerError, describe
 from ..pipes.envs.factories import EnvFactory
 from ..pipes.envs.keeping import why_alone

@@ -33,7 +33,7 @@ from rollpipe.agents.shared_options import (
     number,
     setting,
 )
-from ..pipes.advantage import values
+from ..pipes.batches import values
 from ..pipes.data import nested
 from ..pipes.data.errors import DataError
 from ..pipes.data.fragment import Fragment

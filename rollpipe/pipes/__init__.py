@@ -1,7 +1,7 @@
 """What flows and where it runs: environments, fragments, advantages and batches as datapipes."""
 
 from .data import nested, returns
-from .advantage import AdvantageBuffer
+from .batches import AdvantageBuffer
 from .batches import FragmentStacker, Minibatcher, ToDevice
 from .data.fragment import Fragment, State
 from .data.fragment_ops import with_rewards
@@ -31,7 +31,7 @@ from .graph.edits import (
 )
 from .invariants import CheckInvariants
 from .lanes import Lanes
-from .manual import collect, context, prepare, rollout, startup
+from .fragments import collect, context, prepare, rollout, startup
 from .graph.pipe import Pipe, Source
 from .workers.reading import ProcessReading
 from .cluster.ray_crew import RayReading
@@ -42,7 +42,7 @@ from .recipes import on_policy, replayed, rollouts
 from .replay.memory import ReplayMemory
 from .replay.hindsight import StepMerger
 from .replay.pipe import Replay
-from .rewrites import optimize
+from .passes import optimize
 from .stepper import EnvStepper
 from .tensors.tensor_env import TensorEnv
 from .taps import EpisodeStats, Tap

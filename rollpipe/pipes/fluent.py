@@ -8,7 +8,7 @@ such names for the whole process. So the names are registered here and nowhere e
 It may be imported and reloaded any number of times, in notebooks too.
 """
 
-from .advantage import AdvantageBuffer
+from .batches import AdvantageBuffer
 from .batches import FragmentStacker, Minibatcher, ToDevice
 from .episodes import EpisodeCollector
 from .data.errors import GraphError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .advantage import AdvantageBuffer, _evaluate
+from .batches import AdvantageBuffer, _evaluate
 from .data import nested
 from .data.errors import DataError, check_fraction, describe, located
 from .data.fragment import Fragment, check_item

@@ -15,17 +15,15 @@ from typing import Annotated, Any
 import numpy as np
 from fastcore.meta import delegates
 
-from . import rewrites
-from .advantage import AdvantageBuffer
-from .batches import FragmentStacker
+from . import passes
+from .batches import AdvantageBuffer, FragmentStacker
 from .data.errors import DataError, GraphError, describe, is_between
 from .engines.checked_actor import check_engine
-from .envs.goals import GoalRules
 from .fragments import FragmentCollector
 from .graph.edits import find, nodes
 from .graph.torchdata import IterDataPipe
 from .lanes import Lanes
-from .replay.hindsight import Hindsight
+from .replay.hindsight import GoalRules, Hindsight
 from .replay.pipe import Replay
 from .stepper import EnvStepper
 from .tensors.collector import TensorCollector
@@ -112,7 +110,7 @@ def rollouts(
                 got=describe(pipe),
             )
     pipe = _seeded(pipe, seed)
-    return rewrites.optimize(pipe) if optimize else pipe
+    return passes.optimize(pipe) if optimize else pipe
 
 
 def _of_tensors(env, actor, n_steps, n_envs, options, only):

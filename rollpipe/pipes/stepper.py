@@ -20,7 +20,7 @@ from .engines.checked_actor import check_engine
 from .engines.interaction import Interaction
 from .envs.batch import Batch
 from .envs.factories import VectorFactory
-from .envs.last_steps import check_last_steps
+from .envs.keeping import check_last_steps
 from rollpipe.pipes.envs.sources import (
     Acting,
     Lender,

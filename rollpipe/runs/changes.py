@@ -25,8 +25,13 @@ from .mailbox import Mailbox
 from .signals import Stopped, uninterrupted
 from .states import check_order, kept_states, lacking_pipes, why_inexact
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.checks import with_steps
-from ..settings.config import RUN_OPTIONS, allow_edits, check_config, run_options
+from rollpipe.settings.config import (
+    RUN_OPTIONS,
+    allow_edits,
+    check_config,
+    run_options,
+    with_steps,
+)
 from ..settings.files import Resolved, check_address, checked
 from ..settings.options import Option, parse_options, shown
 from ..traces.history import in_words

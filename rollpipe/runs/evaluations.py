@@ -29,8 +29,7 @@ from ..pipes.graph.modules import version_of
 from .folder import Run, agent_of, load_run
 from .logs import KINDS, read_evaluations, records_of, write_evaluations
 from .states import kept_states
-from ..settings.checks import is_over
-from ..settings.config import device_named, playing
+from ..settings.config import device_named, is_over, playing
 from ..traces.observers import Observer, Wish
 
 # %% auto #0

@@ -54,8 +54,17 @@ from rollpipe.runs.states import (
     resumed_stream,
 )
 from ..settings.algorithms import ALGORITHMS, is_algorithm, options_for
-from ..settings.checks import ENDLESS, check_decay, check_room, is_over
-from ..settings.config import RUN_OPTIONS, RunOptions, build, device_named, run_options
+from rollpipe.settings.config import (
+    ENDLESS,
+    RUN_OPTIONS,
+    RunOptions,
+    build,
+    check_decay,
+    check_room,
+    device_named,
+    is_over,
+    run_options,
+)
 from ..settings.files import Resolved, check_address, name_address
 from ..settings.options import import_words, shown, typed
 from ..traces.differences import JOURNAL

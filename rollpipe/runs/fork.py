@@ -33,8 +33,7 @@ from rollpipe.runs.moments import (
     placed_checkpoint,
 )
 from .states import exactness, lacking_pipes
-from ..settings.checks import ENDLESS
-from ..settings.config import build, device_named
+from ..settings.config import ENDLESS, build, device_named
 from ..settings.options import shown
 from ..traces.differences import FINGERPRINTS, JOURNAL, diff, read_fingerprints
 from ..traces.history import REQUEST, History, in_words, read_request

@@ -19,7 +19,7 @@ from ..pipes.graph.edits import find
 from ..pipes.keeping.chunks import ChunkFolder, chunk_names
 from ..pipes.keeping.files import from_safetensors, to_safetensors
 from ..pipes.lanes import Lanes
-from ..pipes.resumable import keep_as
+from ..pipes.passes import keep_as
 from ..ranks.collectives import check_alike
 from .folder import Run, discard
 from .locks import unlock

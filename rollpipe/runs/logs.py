@@ -26,7 +26,7 @@ from ..agents.metrics import METRICS, check_metrics, near_metric
 from ..agents.shared_options import Every
 from ..pipes.data.errors import DataError, similar
 from ..pipes.keeping.files import names_file, read_file, write_atomically
-from ..settings.checks import is_over
+from ..settings.config import is_over
 from ..traces.observers import Observer
 
 # %% auto #0

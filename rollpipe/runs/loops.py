@@ -17,7 +17,7 @@ from ..pipes.envs.sources import Acting
 from ..pipes.graph import torchdata
 from ..pipes.graph.edits import copy_graph, find
 from ..pipes.keeping.chunks import ChunkFolder
-from ..pipes.resumable import keep_as, keep_environments
+from ..pipes.passes import keep_as, keep_environments
 from .folder import restore_agent
 from .locks import locked
 from rollpipe.runs.states import (

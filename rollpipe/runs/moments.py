@@ -20,9 +20,9 @@ from typing import NamedTuple
 from ..agents.checkpoint import Checkpoint, kept_checkpoints
 from ..pipes.data import nested
 from ..pipes.data.errors import CheckpointError, DataError, check_integer
+from ..pipes.data.nested import first_difference, named_leaves
 from ..pipes.graph.modules import torch_threads
 from ..pipes.keeping.chunks import ChunkFolder
-from ..pipes.keeping.compare import first_difference, named_leaves
 from ..pipes.keeping.files import names_file
 from ..pipes.keeping.random_states import GlobalRandomStates
 from .changes import edited_run
@@ -31,7 +31,7 @@ from .locks import FORKED, unlock
 from .logs import records_of
 from .states import edited, edits_due, journal_of
 from .training import Updates, reading
-from ..settings.checks import is_over
+from ..settings.config import is_over
 from ..settings.options import shown
 from ..traces.differences import FINGERPRINTS, JOURNAL, Parting, RunDifference, diff
 from ..traces.fingerprint import networks_of

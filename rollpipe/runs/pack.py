@@ -24,8 +24,8 @@ from ..pipes.data.fragment import Fragment, Tick
 from ..pipes.data.nested import Form
 from ..pipes.graph.edits import draw
 from ..pipes.keeping.files import make_folder, read_file, write_atomically, write_json
+from ..pipes.recording.recorder import item_files
 from ..pipes.recording.replayer import folder_in, parts_in, records_of_folder
-from ..pipes.recording.store import item_files
 from ..pipes.replay.pipe import Replayed
 from ..pipes.taps import EpisodeAccount
 from .export import export_policy

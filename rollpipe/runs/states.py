@@ -32,9 +32,9 @@ from ..pipes.keeping.chunks import ChunkFolder
 from ..pipes.keeping.plain import capture, restore_object
 from ..pipes.keeping.random_states import GlobalRandomStates
 from ..pipes.lanes import learning_pipes
-from ..pipes.resumable import keep_as, keep_environments
+from ..pipes.passes import keep_as, keep_environments
 from .logs import EVALUATIONS, read_evaluations
-from ..settings.checks import check_lanes
+from ..settings.config import check_lanes
 from ..settings.options import shown
 from ..traces.differences import JOURNAL, keep_fingerprint, parting
 from ..traces.fingerprint import fingerprint, networks_of

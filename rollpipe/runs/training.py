@@ -33,8 +33,7 @@ from .mailbox import Mailbox
 from .progress import Progress
 from .signals import Stopped, signals_wait_for_saving, uninterrupted
 from .states import check_taken, journal_of
-from ..settings.checks import is_over
-from ..settings.config import reading_for
+from ..settings.config import is_over, reading_for
 from ..settings.files import check_address
 from ..settings.options import shown
 from ..traces.journal import Journal

@@ -20,11 +20,14 @@ from ..pipes.data import nested
 from ..pipes.data.errors import describe
 from ..pipes.envs.actions import in_containers
 from ..pipes.envs.factories import EnvFactory, is_vector, space_spec
-from ..pipes.envs.keeping import keeper_for, sampler
-from ..pipes.envs.last_steps import single_makers
+from ..pipes.envs.keeping import keeper_for, sampler, single_makers
 from ..pipes.envs.sources import is_instance
-from ..pipes.tensors.tensor_batch import TensorBatch, TensorOutcome
-from ..pipes.tensors.tensor_env import TensorFactory, is_tensor_source
+from rollpipe.pipes.tensors.tensor_env import (
+    TensorBatch,
+    TensorFactory,
+    TensorOutcome,
+    is_tensor_source,
+)
 from .contract import Report, same, sampled, snapshot
 
 # %% auto #0

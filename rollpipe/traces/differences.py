@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..pipes.data.errors import DataError
-from ..pipes.keeping.compare import differing
+from ..pipes.data.nested import differing
 from ..pipes.keeping.files import read_file, write_json
 from .fingerprint import Differences, Fingerprint
 from .history import History, in_words, origin_in_words

@@ -30,11 +30,11 @@ from gymnasium.envs.registration import load_env_creator
 import rollpipe
 from ..agents.shared_options import Schedule
 from ..pipes.data.errors import DataError
+from ..pipes.data.nested import PLAIN, as_array, form_of
 from ..pipes.graph.edits import inputs, nodes
 from ..pipes.graph.modules import comparable, content_of, few_threads, globals_in
 from ..pipes.graph.pipe import Seeded, numbered
 from ..pipes.graph.torchdata import IterDataPipe
-from ..pipes.keeping.compare import PLAIN, as_array, form_of
 from ..pipes.keeping.plain import all_attributes
 
 # %% auto #0

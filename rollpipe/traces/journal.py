@@ -17,7 +17,7 @@ import torch
 import rollpipe.pipes.data.nested as nested
 from ..pipes.data.errors import DataError
 from ..pipes.data.fragment import Fragment
-from ..pipes.keeping.compare import PLAIN, as_array, differing, form_of
+from ..pipes.data.nested import PLAIN, as_array, differing, form_of
 from ..pipes.keeping.files import names_file, read_file, write_atomically
 
 # %% auto #0

@@ -18,7 +18,7 @@ from ..agents.checkpoint import FORMAT_VERSION, Snapshot
 from ..agents.metrics import METRICS, added
 from ..pipes.data import nested
 from ..pipes.data.errors import CheckpointError, DataError, WorkerError, describe_exception
-from ..pipes.keeping.compare import named_leaves
+from ..pipes.data.nested import named_leaves
 from ..pipes.keeping.files import from_safetensors, to_safetensors, write_atomically
 from ..pipes.keeping.plain import capture
 from ..pipes.keeping.random_states import GlobalRandomStates

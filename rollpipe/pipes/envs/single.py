@@ -15,7 +15,7 @@ import numpy as np
 from ..data import nested
 from ..data.errors import EnvError, PipeError, describe
 from .actions import action_rows, env_failure
-from .batch import Batch, last_obs, played, put_obs
+from .batch import CONSTANT, Batch, Row, Rows, last_obs, own, played, put_obs
 from rollpipe.pipes.envs.factories import (
     Claim,
     close_env,
@@ -26,7 +26,6 @@ from rollpipe.pipes.envs.factories import (
 )
 from .infos import SingleInfos
 from .kept import restore_batch
-from .rows import CONSTANT, Row, Rows, own
 from ..keeping.random_states import EpisodeSeeds
 
 # %% ../../../nbs/pipes/10_envs/06_single.ipynb #e8b1e78b

@@ -17,7 +17,7 @@ import numpy as np
 from ..data import nested
 from ..data.errors import EnvError, PipeError, describe, describe_exception
 from .actions import as_like, in_containers, tuple_of
-from .batch import Batch, played, put_obs, read_obs
+from .batch import Batch, Row, Rows, played, put_obs, read_obs
 from rollpipe.pipes.envs.factories import (
     Claim,
     EnvFactory,
@@ -28,7 +28,6 @@ from rollpipe.pipes.envs.factories import (
     spaces_of,
 )
 from .infos import FINAL, SingleInfos, VectorInfos, column_of, is_mask, reporters
-from .rows import Row, Rows
 from .single import EnvBatch
 
 # %% ../../../nbs/pipes/10_envs/07_vector.ipynb #30b5c3d1

@@ -21,7 +21,7 @@ from rollpipe.pipes.loading.datapipes import (
     Mapper,
     traverse_dps,
 )
-from ..loading.seeds import torchs_seed
+from ..loading.loader import torchs_seed
 
 # %% ../../../nbs/pipes/03_graph/00_torchdata.ipynb #a7e4279d
 def _of_torchdata():

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..graph.drawing import Drawing
-from ..graph.edits import find, nodes
+from ..graph.edits import Drawing, find, nodes
 from ..graph.torchdata import IterDataPipe
 from ..keeping.files import read_file, write_json
 from ..lanes import Lanes
