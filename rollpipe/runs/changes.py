@@ -82,15 +82,16 @@ def changed_run(who: str, checkpoint: Checkpoint, options: dict) -> tuple[Checkp
     """
     # The present values, with the defaults of the options that came later.
     algorithm = checkpoint.config["algorithm"]
-    defaults = {option.name: option.default for option in options_for(algorithm)}
+    of_learning = options_for(algorithm)
+    defaults = {option.name: option.default for option in of_learning}
     present = {**as_json(defaults, "options"), **checkpoint.config["options"]}
     config = Resolved({**checkpoint.config, "options": present})
 
     # Those that are others
     of_run = [option for option in RUN_OPTIONS if option.name != "preset"]
-    known = {option.name: option for option in [*options_for(algorithm), *of_run]}
+    known = {option.name: option for option in [*of_learning, *of_run]}
     options = as_json(checked(options, known.values(), who), who)
-    options = with_steps(algorithm, options, options.get("steps", config["steps"]))
+    options = with_steps(of_learning, options, options.get("steps", config["steps"]))
     values = {**config, **present}
     changed = {name: x for name, x in options.items() if x != values.get(name)}
     if not changed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import signal
 from argparse import Namespace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from ..agents.checkpoint import Checkpoint, load_checkpoint
@@ -115,17 +115,16 @@ def asked_by(args: Namespace) -> Asked:
 
 def config_from(args: Namespace) -> Resolved:
     "The configuration that the command line asks for."
-    return resolve(asked_by(args))
+    asked = asked_by(args)
+    return resolve(asked)
 
 # %% ../../nbs/runs/20_commands.ipynb #0bf8944d
 def train_command(args: Namespace) -> None:
     "Start or continue a run; if torchrun has started this process, together with the other ranks."
+    # The options are resolved once, and where that is tried first: each rank has its command line.
+    configured = cache(lambda: {} if args.resume else config_from(args))
     with process_group() as launch:
-        run = joint(
-            partial(_run_for, args, launch),
-            vars(args),
-            lambda: {} if args.resume else config_from(args),
-        )
+        run = joint(partial(_run_for, args, launch, configured), vars(args), configured)
         if isinstance(run, Follower):
             train(run, progress=False, tensorboard=False)
         elif run:
@@ -135,7 +134,7 @@ def train_command(args: Namespace) -> None:
 
 
 @spare_environments()
-def _run_for(args, launch):
+def _run_for(args, launch, configured):
     """The run that the command line asks for; None if it is complete.
 
     After a restart of the ranks, it goes on from its newest checkpoint.
@@ -149,7 +148,7 @@ def _run_for(args, launch):
         return resume(path, *(getattr(args, name, None) for name in names))
 
     # A new run, or one that goes on
-    config = config_from(args)
+    config = configured()
     if launch:
         config = config.having(ranks=launch.size)
     folder = Path(args.out or default_folder(config))
@@ -423,7 +422,9 @@ def _picture_of(runs: list, options: dict) -> str:
 
 def graph_command(args: Namespace) -> None:
     "Draw a pipeline."
-    print(draw(build(config_from(args))[1]))
+    config = config_from(args)
+    pipe = build(config)[1]
+    print(draw(pipe))
 
 
 def demo_command(args: Namespace) -> None:
@@ -451,7 +452,8 @@ def demo_command(args: Namespace) -> None:
 # %% ../../nbs/runs/20_commands.ipynb #b21bb5d9
 def profile_command(args: Namespace) -> None:
     "Run a pipeline and its learner for some seconds, and draw where the time goes."
-    profile = profile_config(config_from(args), args.seconds)
+    config = config_from(args)
+    profile = profile_config(config, args.seconds)
     print(profile)
     if args.svg:
         write_atomically(args.svg, profile.svg().encode())
