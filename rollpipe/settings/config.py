@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -581,29 +580,9 @@ def _inserted(pipe: Any, inserts: list) -> Any:
     return pipe
 
 # %% ../../nbs/settings/05_config.ipynb #db28199a
-def _made(part, make, *args, **kwargs):
-    """What `make`, such as the class of a part, returns.
-
-    Raises `DataError` if it sets an option twice.
-    """
-    try:
-        return make(*args, **kwargs)
-    except TypeError as e:
-        twice = re.search(r"multiple values for keyword argument '(\w+)'", str(e))
-        if twice is None:
-            raise
-        raise DataError(
-            "the class sets an option that comes with its `**options`, too",
-            pipe=part.__name__,
-            leaf=twice[1],
-            expected=f"`{twice[1]}` in the signature of its `__init__`, with a default of its own",
-            got=str(e),
-        ) from e
-
-
 def _network(part, env, algorithm, **kwargs):
     try:
-        return _made(part, part.for_env, env, **kwargs)
+        return part.for_env(env, **kwargs)
     except DataError as e:
         # It names the part, because policy and critic have options of the same name.
         e.locate(pipe=part)
@@ -667,8 +646,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
         kwargs["pipeline"]["device"] = device
 
     # The learner and the pipeline; not every pipeline asks the critic.
-    learner = algorithm.learner
-    agent = _made(learner, learner, *modules, seed=seeds["learner"], **kwargs["learner"])
+    agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
     asked = modules if "critic" in accepted else modules[:1]
     pipe = algorithm.pipeline(
         env, *asked, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"]
