@@ -23,7 +23,7 @@ MOST = {
     "three values in one assignment": 2,
     "vague name": 34,
     "walrus within an expression": 4,
-    "nested comprehension": 36,
+    "nested comprehension": 26,
     "nested conditional expression": 0,
     "dense line": 24,
     "long line": 46,
