@@ -27,6 +27,7 @@ from ..runs.fork import fork
 from ..runs.locks import files_of_run, locked
 from ..runs.logs import records_of
 from ..runs.moments import checkpoint_before
+from ..settings.algorithms import options_for
 from ..settings.config import ENDLESS, with_steps
 from ..settings.files import name_address
 from ..settings.options import add_options, import_words, options_of, parse_value, typed
@@ -306,11 +307,11 @@ def ablate(
 
     # A schedule spans the run, and not only the steps after the branching.
     config = newest.config
+    known = options_for(config["algorithm"])
     edits = {}
     for name, values in options.items():
-        edits[name] = [
-            with_steps(config["algorithm"], {name: x}, config["steps"])[name] for x in values
-        ]
+        spans = [with_steps(known, {name: x}, config["steps"]) for x in values]
+        edits[name] = [span[name] for span in spans]
     branches = branches_of(run, at, edits, repeat, out)
 
     # Twins do nothing that is not compared, and make all of their updates.

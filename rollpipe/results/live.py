@@ -21,8 +21,8 @@ from urllib.parse import parse_qs
 from ..pipes.data.errors import PipeError
 from .report import document
 from ..runs.asking import open_run, view
-from ..runs.changes import options_in
-from ..runs.mailbox import WISHES, ask
+from ..runs.changes import WISHES, options_in
+from ..runs.mailbox import ask
 
 # %% auto #0
 __all__ = ['Live', 'live_command']

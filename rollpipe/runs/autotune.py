@@ -81,6 +81,8 @@ def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = No
             f"{algorithm} collects nothing, so there is nothing to try",
             expected="an algorithm that steps environments",
         )
+
+    # Of all combinations, those with as many steps in a batch, and enough cores
     steps = defaults["n_steps"] * defaults["n_envs"] * defaults["lanes"]
     possible = []
     grid = [[typed[name]] if name in typed else GRID[name] for name in names]
@@ -231,12 +233,15 @@ def ranked(trials: Iterable) -> tuple:
 
 def ranking(trials: Iterable) -> str:
     "The five fastest settings as a table, with what the noise of the measurements means for them."
+    # The fastest settings, relative to the best one
     means, noise = ranked(trials)
     best_setting, best = means[0]
     rows = [
         table_row(setting, f"{speed:,.0f}", share_text(speed / best))
         for setting, speed in means[:5]
     ]
+
+    # Those within the noise of the best one are as good.
     text = "unknown, because no setting was measured twice"
     if noise is not None:
         alike = sum(speed >= best * (1 - noise) for _, speed in means)
@@ -261,14 +266,15 @@ def command_for(
         env_kwargs: keyword arguments for `gymnasium.make`
         imports: modules that the environment needs
     """
+    # The environment
     words = ["rollpipe", "train", algorithm, env]
     if env_kwargs:
         words += ["--env-kwargs", *(_kwarg(name, x) for name, x in env_kwargs.items())]
     words += import_words(imports)
+
+    # The options; a preset `auto` is what the command line takes anyway.
     for option in options_for(algorithm) + RUN_OPTIONS:
-        is_default = (
-            option.name == "preset" and values.get("preset") == "auto"
-        )  # that of the command line
+        is_default = option.name == "preset" and values.get("preset") == "auto"
         if option.name in values and not is_default:
             words += _words(option, values[option.name])
     return shlex.join(words)

@@ -231,11 +231,14 @@ class EvaluationsByUpdates(Observer):
 
     def begin(self, run: Run) -> None:
         "Begin the process, or a worker of the cluster in which the run collects."
+        # What was evaluated before counts, too.
         config = run.config
         self.run = run
         self.every = Every.of(config["eval_every"])
         self.best = BestLearner(run)
         self.last = dict(run.counters)  # counters of the latest request
+
+        # The process; a test may have brought one.
         if self.evaluator is None:
             ray = dict(address=config["address"]) if config.get("reading") == "ray" else None
             self.evaluator = ParallelEvaluation(
@@ -251,12 +254,15 @@ class EvaluationsByUpdates(Observer):
 
         Returns the metrics of the newest one that has ended meanwhile.
         """
+        # Ask for the next one
         counters = self.run.counters
         is_due = self.every.is_due(self.last, counters) and not is_over(
             self.run.config, counters, self.run.history.stopped
         )
         if is_due and not self.evaluator.busy:
             self._ask()
+
+        # Report those that have ended
         metrics = {}
         for answer in self._compared(self.evaluator.poll()):
             metrics.update(answer.metrics)
@@ -298,6 +304,7 @@ class EvaluationsBySteps(Observer):
 
     def begin(self, run: Run) -> Wish:
         "Evaluate if that is due at the first step, or if a run that goes on lacks it."
+        # How it is evaluated
         self.run = run
         self.every = Every.of(run.config["eval_every"])
         self.best = BestLearner(run)
@@ -307,6 +314,7 @@ class EvaluationsBySteps(Observer):
             beside = evaluated_beside(run.config["env"], run.config["env_kwargs"])
             self.evaluate = self.closing.enter_context(beside)
 
+        # What was evaluated up to here, and what is lacking
         steps = run.counters["steps"]
         self.records = [
             r
@@ -367,6 +375,8 @@ class EvaluationsBySteps(Observer):
         now = [r for r in self._of_training() if r["steps"] == counters["steps"]]
         if not now or len(records) > 1:
             return {}
+
+        # The evaluation, as its line tells it
         returns = np.array(now[-1]["returns"])
         lengths = np.array(now[-1]["lengths"])
         evaluation = Evaluation(returns, lengths, np.zeros(len(returns), bool))

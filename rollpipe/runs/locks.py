@@ -23,8 +23,8 @@ from ..traces.differences import FINGERPRINTS, JOURNAL
 from ..traces.history import HISTORY, REQUEST
 
 # %% auto #0
-__all__ = ['FORKED', 'COSTS', 'RUN_FILES', 'lock', 'begin_training', 'unlock', 'locked', 'owner_of', 'files_of_run', 'check_free',
-           'remove_run']
+__all__ = ['FORKED', 'COSTS', 'PAUSED', 'INBOX', 'RUN_FILES', 'lock', 'begin_training', 'unlock', 'locked', 'owner_of',
+           'files_of_run', 'check_free', 'remove_run']
 
 # %% ../../nbs/runs/03_locks.ipynb #cc5f633b
 _locks = {}  # (process, folder) -> the open lock file
@@ -216,6 +216,8 @@ def owner_of(folder: Path) -> str:
 # %% ../../nbs/runs/03_locks.ipynb #7e2b90c4
 FORKED = "fork.safetensors"  # the checkpoint with which a fork begins
 COSTS = "costs.json"  # a `Profile` of the last seconds of training
+PAUSED = "paused"  # a file that exists during a pause
+INBOX = "inbox"  # a folder that exists while somebody asks the training
 RUN_FILES = (
     FINGERPRINTS,
     JOURNAL,
@@ -228,12 +230,12 @@ RUN_FILES = (
     "evaluations.jsonl",
     "best.safetensors",
     "checkpoint.safetensors",
-    "paused",
+    PAUSED,
     "replay",
     "ranks",
     "recording",
     "crash",
-    "inbox",
+    INBOX,
     "curve.png",
     "tensorboard",
     "wandb",

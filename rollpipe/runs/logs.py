@@ -179,9 +179,12 @@ def read_metrics(folder: str | Path) -> dict:
         dict: metric name -> float64 [n records]
     """
     records = read_records(folder)
-    present = {name for r in records for name in r}
+    present = set().union(*records)
     names = [name for name in METRICS if name in present] + sorted(present - set(METRICS))
-    return {name: np.array([r.get(name, math.nan) for r in records]) for name in names}
+    metrics = {}
+    for name in names:
+        metrics[name] = np.array([record.get(name, math.nan) for record in records])
+    return metrics
 
 # %% ../../nbs/runs/00_logs.ipynb #6b1a1a35
 def _json_line(record: dict) -> str:
@@ -207,55 +210,35 @@ def _csv_line(cells: Iterable) -> str:
     return line.getvalue()
 
 # %% ../../nbs/runs/00_logs.ipynb #91132f1e
-def _lost_rows(path: Path, records: list, updates: float) -> list:
-    "The rows of a CSV file up to so many updates that `metrics.jsonl` has lost, as records."
-    known = {record.get("updates") for record in records}
-    lost = []
-    with suppress(OSError, csv.Error, DataError):
-        lines = read_file(path).decode(errors="replace").split("\n")
-        for row in csv.DictReader(lines[:-1]):  # the last line may be incomplete
-            try:
-                record = {name: float(x) for name, x in row.items() if x}
-            except (TypeError, ValueError):
-                continue  # a damaged row
-            if record.get("updates", math.nan) <= updates and record["updates"] not in known:
-                lost.append(record)
-    return lost
-
-
 class _Table:
     """The sink `metrics.csv`.
-
-    Earlier rows up to so many updates stay, also if `metrics.jsonl` has lost them.
 
     Args:
         path: the file
         records: reads `metrics.jsonl`, to which each record is written before this sink gets it
-        updates: number of updates up to which rows stay
     """
 
     name = "metrics.csv"
 
-    def __init__(self, path: Path, records: Callable, updates: float = math.inf):
+    def __init__(self, path: Path, records: Callable):
         self.path = path
         self.records = records
         self.columns = list(METRICS)
         self.file = None
         self.is_whole = True
-        self.lost = _lost_rows(path, records(), updates)
         self.make()
 
     def make(self) -> None:
         "Replace the file by one with a row for every record."
         self.stop()
         records = self.records()
-        if self.lost:
-            records = sorted(records + self.lost, key=lambda record: record.get("updates", 0))
-        columns = list(dict.fromkeys([*METRICS, *(name for r in records for name in r)]))
-        rows = "".join(_csv_row(r, columns) for r in records)
-        write_atomically(self.path, (_csv_line(columns) + rows).encode())
+        columns = dict.fromkeys(METRICS)
+        for record in records:
+            columns |= dict.fromkeys(record)
+        self.columns = [*columns]
+        rows = "".join(_csv_row(record, self.columns) for record in records)
+        write_atomically(self.path, (_csv_line(self.columns) + rows).encode())
         self.file = open(self.path, "a", encoding="utf-8")
-        self.columns = columns
 
     def write(self, record: dict) -> None:
         self.is_whole = False
@@ -299,7 +282,8 @@ class MetricWriter:
     Args:
         folder: created if needed
         tensorboard: write event files: True, False, or "auto": if TensorBoard is installed
-        wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: only if the run is already there
+        wandb: log to Weights & Biases: project, True ("rollpipe"), False, or None: only if the run
+            is already there
         config: configuration that Weights & Biases shows
         updates: keep earlier records up to this many updates, some of which may have made no steps
     """
@@ -334,7 +318,7 @@ class MetricWriter:
         self._failed = []
         try:
             table = self.folder / "metrics.csv"
-            self._sinks.append(_Table(table, lambda: read_records(folder), updates))
+            self._sinks.append(_Table(table, lambda: read_records(folder)))
             if tensorboard:
                 self._sinks.append(TensorBoard(folder, last.get("steps", 0)))
             if wandb:
@@ -488,6 +472,8 @@ def _evaluation_in(line: str, where: str) -> dict:
         record = json.loads(line)
         for name in ("resumes", "cut_off"):
             int(record.get(name, 0))  # raises an error if it is no number
+
+        # What another version has written is not looked into.
         version = record["format"]
         if version == EVALUATIONS_FORMAT and record["kind"] in KINDS:
             numbers = {name: _number(record[name]) for name in _NUMBERS}

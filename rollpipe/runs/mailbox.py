@@ -9,41 +9,20 @@ import json
 import logging
 import math
 import os
-import re
 import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
 
 from ..pipes.data.errors import DataError
 from ..pipes.keeping.files import read_file, write_atomically
-from .locks import owner_of
+from .locks import INBOX, PAUSED, owner_of
 
 # %% auto #0
-__all__ = ['WISHES', 'PAUSED', 'check_wish', 'Mailbox', 'ask']
+__all__ = ['Mailbox', 'ask']
 
-# %% ../../nbs/runs/08_mailbox.ipynb #ee8b81de
-WISHES = ("pause", "go_on", "save", "stop")
-PAUSED = "paused"  # a file that exists during a pause
-_INBOX = "inbox"
-
-
-def check_wish(wish: Any) -> dict:
-    "The wish. Raises `DataError` if it is none."
-    match wish:
-        case {"do": str(word), **rest} if word in WISHES and not rest:
-            return wish
-        case {"set": {**options}, **rest} if options and not rest:
-            return wish
-        case {"insert": str(edit), "kwargs": {}, **rest} if not rest:
-            if re.fullmatch(r"[A-Za-z_][\w.]*:\w+", edit):
-                return wish
-    forms = f"{', '.join(WISHES)}, an option to set, or an edit module:function"
-    raise DataError("not a wish", expected=forms, got=str(wish)[:80])
-
-
+# %% ../../nbs/runs/08_mailbox.ipynb #1bee7d23
 def _write(path: Path, content: dict) -> None:
     "Write a file into the inbox, which any of those who ask may remove while it is empty."
     while True:
@@ -51,7 +30,7 @@ def _write(path: Path, content: dict) -> None:
         with suppress(FileNotFoundError):
             return write_atomically(path, json.dumps(content).encode())
 
-# %% ../../nbs/runs/08_mailbox.ipynb #1bee7d23
+
 class Mailbox:
     """What others ask of a training.
 
@@ -72,37 +51,29 @@ class Mailbox:
         if monotonic() < self.next_look:
             return False
         self.next_look = monotonic() + self.EVERY
-        return (self.folder / _INBOX).is_dir()
+        return (self.folder / INBOX).is_dir()
 
     def take(self, before: float = math.inf) -> Iterator[tuple]:
-        """What is asked, the oldest first: `(file, wish)`, or `(file, error)` if it is no wish.
+        """What is asked, the oldest first: `(file, wish)`, or `(file, error)` if it is not JSON.
 
         Args:
             before: only what was asked before this time [ns]
         """
-        times = {}
         questions = []
         with suppress(FileNotFoundError):  # the last one who asked removes the folder
-            questions += (self.folder / _INBOX).glob("*.ask")
-        for path in questions:
-            with suppress(OSError):  # it was withdrawn
-                times[path] = path.lstat().st_mtime_ns
-        for path in sorted(times, key=lambda path: times[path]):
-            if times[path] >= before:
+            questions += (self.folder / INBOX).glob("*.ask")
+        for asked_at, path in sorted((_time_of(path), path) for path in questions):
+            if asked_at >= before:
                 continue
-            wish: object
             try:
-                wish = check_wish(json.loads(read_file(path)))
+                wish = json.loads(read_file(path))
             except (DataError, OSError, ValueError, RecursionError) as e:
                 wish = e
 
             # Who removes the file has it: the training, or the one who withdraws it.
-            try:
-                remove = path.rmdir if path.is_dir() else path.unlink
-                remove()
-            except OSError:
-                continue
-            yield path, wish
+            with suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
+                yield path, wish
 
     def answer(self, path: Path, text: str, is_made: bool) -> None:
         "Answer what was asked in a file. If the disk is full, the log says so."
@@ -118,9 +89,7 @@ class Mailbox:
             path.touch() if is_paused else path.unlink()
 
     def __enter__(self) -> Mailbox:
-        lock = self.folder / "lock"
-        begin = lock.stat().st_mtime_ns if lock.exists() else math.inf
-        self._refuse("it was asked before this training began", begin)
+        self._refuse("it was asked before this training began", _time_of(self.folder / "lock"))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -131,14 +100,20 @@ class Mailbox:
         for path, _ in self.take(before):
             self.answer(path, why, False)
 
+
+def _time_of(path: Path) -> float:
+    "When a file was written [ns]; infinite if it is gone."
+    with suppress(OSError):
+        return path.lstat().st_mtime_ns
+    return math.inf
+
 # %% ../../nbs/runs/08_mailbox.ipynb #5688552f
 def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
     """Ask the training in a folder, and wait. Returns its answer.
 
     Args:
         folder: folder of a run
-        wish: `do`: one of `WISHES`; or `set`: option -> value; or `insert`: an edit
-            `module:function`, and `kwargs`, its arguments
+        wish: what is asked, see `check_wish`
         timeout: seconds to wait; the training looks between two batches
 
     Raises:
@@ -146,13 +121,13 @@ def ask(folder: Path, wish: dict, timeout: float = 60.0) -> str:
     """
     if os.name != "nt" and not owner_of(folder):
         raise DataError(f"no training in {folder}", expected="a run that trains now")
-    question = folder / _INBOX / f"{secrets.token_hex(16)}.ask"
+    question = folder / INBOX / f"{secrets.token_hex(16)}.ask"
     answer = question.with_suffix(".answer")
-    _write(question, check_wish(wish))
+    _write(question, wish)
     deadline = monotonic() + timeout
     try:
+        # What was taken gets an answer, though perhaps late, unless the training is killed.
         while not answer.exists():
-            # What was taken gets an answer, though perhaps late, unless the training is killed.
             if monotonic() > deadline and (question.exists() or not owner_of(folder)):
                 process = owner_of(folder) or "which has ended"
                 raise DataError(

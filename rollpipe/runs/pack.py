@@ -92,13 +92,14 @@ def _about(part: Path, faults: list) -> dict:
     """
     try:
         about = json.loads(read_file(part / "about.json"))
-        return {name: [_printable(x) for x in map(str, about[name])] for name in ("pipes", "envs")}
+        return {name: [*map(_printable, about[name])] for name in ("pipes", "envs")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         faults.append(f"{part / 'about.json'}: damaged or missing ({type(e).__name__})")
         return dict(pipes=[], envs=[])
 
 
-def _printable(text: str) -> str:
+def _printable(x: Any) -> str:
+    text = str(x)
     return text if text.isprintable() else repr(text)
 
 # %% ../../nbs/runs/17_pack.ipynb #f4b9df64
@@ -177,10 +178,13 @@ class Contents:
 
     def _see(self, item) -> list:
         "Count an item. Returns the whole episodes that end in it."
+        # Which kind of item it is
         inner = item if isinstance(item, list) else [item]
         names = dict.fromkeys(type(x).__name__ for x in (item, *inner))  # each name once
         self.kinds[" of ".join(names)] += 1  # "Fragment", or "list of Tick"
         self.forms |= {Form(x): None for x in inner}
+
+        # Its steps, and the episodes, unless their rows are shuffled
         episodes = []
         for x in parts_of(item):
             self.steps += int(x.valid.sum())
@@ -201,6 +205,7 @@ class Contents:
         return self.episodes[np.isfinite(self.episodes[:, 0]), 0]
 
     def __str__(self) -> str:
+        # What it is
         items = ", ".join(f"{n:,} {kind}" for kind, n in self.kinds.items()) or "none"
         n_lanes = len(self.account.lanes)
         if n_lanes:
@@ -211,6 +216,8 @@ class Contents:
         if self.envs:
             rows.append(("environments", ", ".join(self.envs)))
         rows.append(("files", self._of_files()))
+
+        # The first faults, and the tables
         rows += [("fault", fault) for fault in self.faults[:9]]
         if len(self.faults) > 9:
             rows.append(("fault", f"and {len(self.faults) - 9:,} more"))

@@ -69,6 +69,8 @@ class Progress(Observer):
             raise DataError(
                 "the progress needs to know the end", leaf="total", expected="Progress(total=STEPS)"
             )
+
+        # A run that goes on has made steps before; they do not count for the speed.
         self.steps = self.initial = run.counters["steps"]
         self.begun = time.monotonic()
         self._shown = None
@@ -102,6 +104,8 @@ class Progress(Observer):
             f"{format_number(self.steps)}/{format_number(self.total)} steps",
             f"{format_number(speed)}/s",
         ]
+
+        # Numbers of the last records, if they have such
         metrics = (
             ("return", "return_mean", ".4g"),
             ("evaluated", "eval_return_mean", ".4g"),
@@ -112,6 +116,8 @@ class Progress(Observer):
                 parts.append(f"{label} {self._last[name]:{form}}")
         if "workers" in self._last:
             parts.append(self._workers())
+
+        # The time that remains, at the speed so far
         if self.steps < self.total:
             left = (self.total - self.steps) / speed if speed else math.inf
             parts.append(f"{format_duration(left)} left")

@@ -117,32 +117,24 @@ def sharing(shared: bool = False) -> bool:
     return shared
 
 
-def _check_no_critic(algorithm, kwargs):
+def _check_no_critic(kwargs, options):
     "Raise `DataError` for an option that has no effect where policy and critic are one network."
-    # Options of a separate critic that somebody has set; its encoder is that of the actor.
-    defaults = {x.param: x.default for x in options_of(dict(critic=algorithm.critic))}
-    idle = {
-        f"critic_{name}": x
-        for name, x in kwargs["critic"].items()
-        if name != "encoder" and x != defaults[name]
-    }
-    rate = kwargs["learner"].get("critic_lr")
-    if rate not in (None, getattr(algorithm.learner, "critic_lr", None)):
-        idle["critic_lr"] = rate
-    memory = kwargs["recurrence"].get("recurrent")
-    if memory is not None:
-        idle["recurrent"] = memory
-
-    for name, x in idle.items():
+    for option in options:
+        is_critics = option.part == "critic" and option.param != "encoder"  # that of the actor
+        if not is_critics and option.name not in ("critic_lr", "recurrent"):
+            continue
+        value = kwargs[option.part].get(option.param, option.default)
+        if value == option.default or option.name == "critic_lr" and value is None:
+            continue
         raise DataError(
             "this option is of a critic apart from the policy",
-            leaf=name,
+            leaf=option.name,
             expected="its default, or no `shared`",
-            got=str(x),
+            got=str(value),
         )
 
 
-def parts_for(algorithm: Algorithm, kwargs: dict) -> dict:
+def parts_for(algorithm: Algorithm, kwargs: dict, options: list) -> dict:
     """The parts of an algorithm with the networks that the options ask for.
 
     With `recurrent`, they are a policy with memory, and a critic that sees it, if there is one.
@@ -150,11 +142,12 @@ def parts_for(algorithm: Algorithm, kwargs: dict) -> dict:
 
     Args:
         kwargs: part, `recurrence` or `sharing` -> its arguments, which are changed in place
+        options: those of the algorithm, see `options_for`
     """
     parts = algorithm.parts
     memory = recurrence(**kwargs["recurrence"])
     if sharing(**kwargs["sharing"]):
-        _check_no_critic(algorithm, kwargs)
+        _check_no_critic(kwargs, options)
         del parts["critic"]
         return {**parts, "policy": algorithm.shared}
     if not memory:
@@ -348,11 +341,11 @@ def options_for(algorithm: str) -> list[Option]:
     Args:
         algorithm: name in `ALGORITHMS`
     """
-    if not is_algorithm(algorithm):
-        known = similar(algorithm, ALGORITHMS) or ALGORITHMS
-        raise DataError(
-            "unknown algorithm",
-            expected=f"{', '.join(known)}, or one of --import",
-            got=str(algorithm),
-        )
-    return _options(ALGORITHMS[algorithm])
+    if is_algorithm(algorithm):
+        return _options(ALGORITHMS[algorithm])
+    known = similar(algorithm, ALGORITHMS) or ALGORITHMS
+    raise DataError(
+        "unknown algorithm",
+        expected=f"{', '.join(known)}, or one of --import",
+        got=str(algorithm),
+    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,7 +43,7 @@ from rollpipe.pipes.data.errors import (
     signature_of,
 )
 from ..pipes.envs.factories import check_id, spaces_of, spare_environments
-from ..pipes.graph.edits import find, insert_after, insert_before
+from ..pipes.graph.edits import find
 from ..pipes.graph.modules import checked_device
 from ..pipes.graph.torchdata import IterDataPipe
 from ..pipes.lanes import Lanes
@@ -55,7 +54,7 @@ from ..pipes.transforms import RewardScaler
 from ..pipes.workers.reading import ProcessReading
 from ..ranks.launch import device_of_rank
 from .algorithms import ALGORITHMS, options_for, parts_for
-from .files import Asked, Resolved, changeable, checked, name_address, preset_for
+from .files import Asked, Resolved, checked, name_address, preset_for
 from .listing import algorithms_for
 from .options import options_of
 from ..traces.fingerprint import versions
@@ -63,17 +62,19 @@ from ..traces.fingerprint import versions
 # %% auto #0
 __all__ = ['ENDLESS', 'RUN_OPTIONS', 'LONGEST', 'with_steps', 'check_decay', 'check_stops', 'is_over', 'check_room',
            'check_lanes', 'device_named', 'reading_for', 'RunOptions', 'run_options', 'check_config', 'resolve',
-           'make_config', 'playing', 'allow_edits', 'build']
+           'make_config', 'changeable', 'playing', 'allow_edits', 'build']
 
 # %% ../../nbs/settings/05_config.ipynb #c05223d2
-def with_steps(algorithm: str, options: dict, steps: int) -> dict:
+def with_steps(known: list, options: dict, steps: int) -> dict:
     """The options, with a number of steps for each schedule that has none.
 
     Args:
+        known: the options of the algorithm, see `options_for`
+        options: name -> value of some of them
         steps: environment steps of the training
     """
     completed = dict(options)
-    for option in options_for(algorithm):
+    for option in known:
         value = options.get(option.name)
         if "schedule" in option.kinds and isinstance(value, str):
             completed[option.name] = str(Schedule.of(value, steps))
@@ -202,49 +203,49 @@ def device_named(name: str) -> torch.device:
     return device_of_rank(checked_device(name))
 
 
-def _moved(pipe: Any, device: torch.device) -> Any:
-    "The pipeline, which moves each batch to the device before a network needs it."
+def _edits_for(config: dict, pipe: Any, device: torch.device, seed: int) -> list[Callable]:
+    """The edits `pipe -> pipe` that the options of a run ask for, in turn.
 
-    def make(source):
-        return ToDevice(source, device)
-
-    has_critic = len(find(pipe, AdvantageBuffer)) == 1
-    return insert_before(pipe, AdvantageBuffer, make) if has_critic else make(pipe)
-
-
-def _curious(pipe: Any, config: dict, seed: int) -> Any:
-    "The pipeline with `RND`, if the configuration asks for it."
-    weight = config.get("intrinsic", 0.0)
-    if not weight:
-        return pipe
-    if find(pipe, Replay) or find(pipe, DataSampler):
-        raise DataError(
-            f"{config['algorithm']} learns from a memory, "
-            "whose rewards stay as they were when they were new",
-            leaf="intrinsic",
-            expected="0, or an algorithm without a memory, such as ppo",
-            got=str(weight),
-        )
-    network = Distillation.for_env(config["env"], env_kwargs=config["env_kwargs"], seed=seed)
-    # The scale is for the rewards of the environment alone.
-    after = RewardScaler if find(pipe, RewardScaler) else Lanes
-    return insert_after(pipe, after, partial(RND, network=network, weight=weight, seed=seed))
-
-
-def _recorded(pipe: Any, config: dict) -> Any:
-    """The pipeline with a `Recorder` of the fragments of the lanes.
-
-    Only if the configuration asks for it and names the `folder` of a run.
+    Args:
+        config: see `make_config`
+        pipe: the pipeline of the algorithm
+        device: where networks and batches are
+        seed: seed of the networks of `RND`
     """
-    if not config.get("record") or "folder" not in config:
-        return pipe
-    n_ranks = config.get("ranks", 1)
-    if n_ranks > 1:
-        problem = "several ranks do not record"
-        raise DataError(problem, leaf="record", expected="1 rank", got=str(n_ranks))
-    path = Path(config["folder"], "recording")
-    make = partial(Recorder, path=path, limit=config.get("record_limit"), append=True)
-    return insert_after(pipe, Lanes, make)
+    edits: list[Callable] = []
+    weight = config.get("intrinsic", 0.0)
+    if weight:
+        if find(pipe, Replay) or find(pipe, DataSampler):
+            raise DataError(
+                f"{config['algorithm']} learns from a memory, "
+                "whose rewards stay as they were when they were new",
+                leaf="intrinsic",
+                expected="0, or an algorithm without a memory, such as ppo",
+                got=str(weight),
+            )
+        network = Distillation.for_env(config["env"], env_kwargs=config["env_kwargs"], seed=seed)
+        # The scale is for the rewards of the environment alone.
+        after = RewardScaler if find(pipe, RewardScaler) else Lanes
+        edits.append(RND.inserter(after=after, network=network, weight=weight, seed=seed))
+
+    # A recording is in the folder of a run.
+    if config.get("record") and "folder" in config:
+        n_ranks = config.get("ranks", 1)
+        if n_ranks > 1:
+            problem = "several ranks do not record"
+            raise DataError(problem, leaf="record", expected="1 rank", got=str(n_ranks))
+        path = Path(config["folder"], "recording")
+        limit = config.get("record_limit")
+        edits.append(Recorder.inserter(after=Lanes, path=path, limit=limit, append=True))
+
+    # Each batch is moved before a network needs it.
+    if device.type != "cpu":
+        has_critic = len(find(pipe, AdvantageBuffer)) == 1
+        moved = partial(ToDevice, device=device)
+        if has_critic:
+            moved = ToDevice.inserter(before=AdvantageBuffer, device=device)
+        edits.append(moved)
+    return edits
 
 # %% ../../nbs/settings/05_config.ipynb #ce5267a0
 def reading_for(config: dict) -> Any:
@@ -455,7 +456,7 @@ def resolve(asked: Asked) -> Resolved:
         "env_kwargs": {**masks, **kwargs_of_preset, **asked.env_kwargs},
         **vars(of_run),
         "preset": preset,
-        "options": with_steps(algorithm, options, of_run.steps),
+        "options": with_steps(of_learning, options, of_run.steps),
         "versions": versions(),
         "origins": origins,
     }
@@ -495,6 +496,16 @@ def make_config(
 
 # %% ../../nbs/settings/05_config.ipynb #48eedd67
 LONGEST = 10_000  # steps of an episode without any other limit
+
+
+def changeable(values: Any) -> Any:
+    """The same with dicts that may be changed.
+
+    The code of others gets them, such as an environment its arguments.
+    """
+    if isinstance(values, dict):
+        return {name: changeable(x) for name, x in values.items()}
+    return values
 
 
 def playing(config: dict, max_episode_steps: int | None = None) -> dict:
@@ -569,29 +580,9 @@ def _inserted(pipe: Any, inserts: list) -> Any:
     return pipe
 
 # %% ../../nbs/settings/05_config.ipynb #db28199a
-def _made(part, make, *args, **kwargs):
-    """What `make`, such as the class of a part, returns.
-
-    Raises `DataError` if it sets an option twice.
-    """
-    try:
-        return make(*args, **kwargs)
-    except TypeError as e:
-        twice = re.search(r"multiple values for keyword argument '(\w+)'", str(e))
-        if twice is None:
-            raise
-        raise DataError(
-            "the class sets an option that comes with its `**options`, too",
-            pipe=part.__name__,
-            leaf=twice[1],
-            expected=f"`{twice[1]}` in the signature of its `__init__`, with a default of its own",
-            got=str(e),
-        ) from e
-
-
 def _network(part, env, algorithm, **kwargs):
     try:
-        return _made(part, part.for_env, env, **kwargs)
+        return part.for_env(env, **kwargs)
     except DataError as e:
         # It names the part, because policy and critic have options of the same name.
         e.locate(pipe=part)
@@ -630,7 +621,8 @@ def build(config: dict, resumes: int = 0) -> tuple:
 
     # The arguments and the seed of each part; a stored configuration may lack a new option.
     kwargs = {part: {} for part in (*algorithm.parts, "recurrence", "sharing")}
-    for option in options_for(name):
+    options = options_for(name)
+    for option in options:
         value = config["options"].get(option.name, option.default)
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
     words = np.random.SeedSequence([config["seed"], resumes]).generate_state(5)
@@ -638,7 +630,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
     seeds = dict(zip(algorithm.parts, part_seeds))
 
     # The networks
-    parts = parts_for(algorithm, kwargs)
+    parts = parts_for(algorithm, kwargs, options)
     modules = [
         _network(parts[part], env, name, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])
         for part in ("policy", "critic")
@@ -646,8 +638,7 @@ def build(config: dict, resumes: int = 0) -> tuple:
     ]
     accepted = signature_of(algorithm.pipeline).parameters
     device = device_named(config.get("device", "cpu"))
-    is_apart = device.type != "cpu"
-    if is_apart:
+    if device.type != "cpu":
         if "device" not in accepted:
             problem = f"the pipeline of {name} takes no device"
             raise DataError(problem, leaf="device", expected="cpu", got=str(device))
@@ -655,14 +646,18 @@ def build(config: dict, resumes: int = 0) -> tuple:
         kwargs["pipeline"]["device"] = device
 
     # The learner and the pipeline; not every pipeline asks the critic.
-    learner = algorithm.learner
-    agent = _made(learner, learner, *modules, seed=seeds["learner"], **kwargs["learner"])
+    agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
     asked = modules if "critic" in accepted else modules[:1]
     pipe = algorithm.pipeline(
         env, *asked, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"]
     )
 
-    # The memory of the pipeline: an error comes before it is filled.
+    # What the options of the run add, and what was inserted while it trained
+    for edit in _edits_for(config, pipe, device, novelty_seed):
+        pipe = edit(pipe)
+    pipe = _inserted(pipe, config.get("inserts", []))
+
+    # The memory of the pipeline: an error comes before it is filled, and each run has its files.
     if isinstance(agent, ReplayLearner):
         for memory in find(pipe, Replay) + find(pipe, DataSampler):
             agent.check_length(memory.length)
@@ -670,9 +665,4 @@ def build(config: dict, resumes: int = 0) -> tuple:
         if replay.path is not None:
             name_of_run = Path(config["folder"]).resolve().name
             replay.path = str(Path(replay.path, name_of_run))
-
-    # What the options of the run add
-    pipe = _recorded(_curious(pipe, config, novelty_seed), config)
-    if is_apart:
-        pipe = _moved(pipe, device)
-    return agent, _inserted(pipe, config.get("inserts", []))
+    return agent, pipe

@@ -21,9 +21,8 @@ from .options import Option, nearest
 from ..traces.history import with_options
 
 # %% auto #0
-__all__ = ['NOT_ASKED', 'NO_OPTIONS', 'Asked', 'Frozen', 'Resolved', 'changeable', 'read_table', 'checked', 'tables_in',
-           'belongs_to', 'kind_of_actions', 'check_table', 'presets_of', 'preset_for', 'settings_in', 'name_address',
-           'check_address']
+__all__ = ['NOT_ASKED', 'NO_OPTIONS', 'Asked', 'Frozen', 'Resolved', 'read_table', 'checked', 'tables_in', 'belongs_to',
+           'kind_of_actions', 'check_table', 'presets_of', 'preset_for', 'settings_in', 'name_address', 'check_address']
 
 # %% ../../nbs/settings/02_files.ipynb #0b8379a2
 class Asked(NamedTuple):
@@ -109,16 +108,6 @@ class Resolved(Frozen):
             **values: name of an option, or of another key of the configuration -> value
         """
         return Resolved(with_options(self, values))
-
-
-def changeable(values: Any) -> Any:
-    """The same with dicts that may be changed.
-
-    The code of others gets them, such as an environment its arguments.
-    """
-    if isinstance(values, dict):
-        return {name: changeable(x) for name, x in values.items()}
-    return values
 
 # %% ../../nbs/settings/02_files.ipynb #deaad5a0
 def read_table(path: str | Path) -> dict:
