@@ -7,6 +7,7 @@ __all__ = ['EpisodeBuilder', 'EpisodeCollector', 'Trace', 'TraceRows']
 
 # %% ../../nbs/pipes/17_episodes.ipynb #c23ddae1
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from .data import nested
 from .data.errors import DataError, check_integer, located
 from .data.fragment import Final, Fragment, State, Tick, check_item
 from .data.fragment_ops import End, pad_episodes, same_keys
-from .fragments import complete
+from .fragments import complete, final_rows
 from .graph.pipe import Pipe
 from .graph.torchdata import IterDataPipe
 from .keeping.chunks import RowQueue
@@ -143,7 +144,8 @@ class EpisodeBuilder:
         last = last._replace(fin=np.ones(len(ended), bool))
 
         # Everything `[1, K, ...]`, one column for each episode that ended.
-        reactions = nested.torchify(last, 1), act, nested.map(torch.clone, info)
+        states = nested.map(lambda x: x[None], nested.torchify(last))
+        reactions = states, act, nested.map(torch.clone, info)
         columns = (_column(reactions, k) for k in range(len(ended)))
         return [self._episode(tick, b, *column) for b, column in zip(ended, columns)]
 
@@ -330,7 +332,7 @@ class TraceRows:
             tick.next,
             tick.next_hx,
             [*actor],
-            self.ends,
+            partial(final_rows, self.ends),
             fields,
             numbers,
         )
