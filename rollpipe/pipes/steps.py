@@ -319,10 +319,14 @@ def _column(steps, before, after):
     # Row 0 has the action, reward and end of the step before.
     if before is None:
         act = nested.map(torch.zeros_like, first.action)
-        rew, fin, term = torch.zeros(()), yes, no
+        rew = torch.zeros(())
+        fin = yes
+        term = no
     else:
         act = before.action
-        rew, fin, term = before.reward, over(before), before.terminated
+        rew = before.reward
+        fin = over(before)
+        term = before.terminated
     state = State(
         torch.stack([*(s.step_n for s in steps), stepno]),
         nested.stack([*(s.state for s in steps), ahead]),
