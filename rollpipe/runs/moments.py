@@ -144,7 +144,7 @@ def extended_steps(folder: Path, checkpoint: Checkpoint) -> int:
     for event in History.read(folder):
         if event in checkpoint.history:
             continue
-        if event["event"] == "edited" and "steps" in event.get("set", {}):
+        if event["event"] in ("edited", "due") and "steps" in event.get("set", {}):
             break
         if event["event"] == "extended":
             steps = event["set"]["steps"]

@@ -462,7 +462,8 @@ def edits_due(folder: Path, history: History) -> list:
         folder: folder of the run
         history: that of the checkpoint
     """
-    return History.read(folder).edits[len(history.edits) :]
+    events = [event for event in History.read(folder) if event["event"] in ("edited", "due")]
+    return [{**event, "event": "edited"} for event in events[len(history.edits) :]]
 
 # %% ../../nbs/runs/04_states.ipynb #bd50d897
 def difference_in_words(path: Path, before: Entry, now: Entry, after: int) -> str:

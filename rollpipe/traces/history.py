@@ -26,13 +26,15 @@ _BEGINNING: dict = dict(
     inexact=(str, type(None)),
 )
 
-# Event -> what it says, and of which type; an edit that inserts a pipe says `_INSERTS`.
+# Event -> what it says, and of which type; an edit that inserts a pipe says `_INSERTS`. `due` is an
+# edit behind which the run has gone back: it makes it again, and until then it does not hold.
 EVENTS: dict[str, dict[str, Any]] = dict(
     began=_BEGINNING,
     forked=dict(_BEGINNING, run=str, set=dict),
     resumed=dict(set=dict),
     extended=dict(set=dict),
     edited=dict(set=dict),
+    due=dict(set=dict),
     stopped=dict(why=str),
     inexact=dict(why=str),
 )
@@ -54,7 +56,7 @@ def _is_event(event):
     kinds = EVENTS.get(str(name))
     if kinds is None:
         return False
-    if name == "edited" and "insert" in event:
+    if name in ("edited", "due") and "insert" in event:
         kinds = _INSERTS
     return all(key in event and isinstance(event[key], kind) for key, kind in kinds.items())
 
@@ -109,7 +111,8 @@ class History(list):
             folder: folder of the run
             due: edits that the run has made before, and is going to make again
         """
-        lines = [json.dumps(event) + "\n" for event in [*self, *due]]
+        later = [{**edit, "event": "due"} for edit in due]
+        lines = [json.dumps(event) + "\n" for event in [*self, *later]]
         write_atomically(
             Path(folder) / HISTORY,
             "".join(lines).encode(),
