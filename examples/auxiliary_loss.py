@@ -15,12 +15,13 @@ class PredictingPPO(PPO):
 
     def __post_init__(self):
         super().__post_init__()
-        self.predict_next = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.predict_next = nn.Linear(64, 4)  # from the 64 units of the actor's hidden layer
 
     def loss(self, batch):
         loss, metrics = super().loss(batch)
         observations = batch.state.obs  # [T + 1, B, 4]
-        error = self.predict_next(observations[:-1]) - observations[1:]
+        features = self.actor.hidden_features(observations[:-1])
+        error = self.predict_next(features) - observations[1:]
 
         # Where an episode ends, the next row belongs to another one.
         goes_on = batch.valid & ~batch.state.fin[1:]

@@ -1,5 +1,7 @@
 """A training with three callbacks: a metric, a wish to stop, and a file of one's own."""
 
+from math import inf
+
 from rollpipe.runs import Observer, Wish, make_config, read_metrics, start, train
 
 
@@ -10,7 +12,8 @@ def largest_weight(run, record):
 
 def good_enough(run, record):
     "A wish may stop the training, or save a checkpoint."
-    return Wish(stop="the return is above 150" if record.get("return_mean", 0) > 150 else None)
+    mean = record.get("return_mean", -inf)  # no episode may have ended yet
+    return Wish(stop="the return is above 150" if mean > 150 else None)
 
 
 class Lines(Observer):
