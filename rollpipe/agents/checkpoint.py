@@ -138,7 +138,7 @@ def keep_checkpoint(folder: str | Path, data: bytes, steps: int, n: int) -> None
 
     Args:
         folder: created if needed
-        data: see `Checkpoint`
+        data: see `Checkpoint.data()`
         steps: number of steps so far
         n: number of checkpoints that stay
     """

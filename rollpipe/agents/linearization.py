@@ -176,12 +176,12 @@ def fisher_product(
 
     def product(v: Tensor) -> Tensor:
         with torch.no_grad():
-            pulled = metric(lin.outputs, lin.jvp(v))
+            cotangent = metric(lin.outputs, lin.jvp(v))
 
         # One number may come last, where it is cheapest.
         if not isinstance(weights, Tensor):
-            return lin.vjp(pulled) * weights
-        return lin.vjp(nested.map(weighted, pulled))
+            return lin.vjp(cotangent) * weights
+        return lin.vjp(nested.map(weighted, cotangent))
 
     return product
 
@@ -308,7 +308,8 @@ def score_layers(
         if g is None:
             continue
 
-        # Each of the m rows must have passed the layer exactly once.
+        # Each of the m rows must have passed the layer exactly once: x is [m, n_in] and g is
+        # [m, n_out], where the weight has n_out * n_in entries.
         x = call.out.new_ones(m, 1) if call.x is None else call.x.detach()
         n_in = x.shape[-1]
         if x.numel() != m * n_in or g.numel() * n_in != m * call.weight.numel():
@@ -383,6 +384,7 @@ def _cholesky_of_scores(layers, damping):
     m = len(layers[0].g)
     gram = layers[0].g.new_zeros(m, m)
 
+    # <g x^T, g' x'^T> = (g.g')(x.x') for two rows; the bias is a further input 1.
     # Only the lower triangle is used: 0.65 ms in place of 0.86 ms for a layer of 64 and 512 rows.
     for i in range(0, m, 128):
         rows = slice(i, i + 128)

@@ -32,6 +32,8 @@ __all__ = ['burnt_in', 'huber_penalty', 'check_weight', 'td_targets', 'td_loss',
 def burnt_in(fragment: Fragment, net: Any, n: int) -> Fragment:
     """The rows of a fragment from `n` on `[T - n, B]`, with the memory of `net` at row `n`.
 
+    The rows before are the burn-in: they build up the memory, and are not trained on.
+
     Source: Kapturowski et al. 2019, *Recurrent experience replay in distributed reinforcement
     learning*, https://openreview.net/forum?id=r1lyTjAqYX, section 3. Raises `DataError` if `n` is
     out of range.
@@ -145,8 +147,8 @@ def _spread(x, like):
 
 def _of_action(q, index):
     "The entries `[T, B, ...]` of `q` `[T, B, n_actions, ...]` for the indices `[T, B]` of actions."
-    rows = _spread(index.unsqueeze(2), q[:, :, :1])
-    return q.gather(2, rows).squeeze(2)
+    indices = _spread(index.unsqueeze(2), q[:, :, :1])
+    return q.gather(2, indices).squeeze(2)
 
 
 def td_targets(

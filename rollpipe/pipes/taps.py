@@ -132,9 +132,13 @@ def pieces_of(over: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Args:
         over: bool `[T, n]`: True where an episode ends
     """
+    # Column b owns the numbers last[b-1]+1 ... last[b]. The number of a step is the first of these
+    # plus the ends before it.
     ends = over.cumsum(0)
     last = (ends[-1] + 1).cumsum() - 1
-    return last - ends[-1] + ends - over, last
+    first = last - ends[-1]
+    before = ends - over
+    return first + before, last
 
 # %% ../../nbs/pipes/19_taps.ipynb #6254ccb1
 @may_be_new
@@ -286,13 +290,16 @@ class EpisodeAccount:
             sums, expected = self.lanes.get(lane, (None, None))
             has_other_width = sums is None or len(sums.ret) != n
 
-            # Minibatches are parts of one fragment, in any order, and end no episode that has been
-            # followed.
+            # Minibatches are parts of one fragment, which come in any order. They only skip
+            # `continues`, which raises for what comes twice: they are not the next fragment either.
             may_be_part = sums is not None and seq == (expected or 0) - 1
             is_part = may_be_part and (len(fin) == 1 or has_other_width)
             is_next = seq is None or expected is None
             if not is_next and not is_part:
                 is_next = continues(fragment, strand, expected)
+
+            # The sums are dropped in a minibatch, after lost fragments, where a lane begins anew,
+            # and if the number of environments changes.
             if has_other_width or not is_next:
                 sums = EpisodeSums(n)
             self.lanes[lane] = sums, None if seq is None else seq + 1

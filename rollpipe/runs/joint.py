@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,6 +89,9 @@ class RankStream(Stream):
         """
         if self.pipe is None or self.reason:
             return None
+
+        # All ranks come to this point or none, or else the gather would wait for ever: they have
+        # one reason, see `_agreed` and below, and their streams begin and end with the same batch.
         data = to_safetensors("part", 1, dict(stream=super().state()))
         name = self.chunks.write(np.frombuffer(data, np.uint8))
         self.chunks.sync()
@@ -100,7 +104,8 @@ class RankStream(Stream):
     def sweep(self, checkpoints: list) -> None:
         """Remove the parts and the chunks that the checkpoints of rank 0 do not need.
 
-        They are on disk when it tells what they name.
+        Rank 0 calls this only after its checkpoints are on disk, and the others wait for the names
+        that it tells.
         """
         names = []
         for path in checkpoints:
@@ -159,6 +164,25 @@ def _on_host(state: Any) -> Any:
     return nested.map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, state)
 
 
+class _Shared(NamedTuple):
+    """What rank 0 tells the others of its run, so that they make a `Follower` of it.
+
+    Args:
+        folder: the folder of the run
+        agent_state: of the learner, in host memory
+        pipe_states: of the pipes that learn, see `states_of`
+        restored: see `RankStream`
+    """
+
+    folder: Path
+    config: dict
+    history: History
+    counters: dict
+    agent_state: Any
+    pipe_states: Any
+    restored: dict | None
+
+
 def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
     """The run that `make` starts or resumes, with this rank's part of its pipeline and stream.
 
@@ -178,38 +202,48 @@ def joint(make: Callable, typed: dict, configured: Callable) -> Run | None:
         return make()
     _check_asked(typed, configured)
     run = None
-    shared = list[Any]([None])  # what rank 0 tells the others
+    box: list[_Shared | None] = [None]  # torch broadcasts what is in a list
     try:
         try:
             run = make() if dist.get_rank() == 0 else None
             if run is not None:
                 keep_own_lanes(run.pipe, 0, dist.get_world_size(), run.config["workers"])
-                states = _on_host(run.agent.state_dict()), states_of(run.pipe), run.stream.restored
-                shared[0] = run.folder.resolve(), run.config, run.history, run.counters, *states
+                box[0] = _Shared(
+                    folder=run.folder.resolve(),
+                    config=run.config,
+                    history=run.history,
+                    counters=run.counters,
+                    agent_state=_on_host(run.agent.state_dict()),
+                    pipe_states=states_of(run.pipe),
+                    restored=run.stream.restored,
+                )
         finally:
-            _call(dist.broadcast_object_list, shared, src=0)
-        return None if shared[0] is None else _agreed(run, *shared[0])
+            # The other ranks wait for this, also if rank 0 has failed; then they get None.
+            _call(dist.broadcast_object_list, box, src=0)
+        shared = box[0]
+        return None if shared is None else _agreed(run, shared)
     except BaseException:
-        if run is not None:
-            (discard(run) if run.is_new else unlock(run.folder))
+        if run is not None and run.is_new:
+            discard(run)
+        elif run is not None:
+            unlock(run.folder)
         raise
 
 
-def _agreed(run, folder, *parts):
+def _agreed(run, shared):
     """The run of this rank, with its stream, unless a rank has failed.
 
     Args:
         run: that of rank 0; None in the others
-        folder: its folder
-        *parts: what `_follower` makes a run of, and the restored state of its stream
+        shared: what rank 0 has told
     """
     error = None
     rank = dist.get_rank()
     try:
-        run = run or _follower(folder, *parts)
+        run = run or _follower(shared)
         seed = global_seed(run.config, run.counters, rank)
-        chunks = ChunkFolder(folder / "ranks" / str(rank))
-        stream = RankStream(run.stream.reason, parts[-1], chunks, rank, seed)
+        chunks = ChunkFolder(shared.folder / "ranks" / str(rank))
+        stream = RankStream(run.stream.reason, shared.restored, chunks, rank, seed)
         run = run._replace(stream=stream)
         run.stream.open(run.pipe)
         state = dict(inexact=run.stream.reason, kept=run.history.kept)
@@ -224,25 +258,30 @@ def _agreed(run, folder, *parts):
     return run
 
 
-def _follower(folder, config, history, counters, state, states, _):
+def _follower(shared):
     """The run of another rank.
 
     For a new run that is said to go on exactly, this rank tests the environments, too.
     """
-    agent, pipe = build(config, counters["resumes"])
-    agent.load_state_dict(state)
-    load_states(pipe, states)
+    config = shared.config
+    history = shared.history
+    agent, pipe = build(config, shared.counters["resumes"])
+    agent.load_state_dict(shared.agent_state)
+    load_states(pipe, shared.pipe_states)
     keep_own_lanes(pipe, dist.get_rank(), dist.get_world_size(), config["workers"])
-    if counters["updates"] or history.inexact:
+    if shared.counters["updates"] or history.inexact:
         keep_as(pipe, history.kept.values())
     else:
-        history = History([{**history[0], **exactness(pipe, {**config, "exact": False})}])
+        # With `exact=False`, a reason why it is inexact raises no error here, in one rank. Then
+        # `_agreed` compares it, and all ranks raise.
+        tested = exactness(pipe, {**config, "exact": False})
+        history = History([{**history[0], **tested}])
     return Follower(
-        folder,
+        shared.folder,
         {**config, "eval_every": 0, "video_every": 0},
         agent,
         pipe,
-        counters,
+        shared.counters,
         stream=Stream(history.inexact),
         history=history,
     )

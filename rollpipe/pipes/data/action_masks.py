@@ -343,8 +343,13 @@ class ActionMask:
         }
 
     def draw(self, space: Any, act: Any, obs: dict) -> Any:
-        """The action `act` of `space`, in which each integer with a mask is drawn anew, uniformly
-        from its allowed values.
+        """The action `act`, in which each integer with a mask is drawn anew, uniformly from its
+        allowed values.
+
+        Args:
+            space: the action space of one environment, whose generator draws
+            act: one of its actions
+            obs: an observation, whose mask allows a value of each integer, see `opened`
         """
         return _drawn(
             space,

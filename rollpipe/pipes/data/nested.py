@@ -103,8 +103,11 @@ class Form:
         kind.
         """
         its_dtype, its_shape = _spec(x)
-        if its_shape != shape or its_dtype is dtype:
-            return its_shape == shape
+        if its_shape != shape:
+            return False
+        if its_dtype is dtype:
+            return True
+
         # A class stands for all sizes of its kind.
         digits = "0123456789" if isinstance(its_dtype, type) or isinstance(dtype, type) else ""
         return _name(its_dtype).rstrip(digits) == _name(dtype).rstrip(digits)
@@ -112,6 +115,7 @@ class Form:
     def refuse(self, x: Any, path: str, dtype: Any, shape: tuple) -> None:
         "Raise the error for a leaf that does not fit."
         its_dtype, its_shape = _spec(x)
+        # Shape and dtype are right in a subclass that accepts tensors only.
         problem = "this is no tensor"
         if its_shape != shape:
             problem = "wrong shape"
@@ -124,7 +128,7 @@ class Form:
     def other_structure(self, tree: Any) -> list:
         """Raise the error for a `tree` of another structure.
 
-        A subclass may accept it, and return its leaves.
+        This always raises. A subclass may accept the tree, and return its leaves.
         """
         its_paths = paths(tree, self.name)
         expected_paths = self._paths()
@@ -360,12 +364,12 @@ def _map_named(fn, tree):
     try:
         return optree.tree_map(fn, tree)
     except (TypeError, ValueError, RuntimeError) as error:
-        for path, leaf in zip(paths(tree), leaves(tree)):
+        for path, x in zip(paths(tree), leaves(tree)):
             try:
-                fn(leaf)
+                fn(x)
             except (TypeError, ValueError, RuntimeError) as cause:
                 raise DataError(
-                    f"cannot convert leaf ({cause})", leaf=path, got=describe(leaf)
+                    f"cannot convert leaf ({cause})", leaf=path, got=describe(x)
                 ) from error
         raise
 

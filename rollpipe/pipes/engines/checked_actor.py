@@ -389,8 +389,8 @@ def engine_used(actor: Any, n_envs: int = 1) -> str:
             virtual=True,
             **noise,
         )
-    no_action = nested.map(lambda x: np.zeros_like(x[0].cpu().numpy()), act)
-    state = state._replace(act=no_action)
+    zeros = nested.map(lambda x: np.zeros_like(x[0].cpu().numpy()), act)
+    state = state._replace(act=zeros)
 
     def draw(n):
         return actor.draw_noise((n, n_envs), torch.Generator())

@@ -586,7 +586,7 @@ class StagedRows(Rows):
         target = slice(begin + 1, begin + n + 1)
         source = slice(1, n + 1)
         rows.term[target] = self.term[source]
-        for out, x in zip(rows.seen, self.seen):
+        for out, x in zip(rows.of_envs, self.of_envs):
             out[target] = x[source]
 
         # The action in row `t` belongs to the state in row `t + 1`.

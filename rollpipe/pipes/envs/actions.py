@@ -36,6 +36,7 @@ class FiniteCheck:
         """`(environment, leaf, value)` of the first environment whose numbers are not finite; None
         if all are.
         """
+        # 0 * inf and 0 * nan are nan, and nan != 0: one pass, and no temporary array.
         for i, (x, zeros) in enumerate(zip(leaves, self.zeros)):
             if zeros is not None and np.vdot(x, zeros) != 0:
                 b = int(np.argwhere(~np.isfinite(x))[0][0])
@@ -117,15 +118,19 @@ def tuple_of(answer: Any, n: int, method: str, expected: str) -> Any:
 
 
 def env_failure(call: str, env: Any, e: Exception) -> EnvError:
-    """The error for what `call` raised, or for an answer that its caller, which has no frame below
-    its own, could not unpack.
+    """The error for what `call` raised, or for an answer that its caller could not unpack.
+
+    A traceback of one frame, that of the caller, means that unpacking has failed, in our code and
+    not in the environment.
 
     Args:
         call: 'reset()', 'step()' or a text
         env: index of the environment
         e: the exception, as the caller has caught it
     """
-    if call in _ANSWERS and e.__traceback__ is not None and e.__traceback__.tb_next is None:
+    traceback = e.__traceback__
+    is_of_caller = traceback is not None and traceback.tb_next is None
+    if call in _ANSWERS and is_of_caller:
         return EnvError(
             f"{call} gave another answer than gymnasium defines",
             env=env,

@@ -80,31 +80,32 @@ def _tensors(x):
     return torch.from_numpy(x).unsqueeze(1).unbind()
 
 
-def _rows(state, term):
+def _row_list(state, term):
     "A `Row` for each row of `state` `[n, B, ...]`."
-    # The fields of a `Row` after those of the observations, array and tensor in turn
-    numbers = []
+    # The fields of a `Row` after those of the observations: array and tensor in turn, and `term`
+    columns = []
     for x in (state.rew, state.stepno, state.fin):
-        numbers += [x, _tensors(x)]
-    return [Row(*obs, *others) for obs, *others in zip(_rows_of(state.obs), *numbers, term)]
+        columns += [x, _tensors(x)]
+    columns.append(term)
+    return [Row(*obs, *others) for obs, others in zip(_obs_fields(state.obs), zip(*columns))]
 
 
-def _rows_of(obs):
+def _obs_fields(obs):
     """For each row of `obs` `[n, B, ...]`: its arrays in containers, the leaves of these, and its
     tensors `[1, B, ...]` in containers.
     """
 
-    def rows(split):
+    def split_by(split):
         if isinstance(obs, np.ndarray):
             return split(obs)
         leaves, spec = nested.flatten(obs)
-        return [spec.unflatten(row) for row in zip(*map(split, leaves))]
+        return [spec.unflatten(leaves_of_row) for leaves_of_row in zip(*map(split, leaves))]
 
-    arrays = rows(list)
+    arrays = split_by(list)
     return zip(
         arrays,
         map(nested.leaves, arrays),
-        rows(_tensors),
+        split_by(_tensors),
     )
 
 # %% ../../../nbs/pipes/10_envs/03_batch.ipynb #f21e25aa
@@ -147,7 +148,7 @@ class Rows:
         self.state, self.term = state, term
         self._leaves, self._spec = nested.flatten(state)
         self.acts, self._act_spec = nested.flatten(state.act)
-        self.seen = nested.leaves(state._replace(act=()))  # what environments write
+        self.of_envs = nested.leaves(state._replace(act=()))  # what environments write
 
     def __len__(self):
         return len(self.term)
@@ -155,7 +156,7 @@ class Rows:
     @cached_property
     def rows(self) -> list:
         "A `Row` for each row."
-        return _rows(self.state, self.term)
+        return _row_list(self.state, self.term)
 
     def part(self, begin: int, end: int) -> "Rows":
         "The rows `begin` to `end - 1`, in the same memory."
@@ -207,7 +208,7 @@ class Rows:
 
     def copy(self, t: int) -> Row:
         "A copy of row `t`, in memory of its own."
-        return _rows(
+        return _row_list(
             nested.map(lambda x: x[t][None].copy(), self.state), self.term[t][None].copy()
         )[0]
 
@@ -505,8 +506,9 @@ class Batch:
         raise EnvError("the state of these environments is not kept", **self.where)
 
     def _kept(self, one):
+        "`one`, which keeps an environment; None: there is no `Keeper`, so `EnvError` is raised."
         if one is None:
-            Batch.get_state(self)  # raises the error
+            Batch.get_state(self)  # that of this class raises the error
         return one
 
     def close(self) -> None:
@@ -542,14 +544,15 @@ class Batch:
             raise EnvError("`step` before `reset`", expected="`reset` first", **self.where)
         rows, t = self._at
 
-        # Where the rows are full, the present one is the first of new memory.
+        # Where the rows are full, the present one is the first of new memory. Only its views take a
+        # place in the list, which `Rows` caches; nothing is copied.
         if t + 1 == len(rows):
             before = rows.rows[t]
             rows = self.rows()
             t = 0
             rows.rows[0] = before
 
-        # `settle` comes first, because its error is that of an earlier step.
+        # The error of `settle` wins, also if the step fails: it is that of an earlier step.
         try:
             outcome = self.step_into(rows, t, arrays_of(act))
         finally:
@@ -626,6 +629,7 @@ class Batch:
                 )
 
     def _check_rewards(self, row, came):
+        # As `FiniteCheck.find`
         if np.vdot(row.rew, self._rew_zeros) != 0:
             b = int(np.argwhere(~np.isfinite(row.rew))[0][0])
             self.refuse(b, "rew", came[b])

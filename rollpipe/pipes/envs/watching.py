@@ -90,6 +90,7 @@ def check_modes(factory: Any, mode: str) -> None:
     except Exception:
         # a function makes the environment, or a package is missing, which `gymnasium.make` reports
         return
+    # With the pictures of 'rgb_array', `gymnasium.make` opens a window of its own.
     usable = ("rgb_array", "human") if mode == "human" else ("rgb_array",)
     if not set(usable) & set(modes):
         raise EnvError(
@@ -232,7 +233,8 @@ class FilmRecorder:
     Arguments without an entry are those of `rendering`.
 
     Args:
-        path: file to write, see `check_film`; None: nothing is filmed
+        path: file to write, see `check_film`; None: nothing is filmed, and this is a factory only,
+            never a context
         n_episodes: number of episodes that are filmed, of at most `MOST_FRAMES` frames together
     """
 

@@ -79,6 +79,11 @@ def trait(pipe: IterDataPipe, name: str) -> Any:
     return getattr(pipe, name, default)
 
 # %% ../../../nbs/pipes/03_graph/03_pipe.ipynb #3ed2b2cd
+# What only the present iteration of a pipe has, and no copy gets: what it keeps (see `Keeps`), and
+# its `running` part, the open lanes of `Lanes` or the open writer of `Recorder`
+_OF_ITERATION = "kept", "running"
+
+
 class Held(Handle):
     "Replaces an attribute that is held by reference, while its pipe is copied."
 
@@ -93,8 +98,8 @@ def held_by(pipe: IterDataPipe) -> list:
         if is_shared(x):
             shared.append(x)
 
-    of_iteration = ("_valid_iterator_id", "kept", "restored", "running")
-    attributes = {name: x for name, x in vars(pipe).items() if name not in of_iteration}
+    apart = ("_valid_iterator_id", "restored", *_OF_ITERATION)
+    attributes = {name: x for name, x in vars(pipe).items() if name not in apart}
     swapped(attributes, collect)
     return shared
 
@@ -231,7 +236,10 @@ class Keeps:
 # items read before one is yielded: warn after 100,000, or after 100 if they took 30 s
 PATIENCE = 100_000, 100, 30
 log = logging.getLogger("rollpipe")
-# `.watch`: the `Watch` of the pipe that begins to read a pipe of torch
+# Pipes of torch open their inputs themselves, when their first item is read. Meanwhile `_watched`
+# leaves the watch of these pipes here, as `.watch`, for this thread. The first of our pipes that
+# begins takes it away in `Pipe.__iter__`, so that no pipe further above does, and `_counted_for`
+# counts its items for the pipes of torch below.
 _waiting = threading.local()
 
 
@@ -287,7 +295,8 @@ def opened(pipe: IterDataPipe) -> Iterator:
 def _watched(items, watch):
     """Yield from `items`.
 
-    A pipe that begins to iterate before the first item arrives is counted by `watch`.
+    A pipe that begins to iterate before the first item arrives is counted by `watch`, which
+    `_waiting` hands over.
     """
     before = getattr(_waiting, "watch", None)
     _waiting.watch = watch
@@ -380,7 +389,7 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         "The stream, whose time is measured if there is a `timer`. `options` are those of `_items`."
         begin = partial(self._items, **options)
         items = begin() if self.timer is None else self.timer.stream(begin)
-        # The last pipe does this for those above, which begin in its first step.
+        # Pipes above start inside `few`, see one thread, and so are not wrapped again.
         return items if torch.get_num_threads() == 1 else _in_few_threads(items, self)
 
     def _items(self, items=None, **options):
@@ -443,7 +452,7 @@ class Pipe(Traits, EditsByClass, Keeps, IterDataPipe):
         state = super().__getstate__()
         if not isinstance(state, dict):
             return state
-        state = {name: x for name, x in state.items() if name not in ("kept", "running")}
+        state = {name: x for name, x in state.items() if name not in _OF_ITERATION}
         return swapped(state, lambda x: Held(x) if is_shared(x) else x)
 
     def __setstate__(self, state):
@@ -507,6 +516,8 @@ class Seeded:
 
         If nobody gave a seed, not even a `DataLoader2`, it has fresh entropy.
         """
+        # `given_seed` first: `Lanes` has derived it from the user's seed, or from its own, for this
+        # lane. A loader gives one only where the user gave none, see `set_seed`.
         seed = self.seed if self.given_seed is None else self.given_seed
         if not isinstance(seed, np.random.SeedSequence):
             try:

@@ -251,7 +251,7 @@ class Clock:
     def __reduce__(self):
         return Clock, (self.n, self.folder, self.now, self.owner, self.rare)
 
-    def here(self) -> Account:
+    def account(self) -> Account:
         "The account of this thread."
         # A forked process needs an account of its own.
         account = getattr(self.local, "account", None)
@@ -276,12 +276,12 @@ class Clock:
 
     def stream(self, stage: int, begin: Callable) -> Iterator:
         "As the function `stream`, with the account of the thread that reads the first item."
-        yield from stream(self.here(), stage, begin)
+        yield from stream(self.account(), stage, begin)
 
     def read(self) -> Reading:
         "The sums of this process up to now, and the sums of each worker up to its last item."
         # This thread's account up to now. Other threads may add accounts meanwhile.
-        account = self.here()
+        account = self.account()
         account.end(account.stage)
         here = np.zeros((5, self.n))
         for account in list(self.accounts):
@@ -360,7 +360,7 @@ class Timer(NamedTuple):
         """
         if part not in self.parts:
             return function
-        return self.clock.here().timed(self.parts[part], function)
+        return self.clock.account().timed(self.parts[part], function)
 
 
 class Timed(Pipe):
@@ -380,9 +380,9 @@ class Timed(Pipe):
 
 
 def timers_for(graph: IterDataPipe, stages: list, clock: Clock) -> list:
-    """`(pipe, timer, is_ours)` for each pipe that is iterated, sources first.
+    """`(pipe, timer, asks_timer)` for each pipe that is iterated, sources first.
 
-    A pipe of torch is not ours.
+    A `Pipe` asks its attribute `timer`, and a pipe of torch does not.
 
     Args:
         graph: the graph
@@ -410,8 +410,8 @@ def put_clocks(graph: IterDataPipe, stages: list, clock: Clock) -> IterDataPipe:
         clock: clock with an entry for each stage
     """
     pipes = nodes(graph)
-    for pipe, timer, is_ours in timers_for(graph, stages, clock):
-        if is_ours:
+    for pipe, timer, asks_timer in timers_for(graph, stages, clock):
+        if asks_timer:
             pipe.timer = timer
             continue
 

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..data.errors import DataError, describe
 from ..data.fragment import Fragment
 from ..graph.edits import copy_graph, draw, find, nodes
@@ -151,6 +153,7 @@ class MeasuredTime:
 # %% ../../../nbs/pipes/31_profiling/02_profile.ipynb #218bbac3
 def _copy_of_service(service) -> Any:
     "A copy of the `service` for one run. `DataLoader2` makes such a copy, too."
+    # What belongs to a run begins anew, see `WorkerReading.begin`. The records are all needed.
     service = copy.copy(service)
     service.end = None
     service.seams = []
@@ -251,7 +254,7 @@ def profile(
         measured = MeasuredTime(clock, seconds)
         items = iter(graph)
         try:
-            measured.run(items, _consumer(update, clock.here(), len(stages)))
+            measured.run(items, _consumer(update, clock.account(), len(stages)))
         finally:
             _end(items, service, measured)
 
@@ -268,8 +271,8 @@ def profile(
         n_workers,
     )
     if update is not None:
-        learning = float((after.here - before.here)[0, -2])
-        figures.append(_learner_figures(learning / duration))
+        learning, _ = _last_two_times(before, after)
+        figures.append(_learner_figures(float(learning) / duration))
         edges = _with_learner(edges)
     result = Profile(
         measured.duration,
@@ -283,6 +286,15 @@ def profile(
     )
     result.advice = advice_for(result, setting_of(graph, n_workers, service.lag))
     return result
+
+
+def _last_two_times(before, after) -> np.ndarray:
+    """The times of the learner and of the code outside of all stages, between two `Reading`s [s].
+
+    They are the last two columns of the sums in this process; own times are row 0, see
+    `Account.sums`.
+    """
+    return (after.here - before.here)[0, -2:]
 
 
 def _learner_figures(share) -> StageFigures:
@@ -362,7 +374,8 @@ class Ongoing:
         seconds: float = 10.0,
         now: Callable = time.perf_counter,
     ):
-        # The stages are pipes. Parts would cost time in each step, but for samples.
+        # The stages are pipes. Their parts are left out, because the time of an actor and of the
+        # environments would be taken in each step. That of a sample is taken once.
         self.places = places_of(graph)
         self.edges = _with_learner(draw(graph).edges)
         all_stages = stages_of(graph)
@@ -370,7 +383,8 @@ class Ongoing:
         self.seams = find(graph, WorkerLanes)
         self.path = path
 
-        # Two further stages of the clock are the learner, and the code outside of all stages.
+        # Two further stages of the clock are the learner, and the code outside of all stages. Sizes
+        # are measured rarely, because a training goes on for long and must not become slower.
         self.clock = Clock(
             len(self.stages) + 2,
             now=now,
@@ -381,17 +395,17 @@ class Ongoing:
         # they are opened.
         self.timed = []  # pipes with timers
         self.items = items
-        for pipe, timer, is_ours in timers_for(graph, self.stages, self.clock):
+        for pipe, timer, asks_timer in timers_for(graph, self.stages, self.clock):
             if pipe is graph:
                 self.items = timer.stream(lambda: items)
-            elif is_ours and self.places[timer.stage] != "workers":
+            elif asks_timer and self.places[timer.stage] != "workers":
                 pipe.timer = timer
                 self.timed.append(pipe)
         self.measured = MeasuredTime(self.clock, seconds)
 
     def learner(self, update: Callable) -> Callable:
         "The function `update`, whose time counts for the learner."
-        return self.clock.here().timed(len(self.stages), update)
+        return self.clock.account().timed(len(self.stages), update)
 
     def after(self, steps: float) -> None:
         """Count an item that was used, and write the figures if they are due.
@@ -422,7 +436,7 @@ class Ongoing:
         for x in stage_figures(self.stages, self.places, before, after, duration):
             share = math.nan if x.place == "workers" else x.share
             stages.append(x._replace(share=share))
-        learning, other = (after.here - before.here)[0, -2:] / duration
+        learning, other = _last_two_times(before, after) / duration
         services = dict.fromkeys(seam.service for seam in self.seams)
         stages.append(_learner_figures(float(learning)))
 

@@ -92,6 +92,8 @@ class Replay(Seeded, Pipe):
     reads = 1
     # x -> list of the x of all ranks, which draw equally often
     gathered: Any = staticmethod(lambda x: [x])
+    # the folder with the chunks of the `restored` state, see `set_state`
+    chunks: ChunkFolder | None = None
 
     def __init__(
         self,
@@ -177,9 +179,12 @@ class Replay(Seeded, Pipe):
     def stream(self, items: Iterator[Fragment]) -> Iterator[Replayed]:
         with closing(self._new_memory()) as memory:
             # An older iterator is invalid now, but its memory may still hold the folder.
-            older = _newest.pop(id(self), memory)
-            older.close()
+            older = _newest.pop(id(self), None)
+            if older is not None:
+                older.close()
             _newest[id(self)] = memory
+
+            # Before `keep`, which clears `restored`
             if self.restored is not None:
                 memory.set_state(self.restored["replay"], self.chunks)
 

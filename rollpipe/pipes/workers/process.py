@@ -32,7 +32,10 @@ from .entry import STARTED, guard, run_worker, unguard
 
 # %% ../../../nbs/pipes/30_workers/04_process.ipynb #1cece7cc
 def _header(size) -> bytes:
-    "The length of a message, as it comes before it."
+    """The length of a message, as it comes before it.
+
+    This is the wire format of `multiprocessing.connection.Connection`, which the worker uses.
+    """
     if size < 2**31:
         return struct.pack("!i", size)
     return struct.pack("!iQ", -1, size)
@@ -188,6 +191,9 @@ def _death_of(worker) -> WorkerDied:
     code = worker.process.exitcode
     if code is None:
         return WorkerDied(f"{worker} closed its connection")
+
+    # Not `has_started`: a worker sends `STARTED` only when it has its arguments, and the message may
+    # not have been read. It serves its file as soon as it runs.
     if code < 0 or worker.traceback_file.is_served():
         return WorkerDied(f"{worker} {_end_of(code)}")
     return WorkerNotStarted(
