@@ -64,6 +64,11 @@ class PolicyRows(NamedTuple):
     weight: Any
     place: Any = None
 
+    @property
+    def has_memory(self) -> bool:
+        "Do the rows keep the order of the steps, because a recurrent state runs through them?"
+        return isinstance(self.weight, torch.Tensor)
+
 
 def policy_rows(fragment: Fragment) -> PolicyRows:
     "The `PolicyRows` of a fragment that has advantages."
@@ -110,16 +115,19 @@ def subsample(rows: PolicyRows, fraction: float, generator: torch.Generator) -> 
         generator: generator that chooses them
     """
     # All ranks draw the same rows of the joined batch, and have them all.
-    if not isinstance(rows.weight, torch.Tensor):
+    if not rows.has_memory:
         n = rows_of_all(rows)
         index = _random_subset(n, fraction, generator)
         own_index = ranks.rows_of_rank(index, rows.place, n)
-        picked = nested.map(
-            lambda x: ranks.joined(x[0, own_index])[0][None],
-            rows._replace(weight=None, place=None),
-        )
+
+        def picked_by_all(x):
+            (of_all_ranks,) = ranks.joined(x[0, own_index])
+            return of_all_ranks[None]
+
+        picked = nested.map(picked_by_all, rows._replace(weight=None, place=None))
         return picked._replace(weight=1 / len(index))
 
+    # With recurrent state, the columns are environments.
     columns = (rows.weight > 0).any(0).nonzero()[:, 0]
     index = columns[_random_subset(len(columns), fraction, generator)]
     picked = nested.map(lambda x: x[:, index], rows._replace(weight=None))
@@ -135,7 +143,9 @@ def _random_subset(n, fraction, generator):
 
 def rows_of_all(rows: PolicyRows) -> int:
     "The number of rows of all ranks together, for a policy without recurrent state."
-    return rows.adv.shape[1] if rows.place is None else round(1 / rows.weight)
+    if rows.place is None:
+        return rows.adv.shape[1]
+    return round(1 / rows.weight)  # the weight is 1/N, with N of the joined batch
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #48f7dc11
 def weighted_mean(x: torch.Tensor, rows: PolicyRows) -> torch.Tensor:
@@ -200,14 +210,14 @@ class Direction(NamedTuple):
         cg: `cg.x` [D] is the natural gradient, `cg.curvature` x'(F + damping I)x
         old: the policy's distribution: parameters [R, C, ...]
         before: the surrogate, 0-dim
-        precondition: rows that the preconditioner was made from, 0 without one
+        precondition_rows: number of rows that the preconditioner was made from, 0 without one
     """
 
     gradient: torch.Tensor
     cg: CGResult
     old: Any
     before: torch.Tensor
-    precondition: int = 0
+    precondition_rows: int = 0
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #820de35a
 # Rows of the automatic preconditioner.
@@ -250,7 +260,7 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
     fvp_subsample: float = number(1.0, 1e-12, 1, changes="by schedule")
     precondition: int | str = setting("auto", changes="between updates")
     critic_lr: float = number(1e-3, changes="by schedule")
-    decaying = ("max_kl", "lr")
+    decaying = ("max_kl", "lr")  # of subclasses; read by `Learner.decay_of_option`
     actor_needs = ("params", "dist", "distribution")
     joins_ranks = True  # see `ranks.distributed`
 
@@ -333,9 +343,9 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
         product = fisher_product(fisher_linear, self.actor.dist.fisher, fisher_rows.weight)
 
         # The natural gradient. A good preconditioner halves the iterations.
-        precondition = self.preconditioner(rows)
+        preconditioner = self.preconditioner(rows)
         iters = self.cg_iters
-        if precondition and self.precondition == "auto":
+        if preconditioner and self.precondition == "auto":
             iters = math.ceil(iters / 2)
         cg = conjugate_gradients(
             lambda v: ranks.total(product(v)),
@@ -343,12 +353,12 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
             iters,
             damping=self.damping,
             gain_tol=self.cg_gain,
-            preconditioner=precondition,
+            preconditioner=preconditioner,
         )
 
         # Only the outputs stay: the parameters cannot be changed while the graph exists.
-        n_preconditioned = self.rows_to_precondition(rows) if precondition else 0
-        return Direction(gradient, cg, linear.outputs, before, n_preconditioned)
+        n_rows = self.rows_to_precondition(rows) if preconditioner else 0
+        return Direction(gradient, cg, linear.outputs, before, n_rows)
 
     def rows_to_precondition(self, rows: PolicyRows) -> int:
         """Number of `rows` for the preconditioner.
@@ -390,8 +400,8 @@ class NaturalGradientLearner(ScaledAdvantages, Learner):
             grad_norm=float(direction.gradient.norm()),
             entropy=float(entropy),
         )
-        if direction.precondition:
-            metrics["precondition_rows"] = direction.precondition
+        if direction.precondition_rows:
+            metrics["precondition_rows"] = direction.precondition_rows
         return metrics
 
 # %% ../../nbs/agents/12_natural_gradient.ipynb #165b7392

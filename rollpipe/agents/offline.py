@@ -258,9 +258,9 @@ def tied_policy_loss(
 
 # %% ../../nbs/agents/18_offline.ipynb #1f240efe
 class TD3BC(SmoothedLearner):
-    """TD3 with behaviour cloning.
+    """TD3 with behaviour cloning, from recorded steps.
 
-    It learns from recorded steps (`from_data`) or from a replay memory (`replayed`).
+    They come from data (`from_data`) or from a replay memory (`replayed`).
 
     Source: Fujimoto and Gu 2021, *A minimalist approach to offline reinforcement learning*,
     https://arxiv.org/abs/2106.06860

@@ -227,9 +227,7 @@ class PPO(ActorCriticLearner):
 
 # %% ../../nbs/agents/15_policy_gradient.ipynb #f99af67d
 class VTrace(Discounted, ActorCriticLearner):
-    """Actor-critic with V-trace targets, as in IMPALA.
-
-    It takes one step on every fragment, however old it is.
+    """Actor-critic with V-trace targets, as in IMPALA: a step on every fragment, however old it is.
 
     Source: Espeholt et al. 2018, "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
     Actor-Learner Architectures", https://arxiv.org/abs/1802.01561; here with Adam.

@@ -52,14 +52,14 @@ class TabularQ(EpsilonGreedy):
                 got=repr(observation_space),
             )
         self.observation_space = copy.deepcopy(observation_space)
-        self.first = int(observation_space.start)
+        self.first_state = int(observation_space.start)
         self.table = torch.nn.Parameter(
             torch.full((int(observation_space.n), self.n_actions), float(init))
         )
 
     def q(self, obs: Any, act: Any, rew: Any, fin: Any, *, hx: Any) -> tuple:
         "The rows of the table `[*lead, n_actions]` for observations `[*lead]`, and no memory."
-        return self.table[obs.long() - self.first], ()
+        return self.table[obs.long() - self.first_state], ()
 
 # %% ../../nbs/agents/16_tabular.ipynb #b0626843
 def q_targets(
@@ -145,9 +145,9 @@ class QLearning(Discounted, DecayingEpsilon, Learner):
         begin_metrics = self.begin(batch)
 
         # One row for each valid step
-        targets = q_targets(batch, actor.table, self.gamma, actor.first)[valid]
-        states = batch.state.obs[:-1][valid].long() - actor.first
-        actions = batch.state.act[1:][valid].long() - actor.start
+        targets = q_targets(batch, actor.table, self.gamma, actor.first_state)[valid]
+        states = batch.state.obs[:-1][valid].long() - actor.first_state
+        actions = batch.state.act[1:][valid].long() - actor.start  # the number of the first action
         q = actor.table[states, actions]
         errors = targets - q
         if not errors.isfinite().all():

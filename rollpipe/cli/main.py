@@ -245,8 +245,8 @@ def _add_comparisons(command):
 def _parent_parsers():
     """Parsers of shared options.
 
-    They are for all commands, for a trained policy, for playing it, for building a training, and
-    for running it.
+    They are for all commands, for a trained policy, for playing it, for building a training, for
+    running it, and for the training of the demo.
     """
     debug = general_options()
 
@@ -267,18 +267,18 @@ def _parent_parsers():
     settings = Parser(add_help=False, parents=[debug])
     add_options(settings, [o for o in TYPED_OPTIONS if o.name in COMMON], grouped=False)
 
-    # A training that runs
-    common = Parser(add_help=False, parents=[settings])
-    common.add_argument(
+    # A training that runs: what it shows and logs
+    logs = Parser(add_help=False)
+    logs.add_argument(
         "--quiet", action="store_true", default=argparse.SUPPRESS, help="show no progress"
     )
-    common.add_argument(
+    logs.add_argument(
         "--tensorboard",
         action=argparse.BooleanOptionalAction,
         default=argparse.SUPPRESS,
         help="write event files [if TensorBoard is installed]",
     )
-    common.add_argument(
+    logs.add_argument(
         "--wandb",
         nargs="?",
         const=True,
@@ -287,7 +287,7 @@ def _parent_parsers():
         help="log to Weights & Biases as well, into this project [rollpipe]; "
         "a resumed run goes on there by itself",
     )
-    common.add_argument(
+    logs.add_argument(
         "--no-wandb",
         dest="wandb",
         action="store_const",
@@ -295,6 +295,12 @@ def _parent_parsers():
         default=argparse.SUPPRESS,
         help="log no longer to Weights & Biases",
     )
+    common = Parser(add_help=False, parents=[settings, logs])
+
+    # The demo has no workers on a cluster.
+    demo = Parser(add_help=False, parents=[debug, logs])
+    of_demo = [o for o in TYPED_OPTIONS if o.name in COMMON and o.name != "address"]
+    add_options(demo, of_demo, grouped=False)
 
     # Episodes that are played
     playing = Parser(add_help=False, parents=[policy])
@@ -310,7 +316,7 @@ def _parent_parsers():
     playing.add_argument(
         "--sample", action="store_true", help="draw actions, instead of taking the most likely one"
     )
-    return debug, policy, playing, settings, common
+    return debug, policy, playing, settings, common, demo
 
 # %% ../../nbs/cli/00_main.ipynb #6d236568
 def _timed(settings, seconds, meaning, svg=False):
@@ -465,7 +471,7 @@ def _add_demo(parser):
 def build_parser() -> Parser:
     "The parser of the whole command line."
     load_plugins()
-    debug, policy, playing, settings, common = _parent_parsers()
+    debug, policy, playing, settings, common, demo = _parent_parsers()
     parser, commands = top_parser(debug)
     parser.set_defaults(parser=parser)
 
@@ -538,7 +544,7 @@ def build_parser() -> Parser:
     _add_bench(command("bench", bench_command))
     _add_report(command("report", report_command))
     _add_list(command("list", lambda args: list_command(args, TYPED_OPTIONS)))
-    _add_demo(command("demo", demo_command, common))
+    _add_demo(command("demo", demo_command, demo))
     return parser
 
 # %% ../../nbs/cli/00_main.ipynb #6247b603

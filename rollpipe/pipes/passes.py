@@ -102,15 +102,21 @@ class InPlace:
 
     def stream(self, stacker: FragmentStacker) -> Iterator[Fragment]:
         "The batches of the stacker."
+        # The lanes write each fragment into its columns of the memory in `room`. The pipes in
+        # between get it as it is there, and pass it on.
         room = SideBySide(stacker.n)
         lanes, passed = between(stacker)
         items = lanes.into(room)
         for pipe in passed:
             items = pipe._run(items=items)
+
+        # For the fragments of a whole batch, `placed` says where in the joined arrays each is, and
+        # begins new memory for the next batch.
         batches = stacker._joined(items, room.placed)
         try:
             yield from batches
         finally:
+            # From the end of the stream to its beginning: who reads is closed first.
             for x in (batches, items):
                 close(x)
 
@@ -152,19 +158,25 @@ def common_keeper(found: dict) -> Keeper:
     Args:
         found: name of an environment -> its `Keeper`
     """
+    # All in one way: the first keeper speaks for them.
     names = {keeper.name for keeper in found.values()}
     if len(names) == 1:
         return next(iter(found.values()))
+    # A batch goes on exactly only if all of its environments do.
     failed = {name: keeper.failed for name, keeper in found.items() if keeper.name == "none"}
     if failed:
         return Keeper("none", failed)
 
+    # A batch has one way for all. It cannot be `own` if that failed for one of them, and nobody has
+    # tested whether the others could repeat their actions.
     keepers = found.values()
     own_failed = "own" in names and any("own" in keeper.failed for keeper in keepers)
     if own_failed or any(keeper.logs for keeper in keepers):
         ways = ", ".join(f"{name}: {keeper.name}" for name, keeper in found.items())
         why = f"the environments of one batch are kept in different ways ({ways})"
         return Keeper("none", dict(different=why))
+    # `KeptOwn` also keeps an environment without methods of its own. All other ways are copies, and
+    # the name lists the simulators in them.
     if "own" in names:
         return Keeper("own")
     return Keeper("+".join(sorted(names - {"copy"})))
@@ -246,6 +258,7 @@ def _keeper_of(
     if not source.close_made:
         return Keeper("none", dict(close="close=False, and a test would close its environments"))
 
+    # As in `EnvStepper`: the first of two seeds is that of the environments.
     seed = in_lane.seed_sequence().spawn(2)[0]
     keepers = {
         f"{b} ({factory.name})": _tested(factory, b, source, seed, tested)

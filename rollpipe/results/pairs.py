@@ -14,7 +14,7 @@ import numpy as np
 from ..pipes.data.errors import DataError
 from .report import document, notes_html
 from rollpipe.results.tables import (
-    Figure,
+    Summary,
     csv_lines,
     curve_over,
     draw_curve,
@@ -174,7 +174,7 @@ class Ablation(NamedTuple):
         "`Pairs.means` over the last updates of each branch."
         return pairs.means(slice(-self.last, None))
 
-    def difference(self, pairs: Pairs) -> Figure:
+    def difference(self, pairs: Pairs) -> Summary:
         """The difference of the edited branches to the unedited ones, over the pairs. Raises
         `DataError` if a branch has no value there.
         """

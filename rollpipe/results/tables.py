@@ -36,7 +36,7 @@ from ..runs.progress import format_duration, format_number
 from ..traces.history import past_in_words
 
 # %% auto #0
-__all__ = ['ABOUT', 'short_number', 'with_sd', 'bounded', 'Figure', 'figure_over', 'figure_of', 'table_of', 'columns_and_rows',
+__all__ = ['ABOUT', 'short_number', 'with_sd', 'bounded', 'Summary', 'figure_over', 'figure_of', 'table_of', 'columns_and_rows',
            'improvements', 'notes_of', 'table_text', 'sentences', 'markdown', 'csv_lines', 'csv_text', 'curves_text',
            'Curve', 'curve_over', 'curve_of', 'panels', 'color_of', 'draw_curve', 'draw_line', 'draw_curves']
 
@@ -71,7 +71,7 @@ def _listed(items):
     return ", ".join(map(str, items))
 
 # %% ../../nbs/results/03_tables.ipynb #431c0252
-class Figure(NamedTuple):
+class Summary(NamedTuple):
     """A result over the complete runs of a row. All numbers are `nan` if there is no run, or if the
     result of one is not a number.
 
@@ -100,7 +100,7 @@ class Figure(NamedTuple):
         return text
 
 # %% ../../nbs/results/03_tables.ipynb #3f8b5a24
-def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
+def figure_over(x: np.ndarray, strata: list | None = None) -> Summary:
     """A result over finite numbers, one for each run.
 
     Args:
@@ -109,7 +109,7 @@ def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
     """
     low, high = interval(strata or [x]) or (math.nan, math.nan)
     sd = x.std(ddof=1) if len(x) > 1 else math.nan
-    return Figure(
+    return Summary(
         len(x),
         float(iqm(x)),
         low,
@@ -119,7 +119,7 @@ def figure_over(x: np.ndarray, strata: list | None = None) -> Figure:
     )
 
 
-def figure_of(row: RowResult, kind: str) -> Figure:
+def figure_of(row: RowResult, kind: str) -> Summary:
     """A result of a row over its seeds.
 
     Args:
@@ -128,7 +128,7 @@ def figure_of(row: RowResult, kind: str) -> Figure:
     x = row.finals(kind)
     bad = tuple(run.seed for run, value in zip(row.complete, x) if not np.isfinite(value))
     if bad or not len(x):
-        return Figure(len(x), bad=bad)
+        return Summary(len(x), bad=bad)
     return figure_over(x)
 
 # %% ../../nbs/results/03_tables.ipynb #71cde4fa
@@ -388,6 +388,7 @@ def _cells(row, run):
         f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
         for text in (row.env, row.label, row.algorithm)
     ]
+    # The columns from `last` to `seconds`; the largest mean return is the `best_evaluation`.
     numbers = [math.nan] * 5
     if run.state == "complete":
         steps, returns = run.curve

@@ -68,7 +68,8 @@ def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = No
         algorithm: name in `ALGORITHMS`
         typed: options of the algorithm and of the run that the user sets
         n_cores: largest number of workers
-        preset: option -> value of a preset, in place of the default; it may be changed
+        preset: option -> value that takes the place of the default, such as those of a
+            configuration with a preset; it may be changed
 
     Returns:
         list: dicts of option -> value; the first one has the defaults
@@ -98,7 +99,7 @@ def settings(algorithm: str, typed: dict, n_cores: int, preset: dict | None = No
         if is_possible and setting not in possible:
             possible.append(setting)
 
-    # In random order a small budget reaches possible of all kinds.
+    # In random order a small budget reaches settings of all kinds.
     others = possible[1:]
     random.Random(0).shuffle(others)
     return possible[:1] + others
@@ -159,10 +160,12 @@ def autotune(
             expected="processes",
             got=repr(reading),
         )
+    # Without the number of workers: the default number of lanes may be too small for it, but that
+    # of a setting is not.
     of_base = {name: value for name, value in given.items() if name != "workers"}
     base = make_config(algorithm, env, options, env_kwargs, **of_base)
     typed = {**(options or {}), **given}
-    to_try = settings(algorithm, typed, cores(), base["options"])
+    to_try = settings(algorithm, typed, cores(), preset=base["options"])
     begin = time.monotonic()
     trial = partial(_trial, algorithm, env, env_kwargs, typed)
 

@@ -275,6 +275,7 @@ def reading_for(config: dict) -> Any:
     if address is not None:
         problem = "an address, but no cluster"
         raise DataError(problem, leaf="address", expected="--reading ray", got=repr(address))
+    # For the workers a device in place of cores, see `ProcessReading`
     affinity = ["cpu"] if learner_apart else None
     return ProcessReading(*options, restart=restarts, affinity=affinity)
 
@@ -463,6 +464,8 @@ def resolve(asked: Asked) -> Resolved:
     imports = asked.imports
     if imports:
         config["imports"] = [imports] if isinstance(imports, str) else [*imports]
+    # The user has typed it, or has named that of the file before (see `check_address`). So this
+    # process may connect to it.
     name_address(of_run.address)
     check_config(config)
     return Resolved({name: as_json(x, name) for name, x in config.items()})
@@ -625,11 +628,12 @@ def build(config: dict, resumes: int = 0) -> tuple:
     for option in options:
         value = config["options"].get(option.name, option.default)
         kwargs[option.part][option.param] = tuple(value) if isinstance(value, list) else value
+    # Four seeds, for at most four parts, and then that of `RND`
     words = np.random.SeedSequence([config["seed"], resumes]).generate_state(5)
     *part_seeds, novelty_seed = map(int, words)
     seeds = dict(zip(algorithm.parts, part_seeds))
 
-    # The networks
+    # The networks. `parts_for` also puts into `kwargs` what a network with memory needs.
     parts = parts_for(algorithm, kwargs, options)
     modules = [
         _network(parts[part], env, name, env_kwargs=env_kwargs, seed=seeds[part], **kwargs[part])

@@ -58,9 +58,9 @@ class Asked(NamedTuple):
         return self._replace(typed={**self.typed, **options})
 
 # %% ../../nbs/settings/02_files.ipynb #068f243d
-# What a configuration holds beside what was asked for.
+# Keys of a configuration that nobody asks for: rollpipe writes them.
 NOT_ASKED = frozenset("versions origins inserts".split())
-# Its keys that are no options.
+# All keys of a configuration that are no options of the run: those, and what says what runs where.
 NO_OPTIONS = NOT_ASKED | frozenset("algorithm env env_kwargs options imports ranks folder".split())
 
 
@@ -231,7 +231,7 @@ def kind_of_actions(env: str, env_kwargs: dict | None) -> str:
 
 
 # What a table holds besides options: key -> an empty value of its type, and what is expected.
-_NO_OPTIONS_OF_A_TABLE: dict = dict(
+_ABOUT_A_TABLE: dict = dict(
     envs=([], "a list of ids or patterns"),
     actions=("", 'such as "Discrete"'),
     env_kwargs=({}, "names with values"),
@@ -249,13 +249,13 @@ def check_table(name: str, table: dict, known: Iterable[Option], where: str) -> 
         dict: the values, without `envs`, `actions` and `env_kwargs`
     """
     where = f"{where}, table {name}"
-    for key, (empty, expected) in _NO_OPTIONS_OF_A_TABLE.items():
+    for key, (empty, expected) in _ABOUT_A_TABLE.items():
         x = table.get(key, empty)
         is_of_type = isinstance(x, type(empty))
         if not is_of_type or key == "envs" and not all(isinstance(env, str) for env in x):
             problem = f"{where}: wrong type of value"
             raise DataError(problem, leaf=key, expected=expected, got=repr(x))
-    options = {key: x for key, x in table.items() if key not in _NO_OPTIONS_OF_A_TABLE}
+    options = {key: x for key, x in table.items() if key not in _ABOUT_A_TABLE}
     return checked(options, known, where)
 
 # %% ../../nbs/settings/02_files.ipynb #ac183062
@@ -347,11 +347,7 @@ def settings_in(
         raise DataError(problem, expected=algorithm, got=str(values["algorithm"]))
 
     # What the configuration of a run has in parts of their own
-    parts = {name: values.pop(name, {}) for name in ("options", "env_kwargs", "versions")}
-    for name, x in parts.items():
-        if not isinstance(x, dict):
-            problem = f"{path}: wrong type of value"
-            raise DataError(problem, leaf=name, expected="names with values", got=repr(x))
+    parts = _taken_out(path, values, ("options", "env_kwargs", "versions"))
     _check_imports(path, values.pop("imports", []))
 
     # The configuration of a run also says what the run is, and what it has found out about itself.
@@ -360,14 +356,8 @@ def settings_in(
     own = {name: x for name, x in values.items() if name not in no_options}
     if own.get("preset", "") is None:
         del own["preset"]  # of a run without one
-
-    # A table whose name is like that of a part would be one for another environment.
     tables = tables_in(own, known)
-    of_tables = {}
-    for name, table in tables.items():
-        if near := similar(name, parts, 1, 0.8):
-            raise DataError(f"{path}: there is no table {name!r}", expected=near[0])
-        of_tables[name] = check_table(name, table, known, str(path))
+    of_tables = _options_of_tables(path, tables, parts, known)
 
     # What is for all environments
     outside = {name: x for name, x in own.items() if name not in tables}
@@ -388,6 +378,28 @@ def settings_in(
             got=", ".join(tables) or "an empty file",
         )
     return for_all, kwargs
+
+
+def _taken_out(path, values: dict, names: tuple) -> dict:
+    "Take the dicts of these names out of `values`. Raises `DataError` for one that is none."
+    parts = {name: values.pop(name, {}) for name in names}
+    for name, x in parts.items():
+        if not isinstance(x, dict):
+            problem = f"{path}: wrong type of value"
+            raise DataError(problem, leaf=name, expected="names with values", got=repr(x))
+    return parts
+
+
+def _options_of_tables(path, tables: dict, parts: dict, known: list) -> dict:
+    "Name of a table -> the options that it sets. Raises `DataError` for a mistake in one of them."
+    of_tables = {}
+    for name, table in tables.items():
+        # A misspelt `[option]` would count as the table of an environment, and be ignored.
+        near = similar(name, parts, n=1, cutoff=0.8)
+        if near:
+            raise DataError(f"{path}: there is no table {name!r}", expected=near[0])
+        of_tables[name] = check_table(name, table, known, str(path))
+    return of_tables
 
 
 def _check_imports(path, modules):

@@ -63,7 +63,10 @@ def _is_kind(value: Any, kind: str) -> bool:
     if kind == "None":
         return value is None
     if kind == "schedule":
-        return isinstance(value, str) and ":" in value and Schedule.of(value, steps=1) is not None
+        if not isinstance(value, str) or ":" not in value:
+            return False
+        Schedule.of(value, steps=1)  # raises `DataError` for a text that is no schedule
+        return True
     if kind.endswith(",..."):
         of_items = kind[:-4]
         return isinstance(value, (tuple, list)) and all(_is_kind(x, of_items) for x in value)
@@ -84,7 +87,7 @@ class Option(NamedTuple):
 
     Args:
         name: unique identifier; `max_kl` is typed as `--max-kl`
-        part: the function that the option belongs to
+        part: name of the function that the option belongs to, a key of the `parts` of `options_of`
         param: name of its parameter there
         default: bool, int, float, str, None or a tuple of these
         help: meaning, from the signature
@@ -167,7 +170,11 @@ def _parameters(function: Callable) -> list:
         if not any(x.kind is x.VAR_KEYWORD for x in of_init.values()):
             break
 
-    # name -> the number of the farthest base that declares it
+    # name -> the number of the farthest base that declares it: a class that only gives an option of
+    # its base another default leaves it in its place. With
+    #     class Base: lr: float = 1e-3; gamma: float = 0.99
+    #     class Learner(Base): clip: float = 0.2; lr: float = 3e-4
+    # the order is clip, lr, gamma.
     distance = {}
     for k, owner in enumerate(owners):
         distance.update(dict.fromkeys(annotated_names(owner), k))

@@ -392,7 +392,7 @@ class BitFlip(gym.Env):
         return self._obs(), {}
 
     def step(self, action: Any) -> tuple:
-        # The point moves, and is rewarded as if its goal were known only now.
+        # The state changes, and is rewarded as if its goal were known only now.
         self.here = self._moved(action)
         self.count = self.count + 1
         reward = float(

@@ -605,10 +605,9 @@ class DDPG(DeterministicLearner):
 
 # %% ../../../nbs/agents/14_off_policy/01_action_learner.ipynb #19b362ad
 class TD3(SmoothedLearner):
-    """Twin delayed DDPG.
+    """Twin delayed DDPG. The amount of exploration is an option of the policy.
 
-    The amount of exploration is an option of the policy; steps, segments and priorities are options
-    of the memory.
+    Steps, segments and priorities are options of the memory.
 
     Source: Fujimoto et al. 2018, *Addressing function approximation error in actor-critic methods*,
     https://arxiv.org/abs/1802.09477

@@ -184,9 +184,9 @@ def quantile_td(
 
 # %% ../../../nbs/agents/14_off_policy/03_q_learner.ipynb #41d3b820
 class DQN(DeepQLearner):
-    """Deep Q-learning, by default double.
+    """Deep Q-learning, by default double. Duelling is an option of the network.
 
-    Duelling is an option of the network; segments and priorities are options of the memory.
+    Segments and priorities are options of the memory.
 
     Sources: Mnih et al. 2015, https://doi.org/10.1038/nature14236; van Hasselt, Guez, Silver 2015,
     https://arxiv.org/abs/1509.06461 (double); Schaul et al. 2015, https://arxiv.org/abs/1511.05952
@@ -212,9 +212,9 @@ class DQN(DeepQLearner):
 
 # %% ../../../nbs/agents/14_off_policy/03_q_learner.ipynb #98f181e5
 class QRDQN(DeepQLearner):
-    """Quantile regression DQN, by default double.
+    """Quantile regression DQN, by default double. Duelling and quantiles are network options.
 
-    Duelling and quantiles are options of the network; segments and priorities of the memory.
+    Segments and priorities are options of the memory.
 
     Source: Dabney et al. 2018, *Distributional reinforcement learning with quantile regression*,
     https://arxiv.org/abs/1710.10044. Priorities are the errors of the means.

@@ -42,12 +42,17 @@ class Arrived(NamedTuple):
     data: np.ndarray
 
     def put(self, slot: Slot, position: int, layout: Layout) -> None:
-        "Copy the arrays to this position of a slot."
+        """Copy the arrays to this position of a slot.
+
+        The bytes of `data` are `[arrays of a layout for one item | own arrays]`. In the slot, the
+        item's own arrays begin at `slot.start`, and each array of the layout has a part for every
+        item of the slot.
+        """
         # The item's own arrays.
         memory = slot.item_memory[position]
         start = slot.start(position, layout)
         end = start + self.item_format.size
-        n_layout = self.data.nbytes - self.item_format.size
+        n_layout = self.data.nbytes - self.item_format.size  # [bytes] of the layout's arrays
         memory.reserve(end)
         memory.view()[start:end] = self.data[n_layout:]
         if not n_layout:
@@ -57,8 +62,17 @@ class Arrived(NamedTuple):
         offsets = Layout(1, layout.arrays).offsets
         whole = slot.layout_memory.view(layout.size)
         for entry, offset in enumerate(offsets):
-            target = layout.tensor(whole, entry, position).flatten(1).view(torch.uint8).numpy()
+            target = _rows_of_bytes(layout.tensor(whole, entry, position))
             target[...] = self.data[offset : offset + target.nbytes].reshape(target.shape)
+
+
+def _rows_of_bytes(x: torch.Tensor) -> np.ndarray:
+    """A view of the tensor `[T, ...]` of a layout as uint8 `[T, bytes of a row]`.
+
+    Its rows may lie apart, with columns of other items between them. So only the dimensions from 1
+    on can become one.
+    """
+    return x.flatten(1).view(torch.uint8).numpy()
 
 
 class ArrivalPool(SlotPool):
@@ -69,13 +83,15 @@ class ArrivalPool(SlotPool):
 
         `item_format` is an `Arrived`, which has the arrays and the format.
         """
-        item_format.put(self.slots[slot], position, self.states[slot].layout)
-        return super().read(slot, position, item_format.item_format)
+        arrived = item_format
+        arrived.put(self.slots[slot], position, self.states[slot].layout)
+        return super().read(slot, position, arrived.item_format)
 
     def copy(self, slot: int, position: int, item_format: Any) -> Any:
         "As `SlotPool.copy`."
-        item_format.put(self.slots[slot], position, self.states[slot].layout)
-        return super().copy(slot, position, item_format.item_format)
+        arrived = item_format
+        arrived.put(self.slots[slot], position, self.states[slot].layout)
+        return super().copy(slot, position, arrived.item_format)
 
 # %% ../../../nbs/pipes/32_cluster/02_ray_crew.ipynb #5ae6d508
 # [bytes] Smaller weights are sent with the request, larger ones through Ray's object store.

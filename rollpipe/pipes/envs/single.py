@@ -181,6 +181,9 @@ class EnvBatch(Batch):
     are stored in the dtype of the observation space. Raises `EnvError` or `ActorError` with the
     environment's index and the leaf.
 
+    `rew` and `stepno` are written at each step if `Rows.reads` has them, and otherwise by `settle`,
+    for all steps at once.
+
     Args:
         factories: list of `EnvFactory`, one for each environment
         seed: seed of the whole batch
@@ -248,7 +251,7 @@ class EnvBatch(Batch):
         self.kept = [None if keeper is None else keeper.begin(env) for env in self.envs]
         self.played = [played(env, kept, keeper) for env, kept in zip(self.envs, self.kept)]
         self.sticky = Sticky(self.played, sticky) if sticky else None
-        # Step -> rewards, where it is not settled yet
+        # Step -> its rewards as they came, for the steps since `settle` was called last
         self._unchecked = {}
 
     def _make_envs(self):
@@ -407,6 +410,8 @@ class EnvBatch(Batch):
             raise env_failure(call, b, e) from e
         return final, ended, rews, infos
 
+    # The unsettled steps begin in row `begin`, so they have written the rows from `begin + 1` to
+    # `end - 1`.
     def settle(self, rows: Rows, begin: int) -> None:
         rewards = list(self._unchecked.values())  # of each step
         self._unchecked = {}
@@ -414,7 +419,7 @@ class EnvBatch(Batch):
         if "stepno" not in rows.reads:
             write_step_numbers(rows.state.stepno[begin:end], rows.state.fin[begin:end])
 
-        # All steps at once, if all is in order
+        # All steps at once, if all is in order; for a single step this is no faster
         if len(rewards) > 1:
             out = rows.state.rew[begin + 1 : end]
             are_written = "rew" in rows.reads or _put_all(rewards, out)
@@ -463,7 +468,7 @@ class EnvBatch(Batch):
         try:
             row.rew[:] = scalar_rewards(rews)
         except PipeError as e:
-            row.rew[:] = 0  # this error is the one that is raised
+            row.rew[:] = 0  # so that `settle` does not stumble first over what was left in this row
             self._locate(e)
             raise
 

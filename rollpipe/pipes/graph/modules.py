@@ -98,7 +98,8 @@ def _register(obj, token):
     _objects[token] = weak_reference(obj, lambda _: _objects.pop(token, None))
 
 
-# The last function's answer for the content of a handle is pickled in place of the content.
+# A stack: `crew.pickled_for` pushes a function that brings weights to the host while a worker is
+# started. The last function's answer for the content of a handle is pickled in its place.
 PICKLED_AS: list = [lambda content: content]
 
 
@@ -138,7 +139,7 @@ class _Updates:
     """
 
     version: int = 0
-    changes: int | None = None
+    changes: int | None = None  # None: it has not looked since the version was set
 
 
 def _updates_of(module):
@@ -150,7 +151,7 @@ def _updates_of(module):
 
 def version_of(module: Any) -> int:
     "The number of updates of `module` that `bump_version` has counted."
-    return _updates.get(module, _Updates).version
+    return _updates.get(module, _Updates).version  # the class itself stands for no updates
 
 
 def bump_version(module: Any, to: int | None = None) -> None:
@@ -396,15 +397,17 @@ def n_cores() -> int:
 
 
 # torch begins with one thread for each core: all processors, half of them (two threads a core), or
-# those of the faster kind.
-# Any other number was chosen before this module was imported.
+# those of the faster kind. Each of these is taken to be at least a third of the cores. Any other
+# number was chosen before this module was imported.
 _began_with = torch.get_num_threads()
 _is_usual = n_cores() / 3 <= _began_with <= (os.cpu_count() or 1)
+# Numbers of threads that no user has chosen: that of torch, unless it was changed before.
 _NOT_CHOSEN = {_began_with} if _is_usual else set()
 _blocks = threading.local()  # `.choose`: is this thread in a `torch_threads` block with a number?
 
 
 def _is_chosen() -> bool:
+    "Has the user chosen the number of threads? See `few_threads`."
     return bool(
         torch.get_num_threads() not in _NOT_CHOSEN
         or getattr(_blocks, "choose", False)
@@ -425,8 +428,9 @@ class torch_threads(ContextDecorator):
         self.n = n
         self.unless_chosen = unless_chosen
 
+    # `ContextDecorator` calls it at each call of a decorated function, which needs its own object.
     def _recreate_cm(self):
-        return torch_threads(self.n)  # a new object for each call of a decorated function
+        return torch_threads(self.n, self.unless_chosen)
 
     def __enter__(self) -> None:
         self.before = torch.get_num_threads(), getattr(_blocks, "choose", False)

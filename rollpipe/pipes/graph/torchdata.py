@@ -99,6 +99,7 @@ def too_long() -> GraphError:
     )
 
 # %% ../../../nbs/pipes/03_graph/00_torchdata.ipynb #a7e4279c
+# nbdev adds these names to `__all__`.
 _all_ = [
     "IterDataPipe",
     "MapDataPipe",

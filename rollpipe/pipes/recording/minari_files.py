@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -55,6 +55,7 @@ def set_folder(name: str, folder: Any = None) -> Path:
         name: such as 'mujoco/ant/expert-v0'
         folder: of all sets; None: `MINARI_DATASETS_PATH`, or else `~/.minari/datasets`
     """
+    # Minari reads no namespace of a single character, such as 'a/expert-v0'.
     is_name = isinstance(name, str) and re.fullmatch(r"([-\w]+/)*[-\w]+-v\d+", name)
     if not is_name or name.rfind("/") == 1:
         raise DataError(
@@ -427,23 +428,33 @@ def env_facts(env: Any = None, observation_space: Any = None, action_space: Any 
         ) from e
 
 
+class _Likes(NamedTuple):
+    """Nested arrays without the first dimension, in two dtypes.
+
+    Args:
+        fragment: in the dtypes that fragments have, such as int32
+        space: in those of the space, such as uint16
+    """
+
+    fragment: Any
+    space: Any
+
+
 def _conforming(tree, likes, name):
     """The arrays `[n, ...]` in the dtypes of the space. Raises `DataError` if they do not fit.
 
     Args:
         tree: the arrays
-        likes: nested arrays in the dtypes that fragments have, such as int32, and in those of the
-            space, such as uint16
+        likes: the `_Likes` of the space
         name: name of the arrays, for messages
     """
-    like, space_like = likes
-    form = nested.Form(like, name)
+    form = nested.Form(likes.fragment, name)
     if nested.flatten(tree)[1] != form.structure:
-        form.other_structure(tree)
+        form.other_structure(tree)  # always raises
     try:
-        tree = nested.map(as_like, tree, like)
+        tree = nested.map(as_like, tree, likes.fragment)
         form.check(nested.getitem(tree, 0))
-        return nested.map(cast_exactly, tree, space_like)
+        return nested.map(cast_exactly, tree, likes.space)
     except OverflowError as e:
         raise DataError(
             "a number does not fit the space",
@@ -452,7 +463,7 @@ def _conforming(tree, likes, name):
         ) from e
 
 # %% ../../../nbs/pipes/29_recording/03_minari_files.ipynb #9294fbe4
-def _write(file, room, n, episode, likes, forms):
+def _write(file, room, n, episode, obs_likes, act_likes, forms):
     "Write episode `n`. `forms` has the forms of all infos so far."
     # Infos have a row before the first step, which is marked as missing.
     n_steps = len(episode.rew)
@@ -477,8 +488,8 @@ def _write(file, room, n, episode, likes, forms):
 
     is_last = np.arange(n_steps) == n_steps - 1
     tree = dict(
-        observations=_conforming(episode.obs, likes[0], "observations"),
-        actions=_conforming(episode.act, likes[1], "actions"),
+        observations=_conforming(episode.obs, obs_likes, "observations"),
+        actions=_conforming(episode.act, act_likes, "actions"),
         rewards=episode.rew,
         terminations=is_last & episode.term,
         truncations=is_last & (not episode.term),
@@ -536,10 +547,8 @@ def to_minari(
     h5py = hdf5()
     path = set_folder(name, folder)
     spec, obs_space, act_space = env_facts(env, observation_space, action_space)
-    likes = (
-        (space_spec(obs_space, "observation_space"), create_empty_array(obs_space)),
-        (space_spec(act_space, "action_space"), create_empty_array(act_space)),
-    )
+    obs_likes = _Likes(space_spec(obs_space, "observation_space"), create_empty_array(obs_space))
+    act_likes = _Likes(space_spec(act_space, "action_space"), create_empty_array(act_space))
     about: dict = dict(
         total_episodes=0,
         total_steps=0,
@@ -570,7 +579,7 @@ def to_minari(
         with h5py.File(main, "w", track_order=True) as file, open(main, "rb+") as raw:
             room = Room(file, raw)
             for n, episode in enumerate(episodes):
-                _write(file, room, n, episode, likes, forms)
+                _write(file, room, n, episode, obs_likes, act_likes, forms)
                 about["total_episodes"] += 1
                 about["total_steps"] += len(episode.rew)
         if not about["total_episodes"]:

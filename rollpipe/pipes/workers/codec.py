@@ -377,14 +377,16 @@ class ItemFormat:
             # `pickle_containers` has put an `ArraySpec` in place of each array: `get` is not
             # called.
             self.specs, self.tree = nested.flatten(self.unpickle(None))
-            # indices of the small arrays in the item's own memory
-            self.small = [
+            # Indices of the small arrays in the item's own memory
+            self._small_indices = [
                 i for i, spec in enumerate(self.specs) if spec.entry < 0 and spec.size < SMALL
             ]
             # Empty arrays need no copy.
-            self._copied = [i for i in self.small if self.specs[i].size]
-            self.viewed = [self.specs[i] for i in self._copied]
-            self.small_tensors = all(isinstance(spec.dtype, torch.dtype) for spec in self.viewed)
+            self._copied_indices = [i for i in self._small_indices if self.specs[i].size]
+            self.viewed_specs = [self.specs[i] for i in self._copied_indices]
+            self.small_tensors = all(
+                isinstance(spec.dtype, torch.dtype) for spec in self.viewed_specs
+            )
 
     def unpickle(self, get: Callable | None) -> Any:
         "The item, with `get(spec)` for each array."
@@ -395,14 +397,14 @@ class ItemFormat:
         if self._prepared is not None or self.specs is None:
             return
         leaves = [None] * len(self.specs)
-        for i in self.small:
+        for i in self._small_indices:
             leaves[i] = self.specs[i].empty()
-        self._prepared = leaves, [leaves[i] for i in self._copied]
+        self._prepared = leaves, [leaves[i] for i in self._copied_indices]
 
     def warm_up(self, views: list) -> None:
         """Run the steps of `assemble` without a result.
 
-        This brings code and memory into the processor's caches.
+        This brings code and memory into the processor's caches. `specs` must not be None.
         """
         self.prepare()
         copy_arrays(self._prepared[1], views, self.small_tensors)
@@ -411,8 +413,8 @@ class ItemFormat:
     def assemble(self, views: list, get: Callable | None) -> Any:
         """Return the item.
 
-        Small arrays are copies of `views`, which show the arrays `viewed` in the slot. Each other
-        array is `get(spec)`.
+        Small arrays are copies of `views`, which show the arrays of `viewed_specs` in the slot.
+        Each other array is `get(spec)`. `specs` must not be None.
         """
         # The prepared memory belongs to this item from now on.
         self.prepare()
@@ -421,6 +423,6 @@ class ItemFormat:
         copy_arrays(small_arrays, views, self.small_tensors)
 
         # All arrays but the small ones are asked for.
-        if len(self.small) < len(leaves):
+        if len(self._small_indices) < len(leaves):
             leaves = [get(spec) if x is None else x for x, spec in zip(leaves, self.specs)]
         return optree.tree_unflatten(self.tree, leaves)

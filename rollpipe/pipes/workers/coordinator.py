@@ -62,6 +62,23 @@ def publisher_for(graphs: dict, depth: int) -> tuple:
     return WeightPublisher(holders.values(), depth), indices
 
 # %% ../../../nbs/pipes/30_workers/07_coordinator.ipynb #f42def43
+class _Answer(NamedTuple):
+    """What `Request.answer` is for an item that a worker has collected.
+
+    Other requests are answered with `(item,)`, plain data from the state of an earlier iteration,
+    or with `()` for a lane that had ended in it.
+
+    Args:
+        reply: the worker's `Reply`
+        item_format: how the pool reads the item
+        restarts: how often the lane had begun anew
+    """
+
+    reply: Any
+    item_format: Any
+    restarts: int
+
+
 class Listener:
     """Receives the messages of the members, and passes replies to the schedule.
 
@@ -148,7 +165,7 @@ class Listener:
         request, reply, item_format = member.take_reply(message)
         if reply.state is not None:
             self.states[request.lane] = reply.state
-        answer = (reply, item_format, self.supervision.starts[request.lane])
+        answer = _Answer(reply, item_format, self.supervision.restarts_of[request.lane])
         self.schedule.answer(request, answer, ended=reply.publication is None)
         if not request.ended:
             self.pool.propose_layout(reply.unplaced)
@@ -178,6 +195,12 @@ class ItemRecord(NamedTuple):
     copied_bytes: int
 
 # %% ../../../nbs/pipes/30_workers/07_coordinator.ipynb #5b90f1f8
+# Buffers for the weights if workers always fetch the newest ones. One would do for the result, as a
+# worker copies again if its buffer was overwritten meanwhile. With four, this happens only if four
+# publications come while it copies.
+_BUFFERS_OF_LATEST = 4
+
+
 class Coordinator:
     """The workers of one iteration of `seam`, and the objects that they share.
 
@@ -208,7 +231,8 @@ class Coordinator:
         self.members = crew.members
         crew.check(graphs.values())
 
-        # In a worker, lanes that have ended would begin again.
+        # The schedule goes on from the state. Lanes that have ended are not asked: in a worker they
+        # would begin again.
         pending = self.state["pending"]
         self.schedule = LaneSchedule(
             len(lanes), seam.group_size, service.lag, service.order, crew.max_pending
@@ -220,7 +244,8 @@ class Coordinator:
             self.schedule, self.pool, self.members, self.supervision, service, self.state["lanes"]
         )
 
-        depth = 4 if self.schedule.latest_weights else service.lag + 1
+        # With a fixed lag, no worker needs weights from before the last `lag` publications.
+        depth = _BUFFERS_OF_LATEST if self.schedule.latest_weights else service.lag + 1
         self.publisher, self.holder_indices = publisher_for(graphs, depth)
         self.publisher.publish()
 
@@ -265,7 +290,8 @@ class Coordinator:
             # An item without a destination comes from the state of an earlier iteration.
             if request.destination is None:
                 if not request.ended:
-                    yield restore_object(*request.answer)
+                    (item,) = request.answer
+                    yield restore_object(item)
             elif request.ended:
                 slot, _ = request.destination
                 pool.give_back(slot)
@@ -284,8 +310,8 @@ class Coordinator:
     def _read(self, request):
         "The item of an answered request."
         slot, position = request.destination
-        reply, item_format, restarts = request.answer
-        item = self.pool.read(slot, position, item_format)
+        reply = request.answer.reply
+        item = self.pool.read(slot, position, request.answer.item_format)
         received = time.monotonic()
 
         # When it was made, and by whom.
@@ -301,6 +327,7 @@ class Coordinator:
                 reply.copied_bytes,
             )
         )
+        restarts = request.answer.restarts
         return with_restarts(item, restarts) if restarts else item
 
     def _restart(self, member, error):
@@ -315,9 +342,9 @@ class Coordinator:
 
         self.members.disconnect(member)
         member.process.close()
-        starts = self.supervision.starts
+        restarts_of = self.supervision.restarts_of
         opened = {
-            lane: self.seam.open_lane(lane, self.state, starts[lane]) for lane in member.lanes
+            lane: self.seam.open_lane(lane, self.state, restarts_of[lane]) for lane in member.lanes
         }
         new = self.start_member(member.index, opened)
 
@@ -362,10 +389,10 @@ class Coordinator:
     def _captured(self, request):
         "The item of an answered request, as plain data."
         if request.destination is None:
-            return request.answer[0]
+            (item,) = request.answer
+            return item
         slot, position = request.destination
-        _, item_format, _ = request.answer
-        return capture(self.pool.copy(slot, position, item_format))
+        return capture(self.pool.copy(slot, position, request.answer.item_format))
 
     def _ask_states(self):
         "Ask all members for the states of their lanes, when all requests are answered."

@@ -350,7 +350,7 @@ class Supervision:
         self.options = options
         self.restarts = 0  # of all workers
         self.last_check = 0.0  # time of the last check for deaths [s]
-        self.starts = Counter()  # lane -> number of its restarts
+        self.restarts_of = Counter()  # lane -> how often it began anew
 
     def time_left(self, busy: Iterable[Member]) -> float:
         "The seconds until one of the `busy` members must be reported, if it stays silent."
@@ -395,7 +395,7 @@ class Supervision:
         # Only lanes that start again need other random numbers.
         self.restarts += 1
         if not continues:
-            self.starts.update(member.lanes)
+            self.restarts_of.update(member.lanes)
         begin = "go on where they were" if continues else "start anew"
         log.warning(
             f"{error} Its lanes {begin} (restart {self.restarts} of {self.options.restart})."

@@ -88,7 +88,8 @@ while True:
     elif parent in ready:
         break
 
-# End the workers. They have two seconds to close their environments.
+# A worker ends itself when its parent is gone; a stopped one must first be continued. They have two
+# seconds to close their environments.
 poller.unregister(parent)
 signal_workers(signal.SIGCONT)
 deadline = time.monotonic() + 2
@@ -510,7 +511,7 @@ class LaneRunner:
             before = self.states.get(self.swapped_in)
             if before is not None:
                 before.take()
-            self.states[self.lane].put(before)
+            self.states[self.lane].put(present=before)
             self.swapped_in = self.lane
         if self.lane not in self.streams:
             self.streams[self.lane] = opened_into(self.lanes[self.lane], self.destination)

@@ -78,17 +78,17 @@ class ViewCache:
         self.last = {}  # key -> `(item_format, start, views)`
 
     def views(self, key: Any, item_format: Any, memory: SharedMemory, start: int) -> list:
-        """A view for each array in `item_format.viewed`.
+        """A view for each array in `item_format.viewed_specs`.
 
         Args:
             key: identifies the memory
-            item_format: has `viewed`, a list of `ArraySpec`, and `size`
+            item_format: has `viewed_specs`, a list of `ArraySpec`, and `size`
             start: beginning of the item's own arrays [bytes]
         """
         last = self.last.get(key)
         if last is None or last[0] is not item_format or last[1] != start:
             whole = memory.view(start + item_format.size)
-            views = [spec.view(whole, start) for spec in item_format.viewed]
+            views = [spec.view(whole, start) for spec in item_format.viewed_specs]
             last = (item_format, start, views)
             self.last[key] = last
         return last[2]
@@ -269,14 +269,14 @@ class _SentFormat(NamedTuple):
     Args:
         id: number of the format
         own_leaves: indices of the leaves in the item's own memory that are not empty
-        viewed: the specs of these leaves
+        viewed_specs: the specs of these leaves
         size: size of the item's own arrays [bytes]
         small_tensors: True: all these leaves are small tensors
     """
 
     id: int
     own_leaves: list
-    viewed: list
+    viewed_specs: list
     size: int
     small_tensors: bool
 
@@ -433,11 +433,11 @@ class SlotWriter:
         if self.n_formats == self.MAX_FORMATS:
             self._forget_formats()
         own_leaves = [i for i, spec in enumerate(specs) if spec.entry < 0 and spec.size]
-        viewed = [specs[i] for i in own_leaves]
+        viewed_specs = [specs[i] for i in own_leaves]
         small_tensors = all(
             type(leaves[i]) is torch.Tensor and specs[i].size < SMALL for i in own_leaves
         )
-        sent = _SentFormat(self.n_formats, own_leaves, viewed, size, small_tensors)
+        sent = _SentFormat(self.n_formats, own_leaves, viewed_specs, size, small_tensors)
         item_type.formats[entries] = sent
         self.n_formats += 1
         return sent, (data, size, True)
