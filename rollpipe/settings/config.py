@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -583,9 +584,29 @@ def _inserted(pipe: Any, inserts: list) -> Any:
     return pipe
 
 # %% ../../nbs/settings/05_config.ipynb #db28199a
+def _part_of(make, *args, owner, **kwargs):
+    """What `make`, such as the class `owner` of a part, returns.
+
+    Raises `DataError` if it sets an option twice.
+    """
+    try:
+        return make(*args, **kwargs)
+    except TypeError as e:
+        twice = re.search(r"multiple values for keyword argument '(\w+)'", str(e))
+        if twice is None:
+            raise
+        raise DataError(
+            "the class sets an option that comes with its `**options`, too",
+            pipe=owner.__name__,
+            leaf=twice[1],
+            expected=f"`{twice[1]}` in the signature of its `__init__`, with a default of its own",
+            got=str(e),
+        ) from e
+
+
 def _network(part, env, algorithm, **kwargs):
     try:
-        return part.for_env(env, **kwargs)
+        return _part_of(part.for_env, env, owner=part, **kwargs)
     except DataError as e:
         # It names the part, because policy and critic have options of the same name.
         e.locate(pipe=part)
@@ -650,7 +671,8 @@ def build(config: dict, resumes: int = 0) -> tuple:
         kwargs["pipeline"]["device"] = device
 
     # The learner and the pipeline; not every pipeline asks the critic.
-    agent = algorithm.learner(*modules, seed=seeds["learner"], **kwargs["learner"])
+    of_learner = dict(kwargs["learner"], seed=seeds["learner"])
+    agent = _part_of(algorithm.learner, *modules, owner=algorithm.learner, **of_learner)
     asked = modules if "critic" in accepted else modules[:1]
     pipe = algorithm.pipeline(
         env, *asked, seed=seeds["pipeline"], env_kwargs=env_kwargs, **kwargs["pipeline"]
