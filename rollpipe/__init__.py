@@ -1,6 +1,7 @@
 """Reinforcement learning whose rollouts are a streaming pipeline of datapipes.
 
-These are the names of a first program. The rooms `rollpipe.pipes`, `layers`, `agents`, `testing` and `runs` have the others.
+These are the names of a first program. The rooms `rollpipe.pipes`, `layers`, `agents`, `testing`
+and `runs` have the others.
 """
 
 from importlib import import_module
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name):
-    "Import a name at its first use, not with the package: so the command line can be interrupted before torch is imported."
+    "Import a name at its first use: the command line can be interrupted before torch is imported."
     if name in __all__:
         for room in ("pipes", "layers", "agents", "testing", "runs"):
             module = import_module(f".{room}", __name__)

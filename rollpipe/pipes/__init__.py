@@ -111,7 +111,7 @@ __all__ = [
 
 
 def __getattr__(name):
-    "Import `DataLoader2` from `graph/torchdata.py` when it is first used, because importing torchdata is slow."
+    "Import `DataLoader2` when it is first used, because importing torchdata is slow."
     if name != "DataLoader2":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .graph.torchdata import DataLoader2

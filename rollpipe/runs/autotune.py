@@ -145,7 +145,7 @@ def autotune(
     Args:
         algorithm: name in `ALGORITHMS`
         env: gymnasium id
-        options: options of the algorithm that the user sets; others are tried, or have their defaults
+        options: those of the algorithm that the user sets; others are tried, or have their defaults
         env_kwargs: keyword arguments for `gymnasium.make`
         seconds: time for all settings together
         **given: see `make_config`

@@ -134,7 +134,7 @@ def _check_change(who: str, option: Option, old: Any, new: Any, has_new_episodes
 
 # %% ../../nbs/runs/09_changes.ipynb #f5c8acc4
 def take_over(run: Any, edited: Any) -> None:
-    """Let a run have the configuration of its edited run, and its learner the options and the state.
+    """Give a run the configuration of its edited run, and its learner the options and the state.
 
     Args:
         run: a `Run`, such as the one that the caller of `train` has

@@ -97,7 +97,7 @@ def places(batch: Fragment) -> dict:
 
 
 def _differing_sums(a, b, n_bytes):
-    "The numbers of the sums in which two results of `_digits` differ; none if they are of two sizes."
+    "The indices of the sums in which two results of `_digits` differ; none if of two sizes."
     if len(a) != len(b):
         return []
     sums_a = np.frombuffer(
