@@ -140,11 +140,8 @@ def test_an_argument_of_the_environment_may_have_the_name_of_an_option_and_a_lag
         "ppo Toy, env_kwargs noise=0.1",
         "ppo Toy, env_kwargs noise=0.5",
     ]
-    told = dict(
-        differing_options(
-            [[Result(k, tmp_path, "", "", x, [], {}) for k, x in enumerate(cases[2:5])]]
-        )
-    )
+    group = [Result(k, tmp_path, "", "", x, [], {}) for k, x in enumerate(cases[2:5])]
+    told = {name: values for name, *values in differing_options([group])}
     assert told == {"gamma": ["0.9 | 0.99"], "env_kwargs gamma": ["1 | 2"]}
 
 

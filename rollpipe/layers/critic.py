@@ -252,8 +252,8 @@ class ActionCritic(Torso):
 
     def first_value(self, obs: Any, act: Tensor) -> Tensor:
         "The values `[*lead]` of the first network alone."
-        # A `forward` of a subclass need not accept `n`.
-        accepts_n = type(self).forward is ActionCritic.forward
+        # A subclass's `forward`, or a network put in place of ours, need not accept `n`.
+        accepts_n = type(self).forward is ActionCritic.forward and type(self.net) is StackedMLP
         values = self(obs, act, 1) if accepts_n else self(obs, act)
         return values[0]
 
