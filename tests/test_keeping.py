@@ -1356,11 +1356,11 @@ def test_names_of_one_object_stay_names_of_one_object():
 
     old = world(2)
     new = world(1)
-    more = new["more"]
+    at, more = new["array"], new["more"]
     restore_object(stored(capture(old)), new)
     assert new["x"] is new["y"] is new["holder"].a is new["objects"][0] and new["x"] == [2]
     assert new["me"] is new["objects"][1] is new
-    assert new["array"] is new["holder"].b and new["more"] is more
+    assert new["array"] is at is new["holder"].b and new["more"] is more
     assert more == {2: [2]} and more[5] == []
     assert (new["colour"], new["count"]) == (Colour.BLUE, Counter("abab"))
     new["array"][:] = 9
@@ -1376,3 +1376,29 @@ def test_nothing_is_written_that_a_pickle_would_need():
         json.loads(state["graph"]), list
     )
     assert pickle.dumps(env) not in bytes(state["memory"].numpy())
+
+
+def test_who_holds_an_array_sees_the_numbers_of_the_state():
+    "An array, a tensor and a parameter get them in place; a view stays one, and a parameter learns on."
+    whole = torch.arange(4.0)
+    state = capture(
+        dict(x=np.arange(3.0), w=torch.nn.Parameter(torch.ones(2)), part=whole[1:], whole=whole)
+    )
+    other = torch.zeros(4)
+    fresh = dict(x=np.zeros(3), w=torch.nn.Parameter(torch.zeros(2)), part=other[1:], whole=other)
+    x, w, whole = fresh["x"], fresh["w"], fresh["whole"]
+    restored = restore_object(state, fresh)
+    assert restored["x"] is x and x.tolist() == [0, 1, 2]
+    assert restored["w"] is w and w.requires_grad and w.tolist() == [1, 1]
+    assert restored["whole"] is whole and whole.tolist() == [0, 1, 2, 3]
+    restored["part"][0] = 9
+    assert whole[1] == 9
+
+
+def test_a_class_that_is_gone_is_named():
+    class Gone(enum.Enum):
+        ONE = 1
+
+    Gone.__module__, Gone.__qualname__ = "corridor", "Gone"
+    with pytest.raises(EnvError, match="no Enum is called corridor.Gone"):
+        restore_object(capture([Gone.ONE]))

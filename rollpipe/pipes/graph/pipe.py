@@ -172,8 +172,8 @@ class Keeps:
 
     def keep(self, **fresh: Any) -> dict:
         """What `stream` keeps from item to item: a dict with the values `fresh`, which it changes
-        in place. A resumed iteration goes on with the values of the interrupted one. Its arrays are
-        others than those in `fresh`, so `stream` takes them from the dict.
+        in place. A resumed iteration goes on with the values of the interrupted one; containers,
+        objects and arrays in `fresh` get them in place.
 
         A pipe that never calls this has no memory: each item depends only on the items that are
         read for it. The values are plain data in containers, objects of classes in `may_be_new`, or

@@ -469,8 +469,8 @@ def _refill(x, items):
 class _Restore:
     """Makes the values of a capture.
 
-    A container or an object of `root` gets the values in place, if there is one of the same class
-    at the same path. Arrays are new.
+    A container, an object or an array of `root` gets the values in place, if there is one of the
+    same class and form at the same path. So whoever holds it sees them.
 
     An entry is read by the method of its name. It gets the number of the entry, what `root` has
     there, the path, and the rest of the entry.
@@ -480,9 +480,9 @@ class _Restore:
         code, self.entries = graph
         self.memory = memory
         self.values = {}  # number of an entry -> its value
-        self.memories = {}  # (number of an entry, device) -> its bytes, which arrays share
         # id of an object of `root` -> number of the entry that it has become, and the object
         self.used = {}
+        self.used_memories = {}  # address of a memory of `root` -> number of its entry
         self.todo = deque()  # functions that make what is in containers and objects
         self.refills = []  # containers, and the items that they get
         self.last = []  # functions that write the states of generators and the like
@@ -523,10 +523,8 @@ class _Restore:
         or else a new one: `make()`, or an object of a class in `NEW`.
         """
         is_alike = fresh is not _MISSING and name_of(type(fresh)) == name
-        if is_alike:
-            number, _ = self.used.setdefault(id(fresh), (k, fresh))
-            if number == k:
-                return fresh
+        if is_alike and self._claims(k, fresh):
+            return fresh
 
         # There is no such object in `root`.
         if make is not None:
@@ -540,6 +538,11 @@ class _Restore:
             expected=f"a {name}, as when it was kept",
             got=got + ", which stands in two places" * is_alike,
         )
+
+    def _claims(self, k, fresh):
+        "Does entry `k` get the object `fresh`? The first entry that asks for it does."
+        number, _ = self.used.setdefault(id(fresh), (k, fresh))
+        return number == k
 
     # -- containers
 
@@ -676,33 +679,58 @@ class _Restore:
     # -- arrays and numbers
 
     def _array(self, k, fresh, path, block, form, shape, strides, offset):
-        if len(form) == 2:
-            name, device = form
-            return array_in(
-                self._flat(block, device),
-                getattr(torch, name),
-                shape,
-                strides,
-                offset,
-            )
-        dtype = dtype_of(form[0])
-        return array_in(
-            self._flat(block, "cpu").numpy(),
-            dtype,
-            shape,
-            strides,
-            offset,
-        )
+        is_tensor = len(form) == 2
+        if is_tensor:
+            dtype = getattr(torch, form[0])
+            device = torch.device(form[1])
+        else:
+            dtype = dtype_of(form[0])
+            device = torch.device("cpu")
+        is_alike = self._is_alike(fresh, dtype, shape, strides)
 
-    def _flat(self, block, device):
-        "The bytes of a memory on a device, uint8 `[n]`, of which all arrays there are views."
-        key = (block[0], device)
-        if key not in self.memories:
-            _, begin, n = self.entries[block[0]]
-            # torch aligns this memory for its own use.
-            flat = torch.empty(n, dtype=torch.uint8, device=device)
-            self.memories[key] = flat.copy_(self._bytes_at(begin, n))
-        return self.memories[key]
+        # The memory of `fresh` gets the numbers if the array begins at the same place in it.
+        place = None
+        if is_alike:
+            has_numbers = fresh.detach() if isinstance(fresh, torch.Tensor) else fresh
+            old_memory, begin = memory_of(has_numbers)
+            if is_tensor:
+                device = fresh.device
+            if begin == offset:
+                place = old_memory
+        memory = self._memory(block[0], place, device)
+        is_in_place = place is not None and memory.address == place.address
+        if is_in_place and self._claims(k, fresh):
+            return fresh
+
+        # A new view of the memory, which stays a parameter if it was one.
+        x = array_in(memory.flat, dtype, shape, strides, offset)
+        if is_alike and isinstance(x, torch.Tensor):
+            x = x.as_subclass(type(fresh)).requires_grad_(fresh.requires_grad)
+        return x
+
+    def _is_alike(self, x, dtype, shape, strides):
+        if isinstance(dtype, torch.dtype):
+            return is_dense(x) and (x.dtype, [*x.shape], [*x.stride()]) == (dtype, shape, strides)
+        is_array = type(x) is np.ndarray and x.flags.writeable
+        return is_array and (x.dtype, [*x.shape], [*x.strides]) == (dtype, shape, strides)
+
+    def _memory(self, k, place, device):
+        """The memory of entry `k`, of which all of its arrays are views.
+
+        It is the one at `place`, if that has the same size and has not become another one already.
+        """
+        if k in self.values:
+            return self.values[k]
+        data = self._bytes_at(*self.entries[k][1:])
+        has_place = place is not None and len(place.flat) == len(data)
+        if not has_place or self.used_memories.setdefault(place.address, k) != k:
+            place = memory_of(data.clone().numpy() if device.type == "cpu" else data.to(device))[0]
+        elif isinstance(place.flat, torch.Tensor):
+            place.flat.copy_(data)
+        else:
+            place.flat[:] = data.numpy()
+        self.values[k] = place
+        return place
 
     def _bytes_at(self, begin, n):
         if not 0 <= begin <= begin + n <= len(self.memory):
@@ -717,7 +745,10 @@ class _Restore:
         return complex(real, imag)
 
     def _enum(self, k, fresh, path, name, member):
-        return loaded_class(name, enum.Enum).__members__[member]
+        kind = loaded_class(name, enum.Enum)
+        if kind is None:
+            raise ValueError(f"no Enum is called {name}")
+        return kind.__members__[member]
 
     def _number(self, k, fresh, path, descr, text):
         flat = np.frombuffer(bytes.fromhex(text), np.uint8)
@@ -729,8 +760,8 @@ def restore_object(state: dict, root: Any = _MISSING, name: str = "state") -> An
 
     Args:
         state: what `capture` returned
-        root: containers and objects that get the values in place, where they are of the same kind;
-            arrays are new, and without it everything is
+        root: containers, objects and arrays that get the values in place, where they are of the same
+            kind; without it, everything is new
         name: of `root` in messages
 
     Raises:
