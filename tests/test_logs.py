@@ -58,21 +58,26 @@ def test_records_after_the_checkpoint_are_dropped(tmp_path):
     assert read["steps"].tolist() == [10, 20, 20, 25] and read["updates"].tolist() == [1, 2, 3, 4]
 
 
-def test_records_that_were_lost_are_told(tmp_path, caplog):
+def test_records_that_were_lost_are_told_and_stay_in_the_table(tmp_path, caplog):
     write(tmp_path, *({"steps": 10 * n, "updates": n, "my/x": n / 3} for n in range(1, 6)))
     path = tmp_path / "metrics.jsonl"
+    table = rows(tmp_path)
     path.write_text("".join(path.read_text().splitlines(True)[:2]))
+    with open(tmp_path / "metrics.csv", "a") as file:
+        file.write("damaged,row\n" + "60,6")
     kept = tmp_path / "checkpoints"
     for steps in (10, 20, 30):
         keep_checkpoint(kept, b"content", steps, 3)
     for n in (5, 6):
         write(tmp_path, dict(steps=10 * n + 10, updates=n + 1), updates=n)
+        assert rows(tmp_path)[:5] == table and [int(r["updates"]) for r in rows(tmp_path)] == [
+            *range(1, n + 2)
+        ]
     assert read_metrics(tmp_path)["updates"].tolist() == [1, 2, 6, 7]
-    assert [int(r["updates"]) for r in rows(tmp_path)] == [1, 2, 6, 7]
     words = f"rollpipe train --resume {kept}/checkpoint-000000020.safetensors"
     assert caplog.messages == [f"{path} has lost the updates 3 to 5; `{words}` makes them again"]
     write(tmp_path, dict(steps=50, updates=5), updates=4)  # a resume from an earlier checkpoint
-    assert [int(r["updates"]) for r in rows(tmp_path)] == [1, 2, 5]
+    assert rows(tmp_path)[:4] == table[:4] and len(rows(tmp_path)) == 5
 
 
 def test_what_a_checkpoint_has_counted_is_on_disk_before(tmp_path, monkeypatch):

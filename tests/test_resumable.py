@@ -56,8 +56,8 @@ from rollpipe.pipes.graph.torchdata import DataLoader2, IterableWrapper
 from rollpipe.pipes.keeping.files import decode, encode
 from rollpipe.pipes.lanes import learning_pipes
 from rollpipe.pipes.passes import keep_as, keep_environments
-from rollpipe.pipes.steps import Steps
-from rollpipe.pipes.taps import Meter
+from rollpipe.pipes.steps import Fragments, Steps
+from rollpipe.pipes.taps import Meter, Throughput
 from rollpipe.pipes.tensors.collector import TensorCollector
 from rollpipe.testing import check_pipe
 
@@ -204,11 +204,12 @@ PIPES = dict(
     every_episode=of_ticks(EpisodeCollector, Counting, Plain, terminal_obs=True),
     steps=of_fragments(Steps),
     steps_of_batches=below(lambda p: Steps(FragmentStacker(p, 2))),
+    fragments=below(lambda p: Fragments(Steps(p), 3)),
     merged=below(lambda p: StepMerger(Steps(p), 3)),
     minibatches=below(lambda p: Minibatcher(p, 4, 2, seed=5)),
     columns=below(lambda p: Minibatcher(p, 4, 2, seed=5), Counting, Memory),
     checked=below(lambda p: CheckInvariants(p, rate=0.6), actor=gaussian),
-    taps=below(lambda p: EpisodeStats(Tap(p, id), id)),
+    taps=below(lambda p: Throughput(EpisodeStats(Tap(p, id), id), id, 2)),
     cast=of_fragments(lambda p: NStep(ObservationCast(ToDevice(p, "cpu"), torch.float64), 3)),
     novelty=below(
         lambda p: RND(p, Distillation.for_env(SPACES, hidden=(4,), seed=0)),
@@ -500,9 +501,13 @@ def test_sinks_of_taps():
     def world(lanes):
         pipe, mine = _above(Lively, Shaky(), lanes, lambda p: FragmentCollector(p, 5))
         meter = Meter(lambda end: dict(ret=end.ret))
-        pipe = Tap(
-            EpisodeStats(EpisodeStats(pipe, seen.append), meter),
-            meters := Meter(lambda f: dict(rew=f.state.rew.sum())),
+        pipe = Throughput(
+            Tap(
+                EpisodeStats(EpisodeStats(pipe, seen.append), meter),
+                meters := Meter(lambda f: dict(rew=f.state.rew.sum())),
+            ),
+            lambda rate: seen.append((rate.items, rate.steps)),
+            every=3,
         )
         metrics.append((meter, meters))
         return pipe, mine
@@ -515,6 +520,29 @@ def test_sinks_of_taps():
         _, state = part(world, k)
         part(world, 8 - k, k, state)
         assert seen == whole and mean == [meter.metrics() for meter in metrics[-1]]
+
+
+def test_the_time_of_a_rate_goes_on():
+    "The seconds before the cut count, and those until the stream goes on do not."
+    clock = count(step=0.5)
+    told = []
+
+    def rates(pipe):
+        return Throughput(pipe, told.append, every=3, clock=lambda: next(clock))
+
+    def make():
+        pipe = rates(FragmentCollector(EnvStepper(Counting, Plain(), 2), 3))
+        keep_environments(pipe)
+        return pipe
+
+    stream = iter(pipe := make())
+    for _ in range(2):
+        next(stream)
+    state = stream_state(pipe)
+    for _ in range(100):
+        next(clock)
+    next(iter(restore_stream(make(), state)))
+    assert len(told) == 1 and told[0].items == 3 and 2 < told[0].seconds < 5
 
 
 # --- what does not fit
@@ -812,7 +840,7 @@ def test_any_shape_and_any_cuts(n_envs, n_steps, lanes, joined, stacks, data):
             lanes,
             7,
         )
-        pipe = FragmentStacker(pipe, joined) if stacks else pipe
+        pipe = FragmentStacker(pipe, joined) if stacks else Fragments(Steps(pipe), joined)
         return StepMerger(Steps(pipe), joined) if merged else pipe, mine
 
     whole, _ = part(world, n, lanes=lanes)

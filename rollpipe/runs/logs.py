@@ -210,28 +210,50 @@ def _csv_line(cells: Iterable) -> str:
     return line.getvalue()
 
 # %% ../../nbs/runs/00_logs.ipynb #91132f1e
+def _lost_rows(path: Path, records: list, updates: float) -> list:
+    "The rows of a CSV file up to so many updates that `metrics.jsonl` has lost, as records."
+    known = {record.get("updates") for record in records}
+    lost = []
+    with suppress(OSError, csv.Error, DataError):
+        lines = read_file(path).decode(errors="replace").split("\n")
+        for row in csv.DictReader(lines[:-1]):  # the last line may be incomplete
+            try:
+                record = {name: float(x) for name, x in row.items() if x}
+            except (TypeError, ValueError):
+                continue  # a damaged row
+            if record.get("updates", math.nan) <= updates and record["updates"] not in known:
+                lost.append(record)
+    return lost
+
+
 class _Table:
     """The sink `metrics.csv`.
+
+    Earlier rows up to so many updates stay, also if `metrics.jsonl` has lost them.
 
     Args:
         path: the file
         records: reads `metrics.jsonl`, to which each record is written before this sink gets it
+        updates: number of updates up to which rows stay
     """
 
     name = "metrics.csv"
 
-    def __init__(self, path: Path, records: Callable):
+    def __init__(self, path: Path, records: Callable, updates: float = math.inf):
         self.path = path
         self.records = records
         self.columns = list(METRICS)
         self.file = None
         self.is_whole = True
+        self.lost = _lost_rows(path, records(), updates)
         self.make()
 
     def make(self) -> None:
         "Replace the file by one with a row for every record."
         self.stop()
         records = self.records()
+        if self.lost:
+            records = sorted(records + self.lost, key=lambda record: record.get("updates", 0))
         columns = dict.fromkeys(METRICS)
         for record in records:
             columns |= dict.fromkeys(record)
@@ -318,7 +340,7 @@ class MetricWriter:
         self._failed = []
         try:
             table = self.folder / "metrics.csv"
-            self._sinks.append(_Table(table, lambda: read_records(folder)))
+            self._sinks.append(_Table(table, lambda: read_records(folder), updates))
             if tensorboard:
                 self._sinks.append(TensorBoard(folder, last.get("steps", 0)))
             if wandb:
