@@ -1,5 +1,6 @@
 "Containers of any nesting: structure, order, aliasing, sharing, and errors that name the leaf."
 
+import multiprocessing
 from collections import OrderedDict, namedtuple
 
 import numpy as np
@@ -171,12 +172,21 @@ arrays = st.builds(
 
 
 @quick
-@given(containers(arrays))
-def test_torchify_and_numpify_there_and_back(tree):
-    pyt = nested.torchify(tree)
+@given(
+    containers(arrays), st.lists(st.just(1), max_size=2), st.lists(st.integers(0, 3), max_size=2)
+)
+def test_torchify_and_numpify_there_and_back(tree, unit, leading):
+    pyt = nested.torchify(tree, *unit)
     for x, y, z in zip(*map(nested.leaves, (tree, pyt, nested.numpify(pyt))), strict=True):
-        assert tuple(y.shape) == x.shape and x.dtype == z.dtype
-        assert np.shares_memory(x, z) == bool(x.size)
+        assert (
+            tuple(y.shape) == (*unit, *x.shape)
+            and np.shares_memory(x, z) == bool(x.size)
+            and x.dtype == z.dtype
+        )
+    through_torch = nested.numpify(nested.torchify(tree, *leading, copy=True))
+    for repeated in (nested.numpify(tree, *leading, copy=True), through_torch):
+        assert identical(repeated, slow_map(lambda x: np.ones((*leading, *x.shape), x.dtype), tree))
+        assert not any(map(np.shares_memory, nested.leaves(repeated), nested.leaves(tree)))
 
 
 def test_aliases_are_the_same_memory():
@@ -187,6 +197,12 @@ def test_aliases_are_the_same_memory():
     npy["a"][0], npy["b"][2][...] = 5, 6
     pyt["b"][0][1] = 7
     assert tree["a"][0] == pyt["a"][0] == 5 and pyt["b"][2] == 6 and npy["b"][0][1] == 7
+    for kwargs in (dict(copy=True), dict(shared=True)):
+        pyt = nested.torchify(tree, **kwargs)
+        npy = nested.numpify(pyt)
+        npy["a"][:] = 9
+        assert (pyt["a"] == 9).all() and tree["a"][1] == 0
+        assert pyt["a"].is_shared() == ("shared" in kwargs)
 
 
 def test_what_torch_cannot_alias_is_copied():
@@ -200,10 +216,41 @@ def test_what_torch_cannot_alias_is_copied():
         assert x.max() == 2
 
 
-def test_tensors_stay_and_arrays_carry_no_graph():
+def test_copies_carry_no_graph():
     x = torch.ones(2, requires_grad=True)
     assert nested.torchify(x) is x
+    assert not nested.torchify(x * 2, copy=True).requires_grad
     assert np.shares_memory(nested.numpify(x), x.detach().numpy())
+
+
+def add_one(tree):
+    nested.map(lambda x: x.add_(1), tree)
+
+
+def test_shared_memory_is_seen_by_another_process_and_by_numpy():
+    pyt = nested.torchify({"x": np.zeros(3), "y": [np.int64(4)]}, shared=True)
+    npy = nested.numpify(pyt)
+    process = multiprocessing.get_context("forkserver").Process(target=add_one, args=(pyt,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert npy["x"].tolist() == [1, 1, 1] and npy["y"][0] == 5
+
+
+def test_pinned_and_shared_exclude_one_another():
+    with pytest.raises(ValueError, match="exclude one another"):
+        nested.torchify(np.zeros(1), pinned=True, shared=True)
+
+
+@pytest.mark.gpu
+def test_pinned_memory():
+    pyt = nested.torchify({"x": np.zeros(3)}, pinned=True)
+    nested.numpify(pyt)["x"][1] = 2
+    assert pyt["x"].is_pinned() and pyt["x"][1] == 2
+    with pytest.raises(
+        DataError, match=r"leaf \['x'\]: .*expected host memory, got a tensor on cuda"
+    ):
+        nested.numpify({"x": pyt["x"].cuda()})
 
 
 @pytest.mark.parametrize(

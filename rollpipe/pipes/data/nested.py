@@ -374,40 +374,64 @@ def _map_named(fn, tree):
         raise
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #d23519d0
-def torchify(tree: Any) -> Any:
-    """Host tensors, which alias the memory of the leaves where possible.
+def torchify(
+    tree: Any, *leading: int, copy: bool = False, pinned: bool = False, shared: bool = False
+) -> Any:
+    """Host tensors of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where
+    possible.
 
     Tensors are returned unchanged, arrays are aliased, and scalars become new tensors (a Python
-    float gets torch's default dtype). An array that torch cannot alias (read-only memory, negative
-    strides) is copied.
+    float gets torch's default dtype). A new copy, detached and contiguous, is made if `copy`,
+    `pinned` or `shared` is set, if a leading dimension is not 1, or if torch cannot alias the array
+    (read-only memory, negative strides). Set `shared` if the tensor will be sent to another
+    process. Otherwise torch moves it to shared memory when it is sent, and the array no longer
+    aliases it.
 
     Args:
         tree: container of numeric arrays, host tensors or scalars
+        *leading: sizes of new leading dimensions, over which the data is repeated
+        copy: always copy
+        pinned: allocate page-locked memory, for faster transfers to an accelerator
+        shared: allocate memory that other processes see
 
     Raises:
+        ValueError: if both `pinned` and `shared` are set.
         DataError: if a leaf is not numeric or not in host memory; the message names the leaf.
     """
+    if pinned and shared:
+        raise ValueError("pinned and shared exclude one another: set at most one of them")
+    alias = not (copy or pinned or shared or any(n != 1 for n in leading))
 
     def to_tensor(x):
-        if isinstance(x, np.ndarray):
-            can_be_shared = x.flags.writeable and min(x.strides, default=0) >= 0
-            x = x if can_be_shared else x.copy()
-        return _on_host(torch.as_tensor(x))
+        if isinstance(x, np.ndarray) and not (x.flags.writeable and all(n >= 0 for n in x.strides)):
+            x = x.copy()
+        x = _on_host(torch.as_tensor(x))
+        if alias:
+            return x.reshape(leading + x.shape) if leading else x
+        out = torch.empty(leading + x.shape, dtype=x.dtype, pin_memory=pinned)
+        out.copy_(x.detach())
+        return out.share_memory_() if shared else out
 
     return _map_named(to_tensor, tree)
 
 # %% ../../../nbs/pipes/00_data/01_nested.ipynb #a10d3b3b
-def numpify(tree: Any) -> Any:
-    """Arrays, which alias the memory of the leaves where possible.
+def numpify(tree: Any, *leading: int, copy: bool = False) -> Any:
+    """Arrays of shape `[*leading, *leaf.shape]`, which alias the memory of the leaves where
+    possible.
 
     Arrays are returned unchanged, host tensors are detached and aliased, and scalars become new
-    arrays. Raises `DataError` if a leaf is not in host memory.
+    arrays. A new copy is made if `copy` is set or a leading dimension is not 1. Raises DataError if
+    a leaf is not in host memory.
     """
+    alias = not (copy or any(n != 1 for n in leading))
 
     def to_array(x):
-        if isinstance(x, torch.Tensor):
-            return _on_host(x).detach().numpy()
-        return np.asarray(x)
+        x = _on_host(x).detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+        if alias:
+            return x.reshape(leading + x.shape) if leading else x
+        out = np.empty(leading + x.shape, dtype=x.dtype)
+        out[...] = x
+        return out
 
     return _map_named(to_array, tree)
 
