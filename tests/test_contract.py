@@ -352,6 +352,24 @@ def test_seeds(Reading):
     assert_same(run(Reading(2)), run(InProcessReadingService()))
 
 
+@pytest.mark.parametrize("lag", [0, 1, None])
+def test_pause_resume_and_limit(lag, Reading):
+    "While paused, nothing is collected; then it goes on as if nothing had been."
+    pipe, _ = WORLDS["memory"](2)
+    expected = [snapshot(x) for x in islice(pipe, 6)]
+    with DataLoader2(pipe, reading_service=Reading(2, lag=lag)) as loader:
+        items = iter(loader)
+        items.limit(2)
+        assert_same([snapshot(x) for x in items], expected[:2])
+        assert sum(state["requests"] for state in loader.reading_service.health()) == 0
+        assert list(items) == []
+        items.resume()
+        assert_same([snapshot(x) for x in items], expected[2:4])
+        items.limit(None)
+        items.resume()
+        assert_same([snapshot(x) for x in islice(items, 2)], expected[4:])
+
+
 def test_shutdown_in_the_middle(Reading):
     loader = DataLoader2(WORLDS["memory"](2)[0], reading_service=Reading(2, lag=1))
     items = iter(loader)

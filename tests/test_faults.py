@@ -257,6 +257,22 @@ def test_a_death_between_iterations_or_at_the_end_does_no_harm():
     assert time.monotonic() - start < 1 * slack()
 
 
+def test_a_death_while_paused():
+    with DataLoader2(
+        harmful("raise", "step", 10**9), reading_service=ProcessReading(2, lag=None)
+    ) as loader:
+        items = iter(loader)
+        items.limit(2)
+        assert len(list(items)) == 2
+        os.kill(loader.reading_service.health()[0]["pid"], signal.SIGKILL)
+        items.resume()
+        with pytest.raises(WorkerError, match="worker 0 .*SIGKILL"):
+            for _ in range(20):
+                for _ in items:
+                    pass
+                items.resume()
+
+
 def test_a_worker_killed_while_it_writes_a_long_message_or_a_slot():
     "At any moment: with fragments that consist of much, workers are killed at random times."
     rng = np.random.default_rng(0)

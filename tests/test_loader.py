@@ -18,7 +18,7 @@ from reference import assert_same, snapshot
 from torch.utils.data.datapipes.iter import ShardingFilter, Zipper
 from toys import Lively, Shaky
 
-from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading
+from rollpipe.pipes import EnvStepper, FragmentCollector, Lanes, ProcessReading, rollouts
 from rollpipe.pipes.graph import torchdata
 from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.loading import loader as own
@@ -124,10 +124,27 @@ class Service:
         notes.append("finalize")
 
 
-class Changing(Service):
+class Halting(Service):
+    def _pause(self, pause_fn=None):
+        notes.append("pause")
+
+    def _resume(self, resume_fn=None):
+        notes.append("resume")
+
+    def _limit(self, num_batches, limit_fn=None):
+        notes.append(f"limit {num_batches}")
+
+
+class Changing(Halting):
     "Gives the loader a function that changes the graph, at each occasion."
 
     def initialize_iteration(self, seed_generator, iter_reset_fn=None):
+        return add_ten
+
+    def _pause(self, pause_fn=None):
+        return add_ten
+
+    def _resume(self, resume_fn=None):
         return add_ten
 
 
@@ -283,9 +300,105 @@ def test_a_constructor_that_fails_leaves_nothing_to_end(lib):
         gc.collect()
 
 
+# --- limit, pause and resume
+
+
+def test_limit_pause_and_resume(lib):
+    with lib.DataLoader2(Noted(9), reading_service=Halting()) as loader:
+        stream = iter(loader)
+        assert next(stream) == 0
+        stream.limit(2)
+        found = [list(stream), list(stream)]
+        stream.resume()
+        found.append(list(stream))
+        stream.resume()
+        stream.limit(None)
+        found.append(list(islice(stream, 2)))
+        stream._pause()
+        found.append(list(stream))
+        stream.resume()
+        found.append(list(stream))
+    assert found == [[1, 2], [], [3, 4], [5, 6], [], [7, 8]]
+    assert notes[2:10] == [
+        "limit 2",
+        "pause",
+        "resume",
+        "pause",
+        "resume",
+        "limit None",
+        "pause",
+        "resume",
+    ]
+    assert notes[10:] == ["closed", "end", "end", "finalize"]
+
+
+def test_a_pause_tells_the_pipes_of_this_process(lib):
+    with lib.DataLoader2(
+        Mapper(Noted(), abs), reading_service=lib.InProcessReadingService()
+    ) as loader:
+        loader.seed(0)
+        stream = iter(loader)
+        stream.limit(1)
+        assert list(stream) == [0]
+        stream.resume()
+        stream.limit(None)
+        assert list(stream) == [1, 2, 3]
+    assert notes == [f"seed {SeedGenerator(0).generate_seed()}", "pause", "resume", "closed"]
+
+
+@pytest.mark.parametrize("service", [None, Service])
+def test_a_service_that_cannot_pause_is_told_of(lib, service):
+    with lib.DataLoader2(
+        IterableWrapper([1, 2, 3]), reading_service=service and service()
+    ) as loader:
+        stream = iter(loader)
+        for name, act in {
+            "limit": lambda: stream.limit(2),
+            "pause": stream._pause,
+            "resume": stream.resume,
+        }.items():
+            with pytest.warns(UserWarning, match=name):
+                act()
+        with pytest.warns(UserWarning, match="pause"):
+            assert list(stream) == [1, 2, 3]
+
+
+def test_resume_without_a_pause_is_told_of(lib):
+    with lib.DataLoader2(IterableWrapper([1]), reading_service=Halting()) as loader:
+        with pytest.warns(UserWarning, match="not paused"):
+            iter(loader).resume()
+    assert "resume" not in notes
+
+
 def test_a_service_may_change_the_graph_for_an_iteration(lib):
     with lib.DataLoader2(IterableWrapper([1, 2]), reading_service=Changing()) as loader:
         assert [list(loader), list(loader)] == [[11, 12], [21, 22]]
+        stream = iter(loader)
+        stream._pause()
+        stream.resume()
+        assert list(stream) == [31, 32] and list(loader) == [61, 62]
+
+
+def test_the_iterator_passes_attributes_on(lib):
+    class Told(IterDataPipe):
+        def __iter__(self):
+            return Telling()
+
+    loader = lib.DataLoader2(IterableWrapper([1]))
+    loader.datapipe = Told()
+    stream = iter(loader)
+    assert stream.told == 5
+    assert not hasattr(stream, "other")
+
+
+class Telling:
+    told = 5
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise StopIteration
 
 
 # --- seeds
@@ -304,9 +417,10 @@ def test_philox_is_what_its_authors_publish():
 
 @given(
     st.integers(-(2**63), 2**64 - 1),
-    st.lists(st.sampled_from(["shared", "own", "pickle"]), max_size=12),
+    st.integers(0, 2**40),
+    st.lists(st.sampled_from(["shared", "own", "spawn", "inplace", "pickle"]), max_size=12),
 )
-def test_generators_give_the_same_numbers(seed, calls):
+def test_generators_give_the_same_numbers(seed, worker, calls):
     "Whatever is asked, in whatever order."
     pytest.importorskip("torchdata.dataloader2", reason="torchdata has no loader here")
     from torchdata.dataloader2.random import SeedGenerator as Theirs
@@ -315,7 +429,11 @@ def test_generators_give_the_same_numbers(seed, calls):
     found = [[], []]
     for call in calls:
         for k, g in enumerate(generators):
-            if call == "pickle":
+            if call == "spawn":
+                generators[k] = g.spawn(worker)
+            elif call == "inplace":
+                assert g.spawn(worker, inplace=True) is g
+            elif call == "pickle":
                 generators[k] = pickle.loads(pickle.dumps(g))
             else:
                 found[k].append(g.generate_shared_seed() if call == "shared" else g.generate_seed())
@@ -337,17 +455,19 @@ def test_the_numbers_of_a_seed_stay_as_they_are():
         16000952678483384606,
         4620172586781465253,
     ]
+    assert stream.spawn(5).generate() == 5981684171022569597
 
 
 @pytest.mark.parametrize(
     "bad",
     [
         lambda lib: lib.SeedGenerator(2**64),
+        lambda lib: lib.SeedGenerator(0).spawn(-1),
         lambda lib: lib.DataLoader2(IterableWrapper([1])).seed(2**64),
     ],
 )
 def test_seeds_out_of_range(lib, bad):
-    with pytest.raises(ValueError, match="18446744073709551616"):
+    with pytest.raises(ValueError, match="18446744073709551616|-1"):
         bad(lib)
 
 
@@ -411,6 +531,17 @@ def test_a_pipeline_is_the_same_under_both(both, workers):
                 [snapshot(f) for f in islice(loader, 7)] + [snapshot(f) for f in islice(loader, 4)]
             )
     assert_same(*found)
+
+
+def test_pausing_workers(lib):
+    pipe = rollouts(Lively, Shaky(), n_envs=2, n_steps=3, lanes=2, seed=1)
+    expected = [snapshot(f) for f in islice(pipe, 4)]
+    with lib.DataLoader2(pipe, reading_service=ProcessReading(2, lag=1)) as loader:
+        stream = iter(loader)
+        stream.limit(2)
+        assert_same([snapshot(f) for f in stream], expected[:2])
+        stream.resume()
+        assert_same([snapshot(f) for f in stream], expected[2:])
 
 
 # --- the choice

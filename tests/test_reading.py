@@ -138,6 +138,7 @@ def test_lag_none_is_bounded_and_reported():
             told.append(agent.update(batch)["lag"])
             assert told[-1] == k - int(batch.version.min())
             (seam,) = loader.reading_service.seams
+            loader.reading_service._pause()  # the workers have done all they were asked for
             assert (
                 len(seam.coordinator.schedule.pending) <= 4 and capacity(seam.coordinator.pool) == 4
             )  # slots for two
@@ -432,6 +433,15 @@ def test_without_a_seed_every_iteration_is_fresh():
             torch.randn(3)
     a, b = found
     assert (a[0] != b[0]).any() and (a[0, 0] != a[0, 1]).any()
+
+
+def test_pause_before_the_first_item():
+    with DataLoader2(WORLDS["memory"](2)[0], reading_service=ProcessReading(2)) as loader:
+        items = iter(loader)
+        loader._pause()
+        assert list(items) == []
+        items.resume()
+        assert_same(snapshot(next(items)), snapshot(next(iter(WORLDS["memory"](2)[0]))))
 
 
 def test_a_generator_abandoned_half_way_and_collected():

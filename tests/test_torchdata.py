@@ -369,7 +369,15 @@ def test_reading_services_in_a_row():
         collect(), reading_service=SequentialReadingService(ProcessReading(2))
     ) as loader:
         stream = iter(loader)
-        assert_same([snapshot(next(stream)) for _ in range(8)], expected)
+        assert_same([snapshot(next(stream)) for _ in range(2)], expected[:2])
+        loader._pause()
+        assert list(stream) == []
+        loader._resume()
+        assert_same([snapshot(next(stream)) for _ in range(2)], expected[2:4])
+        stream.limit(2)
+        assert_same([snapshot(f) for f in stream], expected[4:6])
+        stream.resume()
+        assert_same([snapshot(f) for f in stream], expected[6:8])
 
 
 @needs_torchdata

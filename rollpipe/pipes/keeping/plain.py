@@ -38,9 +38,9 @@ def name_of(kind: Any) -> str:
 
 
 def loaded_class(name: str, base: Any) -> Any:
-    """The class of this name, a subclass of `base`, in a module that is loaded; None: there is none.
+    """The class of this name, a subclass of `base`, in a module that is loaded.
 
-    Nothing is imported.
+    None: there is none. Nothing is imported.
     """
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
@@ -760,8 +760,8 @@ def restore_object(state: dict, root: Any = _MISSING, name: str = "state") -> An
 
     Args:
         state: what `capture` returned
-        root: containers, objects and arrays that get the values in place, where they are of the same
-            kind; without it, everything is new
+        root: containers, objects and arrays that get the values in place, where they are of the
+            same kind; without it, everything is new
         name: of `root` in messages
 
     Raises:

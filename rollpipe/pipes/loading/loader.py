@@ -7,8 +7,10 @@ __all__ = ['philox', 'SeedStream', 'SeedGenerator', 'torchs_seed', 'set_graph_ra
            'InProcessReadingService', 'LoaderIterator', 'DataLoader2']
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #5dd28df4
+import copy
 import inspect
 import pickle
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -65,6 +67,10 @@ class SeedStream:
         self.place += 1
         return _number(self.key, *divmod(self.place + 1, 2))
 
+    def spawn(self, index: int) -> "SeedStream":
+        "The separate stream for worker `index`."
+        return SeedStream(_number(_number(self.key, 0, 0), index - index % 2, index % 2))
+
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #fce8418b
 class SeedGenerator:
     """The source of seeds that a loader passes to its reading service, compatible with torchdata's.
@@ -96,14 +102,24 @@ class SeedGenerator:
         "The next seed for this worker only."
         return self._own.generate()
 
+    def spawn(self, worker_id: int, inplace: bool = False) -> "SeedGenerator":
+        """The generator of a worker; with `inplace`, this generator is changed into it.
+
+        Raises `ValueError` for a negative number.
+        """
+        if worker_id < 0:
+            raise ValueError(f"Expected a worker number of 0 or more, got {worker_id}.")
+        new = self if inplace else copy.deepcopy(self)
+        new._own = self._own.spawn(worker_id)
+        return new
+
 
 def torchs_seed() -> int:
     """A seed of 64 bits from torch's generator of the host, which stays as it is: the next call
     gives the same.
     """
     with torch.random.fork_rng(devices=[]):
-        seed = torch.randint(-(2**63), 2**63 - 1, ())
-    return 2**63 + int(seed)
+        return 2**63 + int(torch.randint(-(2**63), 2**63 - 1, ()))
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #c68917ec
 def _breadth_first(graph, seen):
@@ -178,7 +194,11 @@ class ReadingServiceInterface(ABC):
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #cc3c2b51
 class InProcessReadingService(ReadingServiceInterface):
-    "Run the graph in this process."
+    """Run the graph in this process.
+
+    A pause calls `pause` of the pipes that have it, the last pipe first, and `resume` in reverse
+    order.
+    """
 
     end: Any = None
 
@@ -191,9 +211,26 @@ class InProcessReadingService(ReadingServiceInterface):
     ) -> None:
         set_graph_random_seed(self.end, seed_generator)
 
+    def _tell(self, name, step):
+        for pipe in _breadth_first(traverse_dps(self.end), set())[::step]:
+            method = getattr(pipe, name, None)
+            if callable(method):
+                method()
+
+    def _pause(self, pause_fn=None):
+        self._tell("pause", 1)
+
+    def _resume(self, resume_fn=None):
+        self._tell("resume", -1)
+
+    def _limit(self, num_batches, limit_fn=None):
+        pass
+
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #51566801
 class LoaderIterator(Iterator):
     """The iterator that `iter(loader)` returns.
+
+    Its missing attributes come from the iterator of the last pipe.
 
     Args:
         loader: the loader that made it
@@ -203,26 +240,55 @@ class LoaderIterator(Iterator):
     def __init__(self, loader: "DataLoader2", number: int):
         self.loader = loader
         self.number = number
+        self.count = 0
+        self.most = None
 
     def __next__(self) -> Any:
         loader = self.loader
-        # A newer iterator has taken the place of this one.
         if self.number < loader.made - 1:
             loader._tell("finalize_iteration")
             raise RuntimeError(
                 "This iterator has been invalidated: a newer one was made from the same DataLoader2."
             )
         loader.waiting = False
-
-        # What a graph holds after an error is unknown, so the loader ends.
+        if loader.paused:
+            raise StopIteration
         try:
-            return next(loader.stream)
+            item = next(loader.stream)
         except StopIteration:
             loader._tell("finalize_iteration")
             raise
         except Exception:
             loader.shutdown()
             raise
+        self.count += 1
+        if self.most is not None and self.count >= self.most:
+            self._pause()
+        return item
+
+    def limit(self, num_batches: int | None) -> None:
+        """Pause after `num_batches` items. A paused iterator ends, and continues after `resume`.
+
+        Args:
+            num_batches: number of items until the loader pauses, from now on and again after each
+                `resume`; None: no limit
+        """
+        self.count, self.most = 0, num_batches
+        self.loader._call("_limit", num_batches)
+
+    def resume(self) -> None:
+        "Continue after a pause."
+        self.loader._resume()
+
+    def _pause(self):
+        self.loader._pause()
+        self.count = 0
+
+    def __getattr__(self, name):
+        stream = vars(self)["loader"].stream if "loader" in vars(self) else None
+        if stream is None:
+            raise AttributeError(name)
+        return getattr(stream, name)
 
 # %% ../../../nbs/pipes/02_loading/01_loader.ipynb #c43a1b0a
 def _clone(x):
@@ -276,9 +342,7 @@ class DataLoader2:
         self.reading_service = _clone(reading_service)
         self.stream: Any = None
         self.waiting = False  # has an iteration begun from which no item was read?
-        self.adapted = False  # has the service changed the graph?
-        self.seeded = False  # has an iteration begun with the seed?
-        self.shut = False
+        self.paused = self.adapted = self.seeded = self.shut = False
         # number of iterators; the loader does not hold them, so it is freed with its last reader
         self.made = 0
         self._seed = None
@@ -295,14 +359,11 @@ class DataLoader2:
         return LoaderIterator(self, self.made - 1)
 
     def _begin(self):
-        # The seeds: those of `seed` go on in later iterations.
         if self._seed is None:
             self._seed_generator.seed()
         elif not self.seeded:
             self._seed_generator.seed(self._seed)
         self.seeded = True
-
-        # The graph, which the service may change once, and for each iteration
         service = self.reading_service
         if service is not None:
             if not self.adapted:
@@ -324,8 +385,7 @@ class DataLoader2:
         """
         if seed >= 2**64:
             raise ValueError(f"Expected a seed below 2**64, got {seed}.")
-        self._seed = seed
-        self.seeded = False
+        self._seed, self.seeded = seed, False
 
     def shutdown(self) -> None:
         "End the reading service and release the stream. A second call does nothing."
@@ -352,3 +412,30 @@ class DataLoader2:
     def _tell(self, name):
         if self.reading_service is not None:
             getattr(self.reading_service, name)()
+
+    def _call(self, name, *args):
+        """Call an optional method of the reading service.
+
+        Warns and returns False if the service has no such method.
+        """
+        if not hasattr(self.reading_service, name):
+            warnings.warn(
+                f"there is no reading service with a method `{name}`, so the loader goes on "
+                "as it was",
+                stacklevel=3,
+            )
+            return False
+        change = getattr(self.reading_service, name)(*args)
+        if change is not None:
+            self.datapipe = change(self.datapipe, *args)
+        return True
+
+    def _pause(self):
+        self.paused = hasattr(self.reading_service, "_pause")
+        self._call("_pause")
+
+    def _resume(self):
+        if self.paused:
+            self.paused = not self._call("_resume")
+        else:
+            warnings.warn("the loader is not paused, so `resume` does nothing", stacklevel=3)

@@ -34,7 +34,7 @@ from ..keeping.plain import capture, restore_object
 from ..keeping.random_states import GlobalRandomStates
 from ..lanes import Lanes
 from ..stepper import Acting, refuse_reading_ahead
-from ..taps import EpisodeStats, Tap
+from ..taps import EpisodeStats, Tap, Throughput
 from .channel import WeightPublisher
 from .crew import Member, Members, Supervision
 from .entry import holders_in
@@ -642,7 +642,7 @@ def _check_taps(seam):
 
     Its function would run in a worker, unseen by this process.
     """
-    taps = find(seam.pipe, lambda p: isinstance(p, (EpisodeStats, Tap)))
+    taps = find(seam.pipe, lambda p: isinstance(p, (EpisodeStats, Tap, Throughput)))
     if taps:
         raise GraphError(
             "in a worker process a tap calls a copy of its function, and what that is told stays "
@@ -751,3 +751,13 @@ class WorkerReading:
     def _coordinators(self) -> list:
         "The coordinators of the iterations that run."
         return [seam.coordinator for seam in self.seams if seam.coordinator]
+
+    def _pause(self, pause_fn=None):
+        for coordinator in self._coordinators():
+            coordinator.settle()
+
+    def _resume(self, resume_fn=None):
+        pass
+
+    def _limit(self, num_batches, limit_fn=None):
+        pass
