@@ -10,7 +10,8 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 # Name of the file -> (what `main` returns, in words; a test of it).
-# The best return of the delivery is 0.75: on average 3.3 steps at -0.1, and the last one pays 1.
+# The best mean return of the delivery is 0.67: two of ten houses are 3.3 steps apart on average, each costs 0.1, and the last
+# action pays 1. The 50 episodes that are played may be a little luckier.
 REACHED = {
     "auxiliary_loss": ("the last error over the first one", lambda x: x < 0.5),
     "callbacks": ("one line and one metric an update", lambda x: x is True),
