@@ -20,7 +20,9 @@ from test_crash import CASES, POLE, config_of
 from test_fork import check_same
 
 from rollpipe.agents import PPO
+from rollpipe.pipes import AdvantageBuffer
 from rollpipe.pipes.data.errors import DataError
+from rollpipe.pipes.graph.edits import nodes
 from rollpipe.pipes.keeping import files
 from rollpipe.pipes.keeping.random_states import GlobalRandomStates
 from rollpipe.results.live import Live
@@ -857,3 +859,16 @@ def test_a_folder_of_questions_that_goes_while_it_is_read_ends_no_training(tmp_p
     monkeypatch.setattr(os, "scandir", removed_before)
     assert list(Mailbox(tmp_path).take()) == []
     assert not (tmp_path / "inbox").exists()
+
+
+def test_a_pipe_that_python_has_changed_in_place_is_told_and_not_lost(tmp_path):
+    "The run that goes on with an edit is built from the configuration, which does not know the change."
+    run = start(tmp_path / "run", config_of("ppo", steps=320))
+    (buffer,) = (pipe for pipe in nodes(run.pipe) if isinstance(pipe, AdvantageBuffer))
+    buffer.gamma = 0.5
+    answers: list = []
+    trained(run, {5: [dict(set=dict(clip=0.1))]}, answers)
+    reply = answer(answers[0])
+    assert not reply["made"]
+    assert "that Python has edited" in reply["text"] and "gamma: 0.99 != 0.5" in reply["text"]
+    assert buffer.gamma == 0.5 and not run.history.edits

@@ -210,7 +210,7 @@ def test_the_command_line_a_file_and_the_search_know_it(tmp_path, monkeypatch, c
         and "unknown argument --recurrent" in capsys.readouterr().err
     )
     assert space_for("ppo", {}, dict(recurrent="gru"))["state_size"] == Choice([32, 64, 128])
-    assert {*space_for("a2c", {})} - {*space_for("a2c", dict(shared=True))} == {
+    assert {*space_for("a2c", {}, {})} - {*space_for("a2c", {}, dict(shared=True))} == {
         "critic_lr"
     }  # every trial was refused
     assert "state_size" not in space_for("ppo", {}, {}) and "state_size" not in space_for(

@@ -131,6 +131,9 @@ _KINDS: dict = {
     "a number": _is_number,
     "a whole number": lambda x: isinstance(x, int) and _is_number(x),
     "a table": lambda x: isinstance(x, dict),
+    "a text or a list of whole numbers": lambda x: (
+        isinstance(x, str) or _is_list_of("a whole number", x)
+    ),
     "a list of texts": lambda x: _is_list_of("a text", x),
     "a list of whole numbers": lambda x: _is_list_of("a whole number", x),
     "tables, such as [[row]]": lambda x: _is_list_of("a table", x),
@@ -181,7 +184,7 @@ def check_keys(
 # %% ../../nbs/results/01_bench.ipynb #71d0a002
 # Keys of a row, or of the whole file for all rows
 _SHARED = dict(
-    seeds="a text",
+    seeds="a text or a list of whole numbers",
     steps="a whole number",
     preset="a text",
     every="a whole number",
@@ -224,8 +227,11 @@ def _row(table, where):
             expected="at least 1",
             got=str(every),
         )
+    seeds = table.get("seeds", "0")
+    if isinstance(seeds, list):
+        seeds = ",".join(map(str, seeds))
     with located(pipe=where):
-        seeds = parse_seeds(table.get("seeds", "0"))
+        seeds = parse_seeds(seeds)
 
     # Options of the algorithm and of the run stand in one table, and others are keys of their own.
     options = table.get("options", {})

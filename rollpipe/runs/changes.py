@@ -34,6 +34,7 @@ from rollpipe.settings.config import (
 )
 from ..settings.files import Resolved, check_address, checked
 from ..settings.options import Option, parse_options, shown
+from ..traces.fingerprint import fingerprint
 from ..traces.history import in_words
 
 # %% auto #0
@@ -164,9 +165,11 @@ def edited_run(run: Run, edit: dict) -> Run:
         DataError: the edit is refused; the reason is named. And the errors of a function that
             inserts a pipe
     """
-    if run.pipe is not run.built:
+    alien = run.built.differs(fingerprint(run.pipe), "graph")
+    if alien:
         raise DataError(
             f"{run.folder} has a pipeline that Python has edited",
+            got=str(alien),
             expected="that of its configuration",
         )
     with GlobalRandomStates(), torch_threads(run.config["threads"]):

@@ -68,6 +68,7 @@ from rollpipe.settings.config import (
 from ..settings.files import Resolved, check_address, name_address
 from ..settings.options import import_words, shown, typed
 from ..traces.differences import JOURNAL
+from ..traces.fingerprint import fingerprint
 from ..traces.history import REQUEST, History, check_event, with_event
 
 # %% auto #0
@@ -97,7 +98,7 @@ class Run(NamedTuple):
             until `settle`; empty: nothing is due
         history: the events of the run
         due: edits that the run has made before, after later updates, and is going to make again
-        built: the pipeline as its configuration says; another `pipe` is one that Python has edited
+        built: fingerprint of the pipeline as it was built; Python may have edited `pipe` since
     """
 
     folder: Path
@@ -309,7 +310,16 @@ def start(folder: str | Path, config: dict, overwrite: bool = False) -> Run:
     stream = Stream(history.inexact, None, chunks, global_seed(config, _COUNTERS))
     counters = dict(_COUNTERS)
     run = Run(
-        folder, config, agent, pipe, counters, {}, stream, is_new=True, history=history, built=pipe
+        folder,
+        config,
+        agent,
+        pipe,
+        counters,
+        {},
+        stream,
+        is_new=True,
+        history=history,
+        built=fingerprint(pipe),
     )
     try:
         run.save()
@@ -558,7 +568,17 @@ def rebuilt(folder: Path, checkpoint: Checkpoint) -> Run:
     stream = resumed_stream(folder, pipe, checkpoint)
     history = History(checkpoint.history)
     counters = checkpoint.counters
-    return Run(folder, config, agent, pipe, counters, waiting, stream, history=history, built=pipe)
+    return Run(
+        folder,
+        config,
+        agent,
+        pipe,
+        counters,
+        waiting,
+        stream,
+        history=history,
+        built=fingerprint(pipe),
+    )
 
 
 def resume(

@@ -23,13 +23,14 @@ from rollpipe.pipes.loading.datapipes import (
     Mapper,
     traverse_dps,
 )
-from ..loading.loader import torchs_seed
 
 # %% ../../../nbs/pipes/03_graph/00_torchdata.ipynb #a7e4279d
 def _of_torchdata():
     """The names of torchdata's loader, imported without its warning; None if torchdata is missing
     or has no loader.
     """
+    from rollpipe.pipes.loading.loader import torchs_seed
+
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=r"\s*#+\s*WARNING!\s*The 'datapipes'", category=UserWarning
