@@ -5,7 +5,7 @@ from .evaluate import RandomActor, evaluate
 from .gradient_learner import ActorCriticLearner, GradientLearner
 from .intrinsic import RND
 from .learner import Learner
-from .metrics import EpisodeReturns
+from .metrics import EpisodeInfos, EpisodeReturns
 from .natural_gradient import NPG, TRPO
 from .off_policy.action_learner import DDPG, SAC, TD3
 from .off_policy.q_learner import DQN, QRDQN
@@ -18,6 +18,7 @@ __all__ = [
     "ActorCriticLearner",
     "DDPG",
     "DQN",
+    "EpisodeInfos",
     "EpisodeReturns",
     "GradientLearner",
     "Learner",

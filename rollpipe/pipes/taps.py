@@ -274,15 +274,20 @@ class EpisodeAccount:
             for b, ret, length in sums.end(tick.next.fin & tick.valid)
         ]
 
-    def see_fragment(self, fragment: Fragment) -> list[EpisodeEnd]:
+    def see_fragment(self, fragment: Fragment, summed: Any = None) -> list[EpisodeEnd]:
         """The episodes that end in a fragment.
 
         If it was joined from several fragments, those of earlier fragments come first.
+
+        Args:
+            summed: `[T, B]`: numbers to sum in place of the rewards
         """
         episodes = []
+        if summed is None:
+            summed = env_rewards(fragment)
         state = fragment.state
         stepno = state.stepno[0].cpu().numpy()
-        steps = env_rewards(fragment), state.fin[1:], fragment.valid, fragment.term[1:]
+        steps = summed, state.fin[1:], fragment.valid, fragment.term[1:]
         rew, fin, valid, term = (x.cpu().numpy() for x in steps)
         for strand in strands(fragment):
             lane, seq, columns = strand

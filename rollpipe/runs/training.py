@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import rollpipe.ranks as ranks
-from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeReturns, added
+from ..agents.metrics import METRICS, OF_THE_LOOP, EpisodeInfos, EpisodeReturns, added
 from ..agents.shared_options import seconds_of
 from ..pipes.data.errors import DataError, WorkerError
 from ..pipes.graph import torchdata
@@ -33,7 +33,7 @@ from .mailbox import Mailbox
 from .progress import Progress
 from .signals import Stopped, signals_wait_for_saving, uninterrupted
 from .states import check_taken, journal_of
-from ..settings.config import is_over, reading_for
+from ..settings.config import infos_named, is_over, reading_for
 from ..settings.files import check_address
 from ..settings.options import shown
 from ..traces.journal import Journal
@@ -156,6 +156,7 @@ class Updates:
         self.run = run
         self.observers = Observers() if observers is None else observers
         self.episodes = EpisodeReturns(run.counters["episodes"])
+        self.infos = EpisodeInfos(infos_named(run.config.get("info")))
         self.journal = Journal(None, run.counters, {})
         self.make: Callable = run.agent.update
         self.health: Callable = dict  # returns metrics of the workers
@@ -184,6 +185,7 @@ class Updates:
         fresh = getattr(batch, "fresh", batch)
         if self.is_live:
             new_steps = self.episodes.add(fresh)
+            self.infos.add(fresh)
         else:
             new_steps = int(ranks.total(fresh.valid.sum()))
         self.journal.saw(batch, counters["steps"] + new_steps)
@@ -205,6 +207,7 @@ class Updates:
         record = {
             **counters,
             **self.episodes.metrics(),
+            **self.infos.metrics(),
             **self.health(),
             "seconds_collect": collected,
             "steps_per_s": new_steps / duration,
@@ -353,7 +356,9 @@ def _saved(updates: Updates, graph: Any) -> Iterator[None]:
     """
     run = updates.run
     if run.stream:
-        run.stream.begin(graph, updates.episodes)
+        # A run without infos has a state without their account, as those of before.
+        accounts = [updates.episodes, *[updates.infos] * bool(updates.infos.names)]
+        run.stream.begin(graph, *accounts)
     try:
         yield
     finally:

@@ -62,8 +62,8 @@ from ..traces.fingerprint import versions
 
 # %% auto #0
 __all__ = ['ENDLESS', 'RUN_OPTIONS', 'LONGEST', 'with_steps', 'check_decay', 'check_stops', 'is_over', 'check_room',
-           'check_lanes', 'device_named', 'reading_for', 'RunOptions', 'run_options', 'check_config', 'resolve',
-           'make_config', 'changeable', 'playing', 'allow_edits', 'build']
+           'check_lanes', 'device_named', 'reading_for', 'RunOptions', 'infos_named', 'run_options', 'check_config',
+           'resolve', 'make_config', 'changeable', 'playing', 'allow_edits', 'build']
 
 # %% ../../nbs/settings/05_config.ipynb #c05223d2
 def with_steps(known: list, options: dict, steps: int) -> dict:
@@ -229,6 +229,14 @@ def _edits_for(config: dict, pipe: Any, device: torch.device, seed: int) -> list
         after = RewardScaler if find(pipe, RewardScaler) else Lanes
         edits.append(RND.inserter(after=after, network=network, weight=weight, seed=seed))
 
+    if config.get("info") and find(pipe, DataSampler):
+        raise DataError(
+            f"{config['algorithm']} learns from data, and plays no episodes",
+            leaf="info",
+            expected="no infos",
+            got=config["info"],
+        )
+
     # A recording is in the folder of a run.
     if config.get("record") and "folder" in config:
         n_ranks = config.get("ranks", 1)
@@ -330,6 +338,8 @@ class RunOptions(Options):
             needs eval_every in steps; 0: none
         stop_after: time of training after which it stops, such as '90 min' or '2 h'; evaluations do
             not count
+        info: infos of the environments, such as cost or cost,is_success, whose means become
+            metrics, see `EpisodeInfos`
     """
 
     steps: int = integer(100_000, changes="between updates")
@@ -358,6 +368,7 @@ class RunOptions(Options):
     stop_at_return: float | None = number(None, -float_info.max, changes="between updates")
     patience: int = integer(0, 0, changes="between updates")
     stop_after: str | None = setting(None, changes="between updates")
+    info: str | None = setting(None, changes="with new episodes")
 
     def __post_init__(self):
         check_options(self)
@@ -365,10 +376,26 @@ class RunOptions(Options):
             seconds_of(self.stop_after, "stop_after")
         if self.record_limit is not None:
             bytes_of(self.record_limit, "record_limit")
+        infos_named(self.info)
         self.eval_every = Every.of(self.eval_every, "eval_every").setting
 
 
 RUN_OPTIONS = options_of(dict(run=RunOptions))
+
+
+def infos_named(text: str | None) -> list[str]:
+    """The infos that the option `info` names: `"cost,is_success"` are two.
+
+    Raises `DataError` if one has no name, or is there twice.
+    """
+    if text is None:
+        return []
+    names = [name.strip() for name in text.split(",")]
+    if not all(names) or len({*names}) < len(names):
+        raise DataError(
+            "not a list of infos", leaf="info", expected="such as cost,is_success", got=repr(text)
+        )
+    return names
 
 
 def run_options(values: dict) -> RunOptions:
