@@ -10,6 +10,7 @@ from rollpipe.layers import MLPPolicy
 from rollpipe.pipes import rollouts
 from rollpipe.pipes.data.errors import DataError
 from rollpipe.runs import fork, make_config, read_metrics, resume, start, train
+from rollpipe.runs.asking import view
 
 N_STEPS = 7
 NAMES = [
@@ -172,3 +173,9 @@ def test_the_numbers_of_all_ranks_are_joined(monkeypatch):
     of_episode = (4 * by_hand[0][1] + 8 * by_hand[1][1]) / (4 + 8)
     found = [metrics["info/cost_mean"], metrics["info/cost_sum"]]
     np.testing.assert_allclose(found, [of_step, of_episode])
+
+
+def test_the_live_page_draws_them(tmp_path):
+    pages = [view(trained(tmp_path / str(info), config_of(info=info))) for info in (None, "cost")]
+    without, with_cost = [page.count("<svg") for page in pages]
+    assert with_cost == without + 3

@@ -25,7 +25,17 @@ from .folder import folder_of, load_run
 from .locks import COSTS, PAUSED, owner_of
 from .logs import read_metrics, read_records
 from .mailbox import ask
-from .plots import DIAGNOSTICS, LABELS, section, style, svg, table_html, thinned, wide
+from rollpipe.runs.plots import (
+    DIAGNOSTICS,
+    LABELS,
+    section,
+    smooth,
+    style,
+    svg,
+    table_html,
+    thinned,
+    wide,
+)
 from .progress import format_duration
 from ..settings.config import build
 from ..settings.options import parse_env_kwargs
@@ -78,6 +88,7 @@ def _drawn_curves(folder: Path, changed: Any) -> str:
     "The curves of the returns and of the diagnostics, which stand side by side if there is room."
     metrics = read_metrics(folder)
     labels = {name: LABELS[name] for name in ("return_mean", "eval_return_mean")} | DIAGNOSTICS
+    labels |= {name: name for name in metrics if "/" in name}  # of the user's own
     charts = [
         _chart(folder, metrics, name, text)
         for name, text in labels.items()
@@ -91,13 +102,18 @@ def _beside(parts: Iterable) -> str:
 
 
 def _chart(folder: Path, metrics: dict, name: str, text: str) -> str:
-    "A metric over the steps, averaged over neighbours down to 300 points."
+    """A metric over the steps: pale, averaged over neighbours down to 300 points, and the mean over
+    a twentieth of them before each point.
+    """
     from matplotlib.figure import Figure
 
     x, y = thinned(metrics["steps"], metrics[name], 300)
     figure = Figure(figsize=(3.8, 2.4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(x, y, linewidth=1.2, marker="." if len(x) < 20 else None)
+    is_short = len(x) < 20
+    axes.plot(x, y, linewidth=1.2, alpha=1 if is_short else 0.3, marker="." if is_short else None)
+    if not is_short:
+        axes.plot(x, smooth(np.array(y), len(x) // 20), linewidth=1.5, color="C0")
     if name == "accepted":
         axes.set_ylim(0, 1.05)
     style(axes, text, xlabel=LABELS["steps"])
