@@ -1,7 +1,7 @@
 """Write the source folder of the site: `python docs/prepare.py build/docs`.
 
 The pages that people wrote are copied from this folder. The others are made: notebooks without their directives, a page of the reference
-for every module, the glossary out of its table, and the page of ARCHITECTURE.md.
+for every module, the glossary out of its table, the page of ARCHITECTURE.md, and the cards of the algorithms.
 """
 
 import ast
@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import nbformat
+from cards import cards
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -397,6 +398,7 @@ def main(target):
     pages(out)
     reference(notebooks(out), out)
     architecture(out)
+    cards(out)
     out.drop_others()
 
 

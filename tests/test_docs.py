@@ -244,6 +244,24 @@ def test_the_snippets_of_a_page_run_and_print_what_the_page_shows(
     runs_left(path)
 
 
+def test_each_algorithm_has_a_card_with_its_source_its_options_and_its_actions():
+    import cards
+
+    from rollpipe.settings.algorithms import ALGORITHMS, options_for
+    from rollpipe.settings.files import read_table
+
+    written = read_table(ROOT / "docs/cards.toml")
+    assert written.keys() == ALGORITHMS.keys()
+    for name, entry in written.items():
+        page = cards.card(name, entry, has_picture=False)
+        assert re.search(r"\| source \| .*\d{4}", page), name
+        assert re.search(r"\| actions \| .*(Discrete|Box)", page), name
+        own = [option.flag for option in options_for(name) if option.part == "learner"]
+        assert all(f"| `{flag}` |" in page for flag in own)
+    drawn = {name for name in written if cards.curves_of(name)}
+    assert drawn == written.keys() - {"bc", "iql", "td3bc"}
+
+
 def test_the_site_has_every_public_name_and_its_pages_refer_to_pages_and_terms_that_are_there(
     tmp_path,
 ):
