@@ -1486,3 +1486,18 @@ def test_wrong_options_of_workers_are_refused(tmp_path, capsys, words, told):
         == 2
     )
     assert told in capsys.readouterr().err and not (tmp_path / "a").exists()
+
+
+def test_a_module_that_is_missing_is_named_with_its_option(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "ppo", "CartPole-v1", "--steps", "64", "--import"]
+    assert main([*words, "nonsuch.part"]) == 2
+    expected = (
+        "error: --import nonsuch.part: No module named 'nonsuch'. Python looks in this folder"
+    )
+    assert expected in capsys.readouterr().err
+
+    # The module is there, and imports one that is not.
+    Path("needs_more.py").write_text("import nonsuch\n")
+    assert main([*words, "needs_more"]) == 2
+    assert "error: --import needs_more: No module named 'nonsuch'." in capsys.readouterr().err

@@ -297,9 +297,9 @@ def _parent_parsers():
     )
     common = Parser(add_help=False, parents=[settings, logs])
 
-    # The demo has no workers on a cluster.
+    # The demo collects in its own process.
     demo = Parser(add_help=False, parents=[debug, logs])
-    of_demo = [o for o in TYPED_OPTIONS if o.name in COMMON and o.name != "address"]
+    of_demo = [option for option in TYPED_OPTIONS if option.name in ("steps", "device")]
     add_options(demo, of_demo, grouped=False)
 
     # Episodes that are played
@@ -563,7 +563,12 @@ def _import_modules(words):
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     for module in modules:
-        allow_edits(module)
+        try:
+            allow_edits(module)
+        except ModuleNotFoundError as e:
+            raise UsageError(
+                f"--import {module}: {e}. Python looks in this folder, and among what is installed."
+            ) from e
     return modules
 
 
