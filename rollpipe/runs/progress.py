@@ -58,6 +58,7 @@ class Progress(Observer):
         self.file = file or sys.stderr
         self._bar = None
         self._last = {}
+        self._is_printed = False  # whether the last record is in a line
 
     def begin(self, run: Any) -> None:
         """Show the run, which may have made steps already.
@@ -93,8 +94,10 @@ class Progress(Observer):
         if self._bar is not None:
             self._bar.n = min(self.steps, self.total)
             self._bar.set_description_str(self.text())
-        elif self._is_due():
-            self._print()
+        else:
+            self._is_printed = self._is_due()
+            if self._is_printed:
+                self._print()
 
     def text(self) -> str:
         "The text beside the bar."
@@ -143,6 +146,6 @@ class Progress(Observer):
         "Leave the last state on the screen."
         if self._bar is not None:
             self._bar.close()
-        elif self._last:
+        elif self._last and not self._is_printed:
             self._print()
         self._bar = None
