@@ -25,9 +25,9 @@ def main():
 
     # Somebody who has only the recording
     student = MLPPolicy.for_env("CartPole-v1", seed=2)
-    cloning = BC(student, lr=3e-3, seed=0)
+    agent = BC(student, lr=3e-3, seed=0)
     for batch in islice(from_data("CartPole-v1", data="data", seed=0), 500):
-        cloning.update(batch)
+        agent.update(batch)
     result = evaluate("CartPole-v1", student, n_episodes=20, seed=0)
     print(result)
     return result.mean

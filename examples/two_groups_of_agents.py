@@ -4,7 +4,7 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 
 from rollpipe import PPO, Critic, MLPPolicy, on_policy
-from rollpipe.layers.by_group import ActorByGroup, CriticByGroup
+from rollpipe.layers import ActorByGroup, CriticByGroup
 from rollpipe.pipes.envs.agents import Agents
 
 

@@ -321,8 +321,9 @@ def evaluate(
     (3, True)
 
     If the window is closed, the result holds the episodes that have ended by then, perhaps none.
-    The global random generators of Python, numpy and torch have states of the evaluation's own
-    meanwhile, from `seed`. Raises `DataError`, and the errors of `EnvStepper`.
+    During the evaluation, the global random generators of Python, numpy and torch have states from
+    `seed`; then they get their former states again. Raises `DataError`, and the errors of
+    `EnvStepper`.
 
     Args:
         env: gymnasium id, factory, instance, or list of those, see `EnvStepper`

@@ -113,7 +113,7 @@ def number_error(
 
     Args:
         what: what they are, with its article
-        finite: what is expected instead of a number that is not finite
+        finite: the text of what is expected, if the number is nan or infinite
         **where: context for the message: pipe, lane, env, leaf
     """
     if x.isfinite().all():
@@ -203,8 +203,8 @@ class LearnerState(Changing):
         actor: the module that acts and learns
         critic: the module that values states, or None
         seed: seed of what an update draws, such as the order of minibatches
-        average_policy: about how many updates the policy that is evaluated and exported averages
-            its weights over; 0: it has the last ones
+        average_policy: number of updates over which the weights of the evaluated and exported
+            policy are averaged, approximately; 0: it has the last weights
     """
 
     actor: Any = field(kw_only=False, repr=False)

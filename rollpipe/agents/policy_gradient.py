@@ -137,8 +137,8 @@ class PPO(ActorCriticLearner):
     4
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms",
-    https://arxiv.org/abs/1707.06347. The divergence is estimated from the actions of each minibatch
-    before the step on it; the first minibatch of an update is used in any case.
+    https://arxiv.org/abs/1707.06347. Before each step, the divergence is estimated from the actions
+    of the minibatch. The first minibatch of an update is always used.
 
     Args:
         epochs: passes over each batch

@@ -1,6 +1,7 @@
 """Networks and actors: the contract, layers, distributions, heads, encoders, policies and critics."""
 
 from .actor import Actor
+from .by_group import ActorByGroup, CriticByGroup
 from .critic import ActionCritic, Critic
 from .encoders import ConvTrunk, encoder_for
 from .heads import Categorical, Gaussian, head_for
@@ -19,10 +20,12 @@ from .recurrent import GRU, LSTM, MemoryCritic, RecurrentPolicy
 __all__ = [
     "ActionCritic",
     "Actor",
+    "ActorByGroup",
     "Categorical",
     "CategoricalPolicy",
     "ConvTrunk",
     "Critic",
+    "CriticByGroup",
     "DeterministicPolicy",
     "GRU",
     "Gaussian",

@@ -410,7 +410,7 @@ class PolicyAverage(nn.Module):
 
     Args:
         actor: the policy that learns
-        n: about how many updates the mean is over
+        n: number of updates over which the weights are averaged, approximately
     """
 
     count: Tensor

@@ -32,6 +32,7 @@ from .graph.edits import (
 from .invariants import CheckInvariants
 from .lanes import Lanes
 from .fragments import collect, context, prepare, rollout, startup
+from .graph.modules import bump_version
 from .graph.pipe import Pipe, Source
 from .workers.reading import ProcessReading
 from .cluster.ray_crew import RayReading
@@ -85,6 +86,7 @@ __all__ = [
     "ToDevice",
     "WithImage",
     "WorkerError",
+    "bump_version",
     "collect",
     "context",
     "copy_graph",

@@ -134,7 +134,7 @@ class AdvantageBuffer(Pipe):
     `[T, B]`, to each `Fragment`.
 
     The critic is called once for a whole fragment: one call for `(T+1) B` rows costs little more
-    than one for `B`. It is not copied. Both are 0 in rows that are not `valid`.
+    than one for `B`. The critic is not copied. In rows that are not `valid`, `adv` and `ret` are 0.
 
     Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage
     Estimation", https://arxiv.org/abs/1506.02438. Raises `DataError` if a value or advantage is not

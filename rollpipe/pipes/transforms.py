@@ -117,8 +117,8 @@ class RewardScaler(Pipe):
     `load_state_dict`: a resumed run continues with the scale of its checkpoint.
 
     The actor sees the unscaled rewards. If it uses them (`uses_past`), the environment has to scale
-    them: this pipe raises `GraphError`, unless its scale is 1. So it does if a pipe above it
-    `adds_rewards`, as `RND` does.
+    them: this pipe raises `GraphError`, unless its scale is 1. It also raises it if a pipe above
+    adds rewards (`adds_rewards`), as `RND` does.
 
     Args:
         pipe: yields `Tick`s or `Fragment`s

@@ -361,7 +361,7 @@ def check_env(
             and the vector itself breaks the rule `ENV_MADE`
         env_kwargs: keyword arguments for `gymnasium.make`
         n_steps: number of random steps; after them it is reset four times, with eight steps each.
-            What goes wrong only at the end of a longer episode needs more
+            Longer episodes need more steps, or their ends are not checked
         seed: seed of the environment and of the actions
         raises: False: print nothing, and return the violations instead of raising an error
 

@@ -372,8 +372,8 @@ def ended_trials(study: Any) -> list:
 
 # %% ../../nbs/tuning/00_tune.ipynb #ca940950
 def try_one(study: Any, space: dict, returns: Callable) -> str:
-    """Run one trial. Raises only exceptions that are not an `Exception`, such as
-    `KeyboardInterrupt`.
+    """Run one trial. An `Exception` fails the trial; others, such as `KeyboardInterrupt`, are
+    raised.
 
     Args:
         space: option -> its range or choice, see `space_for`

@@ -158,8 +158,8 @@ def quantile_td(
 ) -> tuple[Tensor, dict, Tensor]:
     """`(loss, metrics, errors)` of Q-learning with quantiles.
 
-    The loss is `mean[weightₜ quantile_penalty(Gₜ, θ(sₜ, aₜ))]` over valid rows, and the errors
-    `[T, B]` are those of the means.
+    The loss is `mean[weightₜ quantile_penalty(Gₜ, θ(sₜ, aₜ))]` over valid rows. The errors
+    `[T, B]` compare the means of the two distributions.
 
         Gⱼₜ = rₜ₊₁ + γ rₜ₊₂ + ... + γᵐ θ̂ⱼ(sₜ₊ₘ, a*)
         a* = argmaxₐ meanⱼ θ̂ⱼ(sₜ₊ₘ, a), or argmaxₐ meanⱼ θⱼ(sₜ₊ₘ, a) if `double`

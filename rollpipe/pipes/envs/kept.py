@@ -586,7 +586,7 @@ class Keeper:
 
     @property
     def logs(self) -> bool:
-        "Has `Kept` to be told of each reset and step?"
+        "Does `Kept` need every reset and step?"
         return self.name.startswith("replay")
 
     def begin(self, env: Any) -> Kept:

@@ -192,7 +192,7 @@ class Replayer(Source):
 
     With a pipe to compare, it yields the items of that pipe. Below `Lanes(Replayer(path), n)` each
     lane gives its own part. Without `Lanes`, the parts of lanes come in turn, as `Lanes` yields
-    them. What a tick or a `Replayed` was asked for when it was recorded, it answers again; a
+    them. A tick or a `Replayed` gives again what was requested of it while it was recorded; a
     `Replayed` has no memory. Tensors are on the CPU. Reading executes nothing. The module of a
     named tuple has to be imported before.
 
@@ -203,8 +203,8 @@ class Replayer(Source):
     Args:
         path: the folder of a `Recorder`, or that of a run that records
         against: a pipe to compare with the recording, item by item, bit for bit; it must have as
-            many items, or more. Answers that nobody asks for are not compared, nor are items that
-            the recording lacks, because of its `limit` or by `damaged='skip'`
+            many items, or more. Only what is requested is compared. Items that are missing in the
+            recording, because of its `limit` or `damaged='skip'`, are not compared
         damaged: 'refuse', or 'skip': leave out the items of damaged and missing files, and say so
             in the log
     """

@@ -54,9 +54,9 @@ class Replay(Seeded, Pipe):
     Each iteration has a new memory. See `ReplayMemory` for its arguments.
 
     Raises `DataError` for arguments that are out of range or too large for the available memory,
-    and when a memory has been filled twice without a segment, if at least half of its rows are
-    steps. While more rows are agents at rest, it waits for them. Raises `GraphError` if this pipe
-    is above `Lanes`, because all lanes share one memory.
+    and if a memory was filled twice and has no segment. If more than half of its rows are agents at
+    rest, it waits longer. Raises `GraphError` if this pipe is above `Lanes`, because all lanes
+    share one memory.
 
     >>> import torch
     >>> from rollpipe.pipes.graph.torchdata import IterableWrapper
@@ -73,8 +73,8 @@ class Replay(Seeded, Pipe):
         capacity: maximum number of steps in the memory
         batch_size: transitions or segments in a sample
         n_batches: samples for each fragment
-        warmup: number of steps in the memory before the first sample; a memory that is full with
-            fewer, because some rows are no steps, does as well
+        warmup: number of steps in the memory before the first sample; a full memory has fewer steps
+            if some rows are no steps, and that is enough
         length: steps of a segment; 1: single transitions
         prioritized: sample in proportion to priorities
         alpha: exponent of the priorities; 0: uniform
